@@ -5,9 +5,11 @@ first, once, in --out. The histories are those of the training's log, without it
 """
 
 import argparse
+import asyncio
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import train_dlrm
@@ -18,6 +20,7 @@ from serving_batcher import Limits
 from serving_rankers import Ranker, make_ranker
 from training import pick_device
 
+DRAIN_SECONDS = 0.3  # of a server that stops: new connections are refused, requests on open ones are read
 TRAINED = ["--users", "300", "--epochs", "3", "--device", "cpu"]  # options of the model that is trained without --weights
 
 
@@ -61,7 +64,19 @@ def make_service(options: argparse.Namespace, device: torch.device) -> Service:
     ranker: Ranker = make_ranker(load_weights(path), device, int(options.cache_mb * 1e6), options.data, options.page_rows)
     batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, 1), options.max_wait_ms / 1e3)
     limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
-    return Service(ranker, limits, reload=lambda: ranker.load(load_weights(path)))
+    return Service(ranker, limits, read_weights=lambda: load_weights(path))
+
+
+class Server(uvicorn.Server):
+    """When it is told to stop, it also answers requests that clients have sent and that it has not read."""
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]  # no client sends another one
+        await asyncio.sleep(0)  # accepts the connections that wait
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(DRAIN_SECONDS)
+        await super().shutdown(sockets)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -73,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"serve_ranking: {error}")
     tune_process()
     print(f"serving on http://{options.host}:{options.port}")
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=30)
+    Server(uvicorn.Config(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=30)).run()
 
 
 if __name__ == "__main__":

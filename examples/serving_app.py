@@ -4,7 +4,7 @@
 |---|---|
 | `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | scores; then the events are stored |
 | `GET /users/{user}?candidates=...` | the user's latest events, and attention weights of candidates over them |
-| `POST /reload` | loads the file of weights again, between two batches |
+| `POST /reload` | reads the file of weights again, and puts them in place between two batches |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
 
 An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for a request that is too large, 415 for a
@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from checkpoints import Weights
 from fastapi import FastAPI, HTTPException, Query
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
@@ -130,12 +131,12 @@ class Service:
     Args:
         ranker: the ranker, which the batcher's thread alone calls from now on.
         limits: of requests.
-        reload: loads the ranker's weights anew; it runs between two batches.
+        read_weights: reads new weights for a reload, in a thread of its own while batches are scored.
     """
 
-    def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, reload: Callable[[], None] | None = None):
+    def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, read_weights: Callable[[], Weights] | None = None):
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
-        self._reload = reload
+        self.read_weights = read_weights
         self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
         self.metrics = Metrics(self)
 
@@ -144,23 +145,24 @@ class Service:
 
     def _note_batch(self, batch: list[Waiting]) -> None:
         self.metrics.batch.observe(len(batch))
-        self.metrics.candidates.inc(sum(len(waiting.request.candidates) for waiting in batch))
+        self.metrics.candidates.inc(sum(len(x.request.candidates) for x in batch if x.future.exception() is None))
         for waiting in batch:
             self.metrics.stages.labels("queue").observe(waiting.queued_seconds)
         for name, seconds in self.ranker.stages.seconds.items():
             self.metrics.stages.labels(name).observe(seconds)
 
     async def reload(self) -> int:
-        """Load the weights anew. Returns their version. HTTPException if they do not fit."""
-        if self._reload is None:
+        """Read the weights anew, and put them in place between two batches. Returns their version. HTTPException if they do not fit."""
+        if self.read_weights is None:
             raise HTTPException(409, "the server was started without a file of weights")
         try:
-            return await asyncio.wrap_future(self.batcher.between_batches(self._next_version))
+            weights = await asyncio.to_thread(self.read_weights)
+            return await asyncio.wrap_future(self.batcher.between_batches(lambda: self._replace_weights(weights)))
         except (ValueError, OSError) as error:
             raise HTTPException(409, str(error)) from error
 
-    def _next_version(self) -> int:
-        self._reload()
+    def _replace_weights(self, weights: Weights) -> int:
+        self.ranker.load(weights)
         self.version += 1
         return self.version
 
@@ -202,9 +204,9 @@ class Service:
             raise HTTPException(422, f"ratings must be of {self.ranker.ratings}, got {wrong[0]}")
         return np.array([known[event.rating] for event in events], dtype=np.int64)
 
-    async def rank(self, body: RankBody, http: HTTPRequest) -> dict[str, Any]:
-        """The answer, with the scores of the candidates."""
-        begin = time.monotonic()
+    async def rank(self, body: RankBody, http: HTTPRequest, begin: float | None = None) -> dict[str, Any]:
+        """The answer, with the scores of the candidates. begin: since when latency and deadline count; now if None."""
+        begin = time.monotonic() if begin is None else begin
         seconds = self.limits.deadline if body.deadline_ms is None else body.deadline_ms / 1000
         waiting = self.batcher.submit(self.to_request(body), begin + seconds)
         scores = await self._result(waiting, http)
@@ -261,7 +263,7 @@ def make_app(service: Service) -> FastAPI:
             service.metrics.requests.labels(status).inc()
         return error_response(status, text, path)
 
-    app.add_middleware(LimitBody, most=service.limits.max_body, answer=answer)
+    app.add_middleware(Admission, limits=service.limits, answer=answer)
     answer_errors(app, answer)
 
     @app.post("/rank")
@@ -332,27 +334,46 @@ def http_errors() -> Iterator[None]:
         raise HTTPException(known[0] if known else 500, text) from error
 
 
-class LimitBody:
-    """Answers requests with a larger body with 413: without reading it if it has a length, else when it gets too long."""
+class Admission:
+    """Refuses requests before they are parsed.
 
-    def __init__(self, app: Any, most: int, answer: Callable[[int, str, str], Response]):
-        self.app, self.most, self.answer = app, most, answer
+    413: the body is larger than max_body. It is not read if it has a length, else until it gets too long.
+    429: as many requests to /rank are in progress as the queue and two batches hold. More would wait to be parsed or answered, where the
+    queue's limit and the deadlines do not see them.
+
+    A client that leaves before the body is complete is counted as 499. FastAPI would take it for a malformed body.
+    """
+
+    def __init__(self, app: Any, limits: ServiceLimits, answer: Callable[[int, str, str], Response]):
+        self.app, self.max_body, self.answer = app, limits.max_body, answer
+        self.ranking, self.max_ranking = 0, limits.batches.max_queue + 2 * limits.batches.max_users
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        received = 0
+        received, is_complete, is_ranking = 0, False, False
 
         async def limited() -> Any:
-            nonlocal received
+            nonlocal received, is_complete, is_ranking
             message = await receive()
+            if message["type"] == "http.disconnect" and not is_complete:
+                raise StarletteHTTPException(499, "the client left")
             received += len(message.get("body", b""))
-            if received > self.most:
-                raise StarletteHTTPException(413, f"the body must be at most {self.most} bytes")
+            if received > self.max_body:
+                raise StarletteHTTPException(413, f"the body must be at most {self.max_body} bytes")
+            is_complete = not message.get("more_body", False)
+            if is_complete and scope["path"] == "/rank" and not is_ranking:
+                if self.ranking >= self.max_ranking:
+                    raise StarletteHTTPException(429, f"{self.ranking} requests are in progress")
+                is_ranking = True
+                self.ranking += 1
             return message
 
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.most:
-            response = self.answer(413, f"the body must be at most {self.most} bytes, got {int(length)}", scope["path"])
+        if length.isdigit() and int(length) > self.max_body:
+            response = self.answer(413, f"the body must be at most {self.max_body} bytes, got {int(length)}", scope["path"])
             return await response(scope, receive, send)
-        await self.app(scope, limited, send)
+        try:
+            await self.app(scope, limited, send)
+        finally:
+            self.ranking -= is_ranking

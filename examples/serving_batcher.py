@@ -35,14 +35,14 @@ class TooLate(Exception):
 
 
 class WorkerDied(Exception):
-    """The thread that scored the request ended."""
+    """The thread that scored the request, or called the job, ended."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of the queue and of batches.
 
-    max_queue: requests that wait.
+    max_queue: requests that wait, and jobs.
     max_users, max_candidates: requests of a batch and their candidates. A request with more candidates is a batch by itself.
     max_wait: seconds that the first request of a batch waits for others.
 
@@ -139,10 +139,16 @@ class Batcher:
             return waiting
 
     def between_batches(self, job: Callable[[], Any]) -> Future:
-        """Call job() in the thread, when it scores nothing."""
+        """Call job() in the thread, when it scores nothing. After jobs of max_wait seconds a batch has its turn.
+
+        Raises:
+            Overloaded: max_queue jobs wait. Closed: `close` was called.
+        """
         with self._changed:
             if self._closing:
                 raise Closed("the server stops")
+            if len(self._jobs) >= self.limits.max_queue:
+                raise Overloaded(f"{self.limits.max_queue} jobs wait")
             future: Future = Future()
             self._jobs.append((job, future))
             self._changed.notify_all()
@@ -173,25 +179,25 @@ class Batcher:
             batch, self._current = self._current, []
             for waiting in batch:
                 if not waiting.future.done():
-                    waiting.future.set_exception(WorkerDied(f"the scoring thread ended: {type(error).__name__}"))
+                    waiting.future.set_exception(_died(error))
             self.counts.restarts += 1
             self._start()
 
     def _step(self) -> bool:
-        """Run a job or a batch. False at the end."""
+        """Run jobs for max_wait seconds, and a batch. False at the end."""
         with self._changed:
             while not (self._queue or self._jobs or self._closing):
                 self._changed.wait()
-            if self._jobs:
-                job, future = self._jobs.popleft()
-                batch = None
-            elif self._queue:
-                batch = self._collect()
-            else:
+            if not (self._queue or self._jobs):
                 return False
-        if batch is None:
-            _run_job(job, future)
-        else:
+        end = time.monotonic() + self.limits.max_wait
+        while self._jobs:
+            _run_job(*self._jobs.popleft())  # no other thread takes jobs
+            if time.monotonic() >= end:
+                break
+        with self._changed:
+            batch = self._collect() if self._queue else []
+        if batch:
             self._answer(batch)
         return True
 
@@ -290,6 +296,15 @@ def _run_job(job: Callable[[], Any], future: Future) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(job())
+        result = job()
     except Exception as error:
         future.set_exception(error)
+    except BaseException as error:  # ends the thread
+        future.set_exception(_died(error))
+        raise
+    else:
+        future.set_result(result)
+
+
+def _died(error: BaseException) -> WorkerDied:
+    return WorkerDied(f"the scoring thread ended: {type(error).__name__}")

@@ -21,13 +21,15 @@ import torch
 from checkpoints import load_weights
 from fastapi import FastAPI, HTTPException
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from serving_app import Event, RankBody, Service, ServiceLimits, answer_errors, http_errors, tune_process
 from serving_rankers import make_ranker
 from training import pick_device
 
 MAX_ONGOING = 1000  # requests of a replica, the ingress or the store; the queue of the replica's service is shorter, and refuses with 429
+MAX_QUEUED = 1000  # requests that wait at a sender because MAX_ONGOING are on their way; more are refused with 429
 DRAIN_SECONDS = 30  # a replica that is removed has this time to answer what it was sent
 STALE = -1
 ROUTER = RequestRouterConfig(request_router_class=ConsistentHashRouter, request_router_kwargs={"num_fallback_replicas": 0})
@@ -60,7 +62,12 @@ class EventStore:
         return len(self.events[user])
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING, graceful_shutdown_timeout_s=DRAIN_SECONDS, request_router_config=ROUTER)
+@serve.deployment(
+    max_ongoing_requests=MAX_ONGOING,
+    max_queued_requests=MAX_QUEUED,
+    graceful_shutdown_timeout_s=DRAIN_SECONDS,
+    request_router_config=ROUTER,
+)
 class Replica:
     """The service, with the histories of the users whose requests come here."""
 
@@ -69,7 +76,7 @@ class Replica:
     ):
         torch.set_num_threads(threads)
         ranker = make_ranker(load_weights(Path(weights)), pick_device(device), cache_bytes, data, page_rows)
-        self.service = Service(ranker, ServiceLimits(), reload=lambda: ranker.load(load_weights(Path(weights))))
+        self.service = Service(ranker, ServiceLimits(), read_weights=lambda: load_weights(Path(weights)))
         self.store, self.name = store, serve.get_replica_context().replica_id.unique_id
         self.known: dict[int, int] = {}  # events of the store that the user's history has; STALE: the history may have others
         self.turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
@@ -84,12 +91,12 @@ class Replica:
             return error.status_code, {"error": error.detail}
 
     async def _rank(self, body: RankBody) -> dict[str, Any]:
-        user, events = body.user, [event.model_dump() for event in body.events]
+        begin, user, events = time.monotonic(), body.user, [event.model_dump() for event in body.events]
         self.service.check_user(user)
         async with self.turns.setdefault(user, asyncio.Lock()):  # one request of a user at a time
             known = await self._catch_up(user)
             self.known[user] = STALE  # if anything fails
-            answer = await self.service.rank(body, Connected())
+            answer = await self.service.rank(body, Connected(), begin)
             total = await self.store.add.remote(user, events) if events else known
             if total == known + len(events):  # no other replica added events of this user
                 self.known[user] = total
@@ -118,7 +125,7 @@ class Replica:
             raise RuntimeError("the scoring thread has ended")
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING)
+@serve.deployment(max_ongoing_requests=MAX_ONGOING, max_queued_requests=MAX_QUEUED, backpressure_config=BackpressureConfig(status_code=429))
 @serve.ingress(app)
 class Ingress:
     """Sends each request to the replica of its user."""
@@ -128,7 +135,10 @@ class Ingress:
 
     @app.post("/rank")
     async def rank(self, body: RankBody) -> dict[str, Any]:
-        status, answer = await self.replicas.options(session_id=str(body.user)).rank.remote(body.model_dump())
+        try:
+            status, answer = await self.replicas.options(session_id=str(body.user)).rank.remote(body.model_dump())
+        except BackPressureError as error:
+            raise HTTPException(429, f"{MAX_QUEUED} requests wait for the user's replica") from error
         if status != 200:
             raise HTTPException(status, answer["error"])
         return answer

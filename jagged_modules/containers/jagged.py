@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem
@@ -28,6 +28,9 @@ from ..validation import (
     values_are_checkable,
 )
 from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -53,7 +56,7 @@ class Jagged(Queries):
     offsets: Tensor
     max_seqlen: int | None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Jagged:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         recorded = recorded_call(cls, args, kwargs)
         return super().__new__(cls) if recorded is None else recorded
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jagged_kernels.attention.pages import Pages
 from torch import Tensor
@@ -15,7 +17,10 @@ class PagedRows(Jagged):
     """A Jagged whose rows lie in pages. Attention reads them there (`paged_operands`); what asks for `values` gets a copy, made once.
 
     storage: `[num_pages · page_rows, ...]`, on the device of the pages' table and of offsets.
+    room: where an HSTU's `append` writes the keys and values of the events that follow; None: nowhere.
     """
+
+    room: Room | None = None
 
     def __init__(self, storage: Tensor, offsets: Tensor, pages: Pages, segmentation: Segmentation) -> None:
         self.storage, self.pages, self.offsets, self.max_seqlen = storage, pages, offsets, None
@@ -40,11 +45,34 @@ class PagedRows(Jagged):
         return Jagged.unchecked, (self.values, self.offsets, self.max_seqlen, self._segmentation)
 
 
+class Room(NamedTuple):
+    """Reserved rows for the events that follow those of `PagedRows`.
+
+    rows: int64 `[N]` of the storage, in the order of the events. grown: the rows and the events after them.
+    """
+
+    rows: Tensor
+    grown: PagedRows
+
+    def write(self, events: Tensor) -> PagedRows:
+        """Write the events `[N, ...]`. Returns all rows. ValueError if the events have another dtype."""
+        storage = self.grown.storage
+        if events.dtype != storage.dtype:
+            raise ValueError(f"the layer's keys and values must keep the dtype of the first put, {storage.dtype}, got {events.dtype}")
+        storage.index_copy_(0, self.rows, events)
+        return self.grown
+
+
 def paged_operands(rows: Jagged) -> tuple[Tensor, Pages | None]:
     """What attention reads the keys and values of: `values`, or the storage and its pages where no gradient is computed."""
     if isinstance(rows, PagedRows) and not torch.is_grad_enabled():
         return rows.storage, rows.pages
     return rows.values, None
+
+
+def room_of(rows: Jagged) -> Room | None:
+    """The room for events that follow these rows."""
+    return rows.room if isinstance(rows, PagedRows) else None
 
 
 def gather_pages(pages: Pages, offsets: Tensor, *storages: Tensor) -> list[Tensor]:

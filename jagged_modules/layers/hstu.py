@@ -14,7 +14,7 @@ from torch.types import Device
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
-from ..containers.pages import paged_operands
+from ..containers.pages import paged_operands, room_of
 from ..functional import jagged_attention
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
@@ -176,7 +176,7 @@ class HSTULayer(nn.Module):
             else:
                 if timestamps is not None and query_timestamps is None:
                     query_timestamps = next_timestamps(timestamps, jagged.offsets)
-                if append and self.config.max_attn_len:
+                if append and (self.config.max_attn_len or room_of(cache)):
                     a = self._attend_to_joined(q, k, v, jagged, cache, timestamps, query_timestamps, cache_timestamps)
                 else:
                     biases = self._bias(cache_timestamps, query_timestamps, jagged), self._bias(timestamps, query_timestamps)
@@ -282,12 +282,16 @@ class HSTULayer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, events: Jagged, cache: Jagged, timestamps: Tensor | None, query_timestamps: Tensor | None,
         cache_timestamps: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Attention of events to the cached rows and events that max_attn_len leaves each of them. It copies the cached rows once."""
-        added = HistoryCache((events.with_values(torch.cat([k, v], dim=2)),), timestamps)
-        joined = HistoryCache((cache,), cache_timestamps).append(added)
-        (keys,), bias = joined.layers, self._bias(joined.timestamps, query_timestamps)
-        k, v = torch.split_with_sizes(keys.values, [self.head_dim, self.linear_dim], dim=2)
-        return self._attend(q, k, v, events, keys, self.config.mask(), self._scaling_seqlen(events), bias)
+        """Attention of events to the cached rows and the events. It writes the events behind the cached rows, or copies both once."""
+        added, room = events.with_values(torch.cat([k, v], dim=2)), room_of(cache)
+        keys = _joined(cache, added) if room is None else room.write(added.values)
+        if timestamps is not None:
+            assert cache_timestamps is not None
+            timestamps = _joined(cache.with_values(cache_timestamps), events.with_values(timestamps)).values
+        kv, pages = paged_operands(keys)
+        k, v = torch.split_with_sizes(kv, [self.head_dim, self.linear_dim], dim=2)
+        bias = self._bias(timestamps, query_timestamps)
+        return self._attend(q, k, v, events, keys, self.config.mask(), self._scaling_seqlen(events), bias, pages)
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -439,7 +443,8 @@ class HSTUStack(nn.Module):
         """Process the next events of cached histories.
 
         The result equals the events' rows of `forward` over the history and the events of each user. Keys and values of earlier rows do not
-        change. The cost is that of the events, and with config.max_attn_len per layer a copy of the cached rows.
+        change. The cost is that of the events, and with config.max_attn_len per layer a copy of the cached rows. A `PagedHistoryCache` with
+        long pages saves this copy.
 
         Args:
             events: any container of `[N, E]` values; segment b has the next events of history b, from oldest to newest.
@@ -466,6 +471,14 @@ class HSTUStack(nn.Module):
         return self(events, timestamps=timestamps, query_timestamps=query_timestamps, cache=cache, return_cache=True)
 
     append_reads_cache = True  # for PagedHistoryCache: keys and values of new events depend on cached rows
+
+    @property
+    def append_writes_pages(self) -> bool:
+        """Whether `append` can write behind cached rows in pages, and hides those before the last max_cached_rows.
+
+        Not with relative positions, whose number bounds the hidden rows too.
+        """
+        return not (self.config.max_attn_len and self.config.relative_position)
 
     @property
     def max_cached_rows(self) -> int | None:
@@ -528,6 +541,11 @@ class HSTUStack(nn.Module):
             check_row_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config)
             query_timestamps = next_timestamps(timestamps, x.offsets) if query_timestamps is None else query_timestamps
         return dict(timestamps=timestamps, query_timestamps=query_timestamps, cache_timestamps=cache.timestamps)
+
+
+def _joined(rows: Jagged, added: Jagged) -> Jagged:
+    """Each segment's rows, then those that are added. Copies both."""
+    return HistoryCache((rows,)).append(HistoryCache((added,))).layers[0]
 
 
 @torch.fx.wrap

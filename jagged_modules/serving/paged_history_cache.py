@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import PagedRows, gather_pages
+from ..containers.pages import PagedRows, Room, gather_pages, room_of
 from ..containers.segmentation import segmentation_of
 from ..scalars import check_kind, check_size, is_sequence, to_ints
 from ..submodules import submodules
@@ -30,7 +30,8 @@ __all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
 class CachingLayer(Protocol):
     """A layer with a cache: `HSTUStack`, `JaggedTargetAttention`, `JaggedGDPA`, or any module with these methods.
 
-    append_reads_cache: whether the keys and values of new events depend on the cached rows.
+    append_reads_cache: whether the keys and values of new events depend on the cached rows. A layer may also have `append_writes_pages`:
+        whether its `append` then writes them into the rows that a `PagedRows` with room reserves.
     max_cached_rows: how many of the latest rows the next events and targets see; None: all.
     """
 
@@ -188,7 +189,7 @@ class PagedHistoryCache:
             self._check_users(users, rows.num_segments, "history")
             with self._ordered():
                 table = self._allocate(rows)
-                self._write(users, rows, table.replace(users, _lengths(rows), weights))
+                self._write(users, rows, table.replace(users, _lengths(rows.layers[0]), weights))
 
     @torch.no_grad()
     def append(self, users: Sequence[Hashable], events: Any, **timestamps: Tensor | None) -> Any:
@@ -207,6 +208,8 @@ class PagedHistoryCache:
             CacheFull: the histories, and the pages that selected histories read, need more than max_bytes. Nothing has changed.
         """
         with self._writer:
+            if self.layer.append_reads_cache and self._reads_pages() and getattr(self.layer, "append_writes_pages", False):
+                return self._append_in_pages(users, events, timestamps)
             if self.layer.append_reads_cache:
                 cached = self._select(users, self._reads_pages() and self.layer.max_cached_rows is None)
             else:
@@ -216,11 +219,32 @@ class PagedHistoryCache:
             self._check_users(users, added.num_segments, "events")
             with self._ordered():
                 table = self._allocate(added)
-                self._write(users, added, table.extend(users, _lengths(added)))
-                if self.layer.max_cached_rows is not None:
-                    for user in users:
-                        table.keep_last(user, self.layer.max_cached_rows)
+                self._write(users, added, table.extend(users, _lengths(added.layers[0])))
+                self._keep_last(table, users)
             return outputs
+
+    def _append_in_pages(self, users: Sequence[Hashable], events: Any, timestamps: dict[str, Tensor | None]) -> Any:
+        """`append` of a layer that writes the keys and values of the events into reserved rows before it attends to them."""
+        lengths = _lengths(Jagged.wrap(events))
+        with self._ordered():
+            table = self._check_cached(users)
+            self._check_users(users, len(lengths), "events")
+            self._wait_for_readers()
+            ranges = table.reserve(users, lengths)
+        try:
+            cached = self._with_room([table.users[user] for user in users], ranges)
+            outputs, added = self.layer.append(events, cached, **timestamps)
+            with self._ordered():
+                room = room_of(cached.layers[0])
+                if room is not None and added.timestamps is not None:
+                    self._columns[1].index_copy_(0, room.rows, added.timestamps)
+                table.count(users, lengths)
+                self._keep_last(table, users)
+        except BaseException:
+            with self._ordered():
+                table.trim(users)
+            raise
+        return outputs
 
     @torch.no_grad()
     def select(self, users: Sequence[Hashable]) -> HistoryCache:
@@ -321,9 +345,7 @@ class PagedHistoryCache:
     def _allocate(self, rows: HistoryCache) -> PageTable:
         """The page table, for a write; the first call allocates it and the pages. ValueError if the rows do not fit the pages."""
         self._check_kind(rows)
-        while self._readers:
-            stream = self._readers.pop()
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._wait_for_readers()
         if self._table is None:
             first = rows.layers[0].values
             shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((len(rows.layers), *first.shape[1:]), first.dtype)]
@@ -339,6 +361,17 @@ class PagedHistoryCache:
                 self._columns = [torch.empty(num_pages * self.page_rows, *x, dtype=dtype, device=first.device) for x, dtype in shapes]
             self._table = PageTable(num_pages, self.page_rows)
         return self._table
+
+    def _wait_for_readers(self) -> None:
+        """Before a write: wait for the streams that read the pages of histories that exist no more."""
+        while self._readers:
+            stream = self._readers.pop()
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def _keep_last(self, table: PageTable, users: Sequence[Hashable]) -> None:
+        if self.layer.max_cached_rows is not None:
+            for user in users:
+                table.keep_last(user, self.layer.max_cached_rows)
 
     def _check_kind(self, rows: HistoryCache) -> None:
         if self._table is None:
@@ -374,18 +407,34 @@ class PagedHistoryCache:
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
         """The rows of these users in their pages, which are pinned as long as the result, or a layer of it, exists."""
-        storage, *times = self._columns
-        lengths = [x.length for x in known]
-        pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(storage.device)
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)]).to(storage.device, non_blocking=True)
+        layers = self._in_pages(known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
         table.pin(pinned)
-        stream = torch.cuda.current_stream(storage.device) if storage.is_cuda else None
-        weakref.finalize(pages, self._read.append, (pinned, stream)).atexit = False
-        timestamps = gather_pages(pages, offsets, times[0])[0] if times else None
+        device = self._columns[0].device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        weakref.finalize(layers[0].pages, self._read.append, (pinned, stream)).atexit = False
+        return self._history(layers)
+
+    def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
+        """The rows of these users from the start of their pages, with these ranges after them as room."""
+        layers = self._in_pages(known, [x.begin for x in ranges])
+        grown = self._in_pages(known, [x.begin + x.length for x in ranges])
+        rows, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
+        for layer, all_rows in zip(layers, grown):
+            layer.room = Room(rows, all_rows)
+        return self._history(layers)
+
+    def _in_pages(self, known: Sequence[UserPages], lengths: list[int]) -> tuple[PagedRows, ...]:
+        """So many rows of each user, from the start of the pages, of each layer."""
+        storage = self._columns[0]
+        pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(storage.device)
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)]).to(storage.device, non_blocking=True)
         segmentation = segmentation_of(offsets, torch.tensor(lengths, dtype=torch.int64))
-        layers = tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
-        return HistoryCache(layers, timestamps, self.layer.max_cached_rows)
+        return tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
+
+    def _history(self, layers: tuple[PagedRows, ...]) -> HistoryCache:
+        times = [gather_pages(layers[0].pages, layers[0].offsets, x)[0] for x in self._columns[1:]]
+        return HistoryCache(layers, times[0] if times else None, self.layer.max_cached_rows)
 
     def _unpin(self) -> None:
         """Unpin the pages of selected histories that exist no more. Not where these are destroyed: that may be anywhere in any thread."""
@@ -402,6 +451,5 @@ class PagedHistoryCache:
             return self._gather([RowRange(array("q"), 0, 0)] * len(users))
 
 
-def _lengths(rows: HistoryCache) -> list[int]:
-    lengths = rows.layers[0].host_lengths
-    return to_ints(rows.layers[0].offsets.diff() if lengths is None else lengths)
+def _lengths(rows: Jagged) -> list[int]:
+    return to_ints(rows.offsets.diff() if rows.host_lengths is None else rows.host_lengths)

@@ -107,19 +107,35 @@ class PageTable:
 
     def extend(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
         """Give each user pages for so many more rows. Returns the rows to write."""
+        ranges = self.reserve(users, lengths)
+        self.count(users, lengths)
+        return ranges
+
+    def reserve(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
+        """`extend`, but the rows do not count until `count`."""
         known = [self.touch(user) for user in users]
         ends = [x.first + x.length + length for x, length in zip(known, lengths)]
         counts = [self._pages_of(end) for end in ends]
         self._check(sum(counts), len(users), len(self._pins.keys() - itertools.chain.from_iterable(x.pages for x in known)))
         self._make_room(sum(counts) - sum(len(x.pages) for x in known), set(users))
-        ranges: list[RowRange] = []
-        for x, length, end, count in zip(known, lengths, ends, counts):
+        for x, count in zip(known, counts):
             while len(x.pages) < count:
                 x.pages.append(self._take())
-            ranges.append(RowRange(x.pages, end - length, length))
-            x.length += length
-        self.num_rows += sum(lengths)
-        return ranges
+        return [RowRange(x.pages, end - length, length) for x, length, end in zip(known, lengths, ends)]
+
+    def count(self, users: Sequence[Hashable], lengths: Sequence[int]) -> None:
+        """The users have so many more rows, for which they have pages."""
+        for user, length in zip(users, lengths):
+            self.users[user].length += length
+            self.num_rows += length
+
+    def trim(self, users: Iterable[Hashable]) -> None:
+        """Free the pages after the users' last rows."""
+        for user in users:
+            x = self.users[user]
+            used = self._pages_of(x.first + x.length)
+            self._free(x.pages[used:])
+            del x.pages[used:]
 
     def keep_last(self, user: Hashable, rows: int) -> None:
         """Drop all but the last rows of a user, and free the pages before them."""

@@ -16,9 +16,9 @@ LIMITS = ServiceLimits(Limits(max_queue=8, max_wait=0.002), max_candidates=50, m
 class Running:
     """A service behind uvicorn in a thread, and a client."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, server: type[uvicorn.Server] = uvicorn.Server):
         self.service = service
-        self.server = uvicorn.Server(uvicorn.Config(make_app(service), port=0, log_level="error"))
+        self.server = server(uvicorn.Config(make_app(service), port=0, log_level="error"))
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.thread = threading.Thread(target=self.server.run, args=([listener],))

@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import gc
+import http.client
 import json
 import math
 import os
 import platform
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +27,10 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import httpx  # noqa: E402
+import serve_ranking  # noqa: E402
 import serving_app  # noqa: E402
 from serving_app import Service, tune_process  # noqa: E402
+from serving_batcher import Limits  # noqa: E402
 
 from .running import LIMITS, Running  # noqa: E402
 
@@ -42,14 +47,11 @@ def shared(served):
 
 @pytest.fixture
 def start(served):
-    """name of a model, limits, reload → a service of its own."""
+    """name of a model, limits, read_weights → a service of its own."""
     with contextlib.ExitStack() as stack:
 
-        def running(name="attention", limits=LIMITS, reload=None, cache_bytes=10**7):
-            service = Service(ranker_of(served[name], cache_bytes), limits)
-            if reload is not None:
-                service._reload = lambda: reload(service.ranker)
-            running = Running(service)
+        def running(name="attention", limits=LIMITS, read_weights=None, cache_bytes=10**7):
+            running = Running(Service(ranker_of(served[name], cache_bytes), limits, read_weights))
             stack.callback(running.stop)
             return running
 
@@ -201,6 +203,33 @@ def test_a_full_queue_is_answered_with_429(start):
     assert_serves(running)
 
 
+def test_requests_that_wait_outside_of_the_queue_are_bounded(start, monkeypatch):
+    """Five wait before they are in the queue, as requests do when the event loop is busy. Clients that send slowly take no place."""
+    running = start(limits=replace(LIMITS, batches=Limits(max_queue=3, max_users=1)))
+    go, rank = threading.Event(), running.service.rank
+
+    async def slow(*arguments):
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return await rank(*arguments)
+
+    monkeypatch.setattr(running.service, "rank", slow)
+    with ThreadPoolExecutor(5) as threads, contextlib.ExitStack() as stack:
+        for _ in range(7):
+            connection = stack.enter_context(socket.create_connection(running.address))
+            connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+        wait_until(lambda: len(running.server.server_state.tasks) == 7)
+        waiting = [threads.submit(running.rank, {**GOOD, "user": user}) for user in range(5)]
+        wait_until(lambda: len(running.server.server_state.tasks) == 12)
+        refused = running.rank(GOOD)
+        assert refused.status_code == 429 and refused.json() == {"error": "5 requests are in progress"}
+        assert running.client.get("/health").status_code == 200
+        go.set()
+        statuses = [x.result().status_code for x in waiting]
+    assert statuses.count(200) >= 4 and running.metric('rank_requests_total{status="429"}') == 1 + statuses.count(429)
+    assert_serves(running)
+
+
 def test_a_deadline(start):
     running = start()
     hold = Hold(running.service)
@@ -242,6 +271,16 @@ def test_a_client_that_leaves(start):
     assert hold.users == [3, 3] and running.metric("rank_cancelled") == 1
 
 
+def test_a_client_that_leaves_before_the_body_is_complete(start):
+    running = start()
+    with socket.create_connection(running.address) as connection:
+        connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+        wait_until(lambda: running.server.server_state.tasks)
+    wait_until(lambda: running.metric('rank_requests_total{status="499"}') == 1)
+    assert running.metric('rank_requests_total{status="400"}') == 0
+    assert_serves(running)
+
+
 def test_out_of_memory_is_split(start):
     running = start()
     score = running.service.ranker.score
@@ -277,6 +316,7 @@ def test_a_request_in_halves_that_fails_stores_nothing(start):
     answer = running.rank({"user": 3, "candidates": [5, 6, 40, 7], "events": [{"item": 1, "rating": 4}]})
     assert answer.status_code == 500 and answer.json()["error"] == "the model's scores are not finite"
     assert running.metric("rank_splits") == 1 and ranker.histories.length(3) == length
+    assert running.metric("rank_candidates_total") == 0
     ranker.score = score
     assert_serves(running)
 
@@ -347,12 +387,12 @@ def test_an_error_of_the_model(start):
 def test_new_weights_between_batches(start, served):
     """Under load, every answer has the scores of the version that it names."""
 
-    def reload(ranker):
-        ranker.load(load_weights(served["attention"]))
-        with torch.no_grad():
-            ranker.model.head.over[3].bias += 1
+    def read_weights():
+        weights = load_weights(served["attention"])
+        weights.tensors["head.over.3.bias"] += 1
+        return weights
 
-    running = start(reload=reload)
+    running = start(read_weights=read_weights)
     before = assert_serves(running)
     with ThreadPoolExecutor(3) as threads:
         answers = [threads.submit(running.rank, GOOD) for _ in range(6)]
@@ -367,16 +407,35 @@ def test_new_weights_between_batches(start, served):
     assert running.service.ranker.counts["encoded"] == 2, "the cached history was of other weights"
 
 
-def test_weights_that_cannot_be_loaded(start):
-    def refuse(ranker):
-        raise ValueError("the weights are of another model: x differ")
+def test_requests_are_answered_while_weights_are_read(start, served):
+    reading, answered = threading.Event(), threading.Event()
 
-    running = start(reload=refuse)
+    def read_weights():
+        reading.set()
+        assert answered.wait(30)
+        return load_weights(served["attention"])
+
+    running = start(read_weights=read_weights)
+    with ThreadPoolExecutor(1) as threads:
+        reload = threads.submit(running.client.post, "/reload")
+        assert reading.wait(30)
+        assert_serves(running)
+        answered.set()
+        assert reload.result().json() == {"weights_version": 2}
+
+
+@pytest.mark.parametrize("content, error", [(b"no weights", "x is not a file of weights"), (None, "the weights are of another model: ")])
+def test_weights_that_cannot_be_loaded(start, served, tmp_path, content, error):
+    """A file of something else, and the weights of another model."""
+    path = served["hstu"] if content is None else tmp_path / "x"
+    if content is not None:
+        path.write_bytes(content)
+    running = start(read_weights=lambda: load_weights(path))
     before = assert_serves(running)
     answer = running.client.post("/reload")
-    assert answer.status_code == 409 and answer.json()["error"] == "the weights are of another model: x differ"
+    assert answer.status_code == 409 and error in answer.json()["error"]
     assert assert_serves(running) == before and running.client.get("/health").json()["weights_version"] == 1
-    running.service._reload = None
+    running.service.read_weights = None
     assert running.client.post("/reload").status_code == 409
 
 
@@ -396,6 +455,36 @@ def test_a_shutdown_answers_all_requests(start):
     assert not running.thread.is_alive() and not running.service.batcher.is_alive()
     with pytest.raises(httpx.ConnectError):
         running.rank(GOOD)
+
+
+def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
+    """On connections that were open, whether a request was sent on them before or not. It asks for no further one."""
+    monkeypatch.setattr(serve_ranking, "DRAIN_SECONDS", 3.0)
+    running = Running(Service(ranker_of(served["attention"]), LIMITS), serve_ranking.Server)
+    connections = [http.client.HTTPConnection(*running.address) for _ in range(2)]
+    for connection in connections:
+        connection.connect()
+
+    def rank(connection) -> http.client.HTTPResponse:
+        connection.request("POST", "/rank", json.dumps(GOOD), {"content-type": "application/json"})
+        return connection.getresponse()
+
+    assert rank(connections[1]).read() and connections[1].sock is not None
+    running.server.should_exit = True
+
+    def refuses() -> bool:
+        try:
+            socket.create_connection(running.address).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    wait_until(refuses)
+    for connection in connections:
+        answer = rank(connection)
+        assert answer.status == 200 and answer.getheader("connection") == "close" and len(json.loads(answer.read())["scores"]) == 3
+    running.stop()
+    assert not running.thread.is_alive() and not running.service.batcher.is_alive()
 
 
 def test_collections_skip_the_objects_of_the_start():

@@ -267,3 +267,43 @@ def test_a_cancelled_job_does_not_run(make, score):
     after.result(timeout=30)
     results([first])
     assert ran == ["after"] and batcher.counts.restarts == 0
+
+
+def test_a_job_that_ends_the_thread(make, score):
+    """It has an answer, and so has what waits behind it."""
+    batcher = make()
+    first = busy(batcher, score)
+
+    def exit() -> None:
+        raise SystemExit
+
+    job, after = batcher.between_batches(exit), batcher.between_batches(lambda: "after")
+    waiting = submit(batcher, request(1))
+    score.hold.set()
+    with pytest.raises(WorkerDied, match="^the scoring thread ended: SystemExit$"):
+        job.result(timeout=30)
+    assert after.result(timeout=30) == "after"
+    assert results([first, *waiting]) == [[100, 101], [2, 3]] and batcher.counts.restarts == 1
+
+
+@pytest.mark.parametrize("max_wait", [0.01, 0.0])
+def test_jobs_without_end_do_not_keep_batches_waiting(make, score, max_wait):
+    """Each job adds the next one. The queue of jobs is bounded, as that of requests."""
+    batcher, done = make(max_wait=max_wait, max_queue=3), threading.Event()
+
+    def job() -> None:
+        time.sleep(0.005)
+        if not done.is_set():
+            batcher.between_batches(job)
+
+    batcher.between_batches(job)
+    assert results(submit(batcher, request(1), request(2))) == [[2, 3], [3, 4]]
+    done.set()
+    batcher.between_batches(int).result(timeout=30)
+    score.started.clear()
+    first = busy(batcher, score)
+    jobs = [batcher.between_batches(lambda: 1) for _ in range(3)]
+    with pytest.raises(Overloaded, match="^3 jobs wait$"):
+        batcher.between_batches(lambda: 1)
+    score.hold.set()
+    assert [x.result(timeout=30) for x in jobs] == [1, 1, 1] and results([first])

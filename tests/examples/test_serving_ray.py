@@ -18,6 +18,8 @@ ray = pytest.importorskip("ray", reason='needs the package "ray[serve]"')
 serve = pytest.importorskip("ray.serve", reason='needs the package "ray[serve]"')
 
 import serving_ray  # noqa: E402
+from fastapi import HTTPException  # noqa: E402
+from ray.serve.exceptions import BackPressureError  # noqa: E402
 
 from .serving import Requests, ranker_of  # noqa: E402
 
@@ -160,6 +162,36 @@ def test_events_that_could_not_be_stored_are_forgotten(local):
         await local.check(1, 3)
 
     asyncio.run(send())
+
+
+def test_a_deadline_counts_while_the_user_has_other_requests(local):
+    """The second one waits for its turn until the deadline has passed."""
+
+    async def send():
+        replica, get = local.replicas[0], local.handle.get.remote
+
+        async def slow(*arguments):
+            await asyncio.sleep(0.1)
+            return await get(*arguments)
+
+        local.handle.get.remote = slow
+        body = body_of(local.requests.of(3), local.ratings)
+        return await asyncio.gather(replica.rank(body), replica.rank({**body, "deadline_ms": 50}))
+
+    (first, _), (second, answer) = asyncio.run(send())
+    assert (first, second) == (200, 504) and "the deadline passed in the queue" in answer["error"]
+
+
+def test_requests_that_ray_refuses():
+    """With 429, as those that a replica refuses."""
+
+    async def refuse(_):
+        raise BackPressureError(num_queued_requests=1000, max_queued_requests=1000)
+
+    handle = SimpleNamespace(rank=SimpleNamespace(remote=refuse))
+    ingress = SimpleNamespace(replicas=SimpleNamespace(options=lambda session_id: handle))
+    with pytest.raises(HTTPException, match="429: 1000 requests wait for the user's replica"):
+        asyncio.run(serving_ray.Ingress.func_or_class.rank(ingress, serving_ray.RankBody(user=3, candidates=[1])))
 
 
 # -- with processes ----------------------------------------------------------------------------------------------------------------------

@@ -28,15 +28,17 @@ def bounds_of(padded: PaddedHSTU, timeline: Timeline, dtype: torch.dtype) -> lis
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@slow_after(1, "name", ["plain", "dims"])
-def test_appended_rows_and_scores(name, dtype, device):
+@pytest.mark.parametrize("page_rows", [16, 128])
+@slow_after(1, "name", ["plain", "short", "dims"])
+def test_appended_rows_and_scores(name, page_rows, dtype, device):
+    """Pages of 16 rows are copied. Into pages of 128 the new rows are written first, then attention reads them there."""
     config, timeline = HSTU_CONFIGS[name], Timeline(PARTS, TARGETS, dtype, device=device)
     padded, stack = PaddedHSTU(LAYERS, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, LAYERS, config).to(dtype)
     stack.load_state_dict(converted(dict(padded.named_parameters())))
     stack, cache, users = stack.to(device).eval(), None, list("abcde")
     with torch.no_grad():
         full = stack(jagged(timeline.rows).to(device), torch.tensor(TARGETS, device=device)).values
-        cache = jm.PagedHistoryCache(stack, 2**22)
+        cache = jm.PagedHistoryCache(stack, 2**22, page_rows)
         cache.put(users, jagged([x[:0] for x in timeline.rows]).to(device))
         parts = [cache.append(users, jagged(timeline.take(timeline.rows, i)).to(device)).values for i in range(len(PARTS))]
         parts.append(stack.score(jagged(timeline.take(timeline.rows, -1)).to(device), cache.select(users)).values)

@@ -58,22 +58,58 @@ def test_scores_equal_those_of_copied_rows(name):
     torch.testing.assert_close(scores, layer.score(targets, copied, **timeline.times_of(-1, timed)).values)
 
 
-@pytest.mark.parametrize("max_attn_len", [0, 200])
-def test_appended_events_read_pages(max_attn_len, monkeypatch):
-    """No cached row is copied, unless max_attn_len needs it. The pages are not pinned afterwards."""
-    gathered = []
-    for owner, name in ((containers.pages, "gather_pages"), (jm.PagedHistoryCache, "_gather")):
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, function=function: gathered.append(1) or function(*args))
-    layer = hstu(jm.HSTUConfig(scaling_seqlen=400, max_attn_len=max_attn_len))
-    timeline = Timeline([HISTORIES, [1, 2, 0, 3, 0]], TARGETS)
-    cache, users = jm.PagedHistoryCache(layer, 2**24, PAGE), list("abcde")
-    cache.put(users, jagged(timeline.take(timeline.rows, 0)))
-    cache.append(users, jagged(timeline.take(timeline.rows, 1)))
-    assert bool(gathered) == bool(max_attn_len)
+@pytest.mark.parametrize("fields", [{}, {"max_attn_len": 200}, {"relative_position": 400}, {"relative_time": 6}], ids=str)
+def test_appended_events_are_written_to_pages_and_read_there(fields, monkeypatch):
+    """No cached row of keys and values is copied, also where max_attn_len has cut a history within a page, and each layer attends once."""
+    copied, attended = [], []
+    gather, attend = containers.pages.gather_pages, jm.HSTULayer._attend
+    monkeypatch.setattr(containers.pages, "gather_pages", lambda *args: copied.append(1) or gather(*args))
+    monkeypatch.setattr(jm.PagedHistoryCache, "_gather", lambda *_: copied.append(1))
+    monkeypatch.setattr(jm.HSTULayer, "_attend", lambda *args: attended.append(args[-1]) or attend(*args))
+    timeline = Timeline([HISTORIES, [1, 2, 0, 3, 0], [0, 140, 1, 2, 3]], [0] * 5)
+    layer, timed, users = hstu(jm.HSTUConfig(scaling_seqlen=400, **fields)), "relative_time" in fields, list("abcde")
+    cache = jm.PagedHistoryCache(layer, 2**24, PAGE)
+    cache.put(users, jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed))
+    full = list(layer(jagged(timeline.rows), **timeline.times_of(None, timed)).values.split(timeline.lengths))
+    attended.clear()
+    for i in (1, 2):
+        out = cache.append(users, jagged(timeline.take(timeline.rows, i)), **timeline.times_of(i, timed))
+        torch.testing.assert_close(out.values, torch.cat(timeline.take(full, i)))
+    assert not copied and len(attended) == 2 * len(layer.layers) and None not in attended
     cache.clear()
-    cache.put(["f"], jagged([torch.randn(0, WIDTH, dtype=torch.float64)]))
-    assert cache.statistics().bytes == 0
+    cache.put(["f"], jagged([torch.randn(0, WIDTH, dtype=torch.float64)]), **({"timestamps": torch.zeros(0).long()} if timed else {}))
+    assert cache.statistics().bytes == 0, "no page is pinned"
+
+
+def test_relative_positions_of_a_cut_history():
+    """The position table has no room for the rows of a page before the cut, so the rows that are seen are copied."""
+    timeline, layer = Timeline([[300], [1], [1]], [2]), hstu(jm.HSTUConfig(scaling_seqlen=9, max_attn_len=200, relative_position=203))
+    cache = jm.PagedHistoryCache(layer, 2**24, PAGE)
+    with pytest.raises(ValueError, match="segment of 300 rows, more than config.relative_position, 203"):
+        cache.put(["a"], jagged(timeline.take(timeline.rows, 0)))
+    cache.put(["a"], jagged([timeline.rows[0][:150]]))
+    for begin, end in ((150, 200), (200, 203), (203, 204)):
+        cache.append(["a"], jagged([timeline.rows[0][begin:end]]))
+    assert cache.statistics().rows == 200
+
+
+def test_an_append_that_fails_leaves_the_cache_as_it_was(monkeypatch):
+    """In the second layer, after the first has written rows. New pages are free again, and the next append overwrites the rows."""
+    timeline, layer = Timeline([[120, 5], [300, 1]], [0, 0], torch.float32), hstu(jm.HSTUConfig(scaling_seqlen=400), dtype=torch.float32)
+    cache = jm.PagedHistoryCache(layer, 2**24, PAGE)
+    cache.put([0, 1], jagged(timeline.take(timeline.rows, 0)))
+    before, rows = cache.statistics(), cache.select([0, 1]).layers[1].values
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.layers[1], "_project", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.append([0, 1], jagged(timeline.take(timeline.rows, 1)))
+    assert cache.statistics() == before and torch.equal(cache.select([0, 1]).layers[1].values, rows)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="the dtype of the first put, torch.float32, got torch.b"):
+        cache.append([0, 1], jagged(timeline.take(timeline.rows, 1)))
+    assert cache.statistics() == before
+    full = layer(jagged(timeline.rows)).values.split(timeline.lengths)
+    out = cache.append([0, 1], jagged(timeline.take(timeline.rows, 1)))
+    torch.testing.assert_close(out.values, torch.cat(timeline.take(list(full), 1)))
 
 
 def test_candidates_of_a_target_attention():

@@ -246,10 +246,11 @@ def test_threads_append_and_select():
     assert cache.statistics().evictions > 0
 
 
-def test_threads_score_while_others_append():
+@pytest.mark.parametrize("page_rows", [4, 128])
+def test_threads_score_while_others_append(page_rows):
     """Scores of one thread equal those of the full forward at some number of events, while another thread appends one by one."""
     timeline, stack = Timeline([[2, 3], *[[1, 1]] * 12], [1, 1]), hstu(config_of(), 2)
-    targets, cache = timeline.take(timeline.rows, -1), jm.PagedHistoryCache(stack, 2**20, 4)
+    targets, cache = timeline.take(timeline.rows, -1), jm.PagedHistoryCache(stack, 2**20, page_rows)
 
     def expected(events: int) -> torch.Tensor:
         rows = [torch.cat([x[: start + events], t]) for x, start, t in zip(timeline.rows, timeline.parts[0], targets)]
