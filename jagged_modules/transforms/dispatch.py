@@ -106,31 +106,22 @@ def _size(given: Mapping[str, Any], rows: Rows) -> int:
 
 
 def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
-    """The inputs of a model whose caller replicates rows, None if the graph is better or a number of rows is wrong. Writes to `given`.
-
-    Plain tensors are looked at here: calls of functions took a third of its time.
-    """
+    """The inputs of a model whose caller replicates rows, None if the graph is better or a number of rows is wrong. Writes to `given`."""
     index = given.pop(MAP_NAME, None)
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in INDEX_DTYPES:
         return None
     num_candidates, num_users = index.shape[0], 0
     for name in replication.shared:
-        x = given.get(name)
-        rows = _samples(x) if name in replication.keyed else x.shape[0] if type(x) is Tensor and x.shape else _rows(x)
+        rows = _samples(given.get(name)) if name in replication.keyed else _rows(given.get(name))
         num_users = num_users or rows
         if rows < 1 or rows != num_users or (rows < num_candidates and not replication.nothing_moved):
             return None
     for name in replication.per_candidate:
-        x = given.get(name)
-        if (x.shape[0] if type(x) is Tensor and x.shape else _rows(x)) != num_candidates:
+        if _rows(given.get(name)) != num_candidates:
             return None
     try:
         for name in replication.shared:
-            x = given[name]
-            if type(x) is Tensor:
-                given[name] = x.index_select(0, index)
-            else:
-                given[name] = select_rows(x, index) if name in replication.keyed else _select(x, index)
+            given[name] = select_rows(given[name], index) if name in replication.keyed else _select(given[name], index)
     except IndexError:
         return None
     return given
@@ -144,7 +135,7 @@ def _samples(x: Any) -> int:
 def _rows(x: Any) -> int:
     """The number of rows of an input; -1 if its tensors have different numbers."""
     if isinstance(x, Tensor):
-        return x.shape[0] if x.shape else -1
+        return x.shape[0] if x.dim() else -1
     rows = [_rows(leaf) for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]  # not a set: torch.compile would take constants
     return rows[0] if rows and all(other == rows[0] for other in rows) else -1
 
