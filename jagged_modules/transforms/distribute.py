@@ -160,7 +160,9 @@ class Distributor:
         call, shape = Call(x, {}), shape_of(x.meta["val"])
         if x.target is aten.cat.default:
             own = call.dim("dim", len(shape))
-            return [piece for part in call["tensors"] for piece in self._pieces(part, dim)] if own == dim else [x]
+            if own != dim or len({part.meta["val"].dtype for part in call["tensors"]}) > 1:  # a concatenation may convert
+                return [x]
+            return [piece for part in call["tensors"] for piece in self._pieces(part, dim)]
         operand: Any = x.args[0] if x.args else None
         if not is_tensor(operand):
             return [x]

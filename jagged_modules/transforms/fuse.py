@@ -15,6 +15,7 @@ from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import find_attentions
 from .bags import find_bags, is_keyed_jagged, num_rows
+from .calls import is_tensor
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
 from .clean_up import clean_up
@@ -241,14 +242,15 @@ def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) ->
             raise ValueError(
                 f"request_only input {name!r} must have a batch of any size, but the model takes {x.meta['val'].shape[0]} only"
             )
-    map_node, rows = captured.add_map(torch.int64, first), shape_of(first.meta["val"])[0]
+    map_node = captured.add_map(torch.int64, first)
+    rows = {shape_of(x.meta["val"])[0] for x in (first, *shared)}  # inputs that the model never joins have sizes of their own
     others = {
         x: name
         for name, nodes in captured.inputs.items()
         for x in nodes
-        if x not in shared and name not in keyed and isinstance(x.meta.get("val"), torch.Tensor) and shape_of(x.meta["val"])[:1] == (rows,)
+        if x not in shared and name not in keyed and is_tensor(x) and rows.intersection(shape_of(x.meta["val"])[:1])
     }
-    return Batch(map_node, shared, others, bags, rows)
+    return Batch(map_node, shared, others, bags, shape_of(first.meta["val"])[0])
 
 
 def _batch_hints(captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None) -> dict[Size, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,26 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
         if low < 0 or high >= num_users:
             raise ValueError(f"candidate_to_user must be 0 to {num_users - 1}, the rows of {owner}, got values {low} to {high}")
     return candidate_to_user
+
+
+def check_sizes(inputs: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int | str | None]]) -> None:
+    """That the inputs have the sizes that the graph was captured for.
+
+    Args:
+        sizes: of each input: numbers; names of sizes that are the same wherever they occur; None for any size.
+
+    Raises:
+        ValueError: an input has other sizes.
+    """
+    found: dict[str, int] = {}
+    for name, x in inputs.items():
+        if x.dim() != len(sizes[name]):
+            raise ValueError(f"{name} must have {len(sizes[name])} dimensions, as in example_inputs, got {list(x.shape)}")
+        for dim, size in enumerate(sizes[name]):
+            if size is not None and x.shape[dim] != (expected := found.setdefault(size, x.shape[dim]) if isinstance(size, str) else size):
+                raise ValueError(
+                    f"{name} must have size {expected} in dimension {dim}, which example_inputs and dynamic_shapes fix, got {list(x.shape)}"
+                )
 
 
 def without_negative(index: Tensor, name: str) -> Tensor:

@@ -22,7 +22,7 @@ def view(call: Call) -> Moved | None:
     """Keeps the order of elements: the rows stay one factor of one dimension, or there is no rule."""
     lineage = call.lineage(call["self"])
     after = lineage and refold(lineage, call.shape(call["self"]), call.shape())
-    if after is None:
+    if after is None or any(size == 0 for size in call.shape()):  # -1 would be any size
         return None
     sizes = _sizes(call, call["shape"] if "shape" in call.arguments else call["size"], after.dim)
     return None if sizes is None else Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
