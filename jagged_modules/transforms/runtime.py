@@ -88,6 +88,19 @@ def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex
     return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0] + 1)
 
 
+def gru(input: Tensor, hx: Tensor, params: list[Tensor], has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool) -> Any:
+    """torch's, in eval mode, with a first state that may be expanded: cuDNN takes none."""
+    return torch.ops.aten.gru.input(input, hx.contiguous(), params, has_biases, num_layers, 0.0, False, bidirectional, batch_first)
+
+
+def lstm(
+    input: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool
+) -> Any:
+    """As `gru`."""
+    states = [x.contiguous() for x in hx]
+    return torch.ops.aten.lstm.input(input, states, params, has_biases, num_layers, 0.0, False, bidirectional, batch_first)
+
+
 def attend_in_place(
     query: Tensor,
     key: Tensor,

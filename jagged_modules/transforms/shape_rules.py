@@ -234,3 +234,12 @@ def gather(call: Call) -> Moved | None:
         return None
     joined = common([lineage, index])
     return joined and Moved(joined)
+
+
+@rule("scatter.value", "scatter.src", "scatter_add.default")
+def scatter(call: Call) -> Moved | None:
+    """Writes to indices of another dimension, row by row."""
+    operands = [call[name] for name in ("self", "index", "src") if name in call.arguments]
+    lineages = [x for operand in operands if (x := call.lineage(operand))]
+    lineage = common(lineages) if len(lineages) == len(operands) else None
+    return Moved(lineage) if lineage and call.dim("dim", len(call.shape())) != lineage.dim else None
