@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from .compress import Compression
 from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
 from .own_operators import SegmentAttention
 from .report import Decisions
-from .runtime import attend_in_place, attend_segments_in_place, check_sizes, checked_map, compress, group_candidates, without_negative
+from .runtime import attend_in_place, attend_segments_in_place, check_inputs, checked_map, compress, group_candidates, without_negative
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
@@ -96,10 +96,10 @@ class Emitter:
             before = len(self.graph.nodes)
             self._node(node)
             if node is placeholders[-1]:
-                self._check_sizes(placeholders)
+                self._check_inputs(placeholders)
             for new in list(self.graph.nodes)[before:]:
                 new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
-        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in (checked_map, check_sizes))
+        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in (checked_map, check_inputs))
         self.graph.lint()
         return self.graph
 
@@ -146,17 +146,22 @@ class Emitter:
                 if own.is_Symbol:
                     self._symbols.setdefault(own, (new, dim))
 
-    def _check_sizes(self, placeholders: Iterable[fx.Node]) -> None:
-        """The inputs' sizes that the capture holds for: numbers, and sizes that occur twice. Those of the batch are compared by checked_map."""
-        tensors = [node for node in placeholders if is_tensor(node)]
+    def _check_inputs(self, placeholders: Sequence[fx.Node]) -> None:
+        """Check what the capture holds for: numbers among the inputs and their sizes, and sizes that occur twice. Those of the batch are
+        compared by checked_map.
+        """
         batch = [] if self.batch is None else [self.batch.map, *self.batch.users, *self.batch.candidates]
-        given = {shape_of(x.meta["val"])[0] for x in batch}
-        shapes = {node: [size for size in shape_of(node.meta["val"])] for node in tensors}
-        often = {size for size, times in Counter(sum(shapes.values(), [])).items() if size.is_Symbol and times > 1 and size not in given}
-        rules = {
-            node: [int(size) if size.is_Integer else str(size) if size in often else None for size in shape] for node, shape in shapes.items()
+        of_batch = {shape_of(x.meta["val"])[0] for x in batch}
+        shapes = {node: shape_of(node.meta["val"]) for node in placeholders if is_tensor(node)}
+        often = {x for x, times in Counter(x for shape in shapes.values() for x in shape).items() if times > 1} - of_batch
+        expected = {
+            node: [int(x) if x.is_Integer else str(x) if x.is_Symbol and x in often else None for x in shapes[node]]
+            if node in shapes
+            else node.meta.get("val")
+            for node in placeholders
         }
-        self.call(check_sizes, {x.name: self._of_users.get(x, self._bases.get(x, self._plain.get(x))) for x in rules}, {x.name: rule for x, rule in rules.items()})
+        given = {x.name: self._of_users.get(x) or self._bases.get(x) or self._plain[x] for x in placeholders}
+        self.call(check_inputs, given, {x.name: value for x, value in expected.items()})
 
     def decisions(self) -> Decisions:
         """What `emit` did."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -93,6 +93,7 @@ def fuse_broadcasts(
     for name in ("train", "eval"):  # torch.export's, which raise
         vars(module).pop(name, None)
     module.eval()
+    type(module).__reduce__ = _refuse_to_pickle
     with_eager_form(module)
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
@@ -106,6 +107,10 @@ def fuse_broadcasts(
     if replication is not None:
         with_fallback(module, model, replication)
     return module
+
+
+def _refuse_to_pickle(self: fx.GraphModule) -> Any:
+    raise TypeError("a result of fuse_broadcasts cannot be pickled: save it with torch.export, or save the model and fuse it again")
 
 
 @dataclass
@@ -191,7 +196,7 @@ def _checked_inputs(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, .
 def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request_only: Sequence[str] | None) -> tuple[str, ...]:
     if request_only is None:
         return ()
-    if isinstance(request_only, str) or not all(isinstance(name, str) for name in request_only):
+    if isinstance(request_only, str) or not isinstance(request_only, Iterable) or not all(isinstance(name, str) for name in request_only):
         raise TypeError(f"request_only must be a sequence of names of forward's inputs, got {request_only!r}")
     given = bound_inputs(model, args, kwargs)
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}

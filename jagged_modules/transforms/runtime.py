@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,24 +41,32 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
     return candidate_to_user
 
 
-def check_sizes(inputs: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int | str | None]]) -> None:
-    """That the inputs have the sizes that the graph was captured for.
+def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """That the inputs are such as the graph was captured for.
 
     Args:
-        sizes: of each input: numbers; names of sizes that are the same wherever they occur; None for any size.
+        expected: of a tensor, its sizes: numbers; names of sizes that are the same wherever they occur; None for any size. Of another
+            input, its value.
 
     Raises:
-        ValueError: an input has other sizes.
+        ValueError: an input has other sizes, or another value.
     """
     found: dict[str, int] = {}
-    for name, x in inputs.items():
-        if x.dim() != len(sizes[name]):
-            raise ValueError(f"{name} must have {len(sizes[name])} dimensions, as in example_inputs, got {list(x.shape)}")
-        for dim, size in enumerate(sizes[name]):
-            if size is not None and x.shape[dim] != (expected := found.setdefault(size, x.shape[dim]) if isinstance(size, str) else size):
-                raise ValueError(
-                    f"{name} must have size {expected} in dimension {dim}, which example_inputs and dynamic_shapes fix, got {list(x.shape)}"
-                )
+    for name, sizes in expected.items():
+        x = inputs[name]
+        if not isinstance(x, Tensor) or not isinstance(sizes, (list, tuple)):
+            if x is not sizes and (type(x) is not type(sizes) or x != sizes):
+                raise ValueError(f"{name} must be as in example_inputs, {sizes}, got {x}")
+            continue
+        if x.dim() != len(sizes):
+            raise ValueError(f"{name} must have {len(sizes)} dimensions, as in example_inputs, got {list(x.shape)}")
+        for dim, (size, own) in enumerate(zip(sizes, x.shape)):
+            if size is None or size == own or isinstance(size, str) and found.setdefault(size, own) == own:
+                continue
+            raise ValueError(
+                f"{name} must have size {found.get(str(size), size)} in dimension {dim}, which example_inputs and dynamic_shapes fix, "
+                f"got {list(x.shape)}"
+            )
 
 
 def without_negative(index: Tensor, name: str) -> Tensor:
