@@ -164,7 +164,8 @@ def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 def _is_branch(guard: str, batch: Mapping[str, int]) -> bool:
     """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
 
-    Equations are conditions of the operators, such as equal sizes of operands; a remainder other than 0 is none. Comparisons with 0, 1 and 2 are torch.export's own.
+    Equations are conditions of the operators, such as equal sizes of operands, except for remainders other than 0. Comparisons with 0, 1
+    and 2 are torch.export's own.
     batch: first sizes of inputs whose first dimension is the batch where they are equal. That one is at most the other is a condition of
     `gather`, whose index may have fewer rows.
     """

@@ -163,7 +163,11 @@ class Distributor:
             if own != dim or len({part.meta["val"].dtype for part in call["tensors"]}) > 1:  # a concatenation may convert
                 return [x]
             return [piece for part in call["tensors"] for piece in self._pieces(part, dim)]
-        if x.target is aten.stack.default and call.dim("dim", len(shape)) == dim and len({y.meta["val"].dtype for y in call["tensors"]}) == 1:
+        if (
+            x.target is aten.stack.default
+            and call.dim("dim", len(shape)) == dim
+            and len({y.meta["val"].dtype for y in call["tensors"]}) == 1
+        ):
             return [self._unsqueezed(y, dim) for y in call["tensors"]]
         operand: Any = x.args[0] if x.args else None
         if not is_tensor(operand):

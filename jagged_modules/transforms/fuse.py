@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, is_keyed_jagged, num_rows
+from .bags import find_bags, is_keyed_jagged, num_rows, with_checked_keys
 from .calls import is_tensor
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
@@ -65,7 +65,8 @@ def fuse_broadcasts(
             C >= 1 afterwards.
         max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C). By default C is the example's
             and U = C / 16. Without request_only, sizes are the example's.
-        dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic.
+        dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic. Calls with other sizes of constant
+            dimensions, or other values of inputs that are no tensors, are an error, unless they run the model.
 
     Returns:
         A GraphModule with the parameters and buffers of the model under the same names. They are shared with the model. `.report` is a
@@ -95,6 +96,7 @@ def fuse_broadcasts(
     module.eval()
     type(module).__reduce__ = _refuse_to_pickle
     with_eager_form(module)
+    with_checked_keys(module, bound_inputs(model, args, kwargs))
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)

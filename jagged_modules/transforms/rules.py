@@ -252,10 +252,9 @@ def pooling(call: Call) -> Moved | None:
 def recurrence(call: Call) -> Moved | None:
     """Each sequence is computed by itself, from its own first state. Active dropout has no rule."""
     states, batch = flat(call["hx"]), 0 if call["batch_first"] else 1
-    lineages = [call.lineage(x) for x in (call["input"], *states)]
-    dims = [x.dim for x in lineages if x]
-    if call["train"] or len(call.shape(call["input"])) != 3 or dims != [batch, *[1] * len(states)] or any(map(call.lineage, call["params"])):
+    lineages = [x for operand in (call["input"], *states) if (x := call.lineage(operand))]
+    dims = (batch, *[1] * len(states))  # of the input's and the states' rows, and of the result's and its states'
+    if call["train"] or len(call.shape(call["input"])) != 3 or not call.only("input", "hx") or [x.dim for x in lineages] != [*dims]:
         return None
-    lineage = common([x.at(batch) for x in lineages if x])
-    target = gru if len(states) == 1 else lstm
-    return lineage and Moved(lineage, target=target, dims=(batch, *[1] * len(states)))
+    lineage = common([x.at(batch) for x in lineages])
+    return lineage and Moved(lineage, target=gru if len(states) == 1 else lstm, dims=dims)

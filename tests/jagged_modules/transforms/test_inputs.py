@@ -257,7 +257,10 @@ def test_control_flow_on_data():
         fuse_broadcasts(Branches().eval(), inputs())
 
 
-@pytest.mark.parametrize("condition", [lambda rows: rows % 3 == 0, lambda rows: rows % 3 == 2, lambda rows: rows > 20, lambda rows: rows != 7])
+CONDITIONS = [lambda rows: rows % 3 == 0, lambda rows: rows % 3 == 2, lambda rows: rows > 20, lambda rows: rows != 7]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
 def test_control_flow_on_sizes(condition):
     """The capture has one of the branches. It would be wrong for other sizes."""
 
@@ -318,7 +321,8 @@ def test_inputs_that_the_model_never_joins():
             zeros = torch.zeros(history.shape[0], 4)
             return dict(profile=profile.exp() + profile.shape[0] * 0, history=torch.cat([history.sum(1), zeros], 1), item=item + 1)
 
-    fused = fuse_broadcasts(Towers().eval(), (torch.randn(32, 4), torch.randn(32, 5, 4), torch.randn(32, 4)), request_only=["profile", "history"])
+    example = torch.randn(32, 4), torch.randn(32, 5, 4), torch.randn(32, 4)
+    fused = fuse_broadcasts(Towers().eval(), example, request_only=["profile", "history"])
     profile, history, item, index = torch.randn(3, 4), torch.randn(3, 5, 4), torch.randn(5, 4), torch.tensor([0, 2, 2, 0, 1])
     found = copy.deepcopy(fused)(profile, history, item, candidate_to_user=index)
     torch.testing.assert_close(found, Towers()(profile[index], history[index], item))
