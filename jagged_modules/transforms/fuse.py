@@ -94,7 +94,8 @@ def fuse_broadcasts(
     for name in ("train", "eval"):  # torch.export's, which raise
         vars(module).pop(name, None)
     module.eval()
-    type(module).__reduce__ = _refuse_to_pickle
+    own_class: Any = type(module)  # torch makes one for each graph
+    own_class.__reduce__ = _refuse_to_pickle
     with_eager_form(module)
     with_checked_keys(module, bound_inputs(model, args, kwargs))
     certificate = certify(model, module, args, kwargs, names)
