@@ -66,10 +66,11 @@ def analyse(graph: fx.Graph, inputs: dict[fx.Node, Lineage], estimate: Callable[
 
 
 def _item(node: fx.Node, result: Analysis) -> None:
-    parent = positional(node)[0]
+    parent, position = positional(node)
     if parent in result.lineages:
-        result.lineages[node] = result.lineages[parent]
-        result.moves[node] = Moved(result.lineages[parent])
+        lineage, dims = result.lineages[parent], result.moves[parent].dims if parent in result.moves else ()
+        result.lineages[node] = lineage.at(dims[position]) if dims else lineage
+        result.moves[node] = Moved(result.lineages[node])
 
 
 def _operator(node: fx.Node, result: Analysis, estimate: Callable[[Size], int], known: Set[Size]) -> None:

@@ -87,7 +87,10 @@ def _is_supported(match: TargetAttention, analysis: Analysis) -> bool:
     key, value, *hidden = [x for x in lineages if x is not None]
     if key.post != value.post or not key.post.is_Integer or any(x.is_folded for x in hidden):
         return False
-    if len(shape_of(match.query.meta["val"])) == 4 and key.post != 1:
+    if len({x.meta["val"].dtype for x in (match.node, match.query, match.key, match.value)}) > 1:  # softmax can convert
+        return False
+    queries, keys, values = (shape_of(x.meta["val"])[:-2] for x in (match.query, match.key, match.value))
+    if len(queries) == 2 and key.post != 1 or keys != values or keys != queries and keys != (*queries[:1], 1):  # torch would broadcast
         return False
     match.lineage = common([Lineage(x.maps, 0) for x in (key, value, *hidden)])
     return match.lineage is not None

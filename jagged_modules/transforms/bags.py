@@ -7,7 +7,9 @@ are G[map].
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +120,25 @@ def _sums_by_key(sizes: list[Any], lengths: Any) -> bool:
         if positional(positional(total)[0])[0] is not lengths:
             return False
     return True
+
+
+def with_checked_keys(fused: fx.GraphModule, given: Mapping[str, Any]) -> None:
+    """Let `fused` refuse other keys than those of the KeyedJaggedTensors among the example's inputs: the graph has them by position."""
+    keys = {name: (position, list(x.keys())) for position, (name, x) in enumerate(given.items()) if is_keyed_jagged(x)}
+    if not keys:
+        return
+    of_graph = type(fused).forward
+
+    @functools.wraps(of_graph)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, (position, expected) in keys.items():
+            x: Any = args[position] if position < len(args) else kwargs.get(name)
+            if not is_keyed_jagged(x) or list(x.keys()) != expected:
+                found = list(x.keys()) if is_keyed_jagged(x) else type(x).__name__
+                raise ValueError(f"{name} must be a KeyedJaggedTensor with the keys of example_inputs, {expected}, got {found}")
+        return of_graph(self, *args, **kwargs)
+
+    type(fused).forward = forward
 
 
 # -- KeyedJaggedTensors in examples --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ class Moved:
         target: another operator or function for the call on the bases, with arguments of the same names.
         broadcasts: an operand of one row (a uniform one) need not be expanded to the rows of the others.
         in_full: operands that are used in full although they have a lineage.
+        dims: the rows' dimension of each of several results, if they differ.
     """
 
     lineage: Lineage
@@ -29,6 +30,7 @@ class Moved:
     target: Any = None
     broadcasts: bool = False
     in_full: frozenset[fx.Node] = frozenset()
+    dims: tuple[int, ...] = ()
 
 
 class Call:

@@ -164,7 +164,8 @@ def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 def _is_branch(guard: str, batch: Mapping[str, int]) -> bool:
     """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
 
-    Equations are conditions of the operators, such as equal sizes of operands. Comparisons with 0, 1 and 2 are torch.export's own.
+    Equations are conditions of the operators, such as equal sizes of operands, except for remainders other than 0. Comparisons with 0, 1
+    and 2 are torch.export's own.
     batch: first sizes of inputs whose first dimension is the batch where they are equal. That one is at most the other is a condition of
     `gather`, whose index may have fewer rows.
     """
@@ -173,7 +174,7 @@ def _is_branch(guard: str, batch: Mapping[str, int]) -> bool:
         return False
     comparison = re.search(r"(!=|<=?|>=?)\s*(.+)$", guard)
     if comparison is None:
-        return False
+        return "%" in guard and not guard.endswith("== 0")
     return "%" in guard or comparison[1].startswith("<") or comparison[2] not in ("0", "1", "2")
 
 

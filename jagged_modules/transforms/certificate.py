@@ -90,8 +90,8 @@ def _map_named(inputs: dict[str, Any], names: tuple[str, ...], function: Any) ->
 def _with_other_first_row(x: Any) -> Any:
     if is_keyed_jagged(x):  # the last row's samples for the first
         return select_rows(x, torch.cat([torch.tensor([x.stride() - 1]), torch.arange(1, x.stride())]))
-    if not x.is_floating_point():
-        return x
+    if not x.is_floating_point():  # identifiers and masks: another number may be out of range
+        return torch.cat([x[-1:], x[1:]])
     return torch.cat([x[:1] * -0.5 + 0.25, x[1:]])
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from .analysis import Analysis
 from .calls import is_tensor, positional
-from .lineage import Lineage
+from .lineage import Lineage, shape_of
 
 aten = torch.ops.aten
 
@@ -52,7 +52,10 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
         first, second, *_ = positional(node)
         for own, shared in ((first, second), (second, first)):
             lineage = analysis.lineages.get(shared)
-            if _is_product(own) and _is_product(shared) and own not in analysis.lineages and lineage is not None:
+            if lineage is None or own in analysis.lineages or not _is_product(own) or not _is_product(shared):
+                continue
+            values = [x.meta["val"] for x in (node, own, shared)]
+            if len({x.dtype for x in values}) == len({shape_of(x) for x in values}) == 1:  # the sum does not broadcast
                 embeddings = analysis.lineages.get(shared.args[1])
                 if embeddings is not None and embeddings.dim == 0 and not embeddings.is_folded and not embeddings.is_uniform:
                     found[node] = Compression(shared.args[0], shared.args[1], own.args[0], own.args[1], embeddings)

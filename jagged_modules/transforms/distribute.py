@@ -160,7 +160,15 @@ class Distributor:
         call, shape = Call(x, {}), shape_of(x.meta["val"])
         if x.target is aten.cat.default:
             own = call.dim("dim", len(shape))
-            return [piece for part in call["tensors"] for piece in self._pieces(part, dim)] if own == dim else [x]
+            if own != dim or len({part.meta["val"].dtype for part in call["tensors"]}) > 1:  # a concatenation may convert
+                return [x]
+            return [piece for part in call["tensors"] for piece in self._pieces(part, dim)]
+        if (
+            x.target is aten.stack.default
+            and call.dim("dim", len(shape)) == dim
+            and len({y.meta["val"].dtype for y in call["tensors"]}) == 1
+        ):
+            return [self._unsqueezed(y, dim) for y in call["tensors"]]
         operand: Any = x.args[0] if x.args else None
         if not is_tensor(operand):
             return [x]
@@ -185,6 +193,13 @@ class Distributor:
             widths = [shape_of(piece.meta["val"])[1] * before[2] for piece in pieces]
             return [self._new(aten.reshape.default, piece, [-1, int(width)], lineage_of=piece) for piece, width in zip(pieces, widths)]
         return [x]
+
+    def _unsqueezed(self, x: fx.Node, dim: int) -> fx.Node:
+        lineage = self._lineage(x)
+        new = self._new(aten.unsqueeze.default, x, dim)
+        if lineage is not None:
+            self._sources[new] = lineage.at(lineage.dim + (dim <= lineage.dim))
+        return new
 
     def _like(self, x: fx.Node, operand: fx.Node, piece: fx.Node) -> fx.Node:
         """The operator x on a piece of its operand."""
@@ -327,7 +342,7 @@ class Distributor:
 
     def _concatenation(self, x: fx.Node, parts: list[Part]) -> float:
         """Its cost for each reader, if all of them can be written in parts. Then it is not written, nor are its parts gathered for it."""
-        while x.target is not aten.cat.default:
+        while x.target not in (aten.cat.default, aten.stack.default):
             x = positional(x)[0]
         gathers = [self.costs.of(part.node, 0, 2 * self.costs.bytes(part.node)) for part in parts if part.lineage]
         readers = self._readers(x)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +17,12 @@ from torch.fx.node import map_arg
 from .analysis import Analysis
 from .attention import TargetAttention
 from .bags import Bags
-from .calls import Call, flat, is_tensor, positional, unbind
+from .calls import Call, first_of, flat, is_tensor, positional, unbind
 from .compress import Compression
 from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
 from .own_operators import SegmentAttention
 from .report import Decisions
-from .runtime import attend_in_place, attend_segments_in_place, checked_map, compress, group_candidates, without_negative
+from .runtime import attend_in_place, attend_segments_in_place, check_inputs, checked_map, compress, group_candidates, without_negative
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
@@ -49,7 +51,7 @@ class Batch:
         """Each of the users' inputs and bags, as the captured graph sees it."""
         bags = self.bags.results if self.bags else ()
         values = [*self.users, *bags, *(positional(x)[0] for x in bags)]
-        return {x: Lineage((Map("index", self.map, 0, num_users, self.rows),), 0) for x in values}
+        return {x: Lineage((Map("index", self.map, 0, num_users, shape_of(first_of(x.meta["val"]))[0]),), 0) for x in values}
 
 
 class Emitter:
@@ -89,12 +91,15 @@ class Emitter:
 
     def emit(self) -> fx.Graph:
         """The new graph, without dead code."""
+        placeholders = self.source.find_nodes(op="placeholder")
         for node in self.source.nodes:
             before = len(self.graph.nodes)
             self._node(node)
+            if node is placeholders[-1]:
+                self._check_inputs(placeholders)
             for new in list(self.graph.nodes)[before:]:
                 new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
-        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is checked_map)
+        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in (checked_map, check_inputs))
         self.graph.lint()
         return self.graph
 
@@ -133,11 +138,30 @@ class Emitter:
                 self._symbols.setdefault(USERS, (users[lengths.name], 0))
             candidates = {name: self._plain[x] for x, name in self.batch.candidates.items()}
             self._plain[node] = self.call(checked_map, new, users, candidates)
+            for x in self.batch.users:  # inputs that the model never joins have sizes of their own in the captured graph
+                self._symbols.setdefault(shape_of(x.meta["val"])[0], (new, 0))
         if is_tensor(node):
             for dim, size in enumerate(shape_of(node.meta["val"])):
                 own = size if lineage is None or dim != lineage.dim else lineage.base_rows
                 if own.is_Symbol:
                     self._symbols.setdefault(own, (new, dim))
+
+    def _check_inputs(self, placeholders: Sequence[fx.Node]) -> None:
+        """Check what the capture holds for: numbers among the inputs and their sizes, and sizes that occur twice. Those of the batch are
+        compared by checked_map.
+        """
+        batch = [] if self.batch is None else [self.batch.map, *self.batch.users, *self.batch.candidates]
+        of_batch = {shape_of(x.meta["val"])[0] for x in batch}
+        shapes = {node: shape_of(node.meta["val"]) for node in placeholders if is_tensor(node)}
+        often = {x for x, times in Counter(x for shape in shapes.values() for x in shape).items() if times > 1} - of_batch
+        expected = {
+            node: [int(x) if x.is_Integer else str(x) if x.is_Symbol and x in often else None for x in shapes[node]]
+            if node in shapes
+            else node.meta.get("val")
+            for node in placeholders
+        }
+        given = {x.name: self._of_users.get(x) or self._bases.get(x) or self._plain[x] for x in placeholders}
+        self.call(check_inputs, given, {x.name: value for x, value in expected.items()})
 
     def decisions(self) -> Decisions:
         """What `emit` did."""

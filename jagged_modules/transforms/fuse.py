@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, is_keyed_jagged, num_rows
+from .bags import find_bags, is_keyed_jagged, num_rows, with_checked_keys
+from .calls import is_tensor
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
 from .clean_up import clean_up
@@ -64,7 +65,8 @@ def fuse_broadcasts(
             C >= 1 afterwards.
         max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C). By default C is the example's
             and U = C / 16. Without request_only, sizes are the example's.
-        dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic.
+        dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic. Calls with other sizes of constant
+            dimensions, or other values of inputs that are no tensors, are an error, unless they run the model.
 
     Returns:
         A GraphModule with the parameters and buffers of the model under the same names. They are shared with the model. `.report` is a
@@ -92,7 +94,10 @@ def fuse_broadcasts(
     for name in ("train", "eval"):  # torch.export's, which raise
         vars(module).pop(name, None)
     module.eval()
+    own_class: Any = type(module)  # torch makes one for each graph
+    own_class.__reduce__ = _refuse_to_pickle
     with_eager_form(module)
+    with_checked_keys(module, bound_inputs(model, args, kwargs))
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
@@ -105,6 +110,10 @@ def fuse_broadcasts(
     if replication is not None:
         with_fallback(module, model, replication)
     return module
+
+
+def _refuse_to_pickle(self: fx.GraphModule) -> Any:
+    raise TypeError("a result of fuse_broadcasts cannot be pickled: save it with torch.export, or save the model and fuse it again")
 
 
 @dataclass
@@ -190,7 +199,7 @@ def _checked_inputs(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, .
 def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request_only: Sequence[str] | None) -> tuple[str, ...]:
     if request_only is None:
         return ()
-    if isinstance(request_only, str) or not all(isinstance(name, str) for name in request_only):
+    if isinstance(request_only, str) or not isinstance(request_only, Iterable) or not all(isinstance(name, str) for name in request_only):
         raise TypeError(f"request_only must be a sequence of names of forward's inputs, got {request_only!r}")
     given = bound_inputs(model, args, kwargs)
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -241,14 +250,15 @@ def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) ->
             raise ValueError(
                 f"request_only input {name!r} must have a batch of any size, but the model takes {x.meta['val'].shape[0]} only"
             )
-    map_node, rows = captured.add_map(torch.int64, first), shape_of(first.meta["val"])[0]
+    map_node = captured.add_map(torch.int64, first)
+    rows = {shape_of(x.meta["val"])[0] for x in (first, *shared)}  # inputs that the model never joins have sizes of their own
     others = {
         x: name
         for name, nodes in captured.inputs.items()
         for x in nodes
-        if x not in shared and name not in keyed and isinstance(x.meta.get("val"), torch.Tensor) and shape_of(x.meta["val"])[:1] == (rows,)
+        if x not in shared and name not in keyed and is_tensor(x) and rows.intersection(shape_of(x.meta["val"])[:1])
     }
-    return Batch(map_node, shared, others, bags, rows)
+    return Batch(map_node, shared, others, bags, shape_of(first.meta["val"])[0])
 
 
 def _batch_hints(captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None) -> dict[Size, int]:

@@ -59,6 +59,8 @@ RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 LOOKUPS = {aten.index_select.default, aten.index.Tensor, aten.embedding.default, aten.embedding_bag.padding_idx, aten.gather.default}
 PRODUCTS = {aten.linear.default: "input", aten.matmul.default: "self", aten.mm.default: "self", aten.bmm.default: "self"}
 PRODUCTS |= {aten.addmm.default: "mat1", aten.baddbmm.default: "batch1"}
+CONVOLUTIONS = {aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding}
+RECURRENCES = {aten.gru.input, aten.lstm.input}
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,11 @@ class Costs:
         if node.target is aten.scaled_dot_product_attention.default:
             keys, width = (self.estimate(size) for size in shape_of(arguments["key"].meta["val"])[-2:])
             return 2 * elements * keys + 2 * elements / max(value.shape[-1], 1) * keys * width
+        if target in CONVOLUTIONS:
+            return 2 * elements * self.elements(arguments["weight"].meta["val"]) / max(arguments["weight"].meta["val"].shape[0], 1)
+        if target in RECURRENCES:
+            *steps, _ = shape_of(arguments["input"].meta["val"])
+            return 2 * self.estimate(product(steps)) * sum(self.elements(x.meta["val"]) for x in arguments["params"])
         if str(target) in ATTENTIONS:
             return attention_flops(node, self.estimate)
         if str(target) == LINEAR_COMPRESS:

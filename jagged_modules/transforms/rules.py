@@ -11,6 +11,7 @@ from typing import Any
 
 from .calls import Call, Moved, flat, is_tensor, rule
 from .lineage import Lineage, common
+from .runtime import gru, lstm
 
 UNARY = """abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clone cos cosh deg2rad detach elu erf erfc erfinv exp exp2
 expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2
@@ -214,3 +215,46 @@ def prelu(call: Call) -> Moved | None:
     """Pointwise, with one weight for each index of dimension 1."""
     lineage = call.lineage(call["self"])
     return Moved(lineage) if lineage and call.only("self") and lineage.dim != 1 else None
+
+
+@rule("bilinear.default")
+def bilinear(call: Call) -> Moved | None:
+    """Each row of the result depends on the same row of both inputs, whose last dimensions are contracted."""
+    lineage = call.broadcast([call["input1"], call["input2"]], skip=1)
+    return lineage and Moved(lineage) if call.only("input1", "input2") else None
+
+
+@rule("bucketize.Tensor", "isin.Tensor_Tensor")
+def look_up_elements(call: Call) -> Moved | None:
+    """Compares each element with a tensor that is the same for all."""
+    name = "elements" if "elements" in call.arguments else "self"
+    return Moved(lineage) if (lineage := call.lineage(call[name])) and call.only(name) else None
+
+
+@rule("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding")
+def convolution(call: Call) -> Moved | None:
+    """Works on each sample by itself. Without a dimension of samples, the first one is that of the channels."""
+    lineage, same_dims = call.lineage(call["input"]), len(call.shape(call["input"])) == len(call.shape(call["weight"]))
+    return Moved(lineage) if lineage and call.only("input") and same_dims and lineage.dim == 0 else None
+
+
+@rule(
+    *(f"{name}{dims}d.default" for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool") for dims in (1, 2)),
+    *(f"max_pool{dims}d_with_indices.default" for dims in (1, 2)),
+)
+def pooling(call: Call) -> Moved | None:
+    """Works on the last dimensions, for each channel of each sample by itself."""
+    lineage, spatial = call.lineage(call["self"]), 1 if "1d" in str(call.target) else 2
+    return Moved(lineage) if lineage and lineage.dim < len(call.shape(call["self"])) - spatial else None
+
+
+@rule("gru.input", "lstm.input")
+def recurrence(call: Call) -> Moved | None:
+    """Each sequence is computed by itself, from its own first state. Active dropout has no rule."""
+    states, batch = flat(call["hx"]), 0 if call["batch_first"] else 1
+    lineages = [x for operand in (call["input"], *states) if (x := call.lineage(operand))]
+    dims = (batch, *[1] * len(states))  # of the input's and the states' rows, and of the result's and its states'
+    if call["train"] or len(call.shape(call["input"])) != 3 or not call.only("input", "hx") or [x.dim for x in lineages] != [*dims]:
+        return None
+    lineage = common([x.at(batch) for x in lineages])
+    return lineage and Moved(lineage, target=gru if len(states) == 1 else lstm, dims=dims)

@@ -41,6 +41,34 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
     return candidate_to_user
 
 
+def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """That the inputs are such as the graph was captured for.
+
+    Args:
+        expected: of a tensor, its sizes: numbers; names of sizes that are the same wherever they occur; None for any size. Of another
+            input, its value.
+
+    Raises:
+        ValueError: an input has other sizes, or another value.
+    """
+    found: dict[str, int] = {}
+    for name, sizes in expected.items():
+        x = inputs[name]
+        if not isinstance(x, Tensor) or not isinstance(sizes, (list, tuple)):
+            if x is not sizes and (type(x) is not type(sizes) or x != sizes):
+                raise ValueError(f"{name} must be as in example_inputs, {sizes}, got {x}")
+            continue
+        if x.dim() != len(sizes):
+            raise ValueError(f"{name} must have {len(sizes)} dimensions, as in example_inputs, got {list(x.shape)}")
+        for dim, (size, own) in enumerate(zip(sizes, x.shape)):
+            if size is None or size == own or isinstance(size, str) and found.setdefault(size, own) == own:
+                continue
+            raise ValueError(
+                f"{name} must have size {found.get(str(size), size)} in dimension {dim}, which example_inputs and dynamic_shapes fix, "
+                f"got {list(x.shape)}"
+            )
+
+
 def without_negative(index: Tensor, name: str) -> Tensor:
     """The map itself. It is shared by tensors of different sizes, from whose ends negative entries would count.
 
@@ -66,6 +94,19 @@ def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex
     The index has one more user without candidates, to whom the hidden keys belong.
     """
     return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0] + 1)
+
+
+def gru(input: Tensor, hx: Tensor, params: list[Tensor], has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool) -> Any:
+    """torch's, in eval mode, with a first state that may be expanded: cuDNN takes none."""
+    return torch.ops.aten.gru.input(input, hx.contiguous(), params, has_biases, num_layers, 0.0, False, bidirectional, batch_first)
+
+
+def lstm(
+    input: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool
+) -> Any:
+    """As `gru`."""
+    states = [x.contiguous() for x in hx]
+    return torch.ops.aten.lstm.input(input, states, params, has_biases, num_layers, 0.0, False, bidirectional, batch_first)
 
 
 def attend_in_place(

@@ -22,7 +22,7 @@ def view(call: Call) -> Moved | None:
     """Keeps the order of elements: the rows stay one factor of one dimension, or there is no rule."""
     lineage = call.lineage(call["self"])
     after = lineage and refold(lineage, call.shape(call["self"]), call.shape())
-    if after is None:
+    if after is None or any(size == 0 for size in call.shape()):  # -1 would be any size
         return None
     sizes = _sizes(call, call["shape"] if "shape" in call.arguments else call["size"], after.dim)
     return None if sizes is None else Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
@@ -234,3 +234,12 @@ def gather(call: Call) -> Moved | None:
         return None
     joined = common([lineage, index])
     return joined and Moved(joined)
+
+
+@rule("scatter.value", "scatter.src", "scatter_add.default")
+def scatter(call: Call) -> Moved | None:
+    """Writes to indices of another dimension, row by row."""
+    operands = [call[name] for name in ("self", "index", "src") if name in call.arguments]
+    lineages = [x for operand in operands if (x := call.lineage(operand))]
+    lineage = common(lineages) if len(lineages) == len(operands) else None
+    return Moved(lineage) if lineage and call.dim("dim", len(call.shape())) != lineage.dim else None

@@ -7,6 +7,9 @@ from jagged_modules.transforms import rules
 aten = torch.ops.aten
 WEIGHT, SQUARE, VECTOR = torch.randn(5, 6).double(), torch.randn(6, 6).double(), torch.randn(6).double()
 TABLE, PICK = torch.randn(9, 3).double(), torch.tensor([2, 0, 2])
+KERNEL, BILINEAR = torch.randn(5, 4, 3).double(), torch.randn(5, 6, 6).double()
+# Parameters of a recurrence of width 3 in both directions over x [C, 4, 6], by the number of its gates
+GATES = {gates: [torch.randn(3 * gates, *width).double() for _ in range(2) for width in ((6,), (3,), (), ())] for gates in (3, 4)}
 
 # Arguments behind x. Where x must be something else, the entry is a function of x.
 SPECIAL = {
@@ -188,6 +191,40 @@ CASES |= {
     "embedding.default": lambda x, y: aten.embedding(TABLE, x.sign().long() + 1),
     "one_hot.default": lambda x, y: aten.one_hot(x.sign().long() + 1, 3),
     "gather.default": lambda x, y: aten.gather(x, 1, y.sign().long() + 1),
+    "scatter.value": lambda x, y: aten.scatter.value(x, 2, y.sign().long() + 1, 3.0),
+    "scatter.src": lambda x, y: aten.scatter.src(x, 2, (y[:, :, :1] > 0).long(), y),
+    "scatter_add.default": lambda x, y: (
+        aten.scatter_add(x, 2, y.sign().long() + 1, y),
+        aten.scatter_add(torch.zeros(x.shape[0], 4, 3).double(), 2, y.sign().long() + 1, x),
+    ),
+    "bilinear.default": lambda x, y: aten.bilinear(x, y, BILINEAR, VECTOR[:5]),
+    "bucketize.Tensor": lambda x, y: aten.bucketize.Tensor(x, VECTOR.sort()[0]),
+    "isin.Tensor_Tensor": lambda x, y: aten.isin(x.sign(), VECTOR.sign()),
+    "conv1d.default": lambda x, y: (
+        aten.conv1d(x, KERNEL, VECTOR[:5], padding=[1]),
+        aten.conv1d(x.unflatten(2, (2, 3)).transpose(1, 2).flatten(0, 1), KERNEL),
+    ),
+    "conv1d.padding": lambda x, y: aten.conv1d.padding(x, KERNEL, None, [1], "same"),
+    "conv2d.default": lambda x, y: aten.conv2d(x[:, :, None], KERNEL[:, :, None]),
+    "conv2d.padding": lambda x, y: aten.conv2d.padding(x[:, :, None], KERNEL[:, :, None], None, [1, 1], "same"),
+    "max_pool1d.default": lambda x, y: aten.max_pool1d(x, [2]),
+    "max_pool2d.default": lambda x, y: aten.max_pool2d(x, [2, 2]),
+    "avg_pool1d.default": lambda x, y: (aten.avg_pool1d(x, [2]), aten.avg_pool1d(x.transpose(0, 1), [2])),
+    "avg_pool2d.default": lambda x, y: aten.avg_pool2d(x, [2, 2]),
+    "adaptive_avg_pool1d.default": lambda x, y: aten.adaptive_avg_pool1d(x, [2]),
+    "adaptive_avg_pool2d.default": lambda x, y: aten.adaptive_avg_pool2d(x, [2, 2]),
+    "adaptive_max_pool1d.default": lambda x, y: aten.adaptive_max_pool1d(x, [2]),
+    "adaptive_max_pool2d.default": lambda x, y: aten.adaptive_max_pool2d(x, [2, 2]),
+    "max_pool1d_with_indices.default": lambda x, y: aten.max_pool1d_with_indices(x, [2]),
+    "max_pool2d_with_indices.default": lambda x, y: aten.max_pool2d_with_indices(x, [2, 2]),
+    "gru.input": lambda x, y: (
+        aten.gru.input(x, torch.zeros(2, x.shape[0], 3).double(), GATES[3], True, 1, 0.0, False, True, True),
+        aten.gru.input(x.transpose(0, 1), y[:, :2, :3].transpose(0, 1), GATES[3], True, 1, 0.0, False, True, False),
+    ),
+    "lstm.input": lambda x, y: (
+        aten.lstm.input(x, [torch.zeros(2, x.shape[0], 3).double()] * 2, GATES[4], True, 1, 0.0, False, True, True),
+        aten.lstm.input(x, [y[:, :2, :3].transpose(0, 1)] * 2, GATES[4], True, 1, 0.0, False, True, True)[1],
+    ),
 }
 
 # f(x, other [C, 4, 6], map): one of its operators mixes rows, draws random numbers, or has an operand of another lineage.
@@ -216,5 +253,10 @@ KEPT = {
     "concatenated with a value per candidate": lambda x, other, m: torch.cat([x, other], 1),
     "concatenated along rows": lambda x, other, m: torch.cat([x, x], 0),
     "indices along rows": lambda x, other, m: x.gather(0, torch.zeros_like(other).long()),
+    "first states per candidate": lambda x, other, m: aten.gru.input(
+        x, other[:, :2, :3].transpose(0, 1), GATES[3], True, 1, 0.0, False, True, True
+    )[1],
+    "pooled rows": lambda x, other, m: aten.avg_pool1d(x.permute(1, 2, 0), [1]),
+    "scattered to rows": lambda x, other, m: aten.scatter_add(x, 0, torch.zeros_like(x).long(), x),
     "masked rows": lambda x, other, m: torch.where(other > 0, x, 0),
 }

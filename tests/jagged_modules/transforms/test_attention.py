@@ -10,10 +10,13 @@ from marks import slow_after
 from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts
+from jagged_modules.transforms.capture import capture
 from jagged_modules.transforms.clean_up import VIEWS
+from jagged_modules.transforms.fuse import make_plan
+from jagged_modules.transforms.placement import everything
 from jagged_modules.transforms.runtime import attend_in_place, visible_first
 
-HEADS, DIM, KEYS = 2, 8, 7
+HEADS, DIM, KEYS, ITEMS = 2, 8, 7, 64
 
 
 class MultiheadDIN(nn.Module):
@@ -145,6 +148,42 @@ def test_other_masks_keep_the_operator(name):
     padding[:, 0] = False
     expected = replicated(model, history, padding, item, index)
     torch.testing.assert_close(fused(history, padding, item, candidate_to_user=index), expected, equal_nan=True)
+
+
+BROADCAST = {
+    "queries of all candidates": ((1, 2, 3, 8), (2, 2)),
+    "one head of queries": ((ITEMS, 1, 3, 8), (2, 2)),
+    "one head of values": ((ITEMS, 2, 3, 8), (2, 1)),
+    "one head of keys and values": ((ITEMS, 2, 3, 8), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_operands_that_broadcast(name):
+    """Only one head of keys and values is read in place."""
+    query, heads = BROADCAST[name]
+
+    class Model(nn.Module):
+        def forward(self, query, key, value, index):
+            return nn.functional.scaled_dot_product_attention(query, key[index], value[index])
+
+    example = torch.randn(query), torch.randn(3, heads[0], KEYS, 8), torch.randn(3, heads[1], KEYS, 8), torch.arange(ITEMS) % 3
+    captured = capture(Model().eval(), example, {})
+    plan = make_plan(captured, None, captured.hints, everything)
+    fused, decisions = plan.apply()
+    assert bool(decisions.fused) == (name == "one head of keys and values")
+    torch.testing.assert_close(fused(*example), Model()(*example))
+
+
+def test_a_softmax_in_another_dtype_stays():
+    class Model(nn.Module):
+        def forward(self, query, key, value, index):
+            return torch.softmax(query @ key[index].mT, -1, dtype=torch.float32) @ value[index]
+
+    example = torch.randn(ITEMS, 3, 8).half(), torch.randn(3, KEYS, 8).half(), torch.randn(3, KEYS, 8), torch.arange(ITEMS) % 3
+    fused = fuse_broadcasts(Model().eval(), example)
+    assert not uses_target_attention(fused)
+    torch.testing.assert_close(fused(*example), Model()(*example))
 
 
 def test_the_history_is_not_replicated():

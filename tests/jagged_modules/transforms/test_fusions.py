@@ -52,6 +52,13 @@ class Flattened(nn.Module):
         return self.out(torch.cat([user, item], 1).relu().mul(2).flatten(1))
 
 
+class Stacked(Flattened):
+    """The same on features that were stacked one by one."""
+
+    def forward(self, user, item):
+        return self.out(torch.stack([*user.unbind(1), *item.unbind(1)], 1).flatten(1))
+
+
 class Transposed(nn.Module):
     """linear over the features, as models write a compression of embeddings."""
 
@@ -82,6 +89,7 @@ MODELS = dict(
     addmm=Addmm,
     compress=Compress,
     flattened=Flattened,
+    stacked=Stacked,
     transposed=Transposed,
     interaction=Interaction,
     machine=FactorizationMachine,
@@ -117,7 +125,7 @@ def test_results(name):
         torch.testing.assert_close(graph(user, item, candidate_to_user=index), model(user[index], item), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["head", "addmm", "compress", "flattened", "transposed", "machine"])
+@pytest.mark.parametrize("name", ["head", "addmm", "compress", "flattened", "stacked", "transposed", "machine"])
 def test_user_rows_are_not_gathered(name):
     """No gather of the users' features remains: what is gathered has the size of the result."""
     _, fused = model_and_fused(name)
@@ -162,3 +170,31 @@ def test_a_concatenation_that_is_cheaper_whole_stays():
 
     fused = fused_by_caller(Model().double().eval())
     assert matmul_rows(fused, *inputs(3, 50), candidate_to_user=torch.arange(50) % 3) == [50]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.bool])
+def test_a_concatenation_that_converts_stays_whole(dtype):
+    """Its parts have other dtypes than the weight."""
+    model = Head().eval()
+    user, item = torch.randn(USERS, 16, WIDTH).to(dtype), torch.randn(CANDIDATES, 2, WIDTH)
+    index = torch.arange(CANDIDATES) % USERS
+    fused = fuse_broadcasts(model, (user[index], item), request_only=("user",), max_batch=(USERS, CANDIDATES))
+    torch.testing.assert_close(fused(user, item, candidate_to_user=index), model(user[index], item))
+
+
+@pytest.mark.parametrize("columns, dtype", [(1, torch.float64), (WIDTH, torch.float32)])
+def test_a_sum_that_broadcasts_or_converts_is_no_compression(columns, dtype):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.user, self.item = nn.Parameter(torch.randn(5, 16).double()), nn.Parameter(torch.randn(5, 2).to(dtype))
+
+        def forward(self, user, item):
+            return self.user @ user + self.item @ item
+
+    model = Sum().eval()
+    user, item = inputs(USERS, CANDIDATES)
+    item, index = item[..., :columns].to(dtype), torch.arange(CANDIDATES) % USERS
+    fused = fuse_broadcasts(model, (user[index], item), request_only=("user",), max_batch=(USERS, CANDIDATES))
+    assert "compress" not in called(fused)
+    torch.testing.assert_close(fused(user, item, candidate_to_user=index), model(user[index], item))

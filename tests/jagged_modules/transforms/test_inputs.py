@@ -1,6 +1,7 @@
 """Bad arguments raise errors that name them, and leave the model as it was. The report and the certificate."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -256,7 +257,10 @@ def test_control_flow_on_data():
         fuse_broadcasts(Branches().eval(), inputs())
 
 
-@pytest.mark.parametrize("condition", [lambda rows: rows % 3 == 0, lambda rows: rows > 20, lambda rows: rows != 7])
+CONDITIONS = [lambda rows: rows % 3 == 0, lambda rows: rows % 3 == 2, lambda rows: rows > 20, lambda rows: rows != 7]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
 def test_control_flow_on_sizes(condition):
     """The capture has one of the branches. It would be wrong for other sizes."""
 
@@ -266,6 +270,80 @@ def test_control_flow_on_sizes(condition):
 
     with pytest.raises(ValueError, match="model must compute the same for all sizes, but the capture holds only for"):
         fuse_broadcasts(Branches().eval(), inputs(), request_only=["profile"])
+
+
+class Mean(nn.Module):
+    """What the capture makes numbers of: an option, an input that is None, sizes."""
+
+    def forward(self, history, item, index, power=2, bias=None):
+        x = (history**power).sum(1)[index] / history.shape[1] + item
+        return x if bias is None else x + bias
+
+
+OTHER_CALLS = {
+    "a size": (dict(history=torch.randn(3, 9, 8)), r"history must have size 6 in dimension 1, .* got \[3, 9, 8\]"),
+    "dimensions": (dict(history=torch.randn(3, 6, 8, 1)), r"history must have 3 dimensions, .* got \[3, 6, 8, 1\]"),
+    "an option": (dict(power=3), "power must be as in example_inputs, 2, got 3"),
+    "an input that was None": (dict(bias=torch.ones(8)), "bias must be as in example_inputs, None, got"),
+    "sizes that were equal": (dict(item=torch.randn(99, 8)), r"item must have size 100|index must have size 99"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_what_the_capture_takes_for_constant(name):
+    """Another value would be ignored, so it is an error."""
+    example = dict(history=torch.randn(3, 6, 8), item=torch.randn(100, 8), index=torch.arange(100) % 3, power=2, bias=None)
+    fused = fuse_broadcasts(Mean().eval(), example)
+    torch.testing.assert_close(fused(**example), Mean()(**example))
+    change, message = OTHER_CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        fused(**example | change)
+
+
+def test_sizes_that_the_model_makes_constant():
+    class Loops(Mean):
+        def forward(self, history, item, index):
+            x = history[index].sum(1)
+            for row in range(len(history)):
+                x = x + row
+            return x + item
+
+    fused = fuse_broadcasts(Loops().eval(), (torch.randn(3, 6, 64), torch.randn(500, 64), torch.arange(500) % 3))
+    with pytest.raises(ValueError, match="history must have size 3 in dimension 0"):
+        fused(torch.randn(4, 6, 64), torch.randn(500, 64), torch.arange(500) % 4)
+
+
+def test_inputs_that_the_model_never_joins():
+    """Each has a size of its own in the capture."""
+
+    class Towers(nn.Module):
+        def forward(self, profile, history, item):
+            zeros = torch.zeros(history.shape[0], 4)
+            return dict(profile=profile.exp() + profile.shape[0] * 0, history=torch.cat([history.sum(1), zeros], 1), item=item + 1)
+
+    example = torch.randn(32, 4), torch.randn(32, 5, 4), torch.randn(32, 4)
+    fused = fuse_broadcasts(Towers().eval(), example, request_only=["profile", "history"])
+    profile, history, item, index = torch.randn(3, 4), torch.randn(3, 5, 4), torch.randn(5, 4), torch.tensor([0, 2, 2, 0, 1])
+    found = copy.deepcopy(fused)(profile, history, item, candidate_to_user=index)
+    torch.testing.assert_close(found, Towers()(profile[index], history[index], item))
+
+
+def test_the_result_is_not_pickled(fused):
+    with pytest.raises(TypeError, match="cannot be pickled: save it with torch.export"):
+        pickle.dumps(fused)
+
+
+def test_the_certificate_changes_identifiers():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.users = nn.Embedding(50, 8)
+
+        def forward(self, user, item):
+            return (self.users(user) * item).sum(1)
+
+    fused = fuse_broadcasts(Towers().eval(), (torch.arange(32), torch.randn(32, 8)), request_only=["user"])
+    assert "change 3 of its 3 candidates and 0 of 29 others" in fused.report.certificate
 
 
 def test_strides():
