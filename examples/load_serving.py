@@ -8,7 +8,7 @@ and each rate, a row has latencies, refused and late requests, hit rate, memory,
 the throughput of a full queue, which is measured first.
 
 The ways to serve that are compared: with each budget of --cache-mb, with pages of each --page-rows, and with --padded FILE, a model of
-train_dlrm.py --interaction padded, which replicates the user's history per candidate.
+train_dlrm.py --interaction padded, which replicates the user's history per candidate: as it is, and through `fuse_broadcasts`.
 
 The queue, batches and the model are in this process, without HTTP; --http adds a server and a client in this process.
 """
@@ -286,26 +286,28 @@ def run(ranker: Ranker, options: argparse.Namespace, way: str, candidates: int) 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve: the ranker's file of weights, the budget of its cache, and the rows of the cache's pages."""
+    """A way to serve: file of weights, budget and rows of the pages of the cache, whether broadcasts are fused."""
 
     weights: Path
     cache_mb: float
-    page_rows: int | None
+    page_rows: int | None = None
+    fused: bool = True
 
     def make_ranker(self, options: argparse.Namespace) -> Ranker:
         weights, device = load_weights(self.weights), pick_device(options.device)
-        return make_ranker(weights, device, int(self.cache_mb * 1e6), options.data, self.page_rows)
+        return make_ranker(weights, device, int(self.cache_mb * 1e6), options.data, self.page_rows, self.fused)
 
 
 def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
-    """The ways that the options compare: "cache", "no cache", "padded". With several budgets or sizes of pages, their names have them."""
+    """The ways that the options compare: "cache", "no cache", "padded", "padded, fused"; with several budgets or sizes of pages, by these."""
     ways = {}
     for cache_mb in options.cache_mb:
         for page_rows in options.page_rows or [None]:
             budget = f" of {cache_mb:g} MB" if sum(map(bool, options.cache_mb)) > 1 else ""
             pages = f", pages of {page_rows}" if len(options.page_rows or []) > 1 else ""
             ways |= {f"cache{budget}{pages}" if cache_mb else "no cache": Way(options.weights, cache_mb, page_rows)}
-    return ways | ({"padded": Way(options.padded, 0, None)} if options.padded else {})
+    padded = {"padded": Way(options.padded, 0, fused=False), "padded, fused": Way(options.padded, 0)} if options.padded else {}
+    return ways | padded
 
 
 COLUMNS = (

@@ -332,24 +332,45 @@ class PaddedTargetAttention(nn.Module):
 
     def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
         super().__init__()
-        self.attention = MultiheadAttention(embedding_dim, num_heads, batch_first=True, device=device)
+        self.attention = AttentionToPadded(embedding_dim, num_heads, batch_first=True, device=device)
+        self._fused: Any = None
+
+    def fuse_broadcasts(self) -> None:
+        """Projects each history once, and never repeats it, from now on. For inference: call it in eval mode, on the final device."""
+        weight, auto = self.attention.in_proj_weight, torch.export.Dim.AUTO
+        histories, lengths = torch.randn(16, 64, weight.shape[1]).to(weight), torch.arange(16, device=weight.device)[:, None]
+        fused = jm.transforms.fuse_broadcasts(
+            self.attention,
+            dict(targets=histories[:, 0], histories=histories, lengths=lengths),
+            request_only=("histories", "lengths"),
+            max_batch=(16, 1024),
+            dynamic_shapes=dict(targets={0: auto}, histories={0: auto, 1: auto}, lengths={0: auto}),
+        )
+        vars(self)["_fused"] = fused  # no submodule: it has the parameters of `attention`
 
     def forward(self, targets: Any, history: Any) -> Any:
         targets, history = jm.Jagged.wrap(targets), jm.Jagged.wrap(history)
-        # Each candidate sees at least one column, because softmax over none is undefined. Results without a history are replaced below.
-        lengths = history.offsets.diff()
-        longest = max([1, *lengths.tolist()])
-        padded = jm.functional.jagged_to_padded(history.values, history.offsets, longest)
-        padded, lengths = (per_candidate(rows, targets.offsets, targets.values.shape[0]) for rows in (padded, lengths[:, None]))
-        hidden = torch.arange(longest, device=lengths.device) >= lengths.clamp(min=1)
-        output, _ = self.attention(targets.values[:, None], padded, padded, key_padding_mask=hidden, need_weights=False)
-        return targets.unwrap(torch.where(lengths > 0, output[:, 0], self.attention.out_proj.bias))
+        lengths = history.offsets.diff()[:, None]
+        padded = jm.functional.jagged_to_padded(history.values, history.offsets, max([1, *lengths[:, 0].tolist()]))
+        num_candidates = targets.values.shape[0]
+        if self._fused is None:
+            padded, lengths = (per_candidate(rows, targets.offsets, num_candidates) for rows in (padded, lengths))
+            return targets.unwrap(self.attention(targets.values, padded, lengths))
+        users = per_candidate(torch.arange(len(padded), device=padded.device), targets.offsets, num_candidates)
+        return targets.unwrap(self._fused(targets.values, padded, lengths, candidate_to_user=users))
 
 
-class MultiheadAttention(nn.MultiheadAttention):
-    """With the method by which DistributedModelParallel initialises what was built on the meta device."""
+class AttentionToPadded(nn.MultiheadAttention):
+    """Each target [C, E] attends to the first rows of its padded history [C, N, E], as many as lengths [C, 1] says."""
+
+    def forward(self, targets: torch.Tensor, histories: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        # Each target sees at least one row, because softmax over none is undefined. Results without a history are replaced.
+        hidden = torch.arange(histories.shape[1], device=lengths.device) >= lengths.clamp(min=1)
+        output, _ = super().forward(targets[:, None], histories, histories, key_padding_mask=hidden, need_weights=False)
+        return torch.where(lengths > 0, output[:, 0], self.out_proj.bias)
 
     def reset_parameters(self) -> None:
+        """DistributedModelParallel calls this to initialise what was built on the meta device."""
         self._reset_parameters()
 
 

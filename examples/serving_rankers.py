@@ -24,7 +24,7 @@ import train_hstu
 from checkpoints import Weights
 from movielens import EventLog
 from ranking_data import Events, RankingDataset, keyed, ranges
-from ranking_model import INTERACTIONS, Inputs, RankingModel
+from ranking_model import INTERACTIONS, Inputs, PaddedTargetAttention, RankingModel
 from sequence_model import ENCODERS, SequenceModel
 from torch import nn
 
@@ -417,13 +417,21 @@ def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argp
     return argparse.Namespace(**{**vars(options), "data": data or options.data})
 
 
-def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, data: str | None = None, page_rows: int | None = None) -> Ranker:
+def make_ranker(
+    weights: Weights,
+    device: torch.device,
+    cache_bytes: int,
+    data: str | None = None,
+    page_rows: int | None = None,
+    fuse_broadcasts: bool = True,
+) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
     Args:
         cache_bytes: budget of the cache; 0: none.
         data: path of the log; that of the training if None.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
+        fuse_broadcasts: whether the interaction "padded" is passed through `jm.transforms.fuse_broadcasts`. Others repeat no history.
 
     Raises:
         ValueError: the model has no ranker, or none with a cache; the log does not fit the model.
@@ -431,6 +439,8 @@ def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, data: 
     name = weights.settings["model"]
     if name in INTERACTIONS:
         ranker = _ranking_ranker(weights.settings, device, data, cache_bytes=cache_bytes, page_rows=page_rows)
+        if fuse_broadcasts and isinstance(ranker.model.head.interaction, PaddedTargetAttention):
+            ranker.model.head.interaction.fuse_broadcasts()
     elif name in ENCODERS:
         ranker = _sequence_ranker(weights.settings, device, data, cache_bytes=cache_bytes, page_rows=page_rows)
     else:

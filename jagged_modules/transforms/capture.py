@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .lineage import Size, size_of
 
+LARGE_BATCHES = [2**i + j for i in range(10, 32) for j in (-1, 0, 1)]
 MAP_NAME = "candidate_to_user"
 
 
@@ -82,7 +83,7 @@ def capture(
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     if written:
         raise ValueError(f"model must not write to its buffers or inputs, but forward writes to {sorted(map(str, written.values()))}")
-    batch = _first_sizes(model, args, kwargs) if replicated else {}
+    batch = _first_sizes(model, args, kwargs, replicated) if replicated else {}
     branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard, batch)]
     if branches:
         raise ValueError(f"model must compute the same for all sizes, but the capture holds only for {', '.join(branches)}")
@@ -136,7 +137,7 @@ def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     shapes = {}
     for name, x in bound_inputs(model, args, kwargs).items():
         shapes[name] = _dims(x)
-        if name in replicated and hasattr(x, "lengths") and hasattr(x, "keys"):
+        if name in replicated and _is_keyed(x):
             leaves = pytree.SUPPORTED_NODES[type(x)].flatten_fn(x)[0]
             batch = torch.export.Dim("batch", min=2)
             shapes[name] = [{0: len(x.keys()) * batch} if leaf is x.lengths() else _dims(leaf) for leaf in leaves]
@@ -155,27 +156,46 @@ def _dims(x: Any) -> Any:
     return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
 
 
-def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-    """The first size of each tensor of the inputs, by its name in the guards of a capture."""
-    leaves, _ = pytree.tree_flatten_with_path(bound_inputs(model, args, kwargs))
-    return {f"L{pytree.keystr(path)}.size()[0]": x.shape[0] for path, x in leaves if isinstance(x, torch.Tensor) and x.dim()}
+def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]) -> dict[str, bool]:
+    """The first sizes of plain inputs, as the guards of a capture name them, and whether they are the batch, as those of `replicated`."""
+    plain = {name: x for name, x in bound_inputs(model, args, kwargs).items() if not _is_keyed(x)}
+    leaves, _ = pytree.tree_flatten_with_path(plain)
+    sizes = {
+        f"L{pytree.keystr(path)}.size()[0]": (path[0].key, x.shape[0]) for path, x in leaves if isinstance(x, torch.Tensor) and x.dim()
+    }
+    rows = {size for name, size in sizes.values() if name in replicated}
+    return {text: size in rows for text, (_, size) in sizes.items()}
 
 
-def _is_branch(guard: str, batch: Mapping[str, int]) -> bool:
+def _is_keyed(x: Any) -> bool:
+    """Whether it is a KeyedJaggedTensor, whose lengths have one row per key and sample."""
+    return hasattr(x, "lengths") and hasattr(x, "keys")
+
+
+def _is_branch(guard: str, batch: Mapping[str, bool]) -> bool:
     """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
 
-    Equations are conditions of the operators, such as equal sizes of operands, except for remainders other than 0. Comparisons with 0, 1
-    and 2 are torch.export's own.
-    batch: first sizes of inputs whose first dimension is the batch where they are equal. That one is at most the other is a condition of
-    `gather`, whose index may have fewer rows.
+    A guard of the batch alone is one unless it holds for all batches. Of the others, equations are conditions of the operators, such as
+    equal sizes of operands, except for remainders other than 0. Comparisons with 0, 1 and 2 are torch.export's own.
+    batch: first sizes of inputs, and whether they are the batch.
     """
-    smaller, _, larger = guard.partition(" <= ")
-    if smaller in batch and batch[smaller] == batch.get(larger):
-        return False
+    for size in sorted(batch, key=len, reverse=True):
+        guard = guard.replace(size, "batch") if batch[size] else guard
+    if "L[" not in guard and "batch" in guard:
+        return not _holds_for_every_batch(guard)
     comparison = re.search(r"(!=|<=?|>=?)\s*(.+)$", guard)
     if comparison is None:
         return "%" in guard and not guard.endswith("== 0")
     return "%" in guard or comparison[1].startswith("<") or comparison[2] not in ("0", "1", "2")
+
+
+def _holds_for_every_batch(guard: str) -> bool:
+    """Whether a guard, in which "batch" is the only name, holds for 3 to 1024, and up to 2³¹ for powers of two and their neighbours."""
+    code = compile(guard, "guard", "eval")
+    try:
+        return all(eval(code, {"max": max, "min": min, "batch": size}) for size in (*range(3, 1025), *LARGE_BATCHES))
+    except (NameError, ArithmeticError):  # another function of torch's; a division by zero
+        return False
 
 
 def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:

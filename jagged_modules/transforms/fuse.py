@@ -79,7 +79,7 @@ def fuse_broadcasts(
             model that takes variadic arguments; a KeyedJaggedTensor with another use; the result differs from the model on the
             example inputs.
     """
-    args, kwargs = _checked_inputs(model, example_inputs)
+    args, kwargs = _contiguous(_checked_inputs(model, example_inputs))
     names = _checked_names(model, args, kwargs, request_only)
     if names:
         args, kwargs = _several_rows(args, kwargs)
@@ -194,6 +194,15 @@ def _checked_inputs(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, .
     if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (tuple, list)):
         raise TypeError(f"example_inputs must be a tuple of inputs or a dict of them by name, got {type(example_inputs).__name__}")
     return tuple(example_inputs), {}
+
+
+def _contiguous(inputs: Any) -> Any:
+    """The inputs without gaps between rows: torch.export would take strides of the example for conditions of the model."""
+
+    def dense(x: Any) -> Any:
+        return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
+
+    return pytree.tree_map(dense, inputs, is_leaf=is_keyed_jagged)
 
 
 def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request_only: Sequence[str] | None) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def test_times_of_batches(served, capsys):
     arguments = ["--weights", str(served["attention"]), "--device", "cpu", "--candidates", "3", "7", "--batches", "2", "--max-users", "4"]
     load_serving.main([*arguments, "--cache-mb", "3", "0", "--page-rows", "128", "16", "--padded", str(served["padded"])])
     header, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert header == "| candidates | cache, pages of 128, ms | cache, pages of 16, ms | no cache, ms | padded, ms |"
+    assert header == "| candidates | cache, pages of 128, ms | cache, pages of 16, ms | no cache, ms | padded, ms | padded, fused, ms |"
     cells = [[float(cell) for cell in row.strip("| ").split(" | ")] for row in rows]
     assert [row[0] for row in cells] == [3, 7] and all(x > 0 for row in cells for x in row)
 

@@ -59,6 +59,18 @@ def test_padded_baseline_computes_what_the_jagged_layer_computes():
     assert sum(parameter.numel() for parameter in ours.parameters()) == sum(parameter.numel() for parameter in padded.parameters())
 
 
+def test_padded_histories_that_are_not_repeated():
+    """For more candidates than users, fewer, and users without a history or candidates."""
+    padded, fused = (make_interaction("padded", EMBEDDING_DIM, NUM_HEADS).eval() for _ in range(2))
+    fused.load_state_dict(padded.state_dict())
+    fused.fuse_broadcasts()
+    assert fused.state_dict().keys() == padded.state_dict().keys()
+    for candidates, history in (([2, 1, 0, 3, 9], [5, 0, 2, 1, 9]), ([0, 1, 0], [3, 3, 0]), ([40], [0]), ([7], [1])):
+        inputs = jagged(candidates, seed=0), jagged(history, seed=1)
+        with torch.no_grad():
+            torch.testing.assert_close(fused(*inputs).values(), padded(*inputs).values())
+
+
 def test_mean_pooling_is_the_projected_mean():
     module = make_interaction("mean", EMBEDDING_DIM, NUM_HEADS).double()
     history = JaggedTensor(values=jagged([3, 0, 2], seed=1).values().double(), lengths=torch.tensor([3, 0, 2]))

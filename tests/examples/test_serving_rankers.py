@@ -13,7 +13,7 @@ import train_dlrm  # noqa: E402
 import train_hstu  # noqa: E402
 from checkpoints import export_weights, load_weights  # noqa: E402
 from ranking_data import RankingDataset  # noqa: E402
-from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows, options_of  # noqa: E402
+from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows, make_ranker, options_of  # noqa: E402
 from training import rank_unseen  # noqa: E402
 
 import jagged_modules as jm  # noqa: E402
@@ -284,6 +284,19 @@ def test_a_model_with_streams_is_served_without_a_cache(tmp_path):
     ranker = ranker_of(train(tmp_path, "attention", "--parts", "stream", "compress", "gdpa", "interformer"), 0)
     scores = ranker.score(Requests(ranker).batch())
     assert all(x.isfinite().all() for x in scores)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_padded_model_repeats_no_history(served, device):
+    """Its scores, through `fuse_broadcasts`, are those of the model as it is. Also after other weights were loaded."""
+    weights = load_weights(served["padded"])
+    fused, plain = (make_ranker(weights, torch.device(device), 0, fuse_broadcasts=fuse) for fuse in (True, False))
+    requests = Requests(fused)
+    fused.model.head.interaction.attention.register_forward_hook(lambda *_: pytest.fail("the histories were repeated"))
+    for x in (*fused.model.parameters(), *plain.model.parameters()):
+        x.data += 0.01
+    batch = [requests.of(user, events=user % 3, candidates=9) for user in range(8)]
+    assert_same_scores(fused.score(batch), plain.score(batch))
 
 
 def test_attention_weights(served):

@@ -93,6 +93,14 @@ BAD = {
 }
 
 
+def test_example_inputs_with_gaps_between_rows():
+    """torch.export takes their strides for conditions of the model."""
+    rows = torch.randn(32, 3, 4)
+    fused = fuse_broadcasts(MODEL, (rows[:, 0], rows[:, 1]), request_only=["profile"])
+    profile, item, index = torch.randn(3, 4), torch.randn(9, 2, 4)[:, 1], torch.randint(3, (9,))
+    torch.testing.assert_close(fused(profile, item, candidate_to_user=index), MODEL(profile[index], item))
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name):
     model, example, options, error, message = BAD[name]
@@ -257,7 +265,13 @@ def test_control_flow_on_data():
         fuse_broadcasts(Branches().eval(), inputs())
 
 
-CONDITIONS = [lambda rows: rows % 3 == 0, lambda rows: rows % 3 == 2, lambda rows: rows > 20, lambda rows: rows != 7]
+CONDITIONS = [
+    lambda rows: rows % 2 == 0,
+    lambda rows: rows % 3 == 0,
+    lambda rows: rows % 3 == 2,
+    lambda rows: rows > 20,
+    lambda rows: rows != 7,
+]
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
