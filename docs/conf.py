@@ -24,12 +24,15 @@ include_patterns = [
     "CONTRIBUTING.md",
     "SECURITY.md",
 ]
+if tags.has("links"):  # noqa: F821 (Sphinx defines it)
+    include_patterns.append("README.md")  # no page of the site, but its links are looked up too
 exclude_patterns = [".*", "docs/_build", "build", "dist", "runs", "**/runs"]
 html_theme = "furo"
 html_title = "jagged-modules"
 html_extra_path = ["site"]  # index.html: the first page is docs/index.html
 html_copy_source = False
 
+linkcheck_retries = 3
 nb_execution_mode = "off"  # the notebooks' stored outputs are shown; the tests execute them
 nb_merge_streams = True
 myst_heading_anchors = 4
