@@ -108,7 +108,7 @@ docs: $(ENV) $(DOCS_ENV)
 
 # Broken links inside the project are found by tests and by make docs.
 links: $(ENV) $(DOCS_ENV)
-	$(PY) -m sphinx -q -t links -b linkcheck -c docs . docs/_build/links
+	$(PY) -m sphinx -q -b linkcheck -c docs . docs/_build/links
 
 dist: $(ENV)
 	rm -rf dist

@@ -24,8 +24,6 @@ include_patterns = [
     "CONTRIBUTING.md",
     "SECURITY.md",
 ]
-if tags.has("links"):  # noqa: F821 (Sphinx defines it)
-    include_patterns.append("README.md")  # no page of the site, but its links are looked up too
 exclude_patterns = [".*", "docs/_build", "build", "dist", "runs", "**/runs"]
 html_theme = "furo"
 html_title = "jagged-modules"
