@@ -99,7 +99,7 @@ notebooks: $(ENV)
 lint: $(ENV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m codespell_lib $$(git ls-files '*.md' '*.py' Makefile '*.toml' '*.yml')
+	$(PY) -m codespell_lib --ignore-regex '"image/png": "[^"]*"' $$(git ls-files '*.md' '*.py' '*.ipynb' '*.cff' Makefile '*.toml' '*.yml')
 	$(PY) -m pyright --pythonpath $(PY)
 	$(PY) -m mypy
 

@@ -52,8 +52,9 @@ def sdist(tmp_path_factory):
 def wheel(sdist):
     """A wheel built from the source distribution, as an index user gets it, without network."""
     out = sdist.parent
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
     without_address = {name: value for name, value in os.environ.items() if name != "GITHUB_REPOSITORY"}  # a workflow sets it
-    run(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist, env=without_address)
+    run(sys.executable, "-m", "pip", "wheel", *options, sdist, env=without_address)
     (wheel,) = out.glob("*.whl")
     return wheel
 

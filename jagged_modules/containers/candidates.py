@@ -60,7 +60,7 @@ class CandidateIndex(Queries):
             return candidates
         if not isinstance(candidates, Tensor):
             kind = type(candidates).__name__
-            raise TypeError(f"candidates must be a CandidateIndex or a torch.Tensor, got {kind}: use CandidateIndex.from_jagged or from_counts")
+            raise TypeError(f"candidates must be a CandidateIndex or a torch.Tensor, got {kind}; use CandidateIndex.from_jagged")
         return cls.from_map(candidates, num_users, name="candidates")
 
     @classmethod

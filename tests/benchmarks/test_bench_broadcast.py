@@ -45,7 +45,9 @@ def test_compiled(tmp_path, monkeypatch):
 def test_one_candidate_per_user_is_measured_in_turn():
     torch._dynamo.reset()
     rows = bench.compare_in_turn("cpu", tiny=True)
-    assert [(row["model"], row["mode"]) for row in rows] == [(name, mode) for name in broadcast_models.NETS for mode in ("eager", "compiled")]
+    assert [(row["model"], row["mode"]) for row in rows] == [
+        (name, mode) for name in broadcast_models.NETS for mode in ("eager", "compiled")
+    ]
     assert all(row["left in, ms"] > 0 and row["fused, ms"] > 0 for row in rows)
 
 

@@ -353,7 +353,7 @@ BAD_FORWARDS = [
     (("targets", HISTORY), TypeError, "targets must be a JaggedTensor.*got str"),
     ((HISTORY, HISTORY, INDEX), TypeError, r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple"),
     ((torch.randn(3, 1, 8), HISTORY, (0, 1, 1)), TypeError, "candidates must be a CandidateIndex or a torch.Tensor, got tuple"),
-    ((torch.randn(3, 1, 8), HISTORY, jm.Jagged(*HISTORY)), TypeError, "candidates must be .* got Jagged: use CandidateIndex.from_jagged"),
+    ((torch.randn(3, 1, 8), HISTORY, jm.Jagged(*HISTORY)), TypeError, "candidates must be .* got Jagged; use CandidateIndex.from_jagged"),
     ((torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 3])), ValueError, "^candidates must be 0 to num_users - 1 = 1, got values 0 to 3"),
     ((torch.randn(4, 1, 8), HISTORY, INDEX), ValueError, "candidates describe 3 candidates, targets have 4"),
 ]

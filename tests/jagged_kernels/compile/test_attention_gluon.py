@@ -41,7 +41,7 @@ BUFFERS = {
     ("small fwd of times", 64): 72.125, ("small fwd of times", 128): 96.125,
 }  # fmt: skip
 
-WITH_FAST_VERSION = [name for name in POINTWISE if activation_function(name, bfloat16=True) is not activation_function(name, bfloat16=False)]
+FAST_IN_BFLOAT16 = [name for name in POINTWISE if activation_function(name, True) is not activation_function(name, False)]
 
 
 def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
@@ -131,7 +131,7 @@ def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, gr
         assert instruction in compiled.asm["ptx"]
 
 
-@slow_after(1, "activation, dtype", [(name, "fp16") for name in POINTWISE] + [(name, "bf16") for name in WITH_FAST_VERSION])
+@slow_after(1, "activation, dtype", [(name, "fp16") for name in POINTWISE] + [(name, "bf16") for name in FAST_IN_BFLOAT16])
 def test_each_activation_compiles(activation, dtype):
     """Value and derivative. Triton's interpreter runs neither Gluon nor the inline assembly of the bfloat16 versions."""
     compile_hopper_attention("dkdv", 64, dtype, activation)
