@@ -10,7 +10,7 @@ import torch
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
-from ..scalars import check_size
+from ..scalars import check_kind, check_size
 from ..tracing import is_recording, one_call
 from ..validation import check_integers, check_offsets, values_are_checkable
 from .jagged import Jagged
@@ -58,9 +58,7 @@ class CandidateIndex(Queries):
         """
         if isinstance(candidates, CandidateIndex):
             return candidates
-        if not isinstance(candidates, Tensor):
-            kind = type(candidates).__name__
-            raise TypeError(f"candidates must be a CandidateIndex or a torch.Tensor, got {kind}; use CandidateIndex.from_jagged")
+        check_kind("candidates", candidates, Tensor, "a CandidateIndex (from_jagged makes it of a container) or a torch.Tensor")
         return cls.from_map(candidates, num_users, name="candidates")
 
     @classmethod
