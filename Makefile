@@ -13,6 +13,7 @@
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check style, formatting, spelling and types
 #   make docs                           build the documentation into docs/_build; a warning is an error
+#   make links                          look up the documentation's external links; needs the internet
 #   make dist                           build the source distribution and the wheel into dist/
 #   make smoke                          install the wheel of dist/ into an empty environment, and run README's example
 #   make bench [ARGS=...] [OUT=folder]  measure the kernels on a GPU and write the record; ARGS=--resume goes on with the day's
@@ -29,7 +30,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
 .PHONY: train serve test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others test-all-interpreter \
-	test-all-others fuzz test-gpu test-newest-triton notebooks lint docs dist smoke bench profile record clean
+	test-all-others fuzz test-gpu test-newest-triton notebooks lint docs links dist smoke bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -98,12 +99,16 @@ notebooks: $(ENV)
 lint: $(ENV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m codespell_lib $$(git ls-files '*.md' '*.py' Makefile '*.toml' '*.yml')
+	$(PY) -m codespell_lib --ignore-regex '"image/png": "[^"]*"' $$(git ls-files '*.md' '*.py' '*.ipynb' '*.cff' Makefile '*.toml' '*.yml')
 	$(PY) -m pyright --pythonpath $(PY)
 	$(PY) -m mypy
 
 docs: $(ENV) $(DOCS_ENV)
 	$(PY) -m sphinx -q -W --keep-going -b html -c docs . docs/_build
+
+# Broken links inside the project are found by tests and by make docs.
+links: $(ENV) $(DOCS_ENV)
+	$(PY) -m sphinx -q -b linkcheck -c docs . docs/_build/links
 
 dist: $(ENV)
 	rm -rf dist

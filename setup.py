@@ -6,7 +6,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-REPOSITORY, REF = os.environ.get("GITHUB_REPOSITORY"), os.environ.get("GITHUB_REF_NAME", "main")  # set in workflows
+# The only place that says where the project is published. Workflows set these variables. Without them, the metadata have no addresses.
+REPOSITORY, REF = os.environ.get("GITHUB_REPOSITORY"), os.environ.get("GITHUB_REF_NAME", "main")
 ADDRESS = REPOSITORY and f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{REPOSITORY}"
 
 
@@ -23,11 +24,22 @@ def readme() -> str:
     return re.sub(r"(!?\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)", absolute, text)
 
 
+def project_urls() -> dict[str, str]:
+    """The links beside the README on a package index."""
+    urls = {
+        "Repository": ADDRESS,
+        "Documentation": os.environ.get("DOCS_URL") or f"{ADDRESS}/blob/{REF}/docs/index.md",
+        "Changelog": f"{ADDRESS}/blob/{REF}/CHANGELOG.md",
+        "Issues": f"{ADDRESS}/issues",
+    }
+    return urls if ADDRESS else {}
+
+
 setup(
     packages=[*find_packages(".", include=["jagged_modules*"]), *find_packages("kernels", include=["jagged_kernels*"])],
     package_dir={"jagged_kernels": "kernels/jagged_kernels"},
     package_data={"jagged_modules": ["py.typed"], "jagged_kernels": ["py.typed"]},
     long_description=readme(),
     long_description_content_type="text/markdown",
-    project_urls={"Repository": ADDRESS, "Changelog": f"{ADDRESS}/blob/{REF}/CHANGELOG.md"} if ADDRESS else {},
+    project_urls=project_urls(),
 )

@@ -30,6 +30,7 @@ html_title = "jagged-modules"
 html_extra_path = ["site"]  # index.html: the first page is docs/index.html
 html_copy_source = False
 
+linkcheck_retries = 3
 nb_execution_mode = "off"  # the notebooks' stored outputs are shown; the tests execute them
 nb_merge_streams = True
 myst_heading_anchors = 4

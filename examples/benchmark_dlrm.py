@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import record_function
 from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
-from training import peak_memory, pick_device, save_json, synchronize, time_steps
+from training import HelpFormatter, peak_memory, pick_device, save_json, synchronize, time_steps
 
 import jagged_modules as jm
 
@@ -60,7 +60,7 @@ CLAIMS = (  # what was published, and our figure that is closest to it
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--data", help="rating log whose lengths and features are used instead of random ones; random if not given")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to measure, in turn")
     add_model_options(parser, SIZES)

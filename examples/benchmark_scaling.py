@@ -41,7 +41,7 @@ from sharding import OptimizerSpec
 from step_profile import STAGES, Profile, profile_steps
 from torch.nn import functional
 from torchrec.distributed.train_pipeline import TrainPipelineBase
-from training import peak_memory, pick_device, save_json, synchronize
+from training import HelpFormatter, peak_memory, pick_device, save_json, synchronize
 
 # Stages of a step, whose times add up to it. A collective is exposed while nothing else runs.
 ALL_STAGES = (*STAGES, "exposed collectives")
@@ -49,7 +49,7 @@ NOT_COMPARED = ("out", "baseline", "bandwidth", "timeout", "passes")  # options 
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="jagged", help="our layers, or those by hand of padded_layers.py")
     parser.add_argument("--plan", choices=sharding.PLANS, default="auto", help="how the processes share the embedding tables")
     parser.add_argument("--sampler", choices=SAMPLERS, default="balanced", help="which process gets which users of a step")

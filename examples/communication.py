@@ -33,6 +33,7 @@ from sharding import EXACT_EXCHANGE, Exchange
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardMetadata
+from training import HelpFormatter
 
 # Tables of 21.6 GB for a GPU.
 SIZES = {"cpu": benchmark_dlrm.SIZES["cpu"], "cuda": {**benchmark_dlrm.SIZES["cuda"], "items": 16_000_000, "feature_rows": 128_000}}
@@ -213,7 +214,7 @@ def make_plan(model: RankingModel, options: argparse.Namespace, ranks: int) -> S
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--step-ms", type=float, required=True, help="step of one rank, as benchmark_scaling.py measures it")
     parser.add_argument("--bandwidth", type=float, required=True, help="bytes/s that a rank sends, while it receives as many")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 64], help="numbers of ranks")

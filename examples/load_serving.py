@@ -41,7 +41,7 @@ from prometheus_client import generate_latest
 from serving_app import STATUS, Service, ServiceLimits, make_app, tune_process
 from serving_batcher import Limits, Overloaded
 from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
-from training import PICTURE_STYLE, pick_device, write_atomically
+from training import PICTURE_STYLE, HelpFormatter, pick_device, write_atomically
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue
 FOREVER = 1e9  # a deadline
@@ -438,7 +438,7 @@ def print_batches(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--weights", type=Path, help="weights.pt of a training run")
     parser.add_argument("--padded", type=Path, help="weights.pt of a ranking model with --interaction padded, to compare")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="results.json of a run, whose table and picture are made again")

@@ -16,7 +16,7 @@ from load_serving import FOREVER, Workload
 from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
 from serving_rankers import Ranker, make_ranker
-from training import pick_device
+from training import HelpFormatter, pick_device
 
 SUMMARY = {
     "result": r"Result is : (\w+)",
@@ -71,7 +71,7 @@ def measure(ranker: Ranker, options: argparse.Namespace) -> dict[str, str]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run")
     parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
     parser.add_argument("--out", type=Path, default=Path("runs/mlperf"), help="folder for LoadGen's files")

@@ -18,14 +18,14 @@ from checkpoints import WEIGHTS, load_weights
 from serving_app import Service, ServiceLimits, make_app, tune_process
 from serving_batcher import Limits
 from serving_rankers import Ranker, make_ranker
-from training import pick_device
+from training import HelpFormatter, pick_device
 
 DRAIN_SECONDS = 0.3  # of a server that stops: new connections are refused, requests on open ones are read
 TRAINED = ["--users", "300", "--epochs", "3", "--device", "cpu"]  # options of the model that is trained without --weights
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--weights", type=Path, help="weights.pt of a training run; a small model is trained if not given")
     parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
     parser.add_argument("--out", type=Path, default=Path("runs/serve"), help="folder of the model that is trained without --weights")

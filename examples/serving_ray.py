@@ -26,7 +26,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from serving_app import Event, RankBody, Service, ServiceLimits, answer_errors, http_errors, tune_process
 from serving_rankers import make_ranker
-from training import pick_device
+from training import HelpFormatter, pick_device
 
 MAX_ONGOING = 1000  # requests of a replica, the ingress or the store; the queue of the replica's service is shorter, and refuses with 429
 MAX_QUEUED = 1000  # requests that wait at a sender because MAX_ONGOING are on their way; more are refused with 429
@@ -170,7 +170,7 @@ def make_application(options: argparse.Namespace) -> Any:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run, at the same path on all machines")
     parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
     parser.add_argument("--min-replicas", type=int, default=1, help="replicas without load, a process each")

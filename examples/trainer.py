@@ -20,7 +20,17 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 from tqdm import tqdm
-from training import add_to_board, check_tensorboard, peak_memory, pick_device, save_curves, save_json, seed_epoch, time_steps
+from training import (
+    HelpFormatter,
+    add_to_board,
+    check_tensorboard,
+    peak_memory,
+    pick_device,
+    save_curves,
+    save_json,
+    seed_epoch,
+    time_steps,
+)
 
 # Options that must equal those of the checkpoint to resume from it.
 SETTINGS = (
@@ -42,7 +52,7 @@ SETTINGS = (
 
 def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     """A parser of the options that all programs have. `defaults`: default values that differ between programs."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     parser.add_argument("--data", help="log, or its folder; generated if not given")
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument("--compare", action="store_true", help="train all the models and print them side by side")
@@ -60,7 +70,8 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=30, help="seconds that processes of torchrun wait for one another")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (GPU only)")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that build batches ahead")
-    parser.add_argument("--batch-size", type=int, help="histories per batch, of all processes together")
+    chosen = "" if "batch_size" in defaults else "; --batch-events chooses it if not given"
+    parser.add_argument("--batch-size", type=int, help=f"histories per batch, of all processes together{chosen}")
     parser.add_argument("--max-history", type=int, default=200, help="maximum number of ratings in a history")
     parser.add_argument("--embedding-dim", type=int, default=64, help="width of the embeddings and of the layers")
     parser.add_argument("--num-heads", type=int, help="attention heads")

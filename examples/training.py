@@ -1,5 +1,6 @@
 """Helpers of the training programs: metrics, atomic file writes, curves, and measurements of a step."""
 
+import argparse
 import json
 import logging
 import os
@@ -19,6 +20,13 @@ from torchrec.metrics.ne import compute_ne, get_ne_states
 # Suppress log lines that do not concern this program: two by the profiler at each use, and one by torch 2.13 about a function of torchrec.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to the text of each option. Where it is None, the text itself says what happens without the option."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def pick_device(name: str) -> torch.device:

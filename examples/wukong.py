@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor, PoolingType
 from tqdm import tqdm
-from training import pick_device, ranking_metrics, seed_epoch
+from training import HelpFormatter, pick_device, ranking_metrics, seed_epoch
 
 from jagged_modules import CandidateIndex, LinearCompressEmbedding
 
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--users", type=int, default=400, help="users of the generated log")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the training split")
     parser.add_argument("--batch-size", type=int, default=32, help="histories per batch")

@@ -18,6 +18,7 @@ from readme import examples
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = {"jagged_modules": ROOT / "jagged_modules", "jagged_kernels": ROOT / "kernels" / "jagged_kernels"}
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
 # Hosts that the project may name in an address. Package indexes are the user's to choose, so none belongs here.
 HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org", "www.w3.org", "localhost", "127.0.0.1"}
@@ -51,7 +52,9 @@ def sdist(tmp_path_factory):
 def wheel(sdist):
     """A wheel built from the source distribution, as an index user gets it, without network."""
     out = sdist.parent
-    run(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist)
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
+    without_address = {name: value for name, value in os.environ.items() if name != "GITHUB_REPOSITORY"}  # a workflow sets it
+    run(sys.executable, "-m", "pip", "wheel", *options, sdist, env=without_address)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -96,6 +99,7 @@ def metadata(wheel):
 
 
 def test_wheel_metadata(wheel, metadata):
+    assert metadata.get_all("Project-URL") is None  # nothing here says where the project is published
     requirements = metadata.get_all("Requires-Dist")
     assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
     assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
@@ -118,11 +122,13 @@ def test_links_lead_to_the_repository_where_its_address_is_known(sdist, tmp_path
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
     command = f"from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
-    env = dict(os.environ, GITHUB_REPOSITORY="owner/name", GITHUB_REF_NAME="v9", GITHUB_SERVER_URL="https://github.com")
+    env = dict(os.environ, GITHUB_REPOSITORY="owner/name", GITHUB_REF_NAME="v9", GITHUB_SERVER_URL="https://github.com", DOCS_URL="")
     run(sys.executable, "-c", command, cwd=source, env=env)
     (path,) = tmp_path.glob("*.dist-info/METADATA")
     metadata = Parser().parsestr(path.read_text(encoding="utf-8"))
-    assert "Repository, https://github.com/owner/name" in metadata.get_all("Project-URL")
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+    assert urls["Repository"] == "https://github.com/owner/name"
+    assert urls["Documentation"] == "https://github.com/owner/name/blob/v9/docs/index.md"
     links = re.findall(r"\]\(([^)\s]+)\)", README)
     shown = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
     assert len(shown) == len(links)
@@ -183,9 +189,9 @@ def test_documents_name_only_commands_of_the_makefile():
     assert {"train", "serve", "test"} <= named((ROOT / "docs" / "install.md").read_text(encoding="utf-8")) <= targets
 
 
-@pytest.mark.parametrize("workflow", ["ci.yml", "release.yml"])
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_call_targets_of_the_makefile(workflow):
-    text = (ROOT / ".github" / "workflows" / workflow).read_text(encoding="utf-8")
+    text = workflow.read_text(encoding="utf-8")
     targets = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     called = set(re.findall(r"run: make ([\w-]+)", text)) | set(re.findall(r"[\w-]+", "".join(re.findall(r"target: \[(.*)\]", text))))
     assert called and called <= targets

@@ -58,7 +58,7 @@ class CandidateIndex(Queries):
         """
         if isinstance(candidates, CandidateIndex):
             return candidates
-        check_kind("candidates", candidates, Tensor, "a CandidateIndex or a torch.Tensor")
+        check_kind("candidates", candidates, Tensor, "a CandidateIndex (from_jagged makes it of a container) or a torch.Tensor")
         return cls.from_map(candidates, num_users, name="candidates")
 
     @classmethod

@@ -21,7 +21,7 @@ class Site:
     Attributes:
         node: its name in the captured graph.
         operator: "gather" for the operators that replicate rows.
-        line: of the model, "file:line in function".
+        line: where the model calls it: file, line number and function.
         decision: "moved", "fused" or "kept".
         reason: why it was kept, or what it was fused with.
         rows_before, rows_after: rows that it computes.

@@ -10,7 +10,7 @@ from pathlib import Path
 import report
 from names import DENSE, DENSE_FLASH, INPUT_REPLICATED, NO_WORKSPACE, OURS, PORTABLE, UNFUSED
 
-NAMES = {OURS: "this project", PORTABLE: "this project, portable"}
+NAMES = {OURS: "this project", PORTABLE: "this project, portable", UNFUSED: "jagged operators, unfused"}
 PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, PORTABLE: 1.944 / 0.580, OURS: 1.944 / 0.482}
 FLOORS = {  # op -> beginnings of the titles of the tables whose % of floor is drawn
     "linear_compress": ("batch size",),
@@ -59,14 +59,14 @@ def ladders(figure, rows: list[dict]) -> None:
     for shift, label, heights, colour in ((-0.2, "published, H100", PUBLISHED_STAGES, "C7"), (0.2, "here", here, "C0")):
         left.bar([stages.index(name) + shift for name in heights], list(heights.values()), 0.4, label=label, color=colour)
     left.set_xticks(range(4), ["1 decomposed", "2 padded", "3 fused", "4 one launch"])
-    left.set_title("linear compression, forward: the published stages")
+    left.set_title("linear compression, forward, by stage")
     left.set_ylabel("speed-up over one GEMM")
     left.legend()
     ladder = series(rows, "attention", "ladder", r"B\d+ N(\d+) .*", "forward_ms")
     dense = dict(ladder.get(DENSE, ()))
     over = {name: [(x, dense[x] / y) for x, y in ladder.get(name, ()) if x in dense] for name in (UNFUSED, DENSE_FLASH, OURS)}
     over = {name: xy for name, xy in over.items() if xy}
-    draw_lines(right, over, "jagged flash attention, forward", "longest of uniform lengths", "speed-up over dense attention")
+    draw_lines(right, over, "jagged attention, forward", "maximum length, rows (lengths are uniform)", "speed-up over padded attention")
 
 
 def lengths(figure, rows: list[dict]) -> None:
@@ -80,7 +80,7 @@ def lengths(figure, rows: list[dict]) -> None:
     ):
         points = series(rows, op, table, pattern, value)
         points.pop(NO_WORKSPACE, None)  # its forward is the same
-        draw_lines(axes, points, title, "length", "TFLOP/s")
+        draw_lines(axes, points, title, "maximum length, rows", "TFLOP/s")
 
 
 def floors(figure, rows: list[dict]) -> None:
@@ -105,7 +105,7 @@ def floors(figure, rows: list[dict]) -> None:
 def candidates(figure, rows: list[dict]) -> None:
     points = series(rows, "linear_compress", "candidates per user", r"(\d+) per user", "forward_ms")
     points.pop("padded, torch.matmul", None)  # so slow that the others would look flat
-    draw_lines(figure.subplots(), points, "linear compression, forward", "candidates per user", "ms")
+    draw_lines(figure.subplots(), points, "linear compression, forward", "candidates per user", "time, ms")
 
 
 PICTURES = {  # file -> function that draws it, size in inches

@@ -44,7 +44,7 @@ def test_each_option_has_a_text_and_a_default(program, monkeypatch):
     options = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     assert options and [action.option_strings for action in options if not action.help] == []
     text = " ".join(parser.format_help().split())
-    assert "%(" not in text
+    assert "%(" not in text and "(default: None)" not in text
     for action in options:
         if not action.required and action.default not in (None, False):
             assert f"(default: {action.default})" in text or "default" in action.help, action.option_strings

@@ -81,7 +81,7 @@ REFUSED = [
     (dict(dtype=torch.float32), "got torch.float32 on compute capability 9.0, head dims 128 and 128"),
     (dict(capability=A100), "a GPU of compute capability 9.0, .* got torch.bfloat16 on compute capability 8.0"),
     (dict(capability=None), "got torch.bfloat16 on no GPU"),
-    (dict(head_dim=32), "head dims 40 to 64 or 72 to 128 in multiples of 8; got .* head dims 32 and 32"),
+    (dict(head_dim=32), "head dims of q and v both 40 to 64 or both 72 to 128, in multiples of 8; got .* head dims 32 and 32"),
     (dict(v_dim=64), "head dims 128 and 64"),
     (dict(misaligned=("q [8, 2, 64] with strides (130, 65, 1)",)), r"begin at 16-byte boundaries, .*got q \[8, 2, 64\] with strides"),
 ]

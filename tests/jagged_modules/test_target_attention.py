@@ -292,10 +292,11 @@ def test_traced_by_torchrec_as_a_leaf(offsets_of):
 
 GOOD = dict(q=torch.randn(3, 2, 2, 8), k=torch.randn(5, 2, 8), v=torch.randn(5, 2, 8), kv_offsets=torch.tensor([0, 3, 5]))
 INDEX = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
+WRONG_CANDIDATES = r"candidates must be a CandidateIndex \(from_jagged makes it of a container\) or a torch.Tensor, got "
 BAD_CALLS = [
     (dict(q=torch.randn(3, 2, 8)), ValueError, r"q must have shape \[num_candidates, n_q, H, D\], got \[3, 2, 8\]"),
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
-    (dict(candidates=[0, 1, 1]), TypeError, "candidates must be a CandidateIndex or a torch.Tensor, got list"),
+    (dict(candidates=[0, 1, 1]), TypeError, WRONG_CANDIDATES + "list"),
     (dict(candidates=torch.tensor([0.0, 1.0, 1.0])), TypeError, "^candidates must be int32 or int64, got torch.float32"),
     (dict(candidates=torch.tensor([[0, 1, 1]])), ValueError, r"^candidates must be 1-D, got shape \[1, 3\]"),
     (dict(candidates=torch.tensor([0, 2, 1])), ValueError, "^candidates must be 0 to num_users - 1 = 1, got values 0 to 2"),
@@ -352,7 +353,8 @@ BAD_FORWARDS = [
     ((torch.nested.nested_tensor([torch.ones(1, 8)] * 3), HISTORY, INDEX), ValueError, "^targets must be a dense tensor, got a nested"),
     (("targets", HISTORY), TypeError, "targets must be a JaggedTensor.*got str"),
     ((HISTORY, HISTORY, INDEX), TypeError, r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple"),
-    ((torch.randn(3, 1, 8), HISTORY, (0, 1, 1)), TypeError, "candidates must be a CandidateIndex or a torch.Tensor, got tuple"),
+    ((torch.randn(3, 1, 8), HISTORY, (0, 1, 1)), TypeError, WRONG_CANDIDATES + "tuple"),
+    ((torch.randn(3, 1, 8), HISTORY, jm.Jagged(*HISTORY)), TypeError, WRONG_CANDIDATES + "Jagged"),
     ((torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 3])), ValueError, "^candidates must be 0 to num_users - 1 = 1, got values 0 to 3"),
     ((torch.randn(4, 1, 8), HISTORY, INDEX), ValueError, "candidates describe 3 candidates, targets have 4"),
 ]

@@ -297,8 +297,8 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
     if p.implementation == "hopper" and not supported:
         gpu = "no GPU" if p.capability is None else "compute capability {}.{}".format(*p.capability)
         raise ValueError(
-            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head dims 40 to 64 or 72 to 128 in multiples "
-            f"of 8; got {p.dtype} on {gpu}, head dims {p.head_dim} and {p.v_dim}"
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head dims of q and v both 40 to 64 or both 72 "
+            f"to 128, in multiples of 8; got {p.dtype} on {gpu}, head dims {p.head_dim} and {p.v_dim}"
         )
     if not supported or p.implementation == "triton":
         return False

@@ -23,6 +23,8 @@ from jagged_kernels.common.configs import padded_dim  # noqa: E402
 from jagged_kernels.common.gluon_api import reinterprets_padding  # noqa: E402
 from jagged_kernels.schedule import short_queries  # noqa: E402
 
+from jagged_modules.activations import POINTWISE  # noqa: E402
+
 from ..sass import disassembled, spilled_bytes  # noqa: E402
 from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor  # noqa: E402
 
@@ -38,6 +40,8 @@ BUFFERS = {
     ("small dkdv", 64): 96, ("small dkdv of few rows", 64): 56, ("small dq of a bias", 64): 73, ("small dq of a bias", 128): 97,
     ("small fwd of times", 64): 72.125, ("small fwd of times", 128): 96.125,
 }  # fmt: skip
+
+FAST_IN_BFLOAT16 = [name for name in POINTWISE if activation_function(name, True) is not activation_function(name, False)]
 
 
 def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
@@ -125,6 +129,12 @@ def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, gr
     assert_shared_memory(compiled, name, dim, {64: 2.0, 128: 1.5}[padded_dim(dim)] if stats else 0.0)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
+
+
+@slow_after(1, "activation, dtype", [(name, "fp16") for name in POINTWISE] + [(name, "bf16") for name in FAST_IN_BFLOAT16])
+def test_each_activation_compiles(activation, dtype):
+    """Value and derivative. Triton's interpreter runs neither Gluon nor the inline assembly of the bfloat16 versions."""
+    compile_hopper_attention("dkdv", 64, dtype, activation)
 
 
 @slow_after(
