@@ -73,7 +73,8 @@ def capture(
         torch.backends.mha.set_fastpath_enabled(False)
         for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             outside_autocast.enter_context(torch.autocast(device, enabled=False))
-        exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes).run_decompositions({})
+        root = _with_one_batch(model, replicated) if replicated else model
+        exported = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic_shapes).run_decompositions({})
     except Exception as error:
         raise ValueError(f"model must be one that torch.export captures, got {type(error).__name__}: {error}") from error
     finally:
@@ -154,6 +155,30 @@ def _dims(x: Any) -> Any:
         return type(x)(*map(_dims, x)) if hasattr(x, "_fields") else type(x)(map(_dims, x))
     container = pytree.SUPPORTED_NODES.get(type(x))
     return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
+
+
+def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
+    """The model, with its own parts, for torch.export: all plain inputs with the rows of the `replicated` ones have the same symbol for them.
+
+    torch.export would find out only where an operator compares them, and otherwise compute with fractions of two symbols.
+    """
+
+    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sizes: list[tuple[bool, Any]] = []
+        for name, x in bound_inputs(model, args, kwargs).items():
+            leaves = [] if _is_keyed(x) else pytree.tree_leaves(x)
+            sizes += [(name in replicated, leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        symbols = [(own, size) for own, size in sizes if isinstance(size, torch.SymInt)]
+        batch = next((size for own, size in symbols if own), None)
+        for _, size in symbols:
+            if batch is not None and size.node.hint == batch.node.hint:
+                torch._check(size == batch)
+
+    root = object.__new__(type(model))
+    vars(root).update(vars(model), _forward_pre_hooks=model._forward_pre_hooks.copy())
+    vars(root)["_forward_pre_hooks_with_kwargs"] = model._forward_pre_hooks_with_kwargs.copy()
+    root.register_forward_pre_hook(compare, with_kwargs=True)
+    return root
 
 
 def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]) -> dict[str, bool]:

@@ -223,3 +223,29 @@ def test_keys_and_values_are_no_copies_of_the_projection():
             assert x.target in (*VIEWS, torch.ops.aten.select.int)
             x = x.args[0]
         assert x.args[0].name == "history"
+
+
+class LengthsDIN(nn.Module):
+    """The mask comes from lengths, and no operator but the attention joins the history and the item."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def forward(self, item, history, lengths):
+        hidden = torch.arange(history.shape[1], device=lengths.device) >= lengths[:, None]
+        return self.attention(item[:, None], history, history, key_padding_mask=hidden, need_weights=False)[0][:, 0]
+
+
+@pytest.mark.parametrize("rows, events", [(20, 50), (20, 16), (16, 16)])
+def test_all_inputs_have_one_batch(rows, events):
+    """Whatever the example's sizes: torch.export may have a symbol for the rows of each input."""
+    model, auto = LengthsDIN().eval(), torch.export.Dim.AUTO
+    example = torch.randn(rows, DIM), torch.randn(rows, events, DIM), torch.randint(1, events, (rows,))
+    shapes = ({0: auto}, {0: auto, 1: auto}, {0: auto})
+    hooks = dict(model._forward_pre_hooks)
+    fused = fuse_broadcasts(model, example, request_only=["history", "lengths"], dynamic_shapes=shapes)
+    assert [site.decision for site in fused.report.sites if "attention" in site.operator] == ["fused"]
+    assert model._forward_pre_hooks == hooks
+    item, history, lengths, index = torch.randn(30, DIM), torch.randn(4, 9, DIM), torch.randint(1, 9, (4,)), torch.randint(4, (30,))
+    torch.testing.assert_close(fused(item, history, lengths, candidate_to_user=index), model(item, history[index], lengths[index]))
