@@ -238,8 +238,8 @@ def gather(call: Call) -> Moved | None:
 
 @rule("scatter.value", "scatter.src", "scatter_add.default")
 def scatter(call: Call) -> Moved | None:
-    """Writes to indices of another dimension, row by row."""
+    """Writes to indices of another dimension, row by row. The result has all rows of `self`, of which the index may have fewer."""
     operands = [call[name] for name in ("self", "index", "src") if name in call.arguments]
     lineages = [x for operand in operands if (x := call.lineage(operand))]
-    lineage = common(lineages) if len(lineages) == len(operands) else None
+    lineage = common(lineages) if len(lineages) == len(operands) and len({x.rows for x in lineages}) == 1 else None
     return Moved(lineage) if lineage and call.dim("dim", len(call.shape())) != lineage.dim else None

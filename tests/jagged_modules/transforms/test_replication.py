@@ -259,6 +259,15 @@ def test_negative_indices_of_tensors_of_different_sizes():
             module(x, y, index - 1)
 
 
+def test_negative_indices_of_tables_of_different_sizes():
+    """The same where both sizes are numbers."""
+    x, y, index = torch.randn(4, WIDTH), torch.randn(3, WIDTH), torch.tensor([2, 0, 2, 2, 0, 1, 1])
+    fused = fuse_broadcasts(Sum().eval(), (x, y, index), dynamic_shapes=(None, None, {0: torch.export.Dim.AUTO}))
+    torch.testing.assert_close(fused(x, y, index), Sum()(x, y, index))
+    with pytest.raises(ValueError, match="index must not have negative entries"):
+        fused(x, y, index - 1)
+
+
 def test_negative_indices_in_fusions():
     class Compress(nn.Module):
         def __init__(self):
