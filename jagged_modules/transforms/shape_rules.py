@@ -50,14 +50,14 @@ def unsqueeze(call: Call) -> Moved | None:
 
 @rule("squeeze.dim", "squeeze.dims")
 def squeeze(call: Call) -> Moved | None:
-    """Named dimensions of size 1 go. squeeze() without names has no rule: it removes the rows' dimension of a single candidate."""
+    """Named dimensions of size 1 go. A named one of any size has no rule, nor has squeeze() without names: it goes where its size is 1."""
     lineage, shape = call.lineage(call["self"]), call.shape(call["self"])
     if lineage is None:
         return None
     named = [dim % len(shape) for dim in flat(call["dim"])]
-    gone = [dim for dim in named if shape[dim] == 1]
-    if lineage.dim in named:
+    if not all(shape[dim].is_Integer for dim in named):
         return None
+    gone = [dim for dim in named if shape[dim] == 1]
     after = lineage.at(lineage.dim - sum(dim < lineage.dim for dim in gone))
     return Moved(after, dict(dim=gone), target=torch.ops.aten.squeeze.dims)
 
