@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, is_keyed_jagged, num_rows, with_checked_keys
+from .bags import find_bags, is_keyed_jagged, num_rows, with_checked_keyed
 from .calls import is_tensor
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
@@ -97,7 +97,7 @@ def fuse_broadcasts(
     own_class: Any = type(module)  # torch makes one for each graph
     own_class.__reduce__ = _refuse_to_pickle
     with_eager_form(module)
-    with_checked_keys(module, bound_inputs(model, args, kwargs))
+    with_checked_keyed(module, bound_inputs(model, args, kwargs), names)
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)

@@ -124,6 +124,15 @@ def test_bad_calls(fused, name):
         fused(torch.randn(users, 4), torch.randn(candidates, 4), candidate_to_user=torch.tensor(index))
 
 
+@pytest.mark.parametrize("name, position", [("profile", 0), ("item", 1)])
+def test_calls_without_a_tensor(fused, name, position):
+    given = [torch.randn(3, 4), torch.randn(4, 4)]
+    for other, error, message in (([1.0, 2.0], TypeError, "be a torch.Tensor, got list"), (torch.tensor(1.0), ValueError, "have rows")):
+        given[position] = other
+        with pytest.raises(error, match=f"{name} must {message}"):
+            fused(*given, candidate_to_user=torch.tensor([0, 1, 2, 0]))
+
+
 def test_the_model_is_unchanged_and_shares_its_parameters(fused):
     profile, item = inputs(5)
     assert MODEL(profile, item).shape == (5, 1)
