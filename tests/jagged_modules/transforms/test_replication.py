@@ -282,3 +282,31 @@ def test_negative_indices_in_fusions():
     fused = fuse_broadcasts(model, inputs)
     assert any(site.decision == "fused" for site in fused.report.sites)
     torch.testing.assert_close(fused(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("name", ["new_zeros", "new_ones"])
+def test_constants_made_like_a_gathered_value(name):
+    """They are the same for all rows, and keep no operator from moving."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2 * WIDTH, WIDTH).double()
+
+        def forward(self, vendors, x, vendor_of_user, index):
+            like = vendors[vendor_of_user[index]]
+            rows = torch.cat([getattr(like, name)(index.shape[0], WIDTH), x[index]], 1)
+            return self.linear(rows) + like
+
+    model = Model().eval()
+
+    def inputs(num_vendors, num_users, num_items):
+        x = (torch.randn(n, WIDTH).double() for n in (num_vendors, num_users))
+        return *x, torch.randint(num_vendors, (num_users,)), torch.randint(num_users, (num_items,))
+
+    fused = fuse_broadcasts(model, inputs(2, 5, 400))
+    graph = copy.deepcopy(fused)
+    for sizes in ((2, 5, 400), (3, 4, 9), (1, 1, 7), (7, 6, 2)):
+        given = inputs(*sizes)
+        torch.testing.assert_close(graph(*given), model(*given))
+    assert matmul_rows(graph, *inputs(2, 5, 400)) == [5]
