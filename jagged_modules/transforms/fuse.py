@@ -17,7 +17,7 @@ from .attention import find_attentions
 from .bags import find_bags, is_keyed_jagged, num_rows, with_checked_keyed
 from .calls import is_tensor
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
-from .certificate import certify
+from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
 from .dispatch import Replication, own_replication, with_fallback
@@ -91,6 +91,7 @@ def fuse_broadcasts(
     if names:
         batch = _batch(captured, names, bound_inputs(model, args, kwargs))
         hints |= _batch_hints(captured, batch, max_batch)
+    eps = coarsest_eps(captured.graph)
     plan = make_plan(captured, batch, hints)
     module, decisions = plan.apply()
     for name in ("train", "eval"):  # torch.export's, which raise
@@ -100,7 +101,7 @@ def fuse_broadcasts(
     own_class.__reduce__ = _refuse_to_pickle
     with_eager_form(module)
     with_checked_keyed(module, bound_inputs(model, args, kwargs), names)
-    certificate = certify(model, module, args, kwargs, names)
+    certificate = certify(model, module, args, kwargs, names, eps)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
     nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()

@@ -208,6 +208,21 @@ def test_the_certificate_finds_a_wrong_result():
         certificate.certify(MODEL, wrong, inputs(), {}, ("profile",))
 
 
+def test_the_certificate_allows_the_rounding_of_the_dtypes_inside():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.user = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).bfloat16()
+            self.both = nn.Linear(128, 1).bfloat16()
+
+        def forward(self, profile, item):
+            return self.both(torch.cat([self.user(profile.bfloat16()), item.bfloat16()], 1)).float()
+
+    torch.manual_seed(0)
+    fused = fuse_broadcasts(Head().eval(), (torch.randn(512, 64), torch.randn(512, 64)), request_only=["profile"])
+    assert any(site.decision == "moved" for site in fused.report.sites)
+
+
 def test_the_certificate_tells_which_candidates_a_user_changes(fused):
     assert "other rows of one user change 3 of its 3 candidates and 0 of 29 others" in str(fused.report)
 
