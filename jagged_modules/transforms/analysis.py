@@ -83,7 +83,7 @@ def _operator(node: fx.Node, result: Analysis, estimate: Callable[[Size], int], 
     moved = _apply(rule, node, result) if rule is not None and operands else None
     if moved is not None and node.target in FIRST_RESULT_ONLY and any(user.args[1] != 0 for user in node.users):
         moved = None
-    if moved is None and not operands:
+    if moved is None:
         moved = find_uniform(call)
     if moved is not None and all(is_known(size, known) for size in _needed(moved.lineage)):
         result.moves[node], result.lineages[node] = moved, moved.lineage

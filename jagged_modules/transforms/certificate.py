@@ -10,13 +10,22 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .bags import is_keyed_jagged, num_rows, select_rows
+from .calls import flat
 from .capture import bound_inputs
 
 ROUNDINGS = 8  # allowed per operator, in units of eps of the largest element: the model and its fused form round differently
 
 
-def certify(model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> str:
-    """Compare both on the example inputs. A sentence for the report.
+def coarsest_eps(graph: fx.Graph) -> float:
+    """The largest eps of the dtypes of a captured graph's values: results in float32 may come from bfloat16."""
+    values = [x for node in graph.nodes for x in flat(node.meta.get("val")) if isinstance(x, Tensor) and x.is_floating_point()]
+    return max((torch.finfo(x.dtype).eps for x in values), default=0.0)
+
+
+def certify(
+    model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], eps: float = 0.0
+) -> str:
+    """Compare both on the example inputs. A sentence for the report. eps: of the coarsest dtype that is computed in.
 
     With request_only (`names`), the example's first rows become users, of which each has several candidates or none. Then the rows of one
     user are replaced, which should change the results of this user's candidates and of no other.
@@ -24,10 +33,10 @@ def certify(model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwar
     Raises:
         ValueError: results differ by more than rounding.
     """
-    operators = sum(node.op == "call_function" for node in fused.graph.nodes)
+    roundings = ROUNDINGS * sum(node.op == "call_function" for node in fused.graph.nodes)
     with torch.no_grad():
         if not names:
-            error = _compare(_seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), operators)
+            error = _compare(_seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), roundings, eps)
             return f"results equal on the example inputs, largest relative difference {error:.1e}"
         given = bound_inputs(model, args, kwargs)
         rows = num_rows(given[names[0]])[0]
@@ -37,10 +46,10 @@ def certify(model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwar
         )  # with more than two, the last one has no candidate
         shared = _map_named(given, names, lambda x: select_rows(x, torch.arange(num_users)))
         expected, found = _both(model, fused, shared, names, users)
-        error = _compare(expected, found, operators)
+        error = _compare(expected, found, roundings, eps)
         changed = _map_named(shared, names, _with_other_first_row)
         expected_after, found_after = _both(model, fused, changed, names, users)
-        error = max(error, _compare(expected_after, found_after, operators))
+        error = max(error, _compare(expected_after, found_after, roundings, eps))
     own, others = _changed_rows(found, found_after, users == 0)
     return (
         f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; other rows of one user change "
@@ -95,7 +104,7 @@ def _with_other_first_row(x: Any) -> Any:
     return torch.cat([x[:1] * -0.5 + 0.25, x[1:]])
 
 
-def _compare(expected: Any, found: Any, operators: int) -> float:
+def _compare(expected: Any, found: Any, roundings: int, eps: float) -> float:
     """The largest difference, relative to the largest element of its tensor. ValueError if it is more than rounding."""
     largest = 0.0
     for position, (x, y) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(found))):
@@ -108,7 +117,7 @@ def _compare(expected: Any, found: Any, operators: int) -> float:
         else:
             scale = float(x[finite].abs().max()) if finite.any() else 0.0
             error = float((x - y)[finite].abs().max()) / max(scale, 1e-30) if finite.any() else 0.0
-            allowed = ROUNDINGS * torch.finfo(x.dtype).eps * operators
+            allowed = roundings * max(torch.finfo(x.dtype).eps, eps)
         if not same or not error <= allowed:
             raise ValueError(
                 f"output {position} of the fused model must equal the model's within {allowed:.1e}, got a difference of {error:.1e}"

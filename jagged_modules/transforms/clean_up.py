@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from .calls import bind, is_operator, is_tensor, positional
+from .calls import bind, flat, is_operator, is_tensor, positional
 from .lineage import Size, exact_quotient, product, shape_of
 from .shape_rules import WHOLE
 
@@ -57,7 +57,18 @@ def _is_whole(node: fx.Node) -> bool:
             and call["step"] == 1
             and (call["end"] is None or isinstance(call["end"], int) and call["end"] > WHOLE)
         )
+    if _squeezes_any_size(node):
+        return False
     return node.target in (*RESHAPES, aten.expand.default) and shape_of(node.meta["val"]) == shape_of(positional(node)[0].meta["val"])
+
+
+def _squeezes_any_size(node: Any) -> bool:
+    """Whether a dimension that is squeezed may have any size. It goes in calls where the size is 1, unlike in the captured shape."""
+    if node.target not in (aten.squeeze.dim, aten.squeeze.dims):
+        return False
+    x, dims = positional(node)
+    shape = shape_of(x.meta["val"])
+    return any(not shape[dim].is_Integer for dim in flat(dims))
 
 
 def _is_handed_out(node: fx.Node) -> bool:
@@ -235,7 +246,7 @@ def _is_view(node: Any) -> bool:
     if node.target is aten.select.int:
         x, dim, _ = positional(node)
         return shape_of(x.meta["val"])[dim] == 1
-    return node.target in VIEWS
+    return node.target in VIEWS and not _squeezes_any_size(node)
 
 
 def _chain(end: Any, keep: Set[fx.Node]) -> Chain | None:

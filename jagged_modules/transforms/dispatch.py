@@ -1,5 +1,5 @@
 """Calls for which the result of fuse_broadcasts runs the model itself, so that there is no loss: with no fewer users than candidates, or
-all calls if nothing moved.
+all calls if nothing moved, or too little to save time.
 
 The fused graph was placed for many candidates per user. With one, its gathers and additions of parts save nothing. A graph in which nothing
 moved has more operators than the model, whose layers it shows as torch's.
@@ -36,14 +36,14 @@ class Replication:
         per_candidate: names of other inputs with one row per candidate.
         keyed: those of `shared` that are KeyedJaggedTensors.
         pairs: where the model replicates rows itself: the sizes of an input before and after.
-        nothing_moved: whether the model is as good for any number of users.
+        for_all_calls: whether the model is as good as the graph for any number of users.
     """
 
     shared: tuple[str, ...] = ()
     per_candidate: tuple[str, ...] = ()
     keyed: frozenset[str] = frozenset()
     pairs: tuple[tuple[Rows, Rows], ...] = ()
-    nothing_moved: bool = False
+    for_all_calls: bool = False
 
 
 def own_replication(captured: Captured, analysis: Analysis) -> Replication | None:
@@ -61,7 +61,7 @@ def own_replication(captured: Captured, analysis: Analysis) -> Replication | Non
 
 
 def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replication) -> None:
-    """Let `fused` run the model if there are no fewer users than candidates, or nothing moved. Not in exported programs: their sizes are
+    """Let `fused` run the model if there are no fewer users than candidates, or always. Not in exported programs: their sizes are
     symbols, and their operators those of the graph.
 
     Calls that are no valid ones run the graph, which raises the errors.
@@ -114,7 +114,7 @@ def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any]
     for name in replication.shared:
         rows = _samples(given.get(name)) if name in replication.keyed else _rows(given.get(name))
         num_users = num_users or rows
-        if rows < 1 or rows != num_users or (rows < num_candidates and not replication.nothing_moved):
+        if rows < 1 or rows != num_users or (rows < num_candidates and not replication.for_all_calls):
             return None
     for name in replication.per_candidate:
         if _rows(given.get(name)) != num_candidates:

@@ -333,6 +333,8 @@ class Emitter:
             sizes: list[Any] = [-1] * len(shape_of(x.meta["val"]))
             sizes[own.dim] = rows
             return self.call(aten.expand.default, self._bases[x], sizes)
+        if lineage.is_uniform:
+            return self._bases[x]
         levels = len(own.maps) - len(lineage.maps)
         base = self.gathered(x, levels)
         if own.maps[levels].rows_in != lineage.base_rows:

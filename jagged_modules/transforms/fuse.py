@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, is_keyed_jagged, num_rows, with_checked_keys
+from .bags import find_bags, is_keyed_jagged, num_rows, with_checked_keyed
 from .calls import is_tensor
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
-from .certificate import certify
+from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
 from .dispatch import Replication, own_replication, with_fallback
@@ -31,6 +31,7 @@ from .report import Decisions, Report, make_report
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
+WORTHWHILE = 0.01  # share of the estimated cost of the whole model. Calls that save less take as long as the model, or longer
 
 
 if TYPE_CHECKING:  # torch makes a class for each graph
@@ -51,8 +52,9 @@ def fuse_broadcasts(
 
     An operator moves to the users' rows if a rule proves that its result is the same there, and if it is clearly cheaper by the estimated
     bytes, FLOPs and kernels on the model's device. All others stay as they are. The model itself is not changed. A call with no fewer users
-    than candidates runs the model's own forward, and so does every call if nothing moved. Copies of the result and exported programs always
-    run the new graph. train() does not change what the result computes. To save it, export it: it cannot be pickled.
+    than candidates runs the model's own forward, and so does every call if less than 1 % of the estimated cost is saved. Copies of the
+    result and exported programs always run the new graph. train() does not change what the result computes. To save it, export it: it cannot
+    be pickled.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
@@ -89,6 +91,7 @@ def fuse_broadcasts(
     if names:
         batch = _batch(captured, names, bound_inputs(model, args, kwargs))
         hints |= _batch_hints(captured, batch, max_batch)
+    eps = coarsest_eps(captured.graph)
     plan = make_plan(captured, batch, hints)
     module, decisions = plan.apply()
     for name in ("train", "eval"):  # torch.export's, which raise
@@ -97,16 +100,17 @@ def fuse_broadcasts(
     own_class: Any = type(module)  # torch makes one for each graph
     own_class.__reduce__ = _refuse_to_pickle
     with_eager_form(module)
-    with_checked_keys(module, bound_inputs(model, args, kwargs))
-    certificate = certify(model, module, args, kwargs, names)
+    with_checked_keyed(module, bound_inputs(model, args, kwargs), names)
+    certificate = certify(model, module, args, kwargs, names, eps)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
     nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()
+    runs_model = nothing_moved or module.report.saved < WORTHWHILE
     if batch is None:
-        replication = Replication(nothing_moved=True) if nothing_moved else own_replication(captured, plan.analysis)
+        replication = Replication(for_all_calls=True) if runs_model else own_replication(captured, plan.analysis)
     else:
         keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
-        replication = Replication(names, tuple(batch.candidates.values()), keyed, nothing_moved=nothing_moved)
+        replication = Replication(names, tuple(batch.candidates.values()), keyed, for_all_calls=runs_model)
     if replication is not None:
         with_fallback(module, model, replication)
     return module

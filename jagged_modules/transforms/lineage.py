@@ -30,6 +30,7 @@ class Map:
         node: the tensor of the original graph that defines the map.
         times: for "repeat".
         rows_in, rows_out: numbers of rows of G and of the value.
+        is_narrowed: whether the map is shared by tensors of different sizes. Then negative entries would count from different ends.
     """
 
     kind: str
@@ -37,11 +38,7 @@ class Map:
     times: int = 0
     rows_in: Size = field(default=sympy.Integer(1), compare=False)
     rows_out: Size = field(default=sympy.Integer(1), compare=False)
-
-    @property
-    def is_narrowed(self) -> bool:
-        """Whether the map is shared by tensors of different sizes. Then negative entries would count from different ends."""
-        return self.rows_in.has(sympy.Min)
+    is_narrowed: bool = field(default=False, compare=False)
 
 
 @final
@@ -148,10 +145,10 @@ def common(lineages: Sequence[Lineage]) -> Lineage | None:
         depth += 1
     if not depth:
         return None
-    rows = {x.maps[len(x.maps) - depth].rows_in for x in real}
-    shared = real[0].maps[len(real[0].maps) - depth :]
-    if len(rows) > 1:
-        if shared[0].kind in ("counts", "repeat") or real[0].is_folded:
-            return None
-        shared = (replace(shared[0], rows_in=sympy.Min(*rows)), *shared[1:])
-    return replace(real[0], maps=shared)
+    outermost = [x.maps[len(x.maps) - depth] for x in real]
+    rows = {x.rows_in for x in outermost}
+    first, *inner = real[0].maps[len(real[0].maps) - depth :]
+    if len(rows) > 1 and (first.kind in ("counts", "repeat") or real[0].is_folded):
+        return None
+    is_narrowed = len(rows) > 1 or any(x.is_narrowed for x in outermost)
+    return replace(real[0], maps=(replace(first, rows_in=sympy.Min(*rows), is_narrowed=is_narrowed), *inner))

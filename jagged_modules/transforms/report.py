@@ -56,6 +56,11 @@ class Report:
     sizes: str
     certificate: str
 
+    @property
+    def saved(self) -> float:
+        """Share of the whole model's cost."""
+        return 1 - self.after.total / self.before.total if self.before.total else 0.0
+
     def __str__(self) -> str:
         rows = [HEADER, *(_cells(site) for site in self.sites)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]

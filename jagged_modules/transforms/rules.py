@@ -23,7 +23,7 @@ BINARY = """add sub mul div remainder fmod eq ne lt le gt ge bitwise_and bitwise
 OTHERS = """maximum.default minimum.default fmax.default fmin.default atan2.default hypot.default logaddexp.default logical_and.default
 logical_or.default logical_xor.default where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor
 clamp.Tensor clamp_min.default clamp_min.Tensor clamp_max.default clamp_max.Tensor lerp.Tensor lerp.Scalar addcmul.default addcdiv.default
-threshold.default pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode type_as.default
+threshold.default pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode
 copysign.Tensor xlogy.Tensor heaviside.default floor_divide.default""".split()
 
 
@@ -37,6 +37,13 @@ def pointwise(call: Call) -> Moved | None:
     """Each element of the result depends on the elements at the same place of the broadcast operands."""
     lineage = call.broadcast([x for argument in call.arguments.values() for x in flat(argument)])
     return lineage and Moved(lineage, broadcasts=True)
+
+
+@rule("type_as.default")
+def type_as(call: Call) -> Moved | None:
+    """Converts each element. The second operand tells the dtype and the device, by any of its rows and in any shape."""
+    lineage, other = call.lineage(call["self"]), call.lineage(call["other"])
+    return Moved(lineage) if lineage and (other is None or other.maps == lineage.maps) else None
 
 
 @rule(

@@ -21,12 +21,17 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
     """candidate_to_user itself, if it and the inputs' numbers of rows match. torch.compile and torch.export do not trace the checks.
 
     Raises:
-        TypeError: candidate_to_user is no integer tensor.
+        TypeError: candidate_to_user is no integer tensor; `users` or `candidates` are no tensors.
         ValueError: it has not one entry per candidate; `users` or `candidates` differ in their rows; a host map is out of range.
     """
     if torch.compiler.is_compiling():
         return candidate_to_user
     check_integers("candidate_to_user", candidate_to_user)
+    for name, x in (*users.items(), *candidates.items()):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if not x.dim():
+            raise ValueError(f"{name} must have rows, got a tensor without dimensions")
     owner, num_users = next((name, x.shape[0]) for name, x in users.items())
     for name, x in users.items():
         if x.shape[0] != num_users:
@@ -49,11 +54,13 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
             input, its value.
 
     Raises:
-        ValueError: an input has other sizes, or another value.
+        TypeError: an input is no tensor, but was one. ValueError: an input has other sizes, or another value.
     """
     found: dict[str, int] = {}
     for name, sizes in expected.items():
         x = inputs[name]
+        if isinstance(sizes, (list, tuple)) and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if not isinstance(x, Tensor) or not isinstance(sizes, (list, tuple)):
             if x is not sizes and (type(x) is not type(sizes) or x != sizes):
                 raise ValueError(f"{name} must be as in example_inputs, {sizes}, got {x}")

@@ -50,14 +50,14 @@ def unsqueeze(call: Call) -> Moved | None:
 
 @rule("squeeze.dim", "squeeze.dims")
 def squeeze(call: Call) -> Moved | None:
-    """Named dimensions of size 1 go. squeeze() without names has no rule: it removes the rows' dimension of a single candidate."""
+    """Named dimensions of size 1 go. A named one of any size has no rule, nor has squeeze() without names: it goes where its size is 1."""
     lineage, shape = call.lineage(call["self"]), call.shape(call["self"])
     if lineage is None:
         return None
     named = [dim % len(shape) for dim in flat(call["dim"])]
-    gone = [dim for dim in named if shape[dim] == 1]
-    if lineage.dim in named:
+    if not all(shape[dim].is_Integer for dim in named):
         return None
+    gone = [dim for dim in named if shape[dim] == 1]
     after = lineage.at(lineage.dim - sum(dim < lineage.dim for dim in gone))
     return Moved(after, dict(dim=gone), target=torch.ops.aten.squeeze.dims)
 
@@ -238,8 +238,8 @@ def gather(call: Call) -> Moved | None:
 
 @rule("scatter.value", "scatter.src", "scatter_add.default")
 def scatter(call: Call) -> Moved | None:
-    """Writes to indices of another dimension, row by row."""
+    """Writes to indices of another dimension, row by row. The result has all rows of `self`, of which the index may have fewer."""
     operands = [call[name] for name in ("self", "index", "src") if name in call.arguments]
     lineages = [x for operand in operands if (x := call.lineage(operand))]
-    lineage = common(lineages) if len(lineages) == len(operands) else None
+    lineage = common(lineages) if len(lineages) == len(operands) and len({x.rows for x in lineages}) == 1 else None
     return Moved(lineage) if lineage and call.dim("dim", len(call.shape())) != lineage.dim else None

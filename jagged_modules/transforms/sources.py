@@ -111,13 +111,15 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
 
 
 def find_uniform(call: Call) -> Moved | None:
-    """A result whose rows are all the same along a dimension: expand, zeros, ones, full. Its base has one row."""
+    """A result whose rows are all the same along a dimension: expand, zeros, ones, full. Its base has one row. x.new_zeros and the like read
+    the dtype and the device of x alone.
+    """
     name, shape = str(call.target._schema.name), call.shape()
-    if name == "aten::expand":
+    if name == "aten::expand" and call.only():
         own = call.shape(call["self"])
         shift = len(shape) - len(own)
         dims = [d for d, size in enumerate(shape) if size != 1 and (d < shift or own[d - shift] == 1)]
-    elif name in CREATORS and call.only():
+    elif name in CREATORS and call.only("self"):
         dims = [d for d, size in enumerate(shape) if not size.is_Integer]
     else:
         return None

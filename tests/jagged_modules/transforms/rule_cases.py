@@ -81,7 +81,7 @@ CASES |= {
     "pow.Scalar": lambda x, y: aten.pow.Scalar(2, x),
     "div.Tensor_mode": lambda x, y: aten.div.Tensor_mode(x, y, rounding_mode="floor"),
     "div.Scalar_mode": lambda x, y: aten.div.Scalar_mode(x, 2, rounding_mode="floor"),
-    "type_as.default": lambda x, y: aten.type_as(x, (y > 0)),
+    "type_as.default": lambda x, y: (aten.type_as(x, (y > 0)), aten.type_as(x, y[:, :1, 0]), aten.type_as(x, VECTOR)),
     "copysign.Tensor": lambda x, y: aten.copysign.Tensor(x, y),
     "xlogy.Tensor": lambda x, y: aten.xlogy.Tensor(x, y.abs()),
     "heaviside.default": lambda x, y: aten.heaviside(x, y),
@@ -253,6 +253,7 @@ KEPT = {
     "concatenated with a value per candidate": lambda x, other, m: torch.cat([x, other], 1),
     "concatenated along rows": lambda x, other, m: torch.cat([x, x], 0),
     "indices along rows": lambda x, other, m: x.gather(0, torch.zeros_like(other).long()),
+    "a constant converted": lambda x, other, m: torch.ones(1).type_as(x) * other[:, 0],
     "first states per candidate": lambda x, other, m: aten.gru.input(
         x, other[:, :2, :3].transpose(0, 1), GATES[3], True, 1, 0.0, False, True, True
     )[1],

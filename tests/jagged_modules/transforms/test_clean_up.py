@@ -155,3 +155,10 @@ def test_linear_keeps_the_order_of_rows():
             return rows.reshape(4, -1, 5).cumsum(0), self.layer(x.transpose(1, 2).reshape(-1, 4, 6))
 
     cleaned(Model())
+
+
+def test_a_dimension_of_any_size_is_squeezed_where_its_size_is_one():
+    module, targets = cleaned(lambda x: x.squeeze(0).exp())
+    assert aten.squeeze.dim in targets
+    given = torch.randn(1, 4, 6)
+    torch.testing.assert_close(module(given), given[0].exp())

@@ -86,7 +86,7 @@ def test_nothing_moved():
 
 def test_model_replicates():
     model = Replicating().eval()
-    fused = fuse_broadcasts(model, (torch.randn(3, 4), torch.randn(9, 4), torch.arange(9) % 3))
+    fused = fuse_broadcasts(model, (torch.randn(3, 4), torch.randn(900, 4), torch.arange(900) % 3))
     rows = counted(model)
     for users, candidates in ((5, 4), (4, 4), (3, 4)):
         example = torch.randn(users, 4), torch.randn(candidates, 4), torch.randint(users, (candidates,))

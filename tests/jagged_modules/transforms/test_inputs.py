@@ -132,6 +132,15 @@ def test_bad_calls(fused, name):
         fused(torch.randn(users, 4), torch.randn(candidates, 4), candidate_to_user=torch.tensor(index))
 
 
+@pytest.mark.parametrize("name, position", [("profile", 0), ("item", 1)])
+def test_calls_without_a_tensor(fused, name, position):
+    given = [torch.randn(3, 4), torch.randn(4, 4)]
+    for other, error, message in (([1.0, 2.0], TypeError, "be a torch.Tensor, got list"), (torch.tensor(1.0), ValueError, "have rows")):
+        given[position] = other
+        with pytest.raises(error, match=f"{name} must {message}"):
+            fused(*given, candidate_to_user=torch.tensor([0, 1, 2, 0]))
+
+
 def test_the_model_is_unchanged_and_shares_its_parameters(fused):
     profile, item = inputs(5)
     assert MODEL(profile, item).shape == (5, 1)
@@ -205,6 +214,21 @@ def test_the_certificate_finds_a_wrong_result():
     wrong.recompile()
     with pytest.raises(ValueError, match="output 0 of the fused model must equal the model's within"):
         certificate.certify(MODEL, wrong, inputs(), {}, ("profile",))
+
+
+def test_the_certificate_allows_the_rounding_of_the_dtypes_inside():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.user = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).bfloat16()
+            self.both = nn.Linear(128, 1).bfloat16()
+
+        def forward(self, profile, item):
+            return self.both(torch.cat([self.user(profile.bfloat16()), item.bfloat16()], 1)).float()
+
+    torch.manual_seed(0)
+    fused = fuse_broadcasts(Head().eval(), (torch.randn(512, 64), torch.randn(512, 64)), request_only=["profile"])
+    assert any(site.decision == "moved" for site in fused.report.sites)
 
 
 def test_the_certificate_tells_which_candidates_a_user_changes(fused):

@@ -95,6 +95,16 @@ def test_other_keys():
             fused(dense, other, candidate_to_user=index)
 
 
+def test_other_numbers_of_samples():
+    example = torch.randn(64, DENSE), sparse(64)
+    fused = fuse_broadcasts(TORCHREC["DLRM"]().eval(), example, request_only=("dense_features",))
+    with pytest.raises(ValueError, match="sparse_features must have one sample per candidate, 5, got 4"):
+        fused(torch.randn(3, DENSE), sparse(4), candidate_to_user=torch.tensor([2, 0, 2, 2, 0]))
+    fused = fuse_broadcasts(TORCHREC["DLRM"]().eval(), example, request_only=("dense_features", "sparse_features"))
+    with pytest.raises(ValueError, match="sparse_features must have one sample per user, 3, got 4"):
+        fused(torch.randn(3, DENSE), sparse(4), candidate_to_user=torch.tensor([2, 0, 2, 2, 0]))
+
+
 def test_features_that_are_not_pooled():
     class Reads(nn.Module):
         def forward(self, dense, features):

@@ -259,6 +259,15 @@ def test_negative_indices_of_tensors_of_different_sizes():
             module(x, y, index - 1)
 
 
+def test_negative_indices_of_tables_of_different_sizes():
+    """The same where both sizes are numbers."""
+    x, y, index = torch.randn(4, WIDTH), torch.randn(3, WIDTH), torch.tensor([2, 0, 2, 2, 0, 1, 1])
+    fused = fuse_broadcasts(Sum().eval(), (x, y, index), dynamic_shapes=(None, None, {0: torch.export.Dim.AUTO}))
+    torch.testing.assert_close(fused(x, y, index), Sum()(x, y, index))
+    with pytest.raises(ValueError, match="index must not have negative entries"):
+        fused(x, y, index - 1)
+
+
 def test_negative_indices_in_fusions():
     class Compress(nn.Module):
         def __init__(self):
@@ -273,3 +282,31 @@ def test_negative_indices_in_fusions():
     fused = fuse_broadcasts(model, inputs)
     assert any(site.decision == "fused" for site in fused.report.sites)
     torch.testing.assert_close(fused(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("name", ["new_zeros", "new_ones"])
+def test_constants_made_like_a_gathered_value(name):
+    """They are the same for all rows, and keep no operator from moving."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2 * WIDTH, WIDTH).double()
+
+        def forward(self, vendors, x, vendor_of_user, index):
+            like = vendors[vendor_of_user[index]]
+            rows = torch.cat([getattr(like, name)(index.shape[0], WIDTH), x[index]], 1)
+            return self.linear(rows) + like
+
+    model = Model().eval()
+
+    def inputs(num_vendors, num_users, num_items):
+        x = (torch.randn(n, WIDTH).double() for n in (num_vendors, num_users))
+        return *x, torch.randint(num_vendors, (num_users,)), torch.randint(num_users, (num_items,))
+
+    fused = fuse_broadcasts(model, inputs(2, 5, 400))
+    graph = copy.deepcopy(fused)
+    for sizes in ((2, 5, 400), (3, 4, 9), (1, 1, 7), (7, 6, 2)):
+        given = inputs(*sizes)
+        torch.testing.assert_close(graph(*given), model(*given))
+    assert matmul_rows(graph, *inputs(2, 5, 400)) == [5]
