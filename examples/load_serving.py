@@ -299,7 +299,7 @@ class Way:
 
 
 def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
-    """The ways that the options compare: "cache", "no cache", "padded", "padded, fused"; with several budgets or sizes of pages, by these."""
+    """The ways that the options compare: "cache", "no cache", "padded", "padded, fused". Several budgets or sizes of pages are named."""
     ways = {}
     for cache_mb in options.cache_mb:
         for page_rows in options.page_rows or [None]:

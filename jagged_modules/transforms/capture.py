@@ -158,7 +158,7 @@ def _dims(x: Any) -> Any:
 
 
 def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
-    """The model, with its own parts, for torch.export: all plain inputs with the rows of the `replicated` ones have the same symbol for them.
+    """The model, with its own parts, for torch.export: all plain inputs with the rows of the `replicated` ones have one symbol for them.
 
     torch.export would find out only where an operator compares them, and otherwise compute with fractions of two symbols.
     """
