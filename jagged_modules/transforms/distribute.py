@@ -116,42 +116,54 @@ class Distributor:
 
     # -- parts -------------------------------------------------------------------------------------------------------------------------
 
-    def parts(self, x: fx.Node, dim: int) -> list[Part]:
-        """The parts of x along a dimension, neighbours of one lineage as one. Empty unless some but not all of them have one lineage."""
+    def partitions(self, x: fx.Node, dim: int) -> list[list[Part]]:
+        """Parts by all maps, and, if there are several, by that to the fewest rows alone: lookups in small tables have maps of their own, and
+        each part costs an addition.
+        """
+        parts = self.parts(x, dim)
+        maps = {self._maps(part.node): self.costs.share(part.lineage) for part in parts if part.lineage}
+        return [parts] if len(maps) < 2 else [parts, self.parts(x, dim, min(maps, key=lambda key: maps[key]))]
+
+    def parts(self, x: fx.Node, dim: int, only: Any = None) -> list[Part]:
+        """The parts of x along a dimension, neighbours of one lineage as one. Empty unless some but not all of them have one lineage.
+
+        only: the maps of which parts are set apart; None for all.
+        """
         ndim = x.meta["val"].dim()
-        groups = self._groups(self._pieces(x, dim % ndim))
+        groups = self._groups(self._pieces(x, dim % ndim), only)
         sizes = [[shape_of(node.meta["val"])[dim % ndim] for node in group] for group in groups]
-        if len({self._maps(group[0]) for group in groups}) < 2 or not all(size.is_Integer for group in sizes for size in group):
+        if len({self._maps(group[0], only) for group in groups}) < 2 or not all(size.is_Integer for group in sizes for size in group):
             return []
         return [
             Part(
-                self._joined(group, dim % ndim),
+                self._joined(group, dim % ndim, only),
                 sum(map(int, widths)),
-                self._lineage(group[0]) if self._maps(group[0]) else None,
+                self._lineage(group[0]) if self._maps(group[0], only) else None,
                 len(group),
             )
             for group, widths in zip(groups, sizes)
         ]
 
-    def _groups(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    def _groups(self, nodes: list[fx.Node], only: Any = None) -> list[list[fx.Node]]:
         """Neighbours with the same maps."""
         groups: list[list[fx.Node]] = []
         for node in nodes:
-            if groups and self._maps(groups[-1][0]) == self._maps(node):
+            if groups and self._maps(groups[-1][0], only) == self._maps(node, only):
                 groups[-1].append(node)
             else:
                 groups.append([node])
         return groups
 
-    def _joined(self, group: list[fx.Node], dim: int) -> fx.Node:
-        return group[0] if len(group) == 1 else self._new(aten.cat.default, group, dim, lineage_of=group[0])
+    def _joined(self, group: list[fx.Node], dim: int, only: Any = None) -> fx.Node:
+        first = group[0]
+        return first if len(group) == 1 else self._new(aten.cat.default, group, dim, lineage_of=first if self._maps(first, only) else None)
 
     def _lineage(self, node: fx.Node) -> Lineage | None:
         return self.analysis.lineages.get(node) or self._sources.get(node)
 
-    def _maps(self, node: fx.Node) -> Any:
+    def _maps(self, node: fx.Node, only: Any = None) -> Any:
         lineage = self._lineage(node)
-        return None if lineage is None or lineage.is_uniform else lineage.maps
+        return None if lineage is None or lineage.is_uniform or lineage.maps != (only or lineage.maps) else lineage.maps
 
     def _pieces(self, x: fx.Node, dim: int) -> list[fx.Node]:
         """Values whose concatenation along `dim` is x. Views and unary operators are applied to each."""
@@ -218,9 +230,11 @@ class Distributor:
     # -- rewrites ----------------------------------------------------------------------------------------------------------------------
 
     def _sum_of_products(self, node: fx.Node, x: fx.Node, dim: int, weight: fx.Node, weight_dim: int, bias: Any = None) -> fx.Node | None:
-        parts = self.parts(x, dim) if is_tensor(x) else []
-        if not parts or not self._saves(node, x, parts, weight, dim == -2):
+        partitions = self.partitions(x, dim) if is_tensor(x) else []
+        found = [(cost, parts) for parts in partitions if parts and (cost := self._saves(node, x, parts, weight, dim == -2)) is not None]
+        if not found:
             return None
+        _, parts = min(found, key=operator.itemgetter(0))
         terms = []
         pieces = self._new(aten.split_with_sizes.default, weight, [part.width for part in parts], weight_dim)
         weights = [self._new(operator.getitem, pieces, position) for position in range(len(parts))]
@@ -250,7 +264,7 @@ class Distributor:
         if {d % 3 for d in right.args[1:3]} != {1, 2}:
             return None
         parts = self.parts(left, 1)
-        if not parts or not self._saves_blocks(node, left, right, parts):
+        if not parts or self._saves_blocks(node, left, right, parts) is None:
             return None
         columns = [self._new(aten.transpose.int, part.node, 1, 2) for part in parts]
         blocks: dict[tuple[int, int], fx.Node] = {}
@@ -268,7 +282,7 @@ class Distributor:
             return None
         dim = call["dim"][0]
         parts = self.parts(call["self"], dim)
-        if not parts or not self._saves(node, call["self"], parts):
+        if not parts or self._saves(node, call["self"], parts) is None:
             return None
         return self._added([self._new(aten.sum.dim_IntList, part.node, [dim], call["keepdim"]) for part in parts])
 
@@ -292,8 +306,8 @@ class Distributor:
 
     # -- costs -------------------------------------------------------------------------------------------------------------------------
 
-    def _saves(self, node: fx.Node, x: fx.Node, parts: list[Part], weight: fx.Node | None = None, compresses: bool = False) -> bool:
-        """Whether a product with a weight, or a sum, costs less in parts. compresses: two parts are one operator, see compress.py."""
+    def _saves(self, node: fx.Node, x: fx.Node, parts: list[Part], weight: fx.Node | None = None, compresses: bool = False) -> float | None:
+        """The cost in parts of a product with a weight, or of a sum, if it is less. compresses: two parts are one operator, see compress.py."""
         costs, whole, result = self.costs, self.costs.full(node), self.costs.bytes(node)
         width, of_weight = sum(part.width for part in parts), costs.bytes(weight) if weight else 0
         shares = [costs.share(part.lineage) for part in parts]
@@ -311,7 +325,7 @@ class Distributor:
             after = [costs.of(node, whole.flops * rows, rows * costs.bytes(x) + of_weight + result)]
         return self._pays(node, parts, whole.least + self._concatenation(x, parts), after)
 
-    def _saves_blocks(self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]) -> bool:
+    def _saves_blocks(self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]) -> float | None:
         costs, whole, operand, result = self.costs, self.costs.full(node), self.costs.bytes(left), self.costs.bytes(node)
         width, element, after = sum(part.width for part in parts), node.meta["val"].element_size(), list[Cost]()
 
@@ -331,14 +345,14 @@ class Distributor:
         is_dropped = left.target is aten.cat.default and left.users.keys() == {node, right}
         return self._pays(node, parts, whole.least + (costs.full(left).least if is_dropped else 0), after)
 
-    def _pays(self, node: fx.Node, parts: list[Part], whole: float, after: list[Cost]) -> bool:
-        """whole: the least cost of the operator, and of operands that it alone needs."""
+    def _pays(self, node: fx.Node, parts: list[Part], whole: float, after: list[Cost]) -> float | None:
+        """The cost in parts if it is less. whole: the least cost of the operator, and of operands that it alone needs."""
         total = sum(after, Cost()).total
         if total < whole:
-            return True
+            return total
         self.whole[node] = next(part.lineage for part in parts if part.lineage)
         self.reasons[node] = f"in parts it costs {total / 1e6:.3g} MB, whole at least {whole / 1e6:.3g} MB"
-        return False
+        return None
 
     def _concatenation(self, x: fx.Node, parts: list[Part]) -> float:
         """Its cost for each reader, if all of them can be written in parts. Then it is not written, nor are its parts gathered for it."""

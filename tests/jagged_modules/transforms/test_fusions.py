@@ -198,3 +198,24 @@ def test_a_sum_that_broadcasts_or_converts_is_no_compression(columns, dtype):
     fused = fuse_broadcasts(model, (user[index], item), request_only=("user",), max_batch=(USERS, CANDIDATES))
     assert "compress" not in called(fused)
     torch.testing.assert_close(fused(user, item, candidate_to_user=index), model(user[index], item))
+
+
+def test_lookups_in_small_tables_are_one_part():
+    """They have maps of their own, but parts of their own never pay."""
+
+    class SmallTables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(500, 16) for _ in range(6))
+            self.over = nn.Linear(256 + 6 * 16, 128)
+
+        def forward(self, user, item):
+            return self.over(torch.cat([user, *(table(item[:, i]) for i, table in enumerate(self.tables))], 1)).relu()
+
+    model = SmallTables().eval()
+    example = torch.randn(1024, 256), torch.randint(500, (1024, 6))
+    fused = fuse_broadcasts(model, example, request_only=["user"], max_batch=(15, 1024))
+    graph, index = copy.deepcopy(fused), torch.arange(40) % 3
+    user, item = torch.randn(3, 256), torch.randint(500, (40, 6))
+    torch.testing.assert_close(graph(user, item, candidate_to_user=index), model(user[index], item))
+    assert sorted(matmul_rows(graph, user, item, candidate_to_user=index)) == [3, 40]
