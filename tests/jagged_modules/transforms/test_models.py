@@ -88,8 +88,10 @@ def test_torchrec_all_inputs_of_users():
 
 def test_other_keys():
     """The graph has the keys by their position."""
-    fused = fuse_broadcasts(TORCHREC["DLRM"]().eval(), (torch.randn(64, DENSE), sparse(64)), request_only=("sparse_features",))
-    index, dense, features = torch.tensor([2, 0, 2, 2, 0]), torch.randn(5, DENSE), sparse(3)
+    fused = fuse_broadcasts(
+        TORCHREC["DLRM"]().eval(), (torch.randn(64, DENSE), sparse(64)), request_only=("dense_features", "sparse_features")
+    )
+    index, dense, features = torch.tensor([2, 0, 2, 2, 0]), torch.randn(3, DENSE), sparse(3)
     for other in (features.permute([*range(1, len(FEATURES)), 0]), features.permute([0]), torch.ones(3)):
         with pytest.raises(ValueError, match="sparse_features must be a KeyedJaggedTensor with the keys of example_inputs"):
             fused(dense, other, candidate_to_user=index)
