@@ -117,8 +117,8 @@ class Distributor:
     # -- parts -------------------------------------------------------------------------------------------------------------------------
 
     def partitions(self, x: fx.Node, dim: int) -> list[list[Part]]:
-        """Parts by all maps, and, if there are several, by that to the fewest rows alone: lookups in small tables have maps of their own, and
-        each part costs an addition.
+        """Parts by all maps, and, if there are several, by that to the fewest rows alone: lookups in small tables have maps of their own,
+        and each part costs an addition.
         """
         parts = self.parts(x, dim)
         maps = {self._maps(part.node): self.costs.share(part.lineage) for part in parts if part.lineage}
@@ -307,7 +307,7 @@ class Distributor:
     # -- costs -------------------------------------------------------------------------------------------------------------------------
 
     def _saves(self, node: fx.Node, x: fx.Node, parts: list[Part], weight: fx.Node | None = None, compresses: bool = False) -> float | None:
-        """The cost in parts of a product with a weight, or of a sum, if it is less. compresses: two parts are one operator, see compress.py."""
+        """The cost in parts of a product with a weight, or of a sum, if it is less. compresses: two parts are one operator."""
         costs, whole, result = self.costs, self.costs.full(node), self.costs.bytes(node)
         width, of_weight = sum(part.width for part in parts), costs.bytes(weight) if weight else 0
         shares = [costs.share(part.lineage) for part in parts]

@@ -53,8 +53,8 @@ def fuse_broadcasts(
     An operator moves to the users' rows if a rule proves that its result is the same there, and if it is clearly cheaper by the estimated
     bytes, FLOPs and kernels on the model's device. All others stay as they are. The model itself is not changed. A call with no fewer users
     than candidates runs the model's own forward, and so does every call if less than 1 % of the estimated cost is saved. Copies of the
-    result and exported programs always run the new graph. train() does not change what the result computes. To save it, export it: it cannot
-    be pickled.
+    result and exported programs always run the new graph. train() does not change what the result computes. To save it, export it: it
+    cannot be pickled.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
@@ -105,11 +105,11 @@ def fuse_broadcasts(
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
     nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()
-    runs_model = nothing_moved or module.report.saved < WORTHWHILE
+    keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
+    runs_model = nothing_moved or module.report.saved < WORTHWHILE and not keyed  # the model's KeyedJaggedTensors take longer to replicate
     if batch is None:
         replication = Replication(for_all_calls=True) if runs_model else own_replication(captured, plan.analysis)
     else:
-        keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
         replication = Replication(names, tuple(batch.candidates.values()), keyed, for_all_calls=runs_model)
     if replication is not None:
         with_fallback(module, model, replication)
