@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -84,7 +84,9 @@ def capture(
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     if written:
         raise ValueError(f"model must not write to its buffers or inputs, but forward writes to {sorted(map(str, written.values()))}")
-    batch = _first_sizes(model, args, kwargs, replicated) if replicated else {}
+    sizes = _first_sizes(model, args, kwargs)
+    rows = {x.size for x in sizes if x.name in replicated}
+    batch = [x.guard for x in sizes if x.size in rows]
     branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard, batch)]
     if branches:
         raise ValueError(f"model must compute the same for all sizes, but the capture holds only for {', '.join(branches)}")
@@ -163,16 +165,12 @@ def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
     torch.export would find out only where an operator compares them, and otherwise compute with fractions of two symbols.
     """
 
-    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sizes: list[tuple[bool, Any]] = []
-        for name, x in bound_inputs(model, args, kwargs).items():
-            leaves = [] if _is_keyed(x) else pytree.tree_leaves(x)
-            sizes += [(name in replicated, leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        symbols = [(own, size) for own, size in sizes if isinstance(size, torch.SymInt)]
-        batch = next((size for own, size in symbols if own), None)
-        for _, size in symbols:
-            if batch is not None and size.node.hint == batch.node.hint:
-                torch._check(size == batch)
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        symbols = [x for x in _first_sizes(module, args, kwargs) if isinstance(x.size, torch.SymInt)]
+        batch = next((x.size for x in symbols if x.name in replicated), None)
+        for x in symbols:
+            if batch is not None and x.size.node.hint == batch.node.hint:
+                torch._check(x.size == batch)
 
     root = object.__new__(type(model))
     vars(root).update(vars(model), _forward_pre_hooks=model._forward_pre_hooks.copy())
@@ -181,15 +179,22 @@ def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
     return root
 
 
-def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]) -> dict[str, bool]:
-    """The first sizes of plain inputs, as the guards of a capture name them, and whether they are the batch, as those of `replicated`."""
-    plain = {name: x for name, x in bound_inputs(model, args, kwargs).items() if not _is_keyed(x)}
-    leaves, _ = pytree.tree_flatten_with_path(plain)
-    sizes = {
-        f"L{pytree.keystr(path)}.size()[0]": (path[0].key, x.shape[0]) for path, x in leaves if isinstance(x, torch.Tensor) and x.dim()
-    }
-    rows = {size for name, size in sizes.values() if name in replicated}
-    return {text: size in rows for text, (_, size) in sizes.items()}
+class FirstSize(NamedTuple):
+    """The first size of a tensor: the input that has it, its name in the guards of a capture, and its value."""
+
+    name: str
+    guard: str
+    size: Any
+
+
+def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[FirstSize]:
+    """Of the tensors of all inputs but KeyedJaggedTensors."""
+    sizes = []
+    for name, x in bound_inputs(model, args, kwargs).items():
+        leaves = [] if _is_keyed(x) else pytree.tree_flatten_with_path(x)[0]
+        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        sizes += [FirstSize(name, f"L[{name!r}]{pytree.keystr(path)}.size()[0]", leaf.shape[0]) for path, leaf in tensors]
+    return sizes
 
 
 def _is_keyed(x: Any) -> bool:
@@ -197,15 +202,15 @@ def _is_keyed(x: Any) -> bool:
     return hasattr(x, "lengths") and hasattr(x, "keys")
 
 
-def _is_branch(guard: str, batch: Mapping[str, bool]) -> bool:
+def _is_branch(guard: str, batch: Sequence[str]) -> bool:
     """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
 
     A guard of the batch alone is one unless it holds for all batches. Of the others, equations are conditions of the operators, such as
     equal sizes of operands, except for remainders other than 0. Comparisons with 0, 1 and 2 are torch.export's own.
-    batch: first sizes of inputs, and whether they are the batch.
+    batch: the names in guards of the sizes that are the batch.
     """
-    for size in sorted(batch, key=len, reverse=True):
-        guard = guard.replace(size, "batch") if batch[size] else guard
+    for size in batch:
+        guard = guard.replace(size, "batch")
     if "L[" not in guard and "batch" in guard:
         return not _holds_for_every_batch(guard)
     comparison = re.search(r"(!=|<=?|>=?)\s*(.+)$", guard)
