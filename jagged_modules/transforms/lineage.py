@@ -147,8 +147,8 @@ def common(lineages: Sequence[Lineage]) -> Lineage | None:
         return None
     outermost = [x.maps[len(x.maps) - depth] for x in real]
     rows = {x.rows_in for x in outermost}
-    first, *inner = real[0].maps[len(real[0].maps) - depth :]
-    if len(rows) > 1 and (first.kind in ("counts", "repeat") or real[0].is_folded):
+    outer, *inner = real[0].maps[len(real[0].maps) - depth :]
+    if len(rows) > 1 and (outer.kind in ("counts", "repeat") or real[0].is_folded):
         return None
     is_narrowed = len(rows) > 1 or any(x.is_narrowed for x in outermost)
-    return replace(real[0], maps=(replace(first, rows_in=sympy.Min(*rows), is_narrowed=is_narrowed), *inner))
+    return replace(real[0], maps=(replace(outer, rows_in=sympy.Min(*rows), is_narrowed=is_narrowed), *inner))
