@@ -310,11 +310,21 @@ def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any)
     node.meta["stack_trace"] = like.stack_trace
     given, options = map_arg((args, kwargs), lambda x: x.meta["val"])
     with like.meta["val"].fake_mode:
-        if target is aten.linear.default:  # in torch 2.11 it reads sizes as numbers, and symbols become these
-            node.meta["val"] = given[0].new_empty(*given[0].shape[:-1], given[1].shape[0])
-        else:
-            node.meta["val"] = target(*given, **options)
+        shape = _shape_of_product(target, given)
+        node.meta["val"] = target(*given, **options) if shape is None else given[0].new_empty(shape)
     return node
+
+
+def _shape_of_product(target: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The shape of a product, None of other operators. In torch 2.11, linear and matmul read sizes of fake operands as numbers, and symbols
+    become these. Batches of both operands are the same, or one has none.
+    """
+    if target is aten.linear.default:
+        return (*given[0].shape[:-1], given[1].shape[0])
+    if target is aten.matmul.default:
+        left, right = given
+        return (*max(left.shape, right.shape, key=len)[:-2], left.shape[-2], right.shape[-1])
+    return None
 
 
 def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:

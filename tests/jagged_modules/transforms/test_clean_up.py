@@ -8,7 +8,7 @@ import torch
 from torch import library, nn
 
 from jagged_modules.transforms.capture import capture
-from jagged_modules.transforms.clean_up import VIEWS, clean_up
+from jagged_modules.transforms.clean_up import VIEWS, _shape_of_product, clean_up
 
 aten = torch.ops.aten
 
@@ -162,3 +162,14 @@ def test_a_dimension_of_any_size_is_squeezed_where_its_size_is_one():
     assert aten.squeeze.dim in targets
     given = torch.randn(1, 4, 6)
     torch.testing.assert_close(module(given), given[0].exp())
+
+
+@pytest.mark.parametrize(
+    "left, right", [((4, 3), (3, 5)), ((2, 4, 3), (3, 5)), ((4, 3), (2, 3, 5)), ((2, 4, 3), (2, 3, 5)), ((7, 2, 4, 3), (3, 5))]
+)
+def test_shapes_of_products(left, right):
+    given = torch.randn(left), torch.randn(right)
+    assert _shape_of_product(aten.matmul.default, given) == tuple(torch.matmul(*given).shape)
+    if len(right) == 2:
+        weight = given[1].T
+        assert _shape_of_product(aten.linear.default, (given[0], weight)) == tuple(nn.functional.linear(given[0], weight).shape)
