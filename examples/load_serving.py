@@ -36,6 +36,7 @@ import torch
 import uvicorn
 from checkpoints import load_weights
 from matplotlib import style
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from prometheus_client import generate_latest
 from serving_app import STATUS, Service, ServiceLimits, make_app, tune_process
@@ -359,10 +360,11 @@ def draw(results: list[Result], limit_ms: float) -> Figure:
     figure = Figure(figsize=(3.0 * len(counts), 3.2))
     for axis, candidates in zip(np.atleast_1d(figure.subplots(1, len(counts), sharey=True)), counts, strict=True):
         for number, way in enumerate(ways):
+            color = to_hex(f"C{number}")  # the style ends before the picture is saved
             rows = sorted((x for x in results if x.candidates == candidates and x.way == way), key=lambda x: x.rate)
             for name, line in (("p50_ms", "--"), ("p99_ms", "-")):
                 values = [getattr(x, name) for x in rows]
-                axis.plot([x.rate for x in rows], values, line, color=f"C{number}", marker=".", label=f"{way}, {name[:3]}")
+                axis.plot([x.rate for x in rows], values, line, color=color, marker=".", label=f"{way}, {name[:3]}")
         axis.axhline(limit_ms, color="gray", linewidth=0.8)
         axis.set(title=f"{candidates:,} candidate{'s' if candidates > 1 else ''}", xlabel="offered requests/s", yscale="log")
         axis.set_xlim(left=0)
