@@ -133,7 +133,10 @@ def load_weights(path: Path) -> Weights:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        return Weights(content["settings"], content["tensors"])
+        settings, tensors = content["settings"], content["tensors"]
+        if not isinstance(settings, dict) or not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+            raise TypeError("it has no dictionary of settings and of tensors")
+        return Weights(settings, tensors)
     except OSError:
         raise
     except Exception as error:  # of any kind: the file may hold anything

@@ -252,6 +252,13 @@ def test_a_file_that_is_none_of_weights(tmp_path, content):
         load_weights(tmp_path / "weights.pt")
 
 
+@pytest.mark.parametrize("content", [[], {}, {"settings": {}}, {"settings": {}, "tensors": [1]}, {"settings": {}, "tensors": {"x": 1}}])
+def test_a_file_of_something_else(tmp_path, content):
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match="is not a file of weights"):
+        load_weights(tmp_path / "weights.pt")
+
+
 def test_weights_are_the_best_average(served):
     """Those of the checkpoint, in a file that was exported again."""
     for path in served.values():
