@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .calls import Call, is_tensor, positional
-from .capture import MAP_NAME, Captured
+from .capture import MAP_NAME, Captured, is_keyed_jagged
 from .lineage import shape_of
 
 aten = torch.ops.aten
@@ -155,10 +155,6 @@ def with_checked_keyed(fused: fx.GraphModule, example: Mapping[str, Any], names:
 
 
 # -- KeyedJaggedTensors in examples --------------------------------------------------------------------------------------------------------
-
-
-def is_keyed_jagged(x: Any) -> bool:
-    return any(kind.__name__ == "KeyedJaggedTensor" for kind in type(x).__mro__)
 
 
 def num_rows(x: Any) -> list[int]:

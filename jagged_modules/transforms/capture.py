@@ -140,7 +140,7 @@ def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     shapes = {}
     for name, x in bound_inputs(model, args, kwargs).items():
         shapes[name] = _dims(x)
-        if name in replicated and _is_keyed(x):
+        if name in replicated and is_keyed_jagged(x):
             leaves = pytree.SUPPORTED_NODES[type(x)].flatten_fn(x)[0]
             batch = torch.export.Dim("batch", min=2)
             shapes[name] = [{0: len(x.keys()) * batch} if leaf is x.lengths() else _dims(leaf) for leaf in leaves]
@@ -191,15 +191,15 @@ def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     """Of the tensors of all inputs but KeyedJaggedTensors."""
     sizes = []
     for name, x in bound_inputs(model, args, kwargs).items():
-        leaves = [] if _is_keyed(x) else pytree.tree_flatten_with_path(x)[0]
+        leaves = [] if is_keyed_jagged(x) else pytree.tree_flatten_with_path(x)[0]
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         sizes += [FirstSize(name, f"L[{name!r}]{pytree.keystr(path)}.size()[0]", leaf.shape[0]) for path, leaf in tensors]
     return sizes
 
 
-def _is_keyed(x: Any) -> bool:
-    """Whether it is a KeyedJaggedTensor, whose lengths have one row per key and sample."""
-    return hasattr(x, "lengths") and hasattr(x, "keys")
+def is_keyed_jagged(x: Any) -> bool:
+    """Whether it is TorchRec's KeyedJaggedTensor, whose lengths have one row per key and sample. TorchRec need not be installed."""
+    return any(kind.__name__ == "KeyedJaggedTensor" for kind in type(x).__mro__)
 
 
 def _is_branch(guard: str, batch: Sequence[str]) -> bool:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from .bags import is_keyed_jagged, num_rows, select_rows
+from .bags import num_rows, select_rows
 from .calls import flat
-from .capture import bound_inputs
+from .capture import bound_inputs, is_keyed_jagged
 
 ROUNDINGS = 8  # allowed per operator, in units of eps of the largest element: the model and its fused form round differently
 

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .analysis import Analysis
-from .bags import is_keyed_jagged, select_rows
-from .capture import MAP_NAME, Captured
+from .bags import select_rows
+from .capture import MAP_NAME, Captured, is_keyed_jagged
 from .lineage import Size, shape_of
 from .sources import INDEX_DTYPES
 

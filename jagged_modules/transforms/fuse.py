@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, is_keyed_jagged, num_rows, with_checked_keyed
+from .bags import find_bags, num_rows, with_checked_keyed
 from .calls import is_tensor
-from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
+from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate, is_keyed_jagged
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
@@ -87,9 +87,10 @@ def fuse_broadcasts(
         args, kwargs = _several_rows(args, kwargs)
     captured = capture(model, args, kwargs, dynamic_shapes, names)
     _check_outputs(captured)
+    given = bound_inputs(model, args, kwargs)
     hints, batch = dict(captured.hints), None
     if names:
-        batch = _batch(captured, names, bound_inputs(model, args, kwargs))
+        batch = _batch(captured, names, given)
         hints |= _batch_hints(captured, batch, max_batch)
     eps = coarsest_eps(captured.graph)
     plan = make_plan(captured, batch, hints)
@@ -100,12 +101,12 @@ def fuse_broadcasts(
     own_class: Any = type(module)  # torch makes one for each graph
     own_class.__reduce__ = _refuse_to_pickle
     with_eager_form(module)
-    with_checked_keyed(module, bound_inputs(model, args, kwargs), names)
+    with_checked_keyed(module, given, names)
     certificate = certify(model, module, args, kwargs, names, eps)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
     nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()
-    keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
+    keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
     runs_model = nothing_moved or module.report.saved < WORTHWHILE and not keyed  # the model's KeyedJaggedTensors take longer to replicate
     if batch is None:
         replication = Replication(for_all_calls=True) if runs_model else own_replication(captured, plan.analysis)

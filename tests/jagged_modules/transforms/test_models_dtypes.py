@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import jagged_modules as jm
 from jagged_modules.transforms import fuse_broadcasts, placement
-from jagged_modules.transforms.bags import is_keyed_jagged, select_rows
+from jagged_modules.transforms.bags import select_rows
+from jagged_modules.transforms.capture import is_keyed_jagged
 
 from . import test_attention, test_fusions, test_models, test_replication
 
