@@ -37,13 +37,6 @@ app = FastAPI(title="ranker", docs_url=None, redoc_url=None, openapi_url=None)
 answer_errors(app)  # FastAPI's own answer repeats the input: NaN in it would be an internal error
 
 
-class Connected:
-    """Stands for the client's connection, which the ingress watches."""
-
-    async def is_disconnected(self) -> bool:
-        return False
-
-
 @serve.deployment(max_ongoing_requests=MAX_ONGOING)
 class EventStore:
     """The events that requests brought, by user."""
@@ -96,7 +89,7 @@ class Replica:
         async with self.turns.setdefault(user, asyncio.Lock()):  # one request of a user at a time
             known = await self._catch_up(user)
             self.known[user] = STALE  # if anything fails
-            answer = await self.service.rank(body, Connected(), begin)
+            answer = await self.service.rank(body, begin=begin)
             total = await self.store.add.remote(user, events) if events else known
             if total == known + len(events):  # no other replica added events of this user
                 self.known[user] = total
