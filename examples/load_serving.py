@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from prometheus_client import generate_latest
 from serving_app import STATUS, Service, ServiceLimits, make_app, tune_process
 from serving_batcher import Limits, Overloaded
-from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
+from serving_rankers import DTYPES, NONE, NewEvents, Ranker, Request, add_ranker_options, make_ranker
 from training import PICTURE_STYLE, HelpFormatter, pick_device, write_atomically
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue
@@ -295,8 +295,8 @@ class Way:
     fused: bool = True
 
     def make_ranker(self, options: argparse.Namespace) -> Ranker:
-        weights, device = load_weights(self.weights), pick_device(options.device)
-        return make_ranker(weights, device, int(self.cache_mb * 1e6), options.data, self.page_rows, self.fused)
+        weights, device, dtype = load_weights(self.weights), pick_device(options.device), DTYPES[options.dtype]
+        return make_ranker(weights, device, int(self.cache_mb * 1e6), options.data, self.page_rows, self.fused, dtype)
 
 
 def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
@@ -442,13 +442,11 @@ def print_batches(options: argparse.Namespace) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--weights", type=Path, help="weights.pt of a training run")
+    add_ranker_options(parser)
     parser.add_argument("--padded", type=Path, help="weights.pt of a ranking model with --interaction padded, to compare")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="results.json of a run, whose table and picture are made again")
-    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
     parser.add_argument("--out", type=Path, default=Path("runs/load"), help="folder for results.json and the picture")
     parser.add_argument("--picture", type=Path, help="file of the picture; OUT/latency.png if not given")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--candidates", type=int, nargs="+", default=[1, 10, 70, 1000, 10_000], help="candidates of a request")
     parser.add_argument("--rates", type=float, nargs="+", help="requests per second; fractions of the throughput if not given")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="fractions of the throughput")

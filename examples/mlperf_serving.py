@@ -15,8 +15,8 @@ from checkpoints import load_weights
 from load_serving import FOREVER, Workload
 from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
-from serving_rankers import Ranker, make_ranker
-from training import HelpFormatter, pick_device
+from serving_rankers import Ranker, add_cache_options, add_ranker_options, ranker_from_options
+from training import HelpFormatter
 
 SUMMARY = {
     "result": r"Result is : (\w+)",
@@ -73,10 +73,9 @@ def measure(ranker: Ranker, options: argparse.Namespace) -> dict[str, str]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run")
-    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    add_ranker_options(parser)
+    add_cache_options(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/mlperf"), help="folder for LoadGen's files")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--qps", type=float, required=True, help="queries per second")
     parser.add_argument("--candidates", type=int, default=2048, help="candidates of a query")
     parser.add_argument("--limit-ms", type=float, default=80, help="limit of the latency at the 99th percentile")
@@ -84,16 +83,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1000, help="different queries")
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the users' popularity")
     parser.add_argument("--max-users", type=int, default=8, help="queries of a batch")
-    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache")
-    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    weights, device = load_weights(options.weights), pick_device(options.device)
-    ranker = make_ranker(weights, device, int(options.cache_mb * 1e6), options.data, options.page_rows)
+    ranker = ranker_from_options(load_weights(options.weights), options)
     tune_process()
     for name, value in measure(ranker, options).items():
         print(f"{name}: {value}")

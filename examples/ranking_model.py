@@ -81,6 +81,10 @@ class Inputs(NamedTuple):
     item_offsets: torch.Tensor  # [B + 1]
     users: torch.Tensor  # [B, features, E]
 
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        """With embeddings of this dtype."""
+        return Inputs(*(x.to(dtype) if x is not None and x.is_floating_point() else x for x in self))
+
 
 class RankingModel(nn.Module):
     """Predicts the log-odds that the user likes the candidate: lookups, then a `RankingHead`.
@@ -239,7 +243,7 @@ class RankingHead(nn.Module):
         else:
             vectors = torch.cat([candidates, per_candidate(users, x.item_offsets, candidates.shape[0])], dim=1)
         products = (vectors @ vectors.mT).flatten(1)
-        return self.over(torch.cat([items, interest, products], dim=1))[:, 0]
+        return self.over(torch.cat([items, interest, products], dim=1).to(self.over[0].weight.dtype))[:, 0]
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------------------------

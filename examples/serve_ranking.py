@@ -17,8 +17,8 @@ import uvicorn
 from checkpoints import WEIGHTS, load_weights
 from serving_app import Service, ServiceLimits, make_app, tune_process
 from serving_batcher import Limits
-from serving_rankers import Ranker, make_ranker
-from training import HelpFormatter, pick_device
+from serving_rankers import add_cache_options, add_ranker_options, ranker_from_options
+from training import HelpFormatter
 
 DRAIN_SECONDS = 0.3  # of a server that stops: new connections are refused, requests on open ones are read
 TRAINED = ["--users", "300", "--epochs", "3", "--device", "cpu"]  # options of the model that is trained without --weights
@@ -27,14 +27,11 @@ TRAINED = ["--users", "300", "--epochs", "3", "--device", "cpu"]  # options of t
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--weights", type=Path, help="weights.pt of a training run; a small model is trained if not given")
-    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    add_ranker_options(parser)
+    add_cache_options(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/serve"), help="folder of the model that is trained without --weights")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
-    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache")
-    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
     parser.add_argument("--max-queue", type=int, default=Limits.max_queue, help="requests that wait; more are answered with 429")
     parser.add_argument("--max-users", type=int, default=Limits.max_users, help="requests of a batch")
     parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait, help="how long a request waits for others of its batch")
@@ -59,12 +56,11 @@ def train_small_model(out: Path) -> Path:
     return path
 
 
-def make_service(options: argparse.Namespace, device: torch.device) -> Service:
+def make_service(options: argparse.Namespace) -> Service:
     path = options.weights or train_small_model(options.out)
-    ranker: Ranker = make_ranker(load_weights(path), device, int(options.cache_mb * 1e6), options.data, options.page_rows)
     batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, 1), options.max_wait_ms / 1e3)
     limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
-    return Service(ranker, limits, read_weights=lambda: load_weights(path))
+    return Service(ranker_from_options(load_weights(path), options), limits, read_weights=lambda: load_weights(path))
 
 
 class Server(uvicorn.Server):
@@ -83,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     try:
         torch.set_num_threads(options.threads)
-        app = make_app(make_service(options, pick_device(options.device)))
+        app = make_app(make_service(options))
     except (ValueError, OSError) as error:
         sys.exit(f"serve_ranking: {error}")
     tune_process()

@@ -27,10 +27,12 @@ from ranking_data import Events, RankingDataset, keyed, ranges
 from ranking_model import INTERACTIONS, Inputs, PaddedTargetAttention, RankingModel
 from sequence_model import ENCODERS, SequenceModel
 from torch import nn
+from training import pick_device
 
 import jagged_modules as jm
 
 CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PAGE_ROWS = {"cuda": 128, "cpu": 16}  # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
 
 
@@ -118,11 +120,13 @@ class Ranker(ABC):
     Args:
         model: the model, in eval mode, with its weights.
         layer: the layer whose keys and values are cached.
+        dense: the module with the layer that computes in `dtype`. Embedding tables, and the last step of a score, are fp32.
         histories: the users' events.
         max_history: events of a history that the model takes.
         cache_bytes: budget of the cache; 0: none, each request computes its history.
         held_out: items by user that the log has after the histories, for demonstrations.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
+        dtype: of `dense`, and of the cached keys and values.
     """
 
     needs_history: bool  # whether a user without events cannot be scored
@@ -131,13 +135,17 @@ class Ranker(ABC):
         self,
         model: nn.Module,
         layer: Any,
+        dense: nn.Module,
         histories: Histories,
         max_history: int,
         cache_bytes: int,
         held_out: dict[int, list[int]],
         page_rows: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
         self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
+        self.dtype = dtype
+        dense.to(dtype)
         self.device = next(model.parameters()).device
         page_rows = PAGE_ROWS.get(self.device.type, 128) if page_rows is None else page_rows
         self.cache = jm.PagedHistoryCache(layer, cache_bytes, page_rows) if cache_bytes else None
@@ -187,7 +195,7 @@ class Ranker(ABC):
         Raises ValueError if the weights are of another model. The model is then unchanged.
         """
         own = self.model.state_dict()
-        shapes = [{name: (x.shape, x.dtype) for name, x in tensors.items()} for tensors in (own, weights.tensors)]
+        shapes = [{name: (x.shape, x.is_floating_point()) for name, x in tensors.items()} for tensors in (own, weights.tensors)]
         if shapes[0] != shapes[1]:
             differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
             raise ValueError(f"the weights are of another model: {', '.join(differing[:5])} differ")
@@ -240,7 +248,8 @@ class RankingRanker(Ranker):
     needs_history = False
 
     def __init__(self, model: RankingModel, dataset: RankingDataset, **options: Any):
-        super().__init__(model, model.head.interaction, **options)
+        super().__init__(model, model.head.interaction, model.head, **options)
+        model.head.over.float()
         self.dataset, self.ratings = dataset, dataset.ratings.tolist()
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -280,7 +289,7 @@ class RankingRanker(Ranker):
         batch = self.dataset.make_batch(users, history, targets, lengths, np.zeros(len(targets), np.float32), stream).to(self.device)
         model = self.model
         inputs = model.unpack(model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items))
-        return inputs, history.lengths.tolist()
+        return inputs.to(self.dtype), history.lengths.tolist()
 
     def _events(self, requests: Sequence[Request], count: int, users: Container[int]) -> Events:
         windows = [self.histories.window(x.user, x.events, count) if x.user in users else NONE for x in requests]
@@ -346,7 +355,7 @@ class SequenceRanker(Ranker):
     needs_history = True
 
     def __init__(self, model: SequenceModel, **options: Any):
-        super().__init__(model, model.encoder.encoder, **options)
+        super().__init__(model, model.encoder.encoder, model.encoder.encoder, **options)
         self._encoded = UserRows()  # of cached users, the encoder's output for the last event
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -360,7 +369,7 @@ class SequenceRanker(Ranker):
             with self.stages("cache"):
                 self._update(self.cache, [x.user for x in requests], begins, lengths, rows)
                 encoded = self._encoded.read([x.user for x in requests])
-        vectors = self.model.encoder.vectors(encoded, embedded)
+        vectors = self.model.encoder.vectors(encoded.float(), embedded)
         counts = embedded["target"].lengths()
         queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
         return (queries * vectors.targets).sum(dim=1)
@@ -388,7 +397,7 @@ class SequenceRanker(Ranker):
         nothing = np.zeros(0, np.int64), np.zeros(len(requests), np.int64)
         ids = keyed({"item": (item, lengths), "position": (position, lengths), "target": _targets(requests), "rival": nothing})
         embedded = self.model.embeddings(ids.to(self.device, non_blocking=True))
-        return embedded, self.model.encoder.inputs(embedded)
+        return embedded, self.model.encoder.inputs(embedded).to(self.dtype)
 
     def _update(self, cache: jm.PagedHistoryCache, users: list[int], begins: list[int], lengths: list[int], rows: torch.Tensor) -> None:
         """Append the rows, `lengths` of each user, and keep the encoder's output for each user's last one.
@@ -410,6 +419,26 @@ class SequenceRanker(Ranker):
 # -- from a file of weights --------------------------------------------------------------------------------------------------------------
 
 
+def add_ranker_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `make_ranker` that programs have in common."""
+    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the dense layers and the cache; tables are float32")
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """The options of one cache, of `ranker_from_options`."""
+    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache")
+    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
+
+
+def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker:
+    """The ranker of a file of weights and the options of `add_ranker_options` and `add_cache_options`."""
+    device, cache_bytes = pick_device(options.device), int(options.cache_mb * 1e6)
+    return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, dtype=DTYPES[options.dtype])
+
+
 def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:
     """The options of the training program that wrote the settings, with another log if `data` is given."""
     options = program.parse_arguments([])
@@ -424,6 +453,7 @@ def make_ranker(
     data: str | None = None,
     page_rows: int | None = None,
     fuse_broadcasts: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
@@ -432,17 +462,18 @@ def make_ranker(
         data: path of the log; that of the training if None.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
         fuse_broadcasts: whether the interaction "padded" is passed through `jm.transforms.fuse_broadcasts`. Others repeat no history.
+        dtype: of the dense layers and of the cache.
 
     Raises:
         ValueError: the model has no ranker, or none with a cache; the log does not fit the model.
     """
-    name = weights.settings["model"]
+    name, options = weights.settings["model"], dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype)
     if name in INTERACTIONS:
-        ranker = _ranking_ranker(weights.settings, device, data, cache_bytes=cache_bytes, page_rows=page_rows)
+        ranker = _ranking_ranker(weights.settings, device, data, **options)
         if fuse_broadcasts and isinstance(ranker.model.head.interaction, PaddedTargetAttention):
             ranker.model.head.interaction.fuse_broadcasts()
     elif name in ENCODERS:
-        ranker = _sequence_ranker(weights.settings, device, data, cache_bytes=cache_bytes, page_rows=page_rows)
+        ranker = _sequence_ranker(weights.settings, device, data, **options)
     else:
         raise ValueError(f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}")
     ranker.load(weights)

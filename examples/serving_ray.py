@@ -25,8 +25,8 @@ from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRoute
 from ray.serve.exceptions import BackPressureError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from serving_app import Event, RankBody, Service, ServiceLimits, answer_errors, http_errors, tune_process
-from serving_rankers import make_ranker
-from training import HelpFormatter, pick_device
+from serving_rankers import add_cache_options, add_ranker_options, ranker_from_options
+from training import HelpFormatter
 
 MAX_ONGOING = 1000  # requests of a replica, the ingress or the store; the queue of the replica's service is shorter, and refuses with 429
 MAX_QUEUED = 1000  # requests that wait at a sender because MAX_ONGOING are on their way; more are refused with 429
@@ -64,12 +64,10 @@ class EventStore:
 class Replica:
     """The service, with the histories of the users whose requests come here."""
 
-    def __init__(
-        self, store: Any, weights: str, data: str | None, device: str, cache_bytes: int, threads: int, page_rows: int | None = None
-    ):
-        torch.set_num_threads(threads)
-        ranker = make_ranker(load_weights(Path(weights)), pick_device(device), cache_bytes, data, page_rows)
-        self.service = Service(ranker, ServiceLimits(), read_weights=lambda: load_weights(Path(weights)))
+    def __init__(self, store: Any, options: argparse.Namespace):
+        torch.set_num_threads(options.threads)
+        ranker = ranker_from_options(load_weights(options.weights), options)
+        self.service = Service(ranker, ServiceLimits(), read_weights=lambda: load_weights(options.weights))
         self.store, self.name = store, serve.get_replica_context().replica_id.unique_id
         self.known: dict[int, int] = {}  # events of the store that the user's history has; STALE: the history may have others
         self.turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
@@ -147,8 +145,7 @@ class Ingress:
 
 def make_application(options: argparse.Namespace) -> Any:
     """The ingress, the replicas and the store, for `serve.run`."""
-    weights, cache_bytes = str(options.weights.resolve()), int(options.cache_mb * 1e6)
-    settings = (weights, options.data, options.device, cache_bytes, options.threads, options.page_rows)
+    options.weights = options.weights.resolve()
     scaling = AutoscalingConfig(
         min_replicas=options.min_replicas,
         max_replicas=options.max_replicas,
@@ -159,23 +156,20 @@ def make_application(options: argparse.Namespace) -> Any:
     )
     replicas = Replica.options(autoscaling_config=scaling, ray_actor_options={"num_gpus": options.gpus, "num_cpus": options.cpus})
     store = EventStore.options(ray_actor_options={"num_cpus": 0})
-    return Ingress.options(ray_actor_options={"num_cpus": 0}).bind(replicas.bind(store.bind(), *settings))
+    return Ingress.options(ray_actor_options={"num_cpus": 0}).bind(replicas.bind(store.bind(), options))
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run, at the same path on all machines")
-    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    add_ranker_options(parser)
+    add_cache_options(parser)
     parser.add_argument("--min-replicas", type=int, default=1, help="replicas without load, a process each")
     parser.add_argument("--max-replicas", type=int, default=4, help="replicas under load; as many as --min-replicas: no scaling")
     parser.add_argument("--target-ongoing-requests", type=float, default=16, help="requests of a replica at a time that scaling aims at")
     parser.add_argument("--look-back", type=float, default=30, help="seconds over which ongoing requests are averaged")
     parser.add_argument("--upscale-delay", type=float, default=30, help="seconds of more load before replicas are added")
     parser.add_argument("--downscale-delay", type=float, default=600, help="seconds of less load before replicas are removed")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch in each replica")
-    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache of a replica; 0: no cache")
-    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
     parser.add_argument("--gpus", type=float, default=0, help="GPUs of a replica")
     parser.add_argument("--cpus", type=float, default=1, help="CPU cores that Ray reserves for a replica")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")

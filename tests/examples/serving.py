@@ -21,8 +21,14 @@ def train(out: Path, name: str, *arguments: str) -> Path:
     return out / name / "weights.pt"
 
 
-def ranker_of(weights: Path, cache_bytes: int = CACHE, page_rows: int | None = None, device: torch.device = CPU) -> Ranker:
-    return make_ranker(load_weights(weights), device, cache_bytes, page_rows=page_rows)
+def ranker_of(
+    weights: Path,
+    cache_bytes: int = CACHE,
+    page_rows: int | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Ranker:
+    return make_ranker(load_weights(weights), device, cache_bytes, page_rows=page_rows, dtype=dtype)
 
 
 class Requests:

@@ -52,6 +52,26 @@ def test_cached_scores_equal_those_without_a_cache(served, name, page_rows, devi
 
 
 @every_model
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16(served, name, device):
+    """Dense layers and cache are bfloat16, tables and scores fp32. After other weights were loaded, too."""
+    settings = [(CACHE, torch.bfloat16), (0, torch.bfloat16), (0, torch.float32)]
+    cached, whole, exact = (ranker_of(served[name], cache, None, torch.device(device), dtype) for cache, dtype in settings)
+    requests, weights = Requests(cached), load_weights(served[name])
+    for ranker in (cached, whole, exact):
+        ranker.load(weights)
+    for _ in range(10):
+        batch = requests.batch()
+        found = [torch.cat(ranker.score(batch)) for ranker in (cached, whole, exact)]
+        assert all(x.dtype == torch.float32 for x in found)
+        scale = found[2].abs().max()
+        assert 0 < (found[1] - found[2]).abs().max() < 0.03 * scale  # it would be 0 in fp32
+        assert (found[0] - found[1]).abs().max() < 0.03 * scale
+    assert cached.cache.select([batch[0].user]).layers[0].values.dtype == torch.bfloat16
+    assert all(x.dtype == torch.float32 for x in cached.model.tables())
+
+
+@every_model
 def test_scores_of_a_history_of_one_event_that_grows(served, name):
     whole, cached = ranker_of(served[name], 0), ranker_of(served[name])
     for ranker in (whole, cached):
