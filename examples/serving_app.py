@@ -127,7 +127,7 @@ def tune_process() -> None:
 
 
 class Service:
-    """A ranker behind a queue.
+    """A ranker behind a queue. On a GPU it is warmed up first.
 
     Args:
         ranker: the ranker, which the batcher's thread alone calls from now on.
@@ -138,6 +138,8 @@ class Service:
     def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, read_weights: Callable[[], Weights] | None = None):
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
         self.read_weights = read_weights
+        if ranker.device.type == "cuda":
+            ranker.warm_up(self.limits.batches.max_users, self.limits.max_candidates)
         self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
         self.metrics = Metrics(self)
 

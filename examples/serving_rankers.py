@@ -201,6 +201,27 @@ class Ranker(ABC):
             raise ValueError(f"the weights are of another model: {', '.join(differing[:5])} differ")
         self.model.load_state_dict(weights.tensors)
 
+    def warm_up(self, max_users: int, max_candidates: int) -> None:
+        """Score batches of many sizes, up to these users and candidates, so that no request waits for kernels to be compiled or loaded.
+
+        Call it before the first request: no event and no history of it stays.
+        """
+        with_events = (user for user in range(self.histories.num_users) if self.histories.length(user))
+        users = list(itertools.islice(with_events, max_users))
+        event = NewEvents(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        for count in _powers(2, len(users)):
+            for candidates in _powers(10, max_candidates // count):
+                items = np.arange(candidates) % self.histories.num_items
+                requests = [Request(user, items) for user in users[:count]]
+                grown = [replace(request, events=event, stores_events=False) for request in requests[::2]]
+                try:
+                    for batch in (requests, requests, grown + requests[1::2]):  # encoded, reused, half of them with new events
+                        self.score(batch)
+                except (torch.OutOfMemoryError, jm.CacheFull):
+                    break  # larger ones need no less
+            self.forget()
+        self.counts = dict.fromkeys(self.counts, 0)
+
     def replace_events(self, user: int, events: NewEvents) -> None:
         """Replace the events that requests brought. The user's next request encodes the history anew."""
         self.histories.replace(user, events)
@@ -219,6 +240,16 @@ class Ranker(ABC):
             return self.cache.select(users)
         except KeyError as error:
             raise jm.CacheFull(f"the cache has no room for the histories of {len(users)} users at once") from error
+
+
+def _powers(base: int, limit: int) -> Iterator[int]:
+    """1, base, base², ... below the limit, and the limit."""
+    power = 1
+    while power < limit:
+        yield power
+        power *= base
+    if limit > 0:
+        yield limit
 
 
 def _merged(requests: Sequence[Request]) -> list[Request]:

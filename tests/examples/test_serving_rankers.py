@@ -101,6 +101,29 @@ def test_the_default_size_of_pages(served, name):
 
 
 @every_model
+@pytest.mark.parametrize("cache", [0, 100_000, CACHE])
+def test_a_warm_up_leaves_nothing(served, name, cache):
+    """It scores batches of all sizes, of new, cached and grown histories. Then the ranker is as new."""
+    ranker, new = ranker_of(served[name], cache), ranker_of(served[name], cache)
+    score, sizes = ranker.score, set()
+
+    def note(batch):
+        scores = score(batch)
+        sizes.add((len(batch), len(scores[0]), any(len(x.events.item) for x in batch)))
+        return scores
+
+    ranker.score = note
+    ranker.warm_up(max_users=9, max_candidates=900)
+    ranker.score = score
+    assert {(1, 900, False), (1, 1, True)} < sizes
+    assert {(8, 10, False), (9, 100, True)} < sizes or cache == 100_000  # too small for them
+    batch = Requests(ranker).batch()
+    assert_same_scores(ranker.score(batch), new.score(batch))
+    assert ranker.counts == new.counts
+    assert [ranker.histories.length(user) for user in range(25)] == [new.histories.length(user) for user in range(25)]
+
+
+@every_model
 def test_a_ranker_that_forgets(served, name):
     """The scores are those of a new ranker, and encode the histories anew."""
     ranker, new = ranker_of(served[name]), ranker_of(served[name])
