@@ -10,44 +10,34 @@ the throughput of a full queue, which is measured first.
 The ways to serve that are compared: with each budget of --cache-mb, with pages of each --page-rows, and with --padded FILE, a model of
 train_dlrm.py --interaction padded, which replicates the user's history per candidate: as it is, and through `fuse_broadcasts`.
 
-The queue, batches and the model are in this process, without HTTP; --http adds a server and a client in this process.
+The queue, batches and the model are in this process, without HTTP. With --http they are in a process of their own, `serve_ranking.py`.
 """
 
 import argparse
-import asyncio
 import json
 import platform
-import re
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import httpx
 import numpy as np
 import torch
-import uvicorn
 from checkpoints import load_weights
+from load_generator import InProcess, OverHTTP, Target, Workload
 from matplotlib import style
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from prometheus_client import generate_latest
-from serving_app import STATUS, Service, ServiceLimits, make_app, tune_process
-from serving_batcher import Limits, Overloaded
-from serving_rankers import DTYPES, NONE, NewEvents, Ranker, Request, add_ranker_options, make_ranker
+from serving_app import Service, ServiceLimits, tune_process
+from serving_batcher import Limits
+from serving_rankers import DTYPES, Ranker, add_ranker_options, make_ranker
 from training import PICTURE_STYLE, HelpFormatter, pick_device, write_atomically
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue
-FOREVER = 1e9  # a deadline
 STAGES = ("queue", "lookup", "cache", "score")
-Send = Callable[[Request], Awaitable[int]]  # the HTTP status of the answer
 
 
 @dataclass(frozen=True)
@@ -84,131 +74,12 @@ class Result:
         return self.p99_ms <= limit_ms and not (self.refused or self.late or self.failed)
 
 
-class Workload:
-    """Random requests. The same seed gives the same requests.
-
-    Args:
-        ranker: its users, items and ratings.
-        candidates: of each request.
-        new_events: fraction of requests with a new event.
-        zipf: exponent of the users' popularity.
-    """
-
-    def __init__(self, ranker: Ranker, candidates: int, new_events: float, zipf: float, seed: int = 0):
-        self.random, self.num_candidates, self.new_events = np.random.default_rng(seed), candidates, new_events
-        self.histories, self.num_ratings = ranker.histories, max(1, len(ranker.ratings))
-        weights = 1 / np.arange(1, self.histories.num_users + 1) ** zipf
-        self.popularity = self.random.permutation(weights / weights.sum())
-
-    def requests(self, count: int) -> list[Request]:
-        users = self.random.choice(self.histories.num_users, count, p=self.popularity).tolist()
-        return [Request(user, self._items(self.num_candidates), self._events()) for user in users]
-
-    def arrivals(self, rate: float, seconds: float) -> np.ndarray:
-        """Times in seconds of a Poisson process."""
-        times = np.cumsum(self.random.exponential(1 / rate, int(rate * seconds * 1.5) + 20))
-        return times[times < seconds]
-
-    def _items(self, count: int) -> np.ndarray:
-        return self.random.integers(self.histories.num_items, size=count)
-
-    def _events(self) -> NewEvents:
-        if self.random.random() >= self.new_events:
-            return NONE
-        return NewEvents(self._items(1), self.random.integers(self.num_ratings, size=1))
-
-
-def read_metrics(service: Service) -> dict[str, float]:
-    text = generate_latest(service.metrics.registry).decode()
-    return {name: float(value) for name, value in re.findall(r"^([^#\s]\S*) (\S+)$", text, re.MULTILINE)}
-
-
-def status_of(error: BaseException | None) -> int:
-    """The HTTP status of an answer with this error."""
-    return 200 if error is None else next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
-
-
-def drive_queue(service: Service, requests: list[Request], arrivals: np.ndarray) -> tuple[list[int], list[float]]:
-    """Put each request into the queue at its time. Returns the statuses, and the seconds from arrival to answer."""
-    statuses, seconds, answered = [0] * len(requests), [0.0] * len(requests), threading.Semaphore(0)
-    begin = time.perf_counter()
-
-    def note(index: int, error: BaseException | None) -> None:
-        statuses[index], seconds[index] = status_of(error), time.perf_counter() - begin - arrivals[index]
-        answered.release()
-
-    def note_answer(index: int, future: Future) -> None:
-        note(index, future.exception())
-
-    for index, request in enumerate(requests):
-        time.sleep(max(0.0, arrivals[index] - (time.perf_counter() - begin)))
-        try:
-            waiting = service.batcher.submit(request, time.monotonic() + service.limits.deadline)
-        except Exception as error:
-            note(index, error)
-        else:
-            waiting.future.add_done_callback(partial(note_answer, index))
-    for _ in requests:
-        answered.acquire()
-    return statuses, seconds
-
-
-@asynccontextmanager
-async def http_sender(service: Service) -> AsyncIterator[Send]:
-    """Sends requests over HTTP to a server in this process."""
-    server = uvicorn.Server(uvicorn.Config(make_app(service), port=0, log_level="warning", lifespan="off"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits) as client:
-
-        async def send(request: Request) -> int:
-            ratings = service.ranker.ratings or [None]
-            events = [{"item": int(i), "rating": ratings[r]} for i, r in zip(*request.events, strict=True)]
-            body = {"user": request.user, "candidates": request.candidates.tolist(), "events": events}
-            return (await client.post("/rank", json=body)).status_code
-
-        yield send
-    server.should_exit = True
-    await task
-
-
-async def drive(send: Send, requests: list[Request], arrivals: np.ndarray) -> tuple[list[int], list[float]]:
-    """Send each request at its time. Returns the statuses, and the seconds from arrival to answer."""
-    begin = time.perf_counter()
-
-    async def one(request: Request, arrival: float) -> tuple[int, float]:
-        status = await send(request)
-        return status, time.perf_counter() - begin - arrival
-
-    tasks = []
-    for request, arrival in zip(requests, arrivals.tolist(), strict=True):
-        await asyncio.sleep(max(0.0, arrival - (time.perf_counter() - begin)))
-        tasks.append(asyncio.create_task(one(request, arrival)))
-    answers = await asyncio.gather(*tasks)
-    return [status for status, _ in answers], [seconds for _, seconds in answers]
-
-
-async def drive_http(service: Service, requests: list[Request], arrivals: np.ndarray) -> tuple[list[int], list[float]]:
-    """`drive` over HTTP to a server in this process."""
-    async with http_sender(service) as send:
-        return await drive(send, requests, arrivals)
-
-
-def measure(service: Service, workload: Workload, way: str, rate: float, seconds: float, http: bool) -> Result:
+def measure(target: Target, workload: Workload, model: str, way: str, rate: float, seconds: float) -> Result:
     arrivals = workload.arrivals(rate, seconds)
     requests = workload.requests(len(arrivals))
-    before, on_gpu = read_metrics(service), service.ranker.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    if http:
-        statuses, latencies = asyncio.run(drive_http(service, requests, arrivals))
-    else:
-        statuses, latencies = drive_queue(service, requests, arrivals)
-    finish_metrics(service)
-    after = read_metrics(service)
+    before = target.metrics()
+    statuses, latencies = target.drive(requests, arrivals)
+    after = target.metrics()
 
     def change(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
@@ -217,11 +88,11 @@ def measure(service: Service, workload: Workload, way: str, rate: float, seconds
         return change(f"{name}_sum{labels}") / max(1.0, change(f"{name}_count{labels}"))
 
     good = 1e3 * np.array([x for x, status in zip(latencies, statuses, strict=True) if status == 200] or [np.nan])
-    kinds = {name: change(f"rank_histories_{name}") for name in service.ranker.counts}
+    kinds = {name: change(f"rank_histories_{name}") for name in ("reused", "appended", "encoded")}
     answered = statuses.count(200)
     refused, late = statuses.count(429), statuses.count(504)
     return Result(
-        type(service.ranker).__name__,
+        model,
         way,
         workload.num_candidates,
         rate,
@@ -235,54 +106,10 @@ def measure(service: Service, workload: Workload, way: str, rate: float, seconds
         (kinds["reused"] + kinds["appended"]) / max(1.0, sum(kinds.values())),
         mean("rank_batch_users"),
         after["process_resident_memory_bytes"] / 1e6,
-        torch.cuda.max_memory_allocated() / 1e6 if on_gpu else 0.0,
+        after.get("rank_device_peak_bytes", 0.0) / 1e6,
         after.get("history_cache_bytes", 0.0) / 1e6,
         {stage: 1e3 * mean("rank_stage_seconds", f'{{stage="{stage}"}}') for stage in STAGES},
     )
-
-
-def throughput(service: Service, workload: Workload, seconds: float) -> float:
-    """Requests per second with a full queue, of at least one answer. Refused requests are sent again."""
-    waiting, answered, begin = None, [], time.monotonic()
-    for request in cycle(workload.requests(4 * service.limits.batches.max_queue)):
-        while (taken := time.monotonic() - begin) < seconds or not answered:
-            try:
-                waiting = service.batcher.submit(request, FOREVER)
-                waiting.future.add_done_callback(answered.append)
-                break
-            except Overloaded:
-                time.sleep(0.0005)
-        else:
-            break
-    rate = len(answered) / taken
-    if waiting is not None:
-        waiting.future.exception()  # the last one
-    finish_metrics(service)
-    return rate
-
-
-def finish_metrics(service: Service) -> None:
-    """Wait until the metrics have the last batch: its requests are answered before."""
-    service.batcher.between_batches(lambda: None).result()
-
-
-def run(ranker: Ranker, options: argparse.Namespace, way: str, candidates: int) -> list[Result]:
-    """The results at all rates."""
-    batch_candidates = max(options.batch_candidates, 2 * candidates)
-    batches = Limits(max_users=options.max_users, max_candidates=batch_candidates, max_wait=options.max_wait_ms / 1e3)
-    service = Service(ranker, ServiceLimits(batches, deadline=options.deadline_ms / 1e3))
-    workload = Workload(ranker, candidates, options.new_events, options.zipf)
-    tune_process()
-    throughput(service, workload, options.warm_up)  # fills the cache
-    capacity = throughput(service, workload, options.warm_up)
-    rates = options.rates or [fraction * capacity for fraction in options.fractions]
-    if options.soak:
-        rates = [options.soak_fraction * capacity] * round(options.soak / options.seconds)
-    results = [measure(service, workload, way, rate, options.seconds, options.http) for rate in rates]
-    service.batcher.close()
-    for result in results:
-        print(format_row(result), flush=True)
-    return results
 
 
 @dataclass(frozen=True)
@@ -297,6 +124,44 @@ class Way:
     def make_ranker(self, options: argparse.Namespace) -> Ranker:
         weights, device, dtype = load_weights(self.weights), pick_device(options.device), DTYPES[options.dtype]
         return make_ranker(weights, device, int(self.cache_mb * 1e6), options.data, self.page_rows, self.fused, dtype)
+
+    def server_options(self, options: argparse.Namespace) -> list[str]:
+        """Those of `serve_ranking.py`."""
+        given = {name: getattr(options, name) for name in ("data", "device", "threads", "dtype", "max_users", "max_wait_ms", "deadline_ms")}
+        given |= dict(weights=self.weights, cache_mb=self.cache_mb, page_rows=self.page_rows, max_candidates=max(options.candidates))
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+
+@contextmanager
+def serve(ranker: Ranker, way: Way, options: argparse.Namespace, candidates: int) -> Iterator[Target]:
+    """The ranker behind a queue, in this process or, made anew, in another one."""
+    batch_candidates = max(options.batch_candidates, 2 * candidates)
+    if options.http:
+        with OverHTTP(ranker, *way.server_options(options)) as target:
+            yield target
+        return
+    ranker.forget()
+    batches = Limits(max_users=options.max_users, max_candidates=batch_candidates, max_wait=options.max_wait_ms / 1e3)
+    service = Service(ranker, ServiceLimits(batches, deadline=options.deadline_ms / 1e3))
+    tune_process()
+    if ranker.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    yield InProcess(service)
+    service.batcher.close()
+
+
+def run(target: Target, workload: Workload, options: argparse.Namespace, model: str, way: str) -> list[Result]:
+    """The results at all rates."""
+    target.capacity(workload, options.warm_up)  # fills the cache
+    capacity = target.capacity(workload, options.warm_up)
+    rates = options.rates or [fraction * capacity for fraction in options.fractions]
+    if options.soak:
+        rates = [options.soak_fraction * capacity] * round(options.soak / options.seconds)
+    results = []
+    for rate in rates:
+        results.append(measure(target, workload, model, way, rate, options.seconds))
+        print(format_row(results[-1]), flush=True)
+    return results
 
 
 def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
@@ -461,13 +326,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-users", type=int, default=Limits.max_users, help="requests of a batch")
     parser.add_argument("--batch-candidates", type=int, default=20_000, help="candidates of a batch, or twice those of a request")
     parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait, help="how long a request waits for others of its batch")
-    parser.add_argument("--http", action="store_true", help="send the requests over HTTP")
+    parser.add_argument("--http", action="store_true", help="serve in a process of its own, and send the requests over HTTP")
     parser.add_argument("--batches", type=int, default=0, help="only time so many batches, without a queue, of each way in turn")
     parser.add_argument("--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows")
     parser.add_argument("--soak-fraction", type=float, default=0.5, help="rate of a soak as a fraction of the throughput")
     options = parser.parse_args(arguments)
     if (options.weights is None) == (options.from_json is None):
         parser.error("give either --weights or --from-json")
+    if options.http and options.padded:
+        parser.error("--padded cannot be measured with --http: servers do not replicate histories")
     return options
 
 
@@ -486,8 +353,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, way in ways_to_serve(options).items():
         ranker = way.make_ranker(options)
         for candidates in options.candidates:
-            ranker.forget()
-            results += run(ranker, options, name, candidates)
+            workload = Workload(ranker, candidates, options.new_events, options.zipf)
+            with serve(ranker, way, options, candidates) as target:
+                results += run(target, workload, options, type(ranker).__name__, name)
             save_results(options.out / "results.json", settings, results)
     if options.soak:
         memory = [x.memory_mb for x in results]

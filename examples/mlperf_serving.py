@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from checkpoints import load_weights
-from load_serving import FOREVER, Workload
+from load_generator import FOREVER, Workload
 from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
 from serving_rankers import Ranker, add_cache_options, add_ranker_options, ranker_from_options

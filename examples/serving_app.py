@@ -102,6 +102,9 @@ class Metrics:
         gauges = {"rank_queue_length": len(service.batcher), "rank_weights_version": service.version}
         gauges |= {f"rank_{name}": value for name, value in asdict(service.batcher.counts).items()}
         gauges |= {f"rank_histories_{name}": value for name, value in service.ranker.counts.items()}
+        if service.ranker.device.type == "cuda":
+            gauges["rank_device_bytes"] = torch.cuda.memory_allocated(service.ranker.device)
+            gauges["rank_device_peak_bytes"] = torch.cuda.max_memory_allocated(service.ranker.device)
         if service.ranker.cache is not None:
             gauges |= {f"history_cache_{name}": value for name, value in asdict(service.ranker.cache.statistics()).items()}
         for name, value in gauges.items():

@@ -13,7 +13,8 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import load_serving  # noqa: E402
-from load_serving import Result, Workload, drive, drive_queue, format_knees, knee, load_results, save_results  # noqa: E402
+from load_generator import InProcess, OverHTTP, Workload, drive  # noqa: E402
+from load_serving import Result, format_knees, knee, load_results, save_results  # noqa: E402
 from serving_app import Service, ServiceLimits  # noqa: E402
 from serving_batcher import Limits  # noqa: E402
 
@@ -73,7 +74,7 @@ def test_the_queue_is_driven_at_the_planned_times(ranker):
 
     service.score = score
     begin = time.perf_counter()
-    statuses, seconds = drive_queue(service, requests, np.array([0.0, 0.01, 0.02, 0.03, 0.04, 0.3]))
+    statuses, seconds = InProcess(service).drive(requests, np.array([0.0, 0.01, 0.02, 0.03, 0.04, 0.3]))
     service.batcher.close()
     assert statuses == [200, 200, 200, 429, 429, 200] and len(times) == 4
     assert seconds[1] >= 0.09 and seconds[2] >= 0.13 and max(seconds[3:5]) < 0.04
@@ -119,6 +120,11 @@ def test_a_short_run(served, tmp_path, capsys, way):
     load_serving.main(["--from-json", str(tmp_path / "results.json"), "--picture", str(tmp_path / "again.png")])
     assert capsys.readouterr().out.splitlines()[1:4] == output[output.index("| candidates | requests/s") :].splitlines()[:3]
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_server_that_does_not_start(ranker):
+    with pytest.raises(RuntimeError, match="did not start with the options --weights=nowhere"):
+        OverHTTP(ranker, "--weights=nowhere")
 
 
 def test_times_of_batches(served, capsys):

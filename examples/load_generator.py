@@ -1,0 +1,223 @@
+"""Random requests, and two ways to send them at given times: into the queue of a service, or over HTTP to a server in another process."""
+
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import numpy as np
+from prometheus_client import generate_latest
+from serving_app import STATUS, Service
+from serving_batcher import Overloaded
+from serving_rankers import NONE, NewEvents, Ranker, Request
+
+CONNECTIONS = 64  # that keep a server busy, to measure its capacity
+FOREVER = 1e9  # a deadline
+START_SECONDS = 300  # in which a server must answer
+Answers = tuple[list[int], list[float]]  # HTTP statuses, and seconds from the planned arrival to the answer
+Send = Callable[[Request], Awaitable[int]]  # the HTTP status of the answer
+
+
+class Workload:
+    """Random requests. The same seed gives the same requests.
+
+    Args:
+        ranker: its users, items and ratings.
+        candidates: of each request.
+        new_events: fraction of requests with a new event.
+        zipf: exponent of the users' popularity.
+    """
+
+    def __init__(self, ranker: Ranker, candidates: int, new_events: float, zipf: float, seed: int = 0):
+        self.random, self.num_candidates, self.new_events = np.random.default_rng(seed), candidates, new_events
+        self.histories, self.num_ratings = ranker.histories, max(1, len(ranker.ratings))
+        weights = 1 / np.arange(1, self.histories.num_users + 1) ** zipf
+        self.popularity = self.random.permutation(weights / weights.sum())
+
+    def requests(self, count: int) -> list[Request]:
+        users = self.random.choice(self.histories.num_users, count, p=self.popularity).tolist()
+        return [Request(user, self._items(self.num_candidates), self._events()) for user in users]
+
+    def arrivals(self, rate: float, seconds: float) -> np.ndarray:
+        """Times in seconds of a Poisson process."""
+        times = np.cumsum(self.random.exponential(1 / rate, int(rate * seconds * 1.5) + 20))
+        return times[times < seconds]
+
+    def _items(self, count: int) -> np.ndarray:
+        return self.random.integers(self.histories.num_items, size=count)
+
+    def _events(self) -> NewEvents:
+        if self.random.random() >= self.new_events:
+            return NONE
+        return NewEvents(self._items(1), self.random.integers(self.num_ratings, size=1))
+
+
+class Target(Protocol):
+    """What is measured."""
+
+    def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
+        """Send each request at its time, whether or not earlier ones are answered."""
+
+    def capacity(self, workload: Workload, seconds: float) -> float:
+        """Answered requests per second, of as many as it can take."""
+
+    def metrics(self) -> dict[str, float]:
+        """The server's metrics, with all that was answered."""
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"^([^#\s]\S*) (\S+)$", text, re.MULTILINE)}
+
+
+def status_of(error: BaseException | None) -> int:
+    """The HTTP status of an answer with this error."""
+    return 200 if error is None else next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
+
+
+class InProcess:
+    """A service in this process, without HTTP."""
+
+    def __init__(self, service: Service):
+        self.service = service
+
+    def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
+        statuses, seconds, answered = [0] * len(requests), [0.0] * len(requests), threading.Semaphore(0)
+        begin = time.perf_counter()
+
+        def note(index: int, error: BaseException | None) -> None:
+            statuses[index], seconds[index] = status_of(error), time.perf_counter() - begin - arrivals[index]
+            answered.release()
+
+        def note_answer(index: int, future: Future) -> None:
+            note(index, future.exception())
+
+        for index, request in enumerate(requests):
+            time.sleep(max(0.0, arrivals[index] - (time.perf_counter() - begin)))
+            try:
+                waiting = self.service.batcher.submit(request, time.monotonic() + self.service.limits.deadline)
+            except Exception as error:
+                note(index, error)
+            else:
+                waiting.future.add_done_callback(partial(note_answer, index))
+        for _ in requests:
+            answered.acquire()
+        return statuses, seconds
+
+    def capacity(self, workload: Workload, seconds: float) -> float:
+        """Of a full queue, until there is at least one answer. Refused requests are sent again."""
+        waiting, answered, begin = None, [], time.monotonic()
+        for request in cycle(workload.requests(4 * self.service.limits.batches.max_queue)):
+            while (taken := time.monotonic() - begin) < seconds or not answered:
+                try:
+                    waiting = self.service.batcher.submit(request, FOREVER)
+                    waiting.future.add_done_callback(answered.append)
+                    break
+                except Overloaded:
+                    time.sleep(0.0005)
+            else:
+                break
+        rate = len(answered) / taken
+        if waiting is not None:
+            waiting.future.exception()  # the last one
+        return rate
+
+    def metrics(self) -> dict[str, float]:
+        # Requests are answered before they are in the metrics.
+        self.service.batcher.between_batches(lambda: None).result()
+        return parse_metrics(generate_latest(self.service.metrics.registry).decode())
+
+
+class OverHTTP(AbstractContextManager):
+    """A server in another process, `serve_ranking.py` with these options, which ends with the context.
+
+    The program that sends takes about 1 ms of a core for a request.
+    """
+
+    def __init__(self, ranker: Ranker, *options: str):
+        self.ratings, port = ranker.ratings or [None], _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        program = Path(__file__).with_name("serve_ranking.py")
+        self.process = subprocess.Popen([sys.executable, str(program), "--port", str(port), *options], stdout=subprocess.DEVNULL)
+        end = time.monotonic() + START_SECONDS
+        while not self._is_ready():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.process.kill()
+                raise RuntimeError(f"the server did not start with the options {' '.join(options)}")
+            time.sleep(0.1)
+
+    def __exit__(self, *error: Any) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
+        return asyncio.run(self._with_client(lambda send: drive(send, requests, arrivals)))
+
+    def capacity(self, workload: Workload, seconds: float) -> float:
+        """Of `CONNECTIONS` clients that each send the next request when the last one was answered."""
+
+        async def run(send: Send) -> float:
+            begin, answered, requests = time.monotonic(), 0, cycle(workload.requests(2000))
+
+            async def client() -> None:
+                nonlocal answered
+                while time.monotonic() - begin < seconds:
+                    answered += await send(next(requests)) == 200
+
+            await asyncio.gather(*(client() for _ in range(CONNECTIONS)))
+            return answered / (time.monotonic() - begin)
+
+        return asyncio.run(self._with_client(run))
+
+    def metrics(self) -> dict[str, float]:
+        httpx.get(f"{self.url}/users/0")  # answered between batches, when the metrics have the last one
+        return parse_metrics(httpx.get(f"{self.url}/metrics").text)
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def _with_client(self, use: Callable[[Send], Awaitable[Any]]) -> Any:
+        limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
+        async with httpx.AsyncClient(base_url=self.url, timeout=60, limits=limits) as client:
+
+            async def send(request: Request) -> int:
+                events = [{"item": int(i), "rating": self.ratings[r]} for i, r in zip(*request.events, strict=True)]
+                body = {"user": request.user, "candidates": request.candidates.tolist(), "events": events}
+                return (await client.post("/rank", json=body)).status_code
+
+            return await use(send)
+
+
+async def drive(send: Send, requests: list[Request], arrivals: np.ndarray) -> Answers:
+    """Send each request at its time."""
+    begin = time.perf_counter()
+
+    async def one(request: Request, arrival: float) -> tuple[int, float]:
+        status = await send(request)
+        return status, time.perf_counter() - begin - arrival
+
+    tasks = []
+    for request, arrival in zip(requests, arrivals.tolist(), strict=True):
+        await asyncio.sleep(max(0.0, arrival - (time.perf_counter() - begin)))
+        tasks.append(asyncio.create_task(one(request, arrival)))
+    answers = await asyncio.gather(*tasks)
+    return [status for status, _ in answers], [seconds for _, seconds in answers]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
