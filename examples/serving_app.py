@@ -32,7 +32,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied, check_limits
 from serving_rankers import NewEvents, Ranker, Request
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -40,6 +40,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 PAGE = Path(__file__).with_name("serving_page.html")
 STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, FloatingPointError: 500, **dict.fromkeys(OUT_OF_MEMORY, 503)}
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+MAX_ERROR = 500  # characters of an error's text
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # seconds
 
 
@@ -65,17 +66,30 @@ class ServiceLimits:
 STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be user or item 1
 
 
-class Event(BaseModel):
+class Body(BaseModel):
+    """Validation ends at the first fault of a list, and at the first unknown field. A megabyte of faults would take seconds to list."""
+
     model_config = STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_fields_but_one(cls, data: Any) -> Any:
+        known = cls.model_fields
+        if not isinstance(data, dict) or len(data) <= len(known) + 1:
+            return data
+        unknown = next(name for name in data if name not in known)
+        return {name: value for name, value in data.items() if name in known or name is unknown}
+
+
+class Event(Body):
     item: int
     rating: Annotated[float | None, Field(allow_inf_nan=False)] = None
 
 
-class RankBody(BaseModel):
-    model_config = STRICT
+class RankBody(Body):
     user: int
-    candidates: Annotated[list[int], Field(min_length=1)]
-    events: list[Event] = []
+    candidates: Annotated[list[int], Field(min_length=1), FailFast()]
+    events: Annotated[list[Event], FailFast()] = []
     deadline_ms: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
 
 
@@ -301,7 +315,8 @@ def make_app(service: Service) -> FastAPI:
 
 
 def error_response(status: int, text: str, path: str) -> Response:
-    return JSONResponse({"error": text}, status)
+    """The error. A name or a number of the request in it may be as long as the request."""
+    return JSONResponse({"error": text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."}, status)
 
 
 def answer_errors(app: FastAPI, answer: Callable[[int, str, str], Response] = error_response) -> None:

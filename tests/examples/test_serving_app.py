@@ -27,6 +27,7 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import httpx  # noqa: E402
+import pydantic  # noqa: E402
 import serve_ranking  # noqa: E402
 import serving_app  # noqa: E402
 from serving_app import Service, tune_process  # noqa: E402
@@ -120,6 +121,24 @@ def test_bad_requests(shared, body, status, error):
     counted = shared.metric(f'rank_requests_total{{status="{status}"}}') - before
     assert counted == 1
     assert shared.service.ranker.histories.length(3) == length
+    assert_serves(shared)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"candidates": ["x"] * 1000}, {"events": [{}] * 1000}, {str(i): 1 for i in range(1000)}, {"events": [dict.fromkeys("abcdefgh", 1)]}],
+    ids=["candidates", "events", "unknown fields", "unknown fields of an event"],
+)
+def test_a_body_of_many_faults_is_not_searched_for_all(fields):
+    """To list 300,000 faults would stop the event loop for two seconds."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        serving_app.RankBody.model_validate({**GOOD, **fields})
+    assert caught.value.error_count() <= 2
+
+
+def test_an_error_does_not_repeat_a_long_name(shared):
+    answer = shared.rank({**GOOD, "x" * 5000: 1})
+    assert answer.status_code == 422 and answer.json()["error"] == f"body.{'x' * 495}..."
     assert_serves(shared)
 
 
