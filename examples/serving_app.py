@@ -151,6 +151,7 @@ class Service:
     def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, read_weights: Callable[[], Weights] | None = None):
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
         self.read_weights = read_weights
+        self._reloading = asyncio.Lock()  # otherwise weights that were read before others might be put in place after them
         self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
         self.metrics = Metrics(self)
 
@@ -170,8 +171,9 @@ class Service:
         if self.read_weights is None:
             raise HTTPException(409, "the server was started without a file of weights")
         try:
-            weights = await asyncio.to_thread(self.read_weights)
-            return await asyncio.wrap_future(self.batcher.between_batches(lambda: self._replace_weights(weights)))
+            async with self._reloading:
+                weights = await asyncio.to_thread(self.read_weights)
+                return await asyncio.wrap_future(self.batcher.between_batches(lambda: self._replace_weights(weights)))
         except (ValueError, OSError) as error:
             raise HTTPException(409, str(error)) from error
 

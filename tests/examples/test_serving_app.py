@@ -443,6 +443,28 @@ def test_requests_are_answered_while_weights_are_read(start, served):
         assert reload.result().json() == {"weights_version": 2}
 
 
+def test_weights_that_were_read_first_are_not_put_in_place_last(start, served):
+    """Of two reloads at a time. The first one reads slowly."""
+    weights, reads, second = load_weights(served["attention"]), [], threading.Event()
+
+    def read_weights():
+        reads.append(len(reads))
+        if reads[-1] == 0:
+            second.wait(1)  # in vain: the second reload reads after this one
+            return weights
+        second.set()
+        return replace(weights, tensors={name: x + 0.01 if x.is_floating_point() else x for name, x in weights.tensors.items()})
+
+    running = start(read_weights=read_weights)
+    with ThreadPoolExecutor(2) as threads:
+        reloads = [threads.submit(running.client.post, "/reload")]
+        wait_until(lambda: reads)
+        reloads.append(threads.submit(running.client.post, "/reload"))
+        assert [x.result().json() for x in reloads] == [{"weights_version": 2}, {"weights_version": 3}]
+    placed = running.service.ranker.model.state_dict()
+    assert all(torch.equal(x, placed[name]) for name, x in read_weights().tensors.items())
+
+
 @pytest.mark.parametrize("content, error", [(b"no weights", "x is not a file of weights"), (None, "the weights are of another model: ")])
 def test_weights_that_cannot_be_loaded(start, served, tmp_path, content, error):
     """A file of something else, and the weights of another model."""
