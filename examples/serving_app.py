@@ -7,9 +7,9 @@
 | `POST /reload` | reads the file of weights again, and puts them in place between two batches |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
 
-An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for a request that is too large, 415 for a
-body that is not declared as JSON, 429 if the queue is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for
-scores that are not finite.
+An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 408 for a body that takes too long, 413 for a
+request that is too large, 415 for a body that is not declared as JSON, 429 if the queue is full, 503 if the server stops or has no memory,
+504 if the deadline passed, 500 for scores that are not finite.
 """
 
 import asyncio
@@ -48,6 +48,8 @@ BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 
 class ServiceLimits:
     """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked before it is parsed.
 
+    body_seconds: from the first to the last byte of the body.
+
     Raises ValueError for a limit that refuses all requests.
     """
 
@@ -55,6 +57,7 @@ class ServiceLimits:
     max_candidates: int = 10_000
     max_events: int = 1_000
     max_body: int = 1_000_000
+    body_seconds: float = 10.0
     deadline: float = 1.0
 
     def __post_init__(self) -> None:
@@ -152,6 +155,7 @@ class Service:
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
         self.read_weights = read_weights
         self._reloading = asyncio.Lock()  # otherwise weights that were read before others might be put in place after them
+        self.is_stopping = False
         self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
         self.metrics = Metrics(self)
 
@@ -273,6 +277,7 @@ def make_app(service: Service) -> FastAPI:
         await asyncio.to_thread(service.batcher.close)
 
     app = FastAPI(title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
 
     def answer(status: int, text: str, path: str) -> Response:
         if path == "/rank":
@@ -301,7 +306,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        alive = service.batcher.is_alive()
+        alive = service.batcher.is_alive() and not service.is_stopping
         content = {"status": "ok" if alive else "stopping", "weights_version": service.version, "queue": len(service.batcher)}
         return JSONResponse(content, 200 if alive else 503)
 
@@ -354,6 +359,7 @@ def http_errors() -> Iterator[None]:
 class Admission:
     """Refuses requests before they are parsed.
 
+    408: the body is not complete after body_seconds. The connection is closed.
     413: the body is larger than max_body. It is not read if it has a length, else until it gets too long.
     429: as many requests to /rank are in progress as the queue and two batches hold. More would wait to be parsed or answered, where the
     queue's limit and the deadlines do not see them.
@@ -362,16 +368,23 @@ class Admission:
     """
 
     def __init__(self, app: Any, limits: ServiceLimits, answer: Callable[[int, str, str], Response]):
-        self.app, self.max_body, self.answer = app, limits.max_body, answer
+        self.app, self.max_body, self.body_seconds, self.answer = app, limits.max_body, limits.body_seconds, answer
         self.ranking, self.max_ranking = 0, limits.batches.max_queue + 2 * limits.batches.max_users
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        received, is_complete, is_ranking = 0, False, False
+        received, is_complete, is_ranking, is_late = 0, False, False, False
+        task, loop, timer = asyncio.current_task(), asyncio.get_running_loop(), None
+
+        def end() -> None:
+            nonlocal is_late
+            is_late = task is not None and task.cancel()
 
         async def limited() -> Any:
-            nonlocal received, is_complete, is_ranking
+            nonlocal received, is_complete, is_ranking, timer
+            if timer is None:  # of this request; a request without a body has none
+                timer = loop.call_later(self.body_seconds, end)
             message = await receive()
             if message["type"] == "http.disconnect" and not is_complete:
                 raise StarletteHTTPException(499, "the client left")
@@ -379,6 +392,8 @@ class Admission:
             if received > self.max_body:
                 raise StarletteHTTPException(413, f"the body must be at most {self.max_body} bytes")
             is_complete = not message.get("more_body", False)
+            if is_complete:
+                timer.cancel()
             if is_complete and scope["path"] == "/rank" and not is_ranking:
                 if self.ranking >= self.max_ranking:
                     raise StarletteHTTPException(429, f"{self.ranking} requests are in progress")
@@ -392,5 +407,13 @@ class Admission:
             return await response(scope, receive, send)
         try:
             await self.app(scope, limited, send)
+        except asyncio.CancelledError:
+            if not is_late:
+                raise
+            response = self.answer(408, f"the body must be complete within {self.body_seconds:g} s", scope["path"])
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
         finally:
+            if timer is not None:
+                timer.cancel()
             self.ranking -= is_ranking

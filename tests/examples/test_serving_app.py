@@ -300,6 +300,25 @@ def test_a_client_that_leaves_before_the_body_is_complete(start):
     assert_serves(running)
 
 
+def test_a_body_that_takes_too_long(start):
+    """The connection is closed, so the client cannot hold up a server that stops either."""
+    running = start(limits=replace(LIMITS, body_seconds=0.2))
+    with socket.create_connection(running.address, timeout=30) as connection:
+        connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 408 and json.loads(answer.read()) == {"error": "the body must be complete within 0.2 s"}
+        assert connection.recv(1) == b""
+    assert running.metric('rank_requests_total{status="408"}') == 1
+    hold = Hold(running.service)
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(running.rank, GOOD)  # after its body, a request may take longer
+        assert hold.entered.wait(30)
+        time.sleep(0.4)
+        hold.released.set()
+        assert slow.result().status_code == 200
+
+
 def test_out_of_memory_is_split(start):
     running = start()
     score = running.service.ranker.score
@@ -502,8 +521,8 @@ def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
     """On connections that were open, whether a request was sent on them before or not. It asks for no further one."""
     monkeypatch.setattr(serve_ranking, "DRAIN_SECONDS", 3.0)
     running = Running(Service(ranker_of(served["attention"]), LIMITS), serve_ranking.Server)
-    connections = [http.client.HTTPConnection(*running.address) for _ in range(2)]
-    for connection in connections:
+    *connections, checker = [http.client.HTTPConnection(*running.address) for _ in range(3)]
+    for connection in (*connections, checker):
         connection.connect()
 
     def rank(connection) -> http.client.HTTPResponse:
@@ -521,6 +540,9 @@ def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
         return False
 
     wait_until(refuses)
+    checker.request("GET", "/health")
+    answer = checker.getresponse()
+    assert answer.status == 503 and json.loads(answer.read())["status"] == "stopping"
     for connection in connections:
         answer = rank(connection)
         assert answer.status == 200 and answer.getheader("connection") == "close" and len(json.loads(answer.read())["scores"]) == 3
