@@ -265,7 +265,8 @@ def test_a_deadline(start):
     assert_serves(running)
 
 
-def test_a_client_that_leaves(start):
+@pytest.mark.parametrize("half", [False, True], ids=["leaves", "closes its sending side"])
+def test_a_client_that_leaves(start, half):
     """Its request is dropped from the queue."""
     running = start()
     hold = Hold(running.service)
@@ -282,7 +283,16 @@ def test_a_client_that_leaves(start):
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-        asyncio.run(leave())
+        def close_half():
+            body = json.dumps({**GOOD, "user": 4})
+            with socket.create_connection(running.address, timeout=30) as connection:
+                head = f"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                connection.sendall((head + body).encode())
+                wait_until(lambda: len(running.service.batcher))
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(1) == b""
+
+        close_half() if half else asyncio.run(leave())
         wait_until(lambda: running.metric('rank_requests_total{status="499"}') == 1)
         hold.released.set()
         assert first.result().status_code == 200
