@@ -4,6 +4,7 @@ A batch closes when it is full, when its first request has waited `max_wait` sec
 that two batches take. Requests of one user keep their order, and one with new events is never behind another request in a batch.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -56,6 +57,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_limits(max_queue=self.max_queue, max_users=self.max_users, max_candidates=self.max_candidates)
+        if not 0 <= self.max_wait < math.inf:
+            raise ValueError(f"max_wait must be finite and at least 0, got {self.max_wait} s")
 
 
 def check_limits(**limits: int) -> None:
