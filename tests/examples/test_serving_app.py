@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import load_weights
@@ -329,13 +330,18 @@ def test_a_body_that_takes_too_long(start):
         assert slow.result().status_code == 200
 
 
-def test_out_of_memory_is_split(start):
+def no_memory_of_a_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("fail", [no_memory_of_a_gpu, lambda: torch.empty(2**55), lambda: np.empty(2**55)], ids=["GPU", "CPU", "NumPy"])
+def test_out_of_memory_is_split(start, fail):
     running = start()
     score = running.service.ranker.score
 
     def limited(requests):
         if sum(len(x.candidates) for x in requests) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            fail()
         return score(requests)
 
     body = {"user": 3, "candidates": list(range(10)), "events": [{"item": 1, "rating": 4}] * 2}
@@ -369,12 +375,15 @@ def test_a_request_in_halves_that_fails_stores_nothing(start):
     assert_serves(running)
 
 
-def test_out_of_memory_without_end(start):
+@pytest.mark.parametrize(
+    ("fail", "error"), [(no_memory_of_a_gpu, "CUDA out of memory"), (lambda: torch.empty(2**55), "the CPU is out of memory")]
+)
+def test_out_of_memory_without_end(start, fail, error):
     running = start()
     score = running.service.ranker.score
-    running.service.ranker.score = lambda requests: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    running.service.ranker.score = lambda requests: fail()
     answer = running.rank(GOOD)
-    assert answer.status_code == 503 and answer.json() == {"error": "CUDA out of memory"}
+    assert answer.status_code == 503 and answer.json() == {"error": error}
     running.service.ranker.score = score
     assert_serves(running)
 
