@@ -503,12 +503,19 @@ def test_weights_that_were_read_first_are_not_put_in_place_last(start, served):
     assert all(torch.equal(x, placed[name]) for name, x in read_weights().tensors.items())
 
 
-@pytest.mark.parametrize("content, error", [(b"no weights", "x is not a file of weights"), (None, "the weights are of another model: ")])
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [("other", "x is not a file of weights"), ("hstu", "the weights are of another model: model is 'hstu', not"), ("NaN", "NaN in head.")],
+)
 def test_weights_that_cannot_be_loaded(start, served, tmp_path, content, error):
-    """A file of something else, and the weights of another model."""
-    path = served["hstu"] if content is None else tmp_path / "x"
-    if content is not None:
-        path.write_bytes(content)
+    """A file of something else, the weights of another model, and of a training that diverged."""
+    path = served["hstu"] if content == "hstu" else tmp_path / "x"
+    if content == "other":
+        path.write_bytes(b"no weights")
+    if content == "NaN":
+        weights = load_weights(served["attention"])
+        tensors = {name: x * math.nan if name.startswith("head.over") else x for name, x in weights.tensors.items()}
+        torch.save({"settings": weights.settings, "tensors": tensors}, path)
     running = start(read_weights=lambda: load_weights(path))
     before = assert_serves(running)
     answer = running.client.post("/reload")
