@@ -129,13 +129,15 @@ def export_weights(folder: Path) -> Path:
 def load_weights(path: Path) -> Weights:
     """The content of a file of `export_weights`, on the CPU. Nothing but tensors and plain data is read from it, and no code is run.
 
-    Raises ValueError if it is no such file.
+    Raises ValueError if it is no such file, or if a weight is NaN.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         settings, tensors = content["settings"], content["tensors"]
         if not isinstance(settings, dict) or not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
             raise TypeError("it has no dictionary of settings and of tensors")
+        if wrong := [name for name, x in tensors.items() if bool(x.isnan().any())]:
+            raise ValueError(f"NaN in {', '.join(wrong[:5])}")
         return Weights(settings, tensors)
     except OSError:
         raise

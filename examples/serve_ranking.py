@@ -21,6 +21,7 @@ from serving_rankers import add_cache_options, add_ranker_options, ranker_from_o
 from training import HelpFormatter
 
 DRAIN_SECONDS = 0.3  # of a server that stops: new connections are refused, requests on open ones are read
+KEEP_ALIVE_SECONDS = 75  # of idle connections: a request on one that is being closed is lost, so clients and proxies should close them
 TRAINED = ["--users", "300", "--epochs", "3", "--device", "cpu"]  # options of the model that is trained without --weights
 
 
@@ -67,6 +68,7 @@ class Server(uvicorn.Server):
     """When it is told to stop, it also answers requests that clients have sent and that it has not read."""
 
     async def shutdown(self, sockets: Any = None) -> None:
+        self.config.app.state.service.is_stopping = True
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]  # no client sends another one
         await asyncio.sleep(0)  # accepts the connections that wait
         for server in self.servers:
@@ -84,7 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"serve_ranking: {error}")
     tune_process()
     print(f"serving on http://{options.host}:{options.port}")
-    Server(uvicorn.Config(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=30)).run()
+    seconds = dict(timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=30)
+    Server(uvicorn.Config(app, host=options.host, port=options.port, log_level="warning", **seconds)).run()
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@
 | `POST /reload` | reads the file of weights again, and puts them in place between two batches |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
 
-An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for a request that is too large, 415 for a
-body that is not declared as JSON, 429 if the queue is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for
-scores that are not finite.
+An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 408 for a body that takes too long, 413 for a
+request that is too large, 415 for a body that is not declared as JSON, 429 if the queue is full, 503 if the server stops or has no memory,
+504 if the deadline passed, 500 for scores that are not finite.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import to_json
 from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied, check_limits
 from serving_rankers import NewEvents, Ranker, Request
@@ -40,6 +40,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 PAGE = Path(__file__).with_name("serving_page.html")
 STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, FloatingPointError: 500, **dict.fromkeys(OUT_OF_MEMORY, 503)}
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+MAX_ERROR = 500  # characters of an error's text
 NOT_JSON = "the body must be JSON, with the header content-type: application/json"
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # seconds
 
@@ -48,6 +49,8 @@ BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 
 class ServiceLimits:
     """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked before it is parsed.
 
+    body_seconds: from the first to the last byte of the body.
+
     Raises ValueError for a limit that refuses all requests.
     """
 
@@ -55,6 +58,7 @@ class ServiceLimits:
     max_candidates: int = 10_000
     max_events: int = 1_000
     max_body: int = 1_000_000
+    body_seconds: float = 10.0
     deadline: float = 1.0
 
     def __post_init__(self) -> None:
@@ -66,17 +70,30 @@ class ServiceLimits:
 STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be user or item 1
 
 
-class Event(BaseModel):
+class Body(BaseModel):
+    """Validation ends at the first fault of a list, and at the first unknown field. A megabyte of faults would take seconds to list."""
+
     model_config = STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_fields_but_one(cls, data: Any) -> Any:
+        known = cls.model_fields
+        if not isinstance(data, dict) or len(data) <= len(known) + 1:
+            return data
+        unknown = next(name for name in data if name not in known)
+        return {name: value for name, value in data.items() if name in known or name is unknown}
+
+
+class Event(Body):
     item: int
     rating: Annotated[float | None, Field(allow_inf_nan=False)] = None
 
 
-class RankBody(BaseModel):
-    model_config = STRICT
+class RankBody(Body):
     user: int
-    candidates: Annotated[list[int], Field(min_length=1)]
-    events: list[Event] = []
+    candidates: Annotated[list[int], Field(min_length=1), FailFast()]
+    events: Annotated[list[Event], FailFast()] = []
     deadline_ms: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
 
 
@@ -141,6 +158,8 @@ class Service:
     def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, read_weights: Callable[[], Weights] | None = None):
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
         self.read_weights = read_weights
+        self._reloading = asyncio.Lock()  # otherwise weights that were read before others might be put in place after them
+        self.is_stopping = False
         if ranker.device.type == "cuda":
             ranker.warm_up(self.limits.batches.max_users, self.limits.max_candidates)
         self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
@@ -162,8 +181,9 @@ class Service:
         if self.read_weights is None:
             raise HTTPException(409, "the server was started without a file of weights")
         try:
-            weights = await asyncio.to_thread(self.read_weights)
-            return await asyncio.wrap_future(self.batcher.between_batches(lambda: self._replace_weights(weights)))
+            async with self._reloading:
+                weights = await asyncio.to_thread(self.read_weights)
+                return await asyncio.wrap_future(self.batcher.between_batches(lambda: self._replace_weights(weights)))
         except (ValueError, OSError) as error:
             raise HTTPException(409, str(error)) from error
 
@@ -299,6 +319,7 @@ def make_app(service: Service) -> FastAPI:
         await asyncio.to_thread(service.batcher.close)
 
     app = FastAPI(title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
 
     def answer(status: int, text: str, path: str) -> Response:
         if path == "/rank":
@@ -321,7 +342,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        alive = service.batcher.is_alive()
+        alive = service.batcher.is_alive() and not service.is_stopping
         content = {"status": "ok" if alive else "stopping", "weights_version": service.version, "queue": len(service.batcher)}
         return JSONResponse(content, 200 if alive else 503)
 
@@ -337,7 +358,8 @@ def make_app(service: Service) -> FastAPI:
 
 
 def error_response(status: int, text: str, path: str) -> Response:
-    return JSONResponse({"error": text}, status)
+    """The error. A name or a number of the request in it may be as long as the request."""
+    return JSONResponse({"error": text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."}, status)
 
 
 def answer_errors(app: FastAPI, answer: Callable[[int, str, str], Response] = error_response) -> None:
@@ -376,6 +398,7 @@ def http_errors() -> Iterator[None]:
 class Admission:
     """Refuses requests before they are parsed.
 
+    408: the body is not complete after body_seconds. The connection is closed.
     413: the body is larger than max_body. It is not read if it has a length, else until it gets too long.
     429: as many requests to /rank are in progress as the queue and two batches hold. More would wait to be parsed or answered, where the
     queue's limit and the deadlines do not see them.
@@ -384,16 +407,23 @@ class Admission:
     """
 
     def __init__(self, app: Any, limits: ServiceLimits, answer: Callable[[int, str, str], Response]):
-        self.app, self.max_body, self.answer = app, limits.max_body, answer
+        self.app, self.max_body, self.body_seconds, self.answer = app, limits.max_body, limits.body_seconds, answer
         self.ranking, self.max_ranking = 0, limits.batches.max_queue + 2 * limits.batches.max_users
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        received, is_complete, is_ranking = 0, False, False
+        received, is_complete, is_ranking, is_late = 0, False, False, False
+        task, loop, timer = asyncio.current_task(), asyncio.get_running_loop(), None
+
+        def end() -> None:
+            nonlocal is_late
+            is_late = task is not None and task.cancel()
 
         async def limited() -> Any:
-            nonlocal received, is_complete, is_ranking
+            nonlocal received, is_complete, is_ranking, timer
+            if timer is None:  # of this request; a request without a body has none
+                timer = loop.call_later(self.body_seconds, end)
             message = await receive()
             if message["type"] == "http.disconnect" and not is_complete:
                 raise StarletteHTTPException(499, "the client left")
@@ -401,6 +431,8 @@ class Admission:
             if received > self.max_body:
                 raise StarletteHTTPException(413, f"the body must be at most {self.max_body} bytes")
             is_complete = not message.get("more_body", False)
+            if is_complete:
+                timer.cancel()
             if is_complete and scope["path"] == "/rank" and not is_ranking:
                 if self.ranking >= self.max_ranking:
                     raise StarletteHTTPException(429, f"{self.ranking} requests are in progress")
@@ -414,5 +446,13 @@ class Admission:
             return await response(scope, receive, send)
         try:
             await self.app(scope, limited, send)
+        except asyncio.CancelledError:
+            if not is_late:
+                raise
+            response = self.answer(408, f"the body must be complete within {self.body_seconds:g} s", scope["path"])
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
         finally:
+            if timer is not None:
+                timer.cancel()
             self.ranking -= is_ranking

@@ -4,6 +4,7 @@ A batch closes when it is full, when its first request has waited `max_wait` sec
 that two batches take. Requests of one user keep their order, and one with new events is never behind another request in a batch.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -56,6 +57,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_limits(max_queue=self.max_queue, max_users=self.max_users, max_candidates=self.max_candidates)
+        if not 0 <= self.max_wait < math.inf:
+            raise ValueError(f"max_wait must be finite and at least 0, got {self.max_wait} s")
 
 
 def check_limits(**limits: int) -> None:
@@ -265,13 +268,11 @@ class Batcher:
         """Scores or the error of each request. Errors of a batch are found again in its halves, so that no request fails for another."""
         try:
             return list(self.score(requests))
-        except OUT_OF_MEMORY as error:
-            self.counts.splits += 1
+        except Exception as caught:
+            error = _with_class(caught)
+            self.counts.splits += isinstance(error, OUT_OF_MEMORY)
             if len(requests) == 1:
-                return [self._in_halves(requests[0], error)]
-        except Exception as error:
-            if len(requests) == 1:
-                return [error]
+                return [self._in_halves(requests[0], error) if isinstance(error, OUT_OF_MEMORY) else error]
         half = len(requests) // 2
         return self._results(requests[:half]) + self._results(requests[half:])
 
@@ -290,6 +291,11 @@ class Batcher:
                 return result
             parts.append(result)
         return torch.cat(parts)
+
+
+def _with_class(error: Exception) -> Exception:
+    """The error. A MemoryError for the plain RuntimeError that torch raises if a CPU has no memory."""
+    return MemoryError("the CPU is out of memory") if type(error) is RuntimeError and "DefaultCPUAllocator" in str(error) else error
 
 
 def _run_job(job: Callable[[], Any], future: Future) -> None:

@@ -32,6 +32,7 @@ from training import pick_device
 import jagged_modules as jm
 
 CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history
+COMPUTED = ("model", "interaction", "parts", "num_heads", "max_history", "max_stream", "block_size", "scores")  # settings beside the shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PAGE_ROWS = {"cuda": 128, "cpu": 16}  # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
 
@@ -125,6 +126,7 @@ class Ranker(ABC):
         max_history: events of a history that the model takes.
         cache_bytes: budget of the cache; 0: none, each request computes its history.
         held_out: items by user that the log has after the histories, for demonstrations.
+        settings: those of the training run.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
         dtype: of `dense`, and of the cached keys and values.
     """
@@ -140,11 +142,12 @@ class Ranker(ABC):
         max_history: int,
         cache_bytes: int,
         held_out: dict[int, list[int]],
+        settings: dict[str, Any],
         page_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
     ):
         self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
-        self.dtype = dtype
+        self.settings, self.dtype = settings, dtype
         dense.to(dtype)
         self.device = next(model.parameters()).device
         page_rows = PAGE_ROWS.get(self.device.type, 128) if page_rows is None else page_rows
@@ -192,8 +195,12 @@ class Ranker(ABC):
     def load(self, weights: Weights) -> None:
         """Replace the model's weights. Cached rows of the old weights are not used any more.
 
-        Raises ValueError if the weights are of another model. The model is then unchanged.
+        Raises ValueError if the weights are of another model, also of one whose tensors have equal shapes. The model is then unchanged.
         """
+        changed = [name for name in COMPUTED if weights.settings.get(name) != self.settings.get(name)]
+        if changed:
+            values = (f"{name} is {weights.settings.get(name)!r}, not {self.settings.get(name)!r}" for name in changed)
+            raise ValueError(f"the weights are of another model: {'; '.join(values)}")
         own = self.model.state_dict()
         shapes = [{name: (x.shape, x.is_floating_point()) for name, x in tensors.items()} for tensors in (own, weights.tensors)]
         if shapes[0] != shapes[1]:
@@ -521,7 +528,8 @@ def _ranking_ranker(settings: dict[str, Any], device: torch.device, data: str | 
     dataset = train_dlrm.load_datasets(options)["test"]
     log, held_out = dataset.log, ranges(dataset.chunks.start, dataset.chunks.end)[0]
     model = train_dlrm.make_model(options, dataset.tables, None, device)
-    return RankingRanker(model, dataset, **_state(log, dataset.rating_index, held_out), max_history=options.max_history, **cache)
+    state = _state(log, dataset.rating_index, held_out)
+    return RankingRanker(model, dataset, **state, max_history=options.max_history, settings=settings, **cache)
 
 
 def _sequence_ranker(settings: dict[str, Any], device: torch.device, data: str | None, **cache: Any) -> SequenceRanker:
@@ -532,7 +540,8 @@ def _sequence_ranker(settings: dict[str, Any], device: torch.device, data: str |
     dataset = train_hstu.load_datasets(options)["test"]
     log = dataset.log
     model = train_hstu.make_model(options, options.model, log.num_items, device)
-    return SequenceRanker(model, **_state(log, np.zeros_like(log.item), dataset.windows.end), max_history=options.max_history, **cache)
+    state = _state(log, np.zeros_like(log.item), dataset.windows.end)
+    return SequenceRanker(model, **state, max_history=options.max_history, settings=settings, **cache)
 
 
 def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,7 +25,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-from serving_app import Event, RankBody, Service, ServiceLimits, answer_errors, http_errors, tune_process
+from serving_app import Admission, Event, RankBody, Service, ServiceLimits, answer_errors, error_response, http_errors, tune_process
+from serving_batcher import Limits
 from serving_rankers import add_cache_options, add_ranker_options, ranker_from_options
 from training import HelpFormatter
 
@@ -35,6 +37,23 @@ STALE = -1
 ROUTER = RequestRouterConfig(request_router_class=ConsistentHashRouter, request_router_kwargs={"num_fallback_replicas": 0})
 app = FastAPI(title="ranker", docs_url=None, redoc_url=None, openapi_url=None)
 answer_errors(app)  # FastAPI's own answer repeats the input: NaN in it would be an internal error
+app.add_middleware(Admission, limits=ServiceLimits(Limits(MAX_ONGOING + MAX_QUEUED)), answer=error_response)  # bodies; Ray limits requests
+
+
+async def _with_status(answer: Awaitable[Any]) -> tuple[int, Any]:
+    """200 and the answer, or the HTTP status of the error and its text. Exceptions lose their status on the way to the ingress."""
+    try:
+        with http_errors():
+            return 200, await answer
+    except HTTPException as error:
+        return error.status_code, error.detail
+
+
+def _checked(status: int, answer: Any) -> Any:
+    """The answer. HTTPException if it is an error's text."""
+    if status != 200:
+        raise HTTPException(status, answer)
+    return answer
 
 
 @serve.deployment(max_ongoing_requests=MAX_ONGOING)
@@ -73,16 +92,13 @@ class Replica:
         self.turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         tune_process()
 
-    async def rank(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """The HTTP status and the answer. Exceptions would lose their status on the way to the ingress."""
-        try:
-            with http_errors():
-                return 200, await self._rank(RankBody(**body))
-        except HTTPException as error:
-            return error.status_code, {"error": error.detail}
+    async def rank(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """The HTTP status and the answer, or the error's text."""
+        return await _with_status(self._rank(body))
 
-    async def _rank(self, body: RankBody) -> dict[str, Any]:
-        begin, user, events = time.monotonic(), body.user, [event.model_dump() for event in body.events]
+    async def _rank(self, fields: dict[str, Any]) -> dict[str, Any]:
+        begin, body = time.monotonic(), RankBody(**fields)
+        user, events = body.user, [event.model_dump() for event in body.events]
         self.service.check_user(user)
         async with self.turns.setdefault(user, asyncio.Lock()):  # one request of a user at a time
             known = await self._catch_up(user)
@@ -103,8 +119,9 @@ class Replica:
         await asyncio.wrap_future(self.service.batcher.between_batches(lambda: self.service.ranker.replace_events(user, events)))
         return len(stored)
 
-    async def reload(self) -> int:
-        return await self.service.reload()
+    async def reload(self) -> tuple[int, Any]:
+        """The HTTP status and the version of the weights, or the error's text."""
+        return await _with_status(self.service.reload())
 
     async def counts(self) -> dict[str, Any]:
         """The replica, the id of its process, and what happened to the histories of its requests."""
@@ -130,13 +147,12 @@ class Ingress:
             status, answer = await self.replicas.options(session_id=str(body.user)).rank.remote(body.model_dump())
         except BackPressureError as error:
             raise HTTPException(429, f"{MAX_QUEUED} requests wait for the user's replica") from error
-        if status != 200:
-            raise HTTPException(status, answer["error"])
-        return answer
+        return _checked(status, answer)
 
     @app.post("/reload")
     async def reload(self) -> dict[str, list[int]]:
-        return {"weights_version": await self.replicas.broadcast("reload").results_async()}
+        answers = await self.replicas.broadcast("reload").results_async()
+        return {"weights_version": [_checked(status, version) for status, version in answers]}
 
     @app.get("/counts")
     async def counts(self) -> list[dict[str, Any]]:

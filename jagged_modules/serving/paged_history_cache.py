@@ -141,6 +141,7 @@ class PagedHistoryCache:
 
         The other users become the most recently used ones, so the next `put` evicts them last.
         """
+        _check_iterable(users)
         with self._lock:
             weights, missing = self._current_weights(), list[Hashable]()
             for user in users:
@@ -259,12 +260,13 @@ class PagedHistoryCache:
             stream that is current now. Drop it after the score: until then its pages are used, also if their users are evicted.
 
         Raises:
-            KeyError: a user is not cached with the layer's present weights.
+            KeyError: a user is not cached with the layer's present weights. TypeError: users are no list or tuple.
         """
         return self._select(users, self._reads_pages())
 
     def evict(self, users: Iterable[Hashable]) -> None:
         """Forget users. Those that are not cached are ignored."""
+        _check_iterable(users)
         with self._writer, self._lock:
             for user in users:
                 if self._table is not None and user in self._table.users:
@@ -320,6 +322,7 @@ class PagedHistoryCache:
         return self._table is not None and user in self._table.users and self._table.users[user].weights == weights
 
     def _check_cached(self, users: Sequence[Hashable]) -> PageTable:
+        _check_sequence(users)
         weights = self._current_weights()
         for user in users:
             if self._is_cached(user, weights):
@@ -331,8 +334,7 @@ class PagedHistoryCache:
         return self._table
 
     def _check_users(self, users: Sequence[Hashable], segments: int, name: str) -> None:
-        if not is_sequence(users):
-            raise TypeError(f"users must be a list or a tuple of keys, got {type(users).__name__}")
+        _check_sequence(users)
         if len(users) != segments:
             raise ValueError(f"users must be one per segment of {name}, {segments}, got {len(users)}")
         if len(set(users)) != len(users):
@@ -449,6 +451,17 @@ class PagedHistoryCache:
         with self._lock:
             self._check_cached(users)
             return self._gather([RowRange(array("q"), 0, 0)] * len(users))
+
+
+def _check_sequence(users: object) -> None:
+    """Others may end after one pass, or have no order. The characters of a text are no users."""
+    if not is_sequence(users):
+        raise TypeError(f"users must be a list or a tuple of keys, got {type(users).__name__}")
+
+
+def _check_iterable(users: object) -> None:
+    if isinstance(users, (str, bytes)):
+        raise TypeError(f"users must be an iterable of keys, got the one key {users!r}")
 
 
 def _lengths(rows: Jagged) -> list[int]:

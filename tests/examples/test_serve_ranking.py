@@ -118,6 +118,13 @@ def test_limits_of_zero(served, option, message):
         serve_ranking.main(["--weights", str(served["attention"]), option, "0"])
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_wait_that_no_thread_can_wait(served, value):
+    """The scoring thread would end, again and again."""
+    with pytest.raises(SystemExit, match="serve_ranking: max_wait must be finite and at least 0, got"):
+        serve_ranking.main(["--weights", str(served["attention"]), f"--max-wait-ms={value}"])
+
+
 @pytest.mark.parametrize(
     "option, value, expected",
     [

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import load_weights
@@ -27,6 +28,7 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import httpx  # noqa: E402
+import pydantic  # noqa: E402
 import serve_ranking  # noqa: E402
 import serving_app  # noqa: E402
 from serving_app import Service, tune_process  # noqa: E402
@@ -120,6 +122,24 @@ def test_bad_requests(shared, body, status, error):
     counted = shared.metric(f'rank_requests_total{{status="{status}"}}') - before
     assert counted == 1
     assert shared.service.ranker.histories.length(3) == length
+    assert_serves(shared)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"candidates": ["x"] * 1000}, {"events": [{}] * 1000}, {str(i): 1 for i in range(1000)}, {"events": [dict.fromkeys("abcdefgh", 1)]}],
+    ids=["candidates", "events", "unknown fields", "unknown fields of an event"],
+)
+def test_a_body_of_many_faults_is_not_searched_for_all(fields):
+    """To list 300,000 faults would stop the event loop for two seconds."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        serving_app.RankBody.model_validate({**GOOD, **fields})
+    assert caught.value.error_count() <= 2
+
+
+def test_an_error_does_not_repeat_a_long_name(shared):
+    answer = shared.rank({**GOOD, "x" * 5000: 1})
+    assert answer.status_code == 422 and answer.json()["error"] == f"body.{'x' * 495}..."
     assert_serves(shared)
 
 
@@ -246,7 +266,8 @@ def test_a_deadline(start):
     assert_serves(running)
 
 
-def test_a_client_that_leaves(start):
+@pytest.mark.parametrize("half", [False, True], ids=["leaves", "closes its sending side"])
+def test_a_client_that_leaves(start, half):
     """Its request is dropped from the queue."""
     running = start()
     hold = Hold(running.service)
@@ -263,7 +284,16 @@ def test_a_client_that_leaves(start):
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-        asyncio.run(leave())
+        def close_half():
+            body = json.dumps({**GOOD, "user": 4})
+            with socket.create_connection(running.address, timeout=30) as connection:
+                head = f"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                connection.sendall((head + body).encode())
+                wait_until(lambda: len(running.service.batcher))
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(1) == b""
+
+        close_half() if half else asyncio.run(leave())
         wait_until(lambda: running.metric('rank_requests_total{status="499"}') == 1)
         hold.released.set()
         assert first.result().status_code == 200
@@ -281,13 +311,37 @@ def test_a_client_that_leaves_before_the_body_is_complete(start):
     assert_serves(running)
 
 
-def test_out_of_memory_is_split(start):
+def test_a_body_that_takes_too_long(start):
+    """The connection is closed, so the client cannot hold up a server that stops either."""
+    running = start(limits=replace(LIMITS, body_seconds=0.2))
+    with socket.create_connection(running.address, timeout=30) as connection:
+        connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 408 and json.loads(answer.read()) == {"error": "the body must be complete within 0.2 s"}
+        assert connection.recv(1) == b""
+    assert running.metric('rank_requests_total{status="408"}') == 1
+    hold = Hold(running.service)
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(running.rank, GOOD)  # after its body, a request may take longer
+        assert hold.entered.wait(30)
+        time.sleep(0.4)
+        hold.released.set()
+        assert slow.result().status_code == 200
+
+
+def no_memory_of_a_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("fail", [no_memory_of_a_gpu, lambda: torch.empty(2**55), lambda: np.empty(2**55)], ids=["GPU", "CPU", "NumPy"])
+def test_out_of_memory_is_split(start, fail):
     running = start()
     score = running.service.ranker.score
 
     def limited(requests):
         if sum(len(x.candidates) for x in requests) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            fail()
         return score(requests)
 
     body = {"user": 3, "candidates": list(range(10)), "events": [{"item": 1, "rating": 4}] * 2}
@@ -321,12 +375,15 @@ def test_a_request_in_halves_that_fails_stores_nothing(start):
     assert_serves(running)
 
 
-def test_out_of_memory_without_end(start):
+@pytest.mark.parametrize(
+    ("fail", "error"), [(no_memory_of_a_gpu, "CUDA out of memory"), (lambda: torch.empty(2**55), "the CPU is out of memory")]
+)
+def test_out_of_memory_without_end(start, fail, error):
     running = start()
     score = running.service.ranker.score
-    running.service.ranker.score = lambda requests: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    running.service.ranker.score = lambda requests: fail()
     answer = running.rank(GOOD)
-    assert answer.status_code == 503 and answer.json() == {"error": "CUDA out of memory"}
+    assert answer.status_code == 503 and answer.json() == {"error": error}
     running.service.ranker.score = score
     assert_serves(running)
 
@@ -424,12 +481,41 @@ def test_requests_are_answered_while_weights_are_read(start, served):
         assert reload.result().json() == {"weights_version": 2}
 
 
-@pytest.mark.parametrize("content, error", [(b"no weights", "x is not a file of weights"), (None, "the weights are of another model: ")])
+def test_weights_that_were_read_first_are_not_put_in_place_last(start, served):
+    """Of two reloads at a time. The first one reads slowly."""
+    weights, reads, second = load_weights(served["attention"]), [], threading.Event()
+
+    def read_weights():
+        reads.append(len(reads))
+        if reads[-1] == 0:
+            second.wait(1)  # in vain: the second reload reads after this one
+            return weights
+        second.set()
+        return replace(weights, tensors={name: x + 0.01 if x.is_floating_point() else x for name, x in weights.tensors.items()})
+
+    running = start(read_weights=read_weights)
+    with ThreadPoolExecutor(2) as threads:
+        reloads = [threads.submit(running.client.post, "/reload")]
+        wait_until(lambda: reads)
+        reloads.append(threads.submit(running.client.post, "/reload"))
+        assert [x.result().json() for x in reloads] == [{"weights_version": 2}, {"weights_version": 3}]
+    placed = running.service.ranker.model.state_dict()
+    assert all(torch.equal(x, placed[name]) for name, x in read_weights().tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [("other", "x is not a file of weights"), ("hstu", "the weights are of another model: model is 'hstu', not"), ("NaN", "NaN in head.")],
+)
 def test_weights_that_cannot_be_loaded(start, served, tmp_path, content, error):
-    """A file of something else, and the weights of another model."""
-    path = served["hstu"] if content is None else tmp_path / "x"
-    if content is not None:
-        path.write_bytes(content)
+    """A file of something else, the weights of another model, and of a training that diverged."""
+    path = served["hstu"] if content == "hstu" else tmp_path / "x"
+    if content == "other":
+        path.write_bytes(b"no weights")
+    if content == "NaN":
+        weights = load_weights(served["attention"])
+        tensors = {name: x * math.nan if name.startswith("head.over") else x for name, x in weights.tensors.items()}
+        torch.save({"settings": weights.settings, "tensors": tensors}, path)
     running = start(read_weights=lambda: load_weights(path))
     before = assert_serves(running)
     answer = running.client.post("/reload")
@@ -461,8 +547,8 @@ def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
     """On connections that were open, whether a request was sent on them before or not. It asks for no further one."""
     monkeypatch.setattr(serve_ranking, "DRAIN_SECONDS", 3.0)
     running = Running(Service(ranker_of(served["attention"]), LIMITS), serve_ranking.Server)
-    connections = [http.client.HTTPConnection(*running.address) for _ in range(2)]
-    for connection in connections:
+    *connections, checker = [http.client.HTTPConnection(*running.address) for _ in range(3)]
+    for connection in (*connections, checker):
         connection.connect()
 
     def rank(connection) -> http.client.HTTPResponse:
@@ -480,6 +566,9 @@ def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
         return False
 
     wait_until(refuses)
+    checker.request("GET", "/health")
+    answer = checker.getresponse()
+    assert answer.status == 503 and json.loads(answer.read())["status"] == "stopping"
     for connection in connections:
         answer = rank(connection)
         assert answer.status == 200 and answer.getheader("connection") == "close" and len(json.loads(answer.read())["scores"]) == 3

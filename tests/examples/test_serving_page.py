@@ -10,6 +10,7 @@ import torch
 for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
+import serving_app  # noqa: E402
 from serving_app import Service  # noqa: E402
 
 from .running import LIMITS, Running  # noqa: E402
@@ -59,3 +60,22 @@ def test_the_page_shows_history_ranking_attention_and_latency(running):
 def test_the_page_takes_the_held_out_items_and_shows_errors(running):
     assert [int(row[1]) for row in rows(document(running, "user=3"), "ranking")]
     assert "404: no user 99: users are 0 to 24" in document(running, "user=99&candidates=5")
+
+
+def test_a_chosen_candidate_is_an_event_of_the_user_who_is_shown(running, tmp_path, monkeypatch):
+    """Also if another user's number was typed since."""
+    script = """<script>
+      const click = () => {
+        if (!element("history").rows.length) return setTimeout(click, 20);
+        element("user").value = 4;
+        element("choose").click();
+      };
+      click();
+    </script>"""
+    page = tmp_path / "page.html"
+    page.write_text(serving_app.PAGE.read_text().replace("</body>", f"{script}</body>"))
+    monkeypatch.setattr(serving_app, "PAGE", page)
+    histories = running.service.ranker.histories
+    before = [histories.length(user) for user in (3, 4)]
+    newest = rows(document(running, "user=3&candidates=5"), "history")[0]
+    assert newest[0] == "5" and [histories.length(user) for user in (3, 4)] == [before[0] + 1, before[1]]

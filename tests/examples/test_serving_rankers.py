@@ -11,7 +11,7 @@ pytest.importorskip("torchrec", reason="the programs need it")  # `make test-gpu
 
 import train_dlrm  # noqa: E402
 import train_hstu  # noqa: E402
-from checkpoints import export_weights, load_weights  # noqa: E402
+from checkpoints import Weights, export_weights, load_weights  # noqa: E402
 from ranking_data import RankingDataset  # noqa: E402
 from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows, make_ranker, options_of  # noqa: E402
 from training import rank_unseen  # noqa: E402
@@ -220,6 +220,26 @@ def test_other_weights(served, name, tmp_path):
     with pytest.raises(ValueError, match="^the weights are of another model: .* differ$"):
         ranker.load(load_weights(larger))
     assert_same_scores(ranker.score(batch), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "error"),
+    [
+        ("attention", "num_heads", 1, "num_heads is 1, not 2"),
+        ("attention", "max_history", 50, "max_history is 50, not 60"),
+        ("hstu", "scores", "dot", "scores is 'dot', not 'cosine'"),
+    ],
+)
+def test_weights_of_another_model_with_equal_shapes(served, name, setting, value, error):
+    """They would be computed with the old settings, and the scores would not be those of the offline evaluation."""
+    ranker, weights = ranker_of(served[name]), load_weights(served[name])
+    batch = Requests(ranker).batch()
+    before = ranker.score(batch)
+    other = {key: x + 1 if x.is_floating_point() else x for key, x in weights.tensors.items()}
+    with pytest.raises(ValueError, match=f"^the weights are of another model: {error}$"):
+        ranker.load(Weights({**weights.settings, setting: value}, other))
+    assert_same_scores(ranker.score([Request(x.user, x.candidates) for x in batch]), before)
+    ranker.load(Weights({**weights.settings, "epochs": 7, "seed": 5, "dropout": 0.1}, weights.tensors))
 
 
 # -- logged against served -----------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_a_deadline_counts_while_the_user_has_other_requests(local):
         return await asyncio.gather(replica.rank(body), replica.rank({**body, "deadline_ms": 50}))
 
     (first, _), (second, answer) = asyncio.run(send())
-    assert (first, second) == (200, 504) and "the deadline passed in the queue" in answer["error"]
+    assert (first, second) == (200, 504) and "the deadline passed in the queue" in answer
 
 
 def test_requests_that_ray_refuses():
@@ -219,7 +219,7 @@ class Deployment:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         self.offline = ranker_of(weights, 0)
         self.requests, self.ratings = Requests(self.offline), self.offline.ratings or [None]
-        self.lock = threading.Lock()
+        self.lock, self.weights = threading.Lock(), weights
 
     def rank(self, user, events=0):
         """Send a request, and compare the scores with those in this process. Returns the replica that answered."""
@@ -244,7 +244,7 @@ def two(request, cluster, served):
 
 
 @pytest.mark.slow
-def test_two_replicas(two):
+def test_two_replicas(two, tmp_path):
     users = range(12)
     replicas = [[two.rank(user, events=step % 2) for user in users] for step in range(4)]
     assert replicas == [replicas[0]] * 4
@@ -253,12 +253,17 @@ def test_two_replicas(two):
     for name, x in counts.items():
         assert x["reused"] + x["appended"] + x["encoded"] == 4 * replicas[0].count(name) and x["reused"] >= replicas[0].count(name)
     assert two.client.post("/reload").json() == {"weights_version": [2, 2]}
+    two.weights.rename(tmp_path / "weights.pt")
+    answer = two.client.post("/reload")
+    assert answer.status_code == 409 and "No such file" in answer.json()["error"]
+    (tmp_path / "weights.pt").rename(two.weights)
     for body, status in (
         ('{"user": 99, "candidates": [1]}', 404),
         ('{"user": 1, "candidates": []}', 422),
         ('{"user": 1, "candidates": [-1]}', 422),
         ('{"user": NaN, "candidates": [1]}', 422),
         ('{"user": 1', 400),
+        ('{"user": 1, "candidates": [1]}' + " " * 1_000_000, 413),
     ):
         answer = two.client.post("/rank", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == status and answer.json()["error"]

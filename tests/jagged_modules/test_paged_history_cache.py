@@ -337,6 +337,11 @@ def test_bad_arguments():
         (lambda: cache.put([1, 1], two), ValueError, "^users must not be repeated, got 1 twice"),
         (lambda: cache.append([2, 2], two), ValueError, "^users must not be repeated, got 2 twice"),
         (lambda: cache.put({1}, one), TypeError, "^users must be a list or a tuple of keys, got set"),
+        (lambda: cache.append({1}, one), TypeError, "^users must be a list or a tuple of keys, got set"),
+        (lambda: cache.select(user for user in [1, 2]), TypeError, "^users must be a list or a tuple of keys, got generator"),
+        (lambda: cache.select("12"), TypeError, "^users must be a list or a tuple of keys, got str"),
+        (lambda: cache.evict("12"), TypeError, "^users must be an iterable of keys, got the one key '12'"),
+        (lambda: cache.missing(b"12"), TypeError, "^users must be an iterable of keys, got the one key b'12'"),
     ):
         with pytest.raises(error, match=message):
             call()
