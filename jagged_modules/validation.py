@@ -149,8 +149,8 @@ def refuse_transforms(what: str) -> None:
     """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be silently zero."""
     if transforms_are_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         raise RuntimeError(
-            f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use torch.autograd.grad, and a loop in place of "
-            'vmap; a function called directly also takes implementation="reference"'
+            f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use torch.autograd.grad, and a loop in place "
+            'of vmap; a function called directly also takes implementation="reference"'
         )
 
 

@@ -43,9 +43,9 @@ def test_programs_are_found():
     assert {"train_dlrm", "train_hstu", "serve_ranking", "wukong"} <= {path.stem for path in PROGRAMS}
 
 
-@pytest.mark.parametrize(("program", "package"), [("serving_ray", "ray"), ("mlperf_serving", "mlperf_loadgen")])
-def test_a_missing_package_ends_with_one_line(program, package, monkeypatch):
+@pytest.mark.parametrize(("program", "package", "options"), [("serving_ray", "ray", []), ("mlperf_serving", "mlperf_loadgen", ["--qps=1"])])
+def test_a_missing_package_ends_with_one_line(program, package, options, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(sys, "argv", [program, "--weights", "any.pt"])
+    monkeypatch.setattr(sys, "argv", [program, "--weights", "any.pt", *options])
     with pytest.raises(SystemExit, match=rf'^{program}: \w+ is not installed: pip install "\.\[serve-more\]"$'):
         runpy.run_path(str(EXAMPLES / f"{program}.py"), run_name="__main__")

@@ -363,7 +363,7 @@ def bad_calls():
         (lambda: jm.Jagged(values, offsets + 1), ValueError, "offsets must start at 0, got 1"),
         (lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])), ValueError, "offsets must not decrease, got 4 then 3 at segment 1"),
         (lambda: jm.Jagged(values[:5], offsets), ValueError, "offsets must end at the number of rows, 5, got 6"),
-        (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "segment of 3 rows, longer than max_seqlen = 2"),
+        (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "^offsets must have segments of at most max_seqlen = 2 rows, got 3"),
         (lambda: jm.Jagged(values, offsets, max_seqlen=2.5), TypeError, "max_seqlen must be an int, got float"),
         (lambda: jm.Jagged(values, offsets.to("meta")), ValueError, "^offsets must be on the values' device, cpu, or the host, got meta"),
         (lambda: jm.Jagged.wrap((values, offsets + 1), name="history"), ValueError, "^history's offsets must start at 0, got 1"),

@@ -343,7 +343,7 @@ BAD_FORWARDS = [
     ((torch.randn(2, 3, 7), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 3, 7\]"),
     ((torch.randn(2, 3, 8).double(), HISTORY), ValueError, "targets must have the layer's dtype, torch.float32, got torch.float64"),
     ((torch.randn(2, 8), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 8\]"),
-    ((torch.randn(3, 1, 8), HISTORY), ValueError, "targets without candidates must have one row per history segment, 2, got 3"),
+    ((torch.randn(3, 1, 8), HISTORY), ValueError, "targets without candidates must be one per history segment, 2, got 3"),
     ((torch.randn(2, 1, 8), torch.randn(5, 8)), TypeError, "history must be a JaggedTensor.*got Tensor"),
     ((torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])), ValueError, r"history's values must have shape \[L, 8\], got \[5, 9\]"),
     ((torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))), ValueError, "offsets must end at the number of rows, 5, got 4"),
