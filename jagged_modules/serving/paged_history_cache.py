@@ -140,11 +140,7 @@ class PagedHistoryCache:
         """The users of these that are not cached with the layer's present weights, in their order. Counts hits and misses.
 
         The other users become the most recently used ones, so the next `put` evicts them last.
-
-        Raises:
-            TypeError: users are a str.
         """
-        _check_keys(users)
         with self._lock:
             weights, missing = self._current_weights(), list[Hashable]()
             for user in users:
@@ -263,18 +259,12 @@ class PagedHistoryCache:
             stream that is current now. Drop it after the score: until then its pages are used, also if their users are evicted.
 
         Raises:
-            KeyError: a user is not cached with the layer's present weights. TypeError: users are a str.
+            KeyError: a user is not cached with the layer's present weights.
         """
-        _check_keys(users)
         return self._select(users, self._reads_pages())
 
     def evict(self, users: Iterable[Hashable]) -> None:
-        """Forget users. Those that are not cached are ignored.
-
-        Raises:
-            TypeError: users are a str.
-        """
-        _check_keys(users)
+        """Forget users. Those that are not cached are ignored."""
         with self._writer, self._lock:
             for user in users:
                 if self._table is not None and user in self._table.users:
@@ -459,12 +449,6 @@ class PagedHistoryCache:
         with self._lock:
             self._check_cached(users)
             return self._gather([RowRange(array("q"), 0, 0)] * len(users))
-
-
-def _check_keys(users: Iterable[Hashable]) -> None:
-    """TypeError for one name in place of a list: its letters would be the users."""
-    if isinstance(users, (str, bytes)):
-        raise TypeError(f"users must be a list of keys, got {users!r}: one user is [{users!r}]")
 
 
 def _lengths(rows: Jagged) -> list[int]:
