@@ -1,12 +1,14 @@
 """Runs MLPerf's LoadGen on a ranker: python examples/mlperf_serving.py --weights FILE --qps 20 [--candidates 2048 --limit-ms 80]
 
 The Server scenario: LoadGen sends queries as a Poisson process, and a run is valid if 99 % of them are answered within the limit. The
-defaults are those of DLRMv3. LoadGen's package is `mlcommons-loadgen`. Neither this model nor a run of less than ten minutes is an official
+defaults are those of DLRMv3. Neither this model nor a run of less than ten minutes is an official
 result.
 """
 
 import argparse
+import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
+    if importlib.util.find_spec("mlperf_loadgen") is None:
+        sys.exit('mlperf_serving: LoadGen is not installed: pip install ".[serve-more]"')
     torch.set_num_threads(options.threads)
     ranker = ranker_from_options(load_weights(options.weights), options)
     tune_process()

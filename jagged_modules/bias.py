@@ -34,7 +34,8 @@ class RelativeBias:
             Segments have at most N rows: longer ones are an error if offsets are on the host; otherwise distances beyond N - 1 count as
             N - 1.
         time: `[K + 1]`, shared by the heads, or `[H, K + 1]`, one entry per bucket.
-        timestamps: int64 `[Lk]`, of each key row, in any unit and order. Differences are taken in int64.
+        timestamps: int64 `[Lk]`, of each key row, in any unit and order. Differences are taken in int64: they
+            must be below 2^63, or they wrap.
         boundaries: int64 `[K]`, not decreasing; `log_boundaries(K)` if None.
         query_timestamps: int64 `[Lq]`, u of each query row, for example the time of the event to be predicted.
         query_shift: int32 or int64 `[B]`: the queries of segment b have positions that are larger by query_shift[b]. Queries that follow

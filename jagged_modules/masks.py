@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import final
 
 import torch
 from jagged_kernels.attention.params import MaskParams
@@ -13,6 +14,7 @@ from .scalars import check_flag, check_size, is_sequence, to_ints
 from .validation import check_device, check_integers, values_are_checkable
 
 
+@final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
     """Which columns (keys) of a segment each of its query rows sees. The fields combine: a row sees a column if all fields allow it. Only
@@ -67,6 +69,10 @@ class AttentionMask:
     min_full_attn_seqlen: int = 0
     global_prefix: int = 0
     recent_history: int = 0
+
+    def __init_subclass__(cls) -> None:
+        """TypeError: kernels read the fields, so another rule would be ignored silently."""
+        raise TypeError("AttentionMask must not be subclassed: kernels read its fields, not its rule")
 
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)

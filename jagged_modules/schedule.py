@@ -134,15 +134,22 @@ def device_schedule(
     def build(side: _Side, other: _Side, key_tiles: bool) -> TileSchedule:
         options = mask, num_targets, key_tiles, other.rows, other.heads, head_dim
         tiles, num_tiles = list_tiles(side.offsets, other.offsets, side.rows, side.heads, side.block, other.block, *options)
-        ascending = params is None or key_tiles and params.is_causal
-        if params is not None and ascending and may_alternate(head_dim):
-            sizes = LoopedSide(other.rows, other.heads, head_dim), side.rows, side.heads, side.offsets.shape[0] - 1
-            ascending = not torch.compiler.is_compiling() and one_pass_may_run(*sizes, True, True)  # sizes are symbols there
+        ascending = params is None or key_tiles and params.is_causal and _causal_keys_ascend(side, other, head_dim)
         return TileSchedule(tiles, num_tiles, side.block, other.block, side.heads, NUM_WORKERS, ascending=ascending)
 
     queries, keys = _Side(q_offsets, q_rows, num_heads, tile.query), _Side(kv_offsets, kv_rows, num_kv_heads, tile.key)
     schedule = build(queries, keys, False)
     return dataclasses.replace(schedule, backward=build(keys, queries, True)) if backward else schedule
+
+
+def _causal_keys_ascend(keys: _Side, queries: _Side, head_dim: int) -> bool:
+    """Whether the key tiles of each segment and head are listed in ascending order under the causal mask."""
+    if not may_alternate(head_dim):
+        return True
+    if torch.compiler.is_compiling():  # sizes are symbols there
+        return False
+    looped, segments = LoopedSide(queries.rows, queries.heads, head_dim), keys.offsets.shape[0] - 1
+    return one_pass_may_run(looped, keys.rows, keys.heads, segments, masked=True, causal=True)
 
 
 def _grouped_dim(problem: AttentionProblem, selection: Selection) -> int:

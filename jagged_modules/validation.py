@@ -148,7 +148,10 @@ def transforms_are_active() -> bool:
 def refuse_transforms(what: str) -> None:
     """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be silently zero."""
     if transforms_are_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-        raise RuntimeError(f'{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode; implementation="reference" does')
+        raise RuntimeError(
+            f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use torch.autograd.grad, and a loop in place "
+            'of vmap; a function called directly also takes implementation="reference"'
+        )
 
 
 def check_offsets(name: str, offsets: Any, total: int | None = None, max_seqlen: int | None = None, longest: str = "max_seqlen") -> None:
@@ -186,7 +189,7 @@ def _check_offset_values(name: str, offsets: Tensor, total: int | None, max_seql
     if total is not None and offsets[-1] != total:
         raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
     if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
-        raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than {longest} = {max_seqlen}")
+        raise ValueError(f"{name} must have segments of at most {longest} = {max_seqlen} rows, got {int(lengths.max())}")
 
 
 def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None:

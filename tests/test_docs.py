@@ -61,6 +61,16 @@ def test_tests_that_pages_name_exist():
     assert named <= set(re.findall(r"def (test_\w+)\(", code))
 
 
+def test_private_names_that_pages_give_exist():
+    """These pages explain the code by names of its functions, which change more often than public ones."""
+    code = "\n".join(path.read_text(encoding="utf-8") for folder in ("jagged_modules", "kernels") for path in (ROOT / folder).rglob("*.py"))
+    pages = [ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
+    pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"`(_\w+)`", page.read_text(encoding="utf-8"))}
+    assert named
+    assert {name for name in named if not re.search(rf"\b{name}\b", code)} == set()
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_document_arguments_shapes_and_errors(name):
     assert sections(FUNCTIONS[name]) >= {"Args", "Returns", "Raises"} - ({"Returns"} if name == "graphed" else set())

@@ -32,7 +32,7 @@ def check_bias(bias: RelativeBias, q: Tensor, kv_rows: int, q_offsets: Tensor, k
     for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
         if values_are_checkable(offsets) and offsets.shape[0] > 1 and int(offsets.diff().max()) > bias.max_seqlen:
             longest = int(offsets.diff().max())
-            raise ValueError(f"{name} has a segment of {longest} rows, but bias.position has entries for {bias.max_seqlen} rows")
+            raise ValueError(f"{name} must have segments of at most {bias.max_seqlen} rows, those of bias.position, got {longest}")
     return bias
 
 

@@ -188,7 +188,7 @@ class JaggedTargetAttention(nn.Module):
         if isinstance(targets, Tensor) and not targets.is_nested:
             q = self._project(targets, 3, "[B, T, E_t]")
             if q.shape[0] != history.num_segments:
-                raise ValueError(f"targets must have one row per history segment, {history.num_segments}, got {q.shape[0]}")
+                raise ValueError(f"targets without candidates must be one per history segment, {history.num_segments}, got {q.shape[0]}")
             rows = q.shape[1]
             offsets = torch.arange(q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device) * rows
             schedule = schedule_for(queries=rows)

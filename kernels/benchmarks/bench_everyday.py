@@ -360,6 +360,6 @@ def summary(rows: list[dict]) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--lengths", type=read_lengths)
-    own, others = parser.parse_known_args()
-    sys.exit(main("everyday", partial(make_cases, measured=own.lengths), others, summary=summary))
+    parser.add_argument("--lengths", type=read_lengths, metavar="FILE", help=f"adds cases, {MEASURED!r}: integers between white space")
+    own, _ = parser.parse_known_args()
+    sys.exit(main("everyday", partial(make_cases, measured=own.lengths), summary=summary, own_options=[parser]))

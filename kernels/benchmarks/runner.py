@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -434,6 +434,7 @@ def main(
     argv: list[str] | None = None,
     summary: Callable[[list[dict]], list[str]] = lambda rows: [],
     other_tables: Mapping[str, Callable[[str, bool], list[dict]]] | None = None,
+    own_options: Sequence[argparse.ArgumentParser] = (),
 ) -> int:
     """Runs a benchmark from its command line.
 
@@ -443,11 +444,12 @@ def main(
         argv: arguments; those of the command line where None.
         summary: ``summary(rows)`` -> lines above the tables, about several rows.
         other_tables: tables with columns of their own by title, ``table(device, tiny)`` -> rows, ``{heading: text or number}``.
+        own_options: parsers, without help, of options that the benchmark has read itself.
 
     Returns:
         The exit status: 1 if an implementation gave a wrong result, else 0.
     """
-    parser = argparse.ArgumentParser(description=f"Benchmark of {op}.")
+    parser = argparse.ArgumentParser(description=f"Benchmark of {op}.", parents=list(own_options))
     add_options(parser)
     parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/runs/ beside this file)")
     parser.add_argument("--resume", action="store_true", help="skip the cases that runs of the same day in the folder have")

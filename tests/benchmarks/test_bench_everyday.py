@@ -1,6 +1,8 @@
 """The benchmark of everyday shapes, end to end on the CPU with tiny sizes."""
 
 import re
+import runpy
+import sys
 
 import attention_problem
 import bench_everyday as bench
@@ -150,6 +152,13 @@ def test_lengths_of_a_file(tmp_path, run_setup):
     assert len(cases) == 2 and cases[1].name == f"{cases[0].name}, causal"
     assert [row["status"] for row in run_setup(cases[0].setup())] == ["ok"] * 2
     assert not any(case.table == bench.MEASURED for case in bench.make_cases("cpu", True))
+
+
+def test_help_has_its_own_option(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [BENCHMARK, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(BENCHMARK, run_name="__main__")
+    assert end.value.code == 0 and "--lengths FILE" in capsys.readouterr().out
 
 
 def test_lognormal_lengths():

@@ -18,6 +18,7 @@ ray = pytest.importorskip("ray", reason='needs the package "ray[serve]"')
 serve = pytest.importorskip("ray.serve", reason='needs the package "ray[serve]"')
 
 import serving_ray  # noqa: E402
+import serving_replicas  # noqa: E402
 from fastapi import HTTPException  # noqa: E402
 from ray.serve.exceptions import BackPressureError  # noqa: E402
 
@@ -46,7 +47,7 @@ async def owners_of(sets_of_replicas, users):
     from ray.serve._private.common import DeploymentHandleSource, DeploymentID
     from ray.serve.request_router import ReplicaID
 
-    deployment, config = DeploymentID("Replica"), serving_ray.ROUTER
+    deployment, config = DeploymentID("Replica"), serving_replicas.ROUTER
     router = config.get_request_router_class()(deployment, DeploymentHandleSource.REPLICA)
     router.initialize_state(**config.request_router_kwargs)
     owners = []
@@ -84,9 +85,9 @@ class Replicas:
     def __init__(self, weights, monkeypatch):
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="name"))
         monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-        self.store = serving_ray.EventStore.func_or_class()
+        self.store = serving_replicas.EventStore.func_or_class()
         handle = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self.store, name)) for name in ("get", "add")})
-        self.replicas = [serving_ray.Replica.func_or_class(handle, str(weights), None, "cpu", 10**7, 1) for _ in range(2)]
+        self.replicas = [serving_replicas.Replica.func_or_class(handle, str(weights), None, "cpu", 10**7, 1) for _ in range(2)]
         self.handle, self.offline = handle, ranker_of(weights, 0)
         self.requests, self.ratings = Requests(self.offline), self.offline.ratings or [None]
 
@@ -191,7 +192,7 @@ def test_requests_that_ray_refuses():
     handle = SimpleNamespace(rank=SimpleNamespace(remote=refuse))
     ingress = SimpleNamespace(replicas=SimpleNamespace(options=lambda session_id: handle))
     with pytest.raises(HTTPException, match="429: 1000 requests wait for the user's replica"):
-        asyncio.run(serving_ray.Ingress.func_or_class.rank(ingress, serving_ray.RankBody(user=3, candidates=[1])))
+        asyncio.run(serving_replicas.Ingress.func_or_class.rank(ingress, serving_replicas.RankBody(user=3, candidates=[1])))
 
 
 # -- with processes ----------------------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class Deployment:
 
     def __init__(self, port, weights, *arguments):
         options = serving_ray.parse_arguments(["--weights", str(weights), "--device", "cpu", "--cpus", "0.5", *arguments])
-        serve.run(serving_ray.make_application(options))
+        serve.run(serving_replicas.make_application(options))
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         self.offline = ranker_of(weights, 0)
         self.requests, self.ratings = Requests(self.offline), self.offline.ratings or [None]

@@ -184,9 +184,9 @@ def of_self(tables, distances):
 def test_longer_segments_are_refused_on_the_host(offsets_of):
     q, k, v = make_qkv(9, 9)
     bias = jm.RelativeBias(torch.zeros(9))
-    with pytest.raises(ValueError, match="q_offsets has a segment of 6 rows, but bias.position has entries for 5 rows"):
+    with pytest.raises(ValueError, match="q_offsets must have segments of at most 5 rows, those of bias.position, got 6"):
         F.jagged_attention(q, k, v, offsets_of([3, 6]), bias=bias)
-    with pytest.raises(ValueError, match="kv_offsets has a segment of 7 rows, but bias.position has entries for 5 rows"):
+    with pytest.raises(ValueError, match="kv_offsets must have segments of at most 5 rows, those of bias.position, got 7"):
         F.jagged_attention(q, k, v, offsets_of([5, 4]), offsets_of([7, 2]), bias=bias)
 
 
@@ -338,7 +338,7 @@ BAD = [
     (given(**TIMED | dict(timestamps=TIMES[:5])), ValueError, "bias.timestamps must have one element for each of k's rows, 6, got 5"),
     (given(**TIMED, query_timestamps=TIMES[:5]), ValueError, "bias.query_timestamps must have one element for each of q's rows, 6, got 5"),
     (given(position=POSITION, query_shift=TIMES[:3]), ValueError, r"bias.query_shift must have shape \[B\] = \[2\], got \[3\]"),
-    (given(position=torch.zeros(5)), ValueError, "q_offsets has a segment of 4 rows, but bias.position has entries for 3 rows"),
+    (given(position=torch.zeros(5)), ValueError, "q_offsets must have segments of at most 3 rows, those of bias.position, got 4"),
 ]
 
 

@@ -52,7 +52,7 @@ BAD_CALLS = [
     (
         dict(rotary=TABLES, offsets=torch.tensor([0, 6])),
         ValueError,
-        "offsets has a segment of 6 rows, longer than rotary.s max_seqlen = 5",
+        "offsets must have segments of at most rotary.s max_seqlen = 5 rows, got 6",
     ),
     (positions(0, 1, 2), ValueError, "rotary's positions must have one entry per row, 6, got 3"),
     (positions(0, 1, 2, 3, 4, 5), ValueError, "rotary's positions must be 0 to 4, the rows of cos, got values 0 to 5"),

@@ -194,7 +194,7 @@ BAD_FORWARDS = [
     (
         (torch.randn(101, 12), torch.tensor([0, 101])),
         ValueError,
-        "x's offsets has a segment of 101 rows, longer than max_seqlen = 100",
+        "x's offsets must have segments of at most max_seqlen = 100 rows, got 101",
     ),
 ]
 

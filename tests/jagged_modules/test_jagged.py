@@ -39,7 +39,7 @@ def test_a_jagged_is_returned_as_it_is(values, offsets):
 def test_another_max_seqlen_of_a_jagged_is_checked(values, offsets):
     jagged = jm.Jagged(values, offsets, max_seqlen=7)
     assert jm.Jagged.wrap(jagged, max_seqlen=3).max_seqlen == 3 and jagged.max_seqlen == 7
-    with pytest.raises(ValueError, match="offsets has a segment of 3 rows, longer than max_seqlen = 2"):
+    with pytest.raises(ValueError, match="offsets must have segments of at most max_seqlen = 2 rows, got 3"):
         jm.Jagged.wrap(jagged, max_seqlen=2)
 
 
@@ -363,12 +363,12 @@ def bad_calls():
         (lambda: jm.Jagged(values, offsets + 1), ValueError, "offsets must start at 0, got 1"),
         (lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])), ValueError, "offsets must not decrease, got 4 then 3 at segment 1"),
         (lambda: jm.Jagged(values[:5], offsets), ValueError, "offsets must end at the number of rows, 5, got 6"),
-        (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "segment of 3 rows, longer than max_seqlen = 2"),
+        (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "^offsets must have segments of at most max_seqlen = 2 rows, got 3"),
         (lambda: jm.Jagged(values, offsets, max_seqlen=2.5), TypeError, "max_seqlen must be an int, got float"),
         (lambda: jm.Jagged(values, offsets.to("meta")), ValueError, "^offsets must be on the values' device, cpu, or the host, got meta"),
         (lambda: jm.Jagged.wrap((values, offsets + 1), name="history"), ValueError, "^history's offsets must start at 0, got 1"),
         (lambda: jm.Jagged.wrap((values, 3)), TypeError, "^x's offsets must be a torch.Tensor, got int"),
-        (lambda: jm.Jagged.wrap(jagged, 2, name="x"), ValueError, "^x's offsets has a segment of 3 rows, longer than max_seqlen = 2"),
+        (lambda: jm.Jagged.wrap(jagged, 2, name="x"), ValueError, "^x's offsets must have segments of at most max_seqlen = 2 rows, got 3"),
         (lambda: jagged.prepare(num_heads=1, head_dim=8, mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
         (lambda: jagged.prepare(num_heads=1, head_dim=8, queries=[1]), TypeError, "queries must be a Jagged, .*got list"),
         (lambda: jagged.prepare(num_heads=1, head_dim=8, dtype=0), TypeError, "dtype must be a torch.dtype, got int"),

@@ -124,7 +124,7 @@ BAD_CALLS = [
     (F.jagged_layer_norm, (X, X[0, 1:]), ValueError, r"weight must have shape \[D\] = \[4\], got \[3\]"),
     (F.jagged_layer_norm, (X, None, None, -1.0), ValueError, r"eps must be 0 to inf, got -1.0"),
     (F.jagged_layer_norm, (P,), ValueError, r"x must have shape \[L, D\], got \[20\]"),
-    (F.jagged_dense_add, (X, DENSE[:, :3], OFFSETS), ValueError, "offsets has a segment of 4 rows, longer than y.s N = 3"),
+    (F.jagged_dense_add, (X, DENSE[:, :3], OFFSETS), ValueError, "offsets must have segments of at most y.s N = 3 rows, got 4"),
     (F.jagged_dense_add, (X, DENSE[..., :3], OFFSETS), ValueError, r"y must have x's row shape, \[4\], got \[3\]"),
     (F.jagged_dense_mul, (X, DENSE.double(), OFFSETS), ValueError, "y must have x's dtype, torch.float32, got torch.float64"),
     (F.jagged_dense_mul, (X, DENSE[:1], OFFSETS), ValueError, r"y must have one block for each of the 2 segments, got \[1, 5, 4\]"),
@@ -146,7 +146,7 @@ BAD_CALLS = [
     (F.jagged_split, (META, OFFSETS, OFFSETS[1:].to("meta"), 7), ValueError, "total_first must be at most x's rows, 6, got 7"),
     (F.jagged_split, (X, OFFSETS, torch.tensor([1, 1]), 3), ValueError, "total_first must be the sum of first_lengths, 2, got 3"),
     (F.jagged_split, (META, OFFSETS, OFFSETS[1:].to("meta")), ValueError, "total_first must be the sum of first_lengths if .* got None"),
-    (F.jagged_to_padded, (X, OFFSETS, 3), ValueError, "offsets has a segment of 4 rows, longer than max_seqlen = 3"),
+    (F.jagged_to_padded, (X, OFFSETS, 3), ValueError, "offsets must have segments of at most max_seqlen = 3 rows, got 4"),
     (F.jagged_concat, (3, [OFFSETS]), TypeError, "values must be a sequence of tensors, got int"),
     (F.jagged_concat, ([X], OFFSETS), TypeError, "offsets must be a sequence of tensors, got Tensor"),
     (F.jagged_to_padded, (X, OFFSETS, 4, "0"), TypeError, "padding_value must be a number, got str"),
@@ -154,7 +154,7 @@ BAD_CALLS = [
     (F.jagged_to_padded, (X, OFFSETS, 3.0), TypeError, "max_seqlen must be an int, got float"),
     (F.jagged_to_padded, (X[0, 0], OFFSETS, 4), ValueError, r"values must have shape \[L, ...\], got \[\]"),
     (F.jagged_to_padded, (OFFSETS.tolist(), OFFSETS, 4), TypeError, "values must be a torch.Tensor, got list"),
-    (F.padded_to_jagged, (DENSE[:, :3], OFFSETS), ValueError, "offsets has a segment of 4 rows, longer than dense.s N = 3"),
+    (F.padded_to_jagged, (DENSE[:, :3], OFFSETS), ValueError, "offsets must have segments of at most dense.s N = 3 rows, got 4"),
     (F.padded_to_jagged, (DENSE, None, 6), TypeError, "offsets must be a torch.Tensor, got NoneType"),
     (F.padded_to_jagged, (DENSE, OFFSETS, 5), ValueError, "offsets must end at the number of rows, 5, got 6"),
     (F.padded_to_jagged, (DENSE.to("meta"), OFFSETS.to("meta")), ValueError, "total must be the number of rows if .* got None"),
@@ -209,7 +209,7 @@ def test_a_stated_longest_segment(call, offsets_of):
         return
     longest = int(tensors[-1].diff().max())
     assert torch.equal(function(*tensors, max_seqlen=longest), function(*tensors))
-    with pytest.raises(ValueError, match=f"offsets has a segment of {longest} rows, longer than max_seqlen = {longest - 1}"):
+    with pytest.raises(ValueError, match=f"offsets must have segments of at most max_seqlen = {longest - 1} rows, got {longest}"):
         function(*tensors, max_seqlen=longest - 1)
     with pytest.raises(TypeError, match="max_seqlen must be an int, got float"):
         function(*tensors, max_seqlen=4.0)

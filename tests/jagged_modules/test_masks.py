@@ -233,3 +233,8 @@ def test_bad_picture():
         mask.picture(3, num_queries=-1)
     with pytest.raises(ValueError, match="length must be at least 0, got -1"):
         AttentionMask().picture(-1)
+
+
+def test_another_rule_is_refused():
+    with pytest.raises(TypeError, match="^AttentionMask must not be subclassed: kernels read its fields, not its rule$"):
+        type("Dilated", (AttentionMask,), {"rule": lambda *_: None})

@@ -97,7 +97,7 @@ HOST_OR = "cpu, or the host, got meta"
 ERRORS = {
     f"candidates must be on q's device, {HOST_OR}": lambda: target(from_counts("meta")),
     f"candidates must be on q's device, {HOST_OR}.": lambda: target(from_map("meta")),
-    "candidates has a segment of 4 rows, longer than max_seqlen_q = 3": lambda: target(from_counts("cpu"), max_seqlen_q=3),
+    "candidates must have segments of at most max_seqlen_q = 3 rows, got 4": lambda: target(from_counts("cpu"), max_seqlen_q=3),
     f"offsets must be on q_user's device, {HOST_OR}": lambda: self_target(META),
     f"candidate_offsets must be on q_user's device, {HOST_OR}": lambda: self_target(candidate_offsets=META),
     "k must be on q_user's device, cpu, got meta": lambda: self_target(k=rand("meta", 5, 2, 8)),

@@ -53,6 +53,8 @@ def test_a_table_by_its_definition():
         assert pages.table[first : first + len(own)].tolist() == own
     with pytest.raises(ValueError, match="^pages must have 2 pages for the 200 keys of segment 0, got 1$"):
         jm.Pages.of([[5]], [200], 128)
+    with pytest.raises(ValueError, match="^lengths must be one per segment of pages, 2, got 1$"):
+        jm.Pages.of([[5], [6]], [100], 128)
 
 
 def test_bad_pages(call, offsets_of):

@@ -311,7 +311,7 @@ BAD_CALLS = [
     (dict(kv_offsets=torch.tensor([], dtype=torch.int64)), ValueError, r"^kv_offsets must have shape \[B \+ 1\], got \[0\]"),
     (dict(kv_offsets=None), TypeError, "kv_offsets must be a torch.Tensor.*got NoneType"),
     (dict(kv_offsets=torch.tensor([0, 3, 6])), ValueError, "kv_offsets must end at the number of rows, 5, got 6"),
-    (dict(max_seqlen_kv=2), ValueError, "kv_offsets has a segment of 3 rows, longer than max_seqlen_kv = 2"),
+    (dict(max_seqlen_kv=2), ValueError, "kv_offsets must have segments of at most max_seqlen_kv = 2 rows, got 3"),
 ]
 
 
@@ -343,7 +343,7 @@ BAD_FORWARDS = [
     ((torch.randn(2, 3, 7), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 3, 7\]"),
     ((torch.randn(2, 3, 8).double(), HISTORY), ValueError, "targets must have the layer's dtype, torch.float32, got torch.float64"),
     ((torch.randn(2, 8), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 8\]"),
-    ((torch.randn(3, 1, 8), HISTORY), ValueError, "targets must have one row per history segment, 2, got 3"),
+    ((torch.randn(3, 1, 8), HISTORY), ValueError, "targets without candidates must be one per history segment, 2, got 3"),
     ((torch.randn(2, 1, 8), torch.randn(5, 8)), TypeError, "history must be a JaggedTensor.*got Tensor"),
     ((torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])), ValueError, r"history's values must have shape \[L, 8\], got \[5, 9\]"),
     ((torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))), ValueError, "offsets must end at the number of rows, 5, got 4"),

@@ -43,9 +43,10 @@ class Pages:
         Raises:
             ValueError: not as many pages as lengths; a segment with too few pages.
         """
-        table: list[int] = []
-        end = 0
-        for segment, (numbers, length) in enumerate(zip(pages, lengths, strict=True)):
+        table, pages, end = list[int](), list(pages), 0
+        if len(pages) != len(lengths):
+            raise ValueError(f"lengths must be one per segment of pages, {len(pages)}, got {len(lengths)}")
+        for segment, (numbers, length) in enumerate(zip(pages, lengths)):
             count = -(-length // page_rows)
             if len(numbers) < count:
                 raise ValueError(f"pages must have {count} pages for the {length} keys of segment {segment}, got {len(numbers)}")
