@@ -401,7 +401,7 @@ class Admission:
     408: the body is not complete after body_seconds. The connection is closed.
     413: the body is larger than max_body. It is not read if it has a length, else until it gets too long.
     429: as many requests to /rank are in progress as the queue and two batches hold. More would wait to be parsed or answered, where the
-    queue's limit and the deadlines do not see them.
+    queue's limit and the deadlines do not see them. Once its answer begins a request does not count: the client may never read it.
 
     A client that leaves before the body is complete is counted as 499. FastAPI would take it for a malformed body.
     """
@@ -430,22 +430,29 @@ class Admission:
             received += len(message.get("body", b""))
             if received > self.max_body:
                 raise StarletteHTTPException(413, f"the body must be at most {self.max_body} bytes")
-            is_complete = not message.get("more_body", False)
-            if is_complete:
-                timer.cancel()
-            if is_complete and scope["path"] == "/rank" and not is_ranking:
+            if is_complete or message.get("more_body", False):
+                return message
+            is_complete = True
+            timer.cancel()
+            if scope["path"] == "/rank":
                 if self.ranking >= self.max_ranking:
                     raise StarletteHTTPException(429, f"{self.ranking} requests are in progress")
                 is_ranking = True
                 self.ranking += 1
             return message
 
+        async def answered(message: Any) -> None:
+            nonlocal is_ranking
+            self.ranking -= is_ranking
+            is_ranking = False
+            await send(message)
+
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body:
             response = self.answer(413, f"the body must be at most {self.max_body} bytes, got {int(length)}", scope["path"])
             return await response(scope, receive, send)
         try:
-            await self.app(scope, limited, send)
+            await self.app(scope, limited, answered)
         except asyncio.CancelledError:
             if not is_late:
                 raise

@@ -250,6 +250,34 @@ def test_requests_that_wait_outside_of_the_queue_are_bounded(start, monkeypatch)
     assert_serves(running)
 
 
+def test_clients_that_do_not_read_take_no_place():
+    """Their answers wait in the connections. Otherwise all other requests would get 429, as long as these clients stay."""
+
+    async def app(scope, receive, send):
+        assert (await receive())["type"] == "http.request"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send_all() -> int:
+        answering, admission = [], serving_app.Admission(app, replace(LIMITS, batches=Limits(max_queue=1, max_users=1)), None)
+
+        async def send(message):
+            answering.append(message)
+            await asyncio.Event().wait()
+
+        tasks = [asyncio.create_task(admission({"type": "http", "path": "/rank", "headers": []}, receive, send)) for _ in range(9)]
+        await asyncio.wait(tasks, timeout=0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert admission.ranking == 0
+        return len(answering)
+
+    assert asyncio.run(send_all()) == 9
+
+
 def test_a_deadline(start):
     running = start()
     hold = Hold(running.service)
