@@ -413,53 +413,63 @@ class Admission:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        received, is_complete, is_ranking, is_late = 0, False, False, False
-        task, loop, timer = asyncio.current_task(), asyncio.get_running_loop(), None
-
-        def end() -> None:
-            nonlocal is_late
-            is_late = task is not None and task.cancel()
-
-        async def limited() -> Any:
-            nonlocal received, is_complete, is_ranking, timer
-            if timer is None:  # of this request; a request without a body has none
-                timer = loop.call_later(self.body_seconds, end)
-            message = await receive()
-            if message["type"] == "http.disconnect" and not is_complete:
-                raise StarletteHTTPException(499, "the client left")
-            received += len(message.get("body", b""))
-            if received > self.max_body:
-                raise StarletteHTTPException(413, f"the body must be at most {self.max_body} bytes")
-            if is_complete or message.get("more_body", False):
-                return message
-            is_complete = True
-            timer.cancel()
-            if scope["path"] == "/rank":
-                if self.ranking >= self.max_ranking:
-                    raise StarletteHTTPException(429, f"{self.ranking} requests are in progress")
-                is_ranking = True
-                self.ranking += 1
-            return message
-
-        async def answered(message: Any) -> None:
-            nonlocal is_ranking
-            self.ranking -= is_ranking
-            is_ranking = False
-            await send(message)
-
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body:
             response = self.answer(413, f"the body must be at most {self.max_body} bytes, got {int(length)}", scope["path"])
             return await response(scope, receive, send)
+        request = _Arriving(self, scope["path"], receive, send)
         try:
-            await self.app(scope, limited, answered)
+            await self.app(scope, request.receive, request.send)
         except asyncio.CancelledError:
-            if not is_late:
+            if not request.is_late:
                 raise
             response = self.answer(408, f"the body must be complete within {self.body_seconds:g} s", scope["path"])
             response.headers["connection"] = "close"
             await response(scope, receive, send)
         finally:
-            if timer is not None:
-                timer.cancel()
-            self.ranking -= is_ranking
+            request.leave()
+
+
+class _Arriving:
+    """A request until its answer begins. It counts as in progress once its body is complete."""
+
+    def __init__(self, admission: Admission, path: str, receive: Any, send: Any):
+        self.admission, self.path, self._receive, self._send = admission, path, receive, send
+        self.received, self.is_complete, self.counts, self.is_late = 0, False, False, False
+        self.task, self.timer = asyncio.current_task(), None
+
+    async def receive(self) -> Any:
+        if self.timer is None:  # a request without a body has none
+            self.timer = asyncio.get_running_loop().call_later(self.admission.body_seconds, self._end)
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self.is_complete:
+            raise StarletteHTTPException(499, "the client left")
+        self.received += len(message.get("body", b""))
+        if self.received > self.admission.max_body:
+            raise StarletteHTTPException(413, f"the body must be at most {self.admission.max_body} bytes")
+        if not (self.is_complete or message.get("more_body", False)):
+            self.is_complete = True
+            self.timer.cancel()
+            self._enter()
+        return message
+
+    async def send(self, message: Any) -> None:
+        self.leave()
+        await self._send(message)
+
+    def leave(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self.admission.ranking -= self.counts
+        self.counts = False
+
+    def _enter(self) -> None:
+        admission = self.admission
+        if self.path == "/rank":
+            if admission.ranking >= admission.max_ranking:
+                raise StarletteHTTPException(429, f"{admission.ranking} requests are in progress")
+            self.counts = True
+            admission.ranking += 1
+
+    def _end(self) -> None:
+        self.is_late = self.task is not None and self.task.cancel()

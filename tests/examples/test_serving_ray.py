@@ -87,7 +87,8 @@ class Replicas:
         monkeypatch.setattr(serve, "get_replica_context", lambda: context)
         self.store = serving_replicas.EventStore.func_or_class()
         handle = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self.store, name)) for name in ("get", "add")})
-        self.replicas = [serving_replicas.Replica.func_or_class(handle, str(weights), None, "cpu", 10**7, 1) for _ in range(2)]
+        options = serving_ray.parse_arguments(["--weights", str(weights), "--device", "cpu", "--cache-mb", "10"])
+        self.replicas = [serving_replicas.Replica.func_or_class(handle, options) for _ in range(2)]
         self.handle, self.offline = handle, ranker_of(weights, 0)
         self.requests, self.ratings = Requests(self.offline), self.offline.ratings or [None]
 
