@@ -15,6 +15,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
+import aiohttp
 import httpx
 import numpy as np
 from prometheus_client import generate_latest
@@ -139,10 +140,7 @@ class InProcess:
 
 
 class OverHTTP(AbstractContextManager):
-    """A server in another process, `serve_ranking.py` with these options, which ends with the context.
-
-    The program that sends takes about 1 ms of a core for a request.
-    """
+    """A server in another process, `serve_ranking.py` with these options, which ends with the context."""
 
     def __init__(self, ranker: Ranker, *options: str):
         self.ratings, port = ranker.ratings or [None], _free_port()
@@ -190,13 +188,14 @@ class OverHTTP(AbstractContextManager):
             return False
 
     async def _with_client(self, use: Callable[[Send], Awaitable[Any]]) -> Any:
-        limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
-        async with httpx.AsyncClient(base_url=self.url, timeout=60, limits=limits) as client:
+        async with aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=1000)) as client:
 
             async def send(request: Request) -> int:
                 events = [{"item": int(i), "rating": self.ratings[r]} for i, r in zip(*request.events, strict=True)]
                 body = {"user": request.user, "candidates": request.candidates.tolist(), "events": events}
-                return (await client.post("/rank", json=body)).status_code
+                async with client.post("/rank", json=body) as answer:
+                    await answer.read()
+                    return answer.status
 
             return await use(send)
 

@@ -39,7 +39,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 PAGE = Path(__file__).with_name("serving_page.html")
 STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, FloatingPointError: 500, **dict.fromkeys(OUT_OF_MEMORY, 503)}
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+TRIM_SECONDS = 30  # between calls of trim_heap
 MAX_ERROR = 500  # characters of an error's text
 NOT_JSON = "the body must be JSON, with the header content-type: application/json"
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # seconds
@@ -129,21 +129,24 @@ class Metrics:
 
 
 def tune_process() -> None:
-    """Settings for a process that serves. Programs call it when the ranker is loaded.
+    """Exclude all present objects from Python's garbage collection. Programs call it when the ranker is loaded.
 
-    Garbage collection: the model and the modules live as long as the process. Each collection of the oldest generation would visit all of
-    their objects: .2 s in which no request is scored. So all present objects are excluded.
-
-    Memory: each batch has tensors of other sizes. By default glibc takes large ones from its heap once one of them has been freed, and
-    small ones that stay leave holes there, so the heap grows. With a fixed threshold, each large tensor is a mapping of its own, which the
-    system gets back when the tensor is freed.
+    The model and the modules live as long as the process. Each collection of the oldest generation would visit all of their objects: .2 s
+    in which no request is scored.
     """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
-    if set_option is not None:
-        set_option(M_MMAP_THRESHOLD, 1 << 16)
+
+
+def trim_heap() -> None:
+    """Give the free pages of glibc's heap back to the system, in about 2 ms.
+
+    Each batch has tensors of other sizes. Small ones that stay leave holes between large ones that are freed, so the heap would grow.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim is not None:
+        trim(0)
 
 
 class Service:
@@ -160,6 +163,7 @@ class Service:
         self.read_weights = read_weights
         self._reloading = asyncio.Lock()  # otherwise weights that were read before others might be put in place after them
         self.is_stopping = False
+        self._trims_at = time.monotonic() + TRIM_SECONDS
         if ranker.device.type == "cuda":
             ranker.warm_up(self.limits.batches.max_users, self.limits.max_candidates)
         self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
@@ -175,6 +179,9 @@ class Service:
             self.metrics.stages.labels("queue").observe(waiting.queued_seconds)
         for name, seconds in self.ranker.stages.seconds.items():
             self.metrics.stages.labels(name).observe(seconds)
+        if time.monotonic() >= self._trims_at:
+            trim_heap()
+            self._trims_at = time.monotonic() + TRIM_SECONDS
 
     async def reload(self) -> int:
         """Read the weights anew, and put them in place between two batches. Returns their version. HTTPException if they do not fit."""

@@ -211,6 +211,8 @@ class Ranker(ABC):
     def warm_up(self, max_users: int, max_candidates: int) -> None:
         """Score batches of many sizes, up to these users and candidates, so that no request waits for kernels to be compiled or loaded.
 
+        Which kernels run depends on mean lengths, so batches mix users with whole histories to encode and users with a new event.
+
         Call it before the first request: no event and no history of it stays.
         """
         with_events = (user for user in range(self.histories.num_users) if self.histories.length(user))
@@ -220,10 +222,14 @@ class Ranker(ABC):
             for candidates in _powers(10, max_candidates // count):
                 items = np.arange(candidates) % self.histories.num_items
                 requests = [Request(user, items) for user in users[:count]]
-                grown = [replace(request, events=event, stores_events=False) for request in requests[::2]]
+                grown = [replace(request, events=event, stores_events=False) for request in requests]
                 try:
-                    for batch in (requests, requests, grown + requests[1::2]):  # encoded, reused, half of them with new events
-                        self.score(batch)
+                    for num_new in {count, count // 2, 1, 0}:
+                        self.score(requests)  # encodes the histories that are not cached
+                        self.score(requests)
+                        if self.cache is not None:
+                            self.cache.evict(users[:num_new])
+                        self.score(grown)
                 except (torch.OutOfMemoryError, jm.CacheFull):
                     break  # larger ones need no less
             self.forget()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from marks import slow_after
 
-for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
+for _name in ("fastapi", "uvicorn", "httpx", "aiohttp", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import load_serving  # noqa: E402

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import http.client
+import itertools
 import json
 import math
 import os
@@ -604,6 +605,18 @@ def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
     assert not running.thread.is_alive() and not running.service.batcher.is_alive()
 
 
+def test_a_service_trims_the_heap(start, monkeypatch):
+    """Not at each batch: it takes as long as a small one."""
+    trims = []
+    monkeypatch.setattr(serving_app, "trim_heap", lambda: trims.append(time.monotonic()))
+    monkeypatch.setattr(serving_app, "TRIM_SECONDS", 0.3)
+    running, end = start(), time.monotonic() + 30
+    while len(trims) < 3:
+        assert_serves(running)
+        assert time.monotonic() < end
+    assert all(later - earlier >= 0.3 for earlier, later in itertools.pairwise(trims))
+
+
 def test_collections_skip_the_objects_of_the_start():
     """They would visit a quarter of a million objects. Garbage that comes later is collected."""
     gc.unfreeze()  # what tests/conftest.py excludes
@@ -617,25 +630,25 @@ def test_collections_skip_the_objects_of_the_start():
 
 FREED = """
 import os, pathlib, torch
-from serving_app import tune_process
+from serving_app import trim_heap
 
 def resident_mb():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
-tune_process()
-torch.ones(2**22)  # its end would raise glibc's own threshold
+torch.ones(2**22)  # its end raises the size from which tensors are mappings of their own
 before = resident_mb()
 pairs = [(torch.ones(2**16), torch.ones(2**10)) for _ in range(400)]
 print(resident_mb() - before)
 kept = [small for _, small in pairs]
 del pairs
+trim_heap()
 print(resident_mb() - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the function is glibc's")
 def test_freed_tensors_return_to_the_system():
-    """Also if small ones, which stay, lie between them. In a process of its own: the heap of this one has room for all of them."""
+    """Even if small ones, which stay, lie between them. In a process of its own: the heap of this one has room for all of them."""
     examples = str(Path(serving_app.__file__).parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([examples, *filter(None, [os.environ.get("PYTHONPATH")])])}
     run = subprocess.run([sys.executable, "-c", FREED], env=environment, capture_output=True, text=True, check=True)
