@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ import jagged_modules as jm
 CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history
 COMPUTED = ("model", "interaction", "parts", "num_heads", "max_history", "max_stream", "block_size", "scores")  # settings beside the shapes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WARM_UP_USERS = 1000
 PAGE_ROWS = {"cuda": 128, "cpu": 16}  # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
 
 
@@ -211,29 +212,30 @@ class Ranker(ABC):
     def warm_up(self, max_users: int, max_candidates: int) -> None:
         """Score batches of many sizes, up to these users and candidates, so that no request waits for kernels to be compiled or loaded.
 
-        Which kernels run depends on mean lengths, so batches mix users with whole histories to encode and users with a new event.
+        Which kernels run depends on the numbers of users and candidates and on mean lengths. So batches have the shortest histories of
+        some users, the longest, or both, and mix users with whole histories to encode and users with a new event.
 
         Call it before the first request: no event and no history of it stays.
         """
         with_events = (user for user in range(self.histories.num_users) if self.histories.length(user))
-        users = list(itertools.islice(with_events, max_users))
-        event = NewEvents(np.zeros(1, np.int64), np.zeros(1, np.int64))
-        for count in _powers(2, len(users)):
-            for candidates in _powers(10, max_candidates // count):
-                items = np.arange(candidates) % self.histories.num_items
-                requests = [Request(user, items) for user in users[:count]]
-                grown = [replace(request, events=event, stores_events=False) for request in requests]
-                try:
-                    for num_new in {count, count // 2, 1, 0}:
-                        self.score(requests)  # encodes the histories that are not cached
-                        self.score(requests)
-                        if self.cache is not None:
-                            self.cache.evict(users[:num_new])
-                        self.score(grown)
-                except (torch.OutOfMemoryError, jm.CacheFull):
-                    break  # larger ones need no less
+        users = sorted(itertools.islice(with_events, WARM_UP_USERS), key=self.histories.length)
+        for count in _powers(2, min(max_users, len(users))):
+            for chosen in (users[:count], users[-count:], users[: count // 2] + users[len(users) - (count + 1) // 2 :]):
+                with suppress(torch.OutOfMemoryError, jm.CacheFull):  # requests that need so much memory are split
+                    self._warm_up(chosen, max_candidates // count)
             self.forget()
         self.counts = dict.fromkeys(self.counts, 0)
+
+    def _warm_up(self, users: list[int], max_candidates: int) -> None:
+        item, event = np.zeros(1, np.int64), NewEvents(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        for num_new in {len(users), len(users) // 2, 1, 0}:
+            self.score([Request(user, item) for user in users])  # encodes the histories that are not cached
+            if self.cache is not None:
+                self.cache.evict(users[:num_new])
+            self.score([Request(user, item, event, stores_events=False) for user in users])
+        for candidates in _powers(10, max_candidates):
+            items = np.arange(candidates) % self.histories.num_items
+            self.score([Request(user, items) for user in users])
 
     def replace_events(self, user: int, events: NewEvents) -> None:
         """Replace the events that requests brought. The user's next request encodes the history anew."""
