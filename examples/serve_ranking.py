@@ -59,7 +59,7 @@ def train_small_model(out: Path) -> Path:
 
 def make_service(options: argparse.Namespace) -> Service:
     path = options.weights or train_small_model(options.out)
-    batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, 1), options.max_wait_ms / 1e3)
+    batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, Limits.max_candidates), options.max_wait_ms / 1e3)
     limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
     return Service(ranker_from_options(load_weights(path), options), limits, read_weights=lambda: load_weights(path))
 
