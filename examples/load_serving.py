@@ -33,7 +33,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
-from serving_rankers import DTYPES, Ranker, add_ranker_options, make_ranker
+from serving_models import DTYPES, add_ranker_options, make_ranker
+from serving_rankers import Ranker
 from training import PICTURE_STYLE, HelpFormatter, pick_device, write_atomically
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue

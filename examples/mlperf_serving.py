@@ -17,7 +17,8 @@ from checkpoints import load_weights
 from load_generator import FOREVER, Workload
 from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
-from serving_rankers import Ranker, add_cache_options, add_ranker_options, ranker_from_options
+from serving_models import add_cache_options, add_ranker_options, ranker_from_options
+from serving_rankers import Ranker
 from training import HelpFormatter
 
 SUMMARY = {

@@ -17,7 +17,7 @@ import uvicorn
 from checkpoints import WEIGHTS, load_weights
 from serving_app import Service, ServiceLimits, make_app, tune_process
 from serving_batcher import Limits
-from serving_rankers import add_cache_options, add_ranker_options, ranker_from_options
+from serving_models import add_cache_options, add_ranker_options, ranker_from_options
 from training import HelpFormatter
 
 DRAIN_SECONDS = 0.3  # of a server that stops: new connections are refused, requests on open ones are read
@@ -59,7 +59,9 @@ def train_small_model(out: Path) -> Path:
 
 def make_service(options: argparse.Namespace) -> Service:
     path = options.weights or train_small_model(options.out)
-    batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, Limits.max_candidates), options.max_wait_ms / 1e3)
+    batches = Limits(
+        options.max_queue, options.max_users, max(2 * options.max_candidates, Limits.max_candidates), options.max_wait_ms / 1e3
+    )
     limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
     return Service(ranker_from_options(load_weights(path), options), limits, read_weights=lambda: load_weights(path))
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from serving_rankers import add_cache_options, add_ranker_options
+from serving_models import add_cache_options, add_ranker_options
 from training import HelpFormatter
 
 

@@ -25,7 +25,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from serving_app import Admission, Event, RankBody, Service, ServiceLimits, answer_errors, error_response, http_errors, tune_process
 from serving_batcher import Limits
-from serving_rankers import ranker_from_options
+from serving_models import ranker_from_options
 
 MAX_ONGOING = 1000  # requests of a replica, the ingress or the store; the queue of the replica's service is shorter, and refuses with 429
 MAX_QUEUED = 1000  # requests that wait at a sender because MAX_ONGOING are on their way; more are refused with 429

@@ -7,7 +7,8 @@ import torch
 import train_dlrm
 import train_hstu
 from checkpoints import load_weights
-from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
+from serving_models import make_ranker
+from serving_rankers import NONE, NewEvents, Ranker, Request
 
 TINY = ["--device", "cpu", "--users", "25", "--epochs", "1", "--embedding-dim", "16", "--num-heads", "2", "--max-history", "60"]
 PROGRAMS = {"attention": train_dlrm, "hstu": train_hstu}

@@ -13,7 +13,8 @@ import train_dlrm  # noqa: E402
 import train_hstu  # noqa: E402
 from checkpoints import Weights, export_weights, load_weights  # noqa: E402
 from ranking_data import RankingDataset  # noqa: E402
-from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows, make_ranker, options_of  # noqa: E402
+from serving_models import make_ranker, options_of  # noqa: E402
+from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows  # noqa: E402
 from training import rank_unseen  # noqa: E402
 
 import jagged_modules as jm  # noqa: E402

@@ -1,0 +1,116 @@
+"""Rankers of files of weights, and the options of the programs that serve them."""
+
+import argparse
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+import train_dlrm
+import train_hstu
+from checkpoints import Weights
+from movielens import EventLog
+from ranking_data import ranges
+from ranking_model import INTERACTIONS, PaddedTargetAttention
+from sequence_model import ENCODERS
+from serving_rankers import Histories, Ranker, RankingRanker, SequenceRanker
+from training import pick_device
+
+CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_ranker_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `make_ranker` that programs have in common."""
+    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the dense layers and the cache; tables are float32")
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """The options of one cache, of `ranker_from_options`."""
+    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache")
+    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
+
+
+def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker:
+    """The ranker of a file of weights and the options of `add_ranker_options` and `add_cache_options`."""
+    device, cache_bytes = pick_device(options.device), int(options.cache_mb * 1e6)
+    return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, dtype=DTYPES[options.dtype])
+
+
+def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:
+    """The options of the training program that wrote the settings, with another log if `data` is given."""
+    options = program.parse_arguments([])
+    vars(options).update({name: value for name, value in settings.items() if name in vars(options)})
+    return argparse.Namespace(**{**vars(options), "data": data or options.data})
+
+
+def make_ranker(
+    weights: Weights,
+    device: torch.device,
+    cache_bytes: int,
+    data: str | None = None,
+    page_rows: int | None = None,
+    fuse_broadcasts: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Ranker:
+    """The ranker of a file of weights and its log. The histories are those before the test split.
+
+    Args:
+        cache_bytes: budget of the cache; 0: none.
+        data: path of the log; that of the training if None.
+        page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
+        fuse_broadcasts: whether the interaction "padded" is passed through `jm.transforms.fuse_broadcasts`. Others repeat no history.
+        dtype: of the dense layers and of the cache.
+
+    Raises:
+        ValueError: the model has no ranker, or none with a cache; the log does not fit the model.
+    """
+    name, options = weights.settings["model"], dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype)
+    if name in INTERACTIONS:
+        ranker = _ranking_ranker(weights.settings, device, data, **options)
+        if fuse_broadcasts and isinstance(ranker.model.head.interaction, PaddedTargetAttention):
+            ranker.model.head.interaction.fuse_broadcasts()
+    elif name in ENCODERS:
+        ranker = _sequence_ranker(weights.settings, device, data, **options)
+    else:
+        raise ValueError(f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}")
+    ranker.load(weights)
+    return ranker
+
+
+def _ranking_ranker(settings: dict[str, Any], device: torch.device, data: str | None, **cache: Any) -> RankingRanker:
+    options = options_of(train_dlrm, settings, data)
+    if cache["cache_bytes"] and (options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS):
+        what = f"interaction {options.interaction} and parts {sorted(options.parts)}"
+        raise ValueError(
+            f"a cache needs the interaction 'attention' and parts of {sorted(CACHED_PARTS)}, not {what}; serve without a cache"
+        )
+    dataset = train_dlrm.load_datasets(options)["test"]
+    log, held_out = dataset.log, ranges(dataset.chunks.start, dataset.chunks.end)[0]
+    model = train_dlrm.make_model(options, dataset.tables, None, device)
+    state = _state(log, dataset.rating_index, held_out)
+    return RankingRanker(model, dataset, **state, max_history=options.max_history, settings=settings, **cache)
+
+
+def _sequence_ranker(settings: dict[str, Any], device: torch.device, data: str | None, **cache: Any) -> SequenceRanker:
+    options = options_of(train_hstu, settings, data)
+    if options.model != "hstu" or options.intervals or options.relative_time:
+        what = f"{options.model}, intervals {options.intervals}, relative_time {options.relative_time}"
+        raise ValueError(f"a next-item model is served with the encoder hstu, without intervals and relative_time, not {what}")
+    dataset = train_hstu.load_datasets(options)["test"]
+    log = dataset.log
+    model = train_hstu.make_model(options, options.model, log.num_items, device)
+    state = _state(log, np.zeros_like(log.item), dataset.windows.end)
+    return SequenceRanker(model, **state, max_history=options.max_history, settings=settings, **cache)
+
+
+def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:
+    kept = np.ones(len(log), dtype=bool)
+    kept[held_out] = False
+    items = defaultdict(list)
+    for user, item in zip(log.user[held_out].tolist(), log.item[held_out].tolist(), strict=True):
+        items[user].append(item)
+    return dict(histories=Histories(log, rating, kept), held_out=dict(items))
