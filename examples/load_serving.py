@@ -136,12 +136,12 @@ class Way:
 @contextmanager
 def serve(ranker: Ranker, way: Way, options: argparse.Namespace, candidates: int) -> Iterator[Target]:
     """The ranker behind a queue, in this process or, made anew, in another one."""
-    batch_candidates = max(options.batch_candidates, 2 * candidates)
     if options.http:
         with OverHTTP(ranker, *way.server_options(options)) as target:
             yield target
         return
     ranker.forget()
+    batch_candidates = max(options.batch_candidates, 2 * candidates)
     batches = Limits(max_users=options.max_users, max_candidates=batch_candidates, max_wait=options.max_wait_ms / 1e3)
     service = Service(ranker, ServiceLimits(batches, deadline=options.deadline_ms / 1e3))
     tune_process()
@@ -325,7 +325,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-ms", type=float, default=80, help="limit of p99 that defines the knee")
     parser.add_argument("--deadline-ms", type=float, default=1000, help="deadline of each request")
     parser.add_argument("--max-users", type=int, default=Limits.max_users, help="requests of a batch")
-    parser.add_argument("--batch-candidates", type=int, default=20_000, help="candidates of a batch, or twice those of a request")
+    parser.add_argument("--batch-candidates", type=int, default=20_000, help="of a batch, or twice those of a request; not with --http")
     parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait, help="how long a request waits for others of its batch")
     parser.add_argument("--http", action="store_true", help="serve in a process of its own, and send the requests over HTTP")
     parser.add_argument("--batches", type=int, default=0, help="only time so many batches, without a queue, of each way in turn")
