@@ -362,7 +362,8 @@ def main(arguments: list[str] | None = None) -> None:
         memory = [x.memory_mb for x in results]
         print(f"\nmemory: {memory[0]:,.0f} MB first, {memory[-1]:,.0f} MB last, {fmean(memory):,.0f} MB on average")
     else:
-        show(results, options.limit_ms, picture)
+        # Read back, so that the table has the digits that --from-json prints.
+        show(load_results(options.out / "results.json")[1], options.limit_ms, picture)
     print(f"results: {options.out / 'results.json'}")
 
 
