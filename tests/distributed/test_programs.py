@@ -13,12 +13,13 @@ import pytest
 
 from ..marks import SLOW
 from .ranks import one_rank
-from .test_plans import PROGRAMS, make_trainer
 
 pytest.importorskip("torchrec")
 
 import sharding  # noqa: E402
 from checkpoints import find_checkpoint  # noqa: E402
+
+from .test_plans import PROGRAMS, make_trainer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2", "--dropout", "0"]

@@ -16,7 +16,9 @@ from jagged_modules.transforms import fuse_broadcasts, placement
 from jagged_modules.transforms.bags import select_rows
 from jagged_modules.transforms.capture import is_keyed_jagged
 
-from . import test_attention, test_fusions, test_models, test_replication
+pytest.importorskip("torchrec")
+
+from . import test_attention, test_fusions, test_models, test_replication  # noqa: E402
 
 EXAMPLE, USERS, CANDIDATES = 64, 5, 40
 

@@ -8,8 +8,10 @@ from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts, placement
 
-from .test_models import DENSE, TORCHREC, sparse
-from .test_replication import matmul_rows
+pytest.importorskip("torchrec")
+
+from .test_models import DENSE, TORCHREC, sparse  # noqa: E402
+from .test_replication import matmul_rows  # noqa: E402
 
 USERS, CANDIDATES = 15, 1024
 aten = torch.ops.aten

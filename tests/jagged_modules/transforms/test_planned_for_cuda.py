@@ -13,7 +13,9 @@ import jagged_modules as jm
 from jagged_modules.transforms import fuse
 from jagged_modules.transforms.capture import bound_inputs, capture
 
-from . import test_models_dtypes
+pytest.importorskip("torchrec")
+
+from . import test_models_dtypes  # noqa: E402
 
 WIDTH, USERS, CANDIDATES = 64, 4, 64
 
