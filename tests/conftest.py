@@ -87,6 +87,20 @@ def gpu_group(tmp_path, trains_tables_on_gpus):
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def compiled_kernels(monkeypatch):
+    """Names of the kernels that are compiled or loaded from Triton's disk cache during the test."""
+    knobs = pytest.importorskip("triton").knobs
+    names, before = [], knobs.compilation.listener
+
+    def note(**what):
+        names.append(what["src"].name)
+        return before(**what) if before else None
+
+    monkeypatch.setattr(knobs.compilation, "listener", note)
+    return names
+
+
 def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=dtype), torch.tensor(list(lengths), dtype=dtype).cumsum(0, dtype=dtype)])
 

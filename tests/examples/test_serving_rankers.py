@@ -124,6 +124,24 @@ def test_a_warm_up_leaves_nothing(served, name, cache):
     assert [ranker.histories.length(user) for user in range(25)] == [new.histories.length(user) for user in range(25)]
 
 
+@pytest.mark.gpu
+@every_model
+@pytest.mark.parametrize("cache", [0, CACHE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_kernel_is_compiled_after_a_warm_up(served, name, cache, dtype, compiled_kernels):
+    """In 60 random batches of 1 to 25 users, with and without new events, of 1 to 80 candidates per user."""
+    ranker = ranker_of(served[name], cache, device=torch.device("cuda"), dtype=dtype)
+    ranker.warm_up(max_users=25, max_candidates=2000)
+    assert compiled_kernels
+    compiled_kernels.clear()
+    requests = Requests(ranker)
+    for _ in range(60):
+        users = requests.random.permutation(25)[: requests.random.integers(1, 26)].tolist()
+        batch = [requests.of(user, *requests.random.integers([0, 1], [3, 81]).tolist()) for user in users]
+        ranker.score(batch)
+        assert compiled_kernels == [], [(len(x.events.item), len(x.candidates)) for x in batch]
+
+
 @every_model
 def test_a_ranker_that_forgets(served, name):
     """The scores are those of a new ranker, and encode the histories anew."""

@@ -12,6 +12,7 @@ from .fixtures.attention import (  # noqa: F401
     check_self_target_attention,
     check_very_negative_scores,
 )
+from .fixtures.bias import check_sums_stay_in_memory  # noqa: F401
 from .fixtures.block_attention import check_block_attention, check_block_layer_memory, check_packed_block_attention  # noqa: F401
 from .fixtures.ds import check_delta, check_ds_blocks  # noqa: F401
 from .fixtures.jagged_matmul import jagged_matmuls  # noqa: F401

@@ -332,6 +332,13 @@ def test_twenty_runs_with_a_bias_agree_bit_for_bit(offsets, kernels, dim, activa
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
+@pytest.mark.parametrize("dim", [64, 128, 156])
+def test_sums_of_positions_stay_in_memory(check_sums_stay_in_memory, kernels, dim):
+    if kernels == "hopper" and dim > 128:
+        pytest.skip("no Hopper kernel for this head dim")
+    check_sums_stay_in_memory("cuda", torch.bfloat16, 2, dim, kernels)
+
+
 BOUNDARIES = {  # entries of Hopper's kernels serve the first and the second, its other paths the others
     "log": jm.RelativeBias.log_boundaries(71),
     "duplicates": torch.tensor([3, 3, 3, 100, 100, 5000, 2**20, 2**20]),

@@ -187,6 +187,11 @@ def test_keys_and_queries_of_many_times(offsets):
 # -- positions --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("head_dim", [16, 128, 200])
+def test_sums_of_positions_stay_in_memory(check_sums_stay_in_memory, head_dim):
+    check_sums_stay_in_memory("cpu", torch.float32, 2, head_dim, "triton")
+
+
 def test_positions_are_exact(offsets):
     """Results are the position biases, and gradients of the table count the pairs of a distance; both are integers."""
     lengths, keys, longest, shift = [70, 3, 129], [65, 200, 128], 200, torch.tensor([0, -7, 260])
