@@ -404,7 +404,9 @@ def _add_diagonals(ds, ptr, sums):
             inside = (column >= 0) & (column < WARPGROUP_ROWS)
             part = gl.load(sums.scratch + row * WARPGROUP_ROWS + column, mask=inside, other=0.0)
         total += gl.sum(part, 0)
-    gl.atomic_add(ptr + gl.arange(0, COLUMNS_OF_SCRATCH, layout=L) - 64, total * sums.factor, sem="relaxed")
+    diagonals = gl.arange(0, COLUMNS_OF_SCRATCH, layout=L) - 64
+    # Diagonal -64 does not exist. Its entry may be another consumer's, or not in memory.
+    gl.atomic_add(ptr + diagonals, total * sums.factor, mask=diagonals > -64, sem="relaxed")
 
 
 @gluon.constexpr_function

@@ -112,8 +112,10 @@ def _add_diagonals(ds, scratch_ptr, sums_ptr, factor, ROWS: tl.constexpr, COLUMN
     turned = tl.load(scratch_ptr + rows * COLUMNS + (columns + rows) % COLUMNS)
     turns = (columns + rows) // COLUMNS
     for turn in tl.static_range(0, (ROWS + COLUMNS - 2) // COLUMNS + 1):
-        ptrs = sums_ptr + tl.arange(0, COLUMNS) - turn * COLUMNS
-        tl.store(ptrs, tl.load(ptrs) + factor * tl.sum(tl.where(turns == turn, turned, 0.0), 0))
+        diagonals = tl.arange(0, COLUMNS) - turn * COLUMNS
+        inside = diagonals > -ROWS  # the last turn has others too, whose entries may be another program's, or not in memory
+        sums = tl.load(sums_ptr + diagonals, mask=inside) + factor * tl.sum(tl.where(turns == turn, turned, 0.0), 0)
+        tl.store(sums_ptr + diagonals, sums, mask=inside)
         tl.debug_barrier()
 
 
