@@ -67,8 +67,8 @@ def graphed(
             know, the name of the candidates' argument; not needed if that is the only plain floating-point argument besides the users'.
 
     Raises:
-        TypeError, ValueError: an argument has another type or is out of range; the module has a batch norm, which mixes rows. In a call:
-        an argument of another kind; a result of another size; a plain argument that looks like offsets.
+        TypeError, ValueError: an argument has another type or is out of range; the module has a batch norm, which mixes rows. In a call: an
+            argument of another kind; a result of another size; a plain argument that looks like offsets.
         RuntimeError: a second backward of the same call.
 
     Not re-entrant: call it from one thread and one stream at a time.

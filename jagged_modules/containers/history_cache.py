@@ -58,8 +58,8 @@ class HistoryCache:
             S histories. max_seqlen stays as it is, so the scores of a history do not depend on which others are selected.
 
         Raises:
-            TypeError, ValueError: segments are no integers, not 1-D or out of range; the layers or the timestamps differ in their number
-            of rows; segments or lengths are on the meta device.
+            TypeError, ValueError: segments are no integers, not 1-D or out of range; the layers or the timestamps differ in their number of
+                rows; segments or lengths are on the meta device.
         """
         first = self._first_layer("cache")
         indices = as_tensor("segments", segments)
@@ -90,8 +90,9 @@ class HistoryCache:
             B histories. max_seqlen is the sum of both, at most max_rows; None if one of them is None.
 
         Raises:
-            TypeError: new is no HistoryCache. ValueError: new has another number of segments or layers, another max_rows, or keys and
-            values of another shape, dtype or device; only one has timestamps.
+            TypeError: new is no HistoryCache.
+            ValueError: new has another number of segments or layers, another max_rows, or keys and values of another shape, dtype or
+                device; only one has timestamps.
         """
         check_kind("new", new, HistoryCache, "a HistoryCache")
         first, first_new = self._first_layer("cache"), new._first_layer("new")

@@ -47,8 +47,8 @@ class ScorePlan:
                 None, the scores are of x with itself.
 
         Raises:
-            TypeError: x_offsets or y_offsets is not an integer tensor. ValueError: they are not valid offsets, have different numbers of
-            segments, are not on the host, or are traced.
+            TypeError: x_offsets or y_offsets is not an integer tensor.
+            ValueError: they are not valid offsets, have different numbers of segments, are not on the host, or are traced.
         """
         y_offsets = x_offsets if y_offsets is None else y_offsets
         for name, offsets in (("x_offsets", x_offsets), ("y_offsets", y_offsets)):
@@ -69,7 +69,7 @@ class ScorePlan:
         return self.x_offsets, self.y_offsets, self.p_offsets
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ScorePlan:
-        """The plan with its tensors on `device`."""
+        """The plan with its tensors on `device`. non_blocking is that of `Tensor.to`."""
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ScorePlan:

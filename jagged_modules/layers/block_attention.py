@@ -42,7 +42,7 @@ class BlockDiagonalSelfAttention(nn.Module):
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256, or odd
-        with rotary; block_size or rotary is not one of the values above.
+            with rotary; block_size or rotary is not one of the values above.
 
     Example::
 

@@ -96,8 +96,8 @@ class JaggedGDPA(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument has another type; num_heads does not divide embedding_dim and config.head_dim is None; the head
-        dim is above 256; num_kv_heads does not divide num_heads; the activation is unknown; softmax with an output_scale; a mask with
-        learned rows.
+            dim is above 256; num_kv_heads does not divide num_heads; the activation is unknown; softmax with an output_scale; a mask with
+            learned rows.
 
     Example::
 
@@ -247,8 +247,8 @@ class JaggedGDPA(nn.Module):
             the config, take the dense tensor for x's kind of container: use `typing.cast`.
 
         Raises:
-            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is
-            given with learned rows.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is given
+                with learned rows.
         """
         if return_cache:
             return self._cache(context, cache, x=x, num_targets=num_targets, bias=bias)

@@ -60,7 +60,7 @@ class HSTULayer(nn.Module):
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim and head_dim or linear_dim is None;
-        a head is wider than 256.
+            a head is wider than 256.
 
     Example::
 
@@ -148,8 +148,8 @@ class HSTULayer(nn.Module):
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; scaling_seqlen is None and the
-            container has no max_seqlen; a segment is longer than config.relative_position and its length is on the host; timestamps are
-            missing, or given without config.relative_time.
+                container has no max_seqlen; a segment is longer than config.relative_position and its length is on the host; timestamps are
+                missing, or given without config.relative_time.
         """
         self._check_append(append, cache, num_targets)
         jagged = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj)
@@ -361,7 +361,7 @@ class HSTUStack(nn.Module):
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or return_cache; the cache does not fit the
-            layers.
+                layers.
         """
         if cache is None and not return_cache:
             jagged = _without_container(x, self.config)
@@ -413,7 +413,7 @@ class HSTUStack(nn.Module):
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; the config has relative_position, a global_prefix and a limit of the rows that
-            targets see: the cached rows would have gaps between their positions.
+                targets see: the cached rows would have gaps between their positions.
         """
         return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
 
@@ -458,7 +458,7 @@ class HSTUStack(nn.Module):
 
         Raises:
             TypeError, ValueError: as `score`; later events change earlier rows under the config: it has contextual_seqlen, recent_history,
-            or max_attn_len with min_full_attn_seqlen or global_prefix, or no scaling_seqlen.
+                or max_attn_len with min_full_attn_seqlen or global_prefix, or no scaling_seqlen.
 
         Example::
 

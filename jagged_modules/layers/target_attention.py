@@ -41,7 +41,7 @@ class JaggedTargetAttention(nn.Module):
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256; dropout
-        is not in 0 to 1; the dtype is not a floating-point one.
+            is not in 0 to 1; the dtype is not a floating-point one.
 
     Example::
 

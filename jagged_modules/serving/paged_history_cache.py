@@ -260,7 +260,8 @@ class PagedHistoryCache:
             stream that is current now. Drop it after the score: until then its pages are used, also if their users are evicted.
 
         Raises:
-            KeyError: a user is not cached with the layer's present weights. TypeError: users are no list or tuple.
+            KeyError: a user is not cached with the layer's present weights.
+            TypeError: users are no list or tuple.
         """
         return self._select(users, self._reads_pages())
 
