@@ -13,6 +13,12 @@ def test_examples_run(page):
     run_examples(page)
 
 
+@pytest.mark.parametrize("page", WITH_CODE, ids=str)
+def test_lines_of_code_fit_on_a_page(page):
+    """Longer ones must be scrolled, on the site and on GitHub."""
+    assert [line for code in examples(page) for line in code.splitlines() if len(line) > 100] == []
+
+
 def test_readme_is_short():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 150
