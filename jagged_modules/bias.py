@@ -47,8 +47,8 @@ class RelativeBias:
 
     Example::
 
-        q = k = v = torch.randn(5, 2, 16)                                       # two users with 2 and 3 events
-        bias = jm.RelativeBias(position=torch.zeros(2 * 100 - 1))               # histories of up to 100 events
+        q = k = v = torch.randn(5, 2, 16)  # two users with 2 and 3 events
+        bias = jm.RelativeBias(position=torch.zeros(2 * 100 - 1))  # histories of up to 100 events
         F.jagged_attention(q, k, v, torch.tensor([0, 2, 5]), activation="silu", bias=bias)
     """
 

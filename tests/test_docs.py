@@ -1,14 +1,17 @@
 """The API reference has every public name, and each name's docstring gives shapes and errors."""
 
+import contextvars
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import jagged_modules as jm
+from jagged_modules import flops, transforms
 from jagged_modules import functional as F
-from jagged_modules import transforms
 from jagged_modules.activations import ACTIVATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -131,3 +134,15 @@ def test_layers_document_shapes_and_errors_of_forward(name):
 def test_methods_have_docstrings(name):
     assert "__doc__" in vars(CLASSES[name]) and CLASSES[name].__doc__
     assert [method for method, value in methods(CLASSES[name]).items() if not value.__doc__ and method != "extra_repr"] == []
+
+
+EXAMPLES = {name: inspect.getdoc(value) for name, value in (NAMES | METHODS | {"flops": flops}).items()}
+EXAMPLES = {name: re.findall(r"^Example::\n\n((?:    .*\n|\n)+)", f"{text}\n", re.MULTILINE) for name, text in EXAMPLES.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, found in EXAMPLES.items() if found])
+def test_examples_run(name):
+    """Each by itself, and the settings that it changes are forgotten. Longer lines must be scrolled on the site."""
+    (code,) = (textwrap.dedent(code) for code in EXAMPLES[name])
+    assert [line for line in code.splitlines() if len(line) > 100] == []
+    contextvars.copy_context().run(exec, compile(code, name, "exec"), {"torch": torch, "jm": jm, "F": F})

@@ -32,8 +32,8 @@ class CandidateIndex(Queries):
 
     Example::
 
-        index = CandidateIndex.from_counts(torch.tensor([3, 0, 2]))   # users 0 and 2 have candidates 0..2 and 3..4
-        index = CandidateIndex.from_map(torch.tensor([2, 0, 2]), num_users=3)
+        index = jm.CandidateIndex.from_counts(torch.tensor([3, 0, 2]))  # users 0 and 2: 0..2, 3..4
+        index = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), num_users=3)
     """
 
     offsets: Tensor

@@ -30,10 +30,11 @@ class HistoryCache:
     Example::
 
         attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
-        cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))                 # two users with 2 and 3 events
-        _, new = attention.append((torch.randn(1, 32), torch.tensor([0, 0, 1])), cache)        # a new event of user 1
-        cache = cache.append(new)                                                              # 2 and 4 events
-        out = attention.score(torch.randn(3, 5, 32), cache.select([1, 0, 1]))                  # [3, 5, 32]
+        cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
+        event = torch.randn(1, 32), torch.tensor([0, 0, 1])  # of user 1
+        _, new = attention.append(event, cache)
+        cache = cache.append(new)  # 2 and 4 events
+        out = attention.score(torch.randn(3, 5, 32), cache.select([1, 0, 1]))  # [3, 5, 32]
     """
 
     layers: tuple[Jagged, ...]

@@ -49,7 +49,7 @@ class Jagged(Queries):
 
     Example::
 
-        history = jm.Jagged(torch.randn(5, 8), torch.tensor([0, 2, 2, 5]))      # segments of 2, 0 and 3 rows
+        history = jm.Jagged(torch.randn(5, 8), torch.tensor([0, 2, 2, 5]))  # 2, 0 and 3 rows
     """
 
     values: Tensor  # torch's fully_shard finds tensors in dataclasses, but not in other pytrees

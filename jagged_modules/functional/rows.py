@@ -161,7 +161,10 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
 
     Example::
 
+        history, history_offsets = torch.randn(5, 8), torch.tensor([0, 2, 5])
+        targets, target_offsets = torch.randn(3, 8), torch.tensor([0, 1, 3])
         values, offsets = F.jagged_concat([history, targets], [history_offsets, target_offsets])
+        print(offsets)  # 0, 3, 8
     """
     for name, given in (("values", values), ("offsets", offsets)):
         check_kind(name, given, (list, tuple), "a sequence of tensors")

@@ -26,8 +26,9 @@ class ScorePlan:
 
     Example::
 
-        plan = F.ScorePlan.from_offsets(torch.tensor([0, 2, 5]))   # scores of a sequence with itself: 2 · 2 + 3 · 3
-        p = F.jagged_jagged_bmm_jagged_out(q, k, plan)             # [13]
+        q, k, v = torch.randn(3, 5, 16)
+        plan = F.ScorePlan.from_offsets(torch.tensor([0, 2, 5]))  # 2 · 2 + 3 · 3 scores
+        p = F.jagged_jagged_bmm_jagged_out(q, k, plan)  # [13]
         out = F.array_jagged_bmm_jagged_out(F.jagged2_softmax(p, plan), v, plan)
     """
 

@@ -47,7 +47,7 @@ class BlockDiagonalSelfAttention(nn.Module):
     Example::
 
         attention = jm.BlockDiagonalSelfAttention(32, num_heads=4, block_size=16)
-        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # blocks of 16, 4; 16, 14 rows
+        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # 16, 4; 16, 14 rows
     """
 
     def __init__(

@@ -101,9 +101,9 @@ class JaggedGDPA(nn.Module):
 
     Example::
 
-        x = torch.randn(5, 32), torch.tensor([0, 2, 5])                        # two users with 2 and 3 events
+        x = torch.randn(5, 32), torch.tensor([0, 2, 5])  # two users with 2 and 3 events
         values, offsets = jm.JaggedGDPA(32, num_heads=4, mask=jm.AttentionMask(causal=True))(x)
-        pooled = jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2))(x)      # [2, 2, 32]
+        pooled = jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2))(x)  # [2, 2, 32]
     """
 
     def __init__(
@@ -389,12 +389,12 @@ class GDPABlock(nn.Module):
 
     Example::
 
-        encoder = nn.Sequential(
-            jm.GDPABlock(32, num_heads=4),                                              # self-attention,
-            jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),        # a feed-forward on each event,
-            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),          # and pooling by 2 learned queries
+        encoder = torch.nn.Sequential(
+            jm.GDPABlock(32, num_heads=4),  # self-attention,
+            jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),  # a feed-forward,
+            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),  # pooling by 2 queries
         )
-        encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))                          # [2, 2, 32]
+        encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # [2, 2, 32]
     """
 
     def __init__(

@@ -65,8 +65,8 @@ class HSTULayer(nn.Module):
     Example::
 
         layer = jm.HSTULayer(32, num_heads=4, config=jm.HSTUConfig(scaling_seqlen=100))
-        x = torch.randn(5, 32), torch.tensor([0, 2, 5])                        # two users with 2 and 3 rows
-        values, offsets = layer(x, num_targets=torch.tensor([1, 1]))           # the last of each is a target
+        x = torch.randn(5, 32), torch.tensor([0, 2, 5])  # two users with 2 and 3 rows
+        values, offsets = layer(x, num_targets=torch.tensor([1, 1]))  # the last of each is a target
     """
 
     position_bias: nn.Parameter | None
@@ -316,12 +316,13 @@ class HSTUStack(nn.Module):
 
     Example::
 
-        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
-        history = torch.randn(5, 32), torch.tensor([0, 2, 5])                  # two users with 2 and 3 events
-        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])                  # 3 and 1 targets
+        config = jm.HSTUConfig(scaling_seqlen=100)
+        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=config).eval()
+        history = torch.randn(5, 32), torch.tensor([0, 2, 5])  # two users with 2 and 3 events
+        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])  # 3 and 1 targets
         with torch.no_grad():
             cache = hstu.cache(history)
-            values, offsets = hstu.score(targets, cache)                       # [4, 32]
+            values, offsets = hstu.score(targets, cache)  # [4, 32]
     """
 
     def __init__(
@@ -462,10 +463,12 @@ class HSTUStack(nn.Module):
 
         Example::
 
-            hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
-            cache = hstu.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))      # two users with 2 and 3 events
-            (values, _), new = hstu.append((torch.randn(1, 32), torch.tensor([0, 0, 1])), cache)       # one new event of user 1
-            cache = cache.append(new)                                              # 2 and 4 events
+            config = jm.HSTUConfig(scaling_seqlen=100)
+            hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=config).eval()
+            cache = hstu.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
+            event = torch.randn(1, 32), torch.tensor([0, 0, 1])  # of user 1
+            (values, _), new = hstu.append(event, cache)
+            cache = cache.append(new)  # 2 and 4 events
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return self(events, timestamps=timestamps, query_timestamps=query_timestamps, cache=cache, return_cache=True)

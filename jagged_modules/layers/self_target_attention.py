@@ -41,9 +41,9 @@ class JaggedSelfTargetAttention(nn.Module):
     Example::
 
         attention = jm.JaggedSelfTargetAttention(embedding_dim=32, num_heads=4)
-        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))                # two users with 2 and 3 items
-        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))       # 3 and 1 candidates
-        (values, offsets), out = attention(history, torch.randn(4, 1, 32), candidates)   # [5, 32], [4, 1, 32]
+        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))  # two users with 2 and 3 items
+        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))  # 3 and 1 candidates
+        (values, offsets), out = attention(history, torch.randn(4, 1, 32), candidates)  # [4, 1, 32]
     """
 
     def __init__(

@@ -46,9 +46,9 @@ class JaggedTargetAttention(nn.Module):
     Example::
 
         attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
-        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))                # two users with 2 and 3 items
-        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))       # 3 and 1 candidates
-        out = attention(torch.randn(4, 1, 32), history, candidates)            # [4, 1, 32]
+        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))  # two users with 2 and 3 items
+        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))  # 3 and 1 candidates
+        out = attention(torch.randn(4, 1, 32), history, candidates)  # [4, 1, 32]
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class JaggedTargetAttention(nn.Module):
         Example::
 
             attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
-            cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))         # two users with 2 and 3 events
+            cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
             out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))  # [4, 1, 32]
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None

@@ -94,12 +94,13 @@ class PagedHistoryCache:
 
     Example::
 
-        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
+        config = jm.HSTUConfig(scaling_seqlen=100)
+        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=config).eval()
         cache = jm.PagedHistoryCache(hstu, max_bytes=2**20)
-        cache.put(["ann", "bob"], (torch.randn(5, 32), torch.tensor([0, 2, 5])))       # histories of 2 and 3 events
-        cache.append(["bob"], (torch.randn(1, 32), torch.tensor([0, 1])))              # a new event
-        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])                          # 3 targets of bob, 1 of ann
-        values, offsets = hstu.score(targets, cache.select(["bob", "ann"]))            # [4, 32]
+        cache.put(["ann", "bob"], (torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
+        cache.append(["bob"], (torch.randn(1, 32), torch.tensor([0, 1])))  # a new event
+        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])  # 3 targets of bob, 1 of ann
+        values, offsets = hstu.score(targets, cache.select(["bob", "ann"]))  # [4, 32]
     """
 
     def __init__(self, layer: CachingLayer, max_bytes: int, page_rows: int = 16) -> None:
