@@ -10,7 +10,7 @@ Example::
     from torch.utils.flop_counter import FlopCounterMode
 
     attention = jm.JaggedTargetAttention(32, num_heads=4)
-    with FlopCounterMode() as counter:
+    with FlopCounterMode(display=False) as counter:
         attention(torch.randn(2, 1, 32), (torch.randn(5, 32), torch.tensor([0, 2, 5])))
     counter.get_total_flops()
 """
