@@ -108,7 +108,11 @@ class Jagged(Queries):
         return jagged
 
     def unwrap(self, values: Tensor) -> Any:
-        """The kind of container that was given to `wrap`, with new values `[L, ...]` in the same segments."""
+        """The kind of container that was given to `wrap`, with new values `[L, ...]` in the same segments.
+
+        Raises:
+            TypeError, ValueError: values are no tensor, or have another number of rows.
+        """
         self._check_rows(values)
         x = self._container
         if x is None:
@@ -126,7 +130,11 @@ class Jagged(Queries):
         return type(x)(values, **same)
 
     def with_values(self, values: Tensor) -> Jagged:
-        """A Jagged of the same segments with other values `[L, ...]` and with offsets on their device. It shares the schedules."""
+        """A Jagged of the same segments with other values `[L, ...]` and with offsets on their device. It shares the schedules.
+
+        Raises:
+            TypeError, ValueError: as `unwrap`.
+        """
         self._check_rows(values)
         offsets = self.offsets if self.offsets.device == values.device else self.offsets.to(values.device, non_blocking=True)
         return self._copy(values, offsets)

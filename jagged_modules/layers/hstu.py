@@ -209,7 +209,10 @@ class HSTULayer(nn.Module):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
-        """Raise unless the cache has the shape of this layer's keys and values and one segment per segment of x. Errors call x `name`."""
+        """TypeError or ValueError unless the cache has the shape of this layer's keys and values, and one segment per segment of x.
+
+        Errors call x `name`.
+        """
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
         (values, _), shape = paged_operands(cache), [self.num_heads, self.head_dim + self.linear_dim]

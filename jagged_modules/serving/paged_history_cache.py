@@ -141,6 +141,9 @@ class PagedHistoryCache:
         """The users of these that are not cached with the layer's present weights, in their order. Counts hits and misses.
 
         The other users become the most recently used ones, so the next `put` evicts them last.
+
+        Raises:
+            TypeError: users are a single string.
         """
         _check_iterable(users)
         with self._lock:
@@ -267,7 +270,11 @@ class PagedHistoryCache:
         return self._select(users, self._reads_pages())
 
     def evict(self, users: Iterable[Hashable]) -> None:
-        """Forget users. Those that are not cached are ignored."""
+        """Forget users. Those that are not cached are ignored.
+
+        Raises:
+            TypeError: users are a single string.
+        """
         _check_iterable(users)
         with self._writer, self._lock:
             for user in users:
