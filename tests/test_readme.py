@@ -1,4 +1,4 @@
-"""The Python examples of README.md and of each page of the documentation run. README.md is short, and its figures are those of the record."""
+"""The Python examples of README.md and of each page of the documentation run. README.md is short, with the figures of the record."""
 
 import json
 import re
