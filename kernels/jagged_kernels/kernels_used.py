@@ -254,7 +254,7 @@ def document() -> str:
     """The whole page."""
     purpose = "Which kernels and tiles each operator runs, by GPU, dtype, head dim and lengths."
     source = "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page from the code."
-    return "\n".join([f"# Which kernels run\n\n{purpose} {source}\n", *(section() for section in SECTIONS)])
+    return "\n".join([f"# Which kernels run\n\n{purpose}\n{source}\n", *(section() for section in SECTIONS)])
 
 
 if __name__ == "__main__":
