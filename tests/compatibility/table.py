@@ -170,7 +170,8 @@ def document() -> str:
 What works with {", ".join(f"`{layer}`" for layer in layers)}.
 
 Each row has a test, in the linked file, which runs for all of these layers. "yes": it works, on the CPU too. "GPU": it works, and needs a
-GPU, as its test does. "no": it does not work, and the test checks the error. A layer is named where it differs from most. Numbers in brackets refer to the notes.
+GPU, as its test does. "no": it does not work, and the test checks the error. A layer is named where it
+differs from most. Numbers in brackets refer to the notes.
 
 {table(["feature", "works", "what the test checks"], rows)}
 
