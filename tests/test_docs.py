@@ -104,6 +104,7 @@ def test_docstrings_name_each_argument_and_error(name):
     assert set(described(docstring)) <= arguments
     errors = r"\w+(, \w+)*: (?!.*\. \w*Error: )"
     assert [line for line in entries(docstring, "Raises") if not re.match(errors, line)] == []
+    assert [line for line in entries(docstring, "Returns") if re.match(r"[A-Z][^`:]*[a-z]: ", line)] == []  # would be a type
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

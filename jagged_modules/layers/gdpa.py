@@ -189,7 +189,7 @@ class JaggedGDPA(nn.Module):
             cache: keys and values of the contexts, of which only the number is read.
 
         Returns:
-            None, because `score` computes outputs, and the keys and values of the events: `cache.append` adds them to the cache.
+            None, because `score` computes outputs, and the keys and values of the events. `cache.append` adds them to the cache.
 
         Raises:
             TypeError, ValueError: as `cache`; the cache has another number of segments or another shape.

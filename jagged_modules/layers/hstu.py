@@ -457,7 +457,7 @@ class HSTUStack(nn.Module):
             timestamps, query_timestamps: int64 `[N]` of the events, as in `cache`. The query timestamps of earlier rows do not change.
 
         Returns:
-            The events' kind of container, with `[N, E]` values, and the keys and values of the events' rows: `cache.append` adds them to
+            The events' kind of container, with `[N, E]` values, and the keys and values of the events' rows. `cache.append` adds them to
             the cache.
 
         Raises:

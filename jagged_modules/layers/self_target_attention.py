@@ -78,7 +78,7 @@ class JaggedSelfTargetAttention(nn.Module):
                 int64 in any order.
 
         Returns:
-            The history's kind of container with `[L, E]` values. According to targets: their kind of container with `[N, E]` values, or
+            The history's kind of container with `[L, E]` values. As targets are, their kind of container with `[N, E]` values, or
             `[num_candidates, n_q, E]`. The result of a target whose history is empty is target_out_proj's bias.
 
         Raises:

@@ -99,7 +99,7 @@ class JaggedTargetAttention(nn.Module):
             cache: keys and values of the histories, of which only the number is read.
 
         Returns:
-            None, because events have no output, and the keys and values of the events: `cache.append` adds them to the cache.
+            None, because events have no output, and the keys and values of the events. `cache.append` adds them to the cache.
 
         Raises:
             TypeError, ValueError: as `forward`; the cache has another number of segments or another shape.
@@ -155,7 +155,7 @@ class JaggedTargetAttention(nn.Module):
                 `append`.
 
         Returns:
-            According to targets: `[B, T, E]`; the targets' kind of container with `[N, E]` values; `[num_candidates, n_q, E]`. With
+            `[B, T, E]`, the targets' kind of container with `[N, E]` values, or `[num_candidates, n_q, E]`, as targets are. With
             return_cache, a HistoryCache. The dtype is that of the projections. The result of a target whose history is empty is out_proj's
             bias.
 

@@ -205,7 +205,7 @@ class PagedHistoryCache:
             events, timestamps: arguments of the layer's `append`.
 
         Returns:
-            What the layer's `append` returns for the events: for an HSTUStack the container with the updated rows, else None.
+            What the layer's `append` returns for the events, which for an HSTUStack is the container with the updated rows, else None.
 
         Raises:
             KeyError: a user is not cached with the layer's present weights.
@@ -259,7 +259,7 @@ class PagedHistoryCache:
             users: keys of cached users, in any order, also repeated.
 
         Returns:
-            One segment per user. If page_rows is a power of 2 from 128 on, its layers are in pages: a `score` under `torch.no_grad()` reads
+            One segment per user. If page_rows is a power of 2 from 128 on, its layers are in pages. A `score` under `torch.no_grad()` reads
             them there. A layer's `values`, and a score that computes gradients, copy the rows at their first use. On a GPU, use it on the
             stream that is current now. Drop it after the score: until then its pages are used, also if their users are evicted.
 
