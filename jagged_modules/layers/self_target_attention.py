@@ -78,8 +78,8 @@ class JaggedSelfTargetAttention(nn.Module):
                 int64 in any order.
 
         Returns:
-            The history's kind of container with `[L, E]` values. As targets are, their kind of container with `[N, E]` values, or
-            `[num_candidates, n_q, E]`. The result of a target whose history is empty is target_out_proj's bias.
+            The history's kind of container with `[L, E]` values, and the targets' kind of container with `[N, E]` values, or
+            `[num_candidates, n_q, E]` as targets are. The result of a target whose history is empty is target_out_proj's bias.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.
