@@ -1,11 +1,17 @@
 """Sphinx's configuration. The source folder is the root of the repository, so that links between all Markdown files work as they stand."""
 
+import html
+import os
 import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+import jagged_modules as jm  # noqa: E402
 
 project = "jagged-modules"
 author = "The jagged-modules authors"
@@ -27,6 +33,10 @@ include_patterns = [
 exclude_patterns = [".*", "docs/_build", "build", "dist", "runs", "**/runs"]
 html_theme = "furo"
 html_title = "jagged-modules"
+html_static_path, html_css_files = ["static"], ["site.css"]
+html_baseurl = os.environ.get("DOCS_URL", "").rstrip("/")  # where a workflow publishes the site
+# A server shows 404.html in place of a page in any folder, so its links are absolute.
+templates_path, html_additional_pages, html_context = ["templates"], {"404": "404.html"}, {"html_baseurl": html_baseurl}
 html_extra_path = ["site"]  # index.html: the first page is docs/index.html
 html_copy_source = False
 
@@ -38,13 +48,14 @@ myst_url_schemes = ["http", "https", "mailto"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 
 def to_rst(app, what, name, obj, options, lines):
     """Docstrings are Markdown with Google's sections: turn code, tables and indented formulas into reStructuredText."""
-    text = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w?)", lambda code: f"``{code[1]}``" + (f"\\ {code[2]}" if code[2] else ""), "\n".join(lines))
+    text = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w?)", lambda code: _code(code[1]) + (f"\\ {code[2]}" if code[2] else ""), "\n".join(lines))
     text = re.sub(r"(?:^\|.*\|\n?)+", lambda table: _list_table(table[0]), text, flags=re.MULTILINE)
     # A paragraph, an empty line and an indented one: the indented lines are a formula.
     text = re.sub(r"^(\S.*[^:\n]:?)\n\n(?=    \S)", r"\1\n\n::\n\n", text, flags=re.MULTILINE)
@@ -52,6 +63,12 @@ def to_rst(app, what, name, obj, options, lines):
     text = re.sub(r"^([a-z_]+): (\S.*(?:\n    \S.*)*)", _list_item, text, flags=re.MULTILINE)
     # |x| is an absolute value, and in reStructuredText a substitution.
     lines[:] = [re.sub(r"\|(\w[^|`]*)\|", r"\\|\1\\|", line) if _is_prose(line) else line for line in text.split("\n")]
+
+
+def _code(text):
+    """A public name becomes a link."""
+    module = next((module for module in (jm, jm.functional) if text in module.__all__), None)
+    return f":py:obj:`{text} <{module.__name__}.{text}>`" if module else f"``{text}``"
 
 
 def _is_prose(line):
@@ -72,5 +89,15 @@ def _list_table(table):
     return "\n".join([*out, "", ""])
 
 
+def add_description(app, pagename, templatename, context, doctree):
+    """A page's first paragraph is what search engines show of it."""
+    texts = (paragraph.astext() for paragraph in doctree.findall(nodes.paragraph)) if doctree else ()
+    text = " ".join(next((text for text in texts if len(text) > 40), "").split())
+    if text:
+        short = text if len(text) <= 160 else text[:157].rsplit(" ", 1)[0] + " ..."
+        context["metatags"] += f'<meta name="description" content="{html.escape(short)}">'
+
+
 def setup(app):
+    app.connect("html-page-context", add_description)
     app.connect("autodoc-process-docstring", to_rst, priority=100)  # before napoleon

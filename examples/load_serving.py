@@ -221,21 +221,26 @@ def format_knees(results: list[Result], limit_ms: float) -> str:
 
 @style.context(PICTURE_STYLE)
 def draw(results: list[Result], limit_ms: float) -> Figure:
-    """p50 and p99 against offered load, one panel per number of candidates."""
+    """p50 and p99 against offered load, one panel per number of candidates, three in a row: a page shows them 800 pixels wide."""
     counts, ways = sorted({x.candidates for x in results}), dict.fromkeys(x.way for x in results)
-    figure = Figure(figsize=(3.0 * len(counts), 3.2))
-    for axis, candidates in zip(np.atleast_1d(figure.subplots(1, len(counts), sharey=True)), counts, strict=True):
+    rows = -(-len(counts) // 3)
+    figure = Figure(figsize=(9.0, 0.6 + 2.7 * rows))
+    panels = figure.subplots(rows, min(len(counts), 3), sharey=True, squeeze=False).flatten()
+    for axis in panels[len(counts) :]:
+        axis.remove()
+    for axis, candidates in zip(panels, counts):
         for number, way in enumerate(ways):
             color = to_hex(f"C{number}")  # the style ends before the picture is saved
             rows = sorted((x for x in results if x.candidates == candidates and x.way == way), key=lambda x: x.rate)
             for name, line in (("p50_ms", "--"), ("p99_ms", "-")):
                 values = [getattr(x, name) for x in rows]
                 axis.plot([x.rate for x in rows], values, line, color=color, marker=".", label=f"{way}, {name[:3]}")
-        axis.axhline(limit_ms, color="gray", linewidth=0.8)
+        axis.axhline(limit_ms, color="gray", linewidth=0.8, label=f"limit, {limit_ms:g} ms")
         axis.set(title=f"{candidates:,} candidate{'s' if candidates > 1 else ''}", xlabel="offered requests/s", yscale="log")
         axis.set_xlim(left=0)
-    figure.axes[0].set_ylabel("latency, ms")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
+    for axis in panels[::3]:
+        axis.set_ylabel("latency, ms")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
@@ -271,7 +276,7 @@ def _rounded(x: Any) -> Any:
 def show(results: list[Result], limit_ms: float, picture: Path) -> None:
     """Print the table of the knees and draw the picture."""
     print(f"\n{format_knees(results, limit_ms)}")
-    write_atomically(picture, lambda file: draw(results, limit_ms).savefig(file, dpi=100))
+    write_atomically(picture, lambda file: draw(results, limit_ms).savefig(file, dpi=150))
     print(f"\nwritten to {picture}")
 
 

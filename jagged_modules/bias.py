@@ -43,12 +43,12 @@ class RelativeBias:
 
     Raises:
         TypeError, ValueError: both tables are None; a tensor has another dtype, shape or device; timestamps are missing, or given without
-        `time`; boundaries decrease.
+            `time`; boundaries decrease.
 
     Example::
 
-        q = k = v = torch.randn(5, 2, 16)                                       # two users with 2 and 3 events
-        bias = jm.RelativeBias(position=torch.zeros(2 * 100 - 1))               # histories of up to 100 events
+        q = k = v = torch.randn(5, 2, 16)  # two users with 2 and 3 events
+        bias = jm.RelativeBias(position=torch.zeros(2 * 100 - 1))  # histories of up to 100 events
         F.jagged_attention(q, k, v, torch.tensor([0, 2, 5]), activation="silu", bias=bias)
     """
 
@@ -86,7 +86,8 @@ class RelativeBias:
     def log_boundaries(num_buckets: int, device: Device = None) -> Tensor:
         """Boundaries of HSTU's published rule, int64 `[num_buckets]`: bucket(d) = floor(ln(max(|d|, 1)) / 0.301), at most num_buckets.
 
-        Boundary k, counted from 1, is the smallest integer d with ln(d) >= 0.301 k, so buckets follow from integer comparisons alone.
+        Boundary k, counted from 1, is the smallest integer d with ln(d) >= 0.301 k, so buckets follow from integer comparisons alone. They
+        are made on `device`.
 
         Raises:
             TypeError, ValueError: num_buckets is not a non-negative integer.

@@ -9,8 +9,9 @@ Example::
     import jagged_modules.flops
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode() as counter:
-        model(batch).sum().backward()
+    attention = jm.JaggedTargetAttention(32, num_heads=4)
+    with FlopCounterMode(display=False) as counter:
+        attention(torch.randn(2, 1, 32), (torch.randn(5, 32), torch.tensor([0, 2, 5])))
     counter.get_total_flops()
 """
 

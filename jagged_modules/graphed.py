@@ -67,17 +67,20 @@ def graphed(
             know, the name of the candidates' argument; not needed if that is the only plain floating-point argument besides the users'.
 
     Raises:
-        TypeError, ValueError: an argument has another type or is out of range; the module has a batch norm, which mixes rows. In a call:
-        an argument of another kind; a result of another size; a plain argument that looks like offsets.
+        TypeError, ValueError: an argument has another type or is out of range; the module has a batch norm, which mixes rows. In a call: an
+            argument of another kind; a result of another size; a plain argument that looks like offsets.
         RuntimeError: a second backward of the same call.
 
     Not re-entrant: call it from one thread and one stream at a time.
 
     Example::
 
-        attention = jm.graphed(jm.JaggedTargetAttention(64, num_heads=4, device="cuda"))
-        for targets, history, candidates in batches:
-            attention(targets, history, candidates).square().mean().backward()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        attention = jm.graphed(jm.JaggedTargetAttention(64, num_heads=4, device=device))
+        for lengths in ([3, 0, 5], [1, 7, 2]):  # batches of other sizes, as a loader yields them
+            offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+            history = torch.randn(sum(lengths), 64, device=device), offsets
+            attention(torch.randn(3, 2, 64, device=device), history).square().mean().backward()
     """
     check_kind("module", module, nn.Module, "a torch.nn.Module")
     for child in module.modules():

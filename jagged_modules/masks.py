@@ -119,7 +119,7 @@ class AttentionMask:
 
     @classmethod
     def from_params(cls, params: MaskParams, num_targets: Tensor | None) -> AttentionMask:
-        """The mask with these `params`."""
+        """The mask with these `params`, and num_targets `[B]` int32 or int64."""
         return cls(
             causal=bool(params.causal),
             window=(None if params.left < 0 else params.left, None if params.right < 0 else params.right),
@@ -139,7 +139,9 @@ class AttentionMask:
         return left is None and right is None and self.num_targets is None and not limited
 
     def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
-        """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets."""
+        """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets. Made on
+        `device`.
+        """
         return self.rule(torch.arange(num_queries, device=device) + (num_keys - num_queries), num_keys, num_targets)
 
     def rule(self, i: Tensor, num_keys: int, num_targets: int = 0) -> Tensor:
@@ -147,6 +149,8 @@ class AttentionMask:
 
         Args:
             i: `[rows]` integers, positions (columns) of the rows.
+            num_keys: columns of the segment.
+            num_targets: how many of them, at the end, are targets.
         """
         i, j = i[:, None], torch.arange(num_keys, device=i.device)
         c, first_target = self.contextual_seqlen, num_keys - num_targets

@@ -117,8 +117,8 @@ class debug_checks(_Setting, default=False):
 
     Example::
 
-        jm.debug_checks(True)             # from here on
-        with jm.debug_checks(True): ...   # or for a block
+        jm.debug_checks(True)  # from here on
+        with jm.debug_checks(True): ...  # or for a block
 
     Raises:
         TypeError: enabled is not a bool.
@@ -147,8 +147,8 @@ class backward_workspace(_Setting, default=None):
 
     Example::
 
-        jm.backward_workspace(0)                 # from here on: none
-        with jm.backward_workspace(2**28): ...   # or for a block, in which the forward runs
+        jm.backward_workspace(0)  # from here on: none
+        with jm.backward_workspace(2**28): ...  # or for a block, in which the forward runs
     """
 
     def __init__(self, num_bytes: int | None) -> None:
@@ -184,8 +184,11 @@ class batch_invariant(_Setting, default=False):
 
     Example::
 
+        attention = jm.JaggedGDPA(32, num_heads=2, activation="softmax")
+        x = torch.randn(5, 32)
         with jm.batch_invariant(True):
-            scores = model(batch)        # bitwise equal to model(user) for each user
+            batch, _ = attention((x, torch.tensor([0, 2, 5])))
+            user, _ = attention((x[:2], torch.tensor([0, 2])))  # bitwise equal to batch[:2]
 
     Raises:
         TypeError: enabled is not a bool.

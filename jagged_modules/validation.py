@@ -52,8 +52,9 @@ def check_tensor(name: str, x: object, dim: int, shape: str, function: str | Non
         function: the function whose dtypes are allowed, see `check_dtype`. None: fp64, fp32, fp16 and bf16.
 
     Raises:
-        TypeError: x is not a tensor. WrongDtype: its dtype is not allowed. ValueError: it is sparse or nested, or has another number of
-        dimensions.
+        TypeError: x is not a tensor.
+        WrongDtype: its dtype is not allowed.
+        ValueError: it is sparse or nested, or has another number of dimensions.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

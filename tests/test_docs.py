@@ -1,14 +1,17 @@
 """The API reference has every public name, and each name's docstring gives shapes and errors."""
 
+import contextvars
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import jagged_modules as jm
+from jagged_modules import flops, transforms
 from jagged_modules import functional as F
-from jagged_modules import transforms
 from jagged_modules.activations import ACTIVATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +40,11 @@ def methods(cls: type) -> dict[str, object]:
     return {name: value for name, value in functions.items() if inspect.isfunction(value) or isinstance(value, property)}
 
 
+METHODS = {f"{name}.{method}": value for name, cls in CLASSES.items() for method, value in methods(cls).items()}
+METHODS = {name: value for name, value in METHODS.items() if inspect.isfunction(value) and not name.endswith("extra_repr")}
+DOCUMENTED = FUNCTIONS | METHODS | {name: cls.__init__ for name, cls in CONSTRUCTED.items()}
+
+
 def test_the_reference_has_each_public_name():
     text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = re.findall(r"^\.\. auto\w+:: jagged_modules\.([\w.]+)", text, re.MULTILINE)
@@ -45,10 +53,10 @@ def test_the_reference_has_each_public_name():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_reference_has_each_public_method(name):
-    """A method that users call is listed; properties are described by their class."""
+    """Methods that users call, and properties."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = re.search(rf"autoclass:: jagged_modules\.{re.escape(name)}(?:\(.*\))?\n(?:   :members: (.*))?", text)[1] or ""
-    public = {method for method, value in methods(CLASSES[name]).items() if inspect.isfunction(value)} - {"extra_repr"}
+    public = methods(CLASSES[name]).keys() - {"extra_repr"}
     assert public == set(listed.split(", ")) - {""}
 
 
@@ -69,6 +77,34 @@ def test_private_names_that_pages_give_exist():
     named = {name for page in pages for name in re.findall(r"`(_\w+)`", page.read_text(encoding="utf-8"))}
     assert named
     assert {name for name in named if not re.search(rf"\b{name}\b", code)} == set()
+
+
+def entries(docstring: str, section: str) -> list[str]:
+    """The first line of each entry of a section. Further lines of an entry have a greater indent, which the site needs too."""
+    lines = re.search(rf"^{section}:\n((?: .*\n|\n(?= ))*)", docstring + "\n", re.MULTILINE)
+    return re.findall(r"^    (\S.*)", lines[1], re.MULTILINE) if lines else []
+
+
+def described(docstring: str) -> list[str]:
+    """The arguments with an entry of their own, or one that they share: "k, v: text"."""
+    return [name for line in entries(docstring, "Args") for name in re.match(r"[\w, ]*", line)[0].split(", ")]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_have_an_entry_for_each_argument(name):
+    assert set(described(inspect.getdoc(FUNCTIONS[name]))) == set(inspect.signature(FUNCTIONS[name]).parameters)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_docstrings_name_each_argument_and_error(name):
+    """An argument has an entry, or the text of a short docstring names it. Each line of Raises is one entry."""
+    docstring = inspect.getdoc(NAMES.get(name, DOCUMENTED[name]))
+    arguments = inspect.signature(DOCUMENTED[name]).parameters.keys() - {"self", "cls", "args", "kwargs"}
+    assert {argument for argument in arguments if not re.search(rf"\b{argument}\b", docstring)} == set()
+    assert set(described(docstring)) <= arguments
+    errors = r"\w+(, \w+)*: (?!.*\. \w*Error: )"
+    assert [line for line in entries(docstring, "Raises") if not re.match(errors, line)] == []
+    assert [line for line in entries(docstring, "Returns") if re.match(r"[A-Z][^`:]*[a-z]: ", line)] == []  # would be a type
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -99,3 +135,15 @@ def test_layers_document_shapes_and_errors_of_forward(name):
 def test_methods_have_docstrings(name):
     assert "__doc__" in vars(CLASSES[name]) and CLASSES[name].__doc__
     assert [method for method, value in methods(CLASSES[name]).items() if not value.__doc__ and method != "extra_repr"] == []
+
+
+EXAMPLES = {name: inspect.getdoc(value) for name, value in (NAMES | METHODS | {"flops": flops}).items()}
+EXAMPLES = {name: re.findall(r"^Example::\n\n((?:    .*\n|\n)+)", f"{text}\n", re.MULTILINE) for name, text in EXAMPLES.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, found in EXAMPLES.items() if found])
+def test_examples_run(name):
+    """Each by itself, and the settings that it changes are forgotten. Longer lines must be scrolled on the site."""
+    (code,) = (textwrap.dedent(code) for code in EXAMPLES[name])
+    assert [line for line in code.splitlines() if len(line) > 100] == []
+    contextvars.copy_context().run(exec, compile(code, name, "exec"), {"torch": torch, "jm": jm, "F": F})

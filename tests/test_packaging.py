@@ -183,7 +183,7 @@ def test_documents_name_only_commands_of_the_makefile():
     targets = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
     def named(document):
-        return set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^    make .*", document, re.MULTILINE))))
+        return set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^(?:    )?make .*", document, re.MULTILINE))))
 
     assert {"train", "test"} <= named(README) <= targets
     assert {"train", "serve", "test"} <= named((ROOT / "docs" / "install.md").read_text(encoding="utf-8")) <= targets

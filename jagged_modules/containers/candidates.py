@@ -32,8 +32,8 @@ class CandidateIndex(Queries):
 
     Example::
 
-        index = CandidateIndex.from_counts(torch.tensor([3, 0, 2]))   # users 0 and 2 have candidates 0..2 and 3..4
-        index = CandidateIndex.from_map(torch.tensor([2, 0, 2]), num_users=3)
+        index = jm.CandidateIndex.from_counts(torch.tensor([3, 0, 2]))  # users 0 and 2: 0..2, 3..4
+        index = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), num_users=3)
     """
 
     offsets: Tensor
@@ -50,7 +50,7 @@ class CandidateIndex(Queries):
     @classmethod
     @one_call
     def wrap(cls, candidates: CandidateIndex | Tensor, num_users: int) -> CandidateIndex:
-        """A CandidateIndex as it is; a tensor `[num_candidates]` of user indices in any order through `from_map`.
+        """A CandidateIndex as it is. A tensor of candidates, `[num_candidates]` indices below num_users in any order, through `from_map`.
 
         Raises:
             TypeError: neither a CandidateIndex nor an integer tensor.
@@ -64,11 +64,11 @@ class CandidateIndex(Queries):
     @classmethod
     @one_call
     def from_map(cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user") -> CandidateIndex:
-        """From `[num_candidates]` user indices in any order; errors call them `name`.
+        """From candidate_to_user, `[num_candidates]` int32 or int64 user indices in any order, below num_users. Errors call them `name`.
 
         Raises:
-            TypeError: not an integer tensor, or num_users not an int. ValueError: not 1-D, or (host tensors, or under `debug_checks`)
-            an index out of range.
+            TypeError: not an integer tensor, or num_users not an int.
+            ValueError: not 1-D, or (host tensors, or under `debug_checks`) an index out of range.
         """
         check_integers(name, candidate_to_user)
         check_size("num_users", num_users, at_least=0)
@@ -92,10 +92,11 @@ class CandidateIndex(Queries):
     @classmethod
     @one_call
     def from_counts(cls, candidates_per_user: Tensor) -> CandidateIndex:
-        """From `[num_users]` counts, int32 or int64; the candidates are grouped by user, in user order.
+        """From candidates_per_user, `[num_users]` int32 or int64. The candidates are grouped by user, in user order.
 
         Raises:
-            TypeError: not an integer tensor. ValueError: not 1-D, or (host tensors, or under `debug_checks`) a negative count.
+            TypeError: not an integer tensor.
+            ValueError: not 1-D, or (host tensors, or under `debug_checks`) a negative count.
         """
         check_integers("candidates_per_user", candidates_per_user)
         if values_are_checkable(candidates_per_user) and candidates_per_user.numel() and int(candidates_per_user.min()) < 0:
@@ -106,11 +107,11 @@ class CandidateIndex(Queries):
     @classmethod
     @one_call
     def from_offsets(cls, candidate_offsets: Tensor) -> CandidateIndex:
-        """From `[num_users + 1]` offsets, int32 or int64, of candidates grouped by user.
+        """From candidate_offsets, `[num_users + 1]` int32 or int64, of candidates grouped by user.
 
         Raises:
-            TypeError: not an integer tensor. ValueError: not 1-D, empty, or (host tensors, or under `debug_checks`) offsets that do not
-            start at 0 or decrease.
+            TypeError: not an integer tensor.
+            ValueError: not 1-D, empty, or (host tensors, or under `debug_checks`) offsets that do not start at 0 or decrease.
         """
         check_offsets("candidate_offsets", candidate_offsets)
         return cls(candidate_offsets)
@@ -118,7 +119,7 @@ class CandidateIndex(Queries):
     @classmethod
     @one_call
     def from_jagged(cls, x: Any) -> CandidateIndex:
-        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
+        """From a container x whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
 
         Raises:
             TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor with several keys, whose segments are not users.
@@ -157,7 +158,7 @@ class CandidateIndex(Queries):
         return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
 
     def users(self, num_candidates: int) -> Tensor:
-        """`candidate_to_user` for a known number of candidates: no sync. The result is cached, except in a recorded graph.
+        """`candidate_to_user`, `[num_candidates]`, without a sync. The result is cached, except in a recorded graph.
 
         Raises:
             ValueError: the index describes another number of candidates, as far as the host can tell.
@@ -177,7 +178,7 @@ class CandidateIndex(Queries):
         return users if self.inverse is None else users[self.inverse]
 
     def ungrouped(self, x: Tensor) -> Tensor:
-        """Rows of candidates that are grouped by user, `[num_candidates, ...]`, in the candidates' own order."""
+        """x `[num_candidates, ...]`, rows of candidates grouped by user, in the candidates' own order."""
         if self.order is None or self.inverse is None:
             return x
         if torch.compiler.is_compiling():  # one kernel, which needs no `inverse`
@@ -197,13 +198,16 @@ class CandidateIndex(Queries):
         return offsets
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:
-        """Each user's candidates are one query segment."""
+        """Each user's candidates are one query segment, with rows_per_candidate rows for each of them."""
         host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
         return QuerySegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CandidateIndex:
-        """The index with its tensors on `device`; self if they are there already. host_counts stay on the host."""
+        """The index with its tensors on `device`; self if they are there already. non_blocking is that of `Tensor.to`.
+
+        host_counts stay on the host.
+        """
         if self.offsets.device == torch.device(device):
             return self
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
@@ -213,7 +217,7 @@ class CandidateIndex(Queries):
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """`Tensor.record_stream` of the tensors on a device. TorchRec's pipelines call it."""
+        """`Tensor.record_stream(stream)` of the tensors on a device. TorchRec's pipelines call it."""
         record_stream(stream, self.offsets, self.order, self.inverse, self._users, *self._query_offsets.values())
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:
@@ -233,7 +237,10 @@ class CandidateIndex(Queries):
         queries: str = "the queries have",
         history: str = "the history has",
     ) -> None:
-        """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell."""
+        """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell.
+
+        Its text has the words `name`, `queries` and `history`.
+        """
         if num_users is not None and self.num_users != num_users:
             raise ValueError(f"{name} describe {self.num_users} users, {history} {num_users}")
         described = None if self.order is None else self.order.shape[0]

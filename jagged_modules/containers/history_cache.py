@@ -30,10 +30,11 @@ class HistoryCache:
     Example::
 
         attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
-        cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))                 # two users with 2 and 3 events
-        _, new = attention.append((torch.randn(1, 32), torch.tensor([0, 0, 1])), cache)        # a new event of user 1
-        cache = cache.append(new)                                                              # 2 and 4 events
-        out = attention.score(torch.randn(3, 5, 32), cache.select([1, 0, 1]))                  # [3, 5, 32]
+        cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
+        event = torch.randn(1, 32), torch.tensor([0, 0, 1])  # of user 1
+        _, new = attention.append(event, cache)
+        cache = cache.append(new)  # 2 and 4 events
+        out = attention.score(torch.randn(3, 5, 32), cache.select([1, 0, 1]))  # [3, 5, 32]
     """
 
     layers: tuple[Jagged, ...]
@@ -58,8 +59,8 @@ class HistoryCache:
             S histories. max_seqlen stays as it is, so the scores of a history do not depend on which others are selected.
 
         Raises:
-            TypeError, ValueError: segments are no integers, not 1-D or out of range; the layers or the timestamps differ in their number
-            of rows; segments or lengths are on the meta device.
+            TypeError, ValueError: segments are no integers, not 1-D or out of range; the layers or the timestamps differ in their number of
+                rows; segments or lengths are on the meta device.
         """
         first = self._first_layer("cache")
         indices = as_tensor("segments", segments)
@@ -90,8 +91,9 @@ class HistoryCache:
             B histories. max_seqlen is the sum of both, at most max_rows; None if one of them is None.
 
         Raises:
-            TypeError: new is no HistoryCache. ValueError: new has another number of segments or layers, another max_rows, or keys and
-            values of another shape, dtype or device; only one has timestamps.
+            TypeError: new is no HistoryCache.
+            ValueError: new has another number of segments or layers, another max_rows, or keys and values of another shape, dtype or
+                device; only one has timestamps.
         """
         check_kind("new", new, HistoryCache, "a HistoryCache")
         first, first_new = self._first_layer("cache"), new._first_layer("new")

@@ -49,7 +49,7 @@ class Jagged(Queries):
 
     Example::
 
-        history = jm.Jagged(torch.randn(5, 8), torch.tensor([0, 2, 2, 5]))      # segments of 2, 0 and 3 rows
+        history = jm.Jagged(torch.randn(5, 8), torch.tensor([0, 2, 2, 5]))  # 2, 0 and 3 rows
     """
 
     values: Tensor  # torch's fully_shard finds tensors in dataclasses, but not in other pytrees
@@ -108,7 +108,11 @@ class Jagged(Queries):
         return jagged
 
     def unwrap(self, values: Tensor) -> Any:
-        """The kind of container that was given to `wrap`, with new values `[L, ...]` in the same segments."""
+        """The kind of container that was given to `wrap`, with new values `[L, ...]` in the same segments.
+
+        Raises:
+            TypeError, ValueError: values are no tensor, or have another number of rows.
+        """
         self._check_rows(values)
         x = self._container
         if x is None:
@@ -126,13 +130,20 @@ class Jagged(Queries):
         return type(x)(values, **same)
 
     def with_values(self, values: Tensor) -> Jagged:
-        """A Jagged of the same segments with other values `[L, ...]` and with offsets on their device. It shares the schedules."""
+        """A Jagged of the same segments with other values `[L, ...]` and with offsets on their device. It shares the schedules.
+
+        Raises:
+            TypeError, ValueError: as `unwrap`.
+        """
         self._check_rows(values)
         offsets = self.offsets if self.offsets.device == values.device else self.offsets.to(values.device, non_blocking=True)
         return self._copy(values, offsets)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Jagged:
-        """The Jagged with its tensors on `device`. It shares the schedules; their first use on the device copies them there."""
+        """The Jagged with its tensors on `device`. non_blocking is that of `Tensor.to`.
+
+        It shares the schedules; their first use on the device copies them there.
+        """
         return self._copy(*(x.to(device, non_blocking=non_blocking) for x in (self.values, self.offsets)))
 
     def pin_memory(self) -> Jagged:
@@ -143,7 +154,7 @@ class Jagged(Queries):
         return pinned
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """`Tensor.record_stream` of the tensors on a device, those of the schedules too. TorchRec's pipelines call it."""
+        """`Tensor.record_stream(stream)` of the tensors on a device, those of the schedules too. TorchRec's pipelines call it."""
         record_stream(stream, self.values, self.offsets)
         for schedule in list(self._segmentation.schedules.values()):
             schedule.record_stream(stream)
@@ -158,7 +169,10 @@ class Jagged(Queries):
 
     @classmethod
     def unchecked(cls, values: Any, offsets: Any, max_seqlen: int | None, segmentation: Segmentation | None = None) -> Jagged:
-        """A Jagged without checks. A pytree is rebuilt from tensors, fake tensors or other objects."""
+        """A Jagged of values, offsets and max_seqlen without checks: a pytree is rebuilt from tensors, fake tensors or other objects.
+
+        segmentation: what another Jagged of the same segments knows of them.
+        """
         jagged = object.__new__(cls)
         jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged.feature_keys = values, offsets, max_seqlen, None, None
         if segmentation is None:
@@ -225,7 +239,8 @@ class Jagged(Queries):
                 host.
 
         Raises:
-            TypeError: an argument of the wrong kind. ValueError: sizes below 1, or lengths that only the device knows.
+            TypeError: an argument of the wrong kind.
+            ValueError: sizes below 1, or lengths that only the device knows.
         """
         if self.host_lengths is None:
             raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
@@ -244,13 +259,19 @@ class Jagged(Queries):
         rows_per_candidate: int = 1,
         mask: AttentionMask | None = None,
     ) -> TileSchedule | None:
-        """The schedule of an attention with these segments as keys, on the values' device. Arguments and errors as in `prepare`.
+        """The schedule of an attention with these segments as keys, on the values' device.
 
         Built once and kept: on the host if the host knows the lengths of queries and keys, else on the device without a sync. Under
         `torch.no_grad()` always on the device, and for the forward alone: a host needs milliseconds for it, which is the latency of a
         request. None if the caller needs none: on the CPU, which uses no schedule, and under torch.compile or in a CUDA graph, where the
         operators build it inside the graph. None also if only the device knows the number of query rows; the operator then builds the
         schedule.
+
+        Args:
+            num_heads, head_dim, dtype, num_kv_heads, queries, rows_per_candidate, mask: as in `prepare`.
+
+        Raises:
+            TypeError, ValueError: as `prepare`.
         """
         if self.device.type == "cpu" or is_recording(self.device):
             return None

@@ -72,8 +72,8 @@ def jagged_attention(
 
     Args:
         q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
-        k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype as q. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
-            D and Dv are 1 to 256.
+        k: `[Lk, Hkv, D]`, same dtype as q. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
+        v: `[Lk, Hkv, Dv]`, same dtype. D and Dv are 1 to 256.
         q_offsets: int32 or int64, on q's device or the host. One of: `[B + 1]`; "shared": all segments use all rows of q `[S, H, D]`;
             `[n · B + 1]`: n query groups of B segments. Segments b, B + b, 2B + b, ... of q then read the keys and values of segment b,
             which are not copied.
@@ -83,8 +83,8 @@ def jagged_attention(
         activation: "softmax", or a pointwise function of each score: "identity", "relu", "relu_squared", "leaky_relu" (slope 0.01), "silu",
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
         scale: factor of q kᵀ before the activation; 1/sqrt(D) if None.
-        output_scale: factor after the activation, for example HSTU's 1/N: a number, or a tensor with one number for each segment of q. Must
-            be 1 with softmax. With a tensor, fp16 operands are computed in fp32 if segments share keys. torch.compile recompiles for
+        output_scale: factor after the activation, for example HSTU's 1/N: a number, or a tensor `[B]`, one number for each segment of q.
+            Must be 1 with softmax. With a tensor, fp16 operands are computed in fp32 if segments share keys. torch.compile recompiles for
             another number, but not for other values of a tensor.
         mask: which keys each query row sees; all if None. Must be None with shared keys or several query groups.
         bias: learned biases of the scores by relative position and time, on q's device. Its tables get gradients. Must be None with shared
@@ -105,9 +105,10 @@ def jagged_attention(
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
 
     Raises:
-        TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices, heads, offsets or the schedule do not match; an
-        unknown name. RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference" supports both. Pages and
-        a tensor that requires a gradient.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes, devices, heads, offsets or the schedule do not match; an unknown name.
+        RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference" supports both. Also pages with a tensor
+            that requires a gradient.
     """
     for name, x, shape in (("q", q, "[Lq, H, D]"), ("k", k, "[Lk, Hkv, D]"), ("v", v, "[Lk, Hkv, Dv]")):
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
@@ -352,12 +353,15 @@ def target_attention(
 
     Args:
         q: `[num_candidates, n_q, H, D]`, n_q query rows per candidate.
-        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`, or "shared".
+        k: `[L, Hkv, D]`, the keys of the users' histories.
+        v: `[L, Hkv, Dv]`, their values.
         candidates: the user of each candidate: a `CandidateIndex`, or `[num_candidates]` int32 or int64 in any order. Must be a
             CandidateIndex if kv_offsets is "shared", because the number of users is then unknown.
+        kv_offsets: `[num_users + 1]`, or "shared".
+        max_seqlen_q: the largest number of query rows of a user.
         schedule: the schedule of the grouped queries, from `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
         mask: as in `jagged_attention`. It takes the query rows of a user, in the order of q, as the last rows of the history.
-        Others: as in `jagged_attention`. max_seqlen_q is the largest number of query rows of a user.
+        max_seqlen_kv, activation, scale, output_scale, implementation, pages: as in `jagged_attention`.
 
     Returns:
         `[num_candidates, n_q, H, Dv]`, in the order of q. The result of a candidate whose user has no history is 0.
@@ -414,7 +418,8 @@ def self_target_attention(
         q_user: `[L, H, D]`, with the same segments as k and v.
         q_candidates: `[C, H, D]`, grouped by user. If its rows follow those of q_user in one buffer (`q[:L]` and `q[L:]`), both are read in
             place; otherwise they are copied once.
-        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories.
+        k: `[L, Hkv, D]`, the keys of the users' histories.
+        v: `[L, Hkv, Dv]`, their values.
         offsets: `[B + 1]` int32 or int64: the segments of q_user, k and v.
         candidate_offsets: `[B + 1]` int32 or int64: the segments of q_candidates.
         options: keyword arguments of `jagged_attention` except mask. A tensor output_scale is `[2 · B]`, first the factors of q_user's

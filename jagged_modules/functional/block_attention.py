@@ -51,7 +51,8 @@ def block_diagonal_attention(
         `[L, H, D]`.
 
     Raises:
-        TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices, heads, offsets or positions do not match.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes, devices, heads, offsets or positions do not match.
         RuntimeError: a second derivative; "reference" supports it.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -92,7 +93,7 @@ def block_diagonal_attention_packed(
 
     Args:
         qkv: `[L, 3, H, D]`; dtypes, strides and D as for q.
-        Others: as in `block_diagonal_attention`, with scale 1/sqrt(D).
+        offsets, block_size, rotary, implementation: as in `block_diagonal_attention`. The scale is 1/sqrt(D).
 
     Returns:
         `[L, H, D]`.

@@ -24,7 +24,7 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
 
     Raises:
         TypeError, ValueError: x is not a floating-point tensor `[L, D]`; weight or bias is not `[D]` of x's dtype on x's device; eps is not
-        a number, or negative.
+            a number, or negative.
     """
     check_tensor("x", x, 2, "[L, D]", "jagged_layer_norm")
     check_number("eps", eps, low=0)

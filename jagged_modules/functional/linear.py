@@ -37,7 +37,8 @@ def jagged_linear(
 
     Args:
         x: `[L, D]`, dtypes as in `jagged_dense_bmm` (one weight: fp64 on CUDA too).
-        weight: `[T, D]`, as in nn.Linear, or `[B, D, T]`, same dtype. bias: `[T]`, or `[B, T]`, or None.
+        weight: `[T, D]`, as in nn.Linear, or `[B, D, T]`, same dtype.
+        bias: `[T]`, or `[B, T]` with a weight per segment, or None; same dtype.
         offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows.
         activation: None, or a pointwise activation of `jagged_attention` (any but softmax).
         max_seqlen: as in `jagged_dense_bmm`; used with a weight per segment only.

@@ -70,9 +70,10 @@ def linear_compress(
         `[B, M, N]`.
 
     Raises:
-        TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices or indices do not match.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes, devices or indices do not match.
         RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support it. A torch.func transform (vmap, grad,
-        jvp); "reference" supports it.
+            jvp); "reference" supports it.
     """
     indices = [] if indices is None else indices
     given = dict(weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings))

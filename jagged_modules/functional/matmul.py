@@ -21,7 +21,8 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
     Gradients of any order flow to x and y. fp16 and bf16 are accumulated in fp32 and rounded once.
 
     Args:
-        x: `[L, D]` fp32, fp16 or bf16 (on the CPU also fp64). y: `[B, D, T]`, same dtype, any strides.
+        x: `[L, D]` fp32, fp16 or bf16 (on the CPU also fp64).
+        y: `[B, D, T]`, same dtype, any strides.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
         max_seqlen: rows of the longest segment, if the host knows it. On CUDA, a value of at most 512 saves one launch. A longer segment is
             an error if the offsets are on the host; otherwise its result is correct but slower.
@@ -31,7 +32,8 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
         `[L, T]`.
 
     Raises:
-        TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices or offsets do not match; an unknown implementation.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes, devices or offsets do not match; an unknown implementation.
         RuntimeError: a torch.func transform (vmap, grad, jvp); "reference" supports them.
     """
     x, y = checked_operands("jagged_dense_bmm", implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
@@ -50,11 +52,13 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
     """out[b] = x[b]ᵀ @ y[b]: one matrix per segment; it is 0 for an empty segment.
 
-    Gradients, precision, max_seqlen and implementation are as in `jagged_dense_bmm`.
+    Gradients and precision are as in `jagged_dense_bmm`.
 
     Args:
-        x: `[L, D]`, y: `[L, T]`, same dtype.
+        x: `[L, D]`, dtypes as in `jagged_dense_bmm`.
+        y: `[L, T]`, same dtype.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
+        max_seqlen, implementation: as in `jagged_dense_bmm`.
 
     Returns:
         `[B, D, T]`.
@@ -81,12 +85,14 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
 def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, implementation: str = "auto") -> Tensor:
     """p[b] = x[b] @ y[b]ᵀ: the scores of each row of x with each row of y in the same segment, in one flat buffer.
 
-    Gradients, precision and implementation are as in `jagged_dense_bmm`.
+    Gradients and precision are as in `jagged_dense_bmm`.
 
     Args:
-        x: `[Lx, D]`, y: `[Ly, D]`, same dtype. If y is the same tensor object as x, and the plan is of x alone, forward and backward take
+        x: `[Lx, D]`, dtypes as in `jagged_dense_bmm`.
+        y: `[Ly, D]`, same dtype. If y is the same tensor object as x, and the plan is of x alone, forward and backward take
             about half the time.
         plan: the plan of x's and y's offsets.
+        implementation: as in `jagged_dense_bmm`.
 
     Returns:
         `[Σ N_b · M_b]`: p[b] `[N_b, M_b]` of all segments, each in row-major order.
@@ -117,13 +123,14 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
 def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transposed: bool = False, implementation: str = "auto") -> Tensor:
     """out[b] = p[b] @ y[b]: sums of y's rows, weighted by the scores of the segment. If transposed, out[b] = p[b]ᵀ @ y[b].
 
-    Gradients, precision and implementation are as in `jagged_dense_bmm`. A row without scores has the result 0.
+    Gradients and precision are as in `jagged_dense_bmm`. A row without scores has the result 0.
 
     Args:
-        p: `[Σ N_b · M_b]`, laid out as the result of `jagged_jagged_bmm_jagged_out`.
+        p: `[Σ N_b · M_b]`, laid out as the result of `jagged_jagged_bmm_jagged_out`; dtypes as in `jagged_dense_bmm`.
         y: `[Ly, D]`, same dtype; `[Lx, D]` if transposed.
         plan: the plan of x's and y's offsets.
         transposed: multiply by p[b]ᵀ.
+        implementation: as in `jagged_dense_bmm`.
 
     Returns:
         `[Lx, D]`; `[Ly, D]` if transposed.

@@ -52,8 +52,8 @@ def jagged_to_padded(
         `[B, N, ...]`.
 
     Raises:
-        TypeError: an argument has the wrong type. ValueError: values have no row dimension; offsets do not end at L, are on another
-        device, or have a segment longer than max_seqlen.
+        TypeError: an argument has the wrong type.
+        ValueError: values have no row dimension; offsets do not end at L, are on another device, or have a segment longer than max_seqlen.
     """
     _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
@@ -85,8 +85,8 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         `[L, ...]`. Rows past N are 0. Only offsets on a device can have them; host offsets raise an error.
 
     Raises:
-        TypeError: an argument has the wrong type. ValueError: shapes or offsets do not match, a segment is longer than N, or total is
-        required and None.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes or offsets do not match, a segment is longer than N, or total is required and None.
     """
     return _padded_to_jagged("dense", dense, offsets, "total", total)
 
@@ -116,7 +116,8 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """Add y[b, i] to row i of each segment b of x. Rows of y past a segment's end are not read.
 
     Args:
-        x: `[L, D]`, y: `[B, N, D]`, same floating-point dtype.
+        x: `[L, D]` fp64, fp32, fp16 or bf16.
+        y: `[B, N, D]`, same dtype.
         offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
 
     Returns:
@@ -132,7 +133,8 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """Multiply row i of each segment b of x by y[b, i]. Rows of y past a segment's end are not read.
 
     Args:
-        x: `[L, D]`, y: `[B, N, D]`, same floating-point dtype.
+        x: `[L, D]` fp64, fp32, fp16 or bf16.
+        y: `[B, N, D]`, same dtype.
         offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
 
     Returns:
@@ -159,7 +161,10 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
 
     Example::
 
+        history, history_offsets = torch.randn(5, 8), torch.tensor([0, 2, 5])
+        targets, target_offsets = torch.randn(3, 8), torch.tensor([0, 1, 3])
         values, offsets = F.jagged_concat([history, targets], [history_offsets, target_offsets])
+        print(offsets)  # 0, 3, 8
     """
     for name, given in (("values", values), ("offsets", offsets)):
         check_kind(name, given, (list, tuple), "a sequence of tensors")
@@ -193,8 +198,9 @@ def jagged_split(
         A pair (values `[Σ first_lengths, ...]`, offsets `[B + 1]`) for the first rows, and such a pair for the rest.
 
     Raises:
-        TypeError: an argument has the wrong type. ValueError: first_lengths are negative or above a segment's length; shapes, offsets or
-        devices do not match; total_first is required and None.
+        TypeError: an argument has the wrong type.
+        ValueError: first_lengths are negative or above a segment's length; shapes, offsets or devices do not match; total_first is required
+            and None.
     """
     _check_rows("jagged_split", "x", x)
     given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's")

@@ -26,8 +26,9 @@ class ScorePlan:
 
     Example::
 
-        plan = F.ScorePlan.from_offsets(torch.tensor([0, 2, 5]))   # scores of a sequence with itself: 2 · 2 + 3 · 3
-        p = F.jagged_jagged_bmm_jagged_out(q, k, plan)             # [13]
+        q, k, v = torch.randn(3, 5, 16)
+        plan = F.ScorePlan.from_offsets(torch.tensor([0, 2, 5]))  # 2 · 2 + 3 · 3 scores
+        p = F.jagged_jagged_bmm_jagged_out(q, k, plan)  # [13]
         out = F.array_jagged_bmm_jagged_out(F.jagged2_softmax(p, plan), v, plan)
     """
 
@@ -47,8 +48,8 @@ class ScorePlan:
                 None, the scores are of x with itself.
 
         Raises:
-            TypeError: x_offsets or y_offsets is not an integer tensor. ValueError: they are not valid offsets, have different numbers of
-            segments, are not on the host, or are traced.
+            TypeError: x_offsets or y_offsets is not an integer tensor.
+            ValueError: they are not valid offsets, have different numbers of segments, are not on the host, or are traced.
         """
         y_offsets = x_offsets if y_offsets is None else y_offsets
         for name, offsets in (("x_offsets", x_offsets), ("y_offsets", y_offsets)):
@@ -69,7 +70,7 @@ class ScorePlan:
         return self.x_offsets, self.y_offsets, self.p_offsets
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ScorePlan:
-        """The plan with its tensors on `device`."""
+        """The plan with its tensors on `device`. non_blocking is that of `Tensor.to`."""
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ScorePlan:

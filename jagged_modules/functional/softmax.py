@@ -17,12 +17,12 @@ from .score_plan import ScorePlan, check_plan_rows, plan_offsets
 def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
     """Softmax over the rows of each segment, separately for each column.
 
-    It has first derivatives only, and is computed in fp32 (fp64 for fp64). max_seqlen and implementation are as in
-    `jagged_dense_bmm`.
+    It has first derivatives only, and is computed in fp32 (fp64 for fp64).
 
     Args:
         x: `[L, H]`, for example one column per head; dtypes as in `jagged_dense_bmm`.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
+        max_seqlen, implementation: as in `jagged_dense_bmm`.
 
     Returns:
         `[L, H]`; each column of a segment sums to 1.
@@ -46,12 +46,13 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
 def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation: str = "auto") -> Tensor:
     """Softmax over each row, or each column, of the matrices p[b] `[N_b, M_b]`.
 
-    It has first derivatives only, and is computed in fp32 (fp64 for fp64). implementation is as in `jagged_dense_bmm`.
+    It has first derivatives only, and is computed in fp32 (fp64 for fp64).
 
     Args:
         p: `[Σ N_b · M_b]`, laid out as the result of `jagged_jagged_bmm_jagged_out`; dtypes as in `jagged_dense_bmm`.
         plan: the plan of p.
         dim: -1: the scores of a row of x sum to 1. -2: those of a row of y.
+        implementation: as in `jagged_dense_bmm`.
 
     Returns:
         `[Σ N_b · M_b]`.

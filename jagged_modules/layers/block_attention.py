@@ -42,12 +42,12 @@ class BlockDiagonalSelfAttention(nn.Module):
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256, or odd
-        with rotary; block_size or rotary is not one of the values above.
+            with rotary; block_size or rotary is not one of the values above.
 
     Example::
 
         attention = jm.BlockDiagonalSelfAttention(32, num_heads=4, block_size=16)
-        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # blocks of 16, 4; 16, 14 rows
+        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # 16, 4; 16, 14 rows
     """
 
     def __init__(

@@ -96,14 +96,14 @@ class JaggedGDPA(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument has another type; num_heads does not divide embedding_dim and config.head_dim is None; the head
-        dim is above 256; num_kv_heads does not divide num_heads; the activation is unknown; softmax with an output_scale; a mask with
-        learned rows.
+            dim is above 256; num_kv_heads does not divide num_heads; the activation is unknown; softmax with an output_scale; a mask with
+            learned rows.
 
     Example::
 
-        x = torch.randn(5, 32), torch.tensor([0, 2, 5])                        # two users with 2 and 3 events
+        x = torch.randn(5, 32), torch.tensor([0, 2, 5])  # two users with 2 and 3 events
         values, offsets = jm.JaggedGDPA(32, num_heads=4, mask=jm.AttentionMask(causal=True))(x)
-        pooled = jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2))(x)      # [2, 2, 32]
+        pooled = jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2))(x)  # [2, 2, 32]
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class JaggedGDPA(nn.Module):
             cache: keys and values of the contexts, of which only the number is read.
 
         Returns:
-            None, because `score` computes outputs, and the keys and values of the events: `cache.append` adds them to the cache.
+            None, because `score` computes outputs, and the keys and values of the events. `cache.append` adds them to the cache.
 
         Raises:
             TypeError, ValueError: as `cache`; the cache has another number of segments or another shape.
@@ -247,8 +247,8 @@ class JaggedGDPA(nn.Module):
             the config, take the dense tensor for x's kind of container: use `typing.cast`.
 
         Raises:
-            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is
-            given with learned rows.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is given
+                with learned rows.
         """
         if return_cache:
             return self._cache(context, cache, x=x, num_targets=num_targets, bias=bias)
@@ -389,12 +389,12 @@ class GDPABlock(nn.Module):
 
     Example::
 
-        encoder = nn.Sequential(
-            jm.GDPABlock(32, num_heads=4),                                              # self-attention,
-            jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),        # a feed-forward on each event,
-            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),          # and pooling by 2 learned queries
+        encoder = torch.nn.Sequential(
+            jm.GDPABlock(32, num_heads=4),  # self-attention,
+            jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),  # a feed-forward,
+            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),  # pooling by 2 queries
         )
-        encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))                          # [2, 2, 32]
+        encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # [2, 2, 32]
     """
 
     def __init__(

@@ -60,13 +60,13 @@ class HSTULayer(nn.Module):
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim and head_dim or linear_dim is None;
-        a head is wider than 256.
+            a head is wider than 256.
 
     Example::
 
         layer = jm.HSTULayer(32, num_heads=4, config=jm.HSTUConfig(scaling_seqlen=100))
-        x = torch.randn(5, 32), torch.tensor([0, 2, 5])                        # two users with 2 and 3 rows
-        values, offsets = layer(x, num_targets=torch.tensor([1, 1]))           # the last of each is a target
+        x = torch.randn(5, 32), torch.tensor([0, 2, 5])  # two users with 2 and 3 rows
+        values, offsets = layer(x, num_targets=torch.tensor([1, 1]))  # the last of each is a target
     """
 
     position_bias: nn.Parameter | None
@@ -148,8 +148,8 @@ class HSTULayer(nn.Module):
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; scaling_seqlen is None and the
-            container has no max_seqlen; a segment is longer than config.relative_position and its length is on the host; timestamps are
-            missing, or given without config.relative_time.
+                container has no max_seqlen; a segment is longer than config.relative_position and its length is on the host; timestamps are
+                missing, or given without config.relative_time.
         """
         self._check_append(append, cache, num_targets)
         jagged = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj)
@@ -209,7 +209,10 @@ class HSTULayer(nn.Module):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
-        """Raise unless the cache has the shape of this layer's keys and values and one segment per segment of x. Errors call x `name`."""
+        """TypeError or ValueError unless the cache has the shape of this layer's keys and values, and one segment per segment of x.
+
+        Errors call x `name`.
+        """
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
         (values, _), shape = paged_operands(cache), [self.num_heads, self.head_dim + self.linear_dim]
@@ -316,12 +319,13 @@ class HSTUStack(nn.Module):
 
     Example::
 
-        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
-        history = torch.randn(5, 32), torch.tensor([0, 2, 5])                  # two users with 2 and 3 events
-        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])                  # 3 and 1 targets
+        config = jm.HSTUConfig(scaling_seqlen=100)
+        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=config).eval()
+        history = torch.randn(5, 32), torch.tensor([0, 2, 5])  # two users with 2 and 3 events
+        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])  # 3 and 1 targets
         with torch.no_grad():
             cache = hstu.cache(history)
-            values, offsets = hstu.score(targets, cache)                       # [4, 32]
+            values, offsets = hstu.score(targets, cache)  # [4, 32]
     """
 
     def __init__(
@@ -361,7 +365,7 @@ class HSTUStack(nn.Module):
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or return_cache; the cache does not fit the
-            layers.
+                layers.
         """
         if cache is None and not return_cache:
             jagged = _without_container(x, self.config)
@@ -413,7 +417,7 @@ class HSTUStack(nn.Module):
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; the config has relative_position, a global_prefix and a limit of the rows that
-            targets see: the cached rows would have gaps between their positions.
+                targets see: the cached rows would have gaps between their positions.
         """
         return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
 
@@ -453,19 +457,21 @@ class HSTUStack(nn.Module):
             timestamps, query_timestamps: int64 `[N]` of the events, as in `cache`. The query timestamps of earlier rows do not change.
 
         Returns:
-            The events' kind of container, with `[N, E]` values, and the keys and values of the events' rows: `cache.append` adds them to
+            The events' kind of container, with `[N, E]` values, and the keys and values of the events' rows. `cache.append` adds them to
             the cache.
 
         Raises:
             TypeError, ValueError: as `score`; later events change earlier rows under the config: it has contextual_seqlen, recent_history,
-            or max_attn_len with min_full_attn_seqlen or global_prefix, or no scaling_seqlen.
+                or max_attn_len with min_full_attn_seqlen or global_prefix, or no scaling_seqlen.
 
         Example::
 
-            hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
-            cache = hstu.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))      # two users with 2 and 3 events
-            (values, _), new = hstu.append((torch.randn(1, 32), torch.tensor([0, 0, 1])), cache)       # one new event of user 1
-            cache = cache.append(new)                                              # 2 and 4 events
+            config = jm.HSTUConfig(scaling_seqlen=100)
+            hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=config).eval()
+            cache = hstu.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
+            event = torch.randn(1, 32), torch.tensor([0, 0, 1])  # of user 1
+            (values, _), new = hstu.append(event, cache)
+            cache = cache.append(new)  # 2 and 4 events
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return self(events, timestamps=timestamps, query_timestamps=query_timestamps, cache=cache, return_cache=True)

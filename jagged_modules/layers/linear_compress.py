@@ -46,9 +46,11 @@ class LinearCompressEmbedding(nn.Module):
 
     Example::
 
-        compress = jm.LinearCompressEmbedding(num_candidate_embeddings=3, num_compressed=4, num_user_embeddings=6)
-        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 0, 2]))                       # of 3 users
-        out = compress(torch.randn(5, 3, 16), torch.randn(3, 6, 16), candidates)                  # [5, 4, 16]
+        compress = jm.LinearCompressEmbedding(
+            num_candidate_embeddings=3, num_compressed=4, num_user_embeddings=6
+        )
+        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 0, 2]))  # of 3 users
+        out = compress(torch.randn(5, 3, 16), torch.randn(3, 6, 16), candidates)  # [5, 4, 16]
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class JaggedMLP(nn.Module):
     Example::
 
         mlp = jm.JaggedMLP([32, 64, 16])
-        values, offsets = mlp((torch.randn(5, 32), torch.tensor([0, 2, 5])))      # values [5, 16]
+        values, offsets = mlp((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # values [5, 16]
     """
 
     def __init__(self, dims: Sequence[int], activation: str = "relu", device: Device = None, dtype: torch.dtype | None = None) -> None:

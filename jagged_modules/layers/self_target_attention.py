@@ -41,9 +41,9 @@ class JaggedSelfTargetAttention(nn.Module):
     Example::
 
         attention = jm.JaggedSelfTargetAttention(embedding_dim=32, num_heads=4)
-        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))                # two users with 2 and 3 items
-        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))       # 3 and 1 candidates
-        (values, offsets), out = attention(history, torch.randn(4, 1, 32), candidates)   # [5, 32], [4, 1, 32]
+        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))  # two users with 2 and 3 items
+        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))  # 3 and 1 candidates
+        (values, offsets), out = attention(history, torch.randn(4, 1, 32), candidates)  # [4, 1, 32]
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class JaggedSelfTargetAttention(nn.Module):
                 int64 in any order.
 
         Returns:
-            The history's kind of container with `[L, E]` values. According to targets: their kind of container with `[N, E]` values, or
-            `[num_candidates, n_q, E]`. The result of a target whose history is empty is target_out_proj's bias.
+            The history's kind of container with `[L, E]` values, and the targets' kind of container with `[N, E]` values, or
+            `[num_candidates, n_q, E]` as targets are. The result of a target whose history is empty is target_out_proj's bias.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.

@@ -41,14 +41,14 @@ class JaggedTargetAttention(nn.Module):
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256; dropout
-        is not in 0 to 1; the dtype is not a floating-point one.
+            is not in 0 to 1; the dtype is not a floating-point one.
 
     Example::
 
         attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
-        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))                # two users with 2 and 3 items
-        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))       # 3 and 1 candidates
-        out = attention(torch.randn(4, 1, 32), history, candidates)            # [4, 1, 32]
+        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))  # two users with 2 and 3 items
+        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))  # 3 and 1 candidates
+        out = attention(torch.randn(4, 1, 32), history, candidates)  # [4, 1, 32]
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class JaggedTargetAttention(nn.Module):
             cache: keys and values of the histories, of which only the number is read.
 
         Returns:
-            None, because events have no output, and the keys and values of the events: `cache.append` adds them to the cache.
+            None, because events have no output, and the keys and values of the events. `cache.append` adds them to the cache.
 
         Raises:
             TypeError, ValueError: as `forward`; the cache has another number of segments or another shape.
@@ -123,7 +123,7 @@ class JaggedTargetAttention(nn.Module):
         Example::
 
             attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
-            cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))         # two users with 2 and 3 events
+            cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
             out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))  # [4, 1, 32]
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
@@ -155,7 +155,7 @@ class JaggedTargetAttention(nn.Module):
                 `append`.
 
         Returns:
-            According to targets: `[B, T, E]`; the targets' kind of container with `[N, E]` values; `[num_candidates, n_q, E]`. With
+            `[B, T, E]`, the targets' kind of container with `[N, E]` values, or `[num_candidates, n_q, E]`, as targets are. With
             return_cache, a HistoryCache. The dtype is that of the projections. The result of a target whose history is empty is out_proj's
             bias.
 

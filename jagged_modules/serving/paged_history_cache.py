@@ -94,12 +94,13 @@ class PagedHistoryCache:
 
     Example::
 
-        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
+        config = jm.HSTUConfig(scaling_seqlen=100)
+        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=config).eval()
         cache = jm.PagedHistoryCache(hstu, max_bytes=2**20)
-        cache.put(["ann", "bob"], (torch.randn(5, 32), torch.tensor([0, 2, 5])))       # histories of 2 and 3 events
-        cache.append(["bob"], (torch.randn(1, 32), torch.tensor([0, 1])))              # a new event
-        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])                          # 3 targets of bob, 1 of ann
-        values, offsets = hstu.score(targets, cache.select(["bob", "ann"]))            # [4, 32]
+        cache.put(["ann", "bob"], (torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
+        cache.append(["bob"], (torch.randn(1, 32), torch.tensor([0, 1])))  # a new event
+        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])  # 3 targets of bob, 1 of ann
+        values, offsets = hstu.score(targets, cache.select(["bob", "ann"]))  # [4, 32]
     """
 
     def __init__(self, layer: CachingLayer, max_bytes: int, page_rows: int = 16) -> None:
@@ -140,6 +141,9 @@ class PagedHistoryCache:
         """The users of these that are not cached with the layer's present weights, in their order. Counts hits and misses.
 
         The other users become the most recently used ones, so the next `put` evicts them last.
+
+        Raises:
+            TypeError: users are a single string.
         """
         _check_iterable(users)
         with self._lock:
@@ -201,7 +205,7 @@ class PagedHistoryCache:
             events, timestamps: arguments of the layer's `append`.
 
         Returns:
-            What the layer's `append` returns for the events: for an HSTUStack the container with the updated rows, else None.
+            What the layer's `append` returns for the events, which for an HSTUStack is the container with the updated rows, else None.
 
         Raises:
             KeyError: a user is not cached with the layer's present weights.
@@ -255,17 +259,22 @@ class PagedHistoryCache:
             users: keys of cached users, in any order, also repeated.
 
         Returns:
-            One segment per user. If page_rows is a power of 2 from 128 on, its layers are in pages: a `score` under `torch.no_grad()` reads
+            One segment per user. If page_rows is a power of 2 from 128 on, its layers are in pages. A `score` under `torch.no_grad()` reads
             them there. A layer's `values`, and a score that computes gradients, copy the rows at their first use. On a GPU, use it on the
             stream that is current now. Drop it after the score: until then its pages are used, also if their users are evicted.
 
         Raises:
-            KeyError: a user is not cached with the layer's present weights. TypeError: users are no list or tuple.
+            KeyError: a user is not cached with the layer's present weights.
+            TypeError: users are no list or tuple.
         """
         return self._select(users, self._reads_pages())
 
     def evict(self, users: Iterable[Hashable]) -> None:
-        """Forget users. Those that are not cached are ignored."""
+        """Forget users. Those that are not cached are ignored.
+
+        Raises:
+            TypeError: users are a single string.
+        """
         _check_iterable(users)
         with self._writer, self._lock:
             for user in users:

@@ -54,7 +54,8 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
             input, its value.
 
     Raises:
-        TypeError: an input is no tensor, but was one. ValueError: an input has other sizes, or another value.
+        TypeError: an input is no tensor, but was one.
+        ValueError: an input has other sizes, or another value.
     """
     found: dict[str, int] = {}
     for name, sizes in expected.items():
@@ -80,7 +81,8 @@ def without_negative(index: Tensor, name: str) -> Tensor:
     """The map itself. It is shared by tensors of different sizes, from whose ends negative entries would count.
 
     Raises:
-        ValueError: an entry of a host map is negative. RuntimeError: the same in a compiled graph; for device maps, at a later call.
+        ValueError: an entry of a host map is negative.
+        RuntimeError: the same in a compiled graph; for device maps, at a later call.
     """
     rule = f"{name} must not have negative entries, because it indexes tensors of different sizes"
     if not values_are_checkable(index):

@@ -3,6 +3,7 @@
 Points without a measurement are left out; the record's tables say "missing".
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,10 +35,12 @@ def series(rows: Iterable[Mapping], op: str, table: str, pattern: str, value: st
     return {implementation: sorted(xy) for implementation, xy in points.items()}
 
 
-def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, xlabel: str, ylabel: str) -> None:
+def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, xlabel: str, ylabel: str, wide: bool = False) -> None:
+    """wide: the legend is beside the axes, not below."""
+    others = (f"C{number}" for number in itertools.count(1))
     for name, xy in points.items():
-        wide = 2.5 if name == OURS else 1.2
-        axes.plot(*zip(*xy), marker="o", linewidth=wide, label=NAMES.get(name, name))
+        colour, width = ("C0", 2.5) if name == OURS else (next(others), 1.2)
+        axes.plot(*zip(*xy), marker="o", color=colour, linewidth=width, label=NAMES.get(name, name))
     axes.set_xscale("log", base=2)
     ticks = sorted({x for xy in points.values() for x, _ in xy})
     axes.set_xticks(ticks, ticks)
@@ -47,7 +50,8 @@ def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, 
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     if points:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        below = dict(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        axes.legend(**dict(loc="center left", bbox_to_anchor=(1, 0.5)) if wide else below)
 
 
 def ladders(figure, rows: list[dict]) -> None:
@@ -56,7 +60,7 @@ def ladders(figure, rows: list[dict]) -> None:
     baseline = of.get(INPUT_REPLICATED)
     here = {name: baseline / of[name] for name in PUBLISHED_STAGES if baseline and of.get(name)}
     stages = list(PUBLISHED_STAGES)
-    for shift, label, heights, colour in ((-0.2, "published, H100", PUBLISHED_STAGES, "C7"), (0.2, "here", here, "C0")):
+    for shift, label, heights, colour in ((-0.2, "published, H100", PUBLISHED_STAGES, "C7"), (0.2, NAMES[OURS], here, "C0")):
         left.bar([stages.index(name) + shift for name in heights], list(heights.values()), 0.4, label=label, color=colour)
     left.set_xticks(range(4), ["1 decomposed", "2 padded", "3 fused", "4 one launch"])
     left.set_title("linear compression, forward, by stage")
@@ -71,7 +75,7 @@ def ladders(figure, rows: list[dict]) -> None:
 
 def lengths(figure, rows: list[dict]) -> None:
     for axes, (table, op, pattern, value, title) in zip(
-        figure.subplots(1, 3),
+        figure.subplots(3, 1),
         (
             ("target attention", "attention", r"history (\d+)", "forward_tflops", "target attention, forward"),
             ("GDPA", "gdpa", r"q and kv full L=(\d+)", "forward_tflops", "GDPA, full segments, forward"),
@@ -80,7 +84,7 @@ def lengths(figure, rows: list[dict]) -> None:
     ):
         points = series(rows, op, table, pattern, value)
         points.pop(NO_WORKSPACE, None)  # its forward is the same
-        draw_lines(axes, points, title, "maximum length, rows", "TFLOP/s")
+        draw_lines(axes, points, title, "maximum length, rows", "TFLOP/s", wide=True)
 
 
 def floors(figure, rows: list[dict]) -> None:
@@ -95,10 +99,10 @@ def floors(figure, rows: list[dict]) -> None:
     forward = [row["forward_floor_percent"] for row in drawn]
     for shift, label, widths in ((-0.2, "forward", forward), (0.2, "backward alone, or forward + backward", backward)):
         axes.barh([position + shift for position in range(len(drawn))], widths, 0.4, label=label)
-    axes.set_yticks(range(len(drawn)), [f"{row['op']}: {row['case']}" for row in drawn], fontsize=6)
+    axes.set_yticks(range(len(drawn)), [f"{row['op']}: {row['case']}" for row in drawn], fontsize=7)
     axes.set_ylim(max(len(drawn), 1) - 0.5, -0.5)
     axes.axvline(100, color="black", linewidth=0.8)
-    axes.set_xlabel("% of floor: the shortest possible time over the measured time")
+    axes.set_xlabel("% of floor: shortest possible over measured time")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2)
 
 
@@ -108,10 +112,10 @@ def candidates(figure, rows: list[dict]) -> None:
     draw_lines(figure.subplots(), points, "linear compression, forward", "candidates per user", "time, ms")
 
 
-PICTURES = {  # file -> function that draws it, size in inches
-    "ladders.png": (ladders, (11, 4.6)),
-    "lengths.png": (lengths, (15, 5)),
-    "floors.png": (floors, (9, 9)),
+PICTURES = {  # file -> function that draws it, size in inches, of which pages have about nine
+    "ladders.png": (ladders, (9, 4.2)),
+    "lengths.png": (lengths, (8, 9)),
+    "floors.png": (floors, (8, 10)),
     "candidates.png": (candidates, (7, 5.2)),
 }
 
@@ -128,6 +132,6 @@ def save(rows: list[dict], folder: Path, title: str) -> list[str]:
         figure = plt.figure(figsize=size)
         figure.suptitle(title)
         draw(figure, rows)
-        report.write_atomically(folder / name, lambda path, figure=figure: figure.savefig(path, dpi=90))
+        report.write_atomically(folder / name, lambda path, figure=figure: figure.savefig(path, dpi=150))
         plt.close(figure)
     return list(PICTURES)

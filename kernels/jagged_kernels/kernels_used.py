@@ -252,9 +252,9 @@ SECTIONS = attention, block_attention, linear_compress, matmul, softmax
 
 def document() -> str:
     """The whole page."""
-    source = "Printed by `python -m jagged_kernels.kernels_used`; a test holds it to the code. Do not edit it by hand."
-    title = f"# Which kernels run\n\n{source}\n"
-    return "\n".join([title, *(section() for section in SECTIONS)])
+    purpose = "Which kernels and tiles each operator runs, by GPU, dtype, head dim and lengths."
+    source = "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page from the code."
+    return "\n".join([f"# Which kernels run\n\n{purpose}\n{source}\n", *(section() for section in SECTIONS)])
 
 
 if __name__ == "__main__":

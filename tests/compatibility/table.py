@@ -9,6 +9,7 @@ import contextlib
 import functools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -157,29 +158,28 @@ def document() -> str:
         word = "no" if note and note.error else "GPU" if row.gpu else "yes"
         return f"{word} ({notes.index(note) + 1})" if note else word
 
-    rows = [
-        [f"[{row.name}](../tests/compatibility/{file})", *(cell(row, layer) for layer in layers)]
-        for file, rows in FEATURES.items()
-        for row in rows
-    ]
-    checks = [[row.name, row.checks] for rows in FEATURES.values() for row in rows]
+    def cells(row: Feature) -> str:
+        """That of most layers, then those of the others."""
+        (most, _), *others = Counter(cell(row, layer) for layer in layers).most_common()
+        return ", ".join([most, *(f"`{layer}`: {cell(row, layer)}" for layer in layers if cell(row, layer) in dict(others))])
+
+    rows = [[f"[{row.name}](../tests/compatibility/{file})", cells(row), row.checks] for file, rows in FEATURES.items() for row in rows]
     numbered = "\n".join(f"{number}. {note.text}{_error(note)}" for number, note in enumerate(notes, 1))
     return f"""# Compatibility
 
-Printed by `python -m tests.compatibility.table`; a test holds it to the list there. Do not edit it by hand.
+What works with {", ".join(f"`{layer}`" for layer in layers)}.
 
-Each cell is a test: that of the row, in the linked file, with the layer of the column. "yes": it works, on the CPU too. "GPU": it works,
-and needs a GPU, as its test does. "no": it does not work, and the test checks the error. Numbers refer to the notes.
+Each row has a test, in the linked file, which runs for all of these layers. "yes": it works, on the CPU too. "GPU": it works, and needs a
+GPU, as its test does. "no": it does not work, and the test checks the error. A layer is named where it
+differs from most. Numbers in brackets refer to the notes.
 
-{table(["", *(f"`{layer}`" for layer in layers)], rows)}
+{table(["feature", "works", "what the test checks"], rows)}
 
 ## Notes
 
 {numbered}
 
-## What the tests check
-
-{table(["feature", "test"], checks)}
+`python -m tests.compatibility.table docs/compatibility.md` writes this page from the list of tests.
 """
 
 

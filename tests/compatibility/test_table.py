@@ -21,7 +21,7 @@ def test_every_row_has_one_test_in_its_file_marked_gpu_if_it_needs_one():
         assert sorted((name, bool(gpu)) for gpu, name in found) == sorted((row.name, row.gpu) for row in rows)
 
 
-def test_every_layer_has_a_column():
+def test_every_layer_is_tested():
     public = {name for name in jm.__all__ if isinstance(getattr(jm, name), type) and hasattr(getattr(jm, name), "forward")}
     layers = {case.layer for case in CASES.values()}
     assert public == layers == {type(case.build(device="meta")).__name__ for case in CASES.values()}

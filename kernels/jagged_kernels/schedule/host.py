@@ -110,7 +110,7 @@ class TileSchedule:
         return torch.zeros(self.num_workers, dtype=torch.int64).index_add_(0, self.worker, self.work.long())
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TileSchedule:
-        """The schedule with its tiles on `device`; self where they are there already."""
+        """The schedule with its tiles on `device`; self where they are there already. non_blocking is that of `Tensor.to`."""
         if self.tiles.device == torch.device(device):
             return self
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
@@ -120,7 +120,7 @@ class TileSchedule:
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """`Tensor.record_stream` of the tensors on a device."""
+        """`Tensor.record_stream(stream)` of the tensors on a device."""
         for x in (self.tiles, self.num_tiles):
             if x.device.type != "cpu":
                 x.record_stream(stream)
@@ -153,7 +153,8 @@ def zigzag_schedule(
             tiles, with work 0: its output rows have to be written too. One without queries has none. n query groups have `[n · B]` lengths:
             segments b, B + b, ... of the queries then read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
-        block_m: query rows of a tile. block_n: columns of a key block.
+        block_m: query rows of a tile.
+        block_n: columns of a key block.
         num_workers: thread blocks that the tiles are assigned to.
         mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they are on the host.
         key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
@@ -164,8 +165,8 @@ def zigzag_schedule(
         TileSchedule with host tensors.
 
     Raises:
-        TypeError: lengths or sizes that are not integers. ValueError: lengths whose counts do not fit together, negative or on a device,
-        sizes below 1, several query groups under a mask.
+        TypeError: lengths or sizes that are not integers.
+        ValueError: lengths whose counts do not fit together, negative or on a device, sizes below 1, several query groups under a mask.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
     for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
