@@ -9,7 +9,7 @@
 #   make fuzz [SECONDS=60] [SEED=1] [ARGS="--function linear_compress --dtype bfloat16 --device cuda"]
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
 #   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
-#   make test-newest-triton             compile each of Hopper's own kernels under the newest Triton too
+#   make test-newer-tritons             compile each of Hopper's own kernels under the newer Tritons too
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check style, formatting, spelling and types
 #   make docs                           build the documentation into docs/_build; a warning is an error
@@ -30,7 +30,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
 .PHONY: train serve test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others test-all-interpreter \
-	test-all-others fuzz test-gpu test-newest-triton notebooks lint docs links dist smoke bench profile record clean
+	test-all-others fuzz test-gpu test-newer-tritons notebooks lint docs links dist smoke bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -46,6 +46,8 @@ fbgemm_cuda := fbgemm-gpu
 torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
 # The kernel tests run in its interpreter.
 triton := triton==3.6.0
+# Those of newer releases of torch. Each release of torch's CUDA build requires one version.
+newer_tritons := 3.7.1 3.8.0 3.9.0
 
 ifdef PY
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(PYTHONPATH)
@@ -90,8 +92,13 @@ test-gpu: $(ENV)
 		--max-worker-restart 30 --durations=25 -q -rf $(ARGS)
 
 # Gluon, in which they are written, changes between versions of Triton.
-test-newest-triton: $(ENV) .newest-triton/.installed
-	PYTHONPATH=$(CURDIR)/.newest-triton:$$PYTHONPATH $(pytest) -m "not slow" tests/jagged_kernels/compile -k hopper $(ARGS)
+test-newer-tritons: $(ENV) $(newer_tritons:%=.tritons/%/.installed)
+	status=0; \
+	for version in $(newer_tritons); do \
+		echo "Triton $$version"; \
+		PYTHONPATH=$(CURDIR)/.tritons/$$version:$$PYTHONPATH $(pytest) -m "not slow" tests/jagged_kernels/compile -k hopper $(ARGS) || status=1; \
+	done; \
+	exit $$status
 
 notebooks: $(ENV)
 	$(PY) -m jupyter execute --inplace notebooks/*.ipynb
@@ -135,7 +142,7 @@ record: $(ENV)
 	$(PY) kernels/benchmarks/record.py $(OUT)
 
 clean:
-	rm -rf .venv .newest-triton build dist docs/_build docs/jupyter_execute *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv .tritons build dist docs/_build docs/jupyter_execute *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # constraints/ has the versions that work together.
@@ -152,7 +159,7 @@ clean:
 	$(pip) --constraint constraints/$(VARIANT).txt --no-build-isolation --editable ".[docs]"
 	touch $@
 
-.newest-triton/.installed: constraints/newest-triton.txt $(ENV)
-	rm -rf .newest-triton
-	$(pip) --constraint constraints/newest-triton.txt --no-deps --target .newest-triton triton
+.tritons/%/.installed: $(ENV)
+	rm -rf .tritons/$*
+	$(pip) --no-deps --target .tritons/$* triton==$*
 	touch $@

@@ -71,9 +71,11 @@ def serve() -> None:
     import torch
 
     if os.environ["TRITON_INTERPRET"] == "1":
+        from checked_memory import check_memory
         from faster_interpreter import make_faster
 
         make_faster()
+        check_memory()
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print to stdout must not disturb the responses
     torch.set_num_threads(1)

@@ -1,5 +1,6 @@
 """What differs between the Triton versions whose Gluon the Hopper kernels are written in (3.6 to 3.9)."""
 
+import triton
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -23,4 +24,4 @@ add_tile = getattr(tma, "async_atomic_add", _async_add)
 reinterpret = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 thread_barrier = _either(gl, "barrier", "thread_barrier")
 # Triton 3.6 alone reads shared memory in rows of another padding than it was written in.
-reinterprets_padding = not hasattr(gl.shared_memory_descriptor, "reinterpret")
+reinterprets_padding = triton.__version__.startswith("3.6.")

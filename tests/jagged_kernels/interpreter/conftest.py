@@ -6,9 +6,11 @@ import os
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from checked_memory import check_memory
     from faster_interpreter import make_faster
 
     make_faster()
+    check_memory()
 
 
 @pytest.fixture(autouse=True)
