@@ -56,6 +56,13 @@ def test_the_first_sound_release_is_taken(releases, own, blackwell, chosen):
     assert ptxas.hopper_ptxas().version == chosen
 
 
+def test_a_sound_own_release_needs_no_other(releases, monkeypatch):
+    """Some builds of Triton have no ptxas for Blackwell; then the attribute raises an error."""
+    releases("12.9", "13.3")
+    del ptxas.knobs.nvidia.ptxas_blackwell
+    assert ptxas.hopper_ptxas().version == "12.9"
+
+
 def test_no_sound_release_is_an_error(releases):
     releases("12.8", "12.8")
     with pytest.raises(RuntimeError, match="ptxas 12.8 miscompiles wgmma; set TRITON_PTXAS_PATH"):

@@ -61,11 +61,13 @@ def hopper_ptxas() -> knobs.NvidiaTool:
     Raises:
         RuntimeError: neither is sound.
     """
-    for ptxas in (get_ptxas(90), knobs.nvidia.ptxas_blackwell):
-        if _release(ptxas) >= FIRST_SOUND_RELEASE:
-            return ptxas
-    found = get_ptxas(90).version
-    raise RuntimeError(f"ptxas {found} miscompiles wgmma; set TRITON_PTXAS_PATH to one of CUDA 12.9 or newer")
+    own = get_ptxas(90)
+    if _release(own) >= FIRST_SOUND_RELEASE:
+        return own
+    other = knobs.nvidia.ptxas_blackwell  # looked up where it is needed: some builds of Triton do not have it
+    if _release(other) >= FIRST_SOUND_RELEASE:
+        return other
+    raise RuntimeError(f"ptxas {own.version} miscompiles wgmma; set TRITON_PTXAS_PATH to one of CUDA 12.9 or newer")
 
 
 def _release(ptxas: knobs.NvidiaTool) -> tuple[int, ...]:
