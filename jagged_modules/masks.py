@@ -139,7 +139,13 @@ class AttentionMask:
         return left is None and right is None and self.num_targets is None and not limited
 
     def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
-        """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets."""
+        """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets.
+
+        Raises:
+            TypeError, ValueError: a size is not a non-negative integer.
+        """
+        for name, size in (("num_queries", num_queries), ("num_keys", num_keys), ("num_targets", num_targets)):
+            check_size(name, size, at_least=0)
         return self.rule(torch.arange(num_queries, device=device) + (num_keys - num_queries), num_keys, num_targets)
 
     def rule(self, i: Tensor, num_keys: int, num_targets: int = 0) -> Tensor:
