@@ -97,6 +97,10 @@ MISTAKES = [
     (lambda: F.jagged_split(ROWS[0], OFFSETS, 0, USERS), TypeError, "total_first must be an int, got Tensor"),
     (lambda: F.jagged_linear(ROWS[0], ROWS[0], max_seqlen="x"), TypeError, "max_seqlen must be an int, got str"),
     (lambda: F.jagged_to_padded(*ROWS, 5, 1j), ValueError, "padding_value must be a real number for values of torch.float32, got 1j"),
+    # sums of positions and these lengths must fit int32
+    (lambda: jm.AttentionMask(window=(None, 2**31 - 1)), ValueError, r"window's right must be at most 2\^30, got 2147483647"),
+    (lambda: jm.AttentionMask(max_attn_len=2**40), ValueError, r"max_attn_len must be at most 2\^30, got 1099511627776"),
+    (lambda: jm.HSTUConfig(target_group_size=2**31), ValueError, r"target_group_size must be at most 2\^30, got 2147483648"),
     # timestamps and caches
     (lambda: STACK(ROWS, timestamps=TIMES.to_sparse()), ValueError, "timestamps must be a dense tensor, got torch.sparse_coo"),
     (lambda: CACHE.append(jm.HistoryCache(CACHE.layers, [1] * 8)), TypeError, "new's timestamps must be a torch.Tensor, got list"),
