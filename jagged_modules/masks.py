@@ -13,7 +13,6 @@ from torch.types import Device
 from .scalars import check_flag, check_size, is_sequence, to_ints
 from .validation import check_device, check_integers, values_are_checkable
 
-
 LONGEST = 2**30
 
 
