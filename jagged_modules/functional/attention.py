@@ -332,7 +332,7 @@ def target_attention(
     k: Tensor,
     v: Tensor,
     candidates: CandidateIndex | Tensor,
-    kv_offsets: Tensor,
+    kv_offsets: Tensor | str,
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
