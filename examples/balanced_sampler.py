@@ -178,6 +178,9 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="also measure two processes on the CPU")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     options = parser.parse_args()
+    for name in ("samples", "mean", "longest", "width", "batch_size", "steps"):
+        if not getattr(options, name) >= 1:  # NaN too
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     lengths, costs = make_costs(options)
     print(f"lengths: mean {lengths.double().mean():.0f}, longest {lengths.max()}, {options.batch_size} samples per rank and step")
     print_predicted(costs, options.batch_size)

@@ -148,4 +148,7 @@ def load_weights(path: Path) -> Weights:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write weights.pt from the newest checkpoint of a training run.")
     parser.add_argument("folder", type=Path, help="folder of the checkpoints, for example runs/dlrm/attention")
-    print(export_weights(parser.parse_args().folder))
+    try:
+        print(export_weights(parser.parse_args().folder))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))

@@ -1,6 +1,7 @@
 """Code shared by the training programs: options, the loop over epochs, checkpoints, and output files. training.py has the helpers."""
 
 import argparse
+import math
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from training import (
     HelpFormatter,
     add_to_board,
+    check_at_least_1,
     check_tensorboard,
     peak_memory,
     pick_device,
@@ -90,9 +92,10 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, at_least_1: tuple[str, ...] = ()) -> argparse.Namespace:
     options = parser.parse_args(arguments)
-    for name in ("epochs", "seeds", "batch_size", "embedding_dim", "num_heads", "users", "threads", *at_least_1):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    check_at_least_1(parser, options, ("epochs", "seeds", "batch_size", "embedding_dim", "num_heads", "users", "threads", *at_least_1))
+    for name, most in dict(dropout=1, average_decay=1, lr=math.inf, table_lr=math.inf, weight_decay=math.inf, patience=math.inf).items():
+        if not 0 <= getattr(options, name) <= most:  # NaN too
+            parser.error(f"--{name.replace('_', '-')} must be 0 to {most}, not {getattr(options, name)}")
     if options.embedding_dim % options.num_heads:
         parser.error(f"--embedding-dim {options.embedding_dim} is not a multiple of --num-heads {options.num_heads}")
     return options

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
+
+
+def check_at_least_1(parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str]) -> None:
+    """End the program with one line if an option of these names is given and below 1."""
+    for name in names:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
 
 
 def pick_device(name: str) -> torch.device:

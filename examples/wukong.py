@@ -5,6 +5,7 @@ no user is replicated. Prints the held-out AUC, and that of ranking items by the
 """
 
 import argparse
+import sys
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor, PoolingType
 from tqdm import tqdm
-from training import HelpFormatter, pick_device, ranking_metrics, seed_epoch
+from training import HelpFormatter, check_at_least_1, pick_device, ranking_metrics, seed_epoch
 
 from jagged_modules import CandidateIndex, LinearCompressEmbedding
 
@@ -161,8 +162,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
     options = parser.parse_args(arguments)
+    check_at_least_1(parser, options, ("users", "epochs", "batch_size", "threads"))
     torch.set_num_threads(options.threads)
-    for name, auc in run(options)["auc"].items():
+    try:
+        results = run(options)
+    except ValueError as error:
+        sys.exit(f"wukong: {error}")
+    for name, auc in results["auc"].items():
         print(f"held-out AUC {auc:.4f}  {name}")
 
 

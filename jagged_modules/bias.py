@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.types import Device
 
 from .scalars import check_size
-from .validation import WrongDtype, check_integers, check_tensor, values_are_checkable
+from .validation import WrongDtype, check_dense, check_integers, check_tensor, values_are_checkable
 
 LOG_STEP = decimal.Decimal("0.301")  # HSTU's published rule: bucket(d) = floor(ln(d) / 0.301)
 LARGEST = torch.iinfo(torch.int64).max
@@ -114,11 +114,12 @@ class RelativeBias:
 
 
 def check_timestamps(name: str, x: object) -> None:
-    """TypeError unless x is an int64 tensor, ValueError unless it is 1-D."""
+    """TypeError unless x is an int64 tensor, ValueError unless it is 1-D and dense."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype != torch.int64:
         raise WrongDtype(f"{name} must be int64, got {x.dtype}")
+    check_dense(name, x)
     if x.dim() != 1:
         raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
 

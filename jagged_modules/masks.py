@@ -13,6 +13,8 @@ from torch.types import Device
 from .scalars import check_flag, check_size, is_sequence, to_ints
 from .validation import check_device, check_integers, values_are_checkable
 
+LONGEST = 2**30
+
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +55,7 @@ class AttentionMask:
         keep = keep or (j < min(global_prefix, n - t) and (j <= i or not causal))
 
     Raises:
-        TypeError, ValueError: a field has another type, or is negative.
+        TypeError, ValueError: a field has another type, is negative, or is above 2^30.
 
     Example::
 
@@ -81,15 +83,15 @@ class AttentionMask:
                 raise TypeError(f"window must be a pair (left, right) or None, got {self.window!r}")
             for name, side in zip(("window's left", "window's right"), self.window):
                 if side is not None:
-                    check_size(name, side, at_least=0)
+                    _check_length(name, side)
             object.__setattr__(self, "window", tuple(self.window))
         if self.num_targets is not None:
             check_integers("num_targets", self.num_targets)
             if values_are_checkable(self.num_targets) and self.num_targets.numel() and int(self.num_targets.min()) < 0:
                 raise ValueError(f"num_targets must not be negative, got {int(self.num_targets.min())}")
         check_size("target_group_size", self.target_group_size)
-        for name in ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "global_prefix", "recent_history"):
-            check_size(name, getattr(self, name), at_least=0)
+        for name in ("target_group_size", "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "global_prefix", "recent_history"):
+            _check_length(name, getattr(self, name))
 
     def __repr__(self) -> str:
         """The fields that differ from their defaults. num_targets shows its shape only: reading the values could wait for a device."""
@@ -141,7 +143,12 @@ class AttentionMask:
     def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
         """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets. Made on
         `device`.
+
+        Raises:
+            TypeError, ValueError: a size is not a non-negative integer.
         """
+        for name, size in (("num_queries", num_queries), ("num_keys", num_keys), ("num_targets", num_targets)):
+            check_size(name, size, at_least=0)
         return self.rule(torch.arange(num_queries, device=device) + (num_keys - num_queries), num_keys, num_targets)
 
     def rule(self, i: Tensor, num_keys: int, num_targets: int = 0) -> Tensor:
@@ -207,6 +214,13 @@ class AttentionMask:
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
         seen = self.keep(num_queries, length, num_targets)
         return "\n".join(" ".join("#" if x else "." for x in to_ints(row)) for row in seen)
+
+
+def _check_length(name: str, value: int) -> None:
+    """Raise unless value is an int from 0 to 2^30: kernels add it to positions, and the sum must fit int32."""
+    check_size(name, value, at_least=0)
+    if value > LONGEST:
+        raise ValueError(f"{name} must be at most 2^30, got {value}")
 
 
 def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, owner: str) -> None:

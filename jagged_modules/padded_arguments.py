@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
-from .scalars import to_ints
+from .scalars import possessive, to_ints
 from .settings import debug_checks
 from .validation import check_offsets
 
@@ -150,8 +150,8 @@ class Arguments:
             parts: tuple[Any, ...]
             if len(x) == 2 and all(isinstance(part, Tensor) for part in x) and x[1].dim() == 1 and not x[1].is_floating_point():
                 if not x[0].dim():
-                    raise ValueError(f"{name}'s values must have shape [L, ...], got {list(x[0].shape)}")
-                check_offsets(f"{name}'s offsets", x[1], x[0].shape[0])
+                    raise ValueError(f"{possessive(name)} values must have shape [L, ...], got {list(x[0].shape)}")
+                check_offsets(f"{possessive(name)} offsets", x[1], x[0].shape[0])
                 parts = ("tensor", self._add(name, ROWS, x[0])), ("tensor", self._add(name, OFFSETS, x[1], x[0].shape[0]))
             else:
                 parts = tuple(self._flatten(f"{name}[{i}]", part) for i, part in enumerate(x))

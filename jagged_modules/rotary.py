@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from .scalars import check_flag, check_kind, check_number, check_size
+from .scalars import check_choice, check_flag, check_kind, check_number, check_size
 from .validation import check_device, check_integers, check_offsets, check_tensor, values_are_checkable
 
 
@@ -45,8 +45,7 @@ class Rotary:
         check_tensor("sin", self.sin, 2, "[P, D / 2]")
         if self.sin.shape != self.cos.shape:
             raise ValueError(f"sin must have cos's shape, {list(self.cos.shape)}, got {list(self.sin.shape)}")
-        if self.rotate not in ("qk", "qkv"):
-            raise ValueError(f'rotate must be "qk" or "qkv", got {self.rotate!r}')
+        check_choice("rotate", self.rotate, ("qk", "qkv"), '"qk" or "qkv"')
         if self.positions is not None:
             check_integers("positions", self.positions)
         check_flag("linear", self.linear)

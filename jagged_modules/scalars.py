@@ -1,11 +1,14 @@
-"""Checks of arguments that are numbers or flags, and of an argument's type; tensors as lists of ints."""
+"""Checks of arguments that are numbers, flags or names, and of an argument's type; tensors as lists of ints."""
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+LARGEST = sys.float_info.max
 
 
 def to_ints(x: Tensor) -> list[int]:
@@ -28,12 +31,24 @@ def check_size(name: str, value: object, at_least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
-def check_number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
-    """TypeError unless value is a number or a symbolic number, ValueError unless low <= value <= high."""
+def check_number(name: str, value: object, low: float = -LARGEST, high: float = LARGEST, what: str = "a number") -> None:
+    """TypeError unless value is a number or a symbolic number, ValueError unless it is finite and low <= value <= high."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        raise TypeError(f"{name} must be {what}, got {type(value).__name__}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must be {low} to {high}, got {value}")
+        bounds = f"{low} to {high}" if high < LARGEST else "finite" if low == -LARGEST else f"finite and at least {low}"
+        raise ValueError(f"{name} must be {bounds}, got {value}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str | None], expected: str = "") -> None:
+    """ValueError unless value is one of the choices, which the message lists, or calls `expected`."""
+    if not (value is None or isinstance(value, str)) or value not in choices:  # an array would compare its elements
+        raise ValueError(f"{name} must be {expected or f'one of {choices}'}, got {value!r}")
+
+
+def possessive(name: str) -> str:
+    """The name of an argument with the ending of the possessive, for messages: x's, targets'."""
+    return f"{name}'" if name.endswith("s") else f"{name}'s"
 
 
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:

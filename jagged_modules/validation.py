@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from .autocast import autocast_dtype
 from .dtypes import DTYPES, EVERYWHERE, FLOATS, dtypes_of, names, uses_kernels
-from .scalars import check_size
+from .scalars import check_choice, check_size
 from .settings import debug_checks
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
@@ -32,10 +32,6 @@ def values_are_checkable(x: Tensor) -> bool:
     if device == "meta" or device != "cpu" and not debug_checks.current():
         return False
     return not isinstance(x, FakeTensor)
-
-
-def is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def check_dense(name: str, x: Tensor) -> None:
@@ -94,10 +90,9 @@ def check_implementation(implementation: str, known: tuple[str, ...], device: to
     Raises:
         ValueError: the implementation is unknown or does not support the device.
     """
+    check_choice("implementation", implementation, known)
     if implementation == "auto":
         return
-    if implementation not in known:
-        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
     if uses_kernels(device, implementation) and device.type not in ("cuda", "meta") and not _triton_interprets():
         raise ValueError(f"implementation={implementation!r} needs CUDA tensors, got {device.type} tensors; 'auto' takes both")
     if implementation == "reference" and reads_offsets and device.type == "meta":

@@ -286,18 +286,22 @@ def _repeat(case: Case) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds after which no more cases are drawn")
-    parser.add_argument("--seed", type=int, default=None, help="default: a random one")
-    parser.add_argument("--function", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME", help="default: all")
-    parser.add_argument("--dtype", nargs="+", default=None, help="default: all")
-    parser.add_argument("--device", nargs="+", choices=DEVICES, default=None, help="default: all of this machine")
-    parser.add_argument("--processes", type=int, default=None, help="default: 2; with a GPU, the number of cores")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds after which no more cases are drawn (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the cases (default: a random one)")
+    parser.add_argument(
+        "--function", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME", help="functions (default: all)"
+    )
+    parser.add_argument("--dtype", nargs="+", default=None, help="dtypes (default: all)")
+    parser.add_argument("--device", nargs="+", choices=DEVICES, default=None, help="devices (default: all of this machine)")
+    parser.add_argument("--processes", type=int, default=None, help="processes (default: 2; with a GPU, the number of cores)")
     parser.add_argument("--configurations", type=int, default=None, help="repeat this number of configurations on each device")
     parser.add_argument("--cases", type=int, default=None, help=f"cases of a configuration before the next; default by device: {CASES}")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a case may take, with compilation")
-    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="seconds for shrinking a failing case")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds that a case may take, with compilation (default: %(default)s)"
+    )
+    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="seconds for shrinking a failing case (default: %(default)s)")
     parser.add_argument("--max-cases", type=int, default=None, help="stop after this number of cases")
-    parser.add_argument("--max-failures", type=int, default=30, help="stop after this number of failures")
+    parser.add_argument("--max-failures", type=int, default=30, help="stop after this number of failures (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=None, help="also write the summary to this file")
     parser.add_argument("--case", type=Case.from_json, default=None, help="run only this case, as a failure prints it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

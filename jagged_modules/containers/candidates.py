@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..scalars import check_kind, check_size
 from ..tracing import is_recording, one_call
-from ..validation import check_integers, check_offsets, values_are_checkable
+from ..validation import check_dense, check_integers, check_offsets, values_are_checkable
 from .jagged import Jagged
 from .offsets import rows_and_segments
 from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
@@ -178,7 +178,15 @@ class CandidateIndex(Queries):
         return users if self.inverse is None else users[self.inverse]
 
     def ungrouped(self, x: Tensor) -> Tensor:
-        """x `[num_candidates, ...]`, rows of candidates grouped by user, in the candidates' own order."""
+        """x `[num_candidates, ...]`, rows of candidates grouped by user, in the candidates' own order.
+
+        Raises:
+            TypeError, ValueError: x is not a dense tensor, or has another number of rows.
+        """
+        check_kind("x", x, Tensor, "a torch.Tensor")
+        check_dense("x", x)
+        if self.order is not None and x.shape[:1] != self.order.shape:
+            raise ValueError(f"x must have a row for each of the {self.order.shape[0]} candidates, got shape {list(x.shape)}")
         if self.order is None or self.inverse is None:
             return x
         if torch.compiler.is_compiling():  # one kernel, which needs no `inverse`
@@ -186,7 +194,12 @@ class CandidateIndex(Queries):
         return x.index_select(0, self.inverse)
 
     def query_offsets(self, rows_per_candidate: int) -> Tensor:
-        """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""
+        """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user.
+
+        Raises:
+            TypeError, ValueError: rows_per_candidate is not a non-negative integer.
+        """
+        check_size("rows_per_candidate", rows_per_candidate, at_least=0)
         if rows_per_candidate == 1:
             return self.offsets
         if is_recording(self.offsets.device):

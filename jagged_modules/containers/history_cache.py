@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..scalars import check_kind
+from ..bias import check_timestamps
+from ..scalars import check_kind, check_size, possessive
 from ..validation import check_integers
 from .jagged import Jagged, as_tensor, check_same_segments
 from .offsets import concatenated_rows, rows_of_ranges
@@ -123,7 +124,7 @@ class HistoryCache:
         return HistoryCache((grown, *others), timestamps, limit)
 
     def _first_layer(self, name: str) -> Jagged:
-        """The first layer. TypeError or ValueError unless all layers and the timestamps have as many rows. Errors call the cache `name`."""
+        """The first layer. TypeError or ValueError if a field is wrong, or numbers of rows differ. Errors call the cache `name`."""
         check_kind(name, self.layers, tuple, "a HistoryCache with a tuple of layers")
         if not self.layers:
             raise ValueError(f"{name} must have at least 1 layer, got 0")
@@ -131,7 +132,10 @@ class HistoryCache:
             check_kind(name, layer, Jagged, "a HistoryCache of Jagged layers")
         rows = [x.values.shape[0] for x in self.layers]
         if self.timestamps is not None:
+            check_timestamps(f"{possessive(name)} timestamps", self.timestamps)
             rows.append(self.timestamps.shape[0])
+        if self.max_rows is not None:
+            check_size(f"{possessive(name)} max_rows", self.max_rows)
         if any(count != rows[0] for count in rows[1:]):
             raise ValueError(f"{name} must have as many rows in each layer and in its timestamps, got {rows}")
         return self.layers[0]

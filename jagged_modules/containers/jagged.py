@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..dtypes import FLOATS, names
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_kind, check_size, is_sequence, to_ints
+from ..scalars import check_kind, check_size, is_sequence, possessive, to_ints
 from ..schedule import device_schedule, host_schedule
 from ..settings import is_batch_invariant
 from ..tracing import is_recording, one_call, recorded_call
@@ -94,13 +94,13 @@ class Jagged(Queries):
         if isinstance(x, Jagged):
             if max_seqlen in (None, x.max_seqlen):
                 return x
-            check_offsets(f"{name}'s offsets", x.offsets, max_seqlen=max_seqlen)
+            check_offsets(f"{possessive(name)} offsets", x.offsets, max_seqlen=max_seqlen)
             jagged = x._copy(x.values, x.offsets)
             jagged.max_seqlen, jagged._container = max_seqlen, x._container
             return jagged
         x = wait_for(x)
         values, offsets = _values_and_offsets(name, x)
-        _check_parts(f"{name}'s ", values, offsets, max_seqlen)
+        _check_parts(f"{possessive(name)} ", values, offsets, max_seqlen)
         if _is_torchrec(x):
             _check_lengths(name, x.lengths_or_none(), offsets)
         jagged = cls.unchecked(values, offsets, max_seqlen)
@@ -182,8 +182,8 @@ class Jagged(Queries):
 
     def _check_rows(self, values: Tensor) -> None:
         check_kind("values", values, Tensor, "a torch.Tensor")
-        if values.shape[0] != self.num_rows:
-            raise ValueError(f"values must keep the number of rows, {self.num_rows}, got {values.shape[0]}")
+        if values.dim() < 1 or values.shape[0] != self.num_rows:
+            raise ValueError(f"values must keep the number of rows, {self.num_rows}, got {values.shape[0] if values.dim() else 'a scalar'}")
 
     # -- sizes ---------------------------------------------------------------------------------------------------------------
 
@@ -476,15 +476,16 @@ def _check_lengths(name: str, lengths: Tensor | None, offsets: Tensor) -> None:
         return
     if not torch.equal(lengths, offsets.diff().to(lengths)):
         expected = to_ints(offsets.diff())
-        raise ValueError(f"{name}'s lengths must be the differences of its offsets, {expected}, got {to_ints(lengths)}")
+        raise ValueError(f"{possessive(name)} lengths must be the differences of its offsets, {expected}, got {to_ints(lengths)}")
 
 
 def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:
     """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]` and of the projection's dtype and device."""
     jagged = x if isinstance(x, Jagged) else Jagged.wrap(x, name=name)
+    values = f"{possessive(name)} values"
     if jagged.values.dim() != 2 or jagged.values.shape[1] != width:
-        raise ValueError(f"{name}'s values must have shape [L, {width}], got {list(jagged.values.shape)}")
-    check_layer_input(f"{name}'s values", jagged.values, projection)
+        raise ValueError(f"{values} must have shape [L, {width}], got {list(jagged.values.shape)}")
+    check_layer_input(values, jagged.values, projection)
     return jagged
 
 

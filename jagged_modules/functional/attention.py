@@ -21,7 +21,7 @@ from ..containers.candidates import CandidateIndex
 from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask, check_num_targets
 from ..reference import attention_reference
-from ..scalars import check_kind
+from ..scalars import check_choice, check_kind, check_number
 from ..schedule import device_schedule
 from ..settings import backward_workspace, is_batch_invariant
 from ..validation import (
@@ -32,7 +32,6 @@ from ..validation import (
     check_offsets,
     check_offsets_shape,
     check_tensor,
-    is_number,
     refuse_transforms,
     values_are_checkable,
 )
@@ -334,7 +333,7 @@ def target_attention(
     k: Tensor,
     v: Tensor,
     candidates: CandidateIndex | Tensor,
-    kv_offsets: Tensor,
+    kv_offsets: Tensor | str,
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
@@ -486,15 +485,13 @@ def check_attention(
             _check_shared(name, offsets)
         elif isinstance(offsets, Tensor):
             check_device(name, offsets, device, f"{q_name}'s")
-    if scale is not None and not is_number(scale):  # a tensor would get no gradient
-        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if not isinstance(output_scale, Tensor):
-        if not is_number(output_scale):
-            raise TypeError(f"output_scale must be a number or a tensor [B], got {type(output_scale).__name__}")
-    else:
+    if scale is not None:
+        check_number("scale", scale)  # a tensor would get no gradient
+    check_choice("activation", activation, ACTIVATIONS)
+    if isinstance(output_scale, Tensor):
         check_tensor("output_scale", output_scale, output_scale.dim(), "[B]")  # its size is checked with the offsets
+    else:
+        check_number("output_scale", output_scale, what="a number or a tensor [B]")
     if activation == "softmax" and (isinstance(output_scale, Tensor) or output_scale != 1):
         raise ValueError(f"output_scale must be 1 with softmax, got {output_scale}")
     if mask is not None and not isinstance(mask, AttentionMask):

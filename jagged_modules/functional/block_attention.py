@@ -11,7 +11,7 @@ from ..autocast import autocast
 from ..containers.offsets import block_offsets, positions_in_segments
 from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
-from ..scalars import check_size
+from ..scalars import check_size, possessive
 from ..settings import is_batch_invariant
 from ..validation import check_device, check_offsets, check_tensor, refuse_transforms
 from .attention import BLOCKS, check_attention, jagged_attention
@@ -133,11 +133,11 @@ def _check_block_attention(
     schedule: None, implementation: str,
 ) -> None:  # fmt: skip
     """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`."""
+    check_offsets("offsets", offsets, q.shape[0])
+    check_device("offsets", offsets, q.device, possessive(name))
+    check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation, name)
     if implementation != "reference":
         refuse_transforms("block_diagonal_attention does")
-    check_offsets("offsets", offsets, q.shape[0])
-    check_device("offsets", offsets, q.device, f"{name}'s")
-    check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation, name)
     if v.shape != k.shape or k.shape[0] != q.shape[0]:
         raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
     check_size("block_size", block_size)

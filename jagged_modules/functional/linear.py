@@ -12,7 +12,7 @@ from ..containers.offsets import rows_and_segments
 from ..cpu.buckets import compute_dtype
 from ..cpu.invariant import batched_matmul_cpu, pointwise_rows_cpu
 from ..reference import jagged_dense_bmm_reference
-from ..scalars import check_kind
+from ..scalars import check_choice, check_kind, check_size
 from ..settings import is_batch_invariant
 from ..validation import check_device, check_offsets, checked_offsets
 from .matmul import jagged_dense_bmm_cpu
@@ -50,8 +50,7 @@ def jagged_linear(
     Raises:
         TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also if offsets are missing with a weight per segment.
     """
-    if activation is not None and activation not in tuple(POINTWISE):
-        raise ValueError(f"activation must be None or one of {tuple(POINTWISE)}, got {activation!r}")
+    check_choice("activation", activation, (None, *POINTWISE), f"None or one of {tuple(POINTWISE)}")
     check_kind("weight", weight, Tensor, "a torch.Tensor")
     shared = weight.dim() == 2
     named = dict(x=(x, "[L, D]"), weight=(weight, "[T, D]" if shared else "[B, D, T]"))
@@ -61,6 +60,8 @@ def jagged_linear(
     bias = others[0] if others else None
     function = POINTWISE["identity" if activation is None else activation].function
     batch_invariant = is_batch_invariant(implementation)
+    if max_seqlen is not None:
+        check_size("max_seqlen", max_seqlen, at_least=0)
     if shared:
         if offsets is not None:
             check_offsets("offsets", offsets, x.shape[0], max_seqlen)

@@ -11,6 +11,7 @@ from ..autocast import autocast, autocast_dtype
 from ..containers.candidates import CandidateIndex
 from ..cpu.linear_compress import linear_compress_decomposed
 from ..reference import linear_compress_reference
+from ..scalars import possessive
 from ..settings import is_batch_invariant
 from ..validation import (
     WrongDtype,
@@ -121,7 +122,7 @@ def _level_names(name: str, x: Any) -> list[str]:
     """The caller's name of each level: `name` or `name[level]`. TypeError unless x is one level or a sequence of levels."""
     if isinstance(x, (Tensor, CandidateIndex)):
         return [name]
-    if isinstance(x, str) or not hasattr(x, "__len__") or hasattr(x, "dtype"):  # an object with a dtype is an array, not a sequence
+    if type(x) in (str, dict, set) or not hasattr(x, "__len__") or hasattr(x, "dtype"):  # an object with a dtype is an array
         raise TypeError(f"{name} must be a tensor or a sequence of them, got {type(x).__name__}")
     return [f"{name}[{level}]" for level in range(len(x))]
 
@@ -162,11 +163,10 @@ def _check_linear_compress(
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """ValueError unless both have the same device and, possibly after autocast, the same dtype."""
-    owner = f"{other_name}'" if other_name.endswith("s") else f"{other_name}'s"
     if x.device != other.device:
-        raise ValueError(f"{name} must be on {owner} device, {other.device}, got {x.device}")
+        raise ValueError(f"{name} must be on {possessive(other_name)} device, {other.device}, got {x.device}")
     if x.dtype != other.dtype and autocast_dtype(x) != autocast_dtype(other):
-        raise WrongDtype(f"{name} must have {owner} dtype, {other.dtype}, got {x.dtype}")
+        raise WrongDtype(f"{name} must have {possessive(other_name)} dtype, {other.dtype}, got {x.dtype}")
 
 
 def _check_index(name: str, index: Tensor | CandidateIndex, candidates_name: str, candidates: Tensor, shared_name: str, size: int) -> None:

@@ -20,10 +20,12 @@ def paged_keys(
     """Check pages against the other arguments of attention. Returns k, v and pages; where no kernel reads pages, the gathered rows and
     None."""
     check_kind("pages", pages, Pages, "a Pages")
+    check_size("pages.num_rows", pages.num_rows, at_least=0)
     if isinstance(q_offsets, str) or isinstance(kv_offsets, str):
         raise ValueError("pages must be None where segments share queries or keys")
     check_offsets_shape("q_offsets", q_offsets)
     check_offsets("kv_offsets", kv_offsets, pages.num_rows)
+    check_device("kv_offsets", kv_offsets, q.device, "q's")  # the gather below reads them
     if q_offsets.shape != kv_offsets.shape:
         raise ValueError(
             f"pages must be None with several query groups, got {q_offsets.shape[0] - 1} and {kv_offsets.shape[0] - 1} segments"
@@ -40,6 +42,8 @@ def paged_keys(
             raise ValueError(f"{name} must have a multiple of pages.page_rows, {pages.page_rows}, rows, got {x.shape[0]}")
         if x.stride(2) != 1 and x.shape[2] > 1:
             raise ValueError(f"{name}'s last dimension must be contiguous with pages, got strides {x.stride()}")
+    if v.shape[0] != k.shape[0]:
+        raise ValueError(f"v must have k's rows, {k.shape[0]}, got {v.shape[0]}")
     table, entries = pages.table, pages.num_rows // pages.page_rows + kv_offsets.shape[0] - 1
     check_kind("pages.table", table, Tensor, "a torch.Tensor")
     if table.dtype != torch.int32 or table.shape != (entries,):

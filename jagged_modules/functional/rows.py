@@ -58,6 +58,8 @@ def jagged_to_padded(
     _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
     check_kind("padding_value", padding_value, (int, float, complex, torch.SymInt, torch.SymFloat), "a number")
+    if isinstance(padding_value, complex) and not values.is_complex():
+        raise ValueError(f"padding_value must be a real number for values of {values.dtype}, got {padding_value}")
     if isinstance(padding_value, float) and not values.is_floating_point() and not values.is_complex() and padding_value % 1:
         raise ValueError(f"padding_value must be an integer for values of {values.dtype}, got {padding_value}")
     offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
@@ -208,8 +210,10 @@ def jagged_split(
     if not isinstance(first_lengths, Tensor):
         check_size("first_lengths", first_lengths, at_least=0)
         expected = segments * first_lengths
-        if total_first not in (None, expected):
-            raise ValueError(f"total_first must be the sum of first_lengths, {expected}, got {total_first}")
+        if total_first is not None:
+            check_size("total_first", total_first, at_least=0)
+            if total_first != expected:
+                raise ValueError(f"total_first must be the sum of first_lengths, {expected}, got {total_first}")
         total_first = expected
         first_lengths = torch.full((segments,), first_lengths, dtype=given.dtype, device=given.device)
     check_integers("first_lengths", first_lengths)

@@ -13,7 +13,7 @@ from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
 from ..functional.attention import BLOCKS
 from ..rotary import Rotary, rotary_tables
-from ..scalars import check_size
+from ..scalars import check_choice, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_offsets, resolve_head_dim
 from .invariant import fixed_rows
@@ -67,8 +67,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         check_size("block_size", block_size)
         if block_size not in BLOCKS:
             raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
-        if rotary not in ("qk", "qkv", None):
-            raise ValueError(f'rotary must be "qk", "qkv" or None, got {rotary!r}')
+        check_choice("rotary", rotary, ("qk", "qkv", None), '"qk", "qkv" or None')
         check_size("max_seqlen", max_seqlen)
         if rotary is not None and self.head_dim % 2:
             raise ValueError(f"embedding_dim / num_heads must be even with rotary, got {embedding_dim} and {num_heads}")

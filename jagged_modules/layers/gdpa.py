@@ -16,7 +16,7 @@ from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_flag, check_kind, check_number, check_size
+from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .cached_projections import layer_of_cache
@@ -124,8 +124,7 @@ class JaggedGDPA(nn.Module):
         self.num_kv_heads = num_heads if config.num_kv_heads is None else config.num_kv_heads
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {self.num_kv_heads}")
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+        check_choice("activation", activation, ACTIVATIONS)
         if activation == "softmax" and config.output_scale != 1:
             raise ValueError(f"output_scale must be 1 with softmax, got {config.output_scale}")
         if mask is not None:
@@ -250,6 +249,7 @@ class JaggedGDPA(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is given
                 with learned rows.
         """
+        check_flag("return_cache", return_cache)
         if return_cache:
             return self._cache(context, cache, x=x, num_targets=num_targets, bias=bias)
         config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)

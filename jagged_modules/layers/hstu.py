@@ -20,7 +20,7 @@ from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, check_integers, check_layer_input, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, check_device, check_integers, check_layer_input, resolve_head_dim, values_are_checkable
 from .hstu_config import (
     HSTUConfig,
     check_appendable,
@@ -151,6 +151,7 @@ class HSTULayer(nn.Module):
                 container has no max_seqlen; a segment is longer than config.relative_position and its length is on the host; timestamps are
                 missing, or given without config.relative_time.
         """
+        check_flag("update", update)
         self._check_append(append, cache, num_targets)
         jagged = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj)
         mask = self._mask(jagged, num_targets, cache, append)
@@ -164,7 +165,7 @@ class HSTULayer(nn.Module):
         elif cache_timestamps is not None:
             raise ValueError(f"cache_timestamps must be None without cache, got a {type(cache_timestamps).__name__}")
         if isinstance(cache_rows, Tensor):
-            check_integers("cache_rows", cache_rows)
+            _check_rows("cache_rows", cache_rows, jagged)
         elif cache_rows is not None:
             check_kind("cache_rows", cache_rows, slice, "a torch.Tensor or a slice")
         u, q, k, v = self._project(jagged)
@@ -225,8 +226,10 @@ class HSTULayer(nn.Module):
         if not append:
             return
         check_appendable(self.config)
-        if cache is None or num_targets is not None:
-            raise ValueError("append needs a cache and takes no num_targets")
+        if cache is None:
+            raise ValueError("cache must be given with append, got None")
+        if num_targets is not None:
+            raise ValueError(f"num_targets must be None with append, got {type(num_targets).__name__}")
 
     def _bias(self, timestamps: Tensor | None, query_timestamps: Tensor | None, after: Jagged | None = None) -> RelativeBias | None:
         """The layer's bias of scores of keys with these timestamps, None without tables. after: the queries, if they follow the keys."""
@@ -367,6 +370,7 @@ class HSTUStack(nn.Module):
             TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or return_cache; the cache does not fit the
                 layers.
         """
+        check_flag("return_cache", return_cache)
         if cache is None and not return_cache:
             jagged = _without_container(x, self.config)
             for layer in self.layers:
@@ -547,6 +551,14 @@ class HSTUStack(nn.Module):
             check_row_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config)
             query_timestamps = next_timestamps(timestamps, x.offsets) if query_timestamps is None else query_timestamps
         return dict(timestamps=timestamps, query_timestamps=query_timestamps, cache_timestamps=cache.timestamps)
+
+
+def _check_rows(name: str, rows: Tensor, x: Jagged) -> None:
+    """Check indices of rows of x."""
+    check_integers(name, rows)
+    check_device(name, rows, x.device, "the layer's")
+    if values_are_checkable(rows) and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < x.num_rows:
+        raise ValueError(f"{name} must be 0 to {x.num_rows - 1}, the rows of x, got values {int(rows.min())} to {int(rows.max())}")
 
 
 def _joined(rows: Jagged, added: Jagged) -> Jagged:

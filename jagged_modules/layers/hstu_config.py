@@ -12,7 +12,7 @@ from ..bias import check_timestamps
 from ..containers.jagged import Jagged
 from ..containers.offsets import rows_and_segments
 from ..masks import AttentionMask
-from ..scalars import check_number, check_size
+from ..scalars import check_number, check_size, possessive
 from ..validation import values_are_checkable
 
 
@@ -116,7 +116,7 @@ def check_row_timestamps(name: str, x: Tensor | None, owner: str, rows: Jagged, 
     if x.shape[0] != rows.num_rows:
         raise ValueError(f"{name} must have one element for each row of {owner}, {rows.num_rows}, got {x.shape[0]}")
     if x.device != rows.device:
-        raise ValueError(f"{name} must be on the device of {owner}'s values, {rows.device}, got {x.device}")
+        raise ValueError(f"{name} must be on the device of {possessive(owner)} values, {rows.device}, got {x.device}")
 
 
 def next_timestamps(timestamps: Tensor, offsets: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.types import Device
 
 from ..containers.jagged import is_keyed_tensor, wait_for
 from ..functional import linear_compress
-from ..scalars import check_size, is_sequence
+from ..scalars import check_size, is_sequence, possessive
 from ..tracing import one_module
 from .parameters import check_parameter_dtype
 
@@ -82,6 +82,8 @@ class LinearCompressEmbedding(nn.Module):
         if user_features is None:
             features = [None] * len(shared)
         elif isinstance(num_user_embeddings, Sequence):
+            if not is_sequence(user_features):
+                raise TypeError(f"user_features must be a sequence of one entry per shared level, got {type(user_features).__name__}")
             features = user_features
         if len(features) != len(shared):
             raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {features}")
@@ -176,6 +178,8 @@ def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
     keys, widths, values = tuple(x.keys()), x.length_per_key(), x.values()
     if len(set(widths)) != 1:
         raise ValueError(f"{name} must have features of one width, got {widths}")
+    if values.dim() != 2 or values.shape[1] != sum(widths):
+        raise ValueError(f"{possessive(name)} values must have shape [B, {sum(widths)}], that of its features, got {list(values.shape)}")
     if keys != features:
         _check_same_features(name, keys, features)
         columns = dict(zip(keys, values.split(widths, dim=1)))

@@ -11,7 +11,7 @@ from torch.types import Device
 
 from ..activations import POINTWISE
 from ..containers.jagged import wrap_rows
-from ..scalars import check_kind, check_size
+from ..scalars import check_choice, check_kind, check_size
 from ..tracing import one_module
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
@@ -49,8 +49,7 @@ class JaggedMLP(nn.Module):
             raise ValueError(f"dims must be two sizes or more, got {list(dims)}")
         for i, size in enumerate(dims):
             check_size(f"dims[{i}]", size)
-        if activation not in tuple(POINTWISE):
-            raise ValueError(f"activation must be one of {tuple(POINTWISE)}, got {activation!r}")
+        check_choice("activation", activation, tuple(POINTWISE))
         self.dims, self.activation = list(dims), activation
         self.layers = nn.ModuleList(nn.Linear(*widths, device=device, dtype=dtype) for widths in zip(dims, dims[1:]))
 

@@ -14,7 +14,7 @@ from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional import jagged_attention, target_attention
-from ..scalars import check_kind, check_number, check_size
+from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
 from .cached_projections import layer_of_cache
@@ -162,6 +162,7 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.
         """
+        check_flag("return_cache", return_cache)
         if return_cache:
             return self._cache(targets, history, cache)
         targets, pages = wait_for(targets), None

@@ -128,6 +128,7 @@ class PagedHistoryCache:
             return 0 if self._table is None else len(self._table.users)
 
     def __contains__(self, user: Hashable) -> bool:
+        _check_keys([user])
         with self._lock:
             return self._is_cached(user, self._current_weights())
 
@@ -143,9 +144,9 @@ class PagedHistoryCache:
         The other users become the most recently used ones, so the next `put` evicts them last.
 
         Raises:
-            TypeError: users are a single string.
+            TypeError: users are a single string, or one of them is not hashable.
         """
-        _check_iterable(users)
+        users = _keys(users)
         with self._lock:
             weights, missing = self._current_weights(), list[Hashable]()
             for user in users:
@@ -215,13 +216,13 @@ class PagedHistoryCache:
         with self._writer:
             if self.layer.append_reads_cache and self._reads_pages() and getattr(self.layer, "append_writes_pages", False):
                 return self._append_in_pages(users, events, timestamps)
+            self._check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
             if self.layer.append_reads_cache:
                 cached = self._select(users, self._reads_pages() and self.layer.max_cached_rows is None)
             else:
                 cached = self._empty(users)
             outputs, added = self.layer.append(events, cached, **timestamps)
             del cached  # its pages
-            self._check_users(users, added.num_segments, "events")
             with self._ordered():
                 table = self._allocate(added)
                 self._write(users, added, table.extend(users, _lengths(added.layers[0])))
@@ -230,7 +231,7 @@ class PagedHistoryCache:
 
     def _append_in_pages(self, users: Sequence[Hashable], events: Any, timestamps: dict[str, Tensor | None]) -> Any:
         """`append` of a layer that writes the keys and values of the events into reserved rows before it attends to them."""
-        lengths = _lengths(Jagged.wrap(events))
+        lengths = _lengths(Jagged.wrap(events, name="events"))
         with self._ordered():
             table = self._check_cached(users)
             self._check_users(users, len(lengths), "events")
@@ -273,9 +274,9 @@ class PagedHistoryCache:
         """Forget users. Those that are not cached are ignored.
 
         Raises:
-            TypeError: users are a single string.
+            TypeError: users are a single string, or one of them is not hashable.
         """
-        _check_iterable(users)
+        users = _keys(users)
         with self._writer, self._lock:
             for user in users:
                 if self._table is not None and user in self._table.users:
@@ -462,16 +463,31 @@ class PagedHistoryCache:
             return self._gather([RowRange(array("q"), 0, 0)] * len(users))
 
 
-def _check_sequence(users: object) -> None:
+def _check_sequence(users: Any) -> None:
     """Others may end after one pass, or have no order. The characters of a text are no users."""
     if not is_sequence(users):
         raise TypeError(f"users must be a list or a tuple of keys, got {type(users).__name__}")
+    _check_keys(users)
 
 
-def _check_iterable(users: object) -> None:
+def _keys(users: Any) -> list[Hashable]:
+    """The users of an iterable, which may be a generator."""
     if isinstance(users, (str, bytes)):
         raise TypeError(f"users must be an iterable of keys, got the one key {users!r}")
+    check_kind("users", users, Iterable, "an iterable of keys")
+    keys = list(users)
+    _check_keys(keys)
+    return keys
+
+
+def _check_keys(users: Sequence[object]) -> None:
+    for user in users:
+        if not isinstance(user, Hashable):
+            raise TypeError(f"users must be hashable, got a {type(user).__name__}")
 
 
 def _lengths(rows: Jagged) -> list[int]:
-    return to_ints(rows.offsets.diff() if rows.host_lengths is None else rows.host_lengths)
+    lengths = rows.offsets.diff() if rows.host_lengths is None else rows.host_lengths
+    if lengths.is_meta:
+        raise ValueError("offsets must be on a device with values, because the cache counts rows, got meta")
+    return to_ints(lengths)

@@ -118,11 +118,14 @@ def checkout_folder(text: str) -> tuple[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """The exit status is 1 if something failed in a checkout."""
     parser = argparse.ArgumentParser(description="Measures the kernels of several checkouts in turn.")
-    parser.add_argument("op", choices=sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")))
+    ops = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
+    parser.add_argument("op", choices=ops, help="the benchmark, bench_<op>.py")
     parser.add_argument("checkouts", nargs="+", metavar="NAME=FOLDER", type=checkout_folder, help="the others are compared with the first")
     add_options(parser, implementations="^jagged_modules")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds that a case may take, compilation included")
+    parser.add_argument("--out", type=Path, help="JSON file for the results; none if not given")
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds that a case may take, compilation included (default: %(default)s)"
+    )
     options, protocol = parse(parser, argv)
     cases = choose(parser, options, cases_of(options.op, options.device, options.tiny))
 

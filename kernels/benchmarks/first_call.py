@@ -86,7 +86,7 @@ def _in_a_process(name: str, dtype: str, cache: str) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", type=re.compile, help="regular expression: layers and dtypes to measure")
+    parser.add_argument("--only", default="", type=re.compile, help="regular expression: layers and dtypes to measure (default: all)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/runs/ beside this file)")
     parser.add_argument("--layer", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=argparse.SUPPRESS)

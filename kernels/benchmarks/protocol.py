@@ -39,10 +39,13 @@ def add_options(parser: argparse.ArgumentParser, implementations: str = "") -> N
     """Adds the options for device, cases and protocol. ``implementations``: the default of --impl."""
     protocol = Protocol("cpu")
     cuda, default = torch.cuda.is_available(), "(default: %(default)s)"
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu", help=default)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu", help=f"device to measure {default}")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the benchmark itself")
-    parser.add_argument("--only", default="", type=re.compile, help="regular expression: tables and cases to run ('table: case')")
-    parser.add_argument("--impl", default=implementations, type=re.compile, help="regular expression: implementations to run")
+    parser.add_argument(
+        "--only", default="", type=re.compile, help="regular expression: tables and cases to run, as 'table: case' (default: all)"
+    )
+    text = f"regular expression: implementations to run (default: {implementations or 'all'})"
+    parser.add_argument("--impl", default=implementations, type=re.compile, help=text)
     parser.add_argument("--rounds", type=int, default=protocol.rounds, help=f"rounds, in each of which every implementation runs {default}")
     parser.add_argument("--pause", type=float, default=protocol.pause_s, help=f"seconds before each measurement {default}")
     parser.add_argument("--warmup", type=float, default=protocol.warmup_ms, help=f"ms of calls before each measurement {default}")

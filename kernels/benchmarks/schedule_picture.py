@@ -70,15 +70,17 @@ def save_picture(loads: dict[str, Tensor], title: str, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Load per worker before and after the zigzag schedule.")
-    parser.add_argument("--batch", type=int, default=1152)
-    parser.add_argument("--max-length", type=int, default=512)
+    parser = argparse.ArgumentParser(
+        description="Load per worker before and after the zigzag schedule.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, default=1152, help="segments of the batch")
+    parser.add_argument("--max-length", type=int, default=512, help="rows of the longest segment")
     parser.add_argument("--sparsity", type=float, default=0.3, help="mean length over maximum length")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--block-m", type=int, default=128)
-    parser.add_argument("--block-n", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=132)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--block-m", type=int, default=128, help="query rows of a tile")
+    parser.add_argument("--block-n", type=int, default=64, help="keys of a block")
+    parser.add_argument("--workers", type=int, default=132, help="thread blocks that the tiles are assigned to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     parser.add_argument("--out", type=Path, default=PICTURE, help="file of the picture")
     options = parser.parse_args(argv)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-PROGRAMS = [path for path in sorted(EXAMPLES.glob("*.py")) if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")]
+ROOT = Path(__file__).parents[2]
+EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "kernels/benchmarks"
+FILES = [*EXAMPLES.glob("*.py"), *BENCHMARKS.glob("*.py"), ROOT / "tests/fuzz.py"]
+PROGRAMS = [path for path in sorted(FILES) if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")]
 
 
 class Parser(Exception):
@@ -21,6 +23,7 @@ def parser_of(program, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     monkeypatch.setattr(sys, "argv", [program.name])
+    monkeypatch.syspath_prepend(program.parent)
     with pytest.raises(Parser) as stopped:
         runpy.run_path(str(program), run_name="__main__")
     return stopped.value.args[0]
@@ -35,12 +38,14 @@ def test_each_option_has_a_text_and_a_default(program, monkeypatch):
     text = " ".join(parser.format_help().split())
     assert "%(" not in text and "(default: None)" not in text
     for action in options:
-        if not action.required and action.default not in (None, False):
+        if not action.required and action.default not in (None, False) and action.help != argparse.SUPPRESS:
             assert f"(default: {action.default})" in text or "default" in action.help, action.option_strings
 
 
 def test_programs_are_found():
-    assert {"train_dlrm", "train_hstu", "serve_ranking", "wukong"} <= {path.stem for path in PROGRAMS}
+    assert {"train_dlrm", "train_hstu", "serve_ranking", "wukong", "bench_attention", "compare", "schedule_picture", "fuzz"} <= {
+        path.stem for path in PROGRAMS
+    }
 
 
 @pytest.mark.parametrize(("program", "package", "options"), [("serving_ray", "ray", []), ("mlperf_serving", "mlperf_loadgen", ["--qps=1"])])

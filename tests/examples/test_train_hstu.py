@@ -189,6 +189,8 @@ def test_relative_time_needs_timestamps(tmp_path):
         (["--relative-time", "-1"], "--relative-time must not be negative, not -1"),
         (["--model", "sasrec", "--relative-position"], "--relative-position and --relative-time need --model hstu, not sasrec"),
         (["--model", "sasrec", "--relative-time", "8"], "--relative-position and --relative-time need --model hstu, not sasrec"),
+        (["--dropout", "nan"], "^2$"),
+        (["--patience", "-1"], "^2$"),
         (["--calibration", "1.5"], r"calibration must lie in \[0, 1\], not 1.5"),
     ],
 )

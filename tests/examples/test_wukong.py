@@ -62,3 +62,14 @@ def test_a_later_layer_is_the_formula():
     (w_compress,), (y_transposed,) = layer.compress.weights, layer.project.weights
     interacted = layer.mlp(x @ x.mT @ y_transposed.T)
     torch.testing.assert_close(layer(x), layer.norm(torch.cat([interacted, w_compress @ x], dim=1) + x))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--users", "0"], "--users must be at least 1, not 0"),
+    (["--batch-size", "-2"], "--batch-size must be at least 1, not -2"),
+    (["--device", "tpu"], "wukong: device must be auto, cpu, .*not 'tpu'"),
+])  # fmt: skip
+def test_bad_options_end_with_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        wukong.main(arguments)
+    assert re.search(message, f"{stopped.value} {capsys.readouterr().err}")

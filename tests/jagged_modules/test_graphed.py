@@ -599,7 +599,7 @@ class Any(nn.Module):
         (lambda x: x.mean(), (torch.randn(5, 2),), ValueError, r"module must return tensors with one row for each .* \[8\], got \[\]"),
         (lambda x: x.T, (torch.randn(5, 2),), ValueError, r"one row for each .* \[8\], got \[2, 8\]"),
         (lambda x: x, (torch.randn(5, 2), torch.tensor([0, 2, 5])), ValueError, "offsets must be padded as offsets .* got 0 to 5"),
-        (lambda x: x[0], ((torch.randn(5, 2), torch.tensor([0, 2, 4])),), ValueError, "values's offsets must end at the number of rows, 5"),
+        (lambda x: x[0], ((torch.randn(5, 2), torch.tensor([0, 2, 4])),), ValueError, "values' offsets must end at the number of rows, 5"),
     ],
 )
 def test_bad_arguments(padded, function, arguments, error, message):

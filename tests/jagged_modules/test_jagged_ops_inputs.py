@@ -122,7 +122,7 @@ BAD_CALLS = [
     (F.jagged_linear, (X, Y, BIAS, OFFSETS, "softmax"), ValueError, "activation must be None or one of .*, got 'softmax'"),
     (F.jagged_linear, (X, Y, BIAS, OFFSETS, ["relu"]), ValueError, r"activation must be None or one of .*, got \['relu'\]"),
     (F.jagged_layer_norm, (X, X[0, 1:]), ValueError, r"weight must have shape \[D\] = \[4\], got \[3\]"),
-    (F.jagged_layer_norm, (X, None, None, -1.0), ValueError, r"eps must be 0 to inf, got -1.0"),
+    (F.jagged_layer_norm, (X, None, None, -1.0), ValueError, r"eps must be finite and at least 0, got -1.0"),
     (F.jagged_layer_norm, (P,), ValueError, r"x must have shape \[L, D\], got \[20\]"),
     (F.jagged_dense_add, (X, DENSE[:, :3], OFFSETS), ValueError, "offsets must have segments of at most y.s N = 3 rows, got 4"),
     (F.jagged_dense_add, (X, DENSE[..., :3], OFFSETS), ValueError, r"y must have x's row shape, \[4\], got \[3\]"),

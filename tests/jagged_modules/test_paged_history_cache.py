@@ -380,7 +380,7 @@ def test_the_layers_errors_change_nothing():
     cache, x = jm.PagedHistoryCache(layer, 2**20), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
     cache.put([1, 2], x)
     before = cache.select([1, 2]).layers[0].values
-    for name, call in (("history", cache.put), ("events", cache.append)):
-        with pytest.raises(ValueError, match=rf"^{name}'s values must have shape \[L, 8\], got \[5, 7\]"):
+    for owner, call in (("history's", cache.put), ("events'", cache.append)):
+        with pytest.raises(ValueError, match=rf"^{owner} values must have shape \[L, 8\], got \[5, 7\]"):
             call([1, 2], (x[0][:, :7], x[1]))
     assert torch.equal(cache.select([1, 2]).layers[0].values, before)

@@ -144,6 +144,7 @@ def functions() -> None:
     assert_type(F.jagged_layer_norm(torch.randn(5, 8)), Tensor)
     candidates = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
     assert_type(F.target_attention(torch.randn(3, 1, 2, 8), k, v, candidates, offsets), Tensor)
+    assert_type(F.target_attention(torch.randn(3, 1, 2, 8), k, v, candidates, "shared"), Tensor)
     assert_type(F.self_target_attention(q, torch.randn(3, 2, 8), k, v, offsets, torch.tensor([0, 1, 3])), Pair)
     assert_type(F.block_diagonal_attention(q, k, v, offsets), Tensor)
     assert_type(F.block_diagonal_attention_packed(torch.randn(5, 3, 2, 8), offsets), Tensor)

@@ -169,12 +169,14 @@ def zigzag_schedule(
         ValueError: lengths whose counts do not fit together, negative or on a device, sizes below 1, several query groups under a mask.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
-    for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
-        if not isinstance(value, int):
+    sizes = dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers, head_dim=head_dim)
+    for name, value in (sizes | ({} if num_other_heads is None else dict(num_other_heads=num_other_heads))).items():
+        if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-
+        if value < (name != "head_dim"):
+            raise ValueError(f"{name} must be at least {int(name != 'head_dim')}, got {value}")
+    if not isinstance(key_tiles, bool):
+        raise TypeError(f"key_tiles must be a bool, got {type(key_tiles).__name__}")
     if mask is not None and not hasattr(mask, "params"):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
@@ -189,16 +191,16 @@ def zigzag_schedule(
         looped = LoopedSide(int(kv_lengths.sum()), num_other_heads or num_heads, head_dim)
         in_groups = grouping(int(q_lengths.sum()), num_heads, looped, len(q_lengths), params, key_tiles)
     num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-    sizes = num_heads, block_m, block_n
+    tile_sizes = num_heads, block_m, block_n
     ascending = params is None or key_tiles and params.is_causal  # sorted by work: the first keys have most of it under the causal mask
     if in_groups is not None:
         ascending = not in_groups.alternates
-        tiles, work = _tiles_in_groups(q_lengths, kv_lengths, *sizes, params, num_targets, key_tiles, in_groups)
+        tiles, work = _tiles_in_groups(q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles, in_groups)
         num_long = len(tiles)
     elif mask is None or not len(q_lengths):
-        tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), *sizes)
+        tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), *tile_sizes)
     else:
-        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, *sizes, params, num_targets, key_tiles)
+        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
         num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32),
@@ -328,17 +330,24 @@ def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int)
     return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def _host_lengths(name: str, lengths: Any) -> Tensor:
     try:
         lengths = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must hold integers, got {lengths!r}") from error
-    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+    if lengths.numel() and lengths.dtype not in _INTEGERS:
         raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
+    if lengths.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {lengths.layout}")
     if lengths.dim() != 1:
         raise ValueError(f"{name} must have shape [B], got {list(lengths.shape)}")
     if lengths.device.type != "cpu":
         raise ValueError(f"{name} must be on the host, got device {lengths.device}")
     if lengths.numel() and int(lengths.min()) < 0:
         raise ValueError(f"{name} must not be negative, got {int(lengths.min())}")
+    if lengths.numel() and int(lengths.max()) >= 2**31:
+        raise ValueError(f"{name} must be below 2^31, got {int(lengths.max())}")
     return lengths.to(torch.int32)
