@@ -38,7 +38,7 @@ def xavier_linear(
 ) -> nn.Linear:
     """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
     linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
-    for name, parameter in [*linear.named_parameters()]:  # torch 2.14's to_empty fails in a FakeTensorMode
+    for name, parameter in [*linear.named_parameters()]:  # to_empty of torch 2.13 fails in a FakeTensorMode
         setattr(linear, name, nn.Parameter(torch.empty_like(parameter, device=torch.empty(0, device=device).device)))
     vars(linear)["reset_parameters"] = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
