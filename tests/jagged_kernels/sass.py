@@ -96,6 +96,8 @@ def parse(listing: str) -> list[Instruction]:
         if name == "CALL":
             calls.append((i, labels[CALLED.search(line)[1]]))
         reads, writes = registers(suffixes, operands)
+        if name == "UPRMT" and operands[2:] == ["0x7632", operands[0]]:  # writes the lower half, and leaves the upper one as it is
+            reads -= writes
         if name == "MOV":  # saves a register that is reused for a while, even if nothing was written to it
             reads = set()
         instructions.append(Instruction(row["text"], reads, writes, successors))

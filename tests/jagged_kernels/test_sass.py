@@ -69,5 +69,11 @@ def test_a_function_writes_its_results():
     assert find_unwritten(CALLING) == ["UR7: IMAD.U32 R2, RZ, RZ, UR7"]
 
 
+@pytest.mark.parametrize("selector, leaves_the_upper_half", [("0x7632", True), ("0x7610", False)])
+def test_half_of_a_register_may_be_written(selector, leaves_the_upper_half):
+    write = f"UPRMT UR4, URZ, {selector}, UR4"
+    assert find_unwritten(INDEXED.format(write=f"{write} ;")) == ([] if leaves_the_upper_half else [f"UR4: {write}"])
+
+
 def test_a_register_may_be_saved_before_it_holds_anything():
     assert find_unwritten(INDEXED.format(write="NOP ;").replace("IADD3 R0, R0, UR4, RZ", "MOV R0, UR4")) == []
