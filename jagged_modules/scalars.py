@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-LARGEST = sys.float_info.max
 
 
 def to_ints(x: Tensor) -> list[int]:
@@ -31,12 +29,13 @@ def check_size(name: str, value: object, at_least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
-def check_number(name: str, value: object, low: float = -LARGEST, high: float = LARGEST, what: str = "a number") -> None:
+def check_number(name: str, value: object, low: float = -math.inf, high: float = math.inf, what: str = "a number") -> None:
     """TypeError unless value is a number or a symbolic number, ValueError unless it is finite and low <= value <= high."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be {what}, got {type(value).__name__}")
-    if not low <= value <= high:
-        bounds = f"{low} to {high}" if high < LARGEST else "finite" if low == -LARGEST else f"finite and at least {low}"
+    # The largest float is written out: torch.compile would make a symbol of a constant of the module, and compile twice.
+    if not (low <= value <= high and -1.7976931348623157e308 <= value <= 1.7976931348623157e308):
+        bounds = f"{low} to {high}" if high < math.inf else "finite" if low == -math.inf else f"finite and at least {low}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
 
 

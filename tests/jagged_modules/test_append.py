@@ -165,7 +165,7 @@ def test_arguments_of_forward_exclude_one_another():
         lambda: target(x, x, return_cache=True): "^targets must be None with return_cache, got tuple",
         lambda: gdpa(x, x, cache=kv): "^context must be None with cache, got tuple",
         lambda: gdpa(x, x, return_cache=True): "^x must be None with return_cache, got tuple",
-        lambda: layer((x[0].double(), x[1]), append=True): "^append needs a cache",
+        lambda: layer((x[0].double(), x[1]), append=True): "^cache must be given with append, got None",
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
