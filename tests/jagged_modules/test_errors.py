@@ -123,7 +123,7 @@ MISTAKES = [
     (in_pages(pages=jm.Pages(PAGES.table, 128, None)), TypeError, "pages.num_rows must be an int, got NoneType"),
     (lambda: jm.Pages.of(None, [3], 128), TypeError, "pages must have an entry for each segment, got NoneType"),
     (lambda: jm.Pages.of([3], [3], 128), TypeError, "pages must be sequences of ints, got 3"),
-    (lambda: jm.Pages.of([[0.5]], [3], 128), TypeError, "pages must be sequences of ints, got torch.float32"),
+    (lambda: jm.Pages.of([[0.5]], [3], 128), TypeError, "pages must be sequences of ints: 'float' object"),
     (lambda: jm.Pages.of([[0]], [3.0], 128), TypeError, "lengths must be ints, got 3.0"),
     (lambda: jm.Pages.of([[0]], [3], 0), ValueError, "page_rows must be at least 1 .*, got 0"),
     # linear compression

@@ -46,31 +46,32 @@ class Pages:
             TypeError: pages are not sequences of ints; a length or page_rows is no int.
             ValueError: page_rows below 1; not as many pages as lengths; a segment with too few pages.
         """
-        for name, x in (("pages", pages), ("lengths", lengths)):
-            if isinstance(x, (str, bytes)) or not isinstance(x, Iterable if name == "pages" else Sequence):
+        for name, x, kind in (("pages", pages, Iterable), ("lengths", lengths, Sequence)):
+            if isinstance(x, (str, bytes)) or not isinstance(x, kind):
                 raise TypeError(f"{name} must have an entry for each segment, got {type(x).__name__}")
-        pages = list(pages)
-        for name, x, kinds in (
-            ("page_rows", page_rows, int), *(("lengths", length, int) for length in lengths), *(("pages", x, _NUMBERS) for x in pages)
-        ):  # fmt: skip
-            if isinstance(x, bool) or not isinstance(x, kinds):
-                raise TypeError(f"{name} must be {'sequences of ints' if name == 'pages' else 'ints'}, got {x!r}")
+        for name, numbers in (("page_rows", (page_rows,)), ("lengths", lengths)):
+            for x in numbers:
+                if isinstance(x, bool) or not isinstance(x, int):
+                    raise TypeError(f"{name} must be ints, got {x!r}")
         if page_rows < 1 or lengths and min(lengths) < 0:
             raise ValueError(f"page_rows must be at least 1 and lengths not negative, got {page_rows} and {list(lengths)}")
-        table, end = list[int](), 0
+        table, pages, end = list[int](), list(pages), 0
         if len(pages) != len(lengths):
             raise ValueError(f"lengths must be one per segment of pages, {len(pages)}, got {len(lengths)}")
         for segment, (numbers, length) in enumerate(zip(pages, lengths)):
+            if not isinstance(numbers, _NUMBERS):
+                raise TypeError(f"pages must be sequences of ints, got {numbers!r}")
             count = -(-length // page_rows)
             if len(numbers) < count:
                 raise ValueError(f"pages must have {count} pages for the {length} keys of segment {segment}, got {len(numbers)}")
             table.extend(numbers[:count])
             end += length
             table.extend([0] * (end // page_rows + segment + 1 - len(table)))
-        numbers = torch.tensor(table)  # one conversion, because the pages of a batch may be many
-        if table and numbers.dtype != torch.int64:
-            raise TypeError(f"pages must be sequences of ints, got {numbers.dtype}")
-        return cls(numbers.to(torch.int32), page_rows, end)
+        try:
+            array("i", table)  # torch.tensor would round floats
+        except TypeError as error:
+            raise TypeError(f"pages must be sequences of ints: {error}") from None
+        return cls(torch.tensor(table, dtype=torch.int32), page_rows, end)
 
     def to(self, device: torch.device) -> Pages:
         """The pages with their table on a device."""
