@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 from .scalars import check_choice, check_flag, check_kind, check_number, check_size
-from .validation import check_device, check_integers, check_offsets, check_tensor, values_are_checkable
+from .validation import check_device, check_index_values, check_integers, check_offsets, check_tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,9 +90,7 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
         return
     if positions.shape[0] != rows:
         raise ValueError(f"rotary's positions must have one entry per row, {rows}, got {positions.shape[0]}")
-    if values_are_checkable(positions) and rows and not 0 <= int(positions.min()) <= int(positions.max()) < limit:
-        found = f"values {int(positions.min())} to {int(positions.max())}"
-        raise ValueError(f"rotary's positions must be 0 to {limit - 1}, the rows of cos, got {found}")
+    check_index_values("rotary's positions", positions, limit, "{}, the rows of cos")
 
 
 def kernel_arguments(rotary: Rotary | None, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool, bool, bool]:

@@ -34,6 +34,17 @@ def values_are_checkable(x: Tensor) -> bool:
     return not isinstance(x, FakeTensor)
 
 
+def check_index_values(name: str, x: Tensor, size: int, largest: str) -> None:
+    """ValueError unless all values, if they may be read, are 0 to size - 1.
+
+    largest: how errors describe size - 1, which they put in place of its "{}". A text of a symbolic size would add a guard to a graph.
+    """
+    if values_are_checkable(x) and x.numel():
+        low, high = int(x.min()), int(x.max())
+        if low < 0 or high >= size:
+            raise ValueError(f"{name} must be 0 to {largest.format(size - 1)}, got values {low} to {high}")
+
+
 def check_dense(name: str, x: Tensor) -> None:
     """ValueError for a sparse or nested tensor."""
     if x.is_nested or x.layout != torch.strided:

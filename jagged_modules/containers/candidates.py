@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..scalars import check_kind, check_size
 from ..tracing import is_recording, one_call
-from ..validation import check_dense, check_integers, check_offsets, values_are_checkable
+from ..validation import check_dense, check_index_values, check_integers, check_offsets, values_are_checkable
 from .jagged import Jagged
 from .offsets import rows_and_segments
 from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
@@ -78,10 +78,7 @@ class CandidateIndex(Queries):
 
     @classmethod
     def _grouped(cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str) -> CandidateIndex:
-        if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
-            low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
-            if low < 0 or high >= num_users:
-                raise ValueError(f"{name} must be 0 to num_users - 1 = {num_users - 1}, got values {low} to {high}")
+        check_index_values(name, candidate_to_user, num_users, "num_users - 1 = {}")
         users, order = torch.sort(candidate_to_user, stable=True)
         offsets = torch.searchsorted(users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device))
         if on_host and torch.equal(users, candidate_to_user):

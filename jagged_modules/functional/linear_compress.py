@@ -17,10 +17,10 @@ from ..validation import (
     WrongDtype,
     check_device,
     check_implementation,
+    check_index_values,
     check_integers,
     check_tensor,
     refuse_transforms,
-    values_are_checkable,
 )
 
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "triton", "hopper")
@@ -180,6 +180,4 @@ def _check_index(name: str, index: Tensor | CandidateIndex, candidates_name: str
     if index.shape[0] != rows:
         raise ValueError(f"{name} must have one entry per row of {candidates_name}, {rows}, got {index.shape[0]}")
     check_device(name, index, candidates.device, "the embeddings'")
-    if values_are_checkable(index) and rows and not 0 <= int(index.min()) <= int(index.max()) < size:
-        found = f"values {int(index.min())} to {int(index.max())}"
-        raise ValueError(f"{name} must be 0 to {size - 1}, the rows of {shared_name}, got {found}")
+    check_index_values(name, index, size, f"{{}}, the rows of {shared_name}")

@@ -20,7 +20,7 @@ from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, check_device, check_integers, check_layer_input, resolve_head_dim, values_are_checkable
+from ..validation import MAX_HEAD_DIM, check_device, check_index_values, check_integers, check_layer_input, resolve_head_dim
 from .hstu_config import (
     HSTUConfig,
     check_appendable,
@@ -165,7 +165,9 @@ class HSTULayer(nn.Module):
         elif cache_timestamps is not None:
             raise ValueError(f"cache_timestamps must be None without cache, got a {type(cache_timestamps).__name__}")
         if isinstance(cache_rows, Tensor):
-            _check_rows("cache_rows", cache_rows, jagged)
+            check_integers("cache_rows", cache_rows)
+            check_device("cache_rows", cache_rows, jagged.device, "the layer's")
+            check_index_values("cache_rows", cache_rows, jagged.num_rows, "{}, the rows of x")
         elif cache_rows is not None:
             check_kind("cache_rows", cache_rows, slice, "a torch.Tensor or a slice")
         u, q, k, v = self._project(jagged)
@@ -551,14 +553,6 @@ class HSTUStack(nn.Module):
             check_row_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config)
             query_timestamps = next_timestamps(timestamps, x.offsets) if query_timestamps is None else query_timestamps
         return dict(timestamps=timestamps, query_timestamps=query_timestamps, cache_timestamps=cache.timestamps)
-
-
-def _check_rows(name: str, rows: Tensor, x: Jagged) -> None:
-    """Check indices of rows of x."""
-    check_integers(name, rows)
-    check_device(name, rows, x.device, "the layer's")
-    if values_are_checkable(rows) and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < x.num_rows:
-        raise ValueError(f"{name} must be 0 to {x.num_rows - 1}, the rows of x, got values {int(rows.min())} to {int(rows.max())}")
 
 
 def _joined(rows: Jagged, added: Jagged) -> Jagged:

@@ -14,7 +14,7 @@ from ..functional import jagged_attention, target_attention
 from ..functional.attention import attend_unchecked
 from ..functional.linear_compress import compress_unchecked
 from ..masks import AttentionMask
-from ..validation import check_integers, check_tensor, values_are_checkable
+from ..validation import check_index_values, check_integers, check_tensor, values_are_checkable
 
 
 def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidates: Mapping[str, Tensor]) -> Tensor:
@@ -39,10 +39,7 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
     for name, x in candidates.items():
         if x.shape[0] != candidate_to_user.shape[0]:
             raise ValueError(f"{name} must have one row per candidate, {candidate_to_user.shape[0]} as candidate_to_user, got {x.shape[0]}")
-    if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
-        low, high = map(int, candidate_to_user.aminmax())
-        if low < 0 or high >= num_users:
-            raise ValueError(f"candidate_to_user must be 0 to {num_users - 1}, the rows of {owner}, got values {low} to {high}")
+    check_index_values("candidate_to_user", candidate_to_user, num_users, f"{{}}, the rows of {owner}")
     return candidate_to_user
 
 

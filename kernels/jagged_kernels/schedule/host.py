@@ -169,12 +169,14 @@ def zigzag_schedule(
         ValueError: lengths whose counts do not fit together, negative or on a device, sizes below 1, several query groups under a mask.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
-    sizes = dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers, head_dim=head_dim)
-    for name, value in (sizes | ({} if num_other_heads is None else dict(num_other_heads=num_other_heads))).items():
+    num_other_heads = num_heads if num_other_heads is None else num_other_heads
+    sizes = dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers, num_other_heads=num_other_heads)
+    for name, value in (*sizes.items(), ("head_dim", head_dim)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < (name != "head_dim"):
-            raise ValueError(f"{name} must be at least {int(name != 'head_dim')}, got {value}")
+        at_least = 1 if name in sizes else 0
+        if value < at_least:
+            raise ValueError(f"{name} must be at least {at_least}, got {value}")
     if not isinstance(key_tiles, bool):
         raise TypeError(f"key_tiles must be a bool, got {type(key_tiles).__name__}")
     if mask is not None and not hasattr(mask, "params"):
@@ -188,7 +190,7 @@ def zigzag_schedule(
     params = None if mask is None else MaskParams(*mask.params)
     in_groups = None
     if groups == 1 and head_dim:
-        looped = LoopedSide(int(kv_lengths.sum()), num_other_heads or num_heads, head_dim)
+        looped = LoopedSide(int(kv_lengths.sum()), num_other_heads, head_dim)
         in_groups = grouping(int(q_lengths.sum()), num_heads, looped, len(q_lengths), params, key_tiles)
     num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
     tile_sizes = num_heads, block_m, block_n
