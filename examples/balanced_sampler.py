@@ -7,14 +7,14 @@ sampler gives every rank the same number of samples and nearly the same cost.
 from __future__ import annotations
 
 import argparse
-import socket
+import math
 import time
 from collections.abc import Iterator
+from threading import Barrier
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing import get_context, spawn
 from torch.utils.data import DataLoader, Sampler
 
 import jagged_modules as jm
@@ -136,35 +136,33 @@ def print_predicted(costs: dict[str, Tensor], batch_size: int) -> None:
             print(f"{world_size:5} | {name:9} | {idle(by_rank[0]):14.1%} | {idle(by_rank[1]):14.2%} | {slowest[0] / slowest[1]:.2f}")
 
 
-def measure(rank: int, port: int, options: argparse.Namespace) -> None:
-    """Time a layer's training step in each of two processes, on the same global batches in both distributions."""
+def measure(rank: int, barrier: Barrier, times: Tensor, lengths: Tensor, costs: Tensor, options: argparse.Namespace) -> None:
+    """Time a layer's training step in one of two processes, on the same global batches in both distributions.
+
+    The processes start each step together, at `barrier`. `times` is shared memory: seconds, `[samplers, steps, ranks]`.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
-    lengths, costs = make_costs(options)
-    costs = costs["attention"]
     layer = jm.HSTULayer(options.width, num_heads=2, config=jm.HSTUConfig(scaling_seqlen=options.longest))
     samplers = [kind(costs, options.batch_size, rank, 2, drop_last=True) for kind in SAMPLERS.values()]
     loaders = [DataLoader(lengths.tolist(), batch_sampler=sampler, collate_fn=torch.tensor) for sampler in samplers]
-    times = torch.zeros(2, options.steps + 1, 2, dtype=torch.float64)
-    for step, batches in zip(range(options.steps + 1), zip(*loaders)):
+    for step, batches in zip(range(times.shape[1]), zip(*loaders)):
         for kind, batch in enumerate(batches):
             offsets = torch.nn.functional.pad(batch.cumsum(0), (1, 0))
             events = torch.randn(int(offsets[-1]), options.width)
-            dist.barrier()
+            barrier.wait()
             start = time.perf_counter()
             layer((events, offsets))[0].square().mean().backward()
             times[kind, step, rank] = time.perf_counter() - start
-    dist.all_reduce(times)
+
+
+def print_measured(lengths: Tensor, costs: Tensor, options: argparse.Namespace) -> None:
+    """The table's last row: idle time of two processes on this CPU."""
+    # A barrier of multiprocessing: the threads of a Gloo group may outlive Python, and abort the process.
+    times = torch.zeros(len(SAMPLERS), options.steps + 1, 2, dtype=torch.float64).share_memory_()
+    spawn(measure, (get_context("spawn").Barrier(2), times, lengths, costs, options), nprocs=2)
     times = times[:, 1:]  # without the first step, which allocates
-    if rank == 0:
-        shuffled, balanced = (x.max(dim=1).values.mean() for x in times)
-        print(f"    2 | measured  | {idle(times[0]):14.1%} | {idle(times[1]):14.1%} | {shuffled / balanced:.2f}")
-    dist.destroy_process_group()
-
-
-def make_costs(options: argparse.Namespace) -> tuple[Tensor, dict[str, Tensor]]:
-    lengths = lognormal_lengths(options.samples, options.mean, options.sigma, options.longest)
-    return lengths, {"tokens": lengths.double(), "attention": attention_cost(lengths.double(), options.width)}
+    shuffled, balanced = (x.max(dim=1).values.mean() for x in times)
+    print(f"    2 | measured  | {idle(times[0]):14.1%} | {idle(times[1]):14.1%} | {shuffled / balanced:.2f}")
 
 
 def main() -> None:
@@ -181,14 +179,17 @@ def main() -> None:
     for name in ("samples", "mean", "longest", "width", "batch_size", "steps"):
         if not getattr(options, name) >= 1:  # NaN too
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
-    lengths, costs = make_costs(options)
+    if not 0 <= options.sigma < math.inf:
+        parser.error(f"--sigma must be a finite number of 0 or more, not {options.sigma}")
+    needed = 2 * options.batch_size * (options.steps + 1)
+    if options.measure and options.samples < needed:
+        parser.error(f"--measure needs --samples of at least 2 * batch_size * (steps + 1) = {needed}, not {options.samples}")
+    lengths = lognormal_lengths(options.samples, options.mean, options.sigma, options.longest)
+    costs = {"tokens": lengths.double(), "attention": attention_cost(lengths.double(), options.width)}
     print(f"lengths: mean {lengths.double().mean():.0f}, longest {lengths.max()}, {options.batch_size} samples per rank and step")
     print_predicted(costs, options.batch_size)
     if options.measure:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        spawn(measure, (port, options), nprocs=2)
+        print_measured(lengths, costs["attention"], options)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import record_function
 from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
-from training import HelpFormatter, peak_memory, pick_device, save_json, synchronize, time_steps
+from training import HelpFormatter, peak_memory, pick_device, save_json, seed_number, synchronize, time_steps
 
 import jagged_modules as jm
 
@@ -95,7 +95,7 @@ def add_model_options(parser: argparse.ArgumentParser, sizes: dict[str, dict[str
     parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64, help="events of a stream that see one another")
     parser.add_argument("--num-compressed", type=int, default=16, help="embeddings that linear compression leaves")
     parser.add_argument("--ids", choices=("uniform", "zipf"), default="uniform", help="how often a table's rows occur; see draw_ids")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the random batches")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the weights and of the random batches")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

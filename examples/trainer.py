@@ -31,6 +31,7 @@ from training import (
     save_curves,
     save_json,
     seed_epoch,
+    seed_number,
     time_steps,
 )
 
@@ -65,7 +66,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     parser.add_argument("--epochs", type=int, help="passes over the training split")
     parser.add_argument("--patience", type=int, default=0, help="stop after this many epochs without a better held-out result; 0: never")
-    parser.add_argument("--seed", type=int, default=0, help="first seed of weights, dropout and the order of batches")
+    parser.add_argument("--seed", type=seed_number, default=0, help="first seed of weights, dropout and the order of batches")
     parser.add_argument("--seeds", type=int, default=1, help="train from this many seeds, --seed and following; report mean and deviation")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")

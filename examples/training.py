@@ -36,6 +36,14 @@ def check_at_least_1(parser: argparse.ArgumentParser, options: argparse.Namespac
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
 
 
+def seed_number(text: str) -> int:
+    """The `type` of an option --seed, for argparse."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, not {value}")
+    return value
+
+
 def pick_device(name: str) -> torch.device:
     """The torch device of this name. `auto` is the first GPU if there is one, else the CPU."""
     if name == "auto":

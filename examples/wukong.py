@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor, PoolingType
 from tqdm import tqdm
-from training import HelpFormatter, check_at_least_1, pick_device, ranking_metrics, seed_epoch
+from training import HelpFormatter, check_at_least_1, pick_device, ranking_metrics, seed_epoch, seed_number
 
 from jagged_modules import CandidateIndex, LinearCompressEmbedding
 
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="histories per batch")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the random numbers")
     options = parser.parse_args(arguments)
     check_at_least_1(parser, options, ("users", "epochs", "batch_size", "threads"))
     torch.set_num_threads(options.threads)

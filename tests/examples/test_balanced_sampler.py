@@ -104,3 +104,20 @@ def test_prints_idle_times(options, monkeypatch, capfd):
     main()
     out = capfd.readouterr().out
     assert out.count("tokens") == out.count("attention") == 4 and ("measured" in out) == bool(options)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
+        (["--mean", "nan"], "--mean must be at least 1, not nan"),
+        (["--sigma", "-1"], "--sigma must be a finite number of 0 or more, not -1.0"),
+        (["--sigma", "inf"], "--sigma must be a finite number of 0 or more, not inf"),
+        (["--measure", "--samples", "671"], "--measure needs --samples of at least 2 * batch_size * (steps + 1) = 672, not 671"),
+    ],
+)
+def test_bad_options_end_with_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["balanced_sampler.py", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.endswith(f"error: {message}\n")

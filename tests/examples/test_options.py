@@ -42,6 +42,16 @@ def test_each_option_has_a_text_and_a_default(program, monkeypatch):
             assert f"(default: {action.default})" in text or "default" in action.help, action.option_strings
 
 
+@pytest.mark.parametrize(
+    "program", [EXAMPLES / "train_dlrm.py", EXAMPLES / "wukong.py", EXAMPLES / "benchmark_dlrm.py"], ids=lambda path: path.stem
+)
+def test_a_negative_seed_ends_with_one_line(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program.name, "--seed", "-1"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(program), run_name="__main__")
+    assert capsys.readouterr().err.endswith("error: argument --seed: must be 0 or more, not -1\n")
+
+
 def test_programs_are_found():
     assert {"train_dlrm", "train_hstu", "serve_ranking", "wukong", "bench_attention", "compare", "schedule_picture", "fuzz"} <= {
         path.stem for path in PROGRAMS
