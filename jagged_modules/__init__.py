@@ -14,8 +14,9 @@ from .containers.jagged import Jagged
 from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
 from .layers.gdpa import GDPABlock, GDPAConfig, JaggedGDPA
-from .layers.hstu import HSTULayer, HSTUStack
+from .layers.hstu import HSTULayer
 from .layers.hstu_config import HSTUConfig
+from .layers.hstu_stack import HSTUStack
 from .layers.linear_compress import LinearCompressEmbedding
 from .layers.mlp import JaggedMLP
 from .layers.self_target_attention import JaggedSelfTargetAttention

@@ -1,9 +1,8 @@
-"""Jagged: the form that layers and operators turn every input into. Only this file knows TorchRec's and torch's containers."""
+"""Jagged: the form that layers and operators turn every input into."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ..dtypes import FLOATS, names
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_kind, check_size, is_sequence, possessive, to_ints
+from ..scalars import check_kind, check_size, possessive, to_ints
 from ..schedule import device_schedule, host_schedule
 from ..settings import is_batch_invariant
 from ..tracing import is_recording, one_call, recorded_call
@@ -27,6 +26,7 @@ from ..validation import (
     check_offsets,
     values_are_checkable,
 )
+from .conversions import check_lengths, rebuild, values_and_offsets, wait_for
 from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
 
 if TYPE_CHECKING:
@@ -99,10 +99,9 @@ class Jagged(Queries):
             jagged.max_seqlen, jagged._container = max_seqlen, x._container
             return jagged
         x = wait_for(x)
-        values, offsets = _values_and_offsets(name, x)
+        values, offsets = values_and_offsets(name, x)
         _check_parts(f"{possessive(name)} ", values, offsets, max_seqlen)
-        if _is_torchrec(x):
-            _check_lengths(name, x.lengths_or_none(), offsets)
+        check_lengths(name, x, offsets)
         jagged = cls.unchecked(values, offsets, max_seqlen)
         jagged._container, jagged.feature_keys = x, x.keys() if hasattr(x, "keys") else None
         return jagged
@@ -114,20 +113,7 @@ class Jagged(Queries):
             TypeError, ValueError: values are no tensor, or have another number of rows.
         """
         self._check_rows(values)
-        x = self._container
-        if x is None:
-            return self.with_values(values)
-        if isinstance(x, tuple):
-            return values, self.offsets
-        if isinstance(x, list):
-            return [values, self.offsets]
-        if isinstance(x, Tensor):
-            return torch.nested.nested_tensor_from_jagged(values, self.offsets)
-        same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
-        if hasattr(x, "keys"):
-            strides = dict(stride_per_key_per_rank=x.stride_per_key_per_rank()) if x.variable_stride_per_key() else dict(stride=x.stride())
-            return type(x)(x.keys(), values, **same, **strides, inverse_indices=x.inverse_indices_or_none())
-        return type(x)(values, **same)
+        return self.with_values(values) if self._container is None else rebuild(self._container, values, self.offsets)
 
     def with_values(self, values: Tensor) -> Jagged:
         """A Jagged of the same segments with other values `[L, ...]` and with offsets on their device. It shares the schedules.
@@ -400,33 +386,6 @@ def _description(queries: Queries | int, rows_per_candidate: int, mask: Attentio
     return ", ".join(f"{name}={part}" for name, part in dict(parts, mask=mask).items())
 
 
-def _values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
-    """The parts of any container but Jagged, not checked yet."""
-    if _is_torchrec(x):
-        _refuse_weights(name, x)
-        offsets = x.offsets()
-        return x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1)  # JaggedTensor.empty() has no offsets
-    if _is_nested(x):
-        if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
-            what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
-            raise ValueError(f"{name} must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
-        return x.values(), x.offsets()
-    if _is_pair(x):
-        return x
-    raise TypeError(
-        f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
-        f"got {type(x).__name__}"
-    )
-
-
-def _is_nested(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_nested
-
-
-def _is_pair(x: Any) -> bool:
-    return is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor)
-
-
 def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
     """TypeError or ValueError unless the parts make a Jagged. prefix: of their names in errors, "x's " for a container x."""
     if not isinstance(values, Tensor):
@@ -436,15 +395,6 @@ def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None)
         raise ValueError(f"{prefix}values must have shape [L, ...], got {list(values.shape)}")
     check_offsets(f"{prefix}offsets", offsets, values.shape[0], max_seqlen)
     check_device(f"{prefix}offsets", offsets, values.device, f"{prefix or 'the '}values'")
-
-
-def _refuse_weights(name: str, x: Any) -> None:
-    weights = x.weights_or_none()
-    if weights is not None and weights.is_floating_point():
-        raise ValueError(
-            f"{name} must have no floating-point weights, which would not be applied, got weights {list(weights.shape)}; multiply the "
-            "values by them, or make the container without them"
-        )
 
 
 def as_tensor(name: str, x: Any) -> Tensor:
@@ -470,15 +420,6 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
         raise ValueError(f"host_lengths must be the differences of offsets, {lengths}, got {to_ints(host_lengths)}")
 
 
-def _check_lengths(name: str, lengths: Tensor | None, offsets: Tensor) -> None:
-    """ValueError if a TorchRec container has lengths that contradict its offsets: TorchRec reads one or the other."""
-    if lengths is None or not (values_are_checkable(lengths) and values_are_checkable(offsets)):
-        return
-    if not torch.equal(lengths, offsets.diff().to(lengths)):
-        expected = to_ints(offsets.diff())
-        raise ValueError(f"{possessive(name)} lengths must be the differences of its offsets, {expected}, got {to_ints(lengths)}")
-
-
 def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:
     """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]` and of the projection's dtype and device."""
     jagged = x if isinstance(x, Jagged) else Jagged.wrap(x, name=name)
@@ -500,25 +441,3 @@ def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) ->
         return
     if len(keys) != len(other_keys) or sorted(keys) == sorted(other_keys):
         raise ValueError(f"{other_name} must have as many keys as {name}, in the same order, {keys}, got {other_keys}")
-
-
-def wait_for(x: Any) -> Any:
-    """The result of a TorchRec LazyAwaitable, which sharded collections return; any other x unchanged."""
-    torchrec: Any = sys.modules.get("torchrec.distributed.types")
-    if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
-        return x
-    return torchrec.LazyAwaitable._wait_async(x)  # keeps the result; a second wait() would communicate again
-
-
-def _is_torchrec(x: Any) -> bool:
-    return _is_one_of(x, "JaggedTensor", "KeyedJaggedTensor")
-
-
-def is_keyed_tensor(x: Any) -> bool:
-    """Whether x is a KeyedTensor of TorchRec: dense `[B, Σ widths]` values of named features."""
-    return _is_one_of(x, "KeyedTensor")
-
-
-def _is_one_of(x: Any, *names: str) -> bool:
-    torchrec: Any = sys.modules.get("torchrec.sparse.jagged_tensor")  # None: nobody imported it, so x cannot be one of its classes
-    return torchrec is not None and isinstance(x, tuple(getattr(torchrec, name) for name in names))

@@ -4,7 +4,7 @@ import torch
 
 from ..dtypes import dtype_table
 from ..rotary import apply_rotary
-from .attention import jagged_attention, self_target_attention, target_attention
+from .attention import jagged_attention
 from .block_attention import block_diagonal_attention, block_diagonal_attention_packed
 from .layer_norm import jagged_layer_norm
 from .linear import jagged_linear
@@ -13,6 +13,7 @@ from .matmul import array_jagged_bmm_jagged_out, jagged_dense_bmm, jagged_jagged
 from .rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
 from .score_plan import ScorePlan
 from .softmax import jagged2_softmax, jagged_softmax
+from .target_attention import self_target_attention, target_attention
 
 __all__ = [
     "ScorePlan",

@@ -14,7 +14,8 @@ from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..scalars import check_size, possessive
 from ..settings import is_batch_invariant
 from ..validation import check_device, check_offsets, check_tensor, refuse_transforms
-from .attention import BLOCKS, check_attention, jagged_attention
+from .attention import jagged_attention
+from .attention_checks import BLOCKS, check_attention
 
 
 def block_diagonal_attention(

@@ -11,7 +11,7 @@ from torch.types import Device
 
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
-from ..functional.attention import BLOCKS
+from ..functional.attention_checks import BLOCKS
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_choice, check_size
 from ..tracing import one_module

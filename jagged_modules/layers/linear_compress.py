@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..containers.jagged import is_keyed_tensor, wait_for
+from ..containers.conversions import is_keyed_tensor, wait_for
 from ..functional import linear_compress
 from ..scalars import check_size, is_sequence, possessive
 from ..tracing import one_module

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
-from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
+from ..containers.conversions import wait_for
+from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional import self_target_attention
 from ..scalars import check_size
 from ..tracing import one_module

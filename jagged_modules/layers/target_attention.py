@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
+from ..containers.conversions import wait_for
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
+from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional import jagged_attention, target_attention
 from ..scalars import check_flag, check_kind, check_number, check_size

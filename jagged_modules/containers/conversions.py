@@ -1,0 +1,95 @@
+"""Containers of torch and TorchRec to values and offsets, and back. No other file knows these containers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..scalars import is_sequence, possessive, to_ints
+from ..validation import values_are_checkable
+
+
+def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
+    """The parts of any container but Jagged, not checked yet."""
+    if _is_torchrec(x):
+        _refuse_weights(name, x)
+        offsets = x.offsets()
+        return x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1)  # JaggedTensor.empty() has no offsets
+    if _is_nested(x):
+        if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
+            what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
+            raise ValueError(f"{name} must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
+        return x.values(), x.offsets()
+    if _is_pair(x):
+        return x
+    raise TypeError(
+        f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
+        f"got {type(x).__name__}"
+    )
+
+
+def rebuild(x: Any, values: Tensor, offsets: Tensor) -> Any:
+    """The kind of container that x is, with other values in the same segments. offsets: those of x."""
+    if isinstance(x, tuple):
+        return values, offsets
+    if isinstance(x, list):
+        return [values, offsets]
+    if isinstance(x, Tensor):
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+    same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
+    if hasattr(x, "keys"):
+        strides = dict(stride_per_key_per_rank=x.stride_per_key_per_rank()) if x.variable_stride_per_key() else dict(stride=x.stride())
+        return type(x)(x.keys(), values, **same, **strides, inverse_indices=x.inverse_indices_or_none())
+    return type(x)(values, **same)
+
+
+def check_lengths(name: str, x: Any, offsets: Tensor) -> None:
+    """ValueError if x is a TorchRec container whose lengths contradict its offsets: TorchRec reads one or the other."""
+    lengths = x.lengths_or_none() if _is_torchrec(x) else None
+    if lengths is None or not (values_are_checkable(lengths) and values_are_checkable(offsets)):
+        return
+    if not torch.equal(lengths, offsets.diff().to(lengths)):
+        expected = to_ints(offsets.diff())
+        raise ValueError(f"{possessive(name)} lengths must be the differences of its offsets, {expected}, got {to_ints(lengths)}")
+
+
+def wait_for(x: Any) -> Any:
+    """The result of a TorchRec LazyAwaitable, which sharded collections return; any other x unchanged."""
+    torchrec: Any = sys.modules.get("torchrec.distributed.types")
+    if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
+        return x
+    return torchrec.LazyAwaitable._wait_async(x)  # keeps the result; a second wait() would communicate again
+
+
+def is_keyed_tensor(x: Any) -> bool:
+    """Whether x is a KeyedTensor of TorchRec: dense `[B, Σ widths]` values of named features."""
+    return _is_one_of(x, "KeyedTensor")
+
+
+def _refuse_weights(name: str, x: Any) -> None:
+    weights = x.weights_or_none()
+    if weights is not None and weights.is_floating_point():
+        raise ValueError(
+            f"{name} must have no floating-point weights, which would not be applied, got weights {list(weights.shape)}; multiply the "
+            "values by them, or make the container without them"
+        )
+
+
+def _is_torchrec(x: Any) -> bool:
+    return _is_one_of(x, "JaggedTensor", "KeyedJaggedTensor")
+
+
+def _is_nested(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_nested
+
+
+def _is_pair(x: Any) -> bool:
+    return is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor)
+
+
+def _is_one_of(x: Any, *names: str) -> bool:
+    torchrec: Any = sys.modules.get("torchrec.sparse.jagged_tensor")  # None: nobody imported it, so x cannot be one of its classes
+    return torchrec is not None and isinstance(x, tuple(getattr(torchrec, name) for name in names))
