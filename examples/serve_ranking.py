@@ -20,6 +20,7 @@ from serving_batcher import Limits
 from serving_models import add_cache_options, add_ranker_options, ranker_from_options
 from training import HelpFormatter
 
+STOP_SECONDS = 25  # a server that stops waits this long for clients to read their answers; Kubernetes kills it after 30 by default
 DRAIN_SECONDS = 0.3  # of a server that stops: new connections are refused, requests on open ones are read
 KEEP_ALIVE_SECONDS = 75  # of idle connections: a request on one that is being closed is lost, so clients and proxies should close them
 TRAINED = ["--users", "300", "--epochs", "3", "--device", "cpu"]  # options of the model that is trained without --weights
@@ -84,11 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         torch.set_num_threads(options.threads)
         app = make_app(make_service(options))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"serve_ranking: {error}")
     tune_process()
     print(f"serving on http://{options.host}:{options.port}")
-    seconds = dict(timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=30)
+    seconds = dict(timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=STOP_SECONDS)
     Server(uvicorn.Config(app, host=options.host, port=options.port, log_level="warning", **seconds)).run()
 
 

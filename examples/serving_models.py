@@ -66,7 +66,7 @@ def make_ranker(
         dtype: of the dense layers and of the cache.
 
     Raises:
-        ValueError: the model has no ranker, or none with a cache; the log does not fit the model.
+        ValueError: the model has no ranker, or none with a cache; the log does not fit the model; a history does not fit the cache.
     """
     name, options = weights.settings["model"], dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype)
     if name in INTERACTIONS:
@@ -78,6 +78,7 @@ def make_ranker(
     else:
         raise ValueError(f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}")
     ranker.load(weights)
+    ranker.check_cache()
     return ranker
 
 

@@ -70,6 +70,10 @@ class Histories:
     def length(self, user: int) -> int:
         return int(self._offsets[user + 1] - self._offsets[user]) + len(self._added.get(user, NONE).item)
 
+    def longest(self) -> int:
+        """The user of the longest history of the log."""
+        return int(np.diff(self._offsets).argmax())
+
     def add(self, user: int, events: NewEvents) -> None:
         if len(events.item):
             self._added[user] = _joined(self._added.get(user, NONE), events)
@@ -202,6 +206,18 @@ class Ranker(ABC):
             differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
             raise ValueError(f"the weights are of another model: {', '.join(differing[:5])} differ")
         self.model.load_state_dict(weights.tensors)
+
+    def check_cache(self) -> None:
+        """ValueError if the cache has no room for the log's longest history. Call it before the first request."""
+        user = self.histories.longest()
+        if self.cache is None or not self.histories.length(user):
+            return
+        try:
+            self.score([Request(user, np.zeros(1, np.int64))])
+        except (jm.CacheFull, ValueError) as error:
+            raise ValueError(f"--cache-mb {self.cache.max_bytes / 1e6:g} is too small for the longest history: {error}") from error
+        self.forget()
+        self.counts = dict.fromkeys(self.counts, 0)
 
     def warm_up(self, max_users: int, max_candidates: int) -> None:
         """Score batches of many sizes, up to these users and candidates, so that no request waits for kernels to be compiled or loaded.

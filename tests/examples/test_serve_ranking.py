@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
@@ -116,6 +117,22 @@ def test_bad_options_end_with_one_line(arguments, message):
 def test_limits_of_zero(served, option, message):
     with pytest.raises(SystemExit, match=f"serve_ranking: {message}"):
         serve_ranking.main(["--weights", str(served["attention"]), option, "0"])
+
+
+@pytest.mark.parametrize("name", ["attention", "hstu"])
+@pytest.mark.parametrize("megabytes", ["0.0001", "0.005"])  # less than a page; less than the longest history
+def test_a_cache_without_room_for_a_history(served, name, megabytes):
+    message = f"^serve_ranking: --cache-mb {megabytes} is too small for the longest history: max_bytes (must be at least a page|allows)"
+    with pytest.raises(SystemExit, match=message):
+        serve_ranking.main(["--weights", str(served[name]), "--cache-mb", megabytes])
+
+
+def test_weights_whose_scores_are_infinite(served, tmp_path):
+    content = torch.load(served["attention"])
+    content["tensors"] = {name: torch.full_like(x, 3e38) for name, x in content["tensors"].items()}
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(SystemExit, match="^serve_ranking: the model's scores are not finite"):
+        serve_ranking.main(["--weights", str(tmp_path / "weights.pt")])
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
