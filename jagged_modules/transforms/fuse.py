@@ -71,8 +71,8 @@ def fuse_broadcasts(
             dimensions, or other values of inputs that are no tensors, are an error, unless they run the model.
 
     Returns:
-        A GraphModule with the parameters and buffers of the model under the same names. They are shared with the model. `.report` is a
-        printable `Report`.
+        A GraphModule with the parameters and buffers of the model under the same names. They are shared with the model. Buffers that are
+        replaced later are not, as by to(): convert the model first, or fuse it again. `.report` is a printable `Report`.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -231,6 +231,17 @@ def test_the_certificate_allows_the_rounding_of_the_dtypes_inside():
     assert any(site.decision == "moved" for site in fused.report.sites)
 
 
+def test_the_certificate_finds_a_wrong_result_of_a_deep_model_in_bf16():
+    torch.manual_seed(0)
+    parts = [part for _ in range(12) for part in (nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU())]
+    model = nn.Sequential(*parts, nn.LayerNorm(16)).bfloat16().eval()
+    wrong, example = copy.deepcopy(model), (torch.randn(32, 16, dtype=torch.bfloat16),)
+    wrong[-1].weight.data.mul_(0.5)
+    fused = torch.export.export(wrong, example).module()
+    with pytest.raises(ValueError, match="output 0 of the fused model must equal the model's within 3.8e-01, got a difference of 5"):
+        certificate.certify(model, fused, example, {}, (), torch.finfo(torch.bfloat16).eps)
+
+
 def test_the_certificate_tells_which_candidates_a_user_changes(fused):
     assert "other rows of one user change 3 of its 3 candidates and 0 of 29 others" in str(fused.report)
 
