@@ -1,7 +1,7 @@
 """Jagged attention on the CPU: the operator and its backward.
 
 Segments with equal lengths form a group, and `attention_math` computes one group at a time. Nothing is padded. Adjacent segments of a group
-are read in place; others are gathered.
+are read in place; others are gathered. If that would gather most rows, all of them are sorted by their segments' lengths first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from ..autocast import host_operator
 from ..masks import AttentionMask
 from .attention_bias import BlockBias, TableGradients
-from .attention_math import scores_at_a_time, softmax_backward, softmax_forward, unfused_backward, unfused_forward
+from .attention_math import dot_products_are_finite, scores_at_a_time, softmax_backward, softmax_forward, unfused_backward, unfused_forward
 from .buckets import Rows, compute_dtype
 
 
@@ -43,16 +43,19 @@ def attention_cpu(
         position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift,
     )  # fmt: skip
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
-    queries, keys, values, results = _computable(activation, q, k, v, out)
-    for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
-        operands, bias = group.operands(queries, keys, values), group.bias(params)
+    segments = _Segments.of(q_offsets, kv_offsets, params)
+    queries, keys, values, results = _computable(activation, *segments.sorted(q, k, v), out)
+    finite = activation == "softmax" and dot_products_are_finite(scale, queries, keys, values)
+    for group in _groups(q.shape[1], segments):
+        operands, bias = group.operands(queries, keys, values), group.bias(segments.params)
         if activation != "softmax" or bias is not None:
             block, block_lse = unfused_forward(*operands, *group.mask, scale, activation, bias)
         else:
-            block, block_lse = softmax_forward(*operands, *group.mask, scale)
+            block, block_lse = softmax_forward(*operands, *group.mask, scale, finite)
         if block_lse is not None:
             _put(lse, group.rows, block_lse[..., None])
         _put(results, group.rows, block)
+    results, lse = (_unsorted(x, segments.q_order) for x in (results, lse))
     return _as(out, _scaled(results, q_offsets, params)), lse
 
 
@@ -80,15 +83,18 @@ def attention_cpu_backward(
         scale, q_shared, activation, mask, output_scale, batch_invariant, table_gradients, num_targets, segment_scale,
         position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift,
     )  # fmt: skip
-    queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
-    grad = _scaled(grad, q_offsets, params)
+    segments = _Segments.of(q_offsets, kv_offsets, params)
+    grad = _sorted(_scaled(do.to(compute_dtype(do)), q_offsets, params), segments.q_order)
+    out, lse = (None if x is None else _sorted(x, segments.q_order) for x in (out, lse))
+    queries, keys, values, grad, *results = _computable(activation, *segments.sorted(q, k, v), grad, *([] if out is None else [out]))
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    dtables = TableGradients.of(params)
-    for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
-        operands, bias = (_take(grad, group.rows), *group.operands(queries, keys, values)), group.bias(params)
+    dtables = TableGradients.of(segments.params)
+    finite = activation == "softmax" and dot_products_are_finite(scale, grad, queries, keys, values)
+    for group in _groups(q.shape[1], segments):
+        operands, bias = (_take(grad, group.rows), *group.operands(queries, keys, values)), group.bias(segments.params)
         if activation == "softmax" and lse is not None and bias is None:
             block, block_lse = (_take(x, group.rows) for x in (*results, lse))
-            block_dq, block_dk, block_dv = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
+            block_dq, block_dk, block_dv = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale, finite)
         else:
             block_dq, block_dk, block_dv = unfused_backward(*operands, *group.mask, scale, activation, bias, dtables)
         if q_shared:
@@ -97,6 +103,8 @@ def attention_cpu_backward(
             _put(dq, group.q_rows, block_dq)
         for dx, block_dx in ((dk, block_dk), (dv, block_dv)):
             _put(dx, group.kv_rows, block_dx if group.first else _take(dx, group.kv_rows) + block_dx)
+    dq = dq if q_shared else _unsorted(dq, segments.q_order)
+    dk, dv = (_unsorted(x, segments.kv_order) for x in (dk, dv))
     return _as(q, dq), _as(k, dk), _as(v, dv), *dtables.results(q, params)
 
 
@@ -106,6 +114,60 @@ def _(
 ) -> tuple[Tensor, ...]:
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return *grads, *empty_table_gradients(AttentionParams(*params), q)
+
+
+class _Segments(NamedTuple):
+    """The segments in the order of their computation.
+
+    Attributes:
+        q_offsets, kv_offsets: their offsets.
+        params: the parameters, those of segments and rows in this order.
+        q_order, kv_order: the rows of the output and of the keys in this order; None if it is the caller's.
+    """
+
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    params: AttentionParams
+    q_order: Tensor | None = None
+    kv_order: Tensor | None = None
+
+    @classmethod
+    def of(cls, q_offsets: Tensor, kv_offsets: Tensor, params: AttentionParams) -> _Segments:
+        """Sorted by their lengths if more than half of the keys are in groups of segments that are not adjacent."""
+        if params.batch_invariant or q_offsets.shape != kv_offsets.shape or len(q_offsets) < 3:
+            return cls(q_offsets, kv_offsets, params)
+        q_lengths, kv_lengths = q_offsets.diff().long(), kv_offsets.diff().long()
+        key, order = (kv_lengths * (q_offsets[-1] + 1) + q_lengths).sort(stable=True)
+        gaps = (key[1:] == key[:-1]) & (order.diff() != 1)
+        scattered = order[pad(gaps, (0, 1)) | pad(gaps, (1, 0))]
+        if 2 * int(kv_lengths[scattered].sum()) <= int(kv_offsets[-1]):
+            return cls(q_offsets, kv_offsets, params)
+        (q_offsets, q_order), (kv_offsets, kv_order) = _reordered(q_offsets, order), _reordered(kv_offsets, order)
+        of_segments = {name: x[order] for name in ("num_targets", "query_shift") if (x := getattr(params, name)) is not None}
+        times = dict(timestamps=kv_order, query_timestamps=q_order)
+        of_rows = {name: x[rows] for name, rows in times.items() if (x := getattr(params, name)) is not None}
+        return cls(q_offsets, kv_offsets, params._replace(**of_segments, **of_rows), q_order, kv_order)
+
+    def sorted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The operands in this order; shared queries have none."""
+        return q if self.params.q_shared else _sorted(q, self.q_order), _sorted(k, self.kv_order), _sorted(v, self.kv_order)
+
+
+def _reordered(offsets: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """The offsets of segments in another order, and the rows in this order."""
+    lengths, starts = offsets.diff()[order], offsets[:-1][order]
+    ends = lengths.cumsum(0)
+    rows = torch.repeat_interleave(starts - ends + lengths, lengths) + torch.arange(int(offsets[-1]))
+    return pad(ends, (1, 0)), rows
+
+
+def _sorted(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else x.index_select(0, order)
+
+
+def _unsorted(x: Tensor, order: Tensor | None) -> Tensor:
+    """Undo `_sorted`."""
+    return x if order is None or not len(x) else torch.empty_like(x).index_copy_(0, order, x)
 
 
 class _Group(NamedTuple):
@@ -128,7 +190,8 @@ class _Group(NamedTuple):
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
         keys, values = (_take(x, self.kv_rows) for x in (k, v))
-        return _take(q, self.q_rows).expand(len(keys), -1, -1, -1), keys, values
+        queries = _take(q, self.q_rows)
+        return queries if len(queries) == len(keys) else queries.expand(len(keys), -1, -1, -1), keys, values
 
     def bias(self, params: AttentionParams) -> BlockBias | None:
         """The bias of these segments."""
@@ -139,15 +202,16 @@ class _Group(NamedTuple):
         return BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
 
 
-def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: AttentionParams) -> Iterator[_Group]:
+def _groups(num_heads: int, segments: _Segments) -> Iterator[_Group]:
     """Groups of segments that have queries and keys, in the order of the query groups.
 
     batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result must not depend on the user's other
     candidates.
     """
+    params = segments.params
     mask = None if params.mask is None else AttentionMask.from_params(MaskParams(*params.mask), params.num_targets)
     q_shared, batch_invariant = params.q_shared, params.batch_invariant
-    q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
+    q_bounds, kv_bounds = segments.q_offsets.tolist(), segments.kv_offsets.tolist()
     num_segments = len(kv_bounds) - 1
     by_rows = batch_invariant and mask is None and not q_shared and not params.has_bias
     targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()

@@ -28,24 +28,27 @@ def scores_at_a_time() -> int:
     return 2**18 * torch.get_num_threads()
 
 
-def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
+def softmax_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, finite: bool = False
+) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores `[segments, heads, rows]`, by torch's fused attention. A row that sees no key gets 0.
 
-    q, k and v must have the same head dim and a last stride of 1.
+    q, k and v must have the same head dim and a last stride of 1. finite: whether `dot_products_are_finite` is known to hold.
     """
+    flags = mask, num_targets, scale
+    if finite or dot_products_are_finite(scale, q, k, v):
+        return _fused_forward(q, k, v, *flags)
     if mask is None:
-        out, lse = _fused_attention(q, k, v, scale=scale)
+        out, lse = _fused_forward(q, k, v, *flags)
         undefined = _undefined_rows(q, k, lse, scale)
         return out.masked_fill_(undefined[..., None], math.nan), lse.masked_fill_(undefined, math.nan)
-    flags = mask, num_targets, scale
-    if _dot_products_are_finite(scale, q, k, v):
-        return _fused_forward(q, k, v, *flags)
     bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
-    out, lse = unfused_forward(q, k, v, *flags, "softmax")
-    assert lse is not None  # "softmax" returns it
-    return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # bits of other rows do not change
+    exact_out, exact_lse = unfused_forward(q, k, v, *flags, "softmax")
+    assert exact_lse is not None  # "softmax" returns it
+    # The bits of other rows do not change.
+    return torch.where(affected[..., None], exact_out, fused_out), torch.where(affected, exact_lse, fused_lse)
 
 
 def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
@@ -62,13 +65,12 @@ def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
 
 
 def softmax_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask | None, num_targets: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. out, lse: the results of `softmax_forward`."""
-    if mask is None:
-        return _fused_attention_backward(do, q, k, v, out, lse, 0.0, False, scale=scale)
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask | None, num_targets: int, scale: float,
+    finite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for do, q, k and v."""
     flags = mask, num_targets, scale
-    if _dot_products_are_finite(scale, do, q, k, v):
+    if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, *flags)
     bad_q, bad_kv = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v), _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
     affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
@@ -80,8 +82,10 @@ def softmax_backward(
     return dq, dk, dv
 
 
-def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
-    """`softmax_forward` with a mask, for operands whose dot products are finite."""
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
+    """`softmax_forward` for operands whose dot products are finite."""
+    if mask is None or _is_causal(mask, q, k):
+        return _fused_attention(q, k, v, 0.0, mask is not None, scale=scale)
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
@@ -90,9 +94,11 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_tar
 
 
 def _fused_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask, num_targets: int, scale: float
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask | None, num_targets: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_backward` with a mask, for operands whose dot products are finite."""
+    """`softmax_backward` for operands whose dot products are finite."""
+    if mask is None or _is_causal(mask, q, k):
+        return _fused_attention_backward(do, q, k, v, out, lse, 0.0, mask is not None, scale=scale)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
@@ -101,6 +107,11 @@ def _fused_backward(
         dk[:, :, columns] += block_dk
         dv[:, :, columns] += block_dv
     return dq, dk, dv
+
+
+def _is_causal(mask: AttentionMask, q: Tensor, k: Tensor) -> bool:
+    """Whether the mask is the causal one of torch's fused attention."""
+    return mask.params.is_causal and q.shape[2] == k.shape[2]
 
 
 def unfused_forward(
@@ -174,7 +185,7 @@ def _are_finite(*operands: Tensor) -> bool:
     return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
 
 
-def _dot_products_are_finite(scale: float, *operands: Tensor) -> bool:
+def dot_products_are_finite(scale: float, *operands: Tensor) -> bool:
     """False if an element, or a dot product of rows of two operands, may not be finite.
 
     torch's fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives NaN for such values.
