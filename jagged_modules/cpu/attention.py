@@ -21,6 +21,8 @@ from .attention_bias import BlockBias, TableGradients
 from .attention_math import dot_products_are_finite, scores_at_a_time, softmax_backward, softmax_forward, unfused_backward, unfused_forward
 from .buckets import Rows, compute_dtype
 
+ALIGNMENT = 64  # bytes; GEMMs of matrices that start elsewhere may round otherwise, so that a result would depend on other segments
+
 
 @host_operator("jagged_modules::attention_cpu")
 def attention_cpu(
@@ -243,13 +245,18 @@ def _put(x: Tensor, rows: Rows, block: Tensor) -> None:
 
 
 def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors in fp32 or fp64. torch's fused attention needs equal head dims and a last stride of 1, so softmax pads with zeros."""
+    """The tensors in fp32 or fp64, and for softmax as torch's fused attention needs them: equal head dims, which zeros fill up, a last
+    stride of 1, and rows that start at multiples of ALIGNMENT.
+    """
     width = max(x.shape[-1] for x in tensors)
+    if any(x.shape[1] * width * compute_dtype(x).itemsize % ALIGNMENT for x in tensors):
+        width = -(-width // 16) * 16
     for x in tensors:
         x = x.to(compute_dtype(x))
         if activation == "softmax":
             x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-            x = x if x.stride(-1) == 1 else x.contiguous()
+            aligned = (x.data_ptr() | x.stride(0) * x.element_size()) % ALIGNMENT == 0
+            x = x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
         yield x
 
 
