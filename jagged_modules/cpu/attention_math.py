@@ -37,13 +37,13 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
         out, lse = _fused_attention(q, k, v, scale=scale)
         undefined = _undefined_rows(q, k, lse, scale)
         return out.masked_fill_(undefined[..., None], math.nan), lse.masked_fill_(undefined, math.nan)
-    flags = mask, num_targets, scale
+    options = mask, num_targets, scale
     if _dot_products_are_finite(scale, q, k, v):
-        return _fused_forward(q, k, v, *flags)
+        return _fused_forward(q, k, v, *options)
     bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
-    fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
-    out, lse = unfused_forward(q, k, v, *flags, "softmax")
+    fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *options)
+    out, lse = unfused_forward(q, k, v, *options, "softmax")
     assert lse is not None  # "softmax" returns it
     return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # bits of other rows do not change
 
@@ -67,14 +67,14 @@ def softmax_backward(
     """Gradients of q, k and v. out, lse: the results of `softmax_forward`."""
     if mask is None:
         return _fused_attention_backward(do, q, k, v, out, lse, 0.0, False, scale=scale)
-    flags = mask, num_targets, scale
+    options = mask, num_targets, scale
     if _dot_products_are_finite(scale, do, q, k, v):
-        return _fused_backward(do, q, k, v, out, lse, *flags)
+        return _fused_backward(do, q, k, v, out, lse, *options)
     bad_q, bad_kv = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v), _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
     affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     (do_, q_, out_), (k_, v_) = (_clear(x, affected) for x in (do, q, out)), (_clear(x, bad_kv) for x in (k, v))
-    fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *flags)
-    unfused = unfused_backward(do, q, k, v, *flags, "softmax")
+    fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *options)
+    unfused = unfused_backward(do, q, k, v, *options, "softmax")
     choices = (affected, affected_keys, affected_keys)
     dq, dk, dv = (torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
     return dq, dk, dv
