@@ -46,7 +46,7 @@ def attention_cpu(
     )  # fmt: skip
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
     segments = _Segments.of(q_offsets, kv_offsets, params)
-    queries, keys, values, results = _computable(activation, *segments.sorted(q, k, v), out)
+    queries, keys, values, results = _compute_operands(activation, *segments.sorted(q, k, v), out)
     finite = activation == "softmax" and dot_products_are_finite(scale, queries, keys, values)
     for group in _groups(q.shape[1], segments):
         operands, bias = group.operands(queries, keys, values), group.bias(segments.params)
@@ -58,7 +58,7 @@ def attention_cpu(
             _put(lse, group.rows, block_lse[..., None])
         _put(results, group.rows, block)
     results, lse = (_unsorted(x, segments.q_order) for x in (results, lse))
-    return _as(out, _scaled(results, q_offsets, params)), lse
+    return _result_like(out, _scaled(results, q_offsets, params)), lse
 
 
 @attention_cpu.register_fake
@@ -88,7 +88,7 @@ def attention_cpu_backward(
     segments = _Segments.of(q_offsets, kv_offsets, params)
     grad = _sorted(_scaled(do.to(compute_dtype(do)), q_offsets, params), segments.q_order)
     out, lse = (None if x is None else _sorted(x, segments.q_order) for x in (out, lse))
-    queries, keys, values, grad, *results = _computable(activation, *segments.sorted(q, k, v), grad, *([] if out is None else [out]))
+    queries, keys, values, grad, *results = _compute_operands(activation, *segments.sorted(q, k, v), grad, *([] if out is None else [out]))
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     dtables = TableGradients.of(segments.params)
     finite = activation == "softmax" and dot_products_are_finite(scale, grad, queries, keys, values)
@@ -107,7 +107,7 @@ def attention_cpu_backward(
             _put(dx, group.kv_rows, block_dx if group.first else _take(dx, group.kv_rows) + block_dx)
     dq = dq if q_shared else _unsorted(dq, segments.q_order)
     dk, dv = (_unsorted(x, segments.kv_order) for x in (dk, dv))
-    return _as(q, dq), _as(k, dk), _as(v, dv), *dtables.results(q, params)
+    return _result_like(q, dq), _result_like(k, dk), _result_like(v, dv), *dtables.results(q, params)
 
 
 @attention_cpu_backward.register_fake
@@ -221,17 +221,17 @@ def _groups(num_heads: int, segments: _Segments) -> Iterator[_Group]:
     starts: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for first in range(0, len(q_bounds) - 1, max(1, num_segments)):
         bounds = q_bounds[first : first + num_segments + 1]
-        for q_start, q_end, kv_start, kv_end, *flags in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts):
+        for q_start, q_end, kv_start, kv_end, *others in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts):
             if q_end > q_start and kv_end > kv_start:
                 num_queries = 1 if by_rows else q_end - q_start
-                starts[(first, num_queries, kv_end - kv_start, *flags)] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
-    for (list_start, num_queries, num_keys, t, shift), pairs in starts.items():
+                starts[(first, num_queries, kv_end - kv_start, *others)] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
+    for (first_segment, num_queries, num_keys, t, shift), pairs in starts.items():
         at_a_time = 1 if batch_invariant else max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):
             q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
             rows, kv_rows = Rows.of(q_starts, num_queries, batch_invariant), Rows.of(kv_starts, num_keys, batch_invariant)
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
-            yield _Group(rows, q_rows, kv_rows, (mask, t), list_start == 0 and not by_rows, shift)
+            yield _Group(rows, q_rows, kv_rows, (mask, t), first_segment == 0 and not by_rows, shift)
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:
@@ -244,7 +244,7 @@ def _put(x: Tensor, rows: Rows, block: Tensor) -> None:
     rows.put(x, block.transpose(1, 2))
 
 
-def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
+def _compute_operands(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
     """The tensors in fp32 or fp64, and for softmax as torch's fused attention needs them: equal head dims, which zeros fill up, a last
     stride of 1, and rows that start at multiples of ALIGNMENT.
     """
@@ -260,8 +260,8 @@ def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def _as(like: Tensor, x: Tensor) -> Tensor:
-    """Undo `_computable`: x with the dtype and head dim of `like`."""
+def _result_like(like: Tensor, x: Tensor) -> Tensor:
+    """Undo `_compute_operands`: x with the dtype and head dim of `like`."""
     x = x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]  # no slice if nothing is cut: autograd would see a view
     return x.to(like.dtype).contiguous()
 

@@ -35,17 +35,17 @@ def softmax_forward(
 
     q, k and v must have the same head dim and a last stride of 1. finite: whether `dot_products_are_finite` is known to hold.
     """
-    flags = mask, num_targets, scale
+    options = mask, num_targets, scale
     if finite or dot_products_are_finite(scale, q, k, v):
-        return _fused_forward(q, k, v, *flags)
+        return _fused_forward(q, k, v, *options)
     if mask is None:
-        out, lse = _fused_forward(q, k, v, *flags)
+        out, lse = _fused_forward(q, k, v, *options)
         undefined = _undefined_rows(q, k, lse, scale)
         return out.masked_fill_(undefined[..., None], math.nan), lse.masked_fill_(undefined, math.nan)
     bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
-    fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
-    exact_out, exact_lse = unfused_forward(q, k, v, *flags, "softmax")
+    fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *options)
+    exact_out, exact_lse = unfused_forward(q, k, v, *options, "softmax")
     assert exact_lse is not None  # "softmax" returns it
     # The bits of other rows do not change.
     return torch.where(affected[..., None], exact_out, fused_out), torch.where(affected, exact_lse, fused_lse)
@@ -69,14 +69,14 @@ def softmax_backward(
     finite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for do, q, k and v."""
-    flags = mask, num_targets, scale
+    options = mask, num_targets, scale
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
-        return _fused_backward(do, q, k, v, out, lse, *flags)
+        return _fused_backward(do, q, k, v, out, lse, *options)
     bad_q, bad_kv = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v), _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
     affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     (do_, q_, out_), (k_, v_) = (_clear(x, affected) for x in (do, q, out)), (_clear(x, bad_kv) for x in (k, v))
-    fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *flags)
-    unfused = unfused_backward(do, q, k, v, *flags, "softmax")
+    fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *options)
+    unfused = unfused_backward(do, q, k, v, *options, "softmax")
     choices = (affected, affected_keys, affected_keys)
     dq, dk, dv = (torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
     return dq, dk, dv

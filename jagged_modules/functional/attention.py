@@ -22,7 +22,7 @@ from ..schedule import device_schedule
 from ..settings import backward_workspace, is_batch_invariant
 from ..validation import check_tensor, refuse_transforms, values_are_checkable
 from .attention_bias import check_bias, with_bias
-from .attention_checks import Segments, check_attention, check_output_scale, check_schedule, check_segments
+from .attention_checks import AttentionSegments, check_attention, check_output_scale, check_schedule, check_segments
 from .paged_keys import paged_keys
 from .segment_scale import expand_to_rows
 
@@ -151,7 +151,7 @@ def jagged_attention(
     elif implementation == "auto" and q.device.type != "cuda":
         out, _ = attention_cpu(q, k, v, *offsets, *params)
     else:
-        out = _triton_attention(q, k, v, segments, params, schedule, implementation, workspace, pages)
+        out = _attention_by_kernels(q, k, v, segments, params, schedule, implementation, workspace, pages)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
@@ -162,11 +162,11 @@ def attend_unchecked(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offs
     params = AttentionParams(scale, False, "softmax", None, 1.0, is_batch_invariant("auto"), False, None, None)
     if q.device.type != "cuda":
         return attention_cpu(q, k, v, q_offsets, kv_offsets, *params)[0]
-    segments = Segments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
-    return _triton_attention(q, k, v, segments, params, None, "auto", backward_workspace.current())
+    segments = AttentionSegments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
+    return _attention_by_kernels(q, k, v, segments, params, None, "auto", backward_workspace.current())
 
 
-def _split_scale(output_scale: Tensor, q: Tensor, segments: Segments, batch_invariant: bool) -> tuple[Tensor, Tensor]:
+def _split_scale(output_scale: Tensor, q: Tensor, segments: AttentionSegments, batch_invariant: bool) -> tuple[Tensor, Tensor]:
     """output_scale `[B]` as a product of two factors: one that the kernels apply before they round, and the rest, in fp32 or fp64.
 
     The kernels compute no gradient for their factor, so it is detached. Segments that share keys may be in one tile, for which the kernels
@@ -189,17 +189,19 @@ def _split_scale(output_scale: Tensor, q: Tensor, segments: Segments, batch_inva
     return factor.expand(1 if segments.kv_shared else segments.num_segments), rest
 
 
-def _triton_attention(
+def _attention_by_kernels(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segments: Segments,
+    segments: AttentionSegments,
     params: AttentionParams,
     schedule: TileSchedule | None,
     implementation: str,
     workspace: int | None,
     pages: Pages | None = None,
 ) -> Tensor:
+    """Attention by the portable or the Hopper kernels, which `op.attention` selects. Makes what they take: operands with a contiguous last
+    dimension, a positive scale, all tensors on q's device, and a schedule."""
     from jagged_kernels.attention.op import attention, paged_attention
 
     device, kv_shared, kv_rows = q.device, segments.kv_shared, k.shape[0] if pages is None else pages.num_rows

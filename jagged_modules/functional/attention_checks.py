@@ -107,7 +107,7 @@ def check_schedule(schedule: TileSchedule, q_offsets: Tensor, kv_offsets: Tensor
             )
 
 
-class Segments(NamedTuple):
+class AttentionSegments(NamedTuple):
     """The segments of an attention.
 
     Attributes:
@@ -135,7 +135,7 @@ class Segments(NamedTuple):
 def check_segments(
     q: Tensor, kv_rows: int, q_offsets: Tensor | str, kv_offsets: Tensor | str, max_seqlen_q: int | None, max_seqlen_kv: int | None,
     mask: AttentionMask | None,
-) -> Segments:  # fmt: skip
+) -> AttentionSegments:  # fmt: skip
     """The segments, with their sizes and the offsets' values checked. With shared keys, each segment of queries has all of them."""
     same = kv_offsets is q_offsets and max_seqlen_kv is None
     if not isinstance(q_offsets, str):
@@ -145,14 +145,14 @@ def check_segments(
     if isinstance(kv_offsets, str):
         if isinstance(q_offsets, str):
             raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
-        return Segments(q_offsets, q_offsets, q_shared=False, kv_shared=True, groups=1)
+        return AttentionSegments(q_offsets, q_offsets, q_shared=False, kv_shared=True, groups=1)
     if not same:
         check_offsets("kv_offsets", kv_offsets, kv_rows, max_seqlen_kv, "max_seqlen_kv")
     if isinstance(q_offsets, str):
         q_offsets = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=kv_offsets.device) * q.shape[0]
-        segments = Segments(q_offsets, kv_offsets, q_shared=True, kv_shared=False, groups=1)
+        segments = AttentionSegments(q_offsets, kv_offsets, q_shared=True, kv_shared=False, groups=1)
     else:
-        segments = Segments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
+        segments = AttentionSegments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
         if not same and q_offsets.shape != kv_offsets.shape:
             groups = num_query_groups("q_offsets", segments.num_segments, "kv_offsets", kv_offsets.shape[0] - 1, mask)
             segments = segments._replace(groups=groups)

@@ -68,7 +68,7 @@ def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Rotary | None, implementation: str
 ) -> Tensor:
     """`block_diagonal_attention` without checks."""
-    if _block_attention_by_kernels(q, k, block_size, implementation):
+    if _has_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention
 
         q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
@@ -109,7 +109,7 @@ def block_diagonal_attention_packed(
     q, k, v = qkv.unbind(1)
     _check_block_attention(q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation)
     offsets, scale = offsets.to(qkv.device, non_blocking=True), q.shape[2] ** -0.5
-    if not _block_attention_by_kernels(q, k, block_size, implementation):
+    if not _has_kernels(q, k, block_size, implementation):
         return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation)
 
     from jagged_kernels.block_attention.op import triton_block_attention_packed
@@ -118,7 +118,7 @@ def block_diagonal_attention_packed(
     return triton_block_attention_packed(contiguous_last_dim(qkv), offsets, *kernel_arguments(rotary, qkv.device), *options)
 
 
-def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:
+def _has_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:
     """Whether block attention runs its own kernels for these tensors, instead of `jagged_attention` with a segment for each block."""
     if not uses_kernels(q.device, implementation):
         return False

@@ -47,6 +47,7 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
         return create_function_from_signature(kernel.signature, kernel.params, backend), {}
 
     def record(kernel, *args, grid, warmup, **options):
+        assert all(size <= 65_535 for size in grid[1:]), (kernel.__name__, grid)  # CUDA's limit
         for x in args:
             if hasattr(x, "block_shape"):
                 x.__post_init__()  # a descriptor's own checks, which the library leaves out

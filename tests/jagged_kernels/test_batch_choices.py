@@ -26,6 +26,14 @@ def test_a_single_row_is_aligned_as_many_are():
     assert single == many == (1, [5, 0])
 
 
+def test_strides_past_int32_reach_kernels_whole():
+    """Kernels multiply a stride by `align` in the stride's own type, which is int32 below 2^31."""
+    heads_first = torch.empty(2, 2**28, 8, device="meta").transpose(0, 1)  # the stride of a head is 2^31
+    assert launch.row_and_head_strides(heads_first) == (1, [8, 2**31])
+    assert launch.aligned_strides((heads_first, 0), (heads_first, 1)) == (1, [8, 2**31])
+    assert launch.row_and_head_strides(heads_first[1:, :, :4].contiguous()) == (4, [2, 1])
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 def test_tiles_of_schedules(capability):
     sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, capability=capability)

@@ -24,14 +24,20 @@ TIME_BLOCK = tl.constexpr(64)  # rows that extremes of timestamps are stored of
 class Bias(NamedTuple):
     """RelativeBias as the kernels take it. `KIND` (params.py) says what is there; the rest is None.
 
-    position_ptr: padded table, num_positions entries a row; position_stride: entries from one head's row to the next, 0 if heads share it.
-    time_ptr, time_stride: likewise, without padding. Both tables are divided by the scale. edges_ptr: the boundaries, at most 2^31 - 1, and
-    once more 2^31 - 1. leading_bits_ptr: for the LEADING first bits of a distance as fp32, a bucket that is not above its own, and then by
-    how much it may be below. entries_ptr, entries_stride: for each head or all, and each value of these bits, four words: the first
-    boundary that is not below all its distances, the table's values below it and from it on, and the buckets, in halves of a word. Then a
-    word that is 0 if any value has several boundaries. query_timestamps_ptr: None for the default. query_extremes_ptr, key_extremes_ptr:
-    the earliest and the latest timestamp of each TIME_BLOCK rows of a segment, from block start // TIME_BLOCK + segment on. Only Hopper's
-    kernels read entries and extremes; None with others.
+    Attributes:
+        position_ptr, position_stride, num_positions: padded position table, divided by the scale; entries from one head's row to the next,
+            0 if heads share the table; entries of a row.
+        time_ptr, time_stride: the time table likewise, without padding.
+        boundaries_ptr, num_boundaries: int64, ascending.
+        edges_ptr: int32, the boundaries, at most NEAR, and once more NEAR.
+        leading_bits_ptr: int32 `[LEADING + 1]`: for each value of a distance's leading bits, the bucket of its smallest distance. Then by
+            how much the bucket of another distance with these bits may be above it.
+        entries_ptr, entries_stride: four words for each head or all, and each value of the leading bits: the first boundary above its
+            smallest distance; the table's value below this boundary, and from it on; both buckets, in halves of a word. Then a word that is
+            0 if a value of the bits has several boundaries. Only Hopper's kernels read entries.
+        timestamps_ptr: of the keys. query_timestamps_ptr: None for the default. query_shift_ptr: of each segment.
+        query_extremes_ptr, key_extremes_ptr: the earliest and the latest timestamp of each TIME_BLOCK rows of a segment, from block
+            `first_time_block` on. Only Hopper's kernels read them.
     """
 
     position_ptr: tl.tensor

@@ -14,10 +14,11 @@ Roles, at head dim 128 | 64:
     warp 8 | 12                       producer: tiles and TMA loads. `_dq_produce`
 Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 
-Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
+Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys. With a time table, and beside the kernel for short queries
+(configs.dq_config), head dim 64 may have the roles, registers and tile of 128.
 
 Small tiles (select.small_tiles_are_faster): 64 query rows, one consumer, warps 0–3, and the producer is warp 4. Two | three thread blocks
-share a multiprocessor; consumers have 232 | 136 registers.
+share a multiprocessor; consumers have 232 | 136 registers. With a time table: two, and 232.
 
 Barriers, one per stage s:
     q[i].full[s], do[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
@@ -29,9 +30,10 @@ Barriers, one per stage s:
 Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + dO 2 × 2 × 16 + k 2 × 16 + v 2 × 16 + epilogue 2 × 16
     head dim  64: 168 = q 3 × 2 × 8 + dO 3 × 2 × 8 + k 3 × 8 + v 3 × 8 + epilogue 3 × 8
+                  two consumers: 144 = q 2 × 2 × 8 + dO 2 × 2 × 8 + k 4 × 8 + v 4 × 8 + epilogue 2 × 8
     small tiles:  112 = q 16 + dO 16 + k 2 × 16 + v 2 × 16 + epilogue 16 | 72 = q 8 + dO 8 + k 3 × 8 + v 3 × 8 + epilogue 8
     with a bias, 17 more per consumer, for sums of dS. At head dim 128, q and dO then have one buffer instead of two: 194; at 64: 219
-    with times, 0.125 more per consumer, for ranges of buckets; at 64 two consumers and k 4 × 8 + v 4 × 8: 178.25
+    with a time table, 0.125 more per consumer, for ranges of buckets; at 64, with two consumers: 178.25
 
 dS stays in registers, as the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the others.
 """

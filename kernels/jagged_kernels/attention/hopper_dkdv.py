@@ -122,6 +122,8 @@ class _Rings(NamedTuple):
 
 
 class Stats(NamedTuple):
+    """Softmax's numbers of the query rows, `[H, rows]`: log-sum-exp of the scores, and delta = rowsum(dO ∘ O)."""
+
     lse_ptr: gl.tensor
     delta_ptr: gl.tensor
     stride_lse: gl.tensor
@@ -136,6 +138,8 @@ class _Outputs(NamedTuple):
 
 
 class Scales(NamedTuple):
+    """act_factor, dact_factor: of activations.activation_factors. segment_scale_ptr: replaces output_scale unless it is None."""
+
     scale: gl.tensor
     act_factor: gl.tensor
     dact_factor: gl.tensor
@@ -171,8 +175,9 @@ class _Keys(NamedTuple):
     ds_ptr: gl.tensor
 
 
-class Rows(NamedTuple):
-    """The query rows of a block: the first one, its column, number of rows from there on in the segment, and its first target column."""
+class QueryBlock(NamedTuple):
+    """A block of query rows: the first one, its column, number of rows from there on in the segment, and the segment's first target
+    column."""
 
     first: gl.tensor
     column: gl.tensor
@@ -438,7 +443,7 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 if consumer_visits(tile, block, query_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
                     ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                     dk, dv, tail_phase = _dkdv_block(
-                        keys, rings, step + number, dk, dv, Rows(row, row + tile.kv_len - q_len, q_len - row, first_target),
+                        keys, rings, step + number, dk, dv, QueryBlock(row, row + tile.kv_len - q_len, q_len - row, first_target),
                         score_factor(scales.scale, OPTIONS.activation), bias, tail_phase, ds_block, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
@@ -452,8 +457,8 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                     head, row = tile.head * OPTIONS.group + group_head, block * BLOCK
                     bias = bias_of_keys(kernel.bias, tile, head, first, kernel.ranges[consumer], OPTIONS.bias)
                 dk, dv, tail_phase = _dkdv_block(
-                    keys, rings, step + number, dk, dv, Rows(row, 0, BLOCK, first_target), score_factor(scales.scale, OPTIONS.activation),
-                    bias, tail_phase, ds_block, consumer, OPTIONS, False,
+                    keys, rings, step + number, dk, dv, QueryBlock(row, 0, BLOCK, first_target),
+                    score_factor(scales.scale, OPTIONS.activation), bias, tail_phase, ds_block, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.k, wave)
             consumer_release(rings.v, wave)

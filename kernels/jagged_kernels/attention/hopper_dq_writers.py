@@ -16,23 +16,23 @@ from ..common.pipeline import WARPGROUP_ROWS, consumer_release, consumer_wait
 from .hopper_common import pop_tile, query_blocks, release_tile
 
 
-class Visited(NamedTuple):
-    """The blocks of query rows that a tile of keys visits in each head, in descending order from `last` on: `tail` masked blocks at the end
-    of the segment, `full` full ones, and the rest of `count` masked ones at the diagonal."""
+class DescendingBlocks(NamedTuple):
+    """The blocks of query rows that a tile of keys visits in each head, in descending order from `last` on: `at_end` masked blocks at the
+    end of the segment, `full` full ones, and the rest of `count` masked ones at the diagonal."""
 
     last: gl.tensor
-    tail: gl.tensor
+    at_end: gl.tensor
     full: gl.tensor
     count: gl.tensor
 
 
 @gluon.jit
-def visited_blocks(tile, OPTIONS: gl.constexpr):
-    """The Visited blocks of a tile."""
+def descending_blocks(tile, OPTIONS: gl.constexpr):
+    """The DescendingBlocks of a tile."""
     blocks, count = query_blocks(tile, OPTIONS.mask, OPTIONS.consumers * WARPGROUP_ROWS, OPTIONS.block)
     first = gl.where(blocks.count > 0, blocks.first, blocks.second_first)
-    tail = gl.where(blocks.full_count > 0, count - blocks.full_index - blocks.full_count, count)
-    return Visited(first + count - 1, tail, blocks.full_count, count)
+    at_end = gl.where(blocks.full_count > 0, count - blocks.full_index - blocks.full_count, count)
+    return DescendingBlocks(first + count - 1, at_end, blocks.full_count, count)
 
 
 @gluon.jit
@@ -76,7 +76,7 @@ def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     start, step, wave = 0, 0, 0
     tile = pop_tile(queue, wave)
     while tile.segment >= 0:
-        visited = visited_blocks(tile, OPTIONS)
+        visited = descending_blocks(tile, OPTIONS)
         count = OPTIONS.group * visited.count
         first, stride = 0, 1
         if not OPTIONS.wide:
@@ -113,7 +113,7 @@ def publish_dq(kernel, OPTIONS: gl.constexpr):
     step, wave = 0, 0
     tile = pop_tile(queue, wave)
     while tile.segment >= 0:
-        visited = visited_blocks(tile, OPTIONS)
+        visited = descending_blocks(tile, OPTIONS)
         count = OPTIONS.group * visited.count
         for number in range(count):
             head, block = _block_of_sums(tile, number, visited, OPTIONS)

@@ -38,8 +38,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common import device as launch
 from ..common.configs import padded_dim
+from ..common.device import cdiv, mean_seqlen
 from ..common.loads import segment_lengths
 from ..common.pipeline import (
     WARPGROUP_ROWS,
@@ -145,7 +145,7 @@ def plan_workspace(
     `workspace_limit`. (0, []) where storing dS is not faster, or a few segments exceed the limit.
     """
     num_segments = q_offsets.shape[0] - 1
-    queries, keys = launch.mean_seqlen(q.shape[0], q_offsets) / 64, launch.mean_seqlen(k.shape[0], kv_offsets) / 64
+    queries, keys = mean_seqlen(q.shape[0], q_offsets) / 64, mean_seqlen(k.shape[0], kv_offsets) / 64
     num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
     if not storing_ds_is_faster(num_blocks, 64 * min(queries, keys), q.shape[2]):
         return 0, []
@@ -380,6 +380,6 @@ def attention_delta_kernel(
 def write_delta(do: Tensor, out: Tensor, delta: Tensor) -> None:
     """Launch attention_delta_kernel; `out` contiguous, `delta` `[H, rows]`."""
     rows, heads, dim = do.shape
-    attention_delta_kernel[(launch.cdiv(rows, 64), heads)](
+    attention_delta_kernel[(cdiv(rows, 64), heads)](
         do, out, delta, rows, do.stride(0), do.stride(1), delta.stride(0), HEADS=heads, DIM=dim, BLOCK_D=padded_dim(dim), ROWS=64
     )

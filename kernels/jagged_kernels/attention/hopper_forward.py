@@ -10,12 +10,12 @@ Roles, at head dim 128 | 64:
 Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 
 Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long
-(select.long_key_blocks_are_faster).
+(select.long_key_blocks_are_faster). With a time table, head dim 64 has the roles, registers and tile of 128, as buckets take registers.
 
 Keys and values may lie in pages (pages.py). A block lies in one page, so only the producer's row of a load changes: `_key_row`.
 
 Small tiles (select.small_tiles_are_faster): 64 query rows, one consumer, warps 0–3, and the producer is warp 4. Two | three thread blocks
-share a multiprocessor; consumers have 232 | 136 registers.
+share a multiprocessor; consumers have 232 | 136 registers. With a time table: two, and 232.
 
 Barriers, one per stage s:
     q[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
@@ -28,6 +28,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
     head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16; blocks of 128 keys: k 2 × 32 + v 2 × 32
     head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8; blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
     small tiles:  96 = q 16 + k 2 × 16 + v 2 × 16 + epilogue 16 | 56 = q 2 × 8 + k 2 × 8 + v 2 × 8 + epilogue 8
+    with a time table, 0.125 more per consumer, for ranges of buckets; at 64: 112.25 = q 2 × 2 × 8 + k 4 × 8 + v 4 × 8 + epilogue 2 × 8,
+    small tiles 72.125, k 3 × 8 + v 3 × 8
 
 Order of a consumer's loop (`_next_block`): start S = q kᵀ of a block; start O += P v of the previous block; wait for S; compute its P while
 the second MMA runs; wait for that MMA; rescale O (`rescale_rows` in hopper_softmax.py).

@@ -92,8 +92,8 @@ from .hopper_common import (
     release_tile,
     take_tile,
 )
-from .hopper_dkdv import Rows, Scales, Stats, load_stats, put_stats, visible_rows, zero_tails
-from .hopper_dq_writers import publish_dq, visited_blocks, write_dq
+from .hopper_dkdv import QueryBlock, Scales, Stats, load_stats, put_stats, visible_rows, zero_tails
+from .hopper_dq_writers import descending_blocks, publish_dq, write_dq
 from .params import AttentionParams, Operands
 from .scales import output_factor, score_factor
 
@@ -197,7 +197,7 @@ def _produce(kernel, OPTIONS: gl.constexpr):
     tile = take_tile(kernel.schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
     push_tile(kernel.queue, wave, tile)
     while tile.segment >= 0:
-        visited = visited_blocks(tile, OPTIONS)
+        visited = descending_blocks(tile, OPTIONS)
         key_row = tile.kv_start + tile.block * ROWS
         count = OPTIONS.group * visited.count
         for number in range(count + 1):
@@ -288,7 +288,7 @@ def _sum_dq(kernel, OPTIONS: gl.constexpr):
     step, wave = 0, 0
     tile = pop_tile(queue, wave)
     while tile.segment >= 0:
-        visited = visited_blocks(tile, OPTIONS)
+        visited = descending_blocks(tile, OPTIONS)
         consumer_wait(rings.k[0], wave)
         consumer_wait(rings.k[1], wave)
         for _ in range(OPTIONS.group * visited.count):
@@ -421,7 +421,7 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     tile = pop_tile(queue, wave)
     while tile.segment >= 0:
         first_target = first_target_of(tile, OPTIONS.mask)
-        visited = visited_blocks(tile, OPTIONS)
+        visited = descending_blocks(tile, OPTIONS)
         first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_keys = tile.kv_len - first
         slot = wave % rings.k[0].buffers.shape[0]
@@ -450,22 +450,22 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             scores = gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, mma_layout(WARPGROUP_ROWS, BLOCK))
             if OPTIONS.wide:
                 scores = warpgroup_mma_wait(0, deps=(mma_abt(k, q),))
-            for number in range(visited.tail):
+            for number in range(visited.at_end):
                 row = (visited.last - number) * BLOCK
-                rows = Rows(row, row + shift, tile.q_len - row, first_target)
+                rows = QueryBlock(row, row + shift, tile.q_len - row, first_target)
                 dk, dv, scores = _block(
                     rings, exchange, wave, step + number, step + number > start, number + 1 < count, scores, dk, dv, keys, rows, scale,
                     consumer, OPTIONS, True,
                 )  # fmt: skip
-            for number in range(visited.tail, visited.tail + visited.full):
+            for number in range(visited.at_end, visited.at_end + visited.full):
                 dk, dv, scores = _block(
                     rings, exchange, wave, step + number, step + number > start, number + 1 < count, scores, dk, dv, keys,
-                    Rows(0, 0, BLOCK, first_target), scale, consumer, OPTIONS, False,
+                    QueryBlock(0, 0, BLOCK, first_target), scale, consumer, OPTIONS, False,
                 )  # fmt: skip
             if OPTIONS.mask is not None:
-                for number in range(visited.tail + visited.full, count):
+                for number in range(visited.at_end + visited.full, count):
                     row = (visited.last - number) * BLOCK
-                    rows = Rows(row, row + shift, tile.q_len - row, first_target)
+                    rows = QueryBlock(row, row + shift, tile.q_len - row, first_target)
                     dk, dv, scores = _block(
                         rings, exchange, wave, step + number, step + number > start, number + 1 < count, scores, dk, dv, keys, rows,
                         scale, consumer, OPTIONS, True,

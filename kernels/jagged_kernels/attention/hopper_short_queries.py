@@ -128,6 +128,8 @@ class _Outputs(NamedTuple):
 
 
 class _Statistics(NamedTuple):
+    """Softmax's log-sum-exp `[H, rows]`, and the output, of which and dO delta is computed."""
+
     out_ptr: gl.tensor
     lse_ptr: gl.tensor
     stride_lse: gl.tensor

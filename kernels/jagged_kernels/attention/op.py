@@ -411,9 +411,9 @@ def _index(field: str) -> int:
     return AttentionParams._fields.index(field) - len(AttentionParams._fields)
 
 
-_OPTIONS = slice(9, _index("num_targets"))  # the arguments that are not tensors
+_OPTIONS = slice(9, _index("num_targets"))  # block_m to table_gradients: the arguments that are not tensors
 _TABLES = slice(_index("position_bias"), _index("timestamps"))
-_FLOATS = slice(_index("segment_scale"), _index("timestamps"))
+_FLOATS = slice(_index("segment_scale"), _index("timestamps"))  # floating-point tensors besides q, k and v
 _ACTIVATION, _TABLE_GRADIENTS = _index("activation"), _index("table_gradients")
 
 
@@ -434,10 +434,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, _dlse):
         out, lse, *tensors = ctx.saved_tensors
+        q, k, v, *_ = tensors
         inputs = do, out, lse, *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
         op = triton_attention_backward
         if not torch.is_grad_enabled():
-            op = direct(op, inputs, (do, *inputs[3:6], *inputs[_FLOATS]))
+            op = direct(op, inputs, (do, q, k, v, *inputs[_FLOATS]))
         dq, dk, dv, dposition, dtime = op(*inputs)
         has_position, has_time = ctx.tables
         return dq, dk, dv, dposition if has_position else None, dtime if has_time else None, None, None

@@ -30,15 +30,15 @@ from .configs import (
 )
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
-PACKED_MEAN = 64, 128  # packed_tiles_are_faster: rows of a segment on average, in the forward and in the backward of self-attention
-PACKED_MEAN_OF_HOPPER = 32, 128  # where Hopper's kernels take the other segments
-PACKED_CROSS_MEAN = 64, 64  # the same in cross-attention: of the queries or the keys, whichever are more
-PACKED_CROSS_MEAN_OF_HOPPER = 24, 32
-PACKED_ROWS_PER_SM = 512
+# packed_tiles_are_faster below these mean rows of a segment, (in the forward, in the backward). In cross-attention: of the queries or the
+# keys, whichever are more. ..._OF_HOPPER: where Hopper's kernels take the other segments.
+PACKED_MEAN, PACKED_MEAN_OF_HOPPER = (64, 128), (32, 128)
+PACKED_CROSS_MEAN, PACKED_CROSS_MEAN_OF_HOPPER = (64, 64), (24, 32)
+PACKED_ROWS_PER_SM = 512  # and from this many rows on, times key heads, for each multiprocessor
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
-SMALL_TILES = {64: 640, 128: 128}  # small_tiles_are_faster: rows of a segment on average, by padded head dim
-SHORT_QUERIES = {64: (36, 60, 120), 128: (36, 110)}  # short_query_consumers: mean query rows for 1, 2, 3 consumers, by padded head dim
-SHORT_QUERIES_ROWS = 2**18  # of the keys of all heads: with fewer, the time of more launches counts
+SMALL_TILES = {64: 640, 128: 128}  # small_tiles_are_faster below these mean rows of a segment, by padded head dim
+SHORT_QUERIES = {64: (36, 60, 120), 128: (36, 110)}  # short_query_consumers: 1, 2, 3 below these mean query rows, by padded head dim
+SHORT_QUERIES_ROWS = 2**18  # short_query_consumers: rows of the keys of all heads; with fewer, two more launches cost more than it saves
 DYNAMIC_TILES = 640  # mean keys from which on a thread block of the forward has few and large tiles, so static shares differ too much
 FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
@@ -131,12 +131,12 @@ def select(problem: AttentionProblem) -> Selection:
         ValueError: implementation is "hopper" and those kernels do not support the problem.
     """
     p = problem
-    selection = _of_long_segments(p)
+    selection = _select_unpacked(p)
     forward, backward = packed_tiles_are_faster(p, selection.backend)
     return _with_packed_tiles(selection, max(p.head_dim, p.v_dim), forward) if backward else selection
 
 
-def _of_long_segments(p: AttentionProblem) -> Selection:
+def _select_unpacked(p: AttentionProblem) -> Selection:
     """The kernels for all segments that are not in packed tiles."""
     q_seqlen = p.q_rows if p.q_shared else _mean_seqlen(p, p.q_rows, p.q_segments)
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)

@@ -104,17 +104,17 @@ def store_buckets(sums, buckets, KIND: tl.constexpr):
 def _add_diagonals(ds, scratch_ptr, sums_ptr, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """sums[column - row] += factor · dS[row, column]; sums_ptr points to the entry of row 0 and column 0.
 
-    The rows are turned by their number, through scratch memory, so that a diagonal of the block becomes a column, or two parts of one.
+    The rows are rotated by their number, through scratch memory, so that a diagonal of the block becomes a column, or two parts of one.
     """
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     tl.store(scratch_ptr + rows * COLUMNS + columns, ds)
     tl.debug_barrier()
-    turned = tl.load(scratch_ptr + rows * COLUMNS + (columns + rows) % COLUMNS)
-    turns = (columns + rows) // COLUMNS
-    for turn in tl.static_range(0, (ROWS + COLUMNS - 2) // COLUMNS + 1):
-        diagonals = tl.arange(0, COLUMNS) - turn * COLUMNS
-        inside = diagonals > -ROWS  # the last turn has others too, whose entries may be another program's, or not in memory
-        sums = tl.load(sums_ptr + diagonals, mask=inside) + factor * tl.sum(tl.where(turns == turn, turned, 0.0), 0)
+    rotated = tl.load(scratch_ptr + rows * COLUMNS + (columns + rows) % COLUMNS)
+    laps = (columns + rows) // COLUMNS  # a rotated row begins lap 0 and ends in the next
+    for lap in tl.static_range(0, (ROWS + COLUMNS - 2) // COLUMNS + 1):
+        diagonals = tl.arange(0, COLUMNS) - lap * COLUMNS
+        inside = diagonals > -ROWS  # the last lap has others too, whose entries may be another program's, or not in memory
+        sums = tl.load(sums_ptr + diagonals, mask=inside) + factor * tl.sum(tl.where(laps == lap, rotated, 0.0), 0)
         tl.store(sums_ptr + diagonals, sums, mask=inside)
         tl.debug_barrier()
 

@@ -416,7 +416,7 @@ def attention_bwd_dkdv_kernel(
                 q_start, q_len = load_segment(q_offsets_ptr, tile.segment + query_group * num_segments)
             q_row = q_start
             if Q_SHARED:
-                q_row = q_start - q_start
+                q_row = q_start - q_start  # 0, of q_start's type
             blocks = row_blocks(tile.block * BLOCK_N, q_len, tile.kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
             keys = _KeyTile(k, v, (tile.block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], first_target)
             for group_head in range(0, GROUP):

@@ -66,8 +66,8 @@ def _silu(score, scale):
 @triton.jit
 def _gelu(score, scale):
     x = score * scale
-    below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-    return x * below, below + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
 
 
 @triton.jit

@@ -83,7 +83,8 @@ def row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
 
 
 def _in_aligned_units(strides: list[int], itemsize: int) -> tuple[int, list[int]]:
-    align = math.gcd(16 // itemsize, *strides)
+    # Triton passes a stride as int32 if it fits. One that fits in units alone would overflow when a kernel multiplies it by `align`.
+    align = 1 if max(strides) >= 2**31 else math.gcd(16 // itemsize, *strides)
     return align, [stride // align for stride in strides]
 
 

@@ -222,7 +222,7 @@ def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor, batch_invarian
     size = out.stride(0)  # not x's: a dimension of size 1 may have any stride in a contiguous tensor
     small_blocks = batch_invariant or groups * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
     block, rows = (256, 16) if small_blocks else (1024, 8)
-    sum_groups_kernel[(cdiv(size, block), groups)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)
+    sum_groups_kernel[(groups * cdiv(size, block),)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)
     return out
 
 

@@ -142,8 +142,12 @@ def linear_compress_bwd_dw_kernel(
 @safe_ptxas
 @triton.jit
 def sum_groups_kernel(x_ptr, order_ptr, offsets_ptr, out_ptr, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[g] = Σ x[order[i]] over i from offsets[g] to offsets[g + 1], rows of `size`, in fp32 and in that order. Grid: blocks, groups."""
-    lanes, group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    """out[g] = Σ x[order[i]] over i from offsets[g] to offsets[g + 1], rows of `size`, in fp32 and in that order.
+
+    Grid: groups, blocks of a row, which follow one another. In one dimension, as the others have at most 65,535 programs.
+    """
+    blocks = tl.cdiv(size, BLOCK)
+    group, lanes = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(start, end, ROWS):

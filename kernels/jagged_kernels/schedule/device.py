@@ -2,8 +2,8 @@
 
 Without a mask, one launch: all tiles of a segment cost the same, so ranking the segments ranks the tiles. Under a mask each tile has its
 own work, and two launches sort by counting. `_tile_work_kernel` computes the class of work of each tile of a head, and counts the tiles of
-each class in every CHUNK of tiles. From these counts `_masked_list_kernel` computes each tile's place. Counts do not depend on the order
-of atomic additions, so the list does not either.
+each class in every CHUNK of tiles. From these counts `_masked_list_kernel` computes each tile's position in the list. Counts do not
+depend on the order of atomic additions, so the list does not either.
 
 In groups of segments (cost.grouping): one launch ranks the segments, another writes their tiles.
 """
@@ -26,7 +26,7 @@ from ..common.ptxas import safe_ptxas
 from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, Grouping, LoopedSide, grouping
 from .host import Segments, num_query_groups, tile_capacity
 
-CHUNK = 256  # tiles that a program of _masked_list_kernel places
+CHUNK = 256  # virtual tiles that a program of _masked_list_kernel writes
 EXACT, CLASSES = tl.constexpr(EXACT_WORK), tl.constexpr(WORK_CLASSES)
 SHIFT_TO_TOP_BITS = tl.constexpr(TOP_BITS)
 CLASS_OF_TOP_BITS = tl.constexpr(EXACT_WORK - EXACT_TOP_BITS)  # added to them, from EXACT on
@@ -180,10 +180,10 @@ def _tile_work_kernel(
 def _masked_list_kernel(
     chunks_ptr, tiles_ptr, num_tiles_ptr, num_chunks, capacity, num_heads, CHUNK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Each program writes the tiles of a chunk to their places in the list. Virtual tiles that are no tile come last, as zeros. Spare
-    entries of the last chunk are zeros too; they are not counted, so their places are past the capacity.
+    """Each program writes the tiles of a chunk to their positions in the list. Virtual tiles that are no tile come last, as zeros. Spare
+    entries of the last chunk are zeros too; they are not counted, so their positions are past the capacity.
 
-    capacity: places of a head. ROWS: chunks whose counts are added at a time.
+    capacity: of the list, in tiles of one head. ROWS: chunks whose counts are added at a time.
     """
     SIZE: tl.constexpr = BUCKETS + 3 * CHUNK
     chunk, buckets = tl.program_id(0), tl.arange(0, BUCKETS)
@@ -202,16 +202,16 @@ def _masked_list_kernel(
     bucket_ptr = chunks_ptr + chunk * SIZE + BUCKETS
     tiles = tl.arange(0, CHUNK)
     bucket = tl.load(bucket_ptr + tiles)
-    place = tl.gather(first, bucket, 0)  # plus the number of earlier tiles of this chunk in the bucket
+    position = tl.gather(first, bucket, 0)  # plus the number of earlier tiles of this chunk in the bucket
     for start in range(0, CHUNK, 32):
         others = start + tl.arange(0, 32)
         same = tl.load(bucket_ptr + others)[None, :] == bucket[:, None]
-        place += tl.sum((same & (others[None, :] < tiles[:, None])).to(tl.int32), 1)
+        position += tl.sum((same & (others[None, :] < tiles[:, None])).to(tl.int32), 1)
 
-    real, listed = bucket > 0, place < capacity
+    real, listed = bucket > 0, position < capacity
     segment = tl.load(bucket_ptr + CHUNK + tiles, mask=real, other=0)
     block = tl.load(bucket_ptr + 2 * CHUNK + tiles, mask=real, other=0)
-    tile_ptr = tiles_ptr + place.to(tl.int64) * num_heads * 3
+    tile_ptr = tiles_ptr + position.to(tl.int64) * num_heads * 3
     for head in range(0, num_heads):
         tl.store(tile_ptr + head * 3, segment, mask=listed)
         tl.store(tile_ptr + head * 3 + 1, tl.where(real, head, 0), mask=listed)
@@ -303,7 +303,7 @@ def _grouped_list_kernel(
 
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
-        place = tl.zeros([BLOCKS], tl.int32)
+        position = tl.zeros([BLOCKS], tl.int32)
         total = 0
         for start in range(0, num_segments, CHUNK):
             ranks, blocks, looped = _ranked_segments(sides, order_ptr, start, BLOCK_M, CHUNK)
@@ -312,9 +312,9 @@ def _grouped_list_kernel(
             earlier = tl.where(groups < group, blocks, 0) + (of_group & (ranks < rank)).to(tl.int32)
             smaller = tl.minimum(blocks[None, :], block[:, None])
             larger = tl.maximum(blocks[None, :] - 1 - block[:, None], 0)
-            place += tl.sum(earlier, 0) + tl.sum(tl.where(of_group[None, :], tl.where(ascending, smaller, larger), 0), 1)
+            position += tl.sum(earlier, 0) + tl.sum(tl.where(of_group[None, :], tl.where(ascending, smaller, larger), 0), 1)
             total += tl.sum(looped, 0)
-        tile_ptr = tiles_ptr + place.to(tl.int64) * num_heads * 3
+        tile_ptr = tiles_ptr + position.to(tl.int64) * num_heads * 3
         for head in range(0, num_heads):
             tl.store(tile_ptr + head * 3, segment, mask=block < num_blocks)
             tl.store(tile_ptr + head * 3 + 1, head, mask=block < num_blocks)

@@ -46,16 +46,17 @@ def _of_keys(rows):
 
 
 @triton.jit
-def _write_side(ptrs, offsets_ptr, segments, packed, length, place, rows_of_tile):
-    """Write one side's rows of each packed segment, from `place` on in its tile. The tile's last segments also write that it has no others.
+def _write_side(ptrs, offsets_ptr, segments, packed, length, first_row, rows_of_tile):
+    """Write one side's rows of each packed segment, from first_row on in its tile. The tile's last segments also write that it has no
+    others.
 
     ptrs: of the segments' tiles. length: rows of each segment on this side. rows_of_tile: of its tile.
     """
     rows = tl.arange(0, ROWS)[None, :]
     start = tl.load(offsets_ptr + segments, mask=packed, other=0).to(tl.int32)
     is_row = rows < length[:, None]
-    is_last, place = place + length == rows_of_tile, place[:, None] + rows
-    ptrs, mask = ptrs[:, None] + place, packed[:, None] & (is_row | is_last[:, None] & (place < ROWS))
+    is_last, rows_in_tile = first_row + length == rows_of_tile, first_row[:, None] + rows
+    ptrs, mask = ptrs[:, None] + rows_in_tile, packed[:, None] & (is_row | is_last[:, None] & (rows_in_tile < ROWS))
     tl.store(ptrs, tl.where(is_row, start[:, None] + rows, -1), mask=mask)
     tl.store(ptrs + ROWS, tl.where(is_row, segments[:, None], -1), mask=mask)
 
@@ -66,7 +67,7 @@ def _pack_kernel(q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_se
     """Each program packs the short segments of CHUNK segments, in their order. A tile ends where the next segment has no room on one of the
     sides. kv_offsets_ptr: None in self-attention.
 
-    Programs take places in `tiles` in any order. A tile's contents and its results do not depend on its place.
+    Programs reserve entries of `tiles` in any order. A tile's contents and its results do not depend on its entry.
     """
     segments = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     real = segments < num_segments
@@ -92,12 +93,12 @@ def _pack_kernel(q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_se
         num_tiles += 1
 
     tile += tl.atomic_add(num_tiles_ptr, num_tiles, sem="relaxed")
-    packed, place, rows = length > 0, first - tile_start, tile_end - tile_start
+    packed, first_row, rows = length > 0, first - tile_start, tile_end - tile_start
     SIDES: tl.constexpr = 1 if kv_offsets_ptr is None else 2
     ptrs = tiles_ptr + tile.to(tl.int64) * (SIDES * 2 * ROWS)
-    _write_side(ptrs, q_offsets_ptr, segments, packed, _of_queries(length), _of_queries(place), _of_queries(rows))
+    _write_side(ptrs, q_offsets_ptr, segments, packed, _of_queries(length), _of_queries(first_row), _of_queries(rows))
     if kv_offsets_ptr is not None:
-        _write_side(ptrs + 2 * ROWS, kv_offsets_ptr, segments, packed, _of_keys(length), _of_keys(place), _of_keys(rows))
+        _write_side(ptrs + 2 * ROWS, kv_offsets_ptr, segments, packed, _of_keys(length), _of_keys(first_row), _of_keys(rows))
 
 
 def pack_short_segments(segments: Segments, q_rows: int, kv_rows: int) -> PackedTiles:
