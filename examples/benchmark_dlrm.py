@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -34,7 +35,7 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import record_function
 from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
-from training import HelpFormatter, peak_memory, pick_device, save_json, seed_number, synchronize, time_steps
+from training import HelpFormatter, check_at_least_1, peak_memory, pick_device, save_json, seed_number, synchronize, time_steps
 
 import jagged_modules as jm
 
@@ -50,6 +51,9 @@ SIZES = {
         embedding_dim=256, num_batches=8,
     ),
 }  # fmt: skip
+# Options of the model that are at least 1.
+COUNTS = ("batch_size", "history", "stream", "candidates", "items", "features", "feature_rows", "embedding_dim", "num_batches", "num_heads")
+COUNTS += ("num_layers", "num_compressed")
 SPREAD = 2_147_483_647  # a prime, of which the number of rows is no multiple
 CLAIMS = (  # what was published, and our figure that is closest to it
     ("GDPA kernel (Meta, B200): training throughput of the whole model", "+30 %", "samples_per_second"),
@@ -73,6 +77,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_dlrm.json"), help="file for the results")
     options = parser.parse_args(arguments)
+    check_at_least_1(parser, options, (*COUNTS, "threads"))
     options.device = pick_device(options.device)
     set_sizes(options, SIZES[options.device.type])
     return options
@@ -348,7 +353,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     device = options.device
-    tables, batches = log_batches(options) if options.data else random_batches(options)
+    tables, batches = random_batches(options) if options.data is None else log_batches(options)
     lengths = length_statistics(batches)
     batches = [batch.to(device) for batch in batches]
     torch.manual_seed(options.seed)
@@ -431,8 +436,11 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse_arguments(arguments)
-    report = measure(options)
+    try:
+        options = parse_arguments(arguments)
+        report = measure(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"benchmark_dlrm: {error}")
     print_report(report)
     save_json(options.out, json.loads(json.dumps(report)))
     print(f"\nwritten to {options.out}")

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from balanced_sampler import SAMPLERS
 from benchmark_dlrm import (
+    COUNTS,
     MODELS,
     add_model_options,
     add_run_options,
@@ -41,7 +42,7 @@ from sharding import OptimizerSpec
 from step_profile import STAGES, Profile, profile_steps
 from torch.nn import functional
 from torchrec.distributed.train_pipeline import TrainPipelineBase
-from training import HelpFormatter, peak_memory, pick_device, save_json, synchronize
+from training import HelpFormatter, check_at_least_1, peak_memory, pick_device, positive, save_json, seconds, synchronize
 
 # Stages of a step, whose times add up to it. A collective is exposed while nothing else runs.
 ALL_STAGES = (*STAGES, "exposed collectives")
@@ -58,12 +59,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add_run_options(parser)
     parser.add_argument("--passes", type=int, default=5, help="passes through the batches, of which the median is taken")
     parser.add_argument("--baseline", type=Path, help="JSON of a run on fewer processes")
-    parser.add_argument("--bandwidth", type=float, default=50e9, help="bytes/s that a process sends, for the prediction")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that processes wait for one another")
+    parser.add_argument("--bandwidth", type=positive, default=50e9, help="bytes/s that a process sends, for the prediction")
+    parser.add_argument("--timeout", type=seconds, default=300, help="seconds that processes wait for one another")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_scaling.json"), help="file for the results")
     options = parser.parse_args(arguments)
-    if options.passes < 1:
-        parser.error(f"--passes must be at least 1, not {options.passes}")
+    check_at_least_1(parser, options, (*COUNTS, "threads", "passes"))
     return options
 
 
@@ -157,7 +157,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         batches = [batch.pin_memory() for batch in batches]
     training = Training(options, device, tables, batches)
     training.train(len(batches))  # allocates memory, and on a GPU compiles kernels
-    seconds = statistics.median([training.pass_seconds() for _ in range(options.passes)])
+    median = statistics.median([training.pass_seconds() for _ in range(options.passes)])
     peak = max_over_ranks(peak_memory(training.step, device), device)
     steps = min(len(batches), 3)
     profiled = mean_profile(profile_steps(lambda: training.train(steps), steps, device), device)
@@ -172,8 +172,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "settings": settings(options, device),
         "lengths": length_statistics(batches),
         "samples_per_step": samples / len(batches),
-        "samples_per_second": samples / seconds,
-        "step_ms": 1e3 * seconds / len(batches),
+        "samples_per_second": samples / median,
+        "step_ms": 1e3 * median / len(batches),
         "peak_memory_mb": peak / 1e6,
         "table_mb": [num_bytes / 1e6 for num_bytes in gather(training.table_bytes())],
         **profiled,
@@ -200,9 +200,13 @@ def mean_profile(profiled: Profile, device: torch.device) -> dict[str, Any]:
 
 def read_baseline(path: Path, world_size: int, own_settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON of a run that can be compared: on fewer processes, with the same settings."""
-    baseline = json.loads(path.read_text())
-    if baseline["world_size"] >= world_size:
-        raise ValueError(f"--baseline must be a run on fewer than {world_size} processes, not on {baseline['world_size']}")
+    try:
+        baseline = json.loads(path.read_text())
+        others, _, _ = baseline["world_size"], baseline["settings"], baseline["samples_per_second"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--baseline: {path} is not a file of this program: {error!r}") from error
+    if others >= world_size:
+        raise ValueError(f"--baseline must be a run on fewer than {world_size} processes, not on {others}")
     for name, value in own_settings.items():
         if baseline["settings"].get(name) != value:
             raise ValueError(f"--baseline must have the same {name}, {value}, not {baseline['settings'].get(name)}")

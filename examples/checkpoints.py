@@ -19,7 +19,7 @@ from typing import Any
 import sharding
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from training import write_atomically
 
 WEIGHTS = "weights.pt"
@@ -38,26 +38,45 @@ class Checkpoint:
 
         Raises ValueError if the checkpoint lacks some of them or cannot be read.
         """
+        self.metadata()  # torch would log two tracebacks if it cannot be read
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # notes that one process is one process, and on classes that torch uses itself
                 dcp.load(_without_empty(state), checkpoint_id=self.folder)
         except CheckpointException as error:  # not an Exception
-            causes = {str(cause) for cause, _ in error.failures.values()}
-            raise ValueError(f"{self.folder} cannot be loaded: {'; '.join(causes)}") from error
+            raise ValueError(f"{self.folder} cannot be loaded: {_causes(error)}") from error
+
+    def metadata(self) -> Metadata:
+        """torch's description of the tensors. Raises ValueError if it cannot be read."""
+        try:
+            return FileSystemReader(self.folder).read_metadata()
+        except Exception as error:  # of any kind: the file is a pickle
+            raise ValueError(f"{self.folder} cannot be loaded: its file .metadata is damaged: {error!r}") from error
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint in the folder."""
-    complete = [path.parent for path in folder.glob("epoch-*/.metadata")]
+    """The newest complete checkpoint in the folder. Raises ValueError if its run.json cannot be read."""
+    complete = [path for path in _epoch_folders(folder) if (path / ".metadata").exists()]
     if not complete:
         return None
     newest = max(complete, key=lambda path: int(path.name.removeprefix("epoch-")))
-    return Checkpoint(newest, **json.loads((newest / "run.json").read_text()))
+    try:
+        run = json.loads((newest / "run.json").read_text())
+        settings, epochs = run["settings"], run["epochs"]
+        if not isinstance(settings, dict) or not isinstance(epochs, list):
+            raise TypeError("it has no dictionary of settings and list of epochs")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{newest / 'run.json'} is damaged: {error!r}") from error
+    return Checkpoint(newest, settings, epochs)
+
+
+def _epoch_folders(folder: Path) -> list[Path]:
+    """Not those of other names, which are the user's own."""
+    return [path for path in folder.glob("epoch-*") if path.name.removeprefix("epoch-").isdecimal()]
 
 
 def save_checkpoint(folder: Path, settings: dict[str, Any], epochs: list[dict[str, float]], state: dict[str, Any]) -> None:
-    """Write a checkpoint, then remove the older ones. All ranks call it.
+    """Write a checkpoint, then remove the older ones. All ranks call it. Raises OSError if it cannot be written.
 
     Args:
         settings, epochs: what JSON can hold.
@@ -71,9 +90,12 @@ def save_checkpoint(folder: Path, settings: dict[str, Any], epochs: list[dict[st
     sharding.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(_without_empty(state), checkpoint_id=target)
+        try:
+            dcp.save(_without_empty(state), checkpoint_id=target)
+        except CheckpointException as error:  # of a full disk, for example
+            raise OSError(f"{target} cannot be written: {_causes(error)}") from error
     if sharding.rank() == 0:
-        for old in folder.glob("epoch-*"):
+        for old in _epoch_folders(folder):
             if old != target:
                 _remove(old)
 
@@ -84,6 +106,15 @@ def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     changed = [f"{name} {old.get(name)!r} -> {value!r}" for name, value in settings.items() if old.get(name) != value]
     if changed:
         raise ValueError(f"{checkpoint.folder} is of a run with other settings: {', '.join(changed)}")
+
+
+def _causes(error: CheckpointException) -> str:
+    """One line. Raises what is no Exception, such as KeyboardInterrupt."""
+    causes = [cause for cause, _ in error.failures.values()]
+    for cause in causes:
+        if not isinstance(cause, Exception):
+            raise cause
+    return "; ".join({(str(cause) or repr(cause)).split("\n")[0] for cause in causes})
 
 
 def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +146,7 @@ def export_weights(folder: Path) -> Path:
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         raise FileNotFoundError(f"no checkpoint in {folder}")
-    stored = FileSystemReader(checkpoint.folder).read_metadata().state_dict_metadata
+    stored = checkpoint.metadata().state_dict_metadata
     tensors = {}
     for part in ("model.", "best_average."):  # the second lacks the buffers that are not floating-point, and replaces the rest
         state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in stored.items() if name.startswith(part)}

@@ -26,14 +26,14 @@ from typing import NamedTuple
 import benchmark_dlrm
 import sharding
 import torch
-from benchmark_dlrm import add_model_options, make_config, random_batches, set_sizes
+from benchmark_dlrm import COUNTS, add_model_options, make_config, random_batches, set_sizes
 from ranking_data import RankingBatch
 from ranking_model import RankingModel
 from sharding import EXACT_EXCHANGE, Exchange
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardMetadata
-from training import HelpFormatter
+from training import HelpFormatter, check_at_least_1, positive
 
 # Tables of 21.6 GB for a GPU.
 SIZES = {"cpu": benchmark_dlrm.SIZES["cpu"], "cuda": {**benchmark_dlrm.SIZES["cuda"], "items": 16_000_000, "feature_rows": 128_000}}
@@ -215,18 +215,17 @@ def make_plan(model: RankingModel, options: argparse.Namespace, ranks: int) -> S
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
-    parser.add_argument("--step-ms", type=float, required=True, help="step of one rank, as benchmark_scaling.py measures it")
-    parser.add_argument("--bandwidth", type=float, required=True, help="bytes/s that a rank sends, while it receives as many")
+    parser.add_argument("--step-ms", type=positive, required=True, help="step of one rank, as benchmark_scaling.py measures it")
+    parser.add_argument("--bandwidth", type=positive, required=True, help="bytes/s that a rank sends, while it receives as many")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 64], help="numbers of ranks")
     parser.add_argument("--plan", choices=sharding.PLANS, default="auto", help="how ranks share the embedding tables")
     parser.add_argument("--device", choices=SIZES, default="cuda", help="what the plan is for")
-    parser.add_argument("--memory-gb", type=float, default=80.0, help="memory of a GPU")
+    parser.add_argument("--memory-gb", type=positive, default=80.0, help="memory of a GPU")
     sharding.add_exchange_options(parser)
     add_model_options(parser, SIZES)
     options = parser.parse_args(arguments)
     set_sizes(options, SIZES[options.device])
-    if min(options.world_sizes) < 1:
-        parser.error(f"--world-sizes must be at least 1, not {min(options.world_sizes)}")
+    check_at_least_1(parser, options, (*COUNTS, "world_sizes"))
     return options
 
 

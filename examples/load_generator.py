@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -143,16 +142,15 @@ class OverHTTP(AbstractContextManager):
     """A server in another process, `serve_ranking.py` with these options, which ends with the context."""
 
     def __init__(self, ranker: Ranker, *options: str):
-        self.ratings, port = ranker.ratings or [None], _free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        self.ratings = ranker.ratings or [None]
         program = Path(__file__).with_name("serve_ranking.py")
-        self.process = subprocess.Popen([sys.executable, str(program), "--port", str(port), *options], stdout=subprocess.DEVNULL)
-        end = time.monotonic() + START_SECONDS
-        while not self._is_ready():
-            if self.process.poll() is not None or time.monotonic() > end:
-                self.process.kill()
-                raise RuntimeError(f"the server did not start with the options {' '.join(options)}")
-            time.sleep(0.1)
+        # The system chooses the port when the server takes it. One that was free before could be taken meanwhile.
+        command = [sys.executable, str(program), "--port", "0", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            self.url, _ = address_of(self.process, START_SECONDS)
+        except RuntimeError as error:
+            raise RuntimeError(f"the server did not start with the options {' '.join(options)}") from error
 
     def __exit__(self, *error: Any) -> None:
         self.process.terminate()
@@ -180,12 +178,6 @@ class OverHTTP(AbstractContextManager):
     def metrics(self) -> dict[str, float]:
         httpx.get(f"{self.url}/users/0")  # answered between batches, when the metrics have the last one
         return parse_metrics(httpx.get(f"{self.url}/metrics").text)
-
-    def _is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
 
     async def _with_client(self, use: Callable[[Send], Awaitable[Any]]) -> Any:
         async with aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=1000)) as client:
@@ -216,7 +208,16 @@ async def drive(send: Send, requests: list[Request], arrivals: np.ndarray) -> An
     return [status for status, _ in answers], [seconds for _, seconds in answers]
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def address_of(process: subprocess.Popen, seconds: float) -> tuple[str, str]:
+    """The address that serve_ranking.py prints when it serves to its standard output, a pipe, and what it printed before. RuntimeError with
+    the output if it ends before, as it does after so many seconds."""
+    limit = threading.Timer(seconds, process.kill)
+    limit.start()
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("serving on "):
+            limit.cancel()
+            return line.split()[-1], "".join(lines)
+    limit.cancel()
+    raise RuntimeError("".join(lines))

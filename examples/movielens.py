@@ -10,12 +10,14 @@
 Files beside the log (`u.user`, `u.item`, `users.dat`, `movies.dat`, `movies.csv`, `*.user`, `*.item`) become side features.
 """
 
+import codecs
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -133,17 +135,6 @@ def read_log(path: str | Path) -> RatingLog:
     if not text.strip():
         raise ValueError(f"{path} is empty; expected rows of user, item, rating and timestamp")
     columns = _parse_log(path, text)
-    for name in ("user", "item"):
-        if not np.array_equal(columns[name], np.round(columns[name])):
-            raise ValueError(f"{path}: the {name} column must hold integer ids")
-        if (np.abs(columns[name]) >= 2**53).any():  # they were rounded, so different ids may be equal
-            raise ValueError(f"{path}: the {name} column must hold ids below 2**53; number larger ones, for example hashes, anew")
-        columns[name] = columns[name].astype(np.int64)
-    for name in ("rating", "timestamp"):
-        if not np.isfinite(columns[name]).all():
-            raise ValueError(
-                f"{path}: the {name} column must hold finite numbers, row {np.flatnonzero(~np.isfinite(columns[name]))[0]} does not"
-            )
     return RatingLog.from_columns(
         **columns, user_categories=_side_categories(path.parent, USER_FILES), item_categories=_side_categories(path.parent, ITEM_FILES)
     )
@@ -176,7 +167,7 @@ def _parse_log(path: Path, text: str) -> dict[str, np.ndarray]:
         fields = [name.split(":", 1)[0] for name in header.split("\t")]
         return _parse_rows(path, text, "\t", _columns_by_name(path, fields, HEADER_NAMES["inter"]), header_rows=1)
     if "::" in header:
-        return _parse_rows(path, text.replace("::", "\t"), "\t", dict(enumerate(COLUMNS)))
+        return _parse_rows(path, text, "::", dict(enumerate(COLUMNS)))
     if "," in header:
         return _parse_rows(path, text, ",", _columns_by_name(path, header.split(","), HEADER_NAMES["csv"]), header_rows=1)
     return _parse_rows(path, text, "\t", dict(enumerate(COLUMNS)))
@@ -191,13 +182,51 @@ def _columns_by_name(path: Path, fields: list[str], names: dict[str, str]) -> di
 def _parse_rows(path: Path, text: str, delimiter: str, columns: dict[int, str], header_rows: int = 0) -> dict[str, np.ndarray]:
     if not text.split("\n", header_rows)[-1].strip():
         raise ValueError(f"{path} has a header but no rows")
-    try:
+
+    def parse(lines: str, skiprows: int = 0) -> np.ndarray:
+        text = io.StringIO(lines.replace("::", "\t"))
         # float64 holds every integer below 2**53, so ids and timestamps are exact.
-        rows = np.loadtxt(io.StringIO(text), delimiter=delimiter, skiprows=header_rows, usecols=list(columns), ndmin=2, comments=None)
+        return np.loadtxt(text, delimiter=delimiter.replace("::", "\t"), skiprows=skiprows, usecols=list(columns), ndmin=2, comments=None)
+
+    def rows() -> list[tuple[int, str]]:
+        """The number and the text of each line that is a row."""
+        return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line and number > header_rows]
+
+    try:
+        parsed = parse(text, header_rows)
     except (ValueError, IndexError) as error:
-        expected = "user, item, rating, timestamp"
-        raise ValueError(f"{path}: expected numbers in the columns {expected} separated by {delimiter!r}: {error}") from error
-    return dict(zip(columns.values(), rows.T, strict=True))
+        number, line = _first_refused(rows(), lambda part: parse("\n".join(line for _, line in part)))
+        names = ", ".join(COLUMNS)
+        raise ValueError(
+            f"{path}, line {number}: expected numbers in the columns {names} separated by {delimiter!r}, not {line[:100]!r}"
+        ) from error
+    values = dict(zip(columns.values(), parsed.T, strict=True))
+
+    def check(name: str, good: np.ndarray, expected: str) -> None:
+        if not good.all():
+            row = int(np.argmin(good))
+            raise ValueError(f"{path}, line {rows()[row][0]}: the {name} must be {expected}, not {float(values[name][row])}")
+
+    for name in ("user", "item"):
+        check(name, values[name] == np.round(values[name]), "an integer id")
+        # Larger ones were rounded, so different ids may be equal.
+        check(name, np.abs(values[name]) < 2**53, "an id below 2**53; number larger ones, for example hashes, anew")
+        values[name] = values[name].astype(np.int64)
+    check("rating", np.abs(values["rating"]) <= np.finfo(np.float32).max, "a finite number of float32")
+    check("timestamp", np.abs(values["timestamp"]) < 2**63, "a finite number below 2**63")
+    return values
+
+
+def _first_refused(rows: Sequence[Any], parse: Callable[[Sequence[Any]], Any]) -> Any:
+    """The first row that `parse` refuses, which parses a sequence of rows if it can parse each of them. It refuses one of these."""
+    while len(rows) > 1:
+        middle = len(rows) // 2
+        try:
+            parse(rows[:middle])
+            rows = rows[middle:]
+        except (ValueError, IndexError):
+            rows = rows[:middle]
+    return rows[0]
 
 
 # -- side features: each reader yields (id, {feature: names}) ----------------------------------------------------------------------------
@@ -212,8 +241,9 @@ def _item_row(id: str, year: str, genres: Iterable[str]) -> tuple[int, dict[str,
 
 
 def _split_lines(path: Path, delimiter: str) -> Iterator[list[str]]:
-    # ml-100k and ml-1m are Latin-1. In other formats only ASCII columns are used, which Latin-1 reads correctly.
-    for line in path.read_text(encoding="latin-1").splitlines():
+    # ml-100k and ml-1m are Latin-1. In other formats only ASCII columns are used, which Latin-1 reads correctly. But it reads a byte order
+    # mark as three characters, and bytes of UTF-8 letters as what str.splitlines takes for ends of lines.
+    for line in path.read_text(encoding="latin-1").removeprefix(codecs.BOM_UTF8.decode("latin-1")).split("\n"):
         if line.strip():
             yield line.split(delimiter)
 
@@ -221,7 +251,7 @@ def _split_lines(path: Path, delimiter: str) -> Iterator[list[str]]:
 def _typed_rows(path: Path, names: tuple[str, ...]) -> Iterator[list[str]]:
     """Rows of a file with a `name:type` header, reduced to the columns `names`. A missing column reads as ''."""
     rows = _split_lines(path, "\t")
-    fields = [name.split(":", 1)[0] for name in next(rows)]
+    fields = [name.split(":", 1)[0] for name in next(rows, [])]
     for row in rows:
         record = dict(zip(fields, row, strict=True))
         yield [record.get(name, "") for name in names]
@@ -237,7 +267,7 @@ def _read_dat_items(path: Path):
 
 
 def _read_csv_items(path: Path):
-    with path.open(encoding="utf-8", newline="") as lines:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
         for row in csv.DictReader(lines):
             yield _item_row(row["movieId"], _title_year(row["title"]), row["genres"].split("|"))
 
@@ -270,11 +300,13 @@ def _side_categories(folder: Path, readers: dict[str, Reader]) -> Categories:
     categories: Categories = {}
     for name, reader in readers.items():
         for path in sorted(folder.glob(name))[:1]:
+            row = 1
             try:
                 for id, features in reader(path):
                     for feature, names in features.items():
                         categories.setdefault(feature, {})[id] = names
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}: a row does not have the columns of {name}: {error}") from error
+                    row += 1
+            except (ValueError, TypeError, KeyError, AttributeError, csv.Error) as error:  # csv gives None for a column that a row lacks
+                raise ValueError(f"{path}: row {row} below any header does not have the columns of {name}: {error}") from error
             return categories
     return categories

@@ -68,7 +68,13 @@ def make_service(options: argparse.Namespace) -> Service:
 
 
 class Server(uvicorn.Server):
-    """When it is told to stop, it also answers requests that clients have sent and that it has not read."""
+    """Prints its address, whose port the system may have chosen. When it is told to stop, it also answers requests that clients have sent
+    and that it has not read."""
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers[:1]:
+            print(f"serving on http://{self.config.host}:{server.sockets[0].getsockname()[1]}", flush=True)
 
     async def shutdown(self, sockets: Any = None) -> None:
         self.config.app.state.service.is_stopping = True
@@ -88,7 +94,6 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"serve_ranking: {error}")
     tune_process()
-    print(f"serving on http://{options.host}:{options.port}")
     seconds = dict(timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=STOP_SECONDS)
     Server(uvicorn.Config(app, host=options.host, port=options.port, log_level="warning", **seconds)).run()
 

@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk-size", type=int, default=8, help="maximum number of candidates that share a history")
     parser.add_argument("--max-stream", type=int, default=1000, help="maximum number of ratings in a stream")
     parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64, help="ratings of a stream that see one another")
-    options = trainer.parse(parser, arguments, at_least_1=("max_stream",))
+    options = trainer.parse(parser, arguments, at_least_1=("max_stream", "chunk_size"))
     if options.parts is None:
         options.parts = list(PARTS if options.ablation else DEFAULT_PARTS)
     if options.compare and options.ablation:
@@ -72,8 +72,8 @@ class Trainer(trainer.Trainer):
 
 def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
     """The datasets by split. Raises ValueError if a split has no liked or no disliked candidates."""
-    source = options.data or "generated log"
-    log = read_log(options.data) if options.data else generate_log(num_users=options.users, seed=options.seed)
+    source = "generated log" if options.data is None else options.data
+    log = generate_log(num_users=options.users, seed=options.seed) if options.data is None else read_log(options.data)
     part = split_by_time(log)
     log = add_popularity(log, part == SPLITS.index("train"))
     max_stream = options.max_stream if "stream" in options.parts else 0

@@ -21,7 +21,7 @@ from ranking_data import make_loader
 from sequence_data import SequenceBatch, SequenceDataset, Windows, make_datasets
 from sequence_files import read_events
 from sequence_model import ENCODERS, SCORES, SequenceModel, Vectors, generalised_bce, make_logits, sampled_softmax
-from training import next_item_metrics, rank_unseen
+from training import next_item_metrics, positive, rank_unseen
 
 SELECTIVITY = 1.0  # selectivity of the generated users
 BIASES = ("relative_position", "relative_time")  # options of hstu's attention
@@ -42,7 +42,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-negatives", type=int, default=512, help="items drawn for each batch, with which all its targets compete")
     parser.add_argument("--calibration", type=float, default=0.75, help="t of gbce, from 0 (bce) to 1")
     parser.add_argument("--scores", choices=SCORES, default="cosine", help="how a query scores an item")
-    parser.add_argument("--temperature", type=float, default=0.07, help="divisor of cosines in the loss; dot products are not divided")
+    parser.add_argument("--temperature", type=positive, default=0.07, help="divisor of cosines in the loss; dot products are not divided")
     parser.add_argument("--intervals", action="store_true", help="add an embedding of the time since the previous event to each input")
     parser.add_argument("--relative-position", action="store_true", help="hstu: learn biases of attention by relative position")
     parser.add_argument(
@@ -110,8 +110,11 @@ def evaluate_popularity(datasets: dict[str, SequenceDataset]) -> dict[str, float
 
 
 def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
-    source = options.data or "generated log"
-    log = read_events(options.data) if options.data else generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
+    source = "generated log" if options.data is None else options.data
+    if options.data is None:
+        log = generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
+    else:
+        log = read_events(options.data)
     if options.relative_time and log.timestamp is None:
         raise ValueError(f"{source}: --relative-time needs timestamps, which the file does not have")
     try:
@@ -134,8 +137,6 @@ def choose_batch_size(num_events: int, windows: Windows) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train the models that the options select and write the files. Returns the content of metrics.json."""
     device = trainer.prepare_device(options)
-    if not options.temperature > 0:
-        raise ValueError(f"temperature must be positive, not {options.temperature}")
     if not 0 <= options.calibration <= 1:
         raise ValueError(f"calibration must lie in [0, 1], not {options.calibration}")
     if options.relative_time < 0:

@@ -30,6 +30,7 @@ from training import (
     pick_device,
     save_curves,
     save_json,
+    seconds,
     seed_epoch,
     seed_number,
     time_steps,
@@ -70,7 +71,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=1, help="train from this many seeds, --seed and following; report mean and deviation")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
-    parser.add_argument("--timeout", type=float, default=30, help="seconds that processes of torchrun wait for one another")
+    parser.add_argument("--timeout", type=seconds, default=30, help="seconds that processes of torchrun wait for one another")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (GPU only)")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that build batches ahead")
     chosen = "" if "batch_size" in defaults else "; --batch-events chooses it if not given"
@@ -93,8 +94,10 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, at_least_1: tuple[str, ...] = ()) -> argparse.Namespace:
     options = parser.parse_args(arguments)
-    check_at_least_1(parser, options, ("epochs", "seeds", "batch_size", "embedding_dim", "num_heads", "users", "threads", *at_least_1))
-    for name, most in dict(dropout=1, average_decay=1, lr=math.inf, table_lr=math.inf, weight_decay=math.inf, patience=math.inf).items():
+    sizes = ("epochs", "seeds", "batch_size", "max_history", "embedding_dim", "num_heads", "users", "threads")
+    check_at_least_1(parser, options, (*sizes, *at_least_1))
+    unlimited = dict.fromkeys(("lr", "table_lr", "weight_decay", "patience", "num_workers"), math.inf)
+    for name, most in dict(dropout=1, average_decay=1, **unlimited).items():
         if not 0 <= getattr(options, name) <= most:  # NaN too
             parser.error(f"--{name.replace('_', '-')} must be 0 to {most}, not {getattr(options, name)}")
     if options.embedding_dim % options.num_heads:
@@ -369,9 +372,9 @@ def measure_steps(trainers: dict[str, Trainer], results: dict[str, dict[str, Any
     trainer = next(iter(trainers.values()))
     batches = [batch.to(trainer.device) for batch, _ in zip(trainer.batches("train", shuffle_seed=0), range(num_batches), strict=False)]
     steps = {name: trainer.step for name, trainer in trainers.items()}
-    seconds = time_steps(steps, batches, trainer.device)
+    medians = time_steps(steps, batches, trainer.device)
     for name, step in steps.items():
-        results[name]["step_ms"] = 1e3 * seconds[name]
+        results[name]["step_ms"] = 1e3 * medians[name]
         results[name]["peak_memory_mb"] = max(peak_memory(partial(step, batch), trainer.device) for batch in batches) / 1e6
 
 

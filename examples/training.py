@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,10 +31,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def check_at_least_1(parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str]) -> None:
-    """End the program with one line if an option of these names is given and below 1."""
+    """End the program with one line if an option of these names, or a part of it, is given and below 1 or does not fit into 32 bits."""
     for name in names:
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+        value = getattr(options, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not 1 <= number < 2**31:
+                bound = "at least 1" if number < 1 else "below 2**31"
+                parser.error(f"--{name.replace('_', '-')} must be {bound}, not {number}")
 
 
 def seed_number(text: str) -> int:
@@ -41,6 +45,24 @@ def seed_number(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, not {value}")
+    if value >= 2**32:  # seed_epoch multiplies it
+        raise argparse.ArgumentTypeError(f"must be below 2**32, not {value}")
+    return value
+
+
+def positive(text: str) -> float:
+    """The `type` of an option that is a finite number above 0, for argparse."""
+    value = float(text)
+    if not 0 < value < math.inf:  # NaN too
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, not {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """The `type` of an option --timeout, for argparse."""
+    value = positive(text)
+    if value >= 2**31:  # gloo counts nanoseconds in 64 bits
+        raise argparse.ArgumentTypeError(f"must be below 2**31, not {value}")
     return value
 
 

@@ -94,6 +94,14 @@ def test_a_baseline_must_be_comparable(tmp_path):
         bench.read_baseline(path, 4, settings | {"plan": "row_wise"})
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"world_size": 1}'])
+def test_a_file_that_is_no_baseline_is_named(tmp_path, text):
+    path = tmp_path / "baseline.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"--baseline: .*baseline\.json is not a file of this program"):
+        bench.read_baseline(path, 4, {})
+
+
 def test_without_torchrun_it_says_how_to_start():
     with pytest.raises(SystemExit, match="benchmark_scaling: start it with torchrun"):
         bench.main(TINY)

@@ -27,6 +27,22 @@ def test_a_mean_above_the_maximum_is_refused():
         bench.lognormal_lengths(np.random.default_rng(0), 4, 11, 10)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--history", "4", "0"], "error: --history must be at least 1, not 0"),
+        (["--items", str(2**31)], f"error: --items must be below 2**31, not {2**31}"),
+        (["--history", "11", "10"], "benchmark_dlrm: the mean length must be between 1 and the maximum, 10, not 11"),
+        (["--data", "nowhere"], "benchmark_dlrm: no file or folder nowhere"),
+        (["--device", "tpu"], "benchmark_dlrm: device must be auto, cpu, cuda, cuda:0, ..., not 'tpu'"),
+    ],
+)
+def test_bad_options_end_with_one_line(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main([*TINY, "--out", str(tmp_path / "out.json"), *arguments])
+    assert message in f"{stopped.value} {capsys.readouterr().err}" and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("law", ["uniform", "zipf"])
 def test_ids_follow_the_law(law):
     rows, size = 1000, 100_000

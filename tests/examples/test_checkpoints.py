@@ -29,7 +29,7 @@ def test_the_newest_is_kept(tmp_path):
 def test_an_interrupted_write_leaves_the_old_one(tmp_path, monkeypatch):
     save(tmp_path, 1, value=1)
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", None)  # which writes the last file
-    with pytest.raises(BaseException):  # noqa: B017, PT011 a CheckpointException is no Exception
+    with pytest.raises(OSError, match="epoch-2 cannot be written: 'NoneType' object is not callable$"):
         save(tmp_path, 2, value=2)
     monkeypatch.undo()
     assert (tmp_path / "epoch-2").exists()
@@ -60,3 +60,43 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         checkpoint.load_into({"model": {"bias": torch.zeros(3)}})
     with pytest.raises(ValueError, match="epoch-1 cannot be loaded: Size mismatch"):
         checkpoint.load_into({"model": {"weight": torch.zeros(3)}})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": [], "epochs": []}', '{"settings": {}, "epochs": 3}'])
+def test_a_damaged_description_of_the_run_is_named(tmp_path, text):
+    save(tmp_path, 1, value=1)
+    (tmp_path / "epoch-1/run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"epoch-1/run.json is damaged: \w"):
+        find_checkpoint(tmp_path)
+
+
+DAMAGES = [(".metadata", b""), (".metadata", b"\x80\x04X"), ("__0_0.distcp", b""), ("__0_0.distcp", b"PK")]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGES)
+def test_damaged_tensors_are_refused_with_one_line(tmp_path, name, content, caplog):
+    save(tmp_path, 1, value=1)
+    (tmp_path / "epoch-1" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"epoch-1 cannot be loaded: [^\n]+$") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+    assert not [x for x in caplog.records if x.name == "root"]  # where torch warns with tracebacks
+
+
+def test_a_copy_that_the_user_keeps_is_left_alone(tmp_path):
+    save(tmp_path, 1, value=1)
+    (tmp_path / "epoch-1").rename(tmp_path / "epoch-best")
+    assert find_checkpoint(tmp_path) is None
+    save(tmp_path, 2, value=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-2", "epoch-best"]
+    assert (load(tmp_path)[1] == 2).all()
+
+
+def test_an_interrupt_by_the_keyboard_stays_one(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    save(tmp_path, 1, value=1)
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemReader.read_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        load(tmp_path)

@@ -125,3 +125,10 @@ def test_program_prints_a_line_for_each_number_of_ranks(capsys, plan):
 def test_program_refuses_an_impossible_plan():
     with pytest.raises(SystemExit, match="communication: table item: .* a multiple of 4, not 6"):
         communication.main([*TINY, "--embedding-dim", "6", "--num-heads", "1"])
+
+
+@pytest.mark.parametrize(("option", "value"), [("--step-ms", "nan"), ("--bandwidth", "0"), ("--memory-gb", "inf")])
+def test_an_option_that_is_no_positive_number_ends_with_one_line(option, value, capsys):
+    with pytest.raises(SystemExit):
+        communication.main([*TINY, option, value])
+    assert capsys.readouterr().err.endswith(f"error: argument {option}: must be a finite number above 0, not {float(value)}\n")

@@ -85,6 +85,26 @@ def test_side_features_of_csv_with_quoted_titles(tmp_path):
     assert np.diff(log.item_features["genre"].offsets).tolist() == [2, 0, 1]
 
 
+def test_side_files_may_be_empty_or_begin_with_a_byte_order_mark(tmp_path):
+    empty = read_log(write(tmp_path, **{"a.inter": FORMS["small.inter"], "a.user": "", "a.item": ""}))
+    assert empty.user_features == {} and empty.item_features == {}
+    for name, text in ("a.user", SIDES["inter"]["a.user"]), ("a.item", SIDES["inter"]["a.item"]):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    log = read_log(tmp_path)
+    assert log.user_features["gender"].values.tolist() == [1, 0] and log.item_features["genre"].values.tolist() == [0, 1, 2]
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/ratings.csv").write_text(FORMS["ratings.csv"])
+    (tmp_path / "csv/movies.csv").write_text("movieId,title,genres\n10,A,Action\n", encoding="utf-8-sig")
+    assert read_log(tmp_path / "csv").item_features["genre"].values.tolist() == [0]
+
+
+def test_titles_in_utf_8(tmp_path):
+    """The second byte of Å is a line end in Latin-1."""
+    (tmp_path / "ratings.dat").write_text(FORMS["ratings.dat"])
+    (tmp_path / "movies.dat").write_text("10::Ådalen (1995)::Action\n20::Nowhen::Western\n", encoding="utf-8")
+    assert read_log(tmp_path).item_features["genre"].values.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
@@ -96,11 +116,17 @@ def test_side_features_of_csv_with_quoted_titles(tmp_path):
         ({"a.inter": "user_id:token\titem_id:token\trating:float\n1\t2\t3\n"}, ValueError, "no column timestamp"),
         ({"u.data": "1\t2\t3\n"}, ValueError, "expected numbers in the columns user, item, rating, timestamp"),
         ({"u.data": "1\t2\tgood\t4\n"}, ValueError, "expected numbers in the columns"),
-        ({"u.data": "1\t2\tnan\t4\n"}, ValueError, "rating column must hold finite numbers, row 0"),
-        ({"u.data": "1.5\t2\t3\t4\n"}, ValueError, "user column must hold integer ids"),
-        ({"u.data": "1\tnan\t3\t4\n"}, ValueError, "item column must hold integer ids"),
-        ({"u.data": f"{2**53}\t2\t3\t4\n{2**53 + 1}\t2\t3\t4\n"}, ValueError, r"user column must hold ids below 2\*\*53"),
-        ({"u.data": FORMS["u.data"], "u.user": "1|24|M\n"}, ValueError, "u.user: a row does not have the columns"),
+        ({"u.data": "1\t2\tnan\t4\n"}, ValueError, "u.data, line 1: the rating must be a finite number"),
+        ({"u.data": "1\t2\t1e39\t4\n"}, ValueError, "u.data, line 1: the rating must be a finite number of float32, not 1e"),
+        ({"u.data": "1\t2\t3\t1e19\n"}, ValueError, r"u.data, line 1: the timestamp must be a finite number below 2\*\*63, not 1e"),
+        ({"ratings.csv": FORMS["ratings.csv"] + "\n\n1,2,3,nan\n"}, ValueError, "ratings.csv, line 9: the timestamp must be"),
+        ({"ratings.csv": FORMS["ratings.csv"] + "\n\n1,2,3,\n1,2\n"}, ValueError, "ratings.csv, line 9: .* separated by ',', not '1,2,3,'"),
+        ({"ratings.dat": FORMS["ratings.dat"] + "1::2::3\n"}, ValueError, "ratings.dat, line 6: .* separated by '::', not '1::2::3'"),
+        ({"u.data": "1.5\t2\t3\t4\n"}, ValueError, "u.data, line 1: the user must be an integer id, not 1.5"),
+        ({"u.data": "1\tnan\t3\t4\n"}, ValueError, "u.data, line 1: the item must be an integer id, not nan"),
+        ({"u.data": f"{2**53}\t2\t3\t4\n{2**53 + 1}\t2\t3\t4\n"}, ValueError, r"u.data, line 1: the user must be an id below 2\*\*53"),
+        ({"u.data": FORMS["u.data"], "u.user": "1|24|M\n"}, ValueError, "u.user: row 1 below any header does not have the columns"),
+        ({"ratings.csv": FORMS["ratings.csv"], "movies.csv": "movieId,title,genres\n1,A,B\n2,C\n"}, ValueError, "movies.csv: row 2 below"),
     ],
 )
 def test_bad_input(tmp_path, files, error, message):

@@ -85,7 +85,7 @@ def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
         (["--data", "nowhere"], "train_dlrm: no file or folder nowhere"),
         (["--resume"], "--resume: no checkpoint attention in"),
         (["--bf16"], "--bf16 needs a GPU"),
-        (["--chunk-size", "0"], "chunk_size must be at least 1, not 0"),
+        (["--data", ""], "train_dlrm: no rating log in "),
     ],
 )
 def test_bad_input_ends_with_one_line_and_writes_nothing(tmp_path, arguments, message):
@@ -111,6 +111,12 @@ def test_settings_of_the_checkpoint_must_agree(tmp_path):
     [
         (["--embedding-dim", "10"], "not a multiple of --num-heads 4"),
         (["--epochs", "0"], "at least 1"),
+        (["--chunk-size", "0"], "--chunk-size must be at least 1, not 0"),
+        (["--chunk-size", str(2**63)], f"--chunk-size must be below 2**31, not {2**63}"),
+        (["--seed", str(2**32)], f"--seed: must be below 2**32, not {2**32}"),
+        (["--timeout", "nan"], "--timeout: must be a finite number above 0, not nan"),
+        (["--timeout", "1e30"], "--timeout: must be below 2**31, not 1e+30"),
+        (["--num-workers", "-1"], "--num-workers must be 0 to inf, not -1"),
         (["--compare", "--ablation"], "give one of them"),
     ],
 )

@@ -10,6 +10,7 @@ from torch import nn
 import jagged_modules as jm
 
 from ..compatibility.cases import CASES, OnRows, Pooled, assert_same_distribution
+from ..distributed.ranks import one_rank
 
 WIDTH, HEADS = 64, 4
 OFFSETS = torch.tensor([0, 20, 20, 50])
@@ -80,10 +81,9 @@ def test_a_lazy_result_is_waited_for_once():
 
 
 @pytest.fixture
-def one_process(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def one_process():
+    with one_rank():
+        yield
 
 
 def sharded(model, modules, **options):
