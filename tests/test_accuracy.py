@@ -469,3 +469,15 @@ def test_definitions_accept_themselves_and_reject_mutants(dtype):
         assert max(accuracy.compare(normed(x.float(), weight.float()).to(dtype), bound)) <= 1
         assert max(accuracy.compare(normed(x.to(lower).to(dtype), weight), bound)) > 1
         assert max(accuracy.compare(normed(x, weight) * (24 / 23) ** 0.5, bound)) > 1
+
+
+def test_equal_terms_round_in_one_direction():
+    term = torch.tensor(819.45 * 2**-13)  # sums above 1,024 have a spacing of 2^-13
+    total = torch.zeros(())
+    for _ in range(20_000):
+        total += term
+    terms = accuracy.Bound.exact(term.expand(1, 20_000))
+    with accuracy.equal_terms():
+        bound = terms.sum(1)
+    assert accuracy.compare(total[None], terms.sum(1)).largest > 1 > accuracy.compare(total[None], bound).largest > 0.1
+    assert accuracy.compare((total - 40 * term)[None], bound).largest > 1

@@ -8,7 +8,7 @@
 
 from .arithmetic import KERNELS, TORCH_CPU, Arithmetic
 from .attention import attention, block_attention
-from .bound import Bound, assert_accurate, check, compare, results
+from .bound import Bound, assert_accurate, check, compare, equal_terms, results
 from .definition import definition
 from .jagged_ops import (
     array_jagged_bmm,
@@ -34,6 +34,7 @@ __all__ = [
     "check",
     "compare",
     "definition",
+    "equal_terms",
     "jagged2_softmax",
     "jagged_dense_bmm",
     "jagged_gram",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jagged_modules.bias import RelativeBias, next_timestamps, position_index, time_buckets
 
-from .bound import RMS_OF_ROUNDING, Bound, partial_sums
+from .bound import RMS_OF_ROUNDING, Bound, largest_of_sum, partial_sums
 
 
 class SharedError(NamedTuple):
@@ -142,9 +142,8 @@ class _Sums(NamedTuple):
         """The bound of the gradient of a table. No score uses some entries: their gradients are exactly 0."""
         eps, used = torch.finfo(dtype).eps, self.terms > 0
         # As `Bound.summed`, without the truncation of tensor cores.
-        largest = torch.minimum(self.terms, 4 * self.terms.sqrt()) + 3
         deviation = 2 * RMS_OF_ROUNDING * partial_sums(self.terms, self.value, self.squares) + self.squares.sqrt() / 2
         total = Bound(self.value, self.error, torch.hypot(self.variance.sqrt(), self.common), dtype)
-        total = total.widened(largest * eps * self.size, deviation * eps).rounded(table.dtype).where(used)
+        total = total.widened(largest_of_sum(self.terms) * eps * self.size, deviation * eps).rounded(table.dtype).where(used)
         lines = len(self.value) if shares_errors else max(1, int(used.sum()))
         return total.map(lambda x: x.view(table.shape))._replace(lines=lines)

@@ -8,7 +8,9 @@ order (Higham, Accuracy and Stability of Numerical Algorithms, chapter 3). No im
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,20 @@ LARGEST_DEVIATION = 8.0
 # The root mean square of many errors, each divided by its standard deviation, is 1 if the model is right. It may be 10 % higher, plus 5 of
 # its own standard deviations, which is one over the root of twice the number of independent errors.
 MEAN_SLACK, MEAN_DEVIATIONS = 1.1, 5.0
+
+
+_EQUAL_TERMS = ContextVar("equal terms", default=False)
+
+
+@contextmanager
+def equal_terms() -> Iterator[None]:
+    """Sums may have many equal terms. Adding one to a growing sum rounds in one direction, again and again, so that n roundings add up to
+    n / 2 eps."""
+    token = _EQUAL_TERMS.set(True)
+    try:
+        yield
+    finally:
+        _EQUAL_TERMS.reset(token)
 
 
 class Bound(NamedTuple):
@@ -128,13 +144,13 @@ class Bound(NamedTuple):
 
         Largest error: a sum of n terms has at most n roundings, which with probability near 1 add up to no more than 4 sqrt(n) of them
         (Higham and Mary 2019). Tensor cores truncate instead of rounding, a whole eps in one direction, once for 16 products. Three more
-        roundings cover fp32 MMAs from three 16-bit parts, which omit terms of about 2^-24.
+        roundings cover fp32 MMAs from three 16-bit parts, which omit terms of about 2^-24. Within `equal_terms`, roundings all count.
 
         Standard deviation: that of rounding the partial sums, doubled, because sorted terms have larger partial sums. Truncation adds an
         offset: half an eps of a partial sum for every 16 terms, half of that on average.
         """
         terms = torch.as_tensor(terms, dtype=torch.float64, device=size.device)
-        largest = torch.minimum(terms, 4 * terms.sqrt() + terms / 16) + 3
+        largest = largest_of_sum(terms, truncated=terms / 16)
         deviation = 2 * RMS_OF_ROUNDING * partial_sums(terms, self.value, squares) + squares.sqrt() / 2 + terms / 64 * self.value.abs()
         return self.widened(largest * self.eps * size, deviation * self.eps)
 
@@ -155,6 +171,12 @@ class Bound(NamedTuple):
 
 
 Bounds = dict[str, Bound]  # by name of the result
+
+
+def largest_of_sum(terms: Tensor, truncated: Tensor | float = 0.0) -> Tensor:
+    """The largest error of a sum of this number of terms, in eps of the sum of their absolute values, as in `Bound.summed`."""
+    largest = torch.minimum(terms, 4 * terms.sqrt() + truncated)
+    return (torch.maximum(largest, terms / 2 + truncated) if _EQUAL_TERMS.get() else largest) + 3
 
 
 def partial_sums(terms: Tensor, value: Tensor, squares: Tensor) -> Tensor:
