@@ -157,8 +157,8 @@ def measure(rank: int, barrier: Barrier, times: Tensor, lengths: Tensor, costs: 
 
 def print_measured(lengths: Tensor, costs: Tensor, options: argparse.Namespace) -> None:
     """The table's last row: idle time of two processes on this CPU."""
-    # A barrier of multiprocessing: the threads of a Gloo group may outlive Python, and abort the process.
     times = torch.zeros(len(SAMPLERS), options.steps + 1, 2, dtype=torch.float64).share_memory_()
+    # Not a process group: the threads of Gloo may outlive Python, and abort the process.
     spawn(measure, (get_context("spawn").Barrier(2), times, lengths, costs, options), nprocs=2)
     times = times[:, 1:]  # without the first step, which allocates
     shuffled, balanced = (x.max(dim=1).values.mean() for x in times)

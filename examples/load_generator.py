@@ -214,10 +214,11 @@ def address_of(process: subprocess.Popen, seconds: float) -> tuple[str, str]:
     limit = threading.Timer(seconds, process.kill)
     limit.start()
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("serving on "):
-            limit.cancel()
-            return line.split()[-1], "".join(lines)
-    limit.cancel()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("serving on "):
+                return line.split()[-1], "".join(lines)
+    finally:
+        limit.cancel()
     raise RuntimeError("".join(lines))

@@ -47,11 +47,12 @@ def attention_cpu(
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
     segments = _Segments.of(q_offsets, kv_offsets, params)
     queries, keys, values, results = _compute_operands(activation, *segments.sorted(q, k, v), out)
-    finite = activation == "softmax" and dot_products_are_finite(scale, queries, keys, values)
+    is_fused = activation == "softmax" and not params.has_bias
+    finite = is_fused and dot_products_are_finite(scale, queries, keys, values)
     for group in _groups(q.shape[1], segments):
-        operands, bias = group.operands(queries, keys, values), group.bias(segments.params)
-        if activation != "softmax" or bias is not None:
-            block, block_lse = unfused_forward(*operands, *group.mask, scale, activation, bias)
+        operands = group.operands(queries, keys, values)
+        if not is_fused:
+            block, block_lse = unfused_forward(*operands, *group.mask, scale, activation, group.bias(segments.params))
         else:
             block, block_lse = softmax_forward(*operands, *group.mask, scale, finite)
         if block_lse is not None:
@@ -91,7 +92,7 @@ def attention_cpu_backward(
     queries, keys, values, grad, *results = _compute_operands(activation, *segments.sorted(q, k, v), grad, *([] if out is None else [out]))
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     dtables = TableGradients.of(segments.params)
-    finite = activation == "softmax" and dot_products_are_finite(scale, grad, queries, keys, values)
+    finite = activation == "softmax" and mask is not None and dot_products_are_finite(scale, grad, queries, keys, values)
     for group in _groups(q.shape[1], segments):
         operands, bias = (_take(grad, group.rows), *group.operands(queries, keys, values)), group.bias(segments.params)
         if activation == "softmax" and lse is not None and bias is None:
@@ -250,7 +251,7 @@ def _compute_operands(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
     """
     width = max(x.shape[-1] for x in tensors)
     if any(x.shape[1] * width * compute_dtype(x).itemsize % ALIGNMENT for x in tensors):
-        width = -(-width // 16) * 16
+        width = -(-width // 16) * 16  # 64 bytes of fp32
     for x in tensors:
         x = x.to(compute_dtype(x))
         if activation == "softmax":
