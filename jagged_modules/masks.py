@@ -212,7 +212,7 @@ class AttentionMask:
         if self.num_targets is not None and self.num_targets.is_meta:
             raise ValueError("num_targets must have values to draw the mask, got a meta tensor")
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
-        seen = self.keep(num_queries, length, num_targets)
+        seen = self.keep(num_queries, length, num_targets, device="cpu")
         return "\n".join(" ".join("#" if x else "." for x in to_ints(row)) for row in seen)
 
 

@@ -226,12 +226,12 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
     elif leaf.kind == OFFSETS:
         buffer[: size + 1].copy_(x, non_blocking=True)
         tail, end, step = buffer[size + 1 :], capacities[leaf.rows], _padding_step(leaf.rows, size, capacities)
-        torch.arange(leaf.rows + step, leaf.rows + step * len(tail) + 1, step, out=tail)
+        torch.arange(leaf.rows + step, leaf.rows + step * len(tail) + 1, step, out=tail, device=tail.device)
         tail.clamp_(max=end)
     else:
         buffer[:size].copy_(x, non_blocking=True)
         if leaf.kind == ORDER:
-            torch.arange(size, len(buffer), out=buffer[size:])
+            torch.arange(size, len(buffer), out=buffer[size:], device=buffer.device)
         elif size < len(buffer):
             buffer[size:].zero_()
 

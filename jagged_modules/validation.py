@@ -208,10 +208,15 @@ def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None
 def checked_offsets(
     name: str, offsets: Any, total: int, like: Tensor, owner: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
 ) -> Tensor:
-    """`check_offsets` and `check_device`, then a copy of the offsets to `like`'s device. owner: `like` in the message, such as "q's"."""
+    """`check_offsets` and `check_device`, then `index_tensor`, on `like`'s device. owner: `like` in the message, such as "q's"."""
     check_offsets(name, offsets, total, max_seqlen, longest)
     check_device(name, offsets, like.device, owner)
-    return offsets.to(like.device, non_blocking=True)
+    return index_tensor(offsets, like.device)
+
+
+def index_tensor(x: Tensor, device: torch.device) -> Tensor:
+    """x as everything below the public functions takes index tensors: on the device and contiguous. Kernels read no strides of them."""
+    return x.to(device, non_blocking=True).contiguous()
 
 
 def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:

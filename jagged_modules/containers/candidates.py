@@ -23,7 +23,7 @@ class CandidateIndex(Queries):
 
     Attributes:
         offsets: `[num_users + 1]`. Grouped by user, the candidates of user u are rows offsets[u] : offsets[u + 1].
-            Do not write to this tensor: the index keeps what it has computed from it.
+            What the index has computed from this tensor is computed anew after a write to it.
         order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
         inverse: the permutation that undoes `order`, or None.
 
@@ -43,9 +43,8 @@ class CandidateIndex(Queries):
     def __init__(self, offsets: Any, order: Any = None, inverse: Any = None, host_counts: Tensor | None = None) -> None:
         # No checks: a pytree is rebuilt from tensors, fake tensors or other objects.
         self.offsets, self.order, self.inverse = offsets, order, inverse
-        self._segmentation = segmentation_of(offsets, host_counts) if isinstance(offsets, Tensor) else Segmentation()
-        self._query_offsets: dict[int, Tensor] = {}
-        self._users: Tensor | None = None
+        self._known = segmentation_of(offsets, host_counts)
+        self._derived: tuple[Segmentation, dict[tuple[str, int], Tensor]] = self._known, {}
 
     @classmethod
     @one_call
@@ -160,19 +159,25 @@ class CandidateIndex(Queries):
         Raises:
             ValueError: the index describes another number of candidates, as far as the host can tell.
         """
-        recording = is_recording(self.offsets.device)
-        if not recording and self._users is not None and self._users.shape[0] == num_candidates:
-            return self._users
-        self.check(num_candidates, None, queries="num_candidates is")
-        if recording:
-            return self._find_users(num_candidates)
-        with torch.inference_mode(False):  # a later call may save them for its backward
-            self._users = users = self._find_users(num_candidates)
-        return users
 
-    def _find_users(self, num_candidates: int) -> Tensor:
-        _, users = rows_and_segments(self.offsets, num_candidates)
-        return users if self.inverse is None else users[self.inverse]
+        def find() -> Tensor:
+            self.check(num_candidates, None, queries="num_candidates is")
+            _, users = rows_and_segments(self.offsets.contiguous(), num_candidates)
+            return users if self.inverse is None else users[self.inverse]
+
+        return self._derive(("users", num_candidates), find)
+
+    def _derive(self, key: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
+        """What `make` computes from the index, once for each key; in a recorded graph and after a write to the offsets again."""
+        if is_recording(self.offsets.device):
+            return make()
+        segmentation, derived = self._segmentation, self._derived
+        if derived[0] is not segmentation:
+            derived = self._derived = segmentation, {}
+        if key not in derived[1]:
+            with torch.inference_mode(False):  # a later call may save it for its backward
+                derived[1][key] = make()
+        return derived[1][key]
 
     def ungrouped(self, x: Tensor) -> Tensor:
         """x `[num_candidates, ...]`, rows of candidates grouped by user, in the candidates' own order.
@@ -199,13 +204,7 @@ class CandidateIndex(Queries):
         check_size("rows_per_candidate", rows_per_candidate, at_least=0)
         if rows_per_candidate == 1:
             return self.offsets
-        if is_recording(self.offsets.device):
-            return self.offsets * rows_per_candidate
-        offsets = self._query_offsets.get(rows_per_candidate)
-        if offsets is None:
-            with torch.inference_mode(False):
-                offsets = self._query_offsets[rows_per_candidate] = self.offsets * rows_per_candidate
-        return offsets
+        return self._derive(("query_offsets", rows_per_candidate), lambda: self.offsets * rows_per_candidate)
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:
         """Each user's candidates are one query segment, with rows_per_candidate rows for each of them."""
@@ -228,7 +227,7 @@ class CandidateIndex(Queries):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """`Tensor.record_stream(stream)` of the tensors on a device. TorchRec's pipelines call it."""
-        record_stream(stream, self.offsets, self.order, self.inverse, self._users, *self._query_offsets.values())
+        record_stream(stream, self.offsets, self.order, self.inverse, *self._derived[1].values())
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:
         offsets = move(self.offsets)
@@ -236,7 +235,7 @@ class CandidateIndex(Queries):
         self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
         remember(offsets, self._segmentation)
         moved = CandidateIndex(offsets, order, inverse)
-        moved._segmentation = self._segmentation
+        moved._known = self._segmentation
         return moved
 
     def check(

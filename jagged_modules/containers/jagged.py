@@ -24,6 +24,7 @@ from ..validation import (
     check_integers,
     check_layer_input,
     check_offsets,
+    index_tensor,
     values_are_checkable,
 )
 from .conversions import check_lengths, rebuild, values_and_offsets, wait_for
@@ -66,7 +67,7 @@ class Jagged(Queries):
             host_lengths = as_tensor("host_lengths", host_lengths)
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
-        self._segmentation = segmentation_of(offsets, host_lengths)
+        self._known = segmentation_of(offsets, host_lengths)
         self._container: Any = None  # the argument of wrap
         self.feature_keys: list[str] | None = None  # of a KeyedJaggedTensor, whose segments are feature-major
 
@@ -161,9 +162,7 @@ class Jagged(Queries):
         """
         jagged = object.__new__(cls)
         jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged.feature_keys = values, offsets, max_seqlen, None, None
-        if segmentation is None:
-            segmentation = segmentation_of(offsets) if isinstance(offsets, Tensor) else Segmentation()
-        jagged._segmentation = segmentation
+        jagged._known = segmentation_of(offsets) if segmentation is None else segmentation
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
@@ -346,14 +345,14 @@ class Jagged(Queries):
         targets = None if mask is None else mask.num_targets
         return device_schedule(
             AttentionProblem(sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant),
-            segments.offsets.to(device, non_blocking=True),
-            self.offsets.to(device, non_blocking=True),
+            index_tensor(segments.offsets, device),
+            index_tensor(self.offsets, device),
             num_rows,
             self.num_rows,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             mask=None if mask is None else list(mask.params),
-            num_targets=None if targets is None else targets.to(device, non_blocking=True),
+            num_targets=None if targets is None else index_tensor(targets, device),
             backward=has_backward,
         )
 
@@ -365,7 +364,7 @@ class Jagged(Queries):
         """A query segment of `rows` rows for each segment."""
         check_size("queries", rows, at_least=0)
         offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * rows
-        return QuerySegments(offsets, torch.full((self.num_segments,), rows), self.num_segments * rows)
+        return QuerySegments(offsets, torch.full((self.num_segments,), rows, device="cpu"), self.num_segments * rows)
 
 
 class _Sizes(NamedTuple):
@@ -399,7 +398,7 @@ def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None)
 
 def as_tensor(name: str, x: Any) -> Tensor:
     try:
-        return torch.as_tensor(x)
+        return x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a tensor or a sequence of ints, got {type(x).__name__}") from None
 

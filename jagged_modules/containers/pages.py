@@ -24,7 +24,7 @@ class PagedRows(Jagged):
 
     def __init__(self, storage: Tensor, offsets: Tensor, pages: Pages, segmentation: Segmentation) -> None:
         self.storage, self.pages, self.offsets, self.max_seqlen = storage, pages, offsets, None
-        self._segmentation, self._container, self.feature_keys = segmentation, None, None
+        self._known, self._container, self.feature_keys = segmentation, None, None
 
     def __getattr__(self, name: str) -> Tensor:
         """`values`, until the first use stores it."""

@@ -81,7 +81,14 @@ class QuerySegments(NamedTuple):
 class Queries:
     """Base of the containers that can be the queries of an attention: `Jagged` and `CandidateIndex`."""
 
-    _segmentation: Segmentation
+    offsets: Tensor
+    _known: Segmentation  # of the offsets when they were last read
+
+    @property
+    def _segmentation(self) -> Segmentation:
+        """What is known of the segments. A write to the offsets, also through a view, makes a new one."""
+        self._known = segmentation_of(self.offsets, known=self._known)
+        return self._known
 
     @property
     def segmentation_id(self) -> bytes:
@@ -103,13 +110,16 @@ class _Kept(NamedTuple):
 _segmentations: Any = WeakTensorKeyDictionary()  # offsets → _Kept. Not an attribute of the tensor, because torch.save would save it.
 
 
-def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None) -> Segmentation:
-    """The segmentation of this tensor object; a new one if the tensor was written to since the last call."""
+def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None, known: Segmentation | None = None) -> Segmentation:
+    """The segmentation of this tensor object; a new one if the tensor was written to since the last call.
+
+    known: that of a tensor of which no call or `remember` knows yet, for example an unpickled one.
+    """
     if not _is_tracked(offsets):
-        return Segmentation(host_lengths)
+        return known or Segmentation(host_lengths)
     kept: _Kept | None = _segmentations.get(offsets)
     if kept is None or not (torch.equal(kept.state, offsets) if isinstance(kept.state, Tensor) else kept.state == offsets._version):
-        segmentation = Segmentation(host_lengths)
+        segmentation = known if kept is None and known is not None else Segmentation(host_lengths)
         remember(offsets, segmentation)
         return segmentation
     if kept.segmentation.host_lengths is None:
@@ -124,8 +134,11 @@ def remember(offsets: Tensor, segmentation: Segmentation) -> None:
 
 
 def _is_tracked(offsets: Tensor) -> bool:
-    """Whether writes to the tensor can be detected: inference tensors on a device have no version counter."""
-    return not torch.compiler.is_compiling() and (_on_host(offsets) or not offsets.is_inference())
+    """Whether writes to the tensor can be detected: inference tensors on a device have no version counter. A pytree may have put another
+    object in the tensor's place."""
+    if torch.compiler.is_compiling() or not isinstance(offsets, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return False
+    return _on_host(offsets) or not offsets.is_inference()
 
 
 def _on_host(offsets: Tensor) -> bool:

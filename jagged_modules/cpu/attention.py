@@ -160,7 +160,7 @@ def _reordered(offsets: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """The offsets of segments in another order, and the rows in this order."""
     lengths, starts = offsets.diff()[order], offsets[:-1][order]
     ends = lengths.cumsum(0)
-    rows = torch.repeat_interleave(starts - ends + lengths, lengths) + torch.arange(int(offsets[-1]))
+    rows = torch.repeat_interleave(starts - ends + lengths, lengths) + torch.arange(int(offsets[-1]), device="cpu")
     return pad(ends, (1, 0)), rows
 
 

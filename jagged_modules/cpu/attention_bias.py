@@ -43,10 +43,11 @@ class BlockBias:
     def entries(self, pairs: _Pairs, rows: slice, columns: slice) -> tuple[_Entries | None, _Entries | None]:
         """The entries of the position table and of the time table."""
         params, position, time = self.params, None, None
-        i = torch.arange(rows.start, rows.stop) + self.first
+        i = torch.arange(rows.start, rows.stop, device="cpu") + self.first
         if params.position_bias is not None:
             max_seqlen = (params.position_bias.shape[1] + 1) // 2
-            position = _Entries(params.position_bias, position_index(i, torch.arange(columns.start, columns.stop), max_seqlen)[None])
+            j = torch.arange(columns.start, columns.stop, device="cpu")
+            position = _Entries(params.position_bias, position_index(i, j, max_seqlen)[None])
         if params.time_bias is not None and self.t is not None and params.boundaries is not None:
             t = self.t[pairs.segments]
             u = next_timestamps(i, t) if self.u is None else self.u[pairs.segments, rows]
@@ -66,7 +67,7 @@ class _Pairs(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, some: slice) -> _Pairs:
         segments, kv_heads = k.shape[:2]
-        pairs = torch.arange(some.start, min(some.stop, segments * kv_heads))
+        pairs = torch.arange(some.start, min(some.stop, segments * kv_heads), device="cpu")
         first = some.start // kv_heads
         return cls(slice(first, (int(pairs[-1]) // kv_heads) + 1), pairs // kv_heads - first, pairs % kv_heads, q.shape[1] // kv_heads)
 
@@ -88,7 +89,7 @@ class TableGradients:
     @classmethod
     def of(cls, params: AttentionParams) -> TableGradients:
         tables = (params.position_bias, params.time_bias) if params.table_gradients else (None, None)
-        return cls(*(None if table is None else torch.zeros(table.numel(), dtype=torch.float64) for table in tables))
+        return cls(*(None if table is None else table.new_zeros(table.numel(), dtype=torch.float64) for table in tables))
 
     def add(self, ds: Tensor, bias: BlockBias, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> None:
         """Add dS `[some, group · rows, columns]` of a block to the entries that its scores used."""

@@ -242,7 +242,7 @@ def _blocks(q: Tensor, k: Tensor, mask: AttentionMask, num_targets: int) -> Iter
     """Blocks: query rows, the range of columns that at least one of them sees, and a boolean `[rows, columns]`, True where hidden."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     for rows in _row_blocks(q, k, ROWS):
-        keep = mask.rule(torch.arange(rows.start, rows.stop) + (num_keys - num_queries), num_keys, num_targets)
+        keep = mask.rule(torch.arange(rows.start, rows.stop, device="cpu") + (num_keys - num_queries), num_keys, num_targets)
         seen = keep.any(0).nonzero()
         if len(seen):
             columns = slice(int(seen[0]), int(seen[-1]) + 1)

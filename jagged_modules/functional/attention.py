@@ -20,7 +20,7 @@ from ..reference import attention_reference
 from ..scalars import check_kind
 from ..schedule import device_schedule
 from ..settings import backward_workspace, is_batch_invariant
-from ..validation import check_tensor, refuse_transforms, values_are_checkable
+from ..validation import check_tensor, index_tensor, refuse_transforms, values_are_checkable
 from .attention_bias import check_bias, with_bias
 from .attention_checks import AttentionSegments, check_attention, check_output_scale, check_schedule, check_segments
 from .paged_keys import paged_keys
@@ -185,7 +185,7 @@ def _split_scale(output_scale: Tensor, q: Tensor, segments: AttentionSegments, b
         factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
     factor = torch.where(factor == 0, 1, factor)
     rows = q.shape[0] * (segments.num_segments if segments.q_shared else 1)
-    rest = expand_to_rows(output_scale / factor, segments.q_offsets.to(q.device, non_blocking=True), rows)
+    rest = expand_to_rows(output_scale / factor, index_tensor(segments.q_offsets, q.device), rows)
     return factor.expand(1 if segments.kv_shared else segments.num_segments), rest
 
 
@@ -210,10 +210,10 @@ def _attention_by_kernels(
     if params.scale <= 0 and params.activation == "softmax" or params.has_bias and abs(params.scale) < SMALLEST_SCALE:
         q, params = q * params.scale, params._replace(scale=1.0)
     self_attention = segments.kv_offsets is segments.q_offsets
-    q_offsets = _on_device(segments.q_offsets, device)
-    kv_offsets = q_offsets if self_attention else _on_device(segments.kv_offsets, device)
+    q_offsets = index_tensor(segments.q_offsets, device)
+    kv_offsets = q_offsets if self_attention else index_tensor(segments.kv_offsets, device)
     if params.num_targets is not None:
-        params = params._replace(num_targets=params.num_targets.to(device, non_blocking=True).contiguous())
+        params = params._replace(num_targets=index_tensor(params.num_targets, device))
     if params.segment_scale is not None:
         params = params._replace(segment_scale=params.segment_scale.to(device, torch.float32, non_blocking=True).contiguous())
     if schedule is None or kv_shared:
@@ -239,8 +239,8 @@ def _attention_by_kernels(
             check_schedule(schedule, q_offsets, kv_offsets)
     if pages is not None:
         return paged_attention(
-            q, k, v, q_offsets, kv_offsets, pages.to(device).table, pages.page_rows, pages.num_rows, schedule.tiles, schedule.num_tiles,
-            schedule.block_m, implementation, *params,
+            q, k, v, q_offsets, kv_offsets, index_tensor(pages.table, device), pages.page_rows, pages.num_rows,
+            schedule.tiles, schedule.num_tiles, schedule.block_m, implementation, *params,
         )  # fmt: skip
     keys = schedule.backward
     if keys is not None and not keys.ascending:
@@ -253,7 +253,3 @@ def _attention_by_kernels(
         schedule.block_m, keys and keys.block_m, kv_shared, implementation, workspace, *params,
     )  # fmt: skip
     return out
-
-
-def _on_device(x: Tensor, device: torch.device) -> Tensor:
-    return x if x.device == device else x.to(device, non_blocking=True)

@@ -13,7 +13,7 @@ from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..scalars import check_size, possessive
 from ..settings import is_batch_invariant
-from ..validation import check_device, check_offsets, check_tensor, refuse_transforms
+from ..validation import check_device, check_offsets, check_tensor, index_tensor, refuse_transforms
 from .attention import jagged_attention
 from .attention_checks import BLOCKS, check_attention
 
@@ -61,7 +61,7 @@ def block_diagonal_attention(
     q, k, v = (autocast(x) for x in (q, k, v))
     _check_block_attention(q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation)
     factor = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return _block_attention(q, k, v, offsets.to(q.device, non_blocking=True), block_size, factor, rotary, implementation)
+    return _block_attention(q, k, v, index_tensor(offsets, q.device), block_size, factor, rotary, implementation)
 
 
 def _block_attention(
@@ -108,7 +108,7 @@ def block_diagonal_attention_packed(
     qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
     _check_block_attention(q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation)
-    offsets, scale = offsets.to(qkv.device, non_blocking=True), q.shape[2] ** -0.5
+    offsets, scale = index_tensor(offsets, qkv.device), q.shape[2] ** -0.5
     if not _has_kernels(q, k, block_size, implementation):
         return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation)
 

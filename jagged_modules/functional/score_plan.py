@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from ..scalars import check_kind
-from ..validation import check_device, check_offsets, values_are_checkable
+from ..validation import check_device, check_offsets, index_tensor, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +61,9 @@ class ScorePlan:
         if x_offsets.shape != y_offsets.shape:
             segments = x_offsets.shape[0] - 1, y_offsets.shape[0] - 1
             raise ValueError("x_offsets and y_offsets must describe the same number of segments, got {} and {}".format(*segments))
+        same = y_offsets is x_offsets
+        x_offsets = x_offsets.clone(memory_format=torch.contiguous_format)  # no later write reaches the plan
+        y_offsets = x_offsets if same else y_offsets.clone(memory_format=torch.contiguous_format)
         p_offsets = nnf.pad((x_offsets.diff().long() * y_offsets.diff()).cumsum(0), (1, 0))
         return cls(x_offsets, y_offsets, p_offsets, *(int(x[-1]) for x in (x_offsets, y_offsets, p_offsets)))
 
@@ -87,7 +90,7 @@ def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> tuple[Tensor, Tensor,
     """The plan's offsets on x's device. Errors call x `name`."""
     check_kind("plan", plan, ScorePlan, "a ScorePlan")
     check_device("plan", plan.p_offsets, x.device, f"{name}'s")
-    x_offsets, y_offsets, p_offsets = (offsets.to(x.device, non_blocking=True) for offsets in plan.offsets)
+    x_offsets, y_offsets, p_offsets = (index_tensor(offsets, x.device) for offsets in plan.offsets)
     return x_offsets, y_offsets, p_offsets
 
 

@@ -95,7 +95,7 @@ class HSTULayer(nn.Module):
             if table is not None:
                 nn.init.normal_(table, std=BIAS_STD)
         if self.time_boundaries is not None:
-            self.time_boundaries.copy_(RelativeBias.log_boundaries(self.config.relative_time))
+            self.time_boundaries.copy_(RelativeBias.log_boundaries(self.config.relative_time, device="cpu"))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device."""

@@ -364,7 +364,7 @@ class PagedHistoryCache:
             if rows.timestamps is not None:
                 shapes.append(((), torch.int64))
             with torch.inference_mode(False):  # later calls may write outside of it
-                row_bytes = sum(torch.empty(shape, dtype=dtype).nbytes for shape, dtype in shapes)
+                row_bytes = sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in shapes)
                 num_pages = self.max_bytes // (row_bytes * self.page_rows)
                 if not num_pages:
                     raise CacheFull(
@@ -440,8 +440,8 @@ class PagedHistoryCache:
         """So many rows of each user, from the start of the pages, of each layer."""
         storage = self._columns[0]
         pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(storage.device)
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)]).to(storage.device, non_blocking=True)
-        segmentation = segmentation_of(offsets, torch.tensor(lengths, dtype=torch.int64))
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu").to(storage.device, non_blocking=True)
+        segmentation = segmentation_of(offsets, torch.tensor(lengths, dtype=torch.int64, device="cpu"))
         return tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
 
     def _history(self, layers: tuple[PagedRows, ...]) -> HistoryCache:

@@ -206,7 +206,7 @@ def _hides_keys(match: TargetAttention, source: fx.Node, chain: list[fx.Node], e
         def size(x: Any, rows: int = rows) -> int:
             return estimate(x.subs({batch: rows}))
 
-        numbers = torch.arange(rows * size(keys)).view(rows, size(keys))
+        numbers = torch.arange(rows * size(keys), device="cpu").view(rows, size(keys))
         result = _run(list(reversed(chain)), numbers, size)
         heads = [size(x) for x in scores]
         per_head = heads[0] // rows if len(heads) == 2 else heads[1]

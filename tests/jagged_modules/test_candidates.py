@@ -140,3 +140,12 @@ BAD = [
 def test_bad_input(build, error, message):
     with pytest.raises(error, match=message):
         build()
+
+
+def test_a_write_to_the_offsets_is_noticed():
+    buffer = torch.tensor([0, 1, 3])
+    index = jm.CandidateIndex.from_offsets(buffer)
+    assert index.users(3).tolist() == [0, 1, 1] and index.query_offsets(2).tolist() == [0, 2, 6]
+    buffer[1] = 2
+    assert index.users(3).tolist() == [0, 0, 1] and index.query_offsets(2).tolist() == [0, 4, 6]
+    assert index.host_counts.tolist() == [2, 1]

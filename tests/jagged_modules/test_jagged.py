@@ -53,10 +53,37 @@ def test_what_torch_does_not_count_as_written_makes_another_segmentation():
     rows, buffer = torch.randn(4, 8), torch.tensor([0, 2, 4]).numpy()
     offsets = torch.from_numpy(buffer)
     before = jm.Jagged(rows, offsets)
-    assert jm.Jagged(rows, offsets).segmentation_id == before.segmentation_id and before.host_lengths.tolist() == [2, 2]
+    key = before.segmentation_id
+    assert jm.Jagged(rows, offsets).segmentation_id == key and before.host_lengths.tolist() == [2, 2]
     buffer[1] = 3
     after = jm.Jagged(rows, offsets)
-    assert after.segmentation_id != before.segmentation_id and after.host_lengths.tolist() == [3, 1]
+    assert after.segmentation_id == before.segmentation_id != key
+    assert after.host_lengths.tolist() == before.host_lengths.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("through", ["the tensor", "its base", "a view of it"])
+def test_a_write_to_the_offsets_is_noticed(through):
+    base = torch.tensor([0, 2, 4, 9])
+    offsets = base[:3]
+    jagged = jm.Jagged(torch.randn(4, 8), offsets)
+    copy = jagged.with_values(torch.randn(4, 1))
+    before, key = jagged.host_lengths, jagged.segmentation_id
+    jagged.prepare(num_heads=2, head_dim=8)
+    {"the tensor": offsets, "its base": base, "a view of it": offsets[1:]}[through].clamp_(max=1)
+    offsets[2] = 4
+    assert before.tolist() == [2, 2]
+    for x in (jagged, copy):
+        assert x.host_lengths.tolist() == [1, 3] and x.segmentation_id != key
+    assert jagged.segmentation_id == copy.segmentation_id and not jagged._segmentation.schedules
+
+
+def test_a_write_to_offsets_on_a_device_drops_the_lengths_that_were_given():
+    """Meta tensors count writes as tensors on a GPU do, and the host cannot read either."""
+    offsets = torch.zeros(3, dtype=torch.int64, device="meta")
+    jagged = jm.Jagged(torch.empty(4, 8, device="meta"), offsets, host_lengths=torch.tensor([2, 2]))
+    assert jagged.host_lengths.tolist() == [2, 2]
+    offsets[1:].add_(0)
+    assert jagged.host_lengths is None
 
 
 def test_an_empty_jagged_tensor():

@@ -108,6 +108,33 @@ def test_data_loader_that_forks_after_cuda_is_initialised():
         assert_close([out.values], [layer(unprepared).values])
 
 
+def test_a_write_to_offsets_on_the_device_builds_another_schedule():
+    layer, rows = jm.JaggedGDPA(32, 2, device="cuda"), torch.randn(400, 32, device="cuda")
+    buffer = torch.tensor([0, 300, 400], device="cuda")
+    history = jm.Jagged(rows, buffer, host_lengths=torch.tensor([300, 100]))
+    layer(history)
+    for bounds in ([0, 20, 400], [0, 399, 400]):
+        buffer[1:].copy_(torch.tensor(bounds[1:]))
+        expected = layer(jm.Jagged(rows, torch.tensor(bounds, device="cuda")))
+        assert torch.equal(layer(history).values, expected.values)
+        assert history.host_lengths is None
+
+
+def test_the_gpu_as_default_device():
+    """What belongs on the host is made there."""
+    lengths = torch.tensor([300, 100])
+    rows, offsets = torch.randn(400, 32), torch.tensor([0, 300, 400])
+    layer = jm.JaggedGDPA(32, 2, device="cuda")
+    expected = layer(jm.Jagged(rows.cuda(), offsets.cuda()))
+    with torch.device("cuda"):
+        history = jm.Jagged(rows.cuda(), offsets.cuda(), host_lengths=lengths).prepare(num_heads=2, head_dim=16)
+        listed = jm.Jagged(rows.cuda(), offsets.cuda(), host_lengths=[300, 100])
+        results = [layer(x).values for x in (history, listed)]
+        assert jm.AttentionMask(causal=True).picture(2) == "# .\n# #"
+    for result in results:
+        assert torch.equal(result, expected.values)
+
+
 def _attention(rows):
     offsets = torch.arange(0, rows + 1, rows // 4, device="cuda")
     q, k, v = (torch.randn(rows, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))

@@ -71,7 +71,7 @@ class Pages:
             array("i", table)  # torch.tensor would round floats
         except TypeError as error:
             raise TypeError(f"pages must be sequences of ints: {error}") from None
-        return cls(torch.tensor(table, dtype=torch.int32), page_rows, end)
+        return cls(torch.tensor(table, dtype=torch.int32, device="cpu"), page_rows, end)
 
     def to(self, device: torch.device) -> Pages:
         """The pages with their table on a device."""

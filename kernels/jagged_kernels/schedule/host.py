@@ -99,7 +99,7 @@ class TileSchedule:
     @property
     def worker(self) -> Tensor:
         """int32 `[T]` on the host: the worker that each tile is assigned to, of `num_workers`. Computed at each call."""
-        position = torch.arange(len(self.tiles), dtype=torch.int32)
+        position = torch.arange(len(self.tiles), dtype=torch.int32, device="cpu")
         lane = position % self.num_workers
         return torch.where(position // self.num_workers % 2 == 0, lane, self.num_workers - 1 - lane)
 
@@ -107,7 +107,7 @@ class TileSchedule:
         """int64 `[num_workers]` on the host: total work of each worker, in key blocks. ValueError: a schedule built on the device."""
         if self.work is None:
             raise ValueError("work of a schedule built on the device is not known; build it from host lengths with zigzag_schedule")
-        return torch.zeros(self.num_workers, dtype=torch.int64).index_add_(0, self.worker, self.work.long())
+        return torch.zeros(self.num_workers, dtype=torch.int64, device="cpu").index_add_(0, self.worker, self.work.long())
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TileSchedule:
         """The schedule with its tiles on `device`; self where they are there already. non_blocking is that of `Tensor.to`."""
@@ -205,7 +205,7 @@ def zigzag_schedule(
         tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
-        num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32),
+        num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32, device="cpu"),
         block_m=block_m,
         block_n=block_n,
         num_heads=num_heads,
@@ -229,10 +229,10 @@ def _tiles(
     blocks = cdiv(q_lengths, block_m)[order]
     tiles_per_segment = blocks * num_heads
     num_long = int(tiles_per_segment[~short[order]].sum())
-    rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), tiles_per_segment)
+    rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32, device="cpu"), tiles_per_segment)
     first = (tiles_per_segment.cumsum(0) - tiles_per_segment).to(torch.int32)
-    within = torch.arange(len(rank), dtype=torch.int32) - first[rank]
-    tiles = torch.empty(len(rank), 3, dtype=torch.int32)
+    within = torch.arange(len(rank), dtype=torch.int32, device="cpu") - first[rank]
+    tiles = torch.empty(len(rank), 3, dtype=torch.int32, device="cpu")
     tiles[:, 0] = order.to(torch.int32)[rank]
     blocks = blocks[rank]
     torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
@@ -313,16 +313,16 @@ def _tiles_in_groups(
 
 def _blocks_of_segments(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Segment and block of each block, given the number of blocks of each segment."""
-    segment = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int32), blocks)
+    segment = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int32, device="cpu"), blocks)
     first = (blocks.cumsum(0) - blocks).to(torch.int32)
-    return segment, torch.arange(len(segment), dtype=torch.int32) - first[segment]
+    return segment, torch.arange(len(segment), dtype=torch.int32, device="cpu") - first[segment]
 
 
 def _with_heads(segment: Tensor, block: Tensor, num_heads: int) -> Tensor:
     """Tiles: each block, for one head after another."""
-    tiles = torch.empty(len(segment), num_heads, 3, dtype=torch.int32)
+    tiles = torch.empty(len(segment), num_heads, 3, dtype=torch.int32, device="cpu")
     tiles[:, :, 0] = segment[:, None]
-    tiles[:, :, 1] = torch.arange(num_heads, dtype=torch.int32)
+    tiles[:, :, 1] = torch.arange(num_heads, dtype=torch.int32, device="cpu")
     tiles[:, :, 2] = block[:, None]
     return tiles.flatten(0, 1)
 
@@ -337,7 +337,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def _host_lengths(name: str, lengths: Any) -> Tensor:
     try:
-        lengths = torch.as_tensor(lengths)
+        lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must hold integers, got {lengths!r}") from error
     if lengths.numel() and lengths.dtype not in _INTEGERS:

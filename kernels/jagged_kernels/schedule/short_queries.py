@@ -62,9 +62,10 @@ def _short_queries_kernel(
         QUERIES: tl.constexpr = _Sizes(ROWS, BLOCK, ROWS, False)
         write_tiles(sides, query_tiles_ptr, counts_ptr, _sort_keys, QUERIES, FIRST_LONG, SEGMENTS, CHUNK)
     else:
-        sides = Sides(kv_offsets_ptr, q_offsets_ptr, num_segments, num_kv_heads)
+        # Another name than `sides`: where the offsets have different integer dtypes, so do the two tuples.
+        key_sides = Sides(kv_offsets_ptr, q_offsets_ptr, num_segments, num_kv_heads)
         KEY_SIZES: tl.constexpr = _Sizes(KEYS, BLOCK, ROWS, True)
-        write_tiles(sides, key_tiles_ptr, counts_ptr + 2, _sort_keys, KEY_SIZES, FIRST_LONG, SEGMENTS, CHUNK)
+        write_tiles(key_sides, key_tiles_ptr, counts_ptr + 2, _sort_keys, KEY_SIZES, FIRST_LONG, SEGMENTS, CHUNK)
 
 
 def list_short_queries(

@@ -1,10 +1,13 @@
 """The kernels that list tiles on the device compile for the GPU generations that we support."""
 
+import itertools
+
 import pytest
 
 pytest.importorskip("triton")
 
 from jagged_kernels.schedule import device as tile_list  # noqa: E402
+from jagged_kernels.schedule.short_queries import _short_queries_kernel  # noqa: E402
 
 from .ahead_of_time import MASKS, compile_for  # noqa: E402
 
@@ -47,3 +50,11 @@ def test_grouped_list_kernels_compile(capability):
         (tile_list._grouped_list_kernel, dict(KEY_TILES=False, ALTERNATES=True, BLOCK_M=128, BLOCKS=32, CHUNK=128)),
     ]:
         assert compile_for(capability, kernel, constants, types.get, aligned=()).asm["cubin"]
+
+
+@pytest.mark.parametrize("q_offsets, kv_offsets", [*itertools.product(["*i32", "*i64"], repeat=2)])
+def test_short_queries_kernel_compiles(q_offsets, kv_offsets):
+    types = dict.fromkeys(("query_tiles_ptr", "key_tiles_ptr", "counts_ptr"), "*i32")
+    types |= dict(q_offsets_ptr=q_offsets, kv_offsets_ptr=kv_offsets)
+    constants = dict(ROWS=64, KEYS=128, BLOCK=64, SEGMENTS=32, CHUNK=512)
+    assert compile_for(90, _short_queries_kernel, constants, types.get, aligned=()).asm["cubin"]

@@ -1,0 +1,44 @@
+"""torch's default device and dtype change no result: what the library makes for itself is where it belongs."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from compatibility.cases import CASES, SIZES, make, training_step
+
+FACTORIES = {
+    "arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros", "as_tensor",
+}  # fmt: skip
+ROOT = Path(__file__).parents[2]
+
+
+def factories_without_a_device(source: str) -> list[int]:
+    """Lines of calls of torch's factories that follow the default device."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
+    torchs = (x for x in calls if x.func.attr in FACTORIES and isinstance(x.func.value, ast.Name) and x.func.value.id == "torch")
+    return [x.lineno for x in torchs if not any(keyword.arg in ("device", None) for keyword in x.keywords)]
+
+
+def test_every_factory_names_its_device():
+    assert factories_without_a_device("torch.zeros(3)\ntorch.ones(3, device=x.device)") == [1]
+    files = [path for package in ("jagged_modules", "kernels/jagged_kernels") for path in (ROOT / package).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): factories_without_a_device(path.read_text()) for path in files}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_layers_do_not_follow_the_defaults(case, dtype):
+    """Under a default device whose tensors have no values."""
+    model, inputs = make(case), case.model.inputs(*SIZES[0])
+    expected = training_step(model, inputs)
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            results = training_step(model, inputs)
+    finally:
+        torch.set_default_dtype(default)
+    for result, x in zip(results, expected):
+        assert torch.equal(result, x)
