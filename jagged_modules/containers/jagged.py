@@ -287,18 +287,19 @@ class Jagged(Queries):
         sizes = _Sizes(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_batch_invariant())
         segments = queries if isinstance(queries, int) else queries.segmentation_id
         key = (segments, rows_per_candidate, *sizes, *(mask.params if mask else ()))
-        schedule = self._segmentation.schedules.get(key)
+        segmentation = self._segmentation
+        schedule = segmentation.schedules.get(key)
         if schedule is not None and schedule.tiles.device == self.device:
             return schedule
         if schedule is None:
-            self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
+            segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
             has_backward = by_prepare or torch.is_grad_enabled()
             with torch.inference_mode(False):  # a later call may save it for its backward
                 schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype, has_backward)
             if schedule is None:
                 return None
         schedule = schedule.to(self.device, non_blocking=True)
-        self._segmentation.keep(key, schedule)
+        segmentation.keep(key, schedule)
         return schedule
 
     def _build_schedule(

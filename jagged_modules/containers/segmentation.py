@@ -142,7 +142,7 @@ def _is_tracked(offsets: Tensor) -> bool:
 
 
 def _on_host(offsets: Tensor) -> bool:
-    return values_are_checkable(offsets) and offsets.device.type == "cpu"
+    return offsets.is_cpu and values_are_checkable(offsets)
 
 
 def record_stream(stream: torch.Stream, *tensors: Tensor | None) -> None:
