@@ -133,6 +133,14 @@ def rows_on_host(offsets: Tensor) -> int | None:
     return kept.segmentation.num_rows
 
 
+def note_rows(offsets: Tensor, num_rows: int | None) -> None:
+    """Note that all segments have so many rows together, of offsets that were computed on a device from known ones. None: not known."""
+    if num_rows is not None:
+        segmentation = Segmentation()
+        segmentation._num_rows = num_rows
+        remember(offsets, segmentation)
+
+
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
     """Assign the segmentation to this tensor too, for example to a copy on another device."""
     if _is_tracked(offsets):

@@ -17,7 +17,7 @@ from ..settings import is_batch_invariant
 from ..validation import check_device, check_offsets, checked_offsets
 from .matmul import jagged_dense_bmm_cpu
 from .operands import check_segment_matrices, checked_operands, runs_kernels
-from .tail import may_have_tail, padded_to, without_tail
+from .tail import may_have_tail, padded_to, with_clean_tail, without_tail
 
 
 def jagged_linear(
@@ -40,7 +40,7 @@ def jagged_linear(
         x: `[L, D]`, dtypes as in `jagged_dense_bmm` (one weight: fp64 on CUDA too).
         weight: `[T, D]`, as in nn.Linear, or `[B, D, T]`, same dtype.
         bias: `[T]`, or `[B, T]` with a weight per segment, or None; same dtype.
-        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows.
+        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows, where they only say which rows are behind the last segment.
         activation: None, or a pointwise activation of `jagged_attention` (any but softmax).
         max_seqlen: as in `jagged_dense_bmm`; used with a weight per segment only.
         implementation: as in `jagged_dense_bmm`. With one weight it is ignored unless `batch_invariant` is on.
@@ -78,7 +78,7 @@ def jagged_linear(
             out = _fixed_linear(x, weight, bias, activation, implementation)
         else:
             out = function(nnf.linear(x, weight, bias))
-        return out if offsets is None else without_tail(out, offsets)
+        return out if offsets is None else with_clean_tail(out, offsets)
     given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
