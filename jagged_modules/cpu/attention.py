@@ -58,7 +58,7 @@ def attention_cpu(
         if block_lse is not None:
             _put(lse, group.rows, block_lse[..., None])
         _put(results, group.rows, block)
-    results, lse = (_unsorted(x, segments.q_order, out.shape[0]) for x in (results, lse))
+    results, lse = (_unsorted(x, segments.q_order, len(x)) for x in (results, lse))
     return _result_like(out, _scaled(results, q_offsets, params)), lse
 
 
@@ -170,11 +170,11 @@ def _sorted(x: Tensor, order: Tensor | None) -> Tensor:
 
 def _unsorted(x: Tensor, order: Tensor | None, num_rows: int) -> Tensor:
     """Undo `_sorted`, which leaves out the rows behind the last segment: they are 0."""
-    if order is None:
+    if order is None or not num_rows:
         return x
     out = x.new_empty((num_rows, *x.shape[1:]))
     out[len(order) :] = 0
-    return out.index_copy_(0, order, x) if len(order) else out
+    return out.index_copy_(0, order, x[: len(order)]) if len(order) else out
 
 
 class _Group(NamedTuple):

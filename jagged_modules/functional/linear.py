@@ -17,7 +17,7 @@ from ..settings import is_batch_invariant
 from ..validation import check_device, check_offsets, checked_offsets
 from .matmul import jagged_dense_bmm_cpu
 from .operands import check_segment_matrices, checked_operands, runs_kernels
-from .tail import may_have_tail, padded_to, with_clean_tail, without_tail
+from .tail import End, may_have_tail, padded_to, with_clean_tail, without_tail
 
 
 def jagged_linear(
@@ -64,21 +64,22 @@ def jagged_linear(
     if max_seqlen is not None:
         check_size("max_seqlen", max_seqlen, at_least=0)
     if shared:
+        end = None
         if offsets is not None:
             check_offsets("offsets", offsets, x.shape[0], max_seqlen)
             check_device("offsets", offsets, x.device, "x's")
-            offsets = offsets.to(x.device) if may_have_tail("offsets", offsets, x.shape[0], x.device) else None
+            end = End(offsets.to(x.device)) if may_have_tail("offsets", offsets, x.shape[0], x.device) else None
         if weight.shape[1] != x.shape[1]:
             raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
-        if offsets is not None:  # the rows behind the last segment must reach neither the weight's gradient nor the result
-            x = without_tail(x, offsets)
+        if end is not None:  # the rows behind it must reach neither the weight's gradient nor the result
+            x = without_tail(x, end, clears_gradient=False)
         if batch_invariant:
             out = _fixed_linear(x, weight, bias, activation, implementation)
         else:
             out = function(nnf.linear(x, weight, bias))
-        return out if offsets is None else with_clean_tail(out, offsets)
+        return out if end is None else with_clean_tail(out, end)
     given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
@@ -102,7 +103,7 @@ def jagged_linear(
         out = pointwise_rows_cpu(out, activation)
     else:
         out = function(out)
-    return (without_tail(out, offsets) if has_tail else out).to(dtype)
+    return (without_tail(out, End(offsets)) if has_tail else out).to(dtype)
 
 
 def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:

@@ -25,7 +25,7 @@ from ..validation import (
     transforms_are_active,
     values_are_checkable,
 )
-from .tail import may_have_tail, with_clean_tail, without_tail
+from .tail import End, may_have_tail, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -183,7 +183,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if may_have_tail(f"offsets[{k}]", bounds, x.shape[0], x.device):
-            values[k] = without_tail(x, offsets[k])
+            values[k] = without_tail(x, End(offsets[k]))
         if bounds.shape != offsets[0].shape:
             raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
     joined = torch.cat(values)
@@ -280,7 +280,7 @@ def _without_tail(out: Tensor, offsets: Tensor) -> Tensor:
     """A result that was just computed, with 0 in the rows behind the last segment."""
     if not may_have_tail("offsets", offsets, out.shape[0], out.device):
         return out
-    return with_clean_tail(out, offsets.to(out.device))
+    return with_clean_tail(out, End(offsets.to(out.device)))
 
 
 def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

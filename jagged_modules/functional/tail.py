@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,23 @@ from torch.nn.functional import pad
 from ..containers.segmentation import rows_on_host
 from ..tracing import is_recording
 from ..validation import transforms_are_active, values_are_checkable
+
+
+class End(NamedTuple):
+    """Where rows end: a row, or its position, is behind the end if it is not below offsets[-1].
+
+    Attributes:
+        offsets: `[B + 1]`, on the rows' device.
+        positions: `[rows]`, of rows in another order than that of the segments. None: the rows' indices.
+    """
+
+    offsets: Tensor
+    positions: Tensor | None = None
+
+    def precedes(self, rows: int) -> Tensor:
+        """bool `[rows]`: whether it comes before the row."""
+        positions = torch.arange(rows, device=self.offsets.device) if self.positions is None else self.positions
+        return positions >= self.offsets[-1]
 
 
 def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:
@@ -32,30 +49,21 @@ def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -
     return known is None
 
 
-def behind_end(offsets: Tensor, rows: int, positions: Tensor | None = None) -> Tensor:
-    """bool `[rows]`: whether the row, or its position if given, is behind the last segment."""
-    positions = torch.arange(rows, device=offsets.device) if positions is None else positions
-    return positions >= offsets[-1]
+def without_tail(x: Tensor, end: End, clears_gradient: bool = True) -> Tensor:
+    """A copy of x `[rows, ...]` with 0 in the rows behind the end, and 0 in the gradient of these rows. A NaN there is not read.
 
-
-def without_tail(x: Tensor, offsets: Tensor, positions: Tensor | None = None) -> Tensor:
-    """A copy of x `[rows, ...]` with 0 in the rows behind the last segment, and 0 in the gradient of these rows. A NaN there is not read.
-
-    Args:
-        offsets: `[B + 1]`, on x's device.
-        positions: `[rows]`, what is compared with offsets[-1]: for rows in another order than that of the segments. None: the rows'
-            indices.
+    clears_gradient: False where the gradient is 0 there already, which saves a pass over it.
     """
     if not _runs_kernels(x):
-        return x.masked_fill(behind_end(offsets, x.shape[0], positions).view(-1, *[1] * (x.dim() - 1)), 0)
-    return _WithoutTail.apply(x, offsets, positions)  # type: ignore[no-untyped-call]  # unannotated in torch
+        return x.masked_fill(end.precedes(x.shape[0]).view(-1, *[1] * (x.dim() - 1)), 0)
+    return _WithoutTail.apply(x, *end, clears_gradient)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
-def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
-    """`without_tail` of a tensor that a layer has just computed: its rows behind the last segment are overwritten in place."""
-    if not (_runs_kernels(x) and x.is_contiguous()):
-        return without_tail(x, offsets)
-    return _CleanTail.apply(x, offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
+def with_clean_tail(x: Tensor, end: End) -> Tensor:
+    """`without_tail` of a tensor that the caller has just computed: the rows behind the end are overwritten in place."""
+    if end.positions is not None or not (_runs_kernels(x) and x.is_contiguous()):
+        return without_tail(x, end)
+    return _WithCleanTail.apply(x, end.offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
 def padded_to(x: Tensor, rows: int) -> Tensor:
@@ -65,34 +73,37 @@ def padded_to(x: Tensor, rows: int) -> Tensor:
 
 def _runs_kernels(x: Tensor) -> bool:
     """Whether one kernel of ours may run. Graphs take torch's operators, which compilers fuse with their neighbours."""
-    return x.is_cuda and type(x) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling() and not transforms_are_active()
+    if torch.compiler.is_compiling() or transforms_are_active():
+        return False
+    return x.is_cuda and type(x) in (Tensor, torch.nn.Parameter)
 
 
 class _WithoutTail(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, offsets: Tensor, positions: Tensor | None) -> Tensor:
-        from jagged_kernels.common.tail import kept_rows
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, positions: Tensor | None, clears_gradient: bool) -> Tensor:
+        from jagged_kernels.common.tail import kept_rows_on_device
 
-        ctx.save_for_backward(offsets, positions)
-        return kept_rows(x, offsets, positions)
+        ctx.save_for_backward(*((offsets, positions) if clears_gradient else ()))
+        return kept_rows_on_device(x, offsets, positions)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return without_tail(grads[0], *ctx.saved_tensors), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,), end = grads, ctx.saved_tensors
+        return without_tail(grad, End(*end)) if end else grad, None, None, None
 
 
-class _CleanTail(torch.autograd.Function):
+class _WithCleanTail(torch.autograd.Function):
     """Autograd does not see the write. If the function that made x has saved it, that function's gradient is 0 in these rows all the same,
     because this one's is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor) -> Tensor:
-        from jagged_kernels.common.tail import zero_tails
+        from jagged_kernels.common.tail import zero_tails_on_device
 
         ctx.save_for_backward(offsets)
-        zero_tails((x, offsets))
+        zero_tails_on_device((x, offsets))
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return without_tail(grads[0], *ctx.saved_tensors), None
+        return without_tail(grads[0], End(*ctx.saved_tensors)), None

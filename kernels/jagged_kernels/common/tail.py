@@ -57,22 +57,17 @@ def keep_rows_kernel(
 
 def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
     """Write 0 to the rows from offsets[-1] on, of each (contiguous tensor `[rows, ...]`, offsets `[B + 1]`), in one launch."""
-    tensors = tuple((x, offsets) for x, offsets in tensors if x.numel())
-    if tensors:
-        _zero_tails(tensors[0][0], tensors)
-
-
-@on_the_tensors_device
-def _zero_tails(first: Tensor, tensors: tuple[tuple[Tensor, Tensor], ...]) -> None:
-    outs, offsets = zip(*tensors)
-    sizes = tuple(x.numel() // x.shape[0] for x in outs)
+    outs = tuple(x for x, _ in tensors if x.numel())
+    if not outs:
+        return
+    offsets = tuple(offsets for x, offsets in tensors if x.numel())
     blocks = sum(cdiv(x.numel(), BLOCK) for x in outs)
-    zero_tails_kernel[(min(blocks, 2 * device_properties(first.device).num_sms),)](
-        outs, offsets, tuple(x.shape[0] - 1 for x in offsets), tuple(x.shape[0] for x in outs), SIZES=sizes, BLOCK=BLOCK, num_warps=4
-    )
+    zero_tails_kernel[(min(blocks, 2 * device_properties(outs[0].device).num_sms),)](
+        outs, offsets, tuple(x.shape[0] - 1 for x in offsets), tuple(x.shape[0] for x in outs),
+        SIZES=tuple(x.numel() // x.shape[0] for x in outs), BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
-@on_the_tensors_device
 def kept_rows(x: Tensor, offsets: Tensor, positions: Tensor | None = None) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows whose position, by default their index, is not before offsets[-1]."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -88,3 +83,7 @@ def kept_rows(x: Tensor, offsets: Tensor, positions: Tensor | None = None) -> Te
         SIZE=size, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out
+
+
+# On the device of the tensors, for callers other than operators, which are there already.
+zero_tails_on_device, kept_rows_on_device = on_the_tensors_device(zero_tails), on_the_tensors_device(kept_rows)
