@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from tails import ON_KERNELS, ON_TORCH, check, compiled
+from marks import slow_after
+from tails import LAYERS, ON_KERNELS, ON_TORCH, check, compiled, layer_case
 
 CASES = ON_KERNELS | ON_TORCH
 
 
-@pytest.fixture(autouse=True)
-def _no_earlier_graphs():
-    """Cases share code, whose constants differ."""
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@slow_after(1, "dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_functions_in_a_graph(name, dtype):
     check(CASES[name], compiled(CASES[name].call), dtype)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_a_graph(name):
+    layer, case = layer_case(name)
+    check(case, compiled(case.call), torch.float32, parameters=layer.parameters())
