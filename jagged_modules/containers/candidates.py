@@ -15,7 +15,16 @@ from ..tracing import is_recording, one_call
 from ..validation import check_dense, check_index_values, check_integers, check_offsets, values_are_checkable
 from .jagged import Jagged
 from .offsets import rows_and_segments
-from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
+from .segmentation import (
+    Queries,
+    QuerySegments,
+    Segmentation,
+    note_rows,
+    record_stream,
+    remember,
+    rows_on_host,
+    segmentation_of,
+)
 
 
 class CandidateIndex(Queries):
@@ -65,6 +74,9 @@ class CandidateIndex(Queries):
     def from_map(cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user") -> CandidateIndex:
         """From candidate_to_user, `[num_candidates]` int32 or int64 user indices in any order, below num_users. Errors call them `name`.
 
+        Where the values are not read, on a device and under torch.compile, a candidate whose index is out of range belongs to no user. Its
+        results are 0, and it contributes to no gradient.
+
         Raises:
             TypeError: not an integer tensor, or num_users not an int.
             ValueError: not 1-D, or (host tensors, or under `debug_checks`) an index out of range.
@@ -78,6 +90,8 @@ class CandidateIndex(Queries):
     @classmethod
     def _grouped(cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str) -> CandidateIndex:
         check_index_values(name, candidate_to_user, num_users, "num_users - 1 = {}")
+        if not values_are_checkable(candidate_to_user):  # a negative index belongs to no user: as one above, behind the last user
+            candidate_to_user = torch.where(candidate_to_user < 0, num_users, candidate_to_user)
         users, order = torch.sort(candidate_to_user, stable=True)
         offsets = torch.searchsorted(users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device))
         if on_host and torch.equal(users, candidate_to_user):
@@ -156,6 +170,8 @@ class CandidateIndex(Queries):
     def users(self, num_candidates: int) -> Tensor:
         """`candidate_to_user`, `[num_candidates]`, without a sync. The result is cached, except in a recorded graph.
 
+        num_users stands for candidates that belong to no user.
+
         Raises:
             ValueError: the index describes another number of candidates, as far as the host can tell.
         """
@@ -204,7 +220,13 @@ class CandidateIndex(Queries):
         check_size("rows_per_candidate", rows_per_candidate, at_least=0)
         if rows_per_candidate == 1:
             return self.offsets
-        return self._derive(("query_offsets", rows_per_candidate), lambda: self.offsets * rows_per_candidate)
+
+        def make() -> Tensor:
+            offsets, num_candidates = self.offsets * rows_per_candidate, rows_on_host(self.offsets)
+            note_rows(offsets, None if num_candidates is None else num_candidates * rows_per_candidate)
+            return offsets
+
+        return self._derive(("query_offsets", rows_per_candidate), make)
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:
         """Each user's candidates are one query segment, with rows_per_candidate rows for each of them."""

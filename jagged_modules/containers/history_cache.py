@@ -107,7 +107,8 @@ class HistoryCache:
         offsets, lengths = parts[0] + parts[1], _sum(first.host_lengths, first_new.host_lengths)
         max_seqlen = _sum(first.max_seqlen, first_new.max_seqlen)
         rows = concatenated_rows(parts, [x.values.shape[0] for x in (first, first_new)])
-        rows = torch.empty_like(rows).index_copy_(0, rows, torch.arange(rows.shape[0], device=device))  # the inverse
+        # The inverse. Zeros: rows behind the last segment may have none.
+        rows = torch.zeros_like(rows).index_copy_(0, rows, torch.arange(rows.shape[0], device=device))
         if limit is not None:
             lengths = _on_host("offsets", offsets.diff()) if lengths is None else lengths
             kept = lengths.clamp(max=limit)

@@ -56,6 +56,7 @@ class Jagged(Queries):
     values: Tensor  # torch's fully_shard finds tensors in dataclasses, but not in other pytrees
     offsets: Tensor
     max_seqlen: int | None
+    is_clean = False  # whether the caller of a layer sees to the rows behind the last segment: layers/tail.py
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         recorded = recorded_call(cls, args, kwargs)

@@ -54,13 +54,13 @@ def rows_of_ranges(begins: Tensor, lengths: Tensor, device: torch.device) -> tup
 
 def concatenated_rows(offsets: Sequence[Tensor], totals: Sequence[int]) -> Tensor:
     """int64 `[Σ totals]`: for each row of jagged tensors with these offsets, one tensor after another, its row in their concatenation
-    segment by segment."""
+    segment by segment. Rows behind the last segment get rows behind the last one there, not all different."""
     indices: list[Tensor] = []
     for k, total in enumerate(totals):
         rows, segment = rows_and_segments(offsets[k], total)
         for other, bounds in enumerate(offsets):
             if other != k:  # its rows before this one: those of earlier segments, and those of this segment if it comes before k
-                rows = rows + bounds[segment + int(other < k)]
+                rows = rows + bounds[(segment + int(other < k)).clamp(max=bounds.shape[0] - 1)]
         indices.append(rows)
     return torch.cat(indices).long()
 

@@ -27,6 +27,7 @@ class Segmentation:
 
     def __init__(self, host_lengths: Tensor | None = None) -> None:
         self.host_lengths = host_lengths
+        self._num_rows: int | None = None
         self.schedules: dict[tuple[object, ...], TileSchedule] = {}
         self.prepared: dict[str, None] = {}  # an ordered set
 
@@ -37,6 +38,13 @@ class Segmentation:
         Random: process ids are reused, and forked processes would continue a counter from the same number.
         """
         return vars(self).setdefault("_id", os.urandom(16))
+
+    @property
+    def num_rows(self) -> int | None:
+        """The sum of host_lengths, None until they are known."""
+        if self.host_lengths is not None and self._num_rows is None:
+            self._num_rows = int(self.host_lengths.sum())
+        return self._num_rows
 
     def keep(self, key: tuple[object, ...], schedule: TileSchedule) -> None:
         """Store a schedule. Drop the oldest beyond MAX_SCHEDULES: a cached history meets new queries in every batch.
@@ -118,7 +126,7 @@ def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None, known: 
     if not _is_tracked(offsets):
         return known or Segmentation(host_lengths)
     kept: _Kept | None = _segmentations.get(offsets)
-    if kept is None or not (torch.equal(kept.state, offsets) if isinstance(kept.state, Tensor) else kept.state == offsets._version):
+    if kept is None or not _is_unchanged(kept, offsets):
         segmentation = known if kept is None and known is not None else Segmentation(host_lengths)
         remember(offsets, segmentation)
         return segmentation
@@ -127,10 +135,30 @@ def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None, known: 
     return kept.segmentation
 
 
+def rows_on_host(offsets: Tensor) -> int | None:
+    """The number of rows of all segments, if a container has noted the lengths of this tensor object on the host."""
+    kept: _Kept | None = _segmentations.get(offsets) if _is_tracked(offsets) else None
+    if kept is None or not _is_unchanged(kept, offsets):
+        return None
+    return kept.segmentation.num_rows
+
+
+def note_rows(offsets: Tensor, num_rows: int | None) -> None:
+    """Note that all segments have so many rows together, of offsets that were computed on a device from known ones. None: not known."""
+    if num_rows is not None:
+        segmentation = Segmentation()
+        segmentation._num_rows = num_rows
+        remember(offsets, segmentation)
+
+
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
     """Assign the segmentation to this tensor too, for example to a copy on another device."""
     if _is_tracked(offsets):
         _segmentations[offsets] = _Kept(offsets.clone() if _on_host(offsets) else offsets._version, segmentation)
+
+
+def _is_unchanged(kept: _Kept, offsets: Tensor) -> bool:
+    return torch.equal(kept.state, offsets) if isinstance(kept.state, Tensor) else kept.state == offsets._version
 
 
 def _is_tracked(offsets: Tensor) -> bool:

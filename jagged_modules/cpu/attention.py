@@ -58,7 +58,7 @@ def attention_cpu(
         if block_lse is not None:
             _put(lse, group.rows, block_lse[..., None])
         _put(results, group.rows, block)
-    results, lse = (_unsorted(x, segments.q_order) for x in (results, lse))
+    results, lse = (_unsorted(x, segments.q_order, len(x)) for x in (results, lse))
     return _result_like(out, _scaled(results, q_offsets, params)), lse
 
 
@@ -106,8 +106,8 @@ def attention_cpu_backward(
             _put(dq, group.q_rows, block_dq)
         for dx, block_dx in ((dk, block_dk), (dv, block_dv)):
             _put(dx, group.kv_rows, block_dx if group.first else _take(dx, group.kv_rows) + block_dx)
-    dq = dq if q_shared else _unsorted(dq, segments.q_order)
-    dk, dv = (_unsorted(x, segments.kv_order) for x in (dk, dv))
+    dq = dq if q_shared else _unsorted(dq, segments.q_order, q.shape[0])
+    dk, dv = (_unsorted(x, segments.kv_order, k.shape[0]) for x in (dk, dv))
     return _result_like(q, dq), _result_like(k, dk), _result_like(v, dv), *dtables.results(q, params)
 
 
@@ -168,9 +168,13 @@ def _sorted(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else x.index_select(0, order)
 
 
-def _unsorted(x: Tensor, order: Tensor | None) -> Tensor:
-    """Undo `_sorted`."""
-    return x if order is None or not len(x) else torch.empty_like(x).index_copy_(0, order, x)
+def _unsorted(x: Tensor, order: Tensor | None, num_rows: int) -> Tensor:
+    """Undo `_sorted`, which leaves out the rows behind the last segment: they are 0."""
+    if order is None or not num_rows:
+        return x
+    out = x.new_empty((num_rows, *x.shape[1:]))
+    out[len(order) :] = 0
+    return out.index_copy_(0, order, x[: len(order)]) if len(order) else out
 
 
 class _Group(NamedTuple):
@@ -270,7 +274,8 @@ def _result_like(like: Tensor, x: Tensor) -> Tensor:
 def _scaled(x: Tensor, q_offsets: Tensor, params: AttentionParams) -> Tensor:
     """Rows of the output, or of its gradient, times segment_scale of their segment and output_scale."""
     if params.segment_scale is not None:
-        x = x * torch.repeat_interleave(params.segment_scale.to(x.dtype), q_offsets.diff())[:, None, None]
+        factors = torch.repeat_interleave(params.segment_scale.to(x.dtype), q_offsets.diff())
+        x = x * pad(factors, (0, x.shape[0] - len(factors)))[:, None, None]  # 0 behind the last segment
     return x if params.output_scale == 1 else x * params.output_scale
 
 

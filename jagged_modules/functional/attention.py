@@ -25,6 +25,7 @@ from .attention_bias import check_bias, with_bias
 from .attention_checks import AttentionSegments, check_attention, check_output_scale, check_schedule, check_segments
 from .paged_keys import paged_keys
 from .segment_scale import expand_to_rows
+from .tail import may_have_tail, padded_to
 
 SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
 
@@ -84,7 +85,8 @@ def jagged_attention(
             require a gradient. Must be None with shared queries or keys, or several query groups.
 
     Returns:
-        `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
+        `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q. Rows behind the last segment, which only offsets on a device can have, are 0. So are
+        the gradients of such rows of q, k and v, and NaN there reaches nothing.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -109,6 +111,7 @@ def jagged_attention(
         if segments.q_shared or segments.share_keys:
             raise ValueError("bias must be None where segments share queries or keys, or with several query groups: rows have no position")
         bias = check_bias(bias, q, kv_rows, segments.q_offsets, segments.kv_offsets)
+    has_tail = _may_have_tail(q, kv_rows, segments, pages)
     batch_invariant, workspace = is_batch_invariant(implementation), backward_workspace.current()
     if mask is not None and mask.hides_nothing():
         mask = None
@@ -117,7 +120,7 @@ def jagged_attention(
     if isinstance(output_scale, Tensor):
         check_output_scale(output_scale, segments.num_segments, q.device)
         if segments.kv_shared or (segments.groups > 1 or output_scale.requires_grad) and implementation != "reference":
-            output_scale, row_scale = _split_scale(output_scale, q, segments, batch_invariant)
+            output_scale, row_scale = _split_scale(output_scale, q, segments, batch_invariant, has_tail)
             if dtype == torch.float16 and segments.share_keys:  # before its segment's scale is applied, a result may overflow fp16
                 if implementation == "hopper":
                     raise ValueError(
@@ -127,7 +130,8 @@ def jagged_attention(
                 q, k, v, schedule = *(x.float() for x in (q, k, v)), None
     if segments.kv_shared:  # query rows do not interact, so all of them form one segment
         ends = torch.arange(2, dtype=segments.q_offsets.dtype, device=segments.q_offsets.device)
-        segments = segments._replace(q_offsets=ends * q.shape[0], kv_offsets=ends * k.shape[0])
+        num_queries = segments.q_offsets[-1] if has_tail else q.shape[0]
+        segments = segments._replace(q_offsets=ends * num_queries, kv_offsets=ends * k.shape[0])
 
     params = AttentionParams(
         scale=q.shape[2] ** -0.5 if scale is None else float(scale),
@@ -148,10 +152,11 @@ def jagged_attention(
             q, k, v, *offsets, scale=params.scale, q_shared=params.q_shared, activation=activation, mask=mask, output_scale=output_scale,
             bias=bias,
         )  # fmt: skip
+        out = out if segments.q_shared else padded_to(out, q.shape[0])
     elif implementation == "auto" and q.device.type != "cuda":
         out, _ = attention_cpu(q, k, v, *offsets, *params)
     else:
-        out = _attention_by_kernels(q, k, v, segments, params, schedule, implementation, workspace, pages)
+        out = _attention_by_kernels(q, k, v, segments, params, schedule, implementation, workspace, has_tail, pages)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
@@ -163,10 +168,20 @@ def attend_unchecked(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offs
     if q.device.type != "cuda":
         return attention_cpu(q, k, v, q_offsets, kv_offsets, *params)[0]
     segments = AttentionSegments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
-    return _attention_by_kernels(q, k, v, segments, params, None, "auto", backward_workspace.current())
+    return _attention_by_kernels(q, k, v, segments, params, None, "auto", backward_workspace.current(), has_tail=False)
 
 
-def _split_scale(output_scale: Tensor, q: Tensor, segments: AttentionSegments, batch_invariant: bool) -> tuple[Tensor, Tensor]:
+def _may_have_tail(q: Tensor, kv_rows: int, segments: AttentionSegments, pages: Pages | None) -> bool:
+    """Whether there may be rows behind the last segment of queries or keys. Shared operands and pages have none."""
+    sides = [] if segments.q_shared else [("q_offsets", segments.q_offsets, q.shape[0])]
+    if not segments.kv_shared and pages is None and not (sides and segments.kv_offsets is segments.q_offsets):
+        sides += [("kv_offsets", segments.kv_offsets, kv_rows)]
+    return any(may_have_tail(*side, q.device) for side in sides)
+
+
+def _split_scale(
+    output_scale: Tensor, q: Tensor, segments: AttentionSegments, batch_invariant: bool, has_tail: bool
+) -> tuple[Tensor, Tensor]:
     """output_scale `[B]` as a product of two factors: one that the kernels apply before they round, and the rest, in fp32 or fp64.
 
     The kernels compute no gradient for their factor, so it is detached. Segments that share keys may be in one tile, for which the kernels
@@ -185,7 +200,8 @@ def _split_scale(output_scale: Tensor, q: Tensor, segments: AttentionSegments, b
         factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
     factor = torch.where(factor == 0, 1, factor)
     rows = q.shape[0] * (segments.num_segments if segments.q_shared else 1)
-    rest = expand_to_rows(output_scale / factor, index_tensor(segments.q_offsets, q.device), rows)
+    offsets = index_tensor(segments.q_offsets, q.device)
+    rest = expand_to_rows(output_scale / factor, offsets, rows, has_tail)
     return factor.expand(1 if segments.kv_shared else segments.num_segments), rest
 
 
@@ -198,6 +214,7 @@ def _attention_by_kernels(
     schedule: TileSchedule | None,
     implementation: str,
     workspace: int | None,
+    has_tail: bool,
     pages: Pages | None = None,
 ) -> Tensor:
     """Attention by the portable or the Hopper kernels, which `op.attention` selects. Makes what they take: operands with a contiguous last
@@ -240,7 +257,7 @@ def _attention_by_kernels(
     if pages is not None:
         return paged_attention(
             q, k, v, q_offsets, kv_offsets, index_tensor(pages.table, device), pages.page_rows, pages.num_rows,
-            schedule.tiles, schedule.num_tiles, schedule.block_m, implementation, *params,
+            schedule.tiles, schedule.num_tiles, schedule.block_m, implementation, *params, has_tail,
         )  # fmt: skip
     keys = schedule.backward
     if keys is not None and not keys.ascending:
@@ -250,6 +267,6 @@ def _attention_by_kernels(
             keys = None  # made for other sizes or another mask, so the backward lists its own tiles
     out, _ = attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,
-        schedule.block_m, keys and keys.block_m, kv_shared, implementation, workspace, *params,
+        schedule.block_m, keys and keys.block_m, kv_shared, implementation, workspace, *params, has_tail,
     )  # fmt: skip
     return out

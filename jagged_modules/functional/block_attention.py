@@ -16,6 +16,7 @@ from ..settings import is_batch_invariant
 from ..validation import check_device, check_offsets, check_tensor, index_tensor, refuse_transforms
 from .attention import jagged_attention
 from .attention_checks import BLOCKS, check_attention
+from .tail import may_have_tail
 
 
 def block_diagonal_attention(
@@ -61,18 +62,21 @@ def block_diagonal_attention(
     q, k, v = (autocast(x) for x in (q, k, v))
     _check_block_attention(q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation)
     factor = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return _block_attention(q, k, v, index_tensor(offsets, q.device), block_size, factor, rotary, implementation)
+    has_tail = may_have_tail("offsets", offsets, q.shape[0], q.device)
+    offsets = index_tensor(offsets, q.device)
+    return _block_attention(q, k, v, offsets, block_size, factor, rotary, implementation, has_tail)
 
 
 def _block_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Rotary | None, implementation: str
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Rotary | None, implementation: str,
+    has_tail: bool,
+) -> Tensor:  # fmt: skip
     """`block_diagonal_attention` without checks."""
     if _has_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention
 
         q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
-        options = block_size, scale, implementation, is_batch_invariant()
+        options = block_size, scale, implementation, is_batch_invariant(), has_tail
         return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), *options)
 
     dtype = q.dtype
@@ -80,6 +84,7 @@ def _block_attention(
         if implementation == "reference" or not q.is_cuda:  # rotate in fp32 and round once, as the kernels do
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
+        positions = positions.clamp(0, rotary.cos.shape[0] - 1) if has_tail else positions
         cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
@@ -108,13 +113,14 @@ def block_diagonal_attention_packed(
     qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
     _check_block_attention(q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation)
+    has_tail = may_have_tail("offsets", offsets, qkv.shape[0], qkv.device)
     offsets, scale = index_tensor(offsets, qkv.device), q.shape[2] ** -0.5
     if not _has_kernels(q, k, block_size, implementation):
-        return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation)
+        return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation, has_tail)
 
     from jagged_kernels.block_attention.op import triton_block_attention_packed
 
-    options = block_size, scale, implementation, is_batch_invariant()
+    options = block_size, scale, implementation, is_batch_invariant(), has_tail
     return triton_block_attention_packed(contiguous_last_dim(qkv), offsets, *kernel_arguments(rotary, qkv.device), *options)
 
 

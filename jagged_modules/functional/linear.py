@@ -17,6 +17,7 @@ from ..settings import is_batch_invariant
 from ..validation import check_device, check_offsets, checked_offsets
 from .matmul import jagged_dense_bmm_cpu
 from .operands import check_segment_matrices, checked_operands, runs_kernels
+from .tail import End, may_have_tail, padded_to, with_clean_tail, without_tail
 
 
 def jagged_linear(
@@ -39,7 +40,7 @@ def jagged_linear(
         x: `[L, D]`, dtypes as in `jagged_dense_bmm` (one weight: fp64 on CUDA too).
         weight: `[T, D]`, as in nn.Linear, or `[B, D, T]`, same dtype.
         bias: `[T]`, or `[B, T]` with a weight per segment, or None; same dtype.
-        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows.
+        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows, where they only say which rows are behind the last segment.
         activation: None, or a pointwise activation of `jagged_attention` (any but softmax).
         max_seqlen: as in `jagged_dense_bmm`; used with a weight per segment only.
         implementation: as in `jagged_dense_bmm`. With one weight it is ignored unless `batch_invariant` is on.
@@ -63,35 +64,46 @@ def jagged_linear(
     if max_seqlen is not None:
         check_size("max_seqlen", max_seqlen, at_least=0)
     if shared:
+        end = None
         if offsets is not None:
             check_offsets("offsets", offsets, x.shape[0], max_seqlen)
             check_device("offsets", offsets, x.device, "x's")
+            end = End(offsets.to(x.device)) if may_have_tail("offsets", offsets, x.shape[0], x.device) else None
         if weight.shape[1] != x.shape[1]:
             raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
+        if end is not None:  # the rows behind it must reach neither the weight's gradient nor the result
+            x = without_tail(x, end, clears_gradient=False)
         if batch_invariant:
-            return _fixed_linear(x, weight, bias, activation, implementation)
-        return function(nnf.linear(x, weight, bias))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+            out = _fixed_linear(x, weight, bias, activation, implementation)
+        else:
+            out = function(nnf.linear(x, weight, bias))
+        return out if end is None else with_clean_tail(out, end)
+    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")
+    has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
     if implementation != "reference" and runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, weight, bias, activation, max_seqlen, batch_invariant)
+        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, weight, bias, activation, max_seqlen, batch_invariant, has_tail)
     dtype = x.dtype
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # the sum with the bias is rounded once, at the end
     if implementation == "reference":
-        out = jagged_dense_bmm_reference(x, weight, offsets)
+        out = padded_to(jagged_dense_bmm_reference(x, weight, offsets), x.shape[0])
     else:
         out = jagged_dense_bmm_cpu(x, weight, offsets, batch_invariant)
     if bias is not None:
-        out = out + bias.to(out.dtype).index_select(0, rows_and_segments(offsets, x.shape[0])[1])
+        segments = rows_and_segments(offsets, x.shape[0])[1]
+        segments = segments.clamp(max=bias.shape[0] - 1) if has_tail else segments
+        out = out + bias.to(out.dtype).index_select(0, segments)
     if batch_invariant and activation is not None:
-        return pointwise_rows_cpu(out, activation).to(dtype)
-    return function(out).to(dtype)
+        out = pointwise_rows_cpu(out, activation)
+    else:
+        out = function(out)
+    return (without_tail(out, End(offsets)) if has_tail else out).to(dtype)
 
 
 def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:

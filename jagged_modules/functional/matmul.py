@@ -13,6 +13,7 @@ from ..settings import is_batch_invariant
 from ..validation import checked_offsets
 from .operands import check_segment_matrices, checked_operands, runs_kernels
 from .score_plan import ScorePlan, check_plan_rows, plan_offsets
+from .tail import may_have_tail, padded_to
 
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
@@ -29,7 +30,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
         implementation: "auto" (Triton on CUDA, batched GEMMs over segments of equal lengths on the CPU), "reference" or "triton".
 
     Returns:
-        `[L, T]`.
+        `[L, T]`. Rows behind the last segment, which only offsets on a device can have, are 0, and so are their gradients.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -37,15 +38,16 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
         RuntimeError: a torch.func transform (vmap, grad, jvp); "reference" supports them.
     """
     x, y = checked_operands("jagged_dense_bmm", implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     check_segment_matrices("y", y, offsets, x.shape[1])
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
-        return jagged_dense_bmm_reference(x, y, offsets)
+        return padded_to(jagged_dense_bmm_reference(x, y, offsets), x.shape[0])
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, y, None, None, max_seqlen, batch_invariant)
+        has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
+        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, y, None, None, max_seqlen, batch_invariant, has_tail)
     return jagged_dense_bmm_cpu(x, y, offsets, batch_invariant)
 
 
@@ -67,7 +69,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
         TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`.
     """
     x, y = checked_operands("jagged_jagged_bmm", implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
     batch_invariant = is_batch_invariant(implementation)
@@ -76,7 +78,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_jagged_bmm
 
-        return triton_jagged_jagged_bmm(contiguous_last_dim(x), contiguous_last_dim(y), offsets, max_seqlen, batch_invariant)
+        has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
+        return triton_jagged_jagged_bmm(contiguous_last_dim(x), contiguous_last_dim(y), offsets, max_seqlen, batch_invariant, has_tail)
     segments, width = offsets.shape[0] - 1, x.shape[1]
     out = matmul_cpu(x.flatten(), y, offsets, *matrix_offsets(offsets, width), segments * width, True, batch_invariant)
     return out.unflatten(0, (segments, width))

@@ -25,6 +25,7 @@ from ..validation import (
     transforms_are_active,
     values_are_checkable,
 )
+from .tail import End, may_have_tail, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -68,7 +69,8 @@ def jagged_to_padded(
     segments = offsets.shape[0] - 1
     segment, position = segments_and_positions(offsets, values.shape[0])
     index = segment * max_seqlen + position
-    index = torch.where(position < max_seqlen, index, segments * max_seqlen)  # truncated rows go to an extra last row, removed below
+    # Truncated rows, and those behind the last segment, go to an extra last row, removed below.
+    index = torch.where((position < max_seqlen) & (segment < segments), index, segments * max_seqlen)
     padded = values.new_full((segments * max_seqlen + 1, *values.shape[1:]), padding_value)
     return torch.unflatten(padded.index_copy(0, index, values)[:-1], 0, (segments, max_seqlen))
 
@@ -84,7 +86,8 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         total: the number of rows L = offsets[-1]. Required if the offsets are on a device, and under torch.compile.
 
     Returns:
-        `[L, ...]`. Rows past N are 0. Only offsets on a device can have them; host offsets raise an error.
+        `[L, ...]`. Rows past N, and rows behind the last segment, are 0. Only offsets on a device can have them; host offsets raise an
+        error.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -108,10 +111,9 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total_name: str
     if total > segments * width:
         raise ValueError(f"{total_name} must be at most the rows of {name}, {segments * width}, got {total}")
     segment, position = segments_and_positions(offsets, total)
-    taken = dense.flatten(0, 1).index_select(0, segment * width + position.clamp(max=width - 1))
-    if values_are_checkable(given):  # no segment is too long
-        return taken
-    return taken.masked_fill((position >= width).view(-1, *[1] * (dense.dim() - 2)), 0)
+    if values_are_checkable(given):  # no segment is too long, and none ends too early
+        return dense.flatten(0, 1).index_select(0, segment * width + position)
+    return _rows_or_zeros(dense.flatten(0, 1), segment * width + position, (position >= width) | (segment >= segments))
 
 
 def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -123,12 +125,13 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
 
     Returns:
-        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Host offsets raise an error instead.
+        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Rows behind the last segment are 0. Host offsets raise an error
+        instead.
 
     Raises:
         TypeError, ValueError: as `padded_to_jagged`; also if dtypes, widths or devices differ.
     """
-    return x + _dense_rows("jagged_dense_add", x, y, offsets)
+    return _without_tail(x + _dense_rows("jagged_dense_add", x, y, offsets), offsets)
 
 
 def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -140,12 +143,13 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
 
     Returns:
-        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Host offsets raise an error instead.
+        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Rows behind the last segment are 0. Host offsets raise an error
+        instead.
 
     Raises:
         TypeError, ValueError: as `jagged_dense_add`.
     """
-    return x * _dense_rows("jagged_dense_mul", x, y, offsets)
+    return _without_tail(x * _dense_rows("jagged_dense_mul", x, y, offsets), offsets)
 
 
 def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -156,7 +160,8 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         offsets: the offsets `[B + 1]` int32 or int64 of each of the values, on their device or the host.
 
     Returns:
-        `[Σ L_k, ...]` and offsets `[B + 1]`.
+        `[Σ L_k, ...]` and offsets `[B + 1]`. If values have rows behind their last segment, which only offsets on a device can have, the
+        result has as many, all 0.
 
     Raises:
         TypeError, ValueError: there are no values, or not one offsets tensor for each; sizes, dtypes, devices or offsets do not match.
@@ -177,6 +182,8 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         _check_rows("jagged_concat", f"values[{k}]", x)
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
+        if may_have_tail(f"offsets[{k}]", bounds, x.shape[0], x.device):
+            values[k] = without_tail(x, End(offsets[k]))
         if bounds.shape != offsets[0].shape:
             raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
     joined = torch.cat(values)
@@ -197,7 +204,8 @@ def jagged_split(
         total_first: Σ first_lengths. Required if first_lengths is a tensor on a device, or a tensor under torch.compile.
 
     Returns:
-        A pair (values `[Σ first_lengths, ...]`, offsets `[B + 1]`) for the first rows, and such a pair for the rest.
+        A pair (values `[Σ first_lengths, ...]`, offsets `[B + 1]`) for the first rows, and such a pair for the rest. Rows behind a part's
+        last segment, which only offsets on a device can have, are 0.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -223,13 +231,15 @@ def jagged_split(
     total_first = _checked_total(first_lengths, given, total_first)
     if total_first > x.shape[0]:
         raise ValueError(f"total_first must be at most x's rows, {x.shape[0]}, got {total_first}")
-    first_lengths = first_lengths.to(x.device, offsets.dtype, non_blocking=True)
+    given_lengths, first_lengths = first_lengths, first_lengths.to(x.device, offsets.dtype, non_blocking=True)
     first = torch.cat([offsets.new_zeros(1), first_lengths.cumsum(0, dtype=offsets.dtype)])
     rest = offsets - first
+    has_tail = may_have_tail("offsets", given, x.shape[0], x.device) or not values_are_checkable(given_lengths)
     rows, segment = rows_and_segments(first, total_first)
-    head = x.index_select(0, rows + rest[segment])
+    head = _rows_or_zeros(x, rows + rest[segment], segment >= segments if has_tail else None)
     rows, segment = rows_and_segments(rest, x.shape[0] - total_first)
-    return (head, first), (x.index_select(0, rows + first[segment + 1]), rest)
+    index = rows + first[(segment + 1).clamp(max=segments) if has_tail else segment + 1]
+    return (head, first), (_rows_or_zeros(x, index, segment >= segments if has_tail else None), rest)
 
 
 def _fbgemm_is_right(values: Tensor, padding_value: float) -> bool:
@@ -257,6 +267,20 @@ def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) ->
     if total is not None and int(first_lengths.sum()) != total:
         raise ValueError(f"total_first must be the sum of first_lengths, {int(first_lengths.sum())}, got {total}")
     return int(first_lengths.sum())
+
+
+def _rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
+    """x[index], with 0 where the index is absent and not used."""
+    if absent is None:
+        return x.index_select(0, index)
+    return x.index_select(0, torch.where(absent, 0, index)).masked_fill(absent.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def _without_tail(out: Tensor, offsets: Tensor) -> Tensor:
+    """A result that was just computed, with 0 in the rows behind the last segment."""
+    if not may_have_tail("offsets", offsets, out.shape[0], out.device):
+        return out
+    return with_clean_tail(out, End(offsets.to(out.device)))
 
 
 def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from ..settings import is_batch_invariant
 from ..validation import checked_offsets
 from .operands import checked_operands, runs_kernels
 from .score_plan import ScorePlan, check_plan_rows, plan_offsets
+from .tail import may_have_tail, padded_to
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
@@ -25,21 +26,22 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
         max_seqlen, implementation: as in `jagged_dense_bmm`.
 
     Returns:
-        `[L, H]`; each column of a segment sums to 1.
+        `[L, H]`; each column of a segment sums to 1. Rows behind the last segment are 0, as their gradients are.
 
     Raises:
         TypeError, ValueError: as `jagged_dense_bmm`.
         RuntimeError: a second derivative or a torch.func transform; "reference" supports both.
     """
     (x,) = checked_operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
-        return jagged_softmax_reference(x, offsets)
+        return padded_to(jagged_softmax_reference(x, offsets), x.shape[0])
     if runs_kernels(implementation, x):
         from jagged_kernels.softmax.op import triton_jagged_softmax
 
-        return triton_jagged_softmax(contiguous_last_dim(x), offsets, max_seqlen, batch_invariant)
+        has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
+        return triton_jagged_softmax(contiguous_last_dim(x), offsets, max_seqlen, batch_invariant, has_tail)
     return softmax_cpu(x.flatten(), offsets, *matrix_offsets(offsets, x.shape[1]), True, batch_invariant).view(x.shape)
 
 

@@ -8,14 +8,17 @@ import torch
 from jagged_kernels.attention.pages import Pages
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
+from ..containers.segmentation import note_rows
 from ..masks import AttentionMask
 from ..validation import check_device, check_offsets, check_offsets_shape, check_tensor
 from .attention import jagged_attention
-from .attention_checks import check_attention, check_shared
+from .attention_checks import check_attention, check_output_scale, check_shared
 from .joined_rows import joined_rows
+from .tail import may_have_tail
 
 
 def target_attention(
@@ -143,7 +146,29 @@ def self_target_attention(
         raise ValueError("offsets and candidate_offsets must describe the same number of segments, got {} and {}".format(*segments))
     if offsets.device != candidate_offsets.device:
         offsets, candidate_offsets = (x.to(q_user.device, non_blocking=True) for x in (offsets, candidate_offsets))
-    q_offsets = torch.cat([offsets, (candidate_offsets + rows[0])[1:]])  # torch.export: a sum of [B] would exclude B = 1
+    device = q_user.device
+    if may_have_tail("offsets", offsets, rows[0], device) or may_have_tail("candidate_offsets", candidate_offsets, rows[1], device):
+        q_offsets, offsets, options = _with_rows_between(offsets, candidate_offsets, rows, device, options)
+    else:
+        q_offsets = torch.cat([offsets, (candidate_offsets + rows[0])[1:]])  # torch.export: a sum of [B] would exclude B = 1
+        note_rows(q_offsets, sum(rows))
     out = jagged_attention(joined_rows(q_user, q_candidates), k, v, q_offsets, offsets, **options)
     of_user, of_candidates = torch.split_with_sizes(out, rows)
     return of_user, of_candidates
+
+
+def _with_rows_between(
+    offsets: Tensor, candidate_offsets: Tensor, rows: tuple[int, int], device: torch.device, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """q_offsets, kv_offsets and options of `self_target_attention` where rows may follow the last user's, or the last candidate.
+
+    The rows between the users' and the candidates' are one more query segment, and those behind the candidates another. They are the
+    queries of one more segment of keys, which is empty, so their results and gradients are 0.
+    """
+    q_offsets = pad(torch.cat([offsets, candidate_offsets + rows[0]]), (0, 1), value=sum(rows))
+    options = options | dict(schedule=None)  # another number of segments
+    output_scale = options.get("output_scale")
+    if isinstance(output_scale, Tensor):
+        check_output_scale(output_scale, 2 * (offsets.shape[0] - 1), device)
+        options["output_scale"] = pad(output_scale.view(2, -1), (0, 1), value=1).flatten()
+    return q_offsets, torch.cat([offsets, offsets[-1:]]), options

@@ -18,6 +18,7 @@ from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_offsets, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
+from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -96,13 +97,14 @@ class BlockDiagonalSelfAttention(nn.Module):
             TypeError, ValueError: x has another type, shape, dtype or device, or a segment that is too long.
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
-        qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
+        end = end_of("x", jagged)
+        qkv = self.qkv_proj(entering(jagged.values, end)).unflatten(1, (3, self.num_heads, self.head_dim))
         rotary = None
         if self.tables is not None and self.rotary is not None:
             check_offsets("x's offsets", jagged.offsets, max_seqlen=self.max_seqlen)
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
         out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
-        return jagged.unwrap(self.out_proj(out.flatten(1)))
+        return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 

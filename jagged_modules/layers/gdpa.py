@@ -22,6 +22,7 @@ from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
+from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -266,10 +267,16 @@ class JaggedGDPA(nn.Module):
         if bias is not None:
             self._check_bias(bias, jagged, keys, "cache" if cache is not None else "x" if context is None else "context")
 
-        q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
+        end = end_of("x", jagged)
+        rows = entering(jagged.values, end)
+        q = self.seeds if config.num_seeds else self.q_proj(rows).unflatten(1, (self.num_heads, self.head_dim))
         if not config.num_weights:
-            values, pages = paged_operands(keys)
-            k, v = self._project(values) if cache is None else values.chunk(2, dim=2)
+            if cache is None:
+                rows = rows if keys is jagged else entering(keys.values, end_of("context", keys))
+                (k, v), pages = self._project(rows), None
+            else:
+                values, pages = paged_operands(keys)
+                k, v = values.chunk(2, dim=2)
             schedule = keys.schedule(
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
@@ -295,7 +302,9 @@ class JaggedGDPA(nn.Module):
             pages=pages,
         )
         out = self.out_proj(self.dropout(out.flatten(1)))
-        return out.unflatten(0, (jagged.num_segments, config.num_seeds)) if config.num_seeds else jagged.unwrap(out)
+        if config.num_seeds:
+            return out.unflatten(0, (jagged.num_segments, config.num_seeds))
+        return jagged.unwrap(leaving(out, end))
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
@@ -328,7 +337,9 @@ class JaggedGDPA(nn.Module):
         keys = wrap_rows(name, rows, self.embedding_dim, self.out_proj)
         if cache is not None:
             layer_of_cache(cache, name, keys, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
-        return HistoryCache((keys.with_values(torch.cat(self._project(keys.values), dim=2)),))
+        end = end_of(name, keys)
+        keys_and_values = torch.cat(self._project(entering(keys.values, end)), dim=2)
+        return HistoryCache((keys.with_values(leaving(keys_and_values, end)),))
 
     def _check_cacheable(self) -> None:
         for name in ("num_seeds", "num_weights"):
@@ -433,8 +444,12 @@ class GDPABlock(nn.Module):
             TypeError, ValueError: as `JaggedGDPA.forward`.
         """
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
-        update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets, bias)
-        return jagged.unwrap(jagged.values + update.values)
+        end = end_of("x", jagged)
+        rows = entering(jagged.values, end)
+        normed = jagged.with_values(self.norm(rows))
+        normed.is_clean = end is not None or jagged.is_clean
+        update = self.attention(normed, context, num_targets, bias)
+        return jagged.unwrap(leaving(rows + update.values, end))
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 

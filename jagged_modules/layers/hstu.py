@@ -23,6 +23,7 @@ from ..validation import MAX_HEAD_DIM, check_device, check_index_values, check_i
 from .hstu_config import HSTUConfig, check_appendable, check_lengths, check_row_timestamps, check_times, next_timestamps
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all, xavier_linear
+from .tail import end_of, entering, leaving
 
 NORM_EPS = 1e-6
 C = TypeVar("C")  # a container
@@ -161,7 +162,9 @@ class HSTULayer(nn.Module):
             check_index_values("cache_rows", cache_rows, jagged.num_rows, "{}, the rows of x")
         elif cache_rows is not None:
             check_kind("cache_rows", cache_rows, slice, "a torch.Tensor or a slice")
-        u, q, k, v = self._project(jagged)
+        end = end_of("x", jagged)
+        values = entering(jagged.values, end)
+        u, q, k, v = self._project(values)
         out = None
         if update:
             if cache is None:
@@ -175,8 +178,14 @@ class HSTULayer(nn.Module):
                 else:
                     biases = self._bias(cache_timestamps, query_timestamps, jagged), self._bias(timestamps, query_timestamps)
                     a = self._attend_with_cache(q, k, v, jagged, cache, mask, *biases)
-            out = jagged.unwrap(self._output(jagged.values, u, a))
-        return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
+            out = jagged.unwrap(leaving(self._output(values, u, a), end))
+            if jagged.is_clean:
+                out.is_clean = True
+        if cache_rows is None:
+            return out
+        if end is not None and isinstance(cache_rows, slice):
+            return out, leaving(torch.cat([k, v], dim=2), end)[cache_rows]
+        return out, torch.cat([k[cache_rows], v[cache_rows]], dim=2)
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
@@ -238,9 +247,9 @@ class HSTULayer(nn.Module):
         return max(1, length)
 
     @fixed_rows
-    def _project(self, jagged: Jagged) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
-        x, heads = jagged.values, self.num_heads
+        heads = self.num_heads
         widths = [heads * size for size in (self.linear_dim, self.linear_dim, self.head_dim, self.head_dim)]
         u, v, q, k = self.uvqk_proj(self.input_norm(x)).split(widths, dim=1)
         return u, q.unflatten(1, (heads, -1)), k.unflatten(1, (heads, -1)), v.unflatten(1, (heads, -1))

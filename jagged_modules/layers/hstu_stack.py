@@ -24,6 +24,7 @@ from .hstu_config import (
     rows_seen_by_targets,
 )
 from .parameters import reset_all
+from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -276,9 +277,13 @@ def _without_container(x: Any, config: HSTUConfig) -> Jagged:
     """x as a Jagged: torch's fully_shard finds the tensors in a Jagged that layers pass on, but not those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
     check_lengths("x", config, jagged.offsets)  # before they are copied to a device
-    return jagged.with_values(jagged.values)
+    end = end_of("x", jagged)
+    rows = jagged.with_values(entering(jagged.values, end))
+    rows.is_clean = end is not None or jagged.is_clean
+    return rows
 
 
 @torch.fx.wrap
 def _in_container_of(x: Any, jagged: Jagged) -> Any:
-    return Jagged.wrap(x).unwrap(jagged.values)
+    container = Jagged.wrap(x)
+    return container.unwrap(leaving(jagged.values, end_of("x", container)))

@@ -15,6 +15,7 @@ from ..scalars import check_choice, check_kind, check_size
 from ..tracing import one_module
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
+from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -72,10 +73,11 @@ class JaggedMLP(nn.Module):
             TypeError, ValueError: x has another type, shape, dtype or device.
         """
         jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
-        values, activation = jagged.values, POINTWISE[self.activation].function
+        end = end_of("x", jagged)
+        values, activation = entering(jagged.values, end), POINTWISE[self.activation].function
         for layer in self.layers:  # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
             values = activation(layer(values))
-        return jagged.unwrap(values)
+        return jagged.unwrap(leaving(values, end))
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 

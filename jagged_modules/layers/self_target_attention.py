@@ -14,10 +14,11 @@ from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional import self_target_attention
 from ..scalars import check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, check_device, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
-from .target_attention import project_targets
+from .tail import end_of, entering, leaving
+from .target_attention import project_candidates, project_targets
 
 C = TypeVar("C")  # the container of the history
 T = TypeVar("T")  # the container of the targets
@@ -90,17 +91,17 @@ class JaggedSelfTargetAttention(nn.Module):
         if candidates is None:
             jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
             check_same_segments("targets", jagged_targets, "history", history)
-            values, out = self._attend(history, self._project(jagged_targets.values, 2, "[N, E_t]"), jagged_targets.offsets)
-            return history.unwrap(values), jagged_targets.unwrap(out)
+            end = end_of("targets", jagged_targets)
+            queries = project_targets(self.target_proj, self.target_dim, self.num_heads, entering(jagged_targets.values, end), 2, "[N, E_t]")
+            values, out = self._attend(history, queries, jagged_targets.offsets)
+            return history.unwrap(values), jagged_targets.unwrap(leaving(out, end))
         candidates = CandidateIndex.wrap(candidates, history.num_segments)
-        q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
-        candidates.check(q.shape[0], history.num_segments, queries="targets have")
-        check_device("candidates", candidates.offsets, q.device, "targets'")
+        q, end = project_candidates(self.target_proj, self.target_dim, self.num_heads, targets, candidates, history)
         if candidates.order is not None:
             q = q.index_select(0, candidates.order)
         values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))
         out = torch.unflatten(out, 0, q.shape[:2])
-        return history.unwrap(values), candidates.ungrouped(out)
+        return history.unwrap(values), leaving(candidates.ungrouped(out), end)
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
@@ -112,15 +113,14 @@ class JaggedSelfTargetAttention(nn.Module):
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
-        return project_targets(self.target_proj, self.target_dim, self.num_heads, targets, dim, shape)
-
     def _attend(self, history: Jagged, queries: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """The results of the events `[L, E]` and of the targets `[N, E]`, whose queries `[N, H, D]` are grouped by user."""
-        own = self.q_proj(history.values).unflatten(1, (self.num_heads, self.head_dim))
-        k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        end = end_of("history", history)
+        rows = entering(history.values, end)
+        own = self.q_proj(rows).unflatten(1, (self.num_heads, self.head_dim))
+        k, v = self.kv_proj(rows).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
         of_events, of_targets = self_target_attention(own, queries, k, v, history.offsets, offsets)
-        return self.out_proj(of_events.flatten(1)), self.target_out_proj(of_targets.flatten(1))
+        return leaving(self.out_proj(of_events.flatten(1)), end), self.target_out_proj(of_targets.flatten(1))
 
     def extra_repr(self) -> str:
         return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, target_dim={self.target_dim}"

@@ -14,13 +14,16 @@ from ..containers.conversions import wait_for
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
+from ..containers.segmentation import note_rows
 from ..functional import jagged_attention, target_attention
+from ..functional.tail import End
 from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
+from .tail import end_of, end_of_candidates, entering, leaving
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
@@ -169,7 +172,7 @@ class JaggedTargetAttention(nn.Module):
         targets, pages = wait_for(targets), None
         if cache is None:
             history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-            k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+            k, v = self._keys_and_values(entering(history.values, end_of("history", history)))
         else:
             if history is not None:
                 raise ValueError(f"history must be None with cache, got {type(history).__name__}")
@@ -180,12 +183,10 @@ class JaggedTargetAttention(nn.Module):
 
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
-            q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
-            candidates.check(q.shape[0], history.num_segments, queries="targets have")
-            check_device("candidates", candidates.offsets, q.device, "targets'")
+            q, end = project_candidates(self.q_proj, self.target_dim, self.num_heads, targets, candidates, history)
             schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
             out = target_attention(q, k, v, candidates, history.offsets, schedule=schedule, pages=pages)
-            return self._output(out.flatten(2))
+            return leaving(self._output(out.flatten(2)), end)
 
         if isinstance(targets, Tensor) and not targets.is_nested:
             q = self._project(targets, 3, "[B, T, E_t]")
@@ -193,16 +194,18 @@ class JaggedTargetAttention(nn.Module):
                 raise ValueError(f"targets without candidates must be one per history segment, {history.num_segments}, got {q.shape[0]}")
             rows = q.shape[1]
             offsets = torch.arange(q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device) * rows
+            note_rows(offsets, q.shape[0] * rows)
             schedule = schedule_for(queries=rows)
             out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule, pages=pages)
             return torch.unflatten(self._output(out.flatten(1)), 0, (q.shape[0], rows))
 
         jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
         check_same_segments("targets", jagged_targets, "history" if cache is None else "cache", history)
-        q = self._project(jagged_targets.values, 2, "[N, E_t]")
+        end = end_of("targets", jagged_targets)
+        q = self._project(entering(jagged_targets.values, end), 2, "[N, E_t]")
         schedule = schedule_for(queries=jagged_targets)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule, pages=pages)
-        return jagged_targets.unwrap(self._output(out.flatten(1)))
+        return jagged_targets.unwrap(leaving(self._output(out.flatten(1)), end))
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
@@ -227,8 +230,12 @@ class JaggedTargetAttention(nn.Module):
         jagged = wrap_rows(name, rows, self.embedding_dim, self.kv_proj)
         if cache is not None:
             layer_of_cache(cache, name, jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
-        k, v = self.kv_proj(jagged.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
-        return HistoryCache((jagged.with_values(torch.cat([k, v], dim=2)),))
+        end = end_of(name, jagged)
+        keys_and_values = torch.cat(self._keys_and_values(entering(jagged.values, end)), dim=2)
+        return HistoryCache((jagged.with_values(leaving(keys_and_values, end)),))
+
+    def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return self.kv_proj(rows).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
 
     def _output(self, rows: Tensor) -> Tensor:
         return self.out_proj(self.dropout(rows))
@@ -242,10 +249,26 @@ class JaggedTargetAttention(nn.Module):
 
 def project_targets(projection: nn.Module, target_dim: int, num_heads: int, targets: Any, dim: int, shape: str) -> Tensor:
     """The queries `[..., H, D]` of targets with `dim` dimensions. Errors give `shape` as the expected shape."""
+    check_targets(projection, target_dim, targets, dim, shape)
+    return projection(targets).unflatten(-1, (num_heads, -1))
+
+
+def check_targets(projection: nn.Module, target_dim: int, targets: Any, dim: int, shape: str) -> None:
     if not isinstance(targets, Tensor):
         raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
     check_dense("targets", targets)
     if targets.dim() != dim or targets.shape[-1] != target_dim:
         raise ValueError(f"targets must have shape {shape} with E_t = {target_dim}, got {list(targets.shape)}")
     check_layer_input("targets", targets, projection)
-    return projection(targets).unflatten(-1, (num_heads, -1))
+
+
+def project_candidates(
+    projection: nn.Module, target_dim: int, num_heads: int, targets: Any, candidates: CandidateIndex, history: Jagged
+) -> tuple[Tensor, End | None]:
+    """The queries `[num_candidates, n_q, H, D]` of the candidates of the history's users, and where the candidates end."""
+    shape = "[num_candidates, n_q, E_t]"
+    check_targets(projection, target_dim, targets, 3, shape)
+    candidates.check(targets.shape[0], history.num_segments, queries="targets have")
+    check_device("candidates", candidates.offsets, targets.device, "targets'")
+    end = end_of_candidates(candidates, targets)
+    return project_targets(projection, target_dim, num_heads, entering(targets, end), 3, shape), end

@@ -33,6 +33,7 @@ from ..common.configs import LaunchConfig, padded_dim
 from ..common.descriptors import descriptor, has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
 from ..common.ops import below_autograd, differentiate, direct, operator, refuse_derivative
+from ..common.tail import zero_tails
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from . import packed
@@ -61,7 +62,7 @@ def triton_attention(
     scale: float, q_shared: bool, activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
     table_gradients: bool, num_targets: Tensor | None, segment_scale: Tensor | None,
     position_bias: Tensor | None, time_bias: Tensor | None, timestamps: Tensor | None, boundaries: Tensor | None,
-    query_timestamps: Tensor | None, query_shift: Tensor | None,
+    query_timestamps: Tensor | None, query_shift: Tensor | None, clear_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel.
 
@@ -76,6 +77,8 @@ def triton_attention(
         implementation: "triton", "hopper", or "auto", which chooses.
         workspace: limit in bytes of the memory in which the backward stores dS; None: a default limit.
         scale, ...: the fields of `AttentionParams`. batch_invariant: the schedule's tile size is not used.
+        clear_tail: write 0 to the rows behind the last segment; False: there are none. With `kv_shared`, the segment of all query rows may
+            end before them.
 
     Returns:
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of exp(scores); `[H, 0]` without.
@@ -87,12 +90,12 @@ def triton_attention(
     segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, q_shared, activation))
     selection = _select(operands, segments, key_block, params, kv_shared, implementation)
-    _forward(operands, segments, params, selection)
+    _forward(operands, segments, params, selection, clear_tail)
     return operands.out, operands.lse
 
 
-def _forward(operands: Operands, segments: Segments, params: AttentionParams, selection: Selection) -> None:
-    if not (operands.q.shape[0] and operands.k.shape[0]):  # no batch needs another kernel for this
+def _forward(operands: Operands, segments: Segments, params: AttentionParams, selection: Selection, clear_tail: bool) -> None:
+    if not (operands.q.shape[0] and operands.k.shape[0] and segments.q_offsets.shape[0] > 1):  # no batch needs another kernel for this
         operands.out.zero_()
         operands.lse.fill_(-math.inf)
         return
@@ -105,6 +108,8 @@ def _forward(operands: Operands, segments: Segments, params: AttentionParams, se
         forward(operands, segments, params, selection.fwd)
     else:
         _triton_forward(operands, segments, params, selection)
+    if clear_tail and not params.q_shared:
+        zero_tails((operands.out, segments.q_offsets))
 
 
 def _paged_attention_fake(q, k, v, q_offsets, kv_offsets, page_table, page_rows, num_keys, *rest):
@@ -118,7 +123,7 @@ def triton_paged_attention(
     scale: float, q_shared: bool, activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
     table_gradients: bool, num_targets: Tensor | None, segment_scale: Tensor | None,
     position_bias: Tensor | None, time_bias: Tensor | None, timestamps: Tensor | None, boundaries: Tensor | None,
-    query_timestamps: Tensor | None, query_shift: Tensor | None,
+    query_timestamps: Tensor | None, query_shift: Tensor | None, clear_tail: bool = True,
 ) -> Tensor:  # fmt: skip
     """Launch the forward kernel with keys and values in pages, in one query group. It has no backward.
 
@@ -137,13 +142,13 @@ def triton_paged_attention(
     pages = Pages(page_table, page_rows, num_keys)
     segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m), pages=pages)
     operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, False, activation))
-    _forward(operands, segments, params, _select(operands, segments, None, params, False, implementation))
+    _forward(operands, segments, params, _select(operands, segments, None, params, False, implementation), clear_tail)
     return operands.out
 
 
 def _backward_fake(do, out, lse, q, k, v, *rest):
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, *empty_table_gradients(AttentionParams(*rest[-len(AttentionParams._fields) :]), q)
+    return *grads, *empty_table_gradients(AttentionParams(*rest[_PARAMS.start - 3 : _PARAMS.stop - 3]), q)
 
 
 @operator("attention_backward", fake=_backward_fake)
@@ -155,7 +160,7 @@ def triton_attention_backward(
     scale: float, q_shared: bool, activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
     table_gradients: bool, num_targets: Tensor | None, segment_scale: Tensor | None,
     position_bias: Tensor | None, time_bias: Tensor | None, timestamps: Tensor | None, boundaries: Tensor | None,
-    query_timestamps: Tensor | None, query_shift: Tensor | None,
+    query_timestamps: Tensor | None, query_shift: Tensor | None, clear_tail: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it. On Hopper:
     hopper_backward.py. Only softmax reads `out`. Other arguments: as the forward's.
@@ -171,12 +176,12 @@ def triton_attention_backward(
     keys = Segments(q_offsets, kv_offsets, TileList(key_tiles, num_key_tiles, key_block))
     operands, do = Operands(q, k, v, out, lse), contiguous_last_dim(do)
     selection = _select(operands, queries, key_block, params, kv_shared, implementation)
-    if not (q.shape[0] and k.shape[0]):
+    if not (q.shape[0] and k.shape[0] and q_offsets.shape[0] > 1):
         dtables = (x.zero_() for x in empty_table_gradients(params, q))
         return *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), *dtables
     chunks = selection.query_chunks
     if kv_shared:
-        keys = _query_chunks(q, k, chunks)
+        keys = _query_chunks(q_offsets[-1] if clear_tail else q.shape[0], k, chunks)
         if segment_scale is not None:
             params = params._replace(segment_scale=segment_scale.repeat(chunks))
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows (keys), then a fixed-order sum.
@@ -195,6 +200,9 @@ def triton_attention_backward(
         bias = kernel_bias(params)
         dtables = _triton_dq(operands, grads, queries, params, bias, selection)
         _triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
+    if clear_tail:
+        of_queries, of_keys = [] if q_shared else [(dq, q_offsets)], [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
+        zero_tails(*of_queries, *of_keys)
     if q_shared:
         dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
     if kv_shared:
@@ -276,10 +284,10 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, acti
     return q.new_empty((rows, q.shape[1], v.shape[2])), lse
 
 
-def _query_chunks(q: Tensor, k: Tensor, chunks: int) -> Segments:
+def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> Segments:
     """The query rows split into `chunks` segments, each of which sees all keys."""
-    boundaries = torch.arange(chunks + 1, device=q.device)
-    return Segments(boundaries * q.shape[0] // chunks, boundaries * k.shape[0], TileList(None, None, None))
+    boundaries = torch.arange(chunks + 1, device=k.device)
+    return Segments(boundaries * num_queries // chunks, boundaries * k.shape[0], TileList(None, None, None))
 
 
 # -- launchers of the portable kernels ----------------------------------------------------------------------------------------------
@@ -406,9 +414,12 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
+_PARAMS = slice(14, 14 + len(AttentionParams._fields))  # behind them is clear_tail, which torch leaves out where it has its default
+
+
 def _index(field: str) -> int:
-    """Of a field of AttentionParams, the last ones of an operator's arguments."""
-    return AttentionParams._fields.index(field) - len(AttentionParams._fields)
+    """Of a field of AttentionParams, among the arguments of the forward."""
+    return _PARAMS.start + AttentionParams._fields.index(field)
 
 
 _OPTIONS = slice(9, _index("num_targets"))  # block_m to table_gradients: the arguments that are not tensors
@@ -425,8 +436,8 @@ class _Attention(torch.autograd.Function):
         with below_autograd():
             out, lse = op(*inputs)
         saved_out = out if inputs[_ACTIVATION] == "softmax" else None
-        ctx.save_for_backward(saved_out, lse, *inputs[: _OPTIONS.start], *inputs[_OPTIONS.stop :])
-        ctx.options = inputs[_OPTIONS]
+        ctx.save_for_backward(saved_out, lse, *inputs[: _OPTIONS.start], *inputs[_OPTIONS.stop : _PARAMS.stop])
+        ctx.options, ctx.clear_tail = inputs[_OPTIONS], inputs[_PARAMS.stop :]
         ctx.tables = tuple(inputs[_TABLE_GRADIENTS] and table is not None for table in (position_bias, time_bias))
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -435,10 +446,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, _dlse):
         out, lse, *tensors = ctx.saved_tensors
         q, k, v, *_ = tensors
-        inputs = do, out, lse, *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
-        op = triton_attention_backward
+        inputs = *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.start :]
+        op, floats = triton_attention_backward, inputs[_FLOATS]
+        inputs = do, out, lse, *inputs, *ctx.clear_tail
         if not torch.is_grad_enabled():
-            op = direct(op, inputs, (do, q, k, v, *inputs[_FLOATS]))
+            op = direct(op, inputs, (do, q, k, v, *floats))
         dq, dk, dv, dposition, dtime = op(*inputs)
         has_position, has_time = ctx.tables
         return dq, dk, dv, dposition if has_position else None, dtime if has_time else None, None, None
@@ -453,8 +465,8 @@ def attention(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def paged_attention(*inputs: Any) -> Tensor:
-    """`triton_paged_attention` in less host time."""
-    return direct(triton_paged_attention, inputs, (*inputs[:3], *inputs[_FLOATS]))(*inputs)
+    """`triton_paged_attention` in less host time. It has two arguments fewer before the parameters than `triton_attention`."""
+    return direct(triton_paged_attention, inputs, (*inputs[:3], *inputs[_FLOATS.start - 2 : _FLOATS.stop - 2]))(*inputs)
 
 
 _apply = super(torch.autograd.Function, _Attention).apply  # without what `_Attention.apply` does for torch.func

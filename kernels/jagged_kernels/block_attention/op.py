@@ -17,6 +17,7 @@ from ..common.configs import KernelChoice
 from ..common.descriptors import has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from ..common.tail import zero_tails
 from .configs import BlockAttentionConfig
 from .params import BlockAttentionParams, RotaryParams
 from .select import BlockAttentionProblem, select_block_attention
@@ -24,11 +25,11 @@ from .triton_kernels import block_attention_bwd_kernel, block_attention_fwd_kern
 
 
 def _pack(
-    offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant
+    offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant, clear_tail
 ) -> BlockAttentionParams:  # fmt: skip
     """The arguments of the operators after q, k and v, in their order."""
     rotary = RotaryParams(cos, sin, positions, rotate_v and cos is not None, linear, precise)
-    return BlockAttentionParams(offsets, rotary, block_size, scale, implementation, batch_invariant)
+    return BlockAttentionParams(offsets, rotary, block_size, scale, implementation, batch_invariant, clear_tail)
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------------
@@ -42,6 +43,7 @@ def _fake(q, k, v, *rest):
 def triton_block_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
     rotate_v: bool, linear: bool, precise: bool, block_size: int, scale: float, implementation: str, batch_invariant: bool,
+    clear_tail: bool = True,
 ) -> Tensor:  # fmt: skip
     """Forward.
 
@@ -55,7 +57,7 @@ def triton_block_attention(
     Raises:
         ValueError: implementation "hopper", which does not support the operands.
     """
-    params = _pack(offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant)
+    params = _pack(offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant, clear_tail)
     return _forward(q, k, v, params)
 
 
@@ -63,23 +65,30 @@ def triton_block_attention(
 def triton_block_attention_packed(
     qkv: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
     rotate_v: bool, linear: bool, precise: bool, block_size: int, scale: float, implementation: str, batch_invariant: bool,
+    clear_tail: bool = True,
 ) -> Tensor:  # fmt: skip
     """Forward of q, k and v packed as `[L, 3, H, D]`, last dim contiguous. The backward writes their gradients as one tensor, which a
     projection's backward reads in place; autograd would copy three into one. Others: as `triton_block_attention`."""
-    params = _pack(offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant)
+    params = _pack(offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant, clear_tail)
     return _forward(*qkv.unbind(1), params)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, params: BlockAttentionParams) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if q.shape[0] == 0:
-        return out
+    if q.shape[0] and params.offsets.shape[0] > 1:
+        _launch_forward(q, k, v, out, params)
+    if params.clear_tail:
+        zero_tails((out, params.offsets))
+    return out
+
+
+def _launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, params: BlockAttentionParams) -> None:
     choice = _select("fwd", q, k, v, params)
     if choice.backend == "hopper":
         from . import hopper  # Gluon is imported only on Hopper, which alone compiles these kernels
 
         hopper.forward(q, k, v, out, params, choice.config)
-        return out
+        return
     config, rotary = choice.config, params.rotary
     num_tiles, grid = _grid(config, q.shape[0], q.shape[1], params.offsets)
     strides, layout = _layout(q, k, v, out)
@@ -87,7 +96,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, params: BlockAttentionParams) -> T
         q, k, v, out, params.offsets, rotary.cos, rotary.sin, rotary.positions,
         rotary.num_positions, params.offsets.shape[0] - 1, num_tiles, params.scale, *strides, **layout, **_constants(config, q, k, params),
     )  # fmt: skip
-    return out
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------------
@@ -101,11 +109,14 @@ def _backward_fake(do, q, k, v, *rest):
 def triton_block_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
     rotate_v: bool, linear: bool, precise: bool, block_size: int, scale: float, implementation: str, batch_invariant: bool,
+    clear_tail: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of the operands' shapes and dtype."""
     gradients = _backward_fake(do, q, k, v)
-    params = _pack(offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant)
+    params = _pack(offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant, clear_tail)
     _backward(do, q, k, v, *gradients, params)
+    if clear_tail:
+        zero_tails(*((x, offsets) for x in gradients))
     return gradients
 
 
@@ -117,17 +128,20 @@ def _packed_backward_fake(do, qkv, *rest):
 def triton_block_attention_packed_backward(
     do: Tensor, qkv: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
     rotate_v: bool, linear: bool, precise: bool, block_size: int, scale: float, implementation: str, batch_invariant: bool,
+    clear_tail: bool = True,
 ) -> Tensor:  # fmt: skip
     """The gradient `[L, 3, H, D]` of qkv, in its dtype."""
     gradient = _packed_backward_fake(do, qkv)
-    params = _pack(offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant)
+    params = _pack(offsets, cos, sin, positions, rotate_v, linear, precise, block_size, scale, implementation, batch_invariant, clear_tail)
     _backward(do, *qkv.unbind(1), *gradient.unbind(1), params)
+    if clear_tail:
+        zero_tails((gradient, offsets))
     return gradient
 
 
 def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, params: BlockAttentionParams) -> None:
     """Write dq, dk and dv."""
-    if q.shape[0] == 0:
+    if q.shape[0] == 0 or params.offsets.shape[0] == 1:
         return
     do = contiguous_last_dim(do)
     choice = _select("bwd", q, k, v, params)

@@ -36,7 +36,8 @@ class RotaryParams(NamedTuple):
 
 class BlockAttentionParams(NamedTuple):
     """offsets: `[B + 1]`. block_size: a power of two. implementation: "triton", "hopper", or "auto", which prefers Hopper's kernels.
-    batch_invariant: "auto" chooses the same kernels for a single row as for many."""
+    batch_invariant: "auto" chooses the same kernels for a single row as for many. clear_tail: write 0 to the rows behind the last segment;
+    False: there are none."""
 
     offsets: Tensor
     rotary: RotaryParams
@@ -44,3 +45,4 @@ class BlockAttentionParams(NamedTuple):
     scale: float
     implementation: str
     batch_invariant: bool
+    clear_tail: bool

@@ -45,7 +45,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
         full_name = f"jagged_kernels::{name}"
         library.define(full_name, library.infer_schema(launcher, mutates_args=()))
         library.impl(full_name, "CPU", _in_the_interpreter(name, launcher))
-        on_cuda = _on_the_tensors_device(launcher)
+        on_cuda = on_the_tensors_device(launcher)
         library.impl(full_name, "CUDA", on_cuda)
         library.register_fake(full_name, fake)
         op = getattr(torch.ops.jagged_kernels, name).default
@@ -66,7 +66,7 @@ def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
     return launch
 
 
-def _on_the_tensors_device(launcher: Callable) -> Callable:
+def on_the_tensors_device(launcher: Callable) -> Callable:
     """Triton launches on the current device. Set the tensors' device where it is another; that costs more than comparing them."""
 
     def launch(*args):

@@ -18,11 +18,13 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import GemmConfig
 from ..common.device import aligned_strides, cdiv, chunk_shift, contiguous_last_dim, device_properties, precision
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from ..common.tail import zero_tails
 from .configs import jagged_matmul_config
 from .triton_kernels import (
     array_jagged_bmm_kernel,
@@ -45,7 +47,7 @@ def _dense_fake(x, offsets, y, bias, activation, *chunking):
 @operator("jagged_dense_bmm", fake=_dense_fake)
 def triton_jagged_dense_bmm(
     x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, max_seqlen: int | None = None,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, clear_tail: bool = True,
 ) -> Tensor:  # fmt: skip
     """out[b] = activation(x[b] @ y[b] + bias[b]).
 
@@ -55,11 +57,15 @@ def triton_jagged_dense_bmm(
         activation: a name of `common/activations.py`, or None.
         max_seqlen: rows of the longest segment, for the gradients. Too small a value costs time only.
         batch_invariant: the gradients' sums over a segment's rows are cut into chunks of a fixed length.
+        clear_tail: write 0 to the rows behind the last segment, of the result and of x's gradient; False: there are none.
 
     Returns:
         `[L, T]`.
     """
-    return _dense(x, offsets, y, bias, activation, None)
+    out = _dense(x, offsets, y, bias, activation, None)
+    if clear_tail:
+        zero_tails((out, offsets))
+    return out
 
 
 def _dact_fake(grad, x, offsets, y, bias, activation):
@@ -68,7 +74,8 @@ def _dact_fake(grad, x, offsets, y, bias, activation):
 
 @operator("jagged_dense_bmm_dact", fake=_dact_fake)
 def triton_jagged_dense_bmm_dact(grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Gradient `[L, T]` of the activation's input, which is computed again, given the gradient of the result."""
+    """Gradient `[L, T]` of the activation's input, which is computed again, given the gradient of the result. Rows behind the last segment
+    are not written: what takes this gradient does not read them."""
     return _dense(x, offsets, y, bias, activation, grad)
 
 
@@ -79,8 +86,8 @@ def _dense(x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activatio
     transposed = y.stride(2) != 1 and y.stride(1) == 1
     y = y if transposed or y.stride(2) == 1 else y.contiguous()
     out = x.new_empty((x.shape[0], columns))
-    if out.numel() == 0:
-        return out
+    if out.numel() == 0 or segments == 0:
+        return out.zero_()
     function = None if activation is None else activation_function(activation, x.dtype == torch.bfloat16)
     factor = 1.0 if activation is None else activation_factors(activation, x.dtype == torch.bfloat16, 1.0)[0]
     config, options = _config("dense", x, 0, columns)
@@ -100,13 +107,16 @@ def _jagged_fake(x, y, offsets, *chunking):
 
 
 @operator("jagged_jagged_bmm", fake=_jagged_fake)
-def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False) -> Tensor:
+def triton_jagged_jagged_bmm(
+    x: Tensor, y: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False, clear_tail: bool = True
+) -> Tensor:
     """out[b] = x[b]ᵀ @ y[b].
 
     Args:
         x: `[L, D]`, y: `[L, T]`, fp32, fp16 or bf16. offsets: `[B + 1]`.
         max_seqlen: rows of the longest segment. Too small a value costs time only.
         batch_invariant: long segments are cut into chunks of a fixed length.
+        clear_tail: as of `triton_jagged_dense_bmm`, for the gradients.
 
     Returns:
         `[B, D, T]`, 0 for an empty segment.
@@ -253,11 +263,11 @@ def _cached_config(kernel: str, itemsize: int, rows: int, columns: int, device: 
 
 class _DenseBmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets, y, bias, activation, *chunking):
+    def forward(ctx, x, offsets, y, bias, activation, *options):
         ctx.save_for_backward(x, offsets, y, bias)
-        ctx.activation, ctx.chunking = activation, chunking
+        ctx.activation, ctx.options = activation, options
         with below_autograd():
-            return triton_jagged_dense_bmm(x, offsets, y, bias, activation, *chunking)
+            return triton_jagged_dense_bmm(x, offsets, y, bias, activation, *options)
 
     @staticmethod
     def backward(ctx, grad):
@@ -265,26 +275,26 @@ class _DenseBmm(torch.autograd.Function):
         wants_x, _, wants_y, wants_bias, *_ = ctx.needs_input_grad
         if ctx.activation is not None:
             grad = triton_jagged_dense_bmm_dact(grad, x, offsets, y, bias, ctx.activation)
-        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, *ctx.chunking) if wants_x else None
-        dy = triton_jagged_jagged_bmm(x, grad, offsets, *ctx.chunking) if wants_y else None
-        dbias = triton_jagged_sum(grad, offsets, *ctx.chunking) if wants_bias else None
-        return dx, None, dy, dbias, None, *(None for _ in ctx.chunking)
+        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, *ctx.options) if wants_x else None
+        dy = triton_jagged_jagged_bmm(x, grad, offsets, *ctx.options) if wants_y else None
+        dbias = triton_jagged_sum(grad, offsets, *ctx.options[:2]) if wants_bias else None
+        return dx, None, dy, dbias, None, *(None for _ in ctx.options)
 
 
 class _JaggedBmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, offsets, *chunking):
+    def forward(ctx, x, y, offsets, *options):
         ctx.save_for_backward(x, y, offsets)
-        ctx.chunking = chunking
+        ctx.options = options
         with below_autograd():
-            return triton_jagged_jagged_bmm(x, y, offsets, *chunking)
+            return triton_jagged_jagged_bmm(x, y, offsets, *options)
 
     @staticmethod
     def backward(ctx, grad):
         x, y, offsets = ctx.saved_tensors
-        dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None, *ctx.chunking) if ctx.needs_input_grad[0] else None
-        dy = triton_jagged_dense_bmm(x, offsets, grad, None, None, *ctx.chunking) if ctx.needs_input_grad[1] else None
-        return dx, dy, None, *(None for _ in ctx.chunking)
+        dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None, *ctx.options) if ctx.needs_input_grad[0] else None
+        dy = triton_jagged_dense_bmm(x, offsets, grad, None, None, *ctx.options) if ctx.needs_input_grad[1] else None
+        return dx, dy, None, *(None for _ in ctx.options)
 
 
 class _Sum(torch.autograd.Function):
@@ -298,7 +308,9 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (offsets,) = ctx.saved_tensors
-        return grad.repeat_interleave(offsets.diff(), 0, output_size=ctx.rows), None, *(None for _ in ctx.chunking)
+        # The rows behind the last segment are those of one more, whose gradient is 0.
+        lengths = pad(offsets, (0, 1), value=ctx.rows).diff()
+        return pad(grad, (0, 0, 0, 1)).repeat_interleave(lengths, 0, output_size=ctx.rows), None, *(None for _ in ctx.chunking)
 
 
 class _Outer(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..common.device import aligned_strides, cdiv, chunk_shift, contiguous_last_dim
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from ..common.tail import zero_tails
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
 from .triton_kernels import jagged2_softmax_kernel, jagged_softmax_kernel
 
@@ -22,35 +23,40 @@ from .triton_kernels import jagged2_softmax_kernel, jagged_softmax_kernel
 
 
 @operator("jagged_softmax", fake=lambda x, *_: x.new_empty(x.shape))
-def triton_jagged_softmax(x: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False) -> Tensor:
+def triton_jagged_softmax(
+    x: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False, clear_tail: bool = True
+) -> Tensor:
     """softmax over the rows of each segment, column by column.
 
     Args:
         x: `[L, H]`, fp32, fp16 or bf16. offsets: `[B + 1]`.
         max_seqlen: rows of the longest segment. Too small a value costs time only.
         batch_invariant: long segments are cut into chunks of a fixed length.
+        clear_tail: write 0 to the rows behind the last segment; False: there are none.
 
     Returns:
         `[L, H]`.
     """
-    return _jagged_softmax(x, None, offsets, max_seqlen, batch_invariant)
+    return _jagged_softmax(x, None, offsets, max_seqlen, batch_invariant, clear_tail)
 
 
 @operator("jagged_softmax_backward", fake=lambda grad, out, *_: out.new_empty(out.shape))
 def triton_jagged_softmax_backward(
-    grad: Tensor, out: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False
+    grad: Tensor, out: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False, clear_tail: bool = True
 ) -> Tensor:
     """Gradient `[L, H]` of the input, given that of the result and the result."""
-    return _jagged_softmax(out, grad, offsets, max_seqlen, batch_invariant)
+    return _jagged_softmax(out, grad, offsets, max_seqlen, batch_invariant, clear_tail)
 
 
-def _jagged_softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, max_seqlen: int | None, batch_invariant: bool) -> Tensor:
+def _jagged_softmax(
+    x: Tensor, grad: Tensor | None, offsets: Tensor, max_seqlen: int | None, batch_invariant: bool, clear_tail: bool
+) -> Tensor:
     """The forward of x. With grad: the backward, where x is the forward's result."""
     x, grad = contiguous_last_dim(x), None if grad is None else contiguous_last_dim(grad)
     (rows, columns), segments = x.shape, offsets.shape[0] - 1
     out = x.new_empty((rows, columns))
-    if out.numel() == 0:
-        return out
+    if out.numel() == 0 or segments == 0:
+        return out.zero_()
     config = jagged_softmax_config(x.element_size(), columns)
     blocks = cdiv(columns, config.lines)
     shift = chunk_shift(rows, max_seqlen, blocks, x.device, batch_invariant)
@@ -62,6 +68,8 @@ def _jagged_softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, max_seqlen:
             x, grad, out, sums, offsets, segments, shift, strides[0], strides[-1],
             H=columns, FINISH=finish, ALIGN=align, **_options(config),
         )  # fmt: skip
+    if clear_tail:
+        zero_tails((out, offsets))
     return out
 
 
@@ -111,16 +119,16 @@ def _options(config: SoftmaxConfig) -> dict:
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets, *chunking):
+    def forward(ctx, x, offsets, *options):
         with below_autograd():
-            out = triton_jagged_softmax(x, offsets, *chunking)
+            out = triton_jagged_softmax(x, offsets, *options)
         ctx.save_for_backward(out, offsets)
-        ctx.chunking = chunking
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return triton_jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.chunking), None, *(None for _ in ctx.chunking)
+        return triton_jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.options), None, *(None for _ in ctx.options)
 
 
 class _Softmax2(torch.autograd.Function):

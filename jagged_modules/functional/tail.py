@@ -1,0 +1,109 @@
+"""Rows behind the last segment, where only the device knows where that one ends: docs/decisions/rows-behind-the-end.md."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..containers.segmentation import rows_on_host
+from ..tracing import is_recording
+from ..validation import transforms_are_active, values_are_checkable
+
+
+class End(NamedTuple):
+    """Where rows end: a row, or its position, is behind the end if it is not below offsets[-1].
+
+    Attributes:
+        offsets: `[B + 1]`, on the rows' device.
+        positions: `[rows]`, of rows in another order than that of the segments. None: the rows' indices.
+    """
+
+    offsets: Tensor
+    positions: Tensor | None = None
+
+    def precedes(self, rows: int) -> Tensor:
+        """bool `[rows]`: whether it comes before the row."""
+        positions = torch.arange(rows, device=self.offsets.device) if self.positions is None else self.positions
+        return positions >= self.offsets[-1]
+
+
+def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:
+    """Whether only the device knows if there are rows behind offsets[-1]. Offsets whose values may be read are checked already.
+
+    Args:
+        offsets: as the caller gave them, before they are moved to `device`. Errors call them `name`.
+
+    Raises:
+        ValueError: a container has noted the lengths on the host, and they do not add up to `rows`.
+    """
+    if is_recording(device):
+        return True
+    if values_are_checkable(offsets):
+        return False
+    known = rows_on_host(offsets)
+    if known is not None and known != rows:
+        raise ValueError(f"{name} must end at the number of rows, {rows}, got {known}")
+    return known is None
+
+
+def without_tail(x: Tensor, end: End, clears_gradient: bool = True) -> Tensor:
+    """A copy of x `[rows, ...]` with 0 in the rows behind the end, and 0 in the gradient of these rows. A NaN there is not read.
+
+    clears_gradient: False where the gradient is 0 there already, which saves a pass over it.
+    """
+    if not _runs_kernels(x):
+        return x.masked_fill(end.precedes(x.shape[0]).view(-1, *[1] * (x.dim() - 1)), 0)
+    return _WithoutTail.apply(x, *end, clears_gradient)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+
+def with_clean_tail(x: Tensor, end: End) -> Tensor:
+    """`without_tail` of a tensor that the caller has just computed: the rows behind the end are overwritten in place."""
+    if end.positions is not None or not (_runs_kernels(x) and x.is_contiguous()):
+        return without_tail(x, end)
+    return _WithCleanTail.apply(x, end.offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+
+def padded_to(x: Tensor, rows: int) -> Tensor:
+    """x `[n, ...]` with rows of 0 behind its own."""
+    return x if x.shape[0] == rows else pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    """Whether one kernel of ours may run. Graphs take torch's operators, which compilers fuse with their neighbours."""
+    if torch.compiler.is_compiling() or transforms_are_active():
+        return False
+    return x.is_cuda and type(x) in (Tensor, torch.nn.Parameter)
+
+
+class _WithoutTail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, positions: Tensor | None, clears_gradient: bool) -> Tensor:
+        from jagged_kernels.common.tail import kept_rows_on_device
+
+        ctx.save_for_backward(*((offsets, positions) if clears_gradient else ()))
+        return kept_rows_on_device(x, offsets, positions)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,), end = grads, ctx.saved_tensors
+        return without_tail(grad, End(*end)) if end else grad, None, None, None
+
+
+class _WithCleanTail(torch.autograd.Function):
+    """Autograd does not see the write. If the function that made x has saved it, that function's gradient is 0 in these rows all the same,
+    because this one's is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offsets: Tensor) -> Tensor:
+        from jagged_kernels.common.tail import zero_tails_on_device
+
+        ctx.save_for_backward(offsets)
+        zero_tails_on_device((x, offsets))
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return without_tail(grads[0], End(*ctx.saved_tensors)), None

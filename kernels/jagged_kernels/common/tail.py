@@ -1,0 +1,89 @@
+"""Rows behind the last segment: kernels that write 0 to them, and their launches.
+
+Only the device knows where the last segment ends. No other kernel reads these rows as rows of a segment, or writes them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import padded_dim
+from .device import aligned_strides, cdiv, contiguous_last_dim, device_properties
+from .ops import on_the_tensors_device
+from .ptxas import safe_ptxas
+
+BLOCK = 2048  # elements that a program writes at a time
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments", "num_rows"])
+def zero_tails_kernel(out_ptrs, offsets_ptrs, num_segments, num_rows, SIZES: tl.constexpr, BLOCK: tl.constexpr):
+    """Write 0 to the rows of each out from its offsets[-1] on. A row has SIZES[i] elements. Persistent: nothing to do without a tail."""
+    for i in tl.static_range(len(out_ptrs)):
+        first = tl.load(offsets_ptrs[i] + num_segments[i]).to(tl.int64) * SIZES[i]
+        last = tl.cast(num_rows[i], tl.int64) * SIZES[i]
+        for block in range(first // BLOCK + tl.program_id(0), (last + BLOCK - 1) // BLOCK, tl.num_programs(0)):
+            elements = block * BLOCK + tl.arange(0, BLOCK)  # whole words are masked, because a block starts at a multiple of 16
+            zeros = tl.zeros([BLOCK], out_ptrs[i].dtype.element_ty)
+            tl.store(out_ptrs[i] + elements, zeros, mask=(elements >= first) & (elements < last))
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments", "num_rows", "stride"])
+def keep_rows_kernel(
+    x_ptr, positions_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
+    SIZE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[row] = x[row] if the row's position is before offsets[-1], else 0. Without positions, that is the row itself.
+
+    The stride is in units of ALIGN elements (see `aligned_strides`). Grid: blocks of rows, blocks of columns, which follow one another.
+    """
+    BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    rows = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    exists, in_row = rows < num_rows, (columns < SIZE)[None, :]
+    if positions_ptr is None:
+        positions = rows
+    else:
+        positions = tl.load(positions_ptr + rows, mask=exists, other=0)
+    kept = exists & (positions < tl.load(offsets_ptr + num_segments))
+    rows = rows.to(tl.int64)[:, None]
+    x = tl.load(x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=kept[:, None] & in_row, other=0.0)
+    tl.store(out_ptr + rows * SIZE + columns[None, :], x, mask=exists[:, None] & in_row)
+
+
+def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
+    """Write 0 to the rows from offsets[-1] on, of each (contiguous tensor `[rows, ...]`, offsets `[B + 1]`), in one launch."""
+    outs = tuple(x for x, _ in tensors if x.numel())
+    if not outs:
+        return
+    offsets = tuple(offsets for x, offsets in tensors if x.numel())
+    blocks = sum(cdiv(x.numel(), BLOCK) for x in outs)
+    zero_tails_kernel[(min(blocks, 2 * device_properties(outs[0].device).num_sms),)](
+        outs, offsets, tuple(x.shape[0] - 1 for x in offsets), tuple(x.shape[0] for x in outs),
+        SIZES=tuple(x.numel() // x.shape[0] for x in outs), BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+def kept_rows(x: Tensor, offsets: Tensor, positions: Tensor | None = None) -> Tensor:
+    """A copy of x `[rows, ...]` with 0 in the rows whose position, by default their index, is not before offsets[-1]."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    rows = contiguous_last_dim(x.flatten(1) if x.dim() > 1 else x.unsqueeze(1))
+    size = rows.shape[1]
+    columns = min(padded_dim(size), 1024)
+    height = 4096 // columns
+    align, (stride,) = aligned_strides((rows, 0))
+    keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
+        rows, positions, offsets, out, offsets.shape[0] - 1, x.shape[0], stride,
+        SIZE=size, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+# On the device of the tensors, for callers other than operators, which are there already.
+zero_tails_on_device, kept_rows_on_device = on_the_tensors_device(zero_tails), on_the_tensors_device(kept_rows)
