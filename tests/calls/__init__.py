@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import accuracy
@@ -47,8 +48,12 @@ def check(case: Case) -> None:
         AssertionError: an error beyond its bound, another dtype or shape, a changed bit in another segment, a result or gradient of a row
             behind the last segment that is not 0, or an index tensor that was written to.
     """
-    call = build(case)
-    inputs, gradients, actual = evaluate(call, case)
+    check_call(build(case), case)
+
+
+def check_call(call: Call, case: Case, in_graph: bool = False) -> None:
+    """`check` of a call of the case, which the caller may have changed. in_graph: as in `evaluate`."""
+    inputs, gradients, actual = evaluate(call, case, in_graph=in_graph)
     has_equal_terms = case.options.get("values") in ("zeros", "equal rows") or case.options["grad"] in ("one number", "one row")
     with torch.no_grad(), accuracy.equal_terms() if has_equal_terms else nullcontext():
         expected = call.model(inputs, gradients)
@@ -75,12 +80,12 @@ def build(case: Case) -> Call:
     return dataclasses.replace(call, indices=make.indices)
 
 
-def evaluate(call: Call, case: Case, poisoned: int | None = None) -> tuple[dict, dict, dict]:
+def evaluate(call: Call, case: Case, poisoned: int | None = None, in_graph: bool = False) -> tuple[dict, dict, dict]:
     """(inputs, gradients of the results, results and gradients of the inputs that require one), each by name.
 
     Rows behind the last segment are left out: they are NaN in operands and gradients, and must be 0 in results and in their gradients.
 
-    poisoned: the segment whose operands and gradients are NaN or infinite.
+    poisoned: the segment whose operands and gradients are NaN or infinite. in_graph: the results are those of a replayed CUDA graph.
     """
     make = Maker(case, stream=1)
     tensors = {name: _poisoned(x, name, call, case, poisoned) for name, x in call.inputs.items()}
@@ -98,10 +103,14 @@ def evaluate(call: Call, case: Case, poisoned: int | None = None) -> tuple[dict,
             for name in gradients.keys() & call.rows if make.behind else ():
                 if gradients[name].stride(0):  # not expanded
                     gradients[name][-make.behind :] = float("nan")
-            with make.defaults():
-                of_inputs = torch.autograd.grad(
-                    list(results.values()), [inputs[name] for name in wanted], list(gradients.values()), materialize_grads=True
-                )  # fmt: skip
+            of_inputs = _gradients(results, wanted, inputs, gradients, make)
+            if in_graph:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    outputs = call.function(**inputs)
+                    of_inputs = _gradients({name: outputs[name] for name in results}, wanted, inputs, gradients, make)
+                graph.replay()
+                torch.cuda.synchronize()
         torch.use_deterministic_algorithms(False)
     actual = {name: x.detach() for name, x in outputs.items()} | {f"d{name}": x for name, x in zip(wanted, of_inputs)}
     if make.behind:
@@ -112,6 +121,13 @@ def evaluate(call: Call, case: Case, poisoned: int | None = None) -> tuple[dict,
             {name: x[: -make.behind] if name in rows else x for name, x in part.items()} for part in (inputs, gradients, actual)
         )
     return inputs, gradients, actual
+
+
+def _gradients(results: dict, wanted: list[str], inputs: dict, gradients: dict, make: Maker) -> Sequence[Tensor]:
+    with make.defaults():
+        return torch.autograd.grad(
+            list(results.values()), [inputs[name] for name in wanted], list(gradients.values()), materialize_grads=True
+        )  # fmt: skip
 
 
 def _with_rows_behind(x: Tensor, make: Maker) -> Tensor:
