@@ -75,7 +75,7 @@ def function_case(name: str, device: str, dtype: str = "float32", **forms: str) 
     implementation = dict(implementation="triton") if device == "interpreter" and OPERATORS[function].implementations else {}
     forms = {form_of(argument): form for argument, form in forms.items()}
     case = dataclasses.replace(simplest_case(function, device, dtype, **options | implementation | forms), lengths=lengths)
-    assert legal(case) == case
+    assert legal(case).options == case.options  # lengths may be beyond the limits of random cases
     return case
 
 

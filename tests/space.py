@@ -80,8 +80,8 @@ ATTENTION = dict(
     v_dim=mostly(None, *HEAD_DIMS),  # None: head_dim
     output_scale=mostly(1, 0.125, "tensor", "tensor with gradient"),
 )
-STORAGES = mostly("own", "k is v", "one")  # one: q, k and v are views of one tensor
-ATTENTION_DATA = dict(scale=mostly(None, 0.3, -0.5, 0.0), schedule=(False, True), storage=STORAGES) | MAX_SEQLEN
+STORAGES = dict(storage=mostly("own", "k is v", "one"))  # one: q, k and v are views of one tensor
+ATTENTION_DATA = dict(scale=mostly(None, 0.3, -0.5, 0.0), schedule=(False, True)) | MAX_SEQLEN
 ATTENTION_IMPLEMENTATIONS = IMPLEMENTATIONS | dict(cuda=mostly("auto", "triton", "hopper"))
 BIASES = {"position": ("position",), "time": ("time",), "both": ("position", "time")}  # tables of a RelativeBias
 BIAS = dict(
@@ -340,6 +340,7 @@ OPERATORS = {
         | ATTENTION
         | dict(operands=mostly("self", "cross", "q shared", "kv shared", "2 groups", "3 groups"))
         | dict(shared_rows=(Range(1, 20), Range(50, 140)))
+        | STORAGES
         | BIAS,
         data_axes=DATA | ATTENTION_DATA | BIAS_DATA,
         indices=dict(q_offsets=INDICES, kv_offsets=INDICES)
@@ -354,7 +355,7 @@ OPERATORS = {
     ),
     "target_attention": Operator(
         weight=2,
-        axes=COMMON | ATTENTION | dict(index=("counts", "map", "offsets", "shuffled map"), rows=(1, 2, 3, 8)),
+        axes=COMMON | ATTENTION | STORAGES | dict(index=("counts", "map", "offsets", "shuffled map"), rows=(1, 2, 3, 8)),
         data_axes=DATA | ATTENTION_DATA,
         indices=dict(candidates=INDICES, kv_offsets=INDICES) | _of_segments,
         behind=True,
@@ -380,8 +381,8 @@ OPERATORS = {
     ),
     "block_diagonal_attention": Operator(
         weight=3,
-        axes=COMMON | BLOCK_ATTENTION | dict(heads=ATTENTION["heads"]),
-        data_axes=DATA | dict(scale=ATTENTION_DATA["scale"], storage=STORAGES),
+        axes=COMMON | BLOCK_ATTENTION | STORAGES | dict(heads=ATTENTION["heads"]),
+        data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
         indices=dict(offsets=INDICES, positions=INDICES),
         behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
