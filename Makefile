@@ -35,7 +35,6 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2
-SECONDS ?= 60
 gpu_mib = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk '{n += $$1} END {print n}')
 GPU_WORKERS ?= $(shell printf '%s\n' 32 $$(nproc) $$(( $(or $(gpu_mib),131072) / 4096 )) | sort -n | head -n 1)
 EXAMPLE ?= dlrm
@@ -83,7 +82,7 @@ test-others test-slow-others test-all-others: $(ENV)
 	$(pytest) -m $(mark) --ignore=$(interpreter_tests) $(ARGS) $(no_tests_is_fine)
 
 fuzz: $(ENV)
-	$(PY) tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	$(PY) tests/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # One test at a time to each worker, in the order of tests/gpu_suite.py. Inductor compiles in the workers, not in processes of its own.
 test-gpu: $(ENV)

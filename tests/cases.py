@@ -107,6 +107,8 @@ def legal(case: Case) -> Case:
     operator, limits, options = OPERATORS[case.function], LIMITS[case.device], dict(case.options)
     if options.get("implementation") == "reference" and case.dtype in HALVES:
         options["implementation"] = "auto"  # the definition rounds every step to the dtype
+    if options.get("behind"):
+        operator.fix_rows_behind(options)
     operator.fix(case.dtype, options)
     num_lists = operator.num_lists(options)
     lengths = [list(x) for x in (case.lengths * num_lists)[:num_lists]]

@@ -5,7 +5,10 @@ context unusable): then the running case is reported and a new worker started. A
 way, and printed as one command that repeats it.
 
 On a GPU, compiling kernels would take most of the time. So each configuration (dtype, sizes and the options that decide which kernel is
-compiled) runs with many lengths, values and strides before the next one.
+compiled) runs with many lengths, values and forms of tensors of indices before the next one. Workers share the GPUs evenly, and Triton's
+disk cache. 20,000 cases with 500 configurations, on a machine with several GPUs:
+
+    python tests/fuzz.py --device cuda --cases 20000 --workers 64
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -91,10 +95,10 @@ def serve() -> None:
 
 
 class Worker:
-    """A process that runs cases of one device; replaced by a new one when it dies."""
+    """A process that runs cases of one device; replaced by a new one when it dies. number: of the worker, which decides its GPU."""
 
-    def __init__(self, timeout: float):
-        self.timeout = timeout
+    def __init__(self, timeout: float, number: int = 0):
+        self.timeout, self.number = timeout, number
         self.process: subprocess.Popen | None = None
 
     def run(self, case: Case) -> Failure | None:
@@ -120,6 +124,9 @@ class Worker:
 
     def _start(self, device: str) -> None:
         environment = os.environ | dict(OMP_NUM_THREADS="1", TRITON_INTERPRET="1" if device == "interpreter" else "0")
+        if device == "cuda":
+            gpus = _gpus()
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[self.number % len(gpus)]
         self.stderr = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [sys.executable, sys.argv[0], "--worker"],
@@ -138,6 +145,15 @@ class Worker:
             self.process.kill()
             self.process.communicate()
             self.process = None
+
+
+@functools.cache
+def _gpus() -> list[str]:
+    """The GPUs that CUDA shows, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return shown.split(",") if shown else [str(i) for i in range(torch.cuda.device_count())]
 
 
 # -- shrinking ---------------------------------------------------------------------------------------------------------------------
@@ -162,11 +178,16 @@ def _fails_alike(case: Case, failure: Failure, worker: Worker, deadline: float) 
 
 
 class Run:
-    """Random cases until the time is over, by threads that each have a worker process for each of their devices."""
+    """Random cases until the time is over or all are run, by threads that each have a worker process for each of their devices.
+
+    Configurations have numbers, which the threads take in turn, and their cases have seeds that follow from the number. So all cases of a
+    run differ, whatever the number of workers.
+    """
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        self.deadline = time.monotonic() + options.seconds
+        self.start = time.monotonic()
+        self.deadline = self.start + options.seconds
         weights = {name: OPERATORS[name].weight for name in options.function}
         self.functions = [name for i in range(max(weights.values())) for name in weights if weights[name] > i]
         self.numbers = {device: itertools.count() for device in options.device}
@@ -175,13 +196,13 @@ class Run:
         self.lock = threading.Lock()
 
     def run(self) -> None:
-        processes, devices = self.options.processes, self.options.device
-        groups = [devices[i::processes] for i in range(processes)] if processes < len(devices) else _shares(devices, processes)
+        workers, devices = self.options.workers, self.options.device
+        groups = [devices[i::workers] for i in range(workers)] if workers < len(devices) else _shares(devices, workers)
         with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool:
-            list(pool.map(self._explore, groups))  # raises what a thread raised
+            list(pool.map(self._explore, groups, itertools.count()))  # raises what a thread raised
 
-    def _explore(self, devices: list[str]) -> None:
-        workers = {device: Worker(self.options.timeout) for device in devices}
+    def _explore(self, devices: list[str], number: int) -> None:
+        workers = {device: Worker(self.options.timeout, number) for device in devices}
         try:
             for device in itertools.cycle(devices):
                 for case in self._cases(device):
@@ -204,7 +225,7 @@ class Run:
         seed = self.options.seed * 1_000_003 + number % limit
         dtypes = self._dtypes(function, device)
         configuration = random_configuration(function, seed, device, dtype=dtypes[seed // len(functions) % len(dtypes)])
-        for i in range(self.options.cases or CASES[device]):
+        for i in range(self.options.cases_per_configuration or CASES[device]):
             yield with_random_data(configuration, self.options.seed * 1_000_003 + number * 1009 + i)
 
     def _dtypes(self, function: str, device: str) -> list[str]:
@@ -226,14 +247,17 @@ class Run:
             print(f"SMALLER {small.kind}: {_first_line(small.message)}\n  {small.command}", flush=True)
 
     def _is_over(self) -> bool:
-        all_run = self.options.max_cases is not None and self.counts.total() >= self.options.max_cases
+        all_run = self.options.cases is not None and self.counts.total() >= self.options.cases
         return all_run or time.monotonic() > self.deadline or len(self.failures) >= self.options.max_failures
 
     def summary(self) -> dict:
-        counts = [dict(function=f, device=d, dtype=t, cases=n) for (f, d, t), n in sorted(self.counts.items())]
+        failed = collections.Counter((x.case.function, x.case.device, x.case.dtype) for x in self.failures)
+        counts = [
+            dict(function=f, device=d, dtype=t, cases=n, failed=failed[f, d, t]) for (f, d, t), n in sorted(self.counts.items())
+        ]  # fmt: skip
         failures = [dict(kind=x.kind, message=x.message, command=x.command, case=dataclasses.asdict(x.case)) for x in self.failures]
         return dict(
-            seed=self.options.seed, seconds=self.options.seconds, cases=self.counts.total(), counts=counts, failures=failures,
+            seed=self.options.seed, seconds=time.monotonic() - self.start, cases=self.counts.total(), counts=counts, failures=failures,
             not_visited=self._not_visited(),
         )  # fmt: skip
 
@@ -248,9 +272,9 @@ class Run:
         ]
 
 
-def _shares(devices: list[str], processes: int) -> list[list[str]]:
-    """A device for each process: one for each, and the rest for the last, which is the GPU if there is one."""
-    return [[device] for device in devices] + [[devices[-1]]] * (processes - len(devices))
+def _shares(devices: list[str], workers: int) -> list[list[str]]:
+    """A device for each worker: one for each, and the rest for the last, which is the GPU if there is one."""
+    return [[device] for device in devices] + [[devices[-1]]] * (workers - len(devices))
 
 
 def _first_line(text: str) -> str:
@@ -260,9 +284,11 @@ def _first_line(text: str) -> str:
 def _table(counts: list[dict]) -> str:
     columns = sorted({(x["device"], x["dtype"]) for x in counts}, key=lambda column: (DEVICES.index(column[0]), column[1]))
     cells = {(x["function"], x["device"], x["dtype"]): x["cases"] for x in counts}
-    lines = [f"{'cases':34}" + "".join(f"{device[:6]} {dtype:<9}" for device, dtype in columns)]
+    lines = [f"{'cases':34}{'all':<8}{'wrong':<8}" + "".join(f"{device[:6]} {dtype:<9}" for device, dtype in columns)]
     for function in dict.fromkeys(x["function"] for x in counts):
-        lines.append(f"{function:34}" + "".join(f"{cells.get((function, *column), 0):<16}" for column in columns))
+        all_cases, wrong = (sum(x[key] for x in counts if x["function"] == function) for key in ("cases", "failed"))
+        numbers = "".join(f"{cells.get((function, *column), 0):<16}" for column in columns)
+        lines.append(f"{function:34}{all_cases:<8}{wrong:<8}{numbers}")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -273,7 +299,7 @@ def _report(summary: dict) -> None:
         print(f"{len(summary['not_visited'])} values of options in no case, among them: " + "; ".join(listed))
     for failure in summary["failures"]:
         print(f"{failure['kind']}: {_first_line(failure['message'])}\n  {failure['command']}")
-    print(f"{summary['cases']} cases, {len(summary['failures'])} failures, seed {summary['seed']}")
+    print(f"{summary['cases']} cases in {summary['seconds']:.0f} s, {len(summary['failures'])} failures, seed {summary['seed']}")
 
 
 def _repeat(case: Case) -> int:
@@ -286,21 +312,25 @@ def _repeat(case: Case) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds after which no more cases are drawn (default: %(default)s)")
+    parser.add_argument("--cases", type=int, default=None, help="stop after this number of cases")
+    parser.add_argument(
+        "--seconds", type=float, default=None, help="seconds after which no more cases are drawn (default: 60; no limit with --cases)"
+    )
     parser.add_argument("--seed", type=int, default=None, help="seed of the cases (default: a random one)")
     parser.add_argument(
         "--function", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME", help="functions (default: all)"
     )
     parser.add_argument("--dtype", nargs="+", default=None, help="dtypes (default: all)")
     parser.add_argument("--device", nargs="+", choices=DEVICES, default=None, help="devices (default: all of this machine)")
-    parser.add_argument("--processes", type=int, default=None, help="processes (default: 2; with a GPU, the number of cores)")
+    parser.add_argument("--workers", type=int, default=None, help="processes (default: 2; with a GPU, the number of cores)")
     parser.add_argument("--configurations", type=int, default=None, help="repeat this number of configurations on each device")
-    parser.add_argument("--cases", type=int, default=None, help=f"cases of a configuration before the next; default by device: {CASES}")
+    parser.add_argument(
+        "--cases-per-configuration", type=int, default=None, help=f"cases of a configuration before the next; default by device: {CASES}"
+    )
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="seconds that a case may take, with compilation (default: %(default)s)"
     )
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="seconds for shrinking a failing case (default: %(default)s)")
-    parser.add_argument("--max-cases", type=int, default=None, help="stop after this number of cases")
     parser.add_argument("--max-failures", type=int, default=30, help="stop after this number of failures (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=None, help="also write the summary to this file")
     parser.add_argument("--case", type=Case.from_json, default=None, help="run only this case, as a failure prints it")
@@ -325,9 +355,12 @@ def main(arguments: list[str] | None = None) -> int:
     if has_gpu and torch.cuda.get_device_capability() != (9, 0):
         leave_out_hopper()
     options.device = [x for x in DEVICES if (options.device is None and (x != "cuda" or has_gpu)) or x in (options.device or ())]
-    options.processes = options.processes or (os.cpu_count() if "cuda" in options.device else 2)
+    options.workers = options.workers or (os.cpu_count() if "cuda" in options.device else 2)
+    if options.seconds is None:
+        options.seconds = 60.0 if options.cases is None else float("inf")
     options.seed = int(time.time()) if options.seed is None else options.seed
-    print(f"seed {options.seed}, devices {' '.join(options.device)}, {options.processes} processes, {options.seconds:.0f} s", flush=True)
+    until = f"{options.seconds:.0f} s" if options.cases is None else f"{options.cases} cases"
+    print(f"seed {options.seed}, devices {' '.join(options.device)}, {options.workers} workers, {until}", flush=True)
     run = Run(options)
     run.run()
     summary = run.summary()

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+from forms import all_forms, is_on_host
 from jagged_kernels.common.configs import padded_dim
 
 from jagged_modules.activations import POINTWISE
@@ -55,12 +56,21 @@ def mostly(first, *others) -> tuple:
 
 LAYOUTS = mostly("contiguous", "packed", "odd rows", "transposed", "misaligned", "columns", "any stride of size 1")
 GRADS = mostly("contiguous", "one number", "one row", "transposed", "every other column", "odd rows", "any stride of size 1")
-OFFSETS = mostly("int64", "int32", "host int64", "host int32")
 COMMON = dict(layout=LAYOUTS, grad=GRADS)
 DATA = dict(values=mostly("normal", "large", "zeros", "equal rows"), requires=mostly("all", "first", "last", "all but first"))
 MAX_SEQLEN = dict(max_seqlen=(False, True))
 IMPLEMENTATIONS = dict(cpu=mostly("auto", "reference"), interpreter=("triton",), cuda=mostly("auto", "triton"))
 POISONS = (None, None, None, "nan", "inf")
+
+# Of every tensor of indices, drawn independently; `forms.py` has the words.
+INDICES = mostly(*all_forms())
+ON_THE_OPERANDS_DEVICE = mostly(*all_forms(places=("", "inference")))
+TIMES = mostly(*all_forms(dtypes=("",), places=("", "inference")))  # int64, on the operands' device
+OF_A_PLAN = mostly(*all_forms(places=("", "inference", "pinned", "read-only")))  # on the host
+FACTORS = mostly(*all_forms(dtypes=("",)))  # floating-point numbers, one for each segment
+# torch's defaults during a call. "meta" shows a factory that is called without a device.
+DEFAULTS = dict(default_device=mostly(None, "the operands'", "meta"), default_dtype=mostly(None, "float64", "bfloat16", "float16"))
+BEHIND = mostly(0, 1, 70)  # rows behind the last segment, where only the device knows the lengths
 
 ATTENTION = dict(
     activation=("softmax",) * 5 + tuple(POINTWISE),
@@ -69,8 +79,8 @@ ATTENTION = dict(
     head_dim=HEAD_DIMS,
     v_dim=mostly(None, *HEAD_DIMS),  # None: head_dim
     output_scale=mostly(1, 0.125, "tensor", "tensor with gradient"),
-    offsets=OFFSETS,
 )
+STORAGES = dict(storage=mostly("own", "k is v", "one"))  # one: q, k and v are views of one tensor
 ATTENTION_DATA = dict(scale=mostly(None, 0.3, -0.5, 0.0), schedule=(False, True)) | MAX_SEQLEN
 ATTENTION_IMPLEMENTATIONS = IMPLEMENTATIONS | dict(cuda=mostly("auto", "triton", "hopper"))
 BIASES = {"position": ("position",), "time": ("time",), "both": ("position", "time")}  # tables of a RelativeBias
@@ -92,7 +102,6 @@ BLOCK_ATTENTION = dict(
     rotary=(None, "qk", "qkv"),
     angles=("linear", "any", "positions"),
     precise=(False, True),
-    offsets=OFFSETS,
 )
 
 
@@ -109,6 +118,8 @@ class Operator:
         work: (options, lengths) → approximate number of multiplications.
         parts: (options, lengths, whether Triton's interpreter runs) → number of parts that model or interpreter computes one by one.
         fix: (dtype, options): changes options that are not compatible.
+        indices: name of each argument that is a tensor of indices, or has one value for each segment → its forms.
+        behind: whether operands may have rows behind the last segment.
     """
 
     axes: dict[str, tuple]
@@ -120,11 +131,25 @@ class Operator:
     work: Callable[[dict, list], int] = lambda o, lengths: 0
     parts: Callable[[dict, list, bool], int] = lambda o, lengths, interpreted: len(lengths[0])
     fix: Callable[[str, dict], None] = lambda dtype, o: None
+    indices: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    behind: bool = False
+
+    def __post_init__(self) -> None:
+        forms = {form_of(name): forms for name, forms in self.indices.items()}
+        axes = self.data_axes | DEFAULTS | forms | (dict(behind=BEHIND) if self.behind else {})
+        object.__setattr__(self, "data_axes", axes)
+
+    def fix_rows_behind(self, o: dict) -> None:
+        """Where the host knows the lengths, rows behind the last segment are an error."""
+        if any(is_on_host(o[form_of(name)]) for name in self.indices if "offsets" in name):
+            o["behind"] = 0
 
     def axis(self, name: str, device: str) -> tuple:
         """Values of an option on a device, without sizes that take Triton's interpreter too long."""
         if name == "implementation":
             return self.implementations[device]
+        if name == "behind" and device != "cuda":
+            return (0,)
         limit = LIMITS[device].size
         values = (self.axes | self.data_axes)[name]
         return tuple(x for x in values if not isinstance(x, Range) or x.low <= limit)
@@ -133,6 +158,11 @@ class Operator:
         """All options: name → whether it decides which kernel is compiled."""
         names = dict.fromkeys(self.axes, True) | dict.fromkeys(self.data_axes, False)
         return names | (dict(implementation=True) if self.implementations else {})
+
+
+def form_of(argument: str) -> str:
+    """The option with the form of a tensor of indices."""
+    return f"form of {argument}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +194,12 @@ def _fix_attention(dtype: str, o: dict) -> None:
         o["mask"] = None
     if operands == "kv shared" or operands == "q shared" or operands.endswith("groups"):
         o["schedule"] = False  # callers cannot build schedules for these operands
+    if o.get("query_tensors") == "one tensor":
+        o["behind"] = 0
+    if o["behind"] and "schedule" in o:
+        o["schedule"] = False  # its host lengths say where the last segment ends
+    if o.get("storage", "own") != "own" and (o["v_dim"] or o["head_dim"]) != o["head_dim"]:
+        o["v_dim"] = None
     if "bias" in o:
         _fix_bias(o, operands)
     if o["implementation"] == "hopper":
@@ -234,6 +270,7 @@ def _even_dim(dtype: str, o: dict) -> None:
 def _shared_linear(dtype: str, o: dict) -> None:
     if o["weights"] == "shared":
         o["implementation"] = "auto"  # torch's own matrix multiplication
+        o["behind"] = 0  # it computes all rows
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------------
@@ -289,10 +326,11 @@ def _outer_work(o: dict, lengths: list[list[int]]) -> int:
     return _pairs(o, lengths) * o.get("depth", 1)
 
 
-_jagged = COMMON | dict(offsets=OFFSETS)
-_product = _jagged | dict(depth=WIDTHS, columns=WIDTHS)
+_product = COMMON | dict(depth=WIDTHS, columns=WIDTHS)
 _jagged_data = DATA | MAX_SEQLEN
-_plan = COMMON
+_offsets = dict(indices=dict(offsets=INDICES))
+_plan = dict(indices=dict(x_offsets=OF_A_PLAN, y_offsets=OF_A_PLAN))
+_of_segments = dict(num_targets=INDICES, output_scale=FACTORS)
 _rows = dict(dtypes=TORCH_DTYPES, implementations={})
 
 OPERATORS = {
@@ -302,8 +340,13 @@ OPERATORS = {
         | ATTENTION
         | dict(operands=mostly("self", "cross", "q shared", "kv shared", "2 groups", "3 groups"))
         | dict(shared_rows=(Range(1, 20), Range(50, 140)))
+        | STORAGES
         | BIAS,
         data_axes=DATA | ATTENTION_DATA | BIAS_DATA,
+        indices=dict(q_offsets=INDICES, kv_offsets=INDICES)
+        | _of_segments
+        | dict(timestamps=TIMES, query_timestamps=TIMES, boundaries=TIMES, query_shift=ON_THE_OPERANDS_DEVICE),
+        behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
         num_lists=lambda o: {"cross": 2, "2 groups": 3, "3 groups": 4}.get(o["operands"], 1),
         work=_attention_work,
@@ -312,8 +355,10 @@ OPERATORS = {
     ),
     "target_attention": Operator(
         weight=2,
-        axes=COMMON | ATTENTION | dict(index=("counts", "map", "offsets", "shuffled map"), rows=(1, 2, 3, 8)),
+        axes=COMMON | ATTENTION | STORAGES | dict(index=("counts", "map", "offsets", "shuffled map"), rows=(1, 2, 3, 8)),
         data_axes=DATA | ATTENTION_DATA,
+        indices=dict(candidates=INDICES, kv_offsets=INDICES) | _of_segments,
+        behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
         num_lists=lambda o: 2,
         work=_attention_work,
@@ -323,9 +368,11 @@ OPERATORS = {
     "self_target_attention": Operator(
         weight=2,
         axes=COMMON
-        | {name: ATTENTION[name] for name in ("activation", "heads", "head_dim", "v_dim", "output_scale", "offsets")}
+        | {name: ATTENTION[name] for name in ("activation", "heads", "head_dim", "v_dim", "output_scale")}
         | dict(query_tensors=("two tensors", "one tensor")),
         data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
+        indices=dict(offsets=INDICES, candidate_offsets=INDICES, output_scale=FACTORS),
+        behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
         num_lists=lambda o: 2,
         work=lambda o, lengths: _attention_work(o, [*lengths, lengths[0]]),
@@ -334,8 +381,10 @@ OPERATORS = {
     ),
     "block_diagonal_attention": Operator(
         weight=3,
-        axes=COMMON | BLOCK_ATTENTION | dict(heads=ATTENTION["heads"]),
+        axes=COMMON | BLOCK_ATTENTION | STORAGES | dict(heads=ATTENTION["heads"]),
         data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
+        indices=dict(offsets=INDICES, positions=INDICES),
+        behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
         work=_block_work,
         parts=_blocks,
@@ -344,6 +393,8 @@ OPERATORS = {
     "block_diagonal_attention_packed": Operator(
         axes=COMMON | BLOCK_ATTENTION | dict(heads=((1, 1), (2, 2), (3, 3), (8, 8))),
         data_axes=dict(values=DATA["values"]),
+        indices=dict(offsets=INDICES, positions=INDICES),
+        behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
         work=_block_work,
         parts=_blocks,
@@ -357,9 +408,10 @@ OPERATORS = {
             compressed=(Range(1, 8), Range(9, 64), Range(65, 128), Range(129, 450)),
             depths=((8, 8, 8), (1, 1, 1), (3, 5, 2), (20, 33, 7), (64, 40, 100), (65, 100, 1), (170, 99, 130)),
             columns=WIDTHS,
-            index=("map", "int32 map", "counts", "shuffled map"),
+            index=("map", "counts", "shuffled map"),
         ),
         data_axes=DATA,
+        indices={"indices[0]": INDICES, "indices[1]": INDICES},
         implementations=dict(
             cpu=mostly("auto", "reference", "decomposed", "padded"),
             interpreter=("triton",),
@@ -372,18 +424,23 @@ OPERATORS = {
     "apply_rotary": Operator(
         axes=COMMON | dict(heads=((1, 1), (2, 2), (5, 5)), head_dim=HEAD_DIMS), data_axes=DATA, fix=_even_dim, **_rows
     ),
-    "jagged_dense_bmm": Operator(axes=_product, data_axes=_jagged_data, work=_dense_work, parts=_dense_parts),
-    "jagged_jagged_bmm": Operator(axes=_product, data_axes=_jagged_data, work=_dense_work, parts=_dense_parts),
-    "jagged_softmax": Operator(axes=_jagged | dict(columns=WIDTHS), data_axes=_jagged_data, parts=_dense_parts),
-    "jagged2_softmax": Operator(axes=_plan | dict(dim=(-1, -2)), data_axes=DATA, num_lists=lambda o: 2, work=_outer_work),
+    "jagged_dense_bmm": Operator(axes=_product, data_axes=_jagged_data, work=_dense_work, parts=_dense_parts, behind=True, **_offsets),
+    "jagged_jagged_bmm": Operator(axes=_product, data_axes=_jagged_data, work=_dense_work, parts=_dense_parts, behind=True, **_offsets),
+    "jagged_softmax": Operator(
+        axes=COMMON | dict(columns=WIDTHS), data_axes=_jagged_data, parts=_dense_parts, behind=True, **_offsets
+    ),
+    "jagged2_softmax": Operator(
+        axes=COMMON | dict(dim=(-1, -2)), data_axes=DATA, num_lists=lambda o: 2, work=_outer_work, **_plan
+    ),
     "jagged_jagged_bmm_jagged_out": Operator(
-        axes=_plan | dict(operands=("two", "itself"), depth=WIDTHS),
+        axes=COMMON | dict(operands=("two", "itself"), depth=WIDTHS),
         data_axes=DATA,
         num_lists=lambda o: 2 if o["operands"] == "two" else 1,
         work=_outer_work,
+        **_plan,
     ),
     "array_jagged_bmm_jagged_out": Operator(
-        axes=_plan | dict(transposed=(False, True), depth=WIDTHS), data_axes=DATA, num_lists=lambda o: 2, work=_outer_work
+        axes=COMMON | dict(transposed=(False, True), depth=WIDTHS), data_axes=DATA, num_lists=lambda o: 2, work=_outer_work, **_plan
     ),
     "jagged_linear": Operator(
         axes=_product | dict(weights=mostly("per segment", "shared"), bias=(True, False), activation=mostly(None, *POINTWISE)),
@@ -391,22 +448,32 @@ OPERATORS = {
         work=_dense_work,
         parts=_dense_parts,
         fix=_shared_linear,
+        behind=True,
+        **_offsets,
     ),
-    "jagged_dense_add": Operator(axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, **_rows),
-    "jagged_dense_mul": Operator(axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, **_rows),
+    "jagged_dense_add": Operator(axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, behind=True, **_offsets, **_rows),
+    "jagged_dense_mul": Operator(axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, behind=True, **_offsets, **_rows),
     "jagged_layer_norm": Operator(
         axes=COMMON | dict(columns=WIDTHS, affine=("both", "weight", "none")), data_axes=DATA | dict(eps=(1e-6, 1e-3)), **_rows
     ),
     "jagged_concat": Operator(
-        axes=_jagged | dict(parts=(2, 1, 3), columns=WIDTHS), data_axes=DATA, num_lists=lambda o: o["parts"], **_rows
+        axes=COMMON | dict(parts=(2, 1, 3), columns=WIDTHS),
+        data_axes=DATA,
+        num_lists=lambda o: o["parts"],
+        indices={f"offsets[{i}]": INDICES for i in range(3)},
+        **_rows,
     ),
     "jagged_split": Operator(
-        axes=_jagged | dict(first=("lengths", "int32 lengths", "number"), columns=WIDTHS), data_axes=DATA, num_lists=lambda o: 2, **_rows
+        axes=COMMON | dict(first=("lengths", "number"), columns=WIDTHS),
+        data_axes=DATA,
+        num_lists=lambda o: 2,
+        indices=dict(offsets=INDICES, first_lengths=INDICES),
+        **_rows,
     ),
     "jagged_to_padded": Operator(
-        axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9), padding=(0.0, -2.5)), data_axes=DATA, **_rows
+        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9), padding=(0.0, -2.5)), data_axes=DATA, behind=True, **_offsets, **_rows
     ),
-    "padded_to_jagged": Operator(axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, **_rows),
+    "padded_to_jagged": Operator(axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, behind=True, **_offsets, **_rows),
 }  # fmt: skip
 
 

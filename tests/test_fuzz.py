@@ -57,7 +57,7 @@ def fuzz_mutant(tmp_path):
     def fuzz(mutant, function, *arguments):
         program, report = tmp_path / "mutant.py", tmp_path / "summary.json"
         program.write_text(f"import sys\nimport fuzz\n{MUTANTS[mutant]}\nsys.exit(fuzz.main())\n")
-        flags = ["--device", "cpu", "--function", function, "--processes", "1", "--seed", "3", "--seconds", "120", "--json", str(report)]
+        flags = ["--device", "cpu", "--function", function, "--workers", "1", "--seed", "3", "--seconds", "120", "--json", str(report)]
         done = run([sys.executable, str(program), *flags, *arguments])
         assert done.returncode == 1, done.stdout + done.stderr
         return json.loads(report.read_text())
@@ -96,7 +96,7 @@ def test_other_failures(fuzz_mutant, mutant, kind, words):
 @pytest.mark.slow
 def test_a_minute_on_the_cpu_and_in_the_interpreter():
     """A fixed number of cases, which take about a minute: the same cases on every machine."""
-    flags = ["--device", "cpu", "interpreter", "--processes", "1", "--seed", "1", "--max-cases", "260", "--seconds", "450"]
+    flags = ["--device", "cpu", "interpreter", "--workers", "1", "--seed", "1", "--cases", "260", "--seconds", "450"]
     done = run([sys.executable, str(TESTS / "fuzz.py"), *flags])
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import accuracy
 import torch
 from cases import Case
-from space import BIASES, MASKS
+from forms import is_on_host
+from space import BIASES, MASKS, form_of
 from torch import Tensor
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.schedule import host_schedule
 
-from .maker import Call, Maker, lay_out, stacked
+from .maker import Call, Maker, lay_out, offsets_of, stacked
 
 
 def _mask(make: Maker, o: dict, key_lengths: list[int]) -> jm.AttentionMask | None:
@@ -23,30 +25,50 @@ def _mask(make: Maker, o: dict, key_lengths: list[int]) -> jm.AttentionMask | No
     fields = dict(MASKS[o["mask"]])
     if "num_targets" in fields:  # from none to all of a segment
         longest = torch.tensor(key_lengths, dtype=torch.int64, device=make.device).clamp(max=fields["num_targets"])
-        fields["num_targets"] = torch.minimum(make.integers(0, fields["num_targets"] + 20, len(key_lengths)), longest)
+        targets = torch.minimum(make.integers(0, fields["num_targets"] + 20, len(key_lengths)), longest)
+        if "expanded" in o["form of num_targets"] and len(key_lengths):
+            targets = targets.min().expand_as(targets)
+        fields["num_targets"] = make.index("num_targets", targets)
     return jm.AttentionMask(**fields)
 
 
 def _output_scale(make: Maker, o: dict, num_segments: int) -> float | Tensor:
     if o["output_scale"] not in ("tensor", "tensor with gradient"):
         return o["output_scale"]
-    return make.values(num_segments) if o["output_scale"] == "tensor with gradient" else make.values(num_segments).float()
+    if o["output_scale"] == "tensor with gradient":
+        return make.values(num_segments)
+    return make.index("output_scale", make.values(num_segments).float())
 
 
 def _attention_tensors(make: Maker, o: dict, q_rows: int, kv_rows: int) -> dict[str, Tensor]:
     heads, kv_heads = o["heads"]
     v_dim = o["v_dim"] or o["head_dim"]
     shapes = dict(q=(q_rows, heads, o["head_dim"]), k=(kv_rows, kv_heads, o["head_dim"]), v=(kv_rows, kv_heads, v_dim))
-    return {name: make.tensor(*shape) for name, shape in shapes.items()}
+    storage = o.get("storage", "own")
+    if storage == "one":
+        return _in_one_storage(make, shapes)
+    tensors = {name: make.tensor(*shape) for name, shape in shapes.items()}
+    return tensors | dict(v=tensors["k"]) if storage == "k is v" else tensors
 
 
-def _schedule(o: dict, case: Case, q_lengths: list[int], kv_lengths: list[int], mask: jm.AttentionMask | None) -> jm.TileSchedule | None:
+def _in_one_storage(make: Maker, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Views of one packed projection, or of one flat tensor if there are more queries than keys, or fewer."""
+    (q_rows, heads, dim), (kv_rows, kv_heads, _), _ = shapes.values()
+    if q_rows == kv_rows:
+        parts = make.values(q_rows, heads + 2 * kv_heads, dim).contiguous().split([heads, kv_heads, kv_heads], 1)
+        return dict(zip(shapes, parts))
+    parts = make.values(sum(map(math.prod, shapes.values()))).split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
+def _schedule(make: Maker, o: dict, q_lengths: list[int], kv_lengths: list[int], mask: jm.AttentionMask | None) -> jm.TileSchedule | None:
     """The schedule that a data loader would build."""
-    if not o["schedule"] or case.device == "cpu" or o["implementation"] == "reference":
+    if not o["schedule"] or make.case.device == "cpu" or o["implementation"] == "reference":
         return None
     sizes = dict(num_heads=o["heads"][0], num_kv_heads=o["heads"][1], head_dim=max(o["head_dim"], o["v_dim"] or 0))
-    lengths = (torch.tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths))
-    return host_schedule(*lengths, **sizes, dtype=getattr(torch, case.dtype), mask=mask)
+    lengths = [torch.tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths)]
+    with make.defaults():
+        return host_schedule(*lengths, **sizes, dtype=getattr(torch, make.case.dtype), mask=mask)
 
 
 def _bias(make: Maker, o: dict, q_lengths: list[int], kv_lengths: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -55,7 +77,7 @@ def _bias(make: Maker, o: dict, q_lengths: list[int], kv_lengths: list[int]) -> 
     if not names:
         return {}, {}
     positions = {"longest": longest, "more": longest + 3, "fewer": longest}[o["positions"]]
-    if o["positions"] == "fewer" and make.case.device == "cuda" and "host" not in o["offsets"]:  # not checked, but limited
+    if o["positions"] == "fewer" and make.case.device == "cuda" and not _lengths_are_on_the_host(o):  # not checked, but limited
         positions = -(-longest // 2)
     sizes = dict(position=2 * positions - 1, time=o["buckets"] + 1)
     tables, fields = {name: _table(make, o, sizes[name]) for name in names}, {}
@@ -68,11 +90,12 @@ def _bias(make: Maker, o: dict, q_lengths: list[int], kv_lengths: list[int]) -> 
             edges = 10 ** (torch.rand(o["buckets"], generator=make.generator, device=make.device, dtype=torch.float64) * (1 if few else 12))
             fields["boundaries"] = edges.long().sort().values
     if o["query_shift"]:
-        dtype = torch.int32 if "int32" in o["offsets"] else torch.int64
-        fields["query_shift"] = make.integers(-5, 40, len(kv_lengths)).to(dtype)
-    if o["layout"] != "contiguous":  # a column of a matrix, as in a table of events
-        fields = {name: torch.stack([x + 1, x], dim=1)[:, 1] for name, x in fields.items()}
-    return tables, fields
+        fields["query_shift"] = make.integers(-5, 40, len(kv_lengths))
+    return tables, {name: make.index(name, x) for name, x in fields.items()}
+
+
+def _lengths_are_on_the_host(o: dict) -> bool:
+    return any(is_on_host(o[form_of(name)]) for name in ("q_offsets", "kv_offsets"))
 
 
 def _table(make: Maker, o: dict, entries: int) -> Tensor:
@@ -85,7 +108,7 @@ def _table(make: Maker, o: dict, entries: int) -> Tensor:
 
 
 def _timestamps(make: Maker, kind: str, lengths: list[int]) -> Tensor:
-    rows = sum(lengths)
+    rows = sum(lengths) + make.behind
     if kind == "equal":
         return torch.full((rows,), 10**9, device=make.device)
     if kind == "huge":  # differences beyond int32 too
@@ -113,10 +136,10 @@ def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     tables, fields = _bias(make, o, q_lengths, keys)
     tensors |= tables
 
-    q_offsets = "shared" if q_shared else make.offsets(q_lengths)
-    kv_offsets = "shared" if kv_shared else None if operands == "self" else make.offsets(keys)
+    q_offsets = "shared" if q_shared else make.offsets("q_offsets", q_lengths)
+    kv_offsets = "shared" if kv_shared else None if operands == "self" else make.offsets("kv_offsets", keys)
     options = dict(activation=o["activation"], scale=o["scale"], mask=mask)
-    call_options = dict(implementation=o["implementation"], schedule=_schedule(o, make.case, q_lengths, keys, mask))
+    call_options = dict(implementation=o["implementation"], schedule=_schedule(make, o, q_lengths, keys, mask))
     if not q_shared:
         call_options["max_seqlen_q"] = make.max_seqlen(q_lengths)
     if not kv_shared:
@@ -131,11 +154,12 @@ def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
     def model(inputs, gradients):
         q, k, v = (inputs[name] for name in "qkv")
-        keys_of = q_offsets if kv_offsets is None else kv_offsets
         own = dict(options, output_scale=inputs.get("output_scale", scales), bias=bias_of(inputs))
-        return accuracy.attention(q, k, v, gradients["out"], q_offsets, keys_of, **own)
+        both = "shared" if q_shared else offsets_of(q_lengths), "shared" if kv_shared else offsets_of(keys)
+        return accuracy.attention(q, k, v, gradients["out"], *both, **own)
 
-    return Call(tensors, function, model, segments)
+    rows = (() if q_shared else ("q", "out")) + (() if kv_shared else ("k", "v"))
+    return Call(tensors, function, model, segments, frozenset(rows))
 
 
 def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
@@ -143,10 +167,11 @@ def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     users, rows = make.segments(counts), o["rows"]
     if o["index"] == "shuffled map":
         users = users[torch.randperm(len(users), generator=make.generator, device=make.device)]
-    candidates = {
-        "counts": lambda: jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64)),
-        "offsets": lambda: jm.CandidateIndex.from_offsets(make.offsets(counts)),
-    }.get(o["index"], lambda: jm.CandidateIndex.from_map(users, len(counts)))()
+    index = {"counts": torch.tensor(counts, dtype=torch.int64), "offsets": offsets_of(counts)}.get(o["index"], users)
+    index = make.index("candidates", index)
+    make_candidates = {"counts": jm.CandidateIndex.from_counts, "offsets": jm.CandidateIndex.from_offsets}.get(
+        o["index"], lambda x: jm.CandidateIndex.from_map(x, len(counts))
+    )
     tensors = _attention_tensors(make, o | dict(layout="contiguous"), len(users) * rows, sum(keys))
     tensors["q"] = tensors["q"].unflatten(0, (len(users), rows))
     tensors = {name: lay_out(x, o["layout"]) for name, x in tensors.items()}
@@ -154,14 +179,16 @@ def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     mask, scales = _mask(make, o, keys), _output_scale(make, o, len(counts))
     if o["output_scale"] == "tensor with gradient":
         tensors["output_scale"], segments["output_scale"] = scales, torch.arange(len(counts), device=make.device)
-    kv_offsets = make.offsets(keys)
+    kv_offsets = make.offsets("kv_offsets", keys)
     query_lengths = [n * rows for n in counts]
     options = dict(activation=o["activation"], scale=o["scale"], mask=mask)
-    call_options = dict(implementation=o["implementation"], schedule=_schedule(o, make.case, query_lengths, keys, mask))
+    call_options = dict(implementation=o["implementation"], schedule=_schedule(make, o, query_lengths, keys, mask))
     call_options |= dict(max_seqlen_q=make.max_seqlen(query_lengths), max_seqlen_kv=make.max_seqlen(keys))
 
     def function(q, k, v, output_scale=scales):
-        return dict(out=F.target_attention(q, k, v, candidates, kv_offsets, output_scale=output_scale, **options, **call_options))
+        return dict(
+            out=F.target_attention(q, k, v, make_candidates(index), kv_offsets, output_scale=output_scale, **options, **call_options)
+        )
 
     def model(inputs, gradients):
         order = users.sort(stable=True).indices
@@ -170,10 +197,10 @@ def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         k, v = inputs["k"], inputs["v"]
         offsets = torch.tensor([0, *query_lengths]).cumsum(0).to(q.device)
         factor = inputs.get("output_scale", scales)
-        bounds = accuracy.attention(q, k, v, do, offsets, kv_offsets, output_scale=factor, **options)
+        bounds = accuracy.attention(q, k, v, do, offsets, offsets_of(keys), output_scale=factor, **options)
         return bounds | {name: bounds[name].map(lambda x: x.unflatten(0, (len(users), rows))[inverse]) for name in ("out", "dq")}
 
-    return Call(tensors, function, model, segments)
+    return Call(tensors, function, model, segments, frozenset("kv"))
 
 
 def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
@@ -191,7 +218,7 @@ def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Cal
     if o["output_scale"] == "tensor with gradient":
         tensors["output_scale"] = scales
         segments["output_scale"] = torch.arange(2 * len(users), device=make.device) % max(len(users), 1)
-    offsets = make.offsets(users), make.offsets(candidates)
+    offsets = make.offsets("offsets", users), make.offsets("candidate_offsets", candidates)
     options = dict(activation=o["activation"], scale=o["scale"])
 
     def function(k, v, q=None, q_user=None, q_candidates=None, output_scale=scales):
@@ -204,14 +231,15 @@ def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Cal
         do = torch.cat([gradients["user"], gradients["candidates"]])
         both = torch.cat([torch.tensor([0, *users, *candidates])]).cumsum(0).to(q.device)
         factor = inputs.get("output_scale", scales)
-        bounds = accuracy.attention(q, inputs["k"], inputs["v"], do, both, offsets[0], output_scale=factor, **options)
+        bounds = accuracy.attention(q, inputs["k"], inputs["v"], do, both, offsets_of(users), output_scale=factor, **options)
         names = dict(out=("user", "candidates")) | ({} if one_tensor else dict(dq=("dq_user", "dq_candidates")))
         for name, (first, second) in names.items():
             bound = bounds.pop(name)
             bounds[first], bounds[second] = bound.map(lambda x: x[: rows[0]]), bound.map(lambda x: x[rows[0] :])
         return bounds
 
-    return Call(tensors, function, model, segments)
+    behind = () if one_tensor else ("q_user", "q_candidates", "k", "v", "user", "candidates")
+    return Call(tensors, function, model, segments, frozenset(behind))
 
 
 def _rotary(make: Maker, o: dict, lengths: list[int]) -> jm.Rotary | None:
@@ -222,8 +250,17 @@ def _rotary(make: Maker, o: dict, lengths: list[int]) -> jm.Rotary | None:
         rotary = jm.Rotary.from_frequencies(o["head_dim"], num_positions, o["rotary"], device=make.device)
         return dataclasses.replace(rotary, precise=o["precise"])
     angles = 6 * torch.rand(num_positions, o["head_dim"] // 2, generator=make.generator, device=make.device)
-    positions = make.integers(0, num_positions, sum(lengths)) if o["angles"] == "positions" else None
+    positions = None
+    if o["angles"] == "positions":
+        positions = make.index("positions", make.integers(0, num_positions, sum(lengths) + make.behind))
     return jm.Rotary(angles.cos(), angles.sin(), o["rotary"], positions, precise=o["precise"])
+
+
+def _without_rows_behind(options: dict, lengths: list[int]) -> dict:
+    rotary = options["rotary"]
+    if rotary is None or rotary.positions is None:
+        return options
+    return dict(options, rotary=dataclasses.replace(rotary, positions=rotary.positions[: sum(lengths)]))
 
 
 def _keeps_units(o: dict) -> bool | None:
@@ -246,32 +283,36 @@ def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> 
     (lengths,) = lengths
     tensors = _attention_tensors(make, o | dict(v_dim=None), sum(lengths), sum(lengths))
     options = dict(block_size=o["block_size"], scale=o["scale"], rotary=_rotary(make, o, lengths))
-    offsets = make.offsets(lengths)
+    offsets = make.offsets("offsets", lengths)
 
     def function(q, k, v):
         return dict(out=F.block_diagonal_attention(q, k, v, offsets, implementation=o["implementation"], **options))
 
     def model(inputs, gradients):
         arithmetic = dict(precise=_keeps_units(o), composed=_is_composed(make.case))
-        return accuracy.block_attention(*inputs.values(), gradients["out"], offsets, **arithmetic, **options)
+        return accuracy.block_attention(
+            *inputs.values(), gradients["out"], offsets_of(lengths), **arithmetic, **_without_rows_behind(options, lengths)
+        )
 
-    return Call(tensors, function, model, dict.fromkeys(("q", "k", "v", "out"), make.segments(lengths)))
+    return Call(tensors, function, model, dict.fromkeys(("q", "k", "v", "out"), make.segments(lengths)), frozenset(("q", "k", "v", "out")))
 
 
 def block_diagonal_attention_packed(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     tensors = dict(qkv=make.tensor(sum(lengths), 3, o["heads"][0], o["head_dim"]))
-    options, offsets = dict(block_size=o["block_size"], rotary=_rotary(make, o, lengths)), make.offsets(lengths)
+    options, offsets = dict(block_size=o["block_size"], rotary=_rotary(make, o, lengths)), make.offsets("offsets", lengths)
 
     def function(qkv):
         return dict(out=F.block_diagonal_attention_packed(qkv, offsets, implementation=o["implementation"], **options))
 
     def model(inputs, gradients):
         arithmetic = dict(precise=_keeps_units(o), composed=_is_composed(make.case))
-        bounds = accuracy.block_attention(*inputs["qkv"].unbind(1), gradients["out"], offsets, **arithmetic, **options)
+        bounds = accuracy.block_attention(
+            *inputs["qkv"].unbind(1), gradients["out"], offsets_of(lengths), **arithmetic, **_without_rows_behind(options, lengths)
+        )
         return dict(out=bounds["out"], dqkv=stacked([bounds[name] for name in ("dq", "dk", "dv")], 1))
 
-    return Call(tensors, function, model, dict.fromkeys(("qkv", "out"), make.segments(lengths)))
+    return Call(tensors, function, model, dict.fromkeys(("qkv", "out"), make.segments(lengths)), frozenset(("qkv", "out")))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> accuracy.Bound:

@@ -9,44 +9,47 @@ from torch import Tensor
 
 from jagged_modules import functional as F
 
-from .maker import Call, Maker
+from .maker import Call, Maker, offsets_of
 
 
 def jagged_dense_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     y = make.tensor(len(lengths), o["depth"], o["columns"], factor=o["depth"] ** -0.5)
     tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=y)
-    offsets, options = make.offsets(lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    offsets, options = make.offsets("offsets", lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
     rows = make.segments(lengths)
     return Call(
         tensors,
         lambda x, y: dict(out=F.jagged_dense_bmm(x, y, offsets, **options)),
-        lambda inputs, gradients: accuracy.jagged_dense_bmm(*inputs.values(), offsets, gradients["out"]),
+        lambda inputs, gradients: accuracy.jagged_dense_bmm(*inputs.values(), offsets_of(lengths), gradients["out"]),
         dict(x=rows, out=rows, y=torch.arange(len(lengths), device=make.device)),
+        frozenset(("x", "out")),
     )
 
 
 def jagged_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=make.tensor(sum(lengths), o["columns"]))
-    offsets, options = make.offsets(lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    offsets, options = make.offsets("offsets", lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
     rows = make.segments(lengths)
     return Call(
         tensors,
         lambda x, y: dict(out=F.jagged_jagged_bmm(x, y, offsets, **options)),
-        lambda inputs, gradients: accuracy.jagged_jagged_bmm(*inputs.values(), offsets, gradients["out"]),
+        lambda inputs, gradients: accuracy.jagged_jagged_bmm(*inputs.values(), offsets_of(lengths), gradients["out"]),
         dict(x=rows, y=rows, out=torch.arange(len(lengths), device=make.device)),
+        frozenset("xy"),
     )
 
 
 def jagged_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
-    offsets, options = make.offsets(lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    offsets, options = make.offsets("offsets", lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
     return Call(
         dict(x=make.tensor(sum(lengths), o["columns"], factor=3)),
         lambda x: dict(out=F.jagged_softmax(x, offsets, **options)),
-        lambda inputs, gradients: accuracy.jagged_softmax(inputs["x"], offsets, gradients["out"]),
+        lambda inputs, gradients: accuracy.jagged_softmax(inputs["x"], offsets_of(lengths), gradients["out"]),
         dict.fromkeys(("x", "out"), make.segments(lengths)),
+        frozenset(("x", "out")),
     )
 
 
@@ -123,7 +126,7 @@ def jagged_linear(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     tensors = dict(x=make.tensor(sum(lengths), o["depth"]), weight=make.tensor(*shape, factor=factor))
     if o["bias"]:
         tensors["bias"] = make.tensor(*shape[:1] if shared else shape[::2])
-    offsets = make.offsets(lengths)
+    offsets = make.offsets("offsets", lengths)
     options = dict(activation=o["activation"], max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
 
     def function(x, weight, bias=None):
@@ -134,8 +137,9 @@ def jagged_linear(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         if shared:
             return _linear(x, weight, bias, gradients["out"], o["activation"])
         flags = dict(bias=bias[0] if bias else None, activation=o["activation"])
-        bounds = accuracy.jagged_dense_bmm(x, weight, offsets, gradients["out"], **flags)
+        bounds = accuracy.jagged_dense_bmm(x, weight, offsets_of(lengths), gradients["out"], **flags)
         return bounds | dict(dweight=bounds["dy"])
 
     rows, segments = make.segments(lengths), torch.arange(len(lengths), device=make.device)
-    return Call(tensors, function, model, dict(x=rows, out=rows) | ({} if shared else dict(weight=segments, bias=segments)))
+    owners = dict(x=rows, out=rows) | ({} if shared else dict(weight=segments, bias=segments))
+    return Call(tensors, function, model, owners, frozenset(("x", "out")))

@@ -42,9 +42,9 @@ def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     num_vendors = len(counts) // 2 + 1
     batches = [len(counts), num_vendors, len(users)][-o["levels"] :] if o["levels"] != 2 else [len(counts), len(users)]
     maps = [users, make.integers(0, num_vendors, len(users))][: o["levels"] - 1]
-    indices = [x.int() for x in maps] if o["index"] == "int32 map" else list(maps)
-    if o["index"] == "counts" and indices:
-        indices[0] = jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64))
+    by_counts = o["index"] == "counts" and len(maps) > 0
+    given = [torch.tensor(counts, dtype=torch.int64), *maps[1:]] if by_counts else maps
+    given = [make.index(f"indices[{level}]", x) for level, x in enumerate(given)]
     levels, depths = range(o["levels"]), o["depths"]
     implementation = o["implementation"] if len(users) else "auto"  # "hopper" raises an error for empty embeddings
     arithmetic = accuracy.TORCH_CPU if implementation in ("decomposed", "padded") else None  # these round each level
@@ -53,6 +53,7 @@ def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
     def function(**inputs):
         tensors = list(inputs.values())
+        indices = [jm.CandidateIndex.from_counts(given[0]), *given[1:]] if by_counts else given
         return dict(out=F.linear_compress(tensors[: o["levels"]], tensors[o["levels"] :], indices or None, implementation=implementation))
 
     def model(inputs, gradients):

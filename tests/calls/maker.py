@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 from accuracy import Bound
 from cases import Case
+from forms import defaults, in_form
+from space import form_of
 from torch import Tensor
 
 from jagged_modules import functional as F
@@ -23,12 +26,16 @@ class Call:
         model: (inputs, gradients of the results) → `accuracy.Bound`s of the results and, as "d" + name, of the inputs' gradients. An
             integer result is expected exactly.
         segments: the segment of each row, for inputs and results whose rows belong to one segment each.
+        rows: names of the inputs and results that have rows behind the last segment, if the case has any.
+        indices: tensors of indices that the function reads, which it must not write to.
     """
 
     inputs: dict[str, Tensor]
     function: Callable[..., dict[str, Tensor]]
     model: Callable[[dict[str, Tensor], dict[str, Tensor]], dict]
     segments: dict[str, Tensor]
+    rows: frozenset[str] = frozenset()
+    indices: Sequence[Tensor] = ()
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------------------
@@ -43,6 +50,8 @@ class Maker:
         self.device = "cuda" if case.device == "cuda" else "cpu"
         self.dtype = getattr(torch, case.dtype)
         self.generator = torch.Generator(self.device).manual_seed(2 * case.seed + stream)
+        self.behind = self.options.get("behind", 0)
+        self.indices: list[Tensor] = []  # in the case's forms
 
     def values(self, *shape: int, factor: float = 1.0) -> Tensor:
         kind = self.options.get("values", "normal")
@@ -73,10 +82,19 @@ class Maker:
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
-    def offsets(self, lengths: list[int]) -> Tensor:
-        kind = self.options.get("offsets", "int64")
-        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32 if "int32" in kind else torch.int64)
-        return offsets if "host" in kind else offsets.to(self.device)
+    def defaults(self) -> contextlib.AbstractContextManager[None]:
+        """The case's default device and dtype of torch."""
+        device, dtype = (self.options.get(name) for name in ("default_device", "default_dtype"))
+        return defaults(self.device if device == "the operands'" else device, dtype)
+
+    def index(self, name: str, x: Tensor) -> Tensor:
+        """x's values in the form that the case has for the argument of this name."""
+        x = in_form(x, self.options[form_of(name)], self.device)
+        self.indices.append(x)
+        return x
+
+    def offsets(self, name: str, lengths: list[int]) -> Tensor:
+        return self.index(name, offsets_of(lengths))
 
     def segments(self, lengths: list[int], repeats: int = 1) -> Tensor:
         """The segment of each row."""
@@ -86,14 +104,21 @@ class Maker:
         return max(lengths, default=0) if self.options.get("max_seqlen") else None
 
     def plan(self, x_lengths: list[int], y_lengths: list[int] | None = None) -> F.ScorePlan:
-        offsets = [None if x is None else torch.tensor([0, *x]).cumsum(0) for x in (x_lengths, y_lengths)]
-        return F.ScorePlan.from_offsets(*offsets).to(self.device)
+        given = {name: x for name, x in dict(x_offsets=x_lengths, y_offsets=y_lengths).items() if x is not None}
+        offsets = [in_form(offsets_of(x), self.options[form_of(name)]) for name, x in given.items()]
+        self.indices += offsets
+        with self.defaults():
+            return F.ScorePlan.from_offsets(*offsets).to(self.device)
+
+
+def offsets_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
     """x's values with the strides and alignment of a layout, and NaN around them."""
     if x.numel() == 0:
-        return x
+        return x if layout == "contiguous" else x.as_strided(x.shape, [5 + 2 * i for i in range(x.dim())])
     if layout == "misaligned":
         buffer = x.new_full((x.numel() + 1,), float("nan"))
         return buffer[1:].view(x.shape).copy_(x)

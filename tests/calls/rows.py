@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jagged_modules import functional as F
 
-from .maker import Call, Maker
+from .maker import Call, Maker, offsets_of
 
 
 def dense(name: str) -> Callable:
@@ -38,6 +38,7 @@ def dense(name: str) -> Callable:
             lambda x, y: dict(out=getattr(F, name)(x, y, offsets)),
             model,
             dict(x=rows, out=rows, y=torch.arange(len(lengths), device=make.device)),
+            frozenset(("x", "out")),
         )
 
     return build
@@ -78,7 +79,7 @@ def jagged_layer_norm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 
 def jagged_concat(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
-    offsets = [make.offsets(side) for side in lengths]
+    offsets = [make.offsets(f"offsets[{i}]", side) for i, side in enumerate(lengths)]
     tensors = {f"x{i}": make.tensor(sum(side), o["columns"]) for i, side in enumerate(lengths)}
     parts = [make.segments(side) for side in lengths]
     order = torch.cat(parts).sort(stable=True).indices
@@ -103,10 +104,11 @@ def jagged_split(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         first = [min(rest, default=0) // 2] * len(rest)
         rest = [n - first[0] for n in rest]
     whole = [n + m for n, m in zip(first, rest)]
-    first_lengths = torch.tensor(first, dtype=torch.int32 if o["first"] == "int32 lengths" else torch.int64).to(make.device)
-    offsets, total = make.offsets(whole), None if o["first"] == "number" else sum(first)
+    offsets, total = make.offsets("offsets", whole), None if o["first"] == "number" else sum(first)
     if o["first"] == "number":
         first_lengths = first[0] if first else 0
+    else:
+        first_lengths = make.index("first_lengths", torch.tensor(first, dtype=torch.int64))
     segments = make.segments(whole)
     position = torch.arange(len(segments), device=make.device) - torch.tensor([0, *whole]).cumsum(0).to(make.device)[segments]
     in_first = position < torch.tensor([*first, 0], device=make.device)[segments]
@@ -130,9 +132,9 @@ def jagged_split(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 def _padding(make: Maker, o: dict, lengths: list[int]) -> tuple[Tensor, int, Tensor, Tensor]:
     """Offsets, rows of a dense block, and for each row its index in the flattened blocks and its segment."""
-    offsets, width = make.offsets(lengths), max(lengths, default=0) + o["extra"]
+    offsets, width = make.offsets("offsets", lengths), max(lengths, default=0) + o["extra"]
     segments = make.segments(lengths)
-    position = torch.arange(len(segments), device=make.device) - offsets.to(make.device)[segments]
+    position = torch.arange(len(segments), device=make.device) - offsets_of(lengths).to(make.device)[segments]
     return offsets, width, segments * width + position, segments
 
 
@@ -151,6 +153,7 @@ def jagged_to_padded(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         lambda values: dict(out=F.jagged_to_padded(values, offsets, width, o["padding"])),
         model,
         dict(values=rows, out=torch.arange(len(lengths), device=make.device)),
+        frozenset(["values"]),
     )
 
 
@@ -166,7 +169,8 @@ def padded_to_jagged(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
     return Call(
         dict(dense=make.tensor(len(lengths), width, o["columns"])),
-        lambda dense: dict(out=F.padded_to_jagged(dense, offsets, sum(lengths))),
+        lambda dense: dict(out=F.padded_to_jagged(dense, offsets, sum(lengths) + make.behind)),
         model,
         dict(dense=torch.arange(len(lengths), device=make.device), out=rows),
+        frozenset(["out"]),
     )

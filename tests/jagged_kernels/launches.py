@@ -8,17 +8,19 @@ on a host that has no instructions for bfloat16.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import torch
+from jagged_kernels.common.ptxas import compile_kernel
 from torch import library
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 FACTORIES = ["arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"]
@@ -27,11 +29,16 @@ METHODS = ["to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 PRODUCTS = ["mm", "addmm", "bmm", "baddbmm"]
 
 
-class Launch(NamedTuple):
-    """A kernel's name, and Triton's key of the compiled variant: types of the arguments and properties of their values."""
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel's name, and Triton's key of the compiled variant: types of the arguments and properties of their values.
+
+    compile: compiles the variant ahead of time, without a GPU.
+    """
 
     kernel: str
     specialisation: str
+    compile: Callable[[], CompiledKernel] = dataclasses.field(compare=False, repr=False)
 
 
 @contextlib.contextmanager
@@ -41,6 +48,7 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
     backend = make_backend(target)
     launches: list[Launch] = []
     of_keys: dict[tuple, str] = {}
+    compilations: dict[tuple[str, str], Callable] = {}
 
     @functools.cache
     def binder(kernel):
@@ -52,8 +60,14 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
             if hasattr(x, "block_shape"):
                 x.__post_init__()  # a descriptor's own checks, which the library leaves out
         bind, keys = binder(kernel)
-        _, specialisation, all_options = bind(*args, **options, debug=False, instrumentation_mode="")
-        launch = Launch(kernel.__name__, compute_cache_key(keys, specialisation, all_options))
+        bound, specialisation, all_options = bind(*args, **options, debug=False, instrumentation_mode="")
+        variant = kernel.__name__, compute_cache_key(keys, specialisation, all_options)
+        if variant not in compilations:
+            kwargs = dict(options, debug=False, instrumentation_mode="")
+            all_options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialisation, all_options)
+            source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+            compilations[variant] = functools.partial(compile_kernel, source, target, all_options.__dict__)
+        launch = Launch(*variant, compilations[variant])
         key = kernel.__name__, *kernel._cache_key(device.index, args, options)
         assert of_keys.setdefault(key, launch.specialisation) == launch.specialisation  # one key, one compiled kernel
         launches.append(launch)
