@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 from .scalars import check_choice, check_flag, check_kind, check_number, check_size
-from .validation import check_device, check_index_values, check_integers, check_offsets, check_tensor, index_tensor
+from .validation import check_device, check_index_values, check_integers, check_offsets, check_tensor, normal_form
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ def kernel_arguments(rotary: Rotary | None, device: torch.device) -> tuple[Tenso
     if rotary is None:
         return None, None, None, False, False, False
     cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
-    positions = None if rotary.positions is None else index_tensor(rotary.positions, device)
+    positions = None if rotary.positions is None else normal_form(rotary.positions, device)
     return cos, sin, positions, rotary.rotate == "qkv", rotary.linear, rotary.precise
 
 

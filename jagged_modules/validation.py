@@ -208,15 +208,17 @@ def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None
 def checked_offsets(
     name: str, offsets: Any, total: int, like: Tensor, owner: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
 ) -> Tensor:
-    """`check_offsets` and `check_device`, then `index_tensor`, on `like`'s device. owner: `like` in the message, such as "q's"."""
+    """`check_offsets` and `check_device`, then `normal_form`, on `like`'s device. owner: `like` in the message, such as "q's"."""
     check_offsets(name, offsets, total, max_seqlen, longest)
     check_device(name, offsets, like.device, owner)
-    return index_tensor(offsets, like.device)
+    return normal_form(offsets, like.device)
 
 
-def index_tensor(x: Tensor, device: torch.device) -> Tensor:
-    """x as everything below the public functions takes index tensors: on the device and contiguous. Kernels read no strides of them."""
-    return x.to(device, non_blocking=True).contiguous()
+def normal_form(x: Tensor, device: torch.device) -> Tensor:
+    """x as everything below the public functions takes tensors of indices, and of one number per segment: on the device and contiguous, as
+    kernels read no strides of them. A tensor made in inference mode is copied outside of it: autograd saves no such tensor."""
+    x = x.to(device, non_blocking=True).contiguous()
+    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 
 def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:

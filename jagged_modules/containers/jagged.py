@@ -24,7 +24,7 @@ from ..validation import (
     check_integers,
     check_layer_input,
     check_offsets,
-    index_tensor,
+    normal_form,
     values_are_checkable,
 )
 from .conversions import check_lengths, rebuild, values_and_offsets, wait_for
@@ -347,14 +347,14 @@ class Jagged(Queries):
         targets = None if mask is None else mask.num_targets
         return device_schedule(
             AttentionProblem(sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant),
-            index_tensor(segments.offsets, device),
-            index_tensor(self.offsets, device),
+            normal_form(segments.offsets, device),
+            normal_form(self.offsets, device),
             num_rows,
             self.num_rows,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             mask=None if mask is None else list(mask.params),
-            num_targets=None if targets is None else index_tensor(targets, device),
+            num_targets=None if targets is None else normal_form(targets, device),
             backward=has_backward,
         )
 

@@ -20,7 +20,7 @@ from ..reference import attention_reference
 from ..scalars import check_kind
 from ..schedule import device_schedule
 from ..settings import backward_workspace, is_batch_invariant
-from ..validation import check_tensor, index_tensor, refuse_transforms, values_are_checkable
+from ..validation import check_tensor, normal_form, refuse_transforms, values_are_checkable
 from .attention_bias import check_bias, with_bias
 from .attention_checks import AttentionSegments, check_attention, check_output_scale, check_schedule, check_segments
 from .paged_keys import paged_keys
@@ -112,6 +112,7 @@ def jagged_attention(
             raise ValueError("bias must be None where segments share queries or keys, or with several query groups: rows have no position")
         bias = check_bias(bias, q, kv_rows, segments.q_offsets, segments.kv_offsets)
     has_tail = _may_have_tail(q, kv_rows, segments, pages)
+    segments = segments.on(q.device)
     batch_invariant, workspace = is_batch_invariant(implementation), backward_workspace.current()
     if mask is not None and mask.hides_nothing():
         mask = None
@@ -119,6 +120,7 @@ def jagged_attention(
     dtype, row_scale = q.dtype, None
     if isinstance(output_scale, Tensor):
         check_output_scale(output_scale, segments.num_segments, q.device)
+        output_scale = normal_form(output_scale, q.device)
         if segments.kv_shared or (segments.groups > 1 or output_scale.requires_grad) and implementation != "reference":
             output_scale, row_scale = _split_scale(output_scale, q, segments, batch_invariant, has_tail)
             if dtype == torch.float16 and segments.share_keys:  # before its segment's scale is applied, a result may overflow fp16
@@ -141,7 +143,7 @@ def jagged_attention(
         output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale),
         batch_invariant=batch_invariant,
         table_gradients=False,
-        num_targets=None if mask is None else mask.num_targets,
+        num_targets=None if mask is None or mask.num_targets is None else normal_form(mask.num_targets, q.device),
         segment_scale=output_scale if isinstance(output_scale, Tensor) else None,
     )
     if bias is not None and implementation != "reference":
@@ -191,7 +193,7 @@ def _split_scale(
         The kernels' factor, for each of their segments, and the rest for each row of the output.
     """
     dtype = torch.promote_types(torch.promote_types(output_scale.dtype, q.dtype), torch.float32)
-    output_scale = output_scale.to(q.device, dtype, non_blocking=True)
+    output_scale = output_scale.to(dtype)
     factor = output_scale.detach()
     if segments.share_keys and batch_invariant:
         factor = factor.new_ones(())
@@ -200,8 +202,7 @@ def _split_scale(
         factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
     factor = torch.where(factor == 0, 1, factor)
     rows = q.shape[0] * (segments.num_segments if segments.q_shared else 1)
-    offsets = index_tensor(segments.q_offsets, q.device)
-    rest = expand_to_rows(output_scale / factor, offsets, rows, has_tail)
+    rest = expand_to_rows(output_scale / factor, segments.q_offsets, rows, has_tail)
     return factor.expand(1 if segments.kv_shared else segments.num_segments), rest
 
 
@@ -218,7 +219,7 @@ def _attention_by_kernels(
     pages: Pages | None = None,
 ) -> Tensor:
     """Attention by the portable or the Hopper kernels, which `op.attention` selects. Makes what they take: operands with a contiguous last
-    dimension, a positive scale, all tensors on q's device, and a schedule."""
+    dimension, a positive scale and a schedule."""
     from jagged_kernels.attention.op import attention, paged_attention
 
     device, kv_shared, kv_rows = q.device, segments.kv_shared, k.shape[0] if pages is None else pages.num_rows
@@ -226,13 +227,9 @@ def _attention_by_kernels(
     # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by the scale.
     if params.scale <= 0 and params.activation == "softmax" or params.has_bias and abs(params.scale) < SMALLEST_SCALE:
         q, params = q * params.scale, params._replace(scale=1.0)
-    self_attention = segments.kv_offsets is segments.q_offsets
-    q_offsets = index_tensor(segments.q_offsets, device)
-    kv_offsets = q_offsets if self_attention else index_tensor(segments.kv_offsets, device)
-    if params.num_targets is not None:
-        params = params._replace(num_targets=index_tensor(params.num_targets, device))
+    q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
     if params.segment_scale is not None:
-        params = params._replace(segment_scale=params.segment_scale.to(device, torch.float32, non_blocking=True).contiguous())
+        params = params._replace(segment_scale=params.segment_scale.float().contiguous())
     if schedule is None or kv_shared:
         problem = AttentionProblem(
             q.shape[2],
@@ -256,7 +253,7 @@ def _attention_by_kernels(
             check_schedule(schedule, q_offsets, kv_offsets)
     if pages is not None:
         return paged_attention(
-            q, k, v, q_offsets, kv_offsets, index_tensor(pages.table, device), pages.page_rows, pages.num_rows,
+            q, k, v, q_offsets, kv_offsets, normal_form(pages.table, device), pages.page_rows, pages.num_rows,
             schedule.tiles, schedule.num_tiles, schedule.block_m, implementation, *params, has_tail,
         )  # fmt: skip
     keys = schedule.backward

@@ -7,7 +7,7 @@ from jagged_kernels.attention.params import AttentionParams
 from torch import Tensor
 
 from ..bias import RelativeBias
-from ..validation import values_are_checkable
+from ..validation import normal_form, values_are_checkable
 
 
 def check_bias(bias: RelativeBias, q: Tensor, kv_rows: int, q_offsets: Tensor, kv_offsets: Tensor) -> RelativeBias:
@@ -41,7 +41,7 @@ def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -
     dtype = torch.promote_types(dtype, torch.float32)
     position, time = (None if x is None else _by_head(x.to(dtype).contiguous()) for x in (bias.position, bias.time))
     others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
-    timestamps, boundaries, query_timestamps, query_shift = (None if x is None else x.contiguous() for x in others)
+    timestamps, boundaries, query_timestamps, query_shift = (None if x is None else normal_form(x, x.device) for x in others)
     return params._replace(
         table_gradients=any(x is not None and x.requires_grad for x in (position, time)),
         position_bias=position,

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ..activations import ACTIVATIONS
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_number
-from ..validation import IMPLEMENTATIONS, MAX_HEAD_DIM, check_device, check_implementation, check_offsets, check_tensor
+from ..validation import IMPLEMENTATIONS, MAX_HEAD_DIM, check_device, check_implementation, check_offsets, check_tensor, normal_form
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 BLOCKS = (16, 32, 64, 128)  # block sizes, in rows, that the kernels have tiles for
@@ -125,6 +125,12 @@ class AttentionSegments(NamedTuple):
     @property
     def num_segments(self) -> int:
         return self.q_offsets.shape[0] - 1
+
+    def on(self, device: torch.device) -> AttentionSegments:
+        """These segments with offsets in their normal form. Equal offsets stay one tensor: kernels compare them by identity."""
+        q_offsets = normal_form(self.q_offsets, device)
+        same = self.kv_offsets is self.q_offsets
+        return self._replace(q_offsets=q_offsets, kv_offsets=q_offsets if same else normal_form(self.kv_offsets, device))
 
     @property
     def share_keys(self) -> bool:

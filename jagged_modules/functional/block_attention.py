@@ -13,7 +13,7 @@ from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..scalars import check_size, possessive
 from ..settings import is_batch_invariant
-from ..validation import check_device, check_offsets, check_tensor, index_tensor, refuse_transforms
+from ..validation import check_device, check_offsets, check_tensor, normal_form, refuse_transforms
 from .attention import jagged_attention
 from .attention_checks import BLOCKS, check_attention
 from .tail import may_have_tail
@@ -63,7 +63,7 @@ def block_diagonal_attention(
     _check_block_attention(q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation)
     factor = q.shape[2] ** -0.5 if scale is None else float(scale)
     has_tail = may_have_tail("offsets", offsets, q.shape[0], q.device)
-    offsets = index_tensor(offsets, q.device)
+    offsets = normal_form(offsets, q.device)
     return _block_attention(q, k, v, offsets, block_size, factor, rotary, implementation, has_tail)
 
 
@@ -114,7 +114,7 @@ def block_diagonal_attention_packed(
     q, k, v = qkv.unbind(1)
     _check_block_attention(q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation)
     has_tail = may_have_tail("offsets", offsets, qkv.shape[0], qkv.device)
-    offsets, scale = index_tensor(offsets, qkv.device), q.shape[2] ** -0.5
+    offsets, scale = normal_form(offsets, qkv.device), q.shape[2] ** -0.5
     if not _has_kernels(q, k, block_size, implementation):
         return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation, has_tail)
 

@@ -20,7 +20,7 @@ from ..validation import (
     check_index_values,
     check_integers,
     check_tensor,
-    index_tensor,
+    normal_form,
     refuse_transforms,
 )
 
@@ -84,13 +84,13 @@ def linear_compress(
     _check_linear_compress(weights, embeddings, indices, implementation, given["weights"], LevelNames(**given | (names or {})))
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
-    maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else index_tensor(x, device) for x in indices]
+    maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else normal_form(x, device) for x in indices]
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return linear_compress_reference(weights, embeddings, maps)
     grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
     orders = [None if x is None else x.order for x in grouped]
-    offsets = [None if x is None else index_tensor(x.offsets, device) for x in grouped]
+    offsets = [None if x is None else normal_form(x.offsets, device) for x in grouped]
     return _compress(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from ..scalars import check_kind
-from ..validation import check_device, check_offsets, index_tensor, values_are_checkable
+from ..validation import check_device, check_offsets, normal_form, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> tuple[Tensor, Tensor,
     """The plan's offsets on x's device. Errors call x `name`."""
     check_kind("plan", plan, ScorePlan, "a ScorePlan")
     check_device("plan", plan.p_offsets, x.device, f"{name}'s")
-    x_offsets, y_offsets, p_offsets = (index_tensor(offsets, x.device) for offsets in plan.offsets)
+    x_offsets, y_offsets, p_offsets = (normal_form(offsets, x.device) for offsets in plan.offsets)
     return x_offsets, y_offsets, p_offsets
 
 
