@@ -154,13 +154,16 @@ LAYERS = {  # name → (head dim, options) → layer, layer → call, inputs, re
     "JaggedMLP": (lambda dim, **to: jm.JaggedMLP([2 * dim, 24, 40], "relu", **to), _on_rows, *ON_ROWS),
     "JaggedTargetAttention": (lambda dim, **to: jm.JaggedTargetAttention(2 * dim, HEADS, **to), _to_rows, ("x:x", "z:y"), ("y",)),
     "JaggedTargetAttention-candidates": (
-        lambda dim, **to: jm.JaggedTargetAttention(2 * dim, HEADS, **to), _to_candidates, ("x:x", "z:y"), ("y",)
+        lambda dim, **to: jm.JaggedTargetAttention(2 * dim, HEADS, **to),
+        _to_candidates,
+        ("x:x", "z:y"),
+        ("y",),
     ),
-    "JaggedSelfTargetAttention": (
-        lambda dim, **to: jm.JaggedSelfTargetAttention(2 * dim, HEADS, **to), _both, ("x:x", "z:y"), ("x", "y")
-    ),
+    "JaggedSelfTargetAttention": (lambda dim, **to: jm.JaggedSelfTargetAttention(2 * dim, HEADS, **to), _both, ("x:x", "z:y"), ("x", "y")),
     "JaggedGDPA": (
-        lambda dim, **to: jm.JaggedGDPA(2 * dim, HEADS, mask=MASK, config=jm.GDPAConfig(qk_norm=True), **to), _on_rows, *ON_ROWS
+        lambda dim, **to: jm.JaggedGDPA(2 * dim, HEADS, mask=MASK, config=jm.GDPAConfig(qk_norm=True), **to),
+        _on_rows,
+        *ON_ROWS,
     ),
     "JaggedGDPA-context": (lambda dim, **to: jm.JaggedGDPA(2 * dim, HEADS, **to), _to_rows, ("x:x", "z:y"), ("y",)),
     "JaggedGDPA-seeds": (
@@ -174,7 +177,9 @@ LAYERS = {  # name → (head dim, options) → layer, layer → call, inputs, re
     "HSTULayer": (lambda dim, **to: jm.HSTULayer(2 * dim, HEADS, HSTU, **to), _on_rows, *ON_ROWS),
     "HSTUStack": (lambda dim, **to: jm.HSTUStack(2 * dim, HEADS, 2, HSTU, **to), _on_rows, *ON_ROWS),
     "BlockDiagonalSelfAttention": (
-        lambda dim, **to: jm.BlockDiagonalSelfAttention(2 * dim, HEADS, 16, max_seqlen=400, **to), _on_rows, *ON_ROWS
+        lambda dim, **to: jm.BlockDiagonalSelfAttention(2 * dim, HEADS, 16, max_seqlen=400, **to),
+        _on_rows,
+        *ON_ROWS,
     ),
 }
 

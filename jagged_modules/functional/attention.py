@@ -132,7 +132,7 @@ def jagged_attention(
                 q, k, v, schedule = *(x.float() for x in (q, k, v)), None
     if segments.kv_shared:  # query rows do not interact, so all of them form one segment
         ends = torch.arange(2, dtype=segments.q_offsets.dtype, device=segments.q_offsets.device)
-        num_queries = segments.q_offsets[-1] if has_tail else q.shape[0]
+        num_queries = segments.q_offsets.select(0, -1) if has_tail else q.shape[0]
         segments = segments._replace(q_offsets=ends * num_queries, kv_offsets=ends * k.shape[0])
 
     params = AttentionParams(

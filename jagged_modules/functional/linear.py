@@ -40,13 +40,13 @@ def jagged_linear(
         x: `[L, D]`, dtypes as in `jagged_dense_bmm` (one weight: fp64 on CUDA too).
         weight: `[T, D]`, as in nn.Linear, or `[B, D, T]`, same dtype.
         bias: `[T]`, or `[B, T]` with a weight per segment, or None; same dtype.
-        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows, where they only say which rows are behind the last segment.
+        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows: they say which rows are behind the last segment.
         activation: None, or a pointwise activation of `jagged_attention` (any but softmax).
         max_seqlen: as in `jagged_dense_bmm`; used with a weight per segment only.
         implementation: as in `jagged_dense_bmm`. With one weight it is ignored unless `batch_invariant` is on.
 
     Returns:
-        `[L, T]`.
+        `[L, T]`. Rows behind the last segment are as in `jagged_dense_bmm`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also if offsets are missing with a weight per segment.

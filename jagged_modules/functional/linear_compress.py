@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..autocast import autocast, autocast_dtype
@@ -22,7 +23,9 @@ from ..validation import (
     check_tensor,
     normal_form,
     refuse_transforms,
+    values_are_checkable,
 )
+from .tail import may_have_tail
 
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "triton", "hopper")
 
@@ -57,7 +60,9 @@ def linear_compress(
             16-byte boundaries load fastest; other weights are copied to such rows.
         embeddings: E `[B, K, N]`, or one `[B_l, K_l, N]` per level, the candidates' last.
         indices: for each level but the last, the row of that level for each of the B candidates: `[B]` int32 or int64 in any order, or
-            a `CandidateIndex`. None with one level. A row may have no candidates.
+            a `CandidateIndex`. None with one level. A row may have no candidates. Where the values are not read, on a device and under
+            torch.compile, an index out of range counts as the nearest row. A candidate of a `CandidateIndex` that belongs to no user reads
+            the last row, and adds nothing to the gradients of that level.
         implementation: one of
             "reference": replicates all levels and computes one GEMM;
             "decomposed": one GEMM per level in torch, then gather and add;
@@ -84,7 +89,7 @@ def linear_compress(
     _check_linear_compress(weights, embeddings, indices, implementation, given["weights"], LevelNames(**given | (names or {})))
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
-    maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else normal_form(x, device) for x in indices]
+    maps = [_index_map(x, rows, embedding.shape[0], device) for x, embedding in zip(indices, embeddings)]
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return linear_compress_reference(weights, embeddings, maps)
@@ -113,6 +118,16 @@ def _compress(
     from jagged_kernels.linear_compress.op import linear_compress as launch
 
     return launch(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
+
+
+def _index_map(index: Tensor | CandidateIndex, rows: int, size: int, device: torch.device) -> Tensor:
+    """The row of a shared level of `size` rows for each of `rows` candidates. The kernels would read other memory by an index out of range,
+    or wait for a row that nothing computes, so an index that the host has not checked is clamped."""
+    if isinstance(index, CandidateIndex):
+        users = index.to(device).users(rows)
+        return users.clamp(max=size - 1) if may_have_tail("indices", index.offsets, rows, device) else users
+    users = normal_form(index, device)
+    return users if values_are_checkable(index) else users.clamp(0, size - 1)
 
 
 def _levels(x: Any) -> list[Any]:

@@ -27,7 +27,7 @@ class End(NamedTuple):
     def precedes(self, rows: int) -> Tensor:
         """bool `[rows]`: whether it comes before the row."""
         positions = torch.arange(rows, device=self.offsets.device) if self.positions is None else self.positions
-        return positions >= self.offsets[-1]
+        return positions >= self.offsets.select(0, -1)
 
 
 def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:

@@ -165,7 +165,8 @@ def _with_rows_between(
     The rows between the users' and the candidates' are one more query segment, and those behind the candidates another. They are the
     queries of one more segment of keys, which is empty, so their results and gradients are 0.
     """
-    q_offsets = pad(torch.cat([offsets, candidate_offsets + rows[0]]), (0, 1), value=sum(rows))
+    ends = candidate_offsets.narrow(0, 0, 1) + sum(rows)  # a sum: a graph would be compiled for each number that pads or fills
+    q_offsets = torch.cat([offsets, candidate_offsets + rows[0], ends])
     options = options | dict(schedule=None)  # another number of segments
     output_scale = options.get("output_scale")
     if isinstance(output_scale, Tensor):

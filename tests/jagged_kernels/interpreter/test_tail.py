@@ -3,10 +3,62 @@
 import pytest
 import torch
 from marks import slow_after
-from tails import ON_KERNELS, check, compiled
+from tails import LAYERS, ON_KERNELS, check, compiled, layer_case
+
+from jagged_modules.functional.tail import End, with_clean_tail, without_tail
 
 
 @slow_after(1, "dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ON_KERNELS)
 def test_functions(poisoned_memory, name, dtype):
     check(ON_KERNELS[name], compiled(ON_KERNELS[name].call), dtype, implementation="triton")
+
+
+@pytest.fixture
+def only_the_device_knows(monkeypatch):
+    """Eager calls take the path of CUDA tensors whose offsets the host has not seen; attention itself runs on the CPU."""
+    from jagged_kernels.common import tail as kernels
+
+    from jagged_modules.containers.segmentation import Segmentation
+
+    for module in ("validation", "functional.tail"):
+        monkeypatch.setattr(f"jagged_modules.{module}.values_are_checkable", lambda x: False)
+    monkeypatch.setattr("jagged_modules.functional.tail.rows_on_host", lambda offsets: None)
+    monkeypatch.setattr("jagged_modules.functional.tail._runs_kernels", lambda x: True)
+    monkeypatch.setattr(Segmentation, "lengths_on_host", lambda segmentation, offsets: None)
+    for name in ("zero_tails", "kept_rows"):
+        monkeypatch.setattr(kernels, f"{name}_on_device", getattr(kernels, name))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(only_the_device_knows, poisoned_memory, name):
+    layer, case = layer_case(name)
+    check(case, case.call, torch.float32, parameters=layer.parameters())
+
+
+@pytest.mark.parametrize("ends", [(0, 0), (10, 3), (14, 14)], ids=str)
+def test_tails_are_zeroed_in_one_launch(poisoned_memory, offsets, ends):
+    from jagged_kernels.common.tail import zero_tails
+
+    x, y = torch.randn(14, 3, 700), torch.randn(14, 5).half()
+    expected = [torch.cat([z[:end], torch.zeros_like(z[end:])]) for z, end in zip((x, y), ends)]
+    zero_tails((x, offsets([ends[0], 0])), (y, offsets([ends[1]]).int()), (x[:0], offsets([0])))
+    assert torch.equal(x, expected[0]) and torch.equal(y, expected[1])
+
+
+@pytest.mark.parametrize("shape", [(300,), (300, 5), (300, 2, 700), (300, 1100), (0, 4)], ids=str)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_rows_before_the_end_are_kept(poisoned_memory, offsets, shape, ordered):
+    from jagged_kernels.common.tail import kept_rows
+
+    x = torch.randn(*shape, 2)[..., 0] if ordered else torch.randn(shape)
+    positions = None if ordered else torch.randperm(shape[0])
+    kept = (torch.arange(shape[0]) if ordered else positions) < 170
+    x[~kept] = float("nan")
+    assert torch.equal(kept_rows(x, offsets([70, 100]), positions), torch.where(kept.view(-1, *[1] * (len(shape) - 1)), x, 0))
+
+
+def test_derivatives_of_any_order(only_the_device_knows, offsets):
+    x, end = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), End(offsets([2, 3]))
+    for function in (lambda x: without_tail(x, end), lambda x: with_clean_tail(x * 1, end)):
+        assert torch.autograd.gradcheck(function, (x,)) and torch.autograd.gradgradcheck(function, (x,))
