@@ -144,7 +144,7 @@ def check_function_with_defaults(name: str, device: str) -> None:
             check(dataclasses.replace(case, options=case.options | {option: value}))
 
 
-def check_joint_forms(name: str, device: str, mode: str, combinations: tuple = JOINT) -> None:
+def check_joint_forms(name: str, device: str, mode: str, combinations: tuple) -> None:
     """Check calls in which each tensor of indices has another form. mode: "eager", "compile" or "graph"."""
     for combination in combinations:
         arguments = arguments_of(name)
@@ -377,7 +377,7 @@ def check_layer_with_defaults(name: str, device: str) -> None:
             assert_same(run.results(defaults=given), expected)
 
 
-def check_layer_in_mode(name: str, device: str, mode: str, combinations: tuple = JOINT) -> None:
+def check_layer_in_mode(name: str, device: str, mode: str, combinations: tuple) -> None:
     """Check calls in which each tensor of indices has another form. mode: "eager", "compile" or "graph"; compared with the plain form."""
     run, spec = LayerRun(name, device), LAYERS[name]
     options = dict(compiled=mode == "compile", in_graph=mode == "graph")
