@@ -143,7 +143,7 @@ def linear_compress_cells() -> Iterator[Cell]:
     def compress(dtype: str, width: int, depth: int, height: int, levels: int, implementation: str) -> Cell:
         options = dict(levels=levels, compressed=height, depths=[max(1, depth - 1), depth, depth][-levels:] + [1] * (3 - levels))
         options |= dict(columns=width, index=("map", "map", "counts")[levels - 1], implementation=implementation)
-        options["form of indices[0]"] = "int32" if levels == 2 else ""
+        options["dtype of indices[0]"] = "int32" if levels == 2 else "int64"
         return cell("linear_compress", dtype, f"M{height} K{depth} N{width}", f"{levels} levels {implementation}", counts, **options)
 
     for (i, width), j in itertools.product(enumerate((1, 60, 64, 65, 68, 100, 128, 136, 200, 256, 300)), range(2)):

@@ -30,10 +30,11 @@ POISON = 2**30 + 7
 WORDS = ("int32", "column", "every", "other", "view", "expanded", "host", "pinned", "read-only", "inference")
 
 LAYOUTS = ("", "column", "every other", "view", "expanded")
+ON_DEVICE = ("", "inference")  # the operands'
 ON_HOST = ("host", "pinned", "read-only", "host inference")
 
 
-def all_forms(*, dtypes: tuple[str, ...] = ("", "int32"), places: tuple[str, ...] = ("", "inference", *ON_HOST)) -> tuple[str, ...]:
+def all_forms(*, dtypes: tuple[str, ...] = ("", "int32"), places: tuple[str, ...] = (*ON_DEVICE, *ON_HOST)) -> tuple[str, ...]:
     """Every combination of a dtype, a layout and a place, the simplest first."""
     return tuple(" ".join(filter(None, (dtype, layout, place))) for layout in LAYOUTS for place in places for dtype in dtypes)
 

@@ -15,7 +15,7 @@ from calls import build, check, check_call, evaluate
 from cases import Case, legal, simplest_case
 from forms import defaults as torch_defaults
 from forms import few_forms, in_form, is_on_host, unchanged
-from space import DEFAULTS, INDICES, OF_A_PLAN, ON_THE_OPERANDS_DEVICE, OPERATORS, TIMES, form_of
+from space import DEFAULTS, INDICES, OF_A_PLAN, ON_THE_OPERANDS_DEVICE, OPERATORS, TIMES, index_options
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -73,8 +73,10 @@ def function_case(name: str, device: str, dtype: str = "float32", **forms: str) 
     """The case of FUNCTIONS, with tensors of indices in the given forms and in the plain form."""
     function, lengths, options = FUNCTIONS[name]
     implementation = dict(implementation="triton") if device == "interpreter" and OPERATORS[function].implementations else {}
-    forms = {form_of(argument): form for argument, form in forms.items()}
-    case = dataclasses.replace(simplest_case(function, device, dtype, **options | implementation | forms), lengths=lengths)
+    options = options | implementation
+    for argument, form in forms.items():
+        options |= index_options(argument, form)
+    case = dataclasses.replace(simplest_case(function, device, dtype, **options), lengths=lengths)
     assert legal(case).options == case.options  # lengths may be beyond the limits of random cases
     return case
 
@@ -92,13 +94,13 @@ def arguments_of(name: str) -> dict[str, tuple[str, ...]]:
         "offsets[2]": options.get("parts") == 2,
     } | dict.fromkeys(("timestamps", "query_timestamps", "boundaries", "query_shift"), options.get("bias") is None)
     indices = OPERATORS[FUNCTIONS[name][0]].indices
-    return {argument: tuple(dict.fromkeys(forms)) for argument, forms in indices.items() if not unused.get(argument, False)}
+    return {argument: forms for argument, forms in indices.items() if not unused.get(argument, False)}
 
 
 def forms_on(device: str, forms: tuple[str, ...]) -> tuple[str, ...]:
     """The forms that a table of one argument has: on a GPU all that differ from the plain one in few ways; on the host fewer, and in the
     interpreter, which is slow, those that a kernel could read wrongly."""
-    few = few_forms(tuple(dict.fromkeys(forms)))
+    few = few_forms(forms)
     if device == "cuda":
         return few
     if device == "interpreter":
@@ -144,7 +146,7 @@ def check_function_with_defaults(name: str, device: str) -> None:
             check(dataclasses.replace(case, options=case.options | {option: value}))
 
 
-def check_joint_forms(name: str, device: str, mode: str, combinations: tuple = JOINT) -> None:
+def check_joint_forms(name: str, device: str, mode: str, combinations: tuple) -> None:
     """Check calls in which each tensor of indices has another form. mode: "eager", "compile" or "graph"."""
     for combination in combinations:
         arguments = arguments_of(name)
@@ -377,7 +379,7 @@ def check_layer_with_defaults(name: str, device: str) -> None:
             assert_same(run.results(defaults=given), expected)
 
 
-def check_layer_in_mode(name: str, device: str, mode: str, combinations: tuple = JOINT) -> None:
+def check_layer_in_mode(name: str, device: str, mode: str, combinations: tuple) -> None:
     """Check calls in which each tensor of indices has another form. mode: "eager", "compile" or "graph"; compared with the plain form."""
     run, spec = LayerRun(name, device), LAYERS[name]
     options = dict(compiled=mode == "compile", in_graph=mode == "graph")

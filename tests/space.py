@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from forms import all_forms, is_on_host
+from forms import ON_DEVICE, all_forms, is_on_host
 from jagged_kernels.common.configs import padded_dim
 
 from jagged_modules.activations import POINTWISE
@@ -62,12 +62,12 @@ MAX_SEQLEN = dict(max_seqlen=(False, True))
 IMPLEMENTATIONS = dict(cpu=mostly("auto", "reference"), interpreter=("triton",), cuda=mostly("auto", "triton"))
 POISONS = (None, None, None, "nan", "inf")
 
-# Of every tensor of indices, drawn independently; `forms.py` has the words.
-INDICES = mostly(*all_forms())
-ON_THE_OPERANDS_DEVICE = mostly(*all_forms(places=("", "inference")))
-TIMES = mostly(*all_forms(dtypes=("",), places=("", "inference")))  # int64, on the operands' device
-OF_A_PLAN = mostly(*all_forms(places=("", "inference", "pinned", "read-only")))  # on the host
-FACTORS = mostly(*all_forms(dtypes=("",)))  # floating-point numbers, one for each segment
+# Forms of every tensor of indices, drawn independently; `forms.py` has the words.
+INDICES = all_forms()
+ON_THE_OPERANDS_DEVICE = all_forms(places=ON_DEVICE)
+TIMES = all_forms(dtypes=("",), places=ON_DEVICE)  # int64, on the operands' device
+OF_A_PLAN = all_forms(places=(*ON_DEVICE, "pinned", "read-only"))  # on the host
+FACTORS = all_forms(dtypes=("",))  # floating-point numbers, one for each segment
 # torch's defaults during a call. "meta" shows a factory that is called without a device.
 DEFAULTS = dict(default_device=mostly(None, "the operands'", "meta"), default_dtype=mostly(None, "float64", "bfloat16", "float16"))
 BEHIND = mostly(0, 1, 70)  # rows behind the last segment, where only the device knows the lengths
@@ -135,9 +135,10 @@ class Operator:
     behind: bool = False
 
     def __post_init__(self) -> None:
-        forms = {form_of(name): forms for name, forms in self.indices.items()}
-        axes = self.data_axes | DEFAULTS | forms | (dict(behind=BEHIND) if self.behind else {})
-        object.__setattr__(self, "data_axes", axes)
+        forms = {form_of(name): mostly(*(x for x in forms if "int32" not in x)) for name, forms in self.indices.items()}
+        dtypes = {dtype_of(name): ("int64", "int32") for name, forms in self.indices.items() if "int32" in forms}
+        object.__setattr__(self, "axes", self.axes | dtypes)
+        object.__setattr__(self, "data_axes", self.data_axes | DEFAULTS | forms | (dict(behind=BEHIND) if self.behind else {}))
 
     def fix_rows_behind(self, o: dict) -> None:
         """Where the host knows the lengths, rows behind the last segment are an error."""
@@ -161,8 +162,19 @@ class Operator:
 
 
 def form_of(argument: str) -> str:
-    """The option with the form of a tensor of indices."""
+    """The option with the form of a tensor of indices, without its dtype."""
     return f"form of {argument}"
+
+
+def dtype_of(argument: str) -> str:
+    """The option with the dtype of a tensor of indices. Kernels are compiled for it."""
+    return f"dtype of {argument}"
+
+
+def index_options(argument: str, form: str) -> dict[str, str]:
+    """The options that give a tensor of indices a form."""
+    words = " ".join(word for word in form.split() if word != "int32")
+    return {form_of(argument): words} | ({dtype_of(argument): "int32"} if words != form else {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,11 @@ from jagged_modules import functional as F
 right = F.jagged_softmax
 F.jagged_softmax = lambda x, offsets, **options: right(x, offsets, **options) + 0 * x.sum()
 """,
+    "an ignored stride": """
+from jagged_modules import functional as F
+right = F.jagged_softmax
+F.jagged_softmax = lambda x, offsets, **options: right(x, offsets.as_strided(offsets.shape, (1,)), **options)
+""",
 }
 
 
@@ -79,7 +84,12 @@ def test_a_wrong_gradient_is_found_made_small_and_repeated(fuzz_mutant):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant, kind, words",
-    [("a crash", "crash", "-11"), ("a call that never ends", "timeout", "more than"), ("a neighbour's NaN", "wrong", "segment")],
+    [
+        ("a crash", "crash", "-11"),
+        ("a call that never ends", "timeout", "more than"),
+        ("a neighbour's NaN", "wrong", "segment"),
+        ("an ignored stride", "ValueError", "offsets must"),
+    ],
 )
 def test_other_failures(fuzz_mutant, mutant, kind, words):
     """Each failure occurs twice, because a lost worker is replaced."""

@@ -10,7 +10,7 @@ import torch
 from accuracy import Bound
 from cases import Case
 from forms import defaults, in_form
-from space import form_of
+from space import dtype_of, form_of
 from torch import Tensor
 
 from jagged_modules import functional as F
@@ -89,9 +89,12 @@ class Maker:
 
     def index(self, name: str, x: Tensor) -> Tensor:
         """x's values in the form that the case has for the argument of this name."""
-        x = in_form(x, self.options[form_of(name)], self.device)
-        self.indices.append(x)
-        return x
+        return self._in_form(name, x, self.device)
+
+    def _in_form(self, name: str, x: Tensor, device: str) -> Tensor:
+        dtype = "int32 " if self.options.get(dtype_of(name)) == "int32" else ""
+        self.indices.append(in_form(x, dtype + self.options[form_of(name)], device))
+        return self.indices[-1]
 
     def offsets(self, name: str, lengths: list[int]) -> Tensor:
         return self.index(name, offsets_of(lengths))
@@ -105,8 +108,7 @@ class Maker:
 
     def plan(self, x_lengths: list[int], y_lengths: list[int] | None = None) -> F.ScorePlan:
         given = {name: x for name, x in dict(x_offsets=x_lengths, y_offsets=y_lengths).items() if x is not None}
-        offsets = [in_form(offsets_of(x), self.options[form_of(name)]) for name, x in given.items()]
-        self.indices += offsets
+        offsets = [self._in_form(name, offsets_of(x), "cpu") for name, x in given.items()]
         with self.defaults():
             return F.ScorePlan.from_offsets(*offsets).to(self.device)
 
