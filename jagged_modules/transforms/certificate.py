@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def certify(
     """Compare both on the example inputs. A sentence for the report. eps: of the coarsest dtype that is computed in.
 
     With request_only (`names`), the example's first rows become users, of which each has several candidates or none. Then the rows of one
-    user are replaced, which should change the results of this user's candidates and of no other.
+    user are replaced by other rows of the example, which should change the results of this user's candidates and of no other. Numbers that
+    the example does not have may be out of a model's range: an input in floating point may hold ids, counts, probabilities or masks.
 
     Raises:
         ValueError: results differ by more than rounding.
@@ -47,17 +49,39 @@ def certify(
         users = (
             torch.arange(rows) * 7 % (num_users if num_users < 3 else num_users - 1)
         )  # with more than two, the last one has no candidate
-        shared = _map_named(given, names, lambda x: select_rows(x, torch.arange(num_users)))
-        expected, found = _both(model, fused, shared, names, users)
+        expected, found = _both(model, fused, _of_rows(given, names, range(num_users)), names, users)
         error = _compare(expected, found, roundings, eps)
-        changed = _map_named(shared, names, _with_other_first_row)
-        expected_after, found_after = _both(model, fused, changed, names, users)
-        error = max(error, _compare(expected_after, found_after, roundings, eps))
-    own, others = _changed_rows(found, found_after, users == 0)
-    return (
-        f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; other rows of one user change "
-        f"{own} of its {int((users == 0).sum())} candidates and {others} of {int((users != 0).sum())} others"
-    )
+        other, changes = _other_row(given, names, rows), "example_inputs have the rows of one user only, so no others were tried"
+        if other is not None:
+            changed = _of_rows(given, names, [other, *range(1, num_users)])
+            expected_after, found_after = _both(model, fused, changed, names, users)
+            error = max(error, _compare(expected_after, found_after, roundings, eps))
+            own, others = _changed_rows(found, found_after, users == 0)
+            changes = (
+                f"other rows of one user change {own} of its {int((users == 0).sum())} candidates and {others} of "
+                f"{int((users != 0).sum())} others"
+            )
+    return f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; {changes}"
+
+
+def _of_rows(given: dict[str, Any], names: tuple[str, ...], rows: Sequence[int]) -> dict[str, Any]:
+    """The inputs, with these rows of those that `names` has."""
+    return _map_named(given, names, lambda x: select_rows(x, torch.tensor(rows)))
+
+
+def _other_row(given: dict[str, Any], names: tuple[str, ...], rows: int) -> int | None:
+    """The last row of the example that is not as the first one."""
+
+    def leaves(row: int) -> list[Any]:
+        one = _of_rows(given, names, [row])
+        return pytree.tree_leaves([one[name] for name in names])
+
+    first = leaves(0)
+    return next((row for row in range(rows - 1, 0, -1) if not all(map(_are_equal, first, leaves(row)))), None)
+
+
+def _are_equal(x: Any, y: Any) -> bool:
+    return torch.equal(x, y) if isinstance(x, Tensor) else x == y
 
 
 def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
@@ -97,14 +121,6 @@ def _map_named(inputs: dict[str, Any], names: tuple[str, ...], function: Any) ->
         return function(x) if is_keyed_jagged(x) else pytree.tree_map_only(Tensor, function, x)
 
     return {name: mapped(x) if name in names else x for name, x in inputs.items()}
-
-
-def _with_other_first_row(x: Any) -> Any:
-    if is_keyed_jagged(x):  # the last row's samples for the first
-        return select_rows(x, torch.cat([torch.tensor([x.stride() - 1]), torch.arange(1, x.stride())]))
-    if not x.is_floating_point():  # identifiers and masks: another number may be out of range
-        return torch.cat([x[-1:], x[1:]])
-    return torch.cat([x[:1] * -0.5 + 0.25, x[1:]])
 
 
 def _compare(expected: Any, found: Any, roundings: float, eps: float) -> float:

@@ -65,8 +65,8 @@ def fuse_broadcasts(
             per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of all these inputs is
             the batch. A KeyedJaggedTensor, read by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
             C >= 1 afterwards.
-        max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C). By default C is the example's
-            and U = C / 16. Without request_only, sizes are the example's.
+        max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C), where U <= C. By default C is
+            the example's and U = C / 16. Without request_only, sizes are the example's, and max_batch must be None.
         dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic. Calls with other sizes of constant
             dimensions, or other values of inputs that are no tensors, are an error, unless they run the model.
 
@@ -76,13 +76,14 @@ def fuse_broadcasts(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that torch.export cannot capture, that
+        ValueError: an unknown name in request_only; inputs without rows; more users than candidates in max_batch; a model in training mode, that torch.export cannot capture, that
             branches on sizes, that writes to its buffers or inputs, or that returns something other than tensors; with request_only, a
             model that takes variadic arguments; a KeyedJaggedTensor with another use; the result differs from the model on the example
             inputs.
     """
     args, kwargs = _contiguous(_checked_inputs(model, example_inputs))
     names = _checked_names(model, args, kwargs, request_only)
+    _check_max_batch(max_batch, names)
     if names:
         args, kwargs = _several_rows(args, kwargs)
     captured = capture(model, args, kwargs, dynamic_shapes, names)
@@ -236,6 +237,24 @@ def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return tuple(request_only)
 
 
+def _check_max_batch(max_batch: int | tuple[int, int] | None, names: tuple[str, ...]) -> None:
+    if max_batch is None:
+        return
+    if not names:
+        raise ValueError(f"max_batch needs request_only: without it, sizes are those of example_inputs. Got max_batch={max_batch!r}")
+    if not isinstance(max_batch, tuple):
+        return check_size("max_batch", max_batch)
+    if len(max_batch) != 2:
+        raise ValueError(f"max_batch must be a number of candidates or a pair (users, candidates), got {max_batch}")
+    for position, size in enumerate(max_batch):
+        check_size(f"max_batch[{position}]", size)
+    users, candidates = max_batch
+    if users > candidates:
+        raise ValueError(
+            f"max_batch must be (users, candidates) with no more users than candidates, got {users} users and {candidates} candidates"
+        )
+
+
 def _several_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of one row repeated: torch.export would take a size of 1 for a constant."""
     if any(map(is_keyed_jagged, (*args, *kwargs.values()))):
@@ -278,15 +297,7 @@ def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) ->
 def _batch_hints(captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None) -> dict[Size, int]:
     """The numbers of users and candidates to estimate costs for."""
     rows = {batch.rows, *(shape_of(x.meta["val"])[0] for x in (*batch.users, *batch.candidates))}
-    if isinstance(max_batch, tuple):
-        if len(max_batch) != 2:
-            raise ValueError(f"max_batch must be a number of candidates or a pair (users, candidates), got {max_batch}")
-        users, candidates = max_batch
-        check_size("max_batch[0]", users)
-        check_size("max_batch[1]", candidates)
-    else:
-        if max_batch is not None:
-            check_size("max_batch", max_batch)
-        candidates = max_batch or max(captured.hints.get(size, 1) for size in rows)
-        users = -(-candidates // CANDIDATES_PER_USER)
+    users, candidates = max_batch if isinstance(max_batch, tuple) else (None, max_batch)
+    candidates = candidates or max(captured.hints.get(size, 1) for size in rows)
+    users = users or -(-candidates // CANDIDATES_PER_USER)
     return dict.fromkeys(rows, candidates) | {USERS: users}
