@@ -76,10 +76,10 @@ def fuse_broadcasts(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an unknown name in request_only; inputs without rows; max_batch with more users than candidates, or without request_only;
-            a model in training mode, that torch.export cannot capture, that branches on sizes, that writes to its buffers or inputs, or
-            that returns something other than tensors; with request_only, a model that takes variadic arguments; a KeyedJaggedTensor with
-            another use; the result differs from the model on the example inputs.
+        ValueError: an unknown name in request_only; inputs without rows; max_batch with U > C, or without request_only; a model in training
+            mode, that torch.export cannot capture, that branches on sizes, that writes to its buffers or inputs, or that returns something
+            other than tensors; with request_only, a model that takes variadic arguments; a KeyedJaggedTensor with another use; the result
+            differs from the model on the example inputs.
     """
     args, kwargs = _contiguous(_checked_inputs(model, example_inputs))
     names = _checked_names(model, args, kwargs, request_only)

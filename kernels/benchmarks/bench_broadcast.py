@@ -101,7 +101,7 @@ def made(name: str, scale: Scale, device: str, dtype: torch.dtype) -> tuple[Net,
         example = moved(net.inputs(*scale.batch), device, dtype)
         return net, jm.transforms.fuse_broadcasts(net.model, example)
     example = moved(net.inputs(EXAMPLE_ROWS, EXAMPLE_ROWS), device, dtype)
-    return net, jm.transforms.fuse_broadcasts(net.model, example, request_only=net.shared, max_batch=scale.batch if net.shared else None)
+    return net, jm.transforms.fuse_broadcasts(net.model, example, request_only=net.shared, max_batch=scale.batch)
 
 
 def forms(name: str, scale: Scale, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
