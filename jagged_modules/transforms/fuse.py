@@ -23,10 +23,10 @@ from .compress import find_compressions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
-from .emit import Batch, Emitter, Fusion
+from .emit import Batch, Emitter
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
-from .placement import Cost, Costs, by_cost
+from .placement import Cost, Costs, Fusion, by_cost
 from .report import Decisions, Report, make_report
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
