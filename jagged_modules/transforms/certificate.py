@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .bags import num_rows, select_rows
 from .calls import flat
-from .capture import bound_inputs, is_keyed_jagged
+from .capture import bound_inputs, map_named, named
 
 # The model and its fused form round differently. Roundings of n operators add up like a random walk, to sqrt(n) eps of the largest element.
 # The largest of many elements has several times as much.
@@ -31,9 +31,10 @@ def certify(
 ) -> str:
     """Compare both on the example inputs. A sentence for the report. eps: of the coarsest dtype that is computed in.
 
-    With request_only (`names`), the example's first rows become users, of which each has several candidates or none. Then the rows of one
-    user are replaced by other rows of the example, which should change the results of this user's candidates and of no other. Numbers that
-    the example does not have may be out of a model's range: an input in floating point may hold ids, counts, probabilities or masks.
+    With request_only (`names` of entries of the inputs), the example's first rows become users, of which each has several candidates or
+    none. Then the rows of one user are replaced by other rows of the example, which should change the results of this user's candidates
+    and of no other. Numbers that the example does not have may be out of a model's range: an input in floating point may hold ids, counts,
+    probabilities or masks.
 
     Raises:
         ValueError: results differ by more than rounding.
@@ -44,7 +45,7 @@ def certify(
             error = _compare(_seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), roundings, eps)
             return f"results equal on the example inputs, largest relative difference {error:.1e}"
         given = bound_inputs(model, args, kwargs)
-        rows = num_rows(given[names[0]])[0]
+        rows = num_rows(named(given)[names[0]])[0]
         num_users = max(rows // 2, 1)
         users = (
             torch.arange(rows) * 7 % (num_users if num_users < 3 else num_users - 1)
@@ -66,14 +67,14 @@ def certify(
 
 def _of_rows(given: dict[str, Any], names: tuple[str, ...], rows: Sequence[int]) -> dict[str, Any]:
     """The inputs, with these rows of those that `names` has."""
-    return _map_named(given, names, lambda x: select_rows(x, torch.tensor(rows)))
+    return map_named(lambda x: select_rows(x, torch.tensor(rows)), given, names)
 
 
 def _other_row(given: dict[str, Any], names: tuple[str, ...], rows: int) -> int | None:
     """The last row of the example that is not as the first one."""
 
     def leaves(row: int) -> list[Any]:
-        one = _of_rows(given, names, [row])
+        one = named(_of_rows(given, names, [row]))
         return pytree.tree_leaves([one[name] for name in names])
 
     first = leaves(0)
@@ -96,7 +97,7 @@ def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
 
 def _both(model: nn.Module, fused: fx.GraphModule, shared: dict[str, Any], names: tuple[str, ...], users: Tensor) -> tuple[Any, Any]:
     """The results of the model with replicated rows, and of the fused model."""
-    replicated = _map_named(shared, names, lambda x: select_rows(x, users))
+    replicated = map_named(lambda x: select_rows(x, users), shared, names)
     device = next(x.device for x in pytree.tree_leaves(shared) if isinstance(x, Tensor))
     return _call(model, replicated), _call(fused, shared, candidate_to_user=users.to(device))
 
@@ -114,13 +115,6 @@ def _call(module: nn.Module, inputs: dict[str, Any], **more: Any) -> Any:
     return _seeded(
         module, *(inputs[name] for name in positional), **{name: x for name, x in inputs.items() if name not in positional}, **more
     )
-
-
-def _map_named(inputs: dict[str, Any], names: tuple[str, ...], function: Any) -> dict[str, Any]:
-    def mapped(x: Any) -> Any:
-        return function(x) if is_keyed_jagged(x) else pytree.tree_map_only(Tensor, function, x)
-
-    return {name: mapped(x) if name in names else x for name, x in inputs.items()}
 
 
 def _compare(expected: Any, found: Any, roundings: float, eps: float) -> float:

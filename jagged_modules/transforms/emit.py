@@ -160,8 +160,8 @@ class Emitter:
             else node.meta.get("val")
             for node in placeholders
         }
-        given = {x.name: self._of_users.get(x) or self._bases.get(x) or self._plain[x] for x in placeholders}
-        self.call(check_inputs, given, {x.name: value for x, value in expected.items()})
+        given = {x.meta.get("input", x.name): self._of_users.get(x) or self._bases.get(x) or self._plain[x] for x in placeholders}
+        self.call(check_inputs, given, {x.meta.get("input", x.name): value for x, value in expected.items()})
 
     def decisions(self) -> Decisions:
         """What `emit` did."""

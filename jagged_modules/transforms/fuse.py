@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, num_rows, with_checked_keyed
+from .bags import find_bags, num_rows, with_checked_entries
 from .calls import is_tensor
-from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate, is_keyed_jagged
+from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate, is_keyed_jagged, named
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
@@ -88,7 +88,8 @@ def fuse_broadcasts(
         args, kwargs = _several_rows(args, kwargs)
     captured = capture(model, args, kwargs, dynamic_shapes, names)
     _check_outputs(captured)
-    given = bound_inputs(model, args, kwargs)
+    arguments = bound_inputs(model, args, kwargs)
+    given = named(arguments)
     hints, batch = dict(captured.hints), None
     if names:
         batch = _batch(captured, names, given)
@@ -102,7 +103,7 @@ def fuse_broadcasts(
     own_class: Any = type(module)  # torch makes one for each graph
     own_class.__reduce__ = _refuse_to_pickle
     with_eager_form(module)
-    with_checked_keyed(module, given, names)
+    with_checked_entries(module, given, names, list(arguments))
     certificate = certify(model, module, args, kwargs, names, eps)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
@@ -212,29 +213,31 @@ def _contiguous(inputs: Any) -> Any:
 
 
 def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request_only: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of all entries of the inputs that request_only names."""
     if request_only is None:
         return ()
     if isinstance(request_only, str) or not isinstance(request_only, Iterable) or not all(isinstance(name, str) for name in request_only):
         raise TypeError(f"request_only must be a sequence of names of forward's inputs, got {request_only!r}")
-    given = bound_inputs(model, args, kwargs)
+    given, names = bound_inputs(model, args, kwargs), dict[str, None]()
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     for name, x in inspect.signature(model.forward).parameters.items():
         if name in given and x.kind in stars:
             raise ValueError(f"request_only needs a model whose inputs have names, but forward takes {stars[x.kind]}{name}")
+    entries = named(given)
     for name in request_only:
-        if name not in given:
-            raise ValueError(f"request_only must have names of forward's inputs, {list(given)}, got {name!r}")
-        if is_keyed_jagged(given[name]):
-            continue
-        tensors = [x for x in pytree.tree_leaves(given[name]) if isinstance(x, torch.Tensor)]
-        if not tensors or any(not x.dim() for x in tensors):
+        found = [x for x in entries if x == name or x.startswith(f"{name}.")]
+        if not found:
+            raise ValueError(f"request_only must have names of forward's inputs, {list(entries)}, got {name!r}")
+        tensors = [x for x in found if isinstance(entries[x], torch.Tensor) or is_keyed_jagged(entries[x])]
+        if not tensors or any(isinstance(entries[x], torch.Tensor) and not entries[x].dim() for x in tensors):
             raise ValueError(f"request_only must name inputs that are tensors with rows, got {name!r} without")
-    rows = {name: size for name in request_only for size in num_rows(given[name])}
+        names |= dict.fromkeys(tensors)
+    rows = {name: size for name in names for size in num_rows(entries[name])}
     if len(set(rows.values())) > 1:
         raise ValueError(f"request_only inputs must have one row per candidate in example_inputs, as the model takes them, got rows {rows}")
     if MAP_NAME in given:
         raise ValueError(f"request_only adds an input {MAP_NAME!r}, which forward has already")
-    return tuple(request_only)
+    return tuple(names)
 
 
 def _check_max_batch(max_batch: int | tuple[int, int] | None, names: tuple[str, ...]) -> None:
@@ -257,7 +260,7 @@ def _check_max_batch(max_batch: int | tuple[int, int] | None, names: tuple[str, 
 
 def _several_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of one row repeated: torch.export would take a size of 1 for a constant."""
-    if any(map(is_keyed_jagged, (*args, *kwargs.values()))):
+    if any(map(is_keyed_jagged, pytree.tree_leaves((args, kwargs), is_leaf=is_keyed_jagged))):
         return args, kwargs
     return pytree.tree_map_only(torch.Tensor, lambda x: x.repeat(3, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x, (args, kwargs))
 
