@@ -169,7 +169,7 @@ class Emitter:
         new = {**self._plain, **self._of_users, **{x: self._bases[x] for x in self.moved if x in self._bases}}
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
         gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
-        fused = {x: match for node, match in self.fusions.items() for x in (node, *match.products, *(x for _, x in match.reads))}
+        fused = {x: match for node, match in self.fusions.items() for x in (node, *(reader for _, reader in match.reads))}
         return Decisions(self.moved | self._per_user, fused, dead, gathered)
 
     def _value_of_users(self, x: fx.Node) -> Any:

@@ -141,14 +141,16 @@ class Costs:
         return self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)))
 
     def fused(self, node: fx.Node, fusion: Fusion) -> Cost:
-        """Of a value that a fusion computes, or what the fusion does for an operator that it replaces: its FLOPs, on the base if there is
-        one.
-        """
-        flops = self._flops(node) * self.share(self.analysis.lineages.get(node))
+        """Of what a fusion does for an operator that it replaces: the FLOPs, and if it is the last one all that the fusion reads and writes."""
+        flops = self._fused_flops(node)
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
         read = sum(self.bytes(x) * (self.share(fusion.lineage) if x in fusion.operands else 1.0) for x in fusion.inputs)
-        return self.of(node, flops, read + self.bytes(node))
+        return self.of(node, flops + sum(map(self._fused_flops, fusion.products)), read + self.bytes(node))
+
+    def _fused_flops(self, node: fx.Node) -> float:
+        """On the base, if there is one."""
+        return self._flops(node) * self.share(self.analysis.lineages.get(node))
 
     def gather(self, node: fx.Node) -> Cost:
         """Of the gather from a base to the value."""

@@ -25,7 +25,7 @@ class Site:
         decision: "moved", "fused" or "kept".
         reason: why it was kept, or what it was fused with.
         rows_before, rows_after: rows that it computes.
-        before, after: estimated costs, without gathers.
+        before, after: estimated costs, without gathers. Those of a sum of two products that became `linear_compress` have the products'.
     """
 
     node: str
@@ -136,9 +136,10 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
         decision, reason = "moved", ""
     name = "gather" if source else str(node.target).removeprefix("aten.").removesuffix(".default")
     before = costs.gather(node) if source else costs.full(node)
+    if decision == "fused" and node is decisions.fused[node].node:
+        before = sum(map(costs.full, decisions.fused[node].products), before)
     after = costs.gather(node) if source and node in decisions.gathered else Cost() if source else _after(node, costs, decisions)
-    per_base = decision == "moved" or decision == "fused" and node in analysis.lineages
-    return Site(node.name, name, _line(node), decision, reason, full, base if per_base else full, before, after)
+    return Site(node.name, name, _line(node), decision, reason, full, base if decision == "moved" else full, before, after)
 
 
 def _not_worth_it(node: fx.Node, costs: Costs) -> str:
