@@ -141,7 +141,7 @@ class Costs:
         return self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)))
 
     def fused(self, node: fx.Node, fusion: Fusion) -> Cost:
-        """Of what a fusion does for an operator that it replaces: the FLOPs, and if it is the last one all that the fusion reads and writes."""
+        """Of what a fusion does for an operator that it replaces: the FLOPs, and, for its result, all that it reads and writes."""
         flops = self._fused_flops(node)
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
