@@ -61,10 +61,11 @@ def fuse_broadcasts(
             `x[map]`, `embedding`, `repeat_interleave`, `expand` and `reshape`, or `gather`; or its caller does, see request_only.
         example_inputs: the inputs of forward: a tuple of positional ones, or a dict of keyword ones. At least two rows in each dimension
             that may vary, except with request_only.
-        request_only: names of forward's inputs whose rows the caller replicates, one per candidate. The result takes them with one row
-            per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of all these inputs is
-            the batch. A KeyedJaggedTensor, read by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
-            C >= 1 afterwards.
+        request_only: names of forward's inputs whose rows the caller replicates, one per candidate. "features" names all entries of an
+            argument that is a dict or another container, "features.user.0" one of them, by keys, positions and fields. The result takes
+            them with one row per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of
+            all these inputs is the batch. A KeyedJaggedTensor, read by an EmbeddingBagCollection alone, gets one sample per user. For any
+            numbers U >= 1 and C >= 1 afterwards.
         max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C), where U <= C. By default C is
             the example's and U = C / 16. Without request_only, sizes are the example's, and max_batch must be None.
         dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic. Calls with other sizes of constant
