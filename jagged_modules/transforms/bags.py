@@ -141,11 +141,10 @@ def with_checked_entries(fused: fx.GraphModule, example: Mapping[str, Any], name
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = named(dict(zip(arguments, args)) | kwargs)
         for argument, expected in containers.items():
-            found = _inside(argument, given)
-            if found != expected:
-                raise ValueError(f"{argument} must have the entries of example_inputs, {expected}, got {found}")
+            if (own := _inside(argument, given)) != expected:
+                raise ValueError(f"{argument} must have the entries of example_inputs, {expected}, got {own}")
         for name, expected in keys.items():
-            x = given.get(name)
+            x: Any = given.get(name)
             if not is_keyed_jagged(x) or list(x.keys()) != expected:
                 found = list(x.keys()) if is_keyed_jagged(x) else type(x).__name__
                 raise ValueError(f"{name} must be a KeyedJaggedTensor with the keys of example_inputs, {expected}, got {found}")
