@@ -60,6 +60,11 @@ class TargetAttention:
     reads: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
     lineage: Lineage | None = None
     name = "target_attention"
+    products = ()
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [self.query, *self.operands]
 
     @property
     def operands(self) -> list[fx.Node]:

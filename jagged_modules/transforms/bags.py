@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .calls import Call, is_tensor, positional
-from .capture import MAP_NAME, Captured, is_keyed_jagged
+from .capture import MAP_NAME, Captured, is_keyed_jagged, named
 from .lineage import shape_of
 
 aten = torch.ops.aten
@@ -122,36 +122,45 @@ def _sums_by_key(sizes: list[Any], lengths: Any) -> bool:
     return True
 
 
-def with_checked_keyed(fused: fx.GraphModule, example: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Let `fused` refuse KeyedJaggedTensors with other keys than the example's, which the graph has by position, or another number of
-    samples: those of `names` (request_only) have one per user, others that have one per row in the example one per candidate.
+def with_checked_entries(fused: fx.GraphModule, example: Mapping[str, Any], names: Sequence[str], arguments: Sequence[str]) -> None:
+    """Let `fused` refuse containers with other entries than the example's, KeyedJaggedTensors with other keys, which the graph has by
+    position, and another number of samples: those of `names` (request_only) have one per user, others that have one per row in the example
+    one per candidate.
+
+    example: its entries by name. arguments: of forward, by position.
     """
     keys = {name: list(x.keys()) for name, x in example.items() if is_keyed_jagged(x)}
-    if not keys:
+    containers = {argument: _inside(argument, example) for argument in arguments if argument not in example}
+    if not keys and not containers:
         return
-    positions = {name: position for position, name in enumerate(example)}
     rows = num_rows(example[names[0]])[0] if names else 0
     sampled = [name for name in keys if name in names or example[name].stride() == rows]
     of_graph = type(fused).forward
 
     @functools.wraps(of_graph)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def given(name: str) -> Any:
-            return args[positions[name]] if positions[name] < len(args) else kwargs.get(name)
-
+        given = named(dict(zip(arguments, args)) | kwargs)
+        for argument, expected in containers.items():
+            if (own := _inside(argument, given)) != expected:
+                raise ValueError(f"{argument} must have the entries of example_inputs, {expected}, got {own}")
         for name, expected in keys.items():
-            x = given(name)
+            x: Any = given.get(name)
             if not is_keyed_jagged(x) or list(x.keys()) != expected:
                 found = list(x.keys()) if is_keyed_jagged(x) else type(x).__name__
                 raise ValueError(f"{name} must be a KeyedJaggedTensor with the keys of example_inputs, {expected}, got {found}")
         for name in () if torch.compiler.is_compiling() else sampled:
-            row, owner = ("user", given(names[0])) if name in names else ("candidate", kwargs.get(MAP_NAME))
+            row, owner = ("user", given.get(names[0])) if name in names else ("candidate", given.get(MAP_NAME))
             numbers = num_rows(owner)[:1]
-            if numbers and given(name).stride() != numbers[0]:
-                raise ValueError(f"{name} must have one sample per {row}, {numbers[0]}, got {given(name).stride()}")
+            if numbers and given[name].stride() != numbers[0]:
+                raise ValueError(f"{name} must have one sample per {row}, {numbers[0]}, got {given[name].stride()}")
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward
+
+
+def _inside(argument: str, entries: Iterable[str]) -> list[str]:
+    """The names of the entries of an argument."""
+    return sorted(name for name in entries if name.partition(".")[0] == argument)
 
 
 # -- KeyedJaggedTensors in examples --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Captured:
         module: has the model's parameters and buffers under their names.
         graph: of the module. It stays when the module gets another one.
         example: positional and keyword inputs of the capture.
-        inputs: the placeholders of each input of forward, by its name.
+        inputs: the placeholders of each entry of forward's inputs, by its name: see `named`.
         hints: sizes of the example, by symbol.
         labels: where each symbol is a size, for instance "history[0]".
     """
@@ -98,17 +98,15 @@ def capture(
     module._forward_hooks.clear()
     _drop_assertions(module.graph)
     hints, labels = dict[Size, int](), dict[Size, str]()
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in placeholders:
+    names, inputs = _input_names(model, args, kwargs), dict[str, list[fx.Node]]()
+    for name, node in zip(names, module.graph.find_nodes(op="placeholder")):
+        inputs.setdefault(name, []).append(node)
+        node.meta["input"] = name if names.count(name) == 1 else node.name  # a KeyedJaggedTensor has several
         if isinstance(node.meta.get("val"), torch.Tensor):
             for dim, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, torch.SymInt) and size_of(size).is_Symbol:
                     hints[size_of(size)] = size.node.hint
-                    labels.setdefault(size_of(size), f"{node.name}[{dim}]")
-    names = _input_names(model, args, kwargs)
-    inputs: dict[str, list[fx.Node]] = {name: [] for name in names}
-    for name, node in zip(names, placeholders):
-        inputs[name].append(node)
+                    labels.setdefault(size_of(size), f"{node.meta['input']}[{dim}]")
     return Captured(module, module.graph, (args, kwargs), inputs, hints, labels)
 
 
@@ -125,38 +123,64 @@ def bound_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
+def named(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of the inputs: tensors, KeyedJaggedTensors and values of other types. Their names are those of forward's parameters, with
+    the keys, positions and fields that lead to an entry of a container: "features.user.age".
+    """
+    entries: dict[str, Any] = {}
+    for name, x in inputs.items():
+        if isinstance(x, torch.Tensor) or is_keyed_jagged(x):
+            entries[name] = x
+            continue
+        for path, entry in pytree.tree_flatten_with_path(x, is_leaf=is_keyed_jagged)[0]:
+            own = _name((pytree.MappingKey(name), *path))
+            if own in entries:
+                raise ValueError(f"inputs must have entries of different names, but two are {own!r}")
+            entries[own] = entry
+    return entries
+
+
+def map_named(function: Callable[[Any], Any], inputs: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The inputs with the function of those entries that `names` has."""
+    return pytree.tree_map_with_path(lambda path, x: function(x) if _name(path) in names else x, inputs, is_leaf=is_keyed_jagged)
+
+
+def _name(path: Iterable[Any]) -> str:
+    """Of an entry: the keys, positions and fields that lead to it."""
+    fields = {pytree.MappingKey: "key", pytree.SequenceKey: "idx", pytree.GetAttrKey: "name"}
+    return ".".join(str(getattr(step, fields[type(step)])) for step in path)
+
+
 def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The name of forward's input for each leaf of the inputs."""
-    positional = list(inspect.signature(model.forward).bind_partial(*args).arguments.items())
-    names = []
-    for name, value in positional:
-        several = inspect.signature(model.forward).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-        names += [name] * len(pytree.tree_leaves(list(value) if several else value))
-    return names + [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
+    """The name of the entry for each leaf of the inputs."""
+    positional = inspect.signature(model.forward).bind_partial(*args).arguments
+    return [name for name, x in named({**positional, **kwargs}).items() for _ in pytree.tree_leaves(x)]
 
 
 def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]) -> Any:
     """dynamic_shapes in which the first dimension of each tensor is dynamic. KeyedJaggedTensors of `replicated` have one batch."""
-    shapes = {}
-    for name, x in bound_inputs(model, args, kwargs).items():
-        shapes[name] = _dims(x)
-        if name in replicated and is_keyed_jagged(x):
-            leaves = pytree.SUPPORTED_NODES[type(x)].flatten_fn(x)[0]
-            batch = torch.export.Dim("batch", min=2)
-            shapes[name] = [{0: len(x.keys()) * batch} if leaf is x.lengths() else _dims(leaf) for leaf in leaves]
-    return shapes
+    inputs = bound_inputs(model, args, kwargs)
+    of_users = [x for name, x in named(inputs).items() if name in replicated and is_keyed_jagged(x)]
+    return {name: _dims(x, of_users) for name, x in inputs.items()}
 
 
-def _dims(x: Any) -> Any:
+def _dims(x: Any, of_users: Sequence[Any]) -> Any:
     """dynamic_shapes of an input. Containers other than Python's are given as lists of their entries."""
     if isinstance(x, torch.Tensor):
         return {0: torch.export.Dim.AUTO} if x.dim() else None
     if isinstance(x, Mapping):
-        return {key: _dims(entry) for key, entry in x.items()}
+        return {key: _dims(entry, of_users) for key, entry in x.items()}
     if isinstance(x, (list, tuple)):
-        return type(x)(*map(_dims, x)) if hasattr(x, "_fields") else type(x)(map(_dims, x))
+        entries = [_dims(entry, of_users) for entry in x]
+        return type(x)(*entries) if hasattr(x, "_fields") else type(x)(entries)
     container = pytree.SUPPORTED_NODES.get(type(x))
-    return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
+    if container is None:
+        return None
+    shapes, leaves = [], container.flatten_fn(x)[0]
+    for leaf in leaves:
+        is_lengths = any(x is other for other in of_users) and leaf is x.lengths()
+        shapes.append({0: len(x.keys()) * torch.export.Dim("batch", min=2)} if is_lengths else _dims(leaf, of_users))
+    return shapes
 
 
 def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
@@ -189,17 +213,15 @@ class FirstSize(NamedTuple):
 
 def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[FirstSize]:
     """Of the tensors of all inputs but KeyedJaggedTensors."""
-    sizes = []
-    for name, x in bound_inputs(model, args, kwargs).items():
-        leaves = [] if is_keyed_jagged(x) else pytree.tree_flatten_with_path(x)[0]
-        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        sizes += [FirstSize(name, f"L[{name!r}]{pytree.keystr(path)}.size()[0]", leaf.shape[0]) for path, leaf in tensors]
-    return sizes
+    entries = pytree.tree_flatten_with_path(bound_inputs(model, args, kwargs), is_leaf=is_keyed_jagged)[0]
+    tensors = [(path, x) for path, x in entries if isinstance(x, torch.Tensor) and x.dim()]
+    return [FirstSize(_name(path), f"L{pytree.keystr(path)}.size()[0]", x.shape[0]) for path, x in tensors]
 
 
 def is_keyed_jagged(x: Any) -> bool:
     """Whether it is TorchRec's KeyedJaggedTensor, whose lengths have one row per key and sample. TorchRec need not be installed."""
-    return any(kind.__name__ == "KeyedJaggedTensor" for kind in type(x).__mro__)
+    plain = (torch.Tensor, dict, list, tuple, int, float, str, type(None))  # torch.compile cannot iterate over the bases of Python's types
+    return not isinstance(x, plain) and any(kind.__name__ == "KeyedJaggedTensor" for kind in type(x).__mro__)
 
 
 def _is_branch(guard: str, batch: Sequence[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .bags import num_rows, select_rows
 from .calls import flat
-from .capture import bound_inputs, is_keyed_jagged
+from .capture import bound_inputs, map_named, named
 
 # The model and its fused form round differently. Roundings of n operators add up like a random walk, to sqrt(n) eps of the largest element.
 # The largest of many elements has several times as much.
@@ -30,8 +31,10 @@ def certify(
 ) -> str:
     """Compare both on the example inputs. A sentence for the report. eps: of the coarsest dtype that is computed in.
 
-    With request_only (`names`), the example's first rows become users, of which each has several candidates or none. Then the rows of one
-    user are replaced, which should change the results of this user's candidates and of no other.
+    With request_only (`names` of entries of the inputs), the example's first rows become users, of which each has several candidates or
+    none. Then the rows of one user are replaced by other rows of the example, which should change the results of this user's candidates
+    and of no other. Numbers that the example does not have may be out of a model's range: an input in floating point may hold ids, counts,
+    probabilities or masks.
 
     Raises:
         ValueError: results differ by more than rounding.
@@ -42,22 +45,44 @@ def certify(
             error = _compare(_seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), roundings, eps)
             return f"results equal on the example inputs, largest relative difference {error:.1e}"
         given = bound_inputs(model, args, kwargs)
-        rows = num_rows(given[names[0]])[0]
+        rows = num_rows(named(given)[names[0]])[0]
         num_users = max(rows // 2, 1)
         users = (
             torch.arange(rows) * 7 % (num_users if num_users < 3 else num_users - 1)
         )  # with more than two, the last one has no candidate
-        shared = _map_named(given, names, lambda x: select_rows(x, torch.arange(num_users)))
-        expected, found = _both(model, fused, shared, names, users)
+        expected, found = _both(model, fused, _of_rows(given, names, range(num_users)), names, users)
         error = _compare(expected, found, roundings, eps)
-        changed = _map_named(shared, names, _with_other_first_row)
-        expected_after, found_after = _both(model, fused, changed, names, users)
-        error = max(error, _compare(expected_after, found_after, roundings, eps))
-    own, others = _changed_rows(found, found_after, users == 0)
-    return (
-        f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; other rows of one user change "
-        f"{own} of its {int((users == 0).sum())} candidates and {others} of {int((users != 0).sum())} others"
-    )
+        other, changes = _other_row(given, names, rows), "example_inputs have the rows of one user only, so no others were tried"
+        if other is not None:
+            changed = _of_rows(given, names, [other, *range(1, num_users)])
+            expected_after, found_after = _both(model, fused, changed, names, users)
+            error = max(error, _compare(expected_after, found_after, roundings, eps))
+            own, others = _changed_rows(found, found_after, users == 0)
+            changes = (
+                f"other rows of one user change {own} of its {int((users == 0).sum())} candidates and {others} of "
+                f"{int((users != 0).sum())} others"
+            )
+    return f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; {changes}"
+
+
+def _of_rows(given: dict[str, Any], names: tuple[str, ...], rows: Sequence[int]) -> dict[str, Any]:
+    """The inputs, with these rows of those that `names` has."""
+    return map_named(lambda x: select_rows(x, torch.tensor(rows)), given, names)
+
+
+def _other_row(given: dict[str, Any], names: tuple[str, ...], rows: int) -> int | None:
+    """The last row of the example that is not as the first one."""
+
+    def leaves(row: int) -> list[Any]:
+        one = named(_of_rows(given, names, [row]))
+        return pytree.tree_leaves([one[name] for name in names])
+
+    first = leaves(0)
+    return next((row for row in range(rows - 1, 0, -1) if not all(map(_are_equal, first, leaves(row)))), None)
+
+
+def _are_equal(x: Any, y: Any) -> bool:
+    return torch.equal(x, y) if isinstance(x, Tensor) else x == y
 
 
 def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
@@ -72,7 +97,7 @@ def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
 
 def _both(model: nn.Module, fused: fx.GraphModule, shared: dict[str, Any], names: tuple[str, ...], users: Tensor) -> tuple[Any, Any]:
     """The results of the model with replicated rows, and of the fused model."""
-    replicated = _map_named(shared, names, lambda x: select_rows(x, users))
+    replicated = map_named(lambda x: select_rows(x, users), shared, names)
     device = next(x.device for x in pytree.tree_leaves(shared) if isinstance(x, Tensor))
     return _call(model, replicated), _call(fused, shared, candidate_to_user=users.to(device))
 
@@ -90,21 +115,6 @@ def _call(module: nn.Module, inputs: dict[str, Any], **more: Any) -> Any:
     return _seeded(
         module, *(inputs[name] for name in positional), **{name: x for name, x in inputs.items() if name not in positional}, **more
     )
-
-
-def _map_named(inputs: dict[str, Any], names: tuple[str, ...], function: Any) -> dict[str, Any]:
-    def mapped(x: Any) -> Any:
-        return function(x) if is_keyed_jagged(x) else pytree.tree_map_only(Tensor, function, x)
-
-    return {name: mapped(x) if name in names else x for name, x in inputs.items()}
-
-
-def _with_other_first_row(x: Any) -> Any:
-    if is_keyed_jagged(x):  # the last row's samples for the first
-        return select_rows(x, torch.cat([torch.tensor([x.stride() - 1]), torch.arange(1, x.stride())]))
-    if not x.is_floating_point():  # identifiers and masks: another number may be out of range
-        return torch.cat([x[-1:], x[1:]])
-    return torch.cat([x[:1] * -0.5 + 0.25, x[1:]])
 
 
 def _compare(expected: Any, found: Any, roundings: float, eps: float) -> float:

@@ -20,17 +20,25 @@ class Compression:
     """A sum of the products of two weights with the embeddings of users and of candidates.
 
     Attributes:
+        node: the sum.
         user_weight, user_embeddings: `[M, K_user]` and A[map] `[C, K_user, N]`.
         weight, embeddings: `[M, K]` and `[C, K, N]`.
+        products: both of them, which it replaces.
         lineage: of A[map].
     """
 
+    node: fx.Node
     user_weight: fx.Node
     user_embeddings: fx.Node
     weight: fx.Node
     embeddings: fx.Node
+    products: tuple[fx.Node, fx.Node]
     lineage: Lineage
     name = "linear_compress"
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [self.user_weight, self.user_embeddings, self.weight, self.embeddings]
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -58,7 +66,7 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
             if len({x.dtype for x in values}) == len({shape_of(x) for x in values}) == 1:  # the sum does not broadcast
                 embeddings = analysis.lineages.get(shared.args[1])
                 if embeddings is not None and embeddings.dim == 0 and not embeddings.is_folded and not embeddings.is_uniform:
-                    found[node] = Compression(shared.args[0], shared.args[1], own.args[0], own.args[1], embeddings)
+                    found[node] = Compression(node, shared.args[0], shared.args[1], own.args[0], own.args[1], (own, shared), embeddings)
                     break
     return found
 

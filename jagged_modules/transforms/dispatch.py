@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from .analysis import Analysis
 from .bags import select_rows
-from .capture import MAP_NAME, Captured, is_keyed_jagged
+from .capture import MAP_NAME, Captured, is_keyed_jagged, map_named, named
 from .lineage import Size, shape_of
 from .sources import INDEX_DTYPES
 
-Rows = tuple[str, int]  # the name of an input of forward, and a dimension of it
+Rows = tuple[str, int]  # the name of an entry of forward's inputs, and a dimension of it
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Replication:
     """How a model gets its replicated rows.
 
     Attributes:
-        shared: names of inputs that its caller replicates.
-        per_candidate: names of other inputs with one row per candidate.
+        shared: names of entries of its inputs that its caller replicates.
+        per_candidate: names of other entries with one row per candidate.
         keyed: those of `shared` that are KeyedJaggedTensors.
         pairs: where the model replicates rows itself: the sizes of an input before and after.
         for_all_calls: whether the model is as good as the graph for any number of users.
@@ -96,12 +95,13 @@ def _is_exporting() -> bool:
 
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
     """The inputs of a model that replicates rows itself, None with fewer users than candidates."""
-    return given if all([_size(given, before) >= _size(given, after) > 0 for before, after in replication.pairs]) else None
+    entries = named(given)
+    return given if all([_size(entries, before) >= _size(entries, after) > 0 for before, after in replication.pairs]) else None
 
 
-def _size(given: Mapping[str, Any], rows: Rows) -> int:
-    """A size of an input; 0 unless it is a tensor with this dimension."""
-    x = given.get(rows[0])
+def _size(entries: Mapping[str, Any], rows: Rows) -> int:
+    """A size of an entry; 0 unless it is a tensor with this dimension."""
+    x = entries.get(rows[0])
     return x.shape[rows[1]] if isinstance(x, Tensor) and x.dim() > rows[1] else 0
 
 
@@ -110,21 +110,29 @@ def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any]
     index = given.pop(MAP_NAME, None)
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in INDEX_DTYPES:
         return None
-    num_candidates, num_users = index.shape[0], 0
+    entries, num_candidates, num_users = named(given), index.shape[0], 0
     for name in replication.shared:
-        rows = _samples(given.get(name)) if name in replication.keyed else _rows(given.get(name))
+        rows = _samples(entries.get(name)) if name in replication.keyed else _rows(entries.get(name))
         num_users = num_users or rows
         if rows < 1 or rows != num_users or (rows < num_candidates and not replication.for_all_calls):
             return None
     for name in replication.per_candidate:
-        if _rows(given.get(name)) != num_candidates:
+        if _rows(entries.get(name)) != num_candidates:
             return None
+    nested = []
     try:
         for name in replication.shared:
-            given[name] = select_rows(given[name], index) if name in replication.keyed else _select(given[name], index)
+            if name in given:
+                given[name] = _select(given[name], index)
+            else:
+                nested.append(name)
+        return map_named(lambda x: _select(x, index), given, nested) if nested else given
     except IndexError:
         return None
-    return given
+
+
+def _select(x: Any, index: Tensor) -> Any:
+    return x.index_select(0, index) if isinstance(x, Tensor) else select_rows(x, index)
 
 
 def _samples(x: Any) -> int:
@@ -133,17 +141,8 @@ def _samples(x: Any) -> int:
 
 
 def _rows(x: Any) -> int:
-    """The number of rows of an input; -1 if its tensors have different numbers."""
-    if isinstance(x, Tensor):
-        return x.shape[0] if x.dim() else -1
-    rows = [_rows(leaf) for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]  # not a set: torch.compile would take constants
-    return rows[0] if rows and all(other == rows[0] for other in rows) else -1
-
-
-def _select(x: Any, index: Tensor) -> Any:
-    if isinstance(x, Tensor):
-        return x.index_select(0, index)
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.index_select(0, index), x)
+    """The number of rows of a tensor, -1 of another input."""
+    return x.shape[0] if isinstance(x, Tensor) and x.dim() else -1
 
 
 def _sharing_state(model: nn.Module, fused: nn.Module | None) -> nn.Module:

@@ -21,12 +21,12 @@ from .calls import Call, first_of, flat, is_tensor, positional, unbind
 from .compress import Compression
 from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
 from .own_operators import SegmentAttention
+from .placement import Fusion
 from .report import Decisions
 from .runtime import attend_in_place, attend_segments_in_place, check_inputs, checked_map, compress, group_candidates, without_negative
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
-Fusion = TargetAttention | SegmentAttention | Compression
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class Emitter:
             else node.meta.get("val")
             for node in placeholders
         }
-        given = {x.name: self._of_users.get(x) or self._bases.get(x) or self._plain[x] for x in placeholders}
-        self.call(check_inputs, given, {x.name: value for x, value in expected.items()})
+        given = {x.meta.get("input", x.name): self._of_users.get(x) or self._bases.get(x) or self._plain[x] for x in placeholders}
+        self.call(check_inputs, given, {x.meta.get("input", x.name): value for x, value in expected.items()})
 
     def decisions(self) -> Decisions:
         """What `emit` did."""
@@ -169,7 +169,7 @@ class Emitter:
         new = {**self._plain, **self._of_users, **{x: self._bases[x] for x in self.moved if x in self._bases}}
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
         gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
-        fused = {x: match.name for node, match in self.fusions.items() for x in (node, *(reader for _, reader in match.reads))}
+        fused = {x: match for node, match in self.fusions.items() for x in (node, *(reader for _, reader in match.reads))}
         return Decisions(self.moved | self._per_user, fused, dead, gathered)
 
     def _value_of_users(self, x: fx.Node) -> Any:

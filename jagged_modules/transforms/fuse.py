@@ -14,19 +14,19 @@ from torch.utils import _pytree as pytree
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import find_attentions
-from .bags import find_bags, num_rows, with_checked_keyed
+from .bags import find_bags, num_rows, with_checked_entries
 from .calls import is_tensor
-from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate, is_keyed_jagged
+from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate, is_keyed_jagged, named
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
-from .emit import Batch, Emitter, Fusion
+from .emit import Batch, Emitter
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
-from .placement import Cost, Costs, by_cost
+from .placement import Cost, Costs, Fusion, by_cost
 from .report import Decisions, Report, make_report
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
@@ -61,12 +61,13 @@ def fuse_broadcasts(
             `x[map]`, `embedding`, `repeat_interleave`, `expand` and `reshape`, or `gather`; or its caller does, see request_only.
         example_inputs: the inputs of forward: a tuple of positional ones, or a dict of keyword ones. At least two rows in each dimension
             that may vary, except with request_only.
-        request_only: names of forward's inputs whose rows the caller replicates, one per candidate. The result takes them with one row
-            per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of all these inputs is
-            the batch. A KeyedJaggedTensor, read by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
-            C >= 1 afterwards.
-        max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C). By default C is the example's
-            and U = C / 16. Without request_only, sizes are the example's.
+        request_only: names of forward's inputs whose rows the caller replicates, one per candidate. "features" names all entries of an
+            argument that is a dict or another container, "features.user.0" one of them, by keys, positions and fields. The result takes
+            them with one row per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of
+            all these inputs is the batch. A KeyedJaggedTensor, read by an EmbeddingBagCollection alone, gets one sample per user. For any
+            numbers U >= 1 and C >= 1 afterwards.
+        max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C), where U <= C. By default C is
+            the example's and U = C / 16. Without request_only, sizes are the example's, and max_batch must be None.
         dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic. Calls with other sizes of constant
             dimensions, or other values of inputs that are no tensors, are an error, unless they run the model.
 
@@ -76,18 +77,20 @@ def fuse_broadcasts(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that torch.export cannot capture, that
-            branches on sizes, that writes to its buffers or inputs, or that returns something other than tensors; with request_only, a
-            model that takes variadic arguments; a KeyedJaggedTensor with another use; the result differs from the model on the example
-            inputs.
+        ValueError: an unknown name in request_only; inputs without rows; max_batch with U > C, or without request_only; a model in training
+            mode, that torch.export cannot capture, that branches on sizes, that writes to its buffers or inputs, or that returns something
+            other than tensors; with request_only, a model that takes variadic arguments; a KeyedJaggedTensor with another use; the result
+            differs from the model on the example inputs.
     """
     args, kwargs = _contiguous(_checked_inputs(model, example_inputs))
     names = _checked_names(model, args, kwargs, request_only)
+    _check_max_batch(max_batch, names)
     if names:
         args, kwargs = _several_rows(args, kwargs)
     captured = capture(model, args, kwargs, dynamic_shapes, names)
     _check_outputs(captured)
-    given = bound_inputs(model, args, kwargs)
+    arguments = bound_inputs(model, args, kwargs)
+    given = named(arguments)
     hints, batch = dict(captured.hints), None
     if names:
         batch = _batch(captured, names, given)
@@ -101,7 +104,7 @@ def fuse_broadcasts(
     own_class: Any = type(module)  # torch makes one for each graph
     own_class.__reduce__ = _refuse_to_pickle
     with_eager_form(module)
-    with_checked_keyed(module, given, names)
+    with_checked_entries(module, given, names, list(arguments))
     certificate = certify(model, module, args, kwargs, names, eps)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
@@ -211,34 +214,54 @@ def _contiguous(inputs: Any) -> Any:
 
 
 def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request_only: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of all entries of the inputs that request_only names."""
     if request_only is None:
         return ()
     if isinstance(request_only, str) or not isinstance(request_only, Iterable) or not all(isinstance(name, str) for name in request_only):
         raise TypeError(f"request_only must be a sequence of names of forward's inputs, got {request_only!r}")
-    given = bound_inputs(model, args, kwargs)
+    given, names = bound_inputs(model, args, kwargs), dict[str, None]()
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     for name, x in inspect.signature(model.forward).parameters.items():
         if name in given and x.kind in stars:
             raise ValueError(f"request_only needs a model whose inputs have names, but forward takes {stars[x.kind]}{name}")
+    entries = named(given)
     for name in request_only:
-        if name not in given:
-            raise ValueError(f"request_only must have names of forward's inputs, {list(given)}, got {name!r}")
-        if is_keyed_jagged(given[name]):
-            continue
-        tensors = [x for x in pytree.tree_leaves(given[name]) if isinstance(x, torch.Tensor)]
-        if not tensors or any(not x.dim() for x in tensors):
+        found = [x for x in entries if x == name or x.startswith(f"{name}.")]
+        if not found:
+            raise ValueError(f"request_only must have names of forward's inputs, {list(entries)}, got {name!r}")
+        tensors = [x for x in found if isinstance(entries[x], torch.Tensor) or is_keyed_jagged(entries[x])]
+        if not tensors or any(isinstance(entries[x], torch.Tensor) and not entries[x].dim() for x in tensors):
             raise ValueError(f"request_only must name inputs that are tensors with rows, got {name!r} without")
-    rows = {name: size for name in request_only for size in num_rows(given[name])}
+        names |= dict.fromkeys(tensors)
+    rows = {name: size for name in names for size in num_rows(entries[name])}
     if len(set(rows.values())) > 1:
         raise ValueError(f"request_only inputs must have one row per candidate in example_inputs, as the model takes them, got rows {rows}")
     if MAP_NAME in given:
         raise ValueError(f"request_only adds an input {MAP_NAME!r}, which forward has already")
-    return tuple(request_only)
+    return tuple(names)
+
+
+def _check_max_batch(max_batch: int | tuple[int, int] | None, names: tuple[str, ...]) -> None:
+    if max_batch is None:
+        return
+    if not names:
+        raise ValueError(f"max_batch needs request_only: without it, sizes are those of example_inputs. Got max_batch={max_batch!r}")
+    if not isinstance(max_batch, tuple):
+        return check_size("max_batch", max_batch)
+    if len(max_batch) != 2:
+        raise ValueError(f"max_batch must be a number of candidates or a pair (users, candidates), got {max_batch}")
+    for position, size in enumerate(max_batch):
+        check_size(f"max_batch[{position}]", size)
+    users, candidates = max_batch
+    if users > candidates:
+        raise ValueError(
+            f"max_batch must be (users, candidates) with no more users than candidates, got {users} users and {candidates} candidates"
+        )
 
 
 def _several_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of one row repeated: torch.export would take a size of 1 for a constant."""
-    if any(map(is_keyed_jagged, (*args, *kwargs.values()))):
+    if any(map(is_keyed_jagged, pytree.tree_leaves((args, kwargs), is_leaf=is_keyed_jagged))):
         return args, kwargs
     return pytree.tree_map_only(torch.Tensor, lambda x: x.repeat(3, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x, (args, kwargs))
 
@@ -278,15 +301,7 @@ def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) ->
 def _batch_hints(captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None) -> dict[Size, int]:
     """The numbers of users and candidates to estimate costs for."""
     rows = {batch.rows, *(shape_of(x.meta["val"])[0] for x in (*batch.users, *batch.candidates))}
-    if isinstance(max_batch, tuple):
-        if len(max_batch) != 2:
-            raise ValueError(f"max_batch must be a number of candidates or a pair (users, candidates), got {max_batch}")
-        users, candidates = max_batch
-        check_size("max_batch[0]", users)
-        check_size("max_batch[1]", candidates)
-    else:
-        if max_batch is not None:
-            check_size("max_batch", max_batch)
-        candidates = max_batch or max(captured.hints.get(size, 1) for size in rows)
-        users = -(-candidates // CANDIDATES_PER_USER)
+    users, candidates = max_batch if isinstance(max_batch, tuple) else (None, max_batch)
+    candidates = candidates or max(captured.hints.get(size, 1) for size in rows)
+    users = users or -(-candidates // CANDIDATES_PER_USER)
     return dict.fromkeys(rows, candidates) | {USERS: users}

@@ -60,6 +60,11 @@ class SegmentAttention:
     options: dict[str, Any]
     lineage: Lineage
     name = "target_attention"
+    products = ()
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [self.query, *self.operands]
 
     @property
     def operands(self) -> list[fx.Node]:

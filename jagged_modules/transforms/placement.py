@@ -8,18 +8,24 @@ its operands with a lineage are, so the choice is a closure with costs, which a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import FlopCounterMode
 
 from .analysis import Analysis
+from .attention import TargetAttention
 from .calls import Call, first_of, flat, is_operator, is_tensor, positional
+from .compress import Compression
 from .lineage import Lineage, Size, product, shape_of, size_of
-from .own_operators import ATTENTIONS, LINEAR_COMPRESS, attention_flops
+from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attention_flops
+
+Fusion = TargetAttention | SegmentAttention | Compression
 
 ERROR = 0.25  # of estimates of work, at least: values that were just written are read from a cache. A smaller gain may be a loss
 VECTOR_BYTES = 16  # that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a multiple of it
@@ -57,9 +63,10 @@ VIEWS = {
 }
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 LOOKUPS = {aten.index_select.default, aten.index.Tensor, aten.embedding.default, aten.embedding_bag.padding_idx, aten.gather.default}
-PRODUCTS = {aten.linear.default: "input", aten.matmul.default: "self", aten.mm.default: "self", aten.bmm.default: "self"}
-PRODUCTS |= {aten.addmm.default: "mat1", aten.baddbmm.default: "batch1"}
-CONVOLUTIONS = {aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding}
+PRODUCTS = {aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+GEMMS = {*PRODUCTS, aten.scaled_dot_product_attention.default, aten.einsum.default, aten.tensordot.default, aten.inner.default}
+GEMMS |= {getattr(getattr(aten, f"conv{dims}d"), overload) for dims in (1, 2, 3) for overload in ("default", "padding")}
+GEMMS |= {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
 RECURRENCES = {aten.gru.input, aten.lstm.input}
 
 
@@ -68,7 +75,7 @@ class Cost:
     """Estimated work.
 
     Attributes:
-        flops: floating-point operations.
+        flops: floating-point operations of GEMMs, a multiplication and an addition as two, as torch's FlopCounterMode counts them.
         bytes: read and written.
         kernels: calls of operators other than views.
         work: FLOPs, bytes and slow copies, in bytes that the processor moves in the same time.
@@ -105,6 +112,7 @@ class Costs:
 
     def __init__(self, analysis: Analysis, estimate: Callable[[Size], int]) -> None:
         self.analysis, self.estimate = analysis, estimate
+        self._counted: dict[fx.Node, float] = {}
 
     def of(self, node: fx.Node, flops: float, bytes: float, one_by_one: float = 0) -> Cost:
         """Of one kernel, on the device and in the dtype of a node. one_by_one: elements that are copied by themselves."""
@@ -132,10 +140,17 @@ class Costs:
         """Of the base of a value."""
         return self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)))
 
-    def fused(self, node: fx.Node) -> Cost:
-        """Of a value that is computed in full from the bases of its operands, read in place."""
-        in_place = self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)) if x is not node else 1.0)
-        return self.of(node, self.full(node).flops, in_place.bytes)
+    def fused(self, node: fx.Node, fusion: Fusion) -> Cost:
+        """Of what a fusion does for an operator that it replaces: the FLOPs, and, for its result, all that it reads and writes."""
+        flops = self._fused_flops(node)
+        if node is not fusion.node:
+            return replace(self.of(node, flops, 0), kernels=0, starts=0)
+        read = sum(self.bytes(x) * (self.share(fusion.lineage) if x in fusion.operands else 1.0) for x in fusion.inputs)
+        return self.of(node, flops + sum(map(self._fused_flops, fusion.products)), read + self.bytes(node))
+
+    def _fused_flops(self, node: fx.Node) -> float:
+        """On the base, if there is one."""
+        return self._flops(node) * self.share(self.analysis.lineages.get(node))
 
     def gather(self, node: fx.Node) -> Cost:
         """Of the gather from a base to the value."""
@@ -179,24 +194,42 @@ class Costs:
         return self.of(node, 0, moved, 0 if vectors else self.elements(value) * share(node))
 
     def _flops(self, node: fx.Node) -> float:
-        target: Any = node.target
-        value, arguments = flat(node.meta["val"])[0], Call(node, {}).arguments
-        elements = float(self.elements(value))
-        if (left := PRODUCTS.get(target)) is not None:
-            return 2 * elements * self.estimate(shape_of(arguments[left].meta["val"])[-1])
-        if node.target is aten.scaled_dot_product_attention.default:
-            keys, width = (self.estimate(size) for size in shape_of(arguments["key"].meta["val"])[-2:])
-            return 2 * elements * keys + 2 * elements / max(value.shape[-1], 1) * keys * width
-        if target in CONVOLUTIONS:
-            return 2 * elements * self.elements(arguments["weight"].meta["val"]) / max(arguments["weight"].meta["val"].shape[0], 1)
-        if target in RECURRENCES:
+        if node not in self._counted:
+            self._counted[node] = float(self._count(node))
+        return self._counted[node]
+
+    def _count(self, node: fx.Node) -> float:
+        arguments = Call(node, {}).arguments
+        if node.target in GEMMS:
+            return self._measured(node)
+        if node.target in RECURRENCES:  # not measured: torch would run all steps
             *steps, _ = shape_of(arguments["input"].meta["val"])
-            return 2 * self.estimate(product(steps)) * sum(self.elements(x.meta["val"]) for x in arguments["params"])
-        if str(target) in ATTENTIONS:
+            return 2 * self.estimate(product(steps)) * sum(self.elements(x) for x in _values(arguments["params"]) if x.dim() == 2)
+        if str(node.target) in ATTENTIONS:
             return attention_flops(node, self.estimate)
-        if str(target) == LINEAR_COMPRESS:
-            return 2 * elements * sum(self.estimate(shape_of(x.meta["val"])[1]) for x in arguments["weights"])
-        return elements
+        if str(node.target) == LINEAR_COMPRESS:
+            pairs = zip(_values(arguments["weights"]), _values(arguments["embeddings"]))
+            return 2 * sum(weight.shape[0] * self.elements(embedding) for weight, embedding in pairs)
+        return 0
+
+    def _measured(self, node: fx.Node) -> int:
+        """What torch counts for operands of the estimated sizes."""
+
+        def sized(x: fx.Node) -> Any:
+            value = x.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                return self.estimate(size_of(value))
+            return torch.empty([self.estimate(size) for size in shape_of(value)], dtype=value.dtype, device="meta")
+
+        target: Any = node.target
+        args, kwargs = map_arg((node.args, node.kwargs), sized)
+        with FlopCounterMode(display=False) as counter:
+            target(*args, **kwargs)
+        return counter.get_total_flops()
+
+
+def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
+    return [x.meta["val"] for x in nodes]
 
 
 def is_contiguous(value: torch.Tensor, dim: int = 0) -> bool:

@@ -9,7 +9,7 @@ from torch import fx
 
 from .analysis import Analysis
 from .calls import first_of, is_operator
-from .placement import VIEWS, Cost, Costs
+from .placement import VIEWS, Cost, Costs, Fusion
 
 HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB", "cost, MB")
 
@@ -25,7 +25,7 @@ class Site:
         decision: "moved", "fused" or "kept".
         reason: why it was kept, or what it was fused with.
         rows_before, rows_after: rows that it computes.
-        before, after: estimated costs, without gathers.
+        before, after: estimated costs, without gathers. Those of a sum of two products that became `linear_compress` have the products'.
     """
 
     node: str
@@ -45,7 +45,7 @@ class Report:
 
     Attributes:
         sites: operators that read replicated rows, views left out.
-        before, after: estimated costs of the whole model, gathers included.
+        before, after: estimated costs of the whole model, gathers included. A key that a mask hides counts as any other.
         sizes: the sizes that the estimates are for.
         certificate: what was checked on the example inputs.
     """
@@ -79,13 +79,13 @@ class Decisions:
 
     Attributes:
         moved: operators and sources on the smaller side.
-        fused: operators that another one replaces, and its name.
+        fused: operators that a fusion replaces.
         dead: operators without a use in the new graph.
         gathered: values that are gathered from their bases.
     """
 
     moved: set[fx.Node]
-    fused: dict[fx.Node, str]
+    fused: dict[fx.Node, Fusion]
     dead: set[fx.Node]
     gathered: set[fx.Node]
 
@@ -101,10 +101,10 @@ def make_report(
 
 
 def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
+    if node in decisions.fused:
+        return costs.fused(node, decisions.fused[node])
     if node in decisions.dead:
         return Cost()
-    if node in decisions.fused:
-        return costs.fused(node)
     return costs.base(node) if node in decisions.moved else costs.full(node)
 
 
@@ -129,13 +129,15 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     reason = analysis.refused.get(node) or _not_worth_it(node, costs)
     decision = "kept"
     if node in decisions.fused:
-        decision, reason = "fused", decisions.fused[node]
+        decision, reason = "fused", decisions.fused[node].name
     elif source and node in decisions.gathered:
         reason = "an operator reads it per candidate"
     elif node in decisions.moved:
         decision, reason = "moved", ""
     name = "gather" if source else str(node.target).removeprefix("aten.").removesuffix(".default")
     before = costs.gather(node) if source else costs.full(node)
+    if decision == "fused" and node is decisions.fused[node].node:
+        before = sum(map(costs.full, decisions.fused[node].products), before)
     after = costs.gather(node) if source and node in decisions.gathered else Cost() if source else _after(node, costs, decisions)
     return Site(node.name, name, _line(node), decision, reason, full, base if decision == "moved" else full, before, after)
 

@@ -260,4 +260,8 @@ KEPT = {
     "pooled rows": lambda x, other, m: aten.avg_pool1d(x.permute(1, 2, 0), [1]),
     "scattered to rows": lambda x, other, m: aten.scatter_add(x, 0, torch.zeros_like(x).long(), x),
     "masked rows": lambda x, other, m: torch.where(other > 0, x, 0),
+    "einsum with a value per candidate": lambda x, other, m: aten.einsum("bij,bkj->bik", [x, other]),
+    "einsum over rows": lambda x, other, m: aten.einsum("bij,bkj->ik", [x, x]),
+    "einsum with rows in two dimensions": lambda x, other, m: aten.einsum("bi,ci->bc", [x[:, 0], x[:, 1]]),
+    "einsum of a diagonal of rows": lambda x, other, m: aten.einsum("bb->b", [x[:, 0] @ other[:, 0].T]),
 }

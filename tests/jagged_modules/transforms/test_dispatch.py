@@ -114,7 +114,7 @@ def test_errors_are_those_of_the_graph(case):
     _, fused, _ = case
     profile, item = inputs(3)
     for index, message in (
-        ([0, 3, 1], "0 to 2, the rows of profile, got values 0 to 3"),
+        ([0, 3, 1], "0 to 2, the rows of profile.profile, got values 0 to 3"),
         ([0, -1, 1], "got values -1 to 1"),
         ([0], "got 3"),
     ):
