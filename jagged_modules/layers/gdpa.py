@@ -17,7 +17,7 @@ from ..containers.pages import paged_operands
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
-from ..tracing import one_module
+from ..tracing import as_constant, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
@@ -288,7 +288,7 @@ class JaggedGDPA(nn.Module):
             "shared" if config.num_weights else keys.offsets,
             activation=self.activation,
             scale=config.scale,
-            output_scale=config.output_scale,
+            output_scale=as_constant(config.output_scale),
             mask=mask,
             bias=bias,
             schedule=schedule,
