@@ -301,6 +301,9 @@ def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
     for index in queries:
         history.prepare(**SIZES, queries=index)
     builds.clear()
+    for index in queries[-segmentation.MAX_SCHEDULES :]:
+        history.prepare(**SIZES, queries=index)
+    assert not builds
     for index in reversed(queries):
         history.prepare(**SIZES, queries=index)
     assert len(queries) - len(builds) == segmentation.MAX_SCHEDULES
