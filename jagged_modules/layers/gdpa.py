@@ -21,7 +21,7 @@ from ..tracing import as_constant, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
 
@@ -266,7 +266,7 @@ class JaggedGDPA(nn.Module):
         if bias is not None:
             self._check_bias(bias, jagged, keys, "cache" if cache is not None else "x" if context is None else "context")
 
-        q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
+        q = self.seeds if config.num_seeds else in_heads("q_proj", self.q_proj(jagged.values), self.num_heads, self.head_dim)
         if not config.num_weights:
             values, pages = paged_operands(keys)
             k, v = self._project(values) if cache is None else values.chunk(2, dim=2)
@@ -315,7 +315,7 @@ class JaggedGDPA(nn.Module):
 
     def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Normed keys and values `[M, num_kv_heads, head_dim]`."""
-        k, v = self.kv_proj(rows).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_kv_heads, self.head_dim).unbind(1)
         return self.k_norm(k), v
 
     def _cache(self, rows: Any, cache: HistoryCache | None, **others: Any) -> HistoryCache:

@@ -16,8 +16,8 @@ from ..scalars import check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_device, resolve_head_dim
 from .invariant import fixed_rows
-from .parameters import check_parameter_dtype, reset_all
-from .target_attention import project_targets
+from .parameters import check_parameter_dtype, in_heads, reset_all
+from .target_attention import checked_targets
 
 C = TypeVar("C")  # the container of the history
 T = TypeVar("T")  # the container of the targets
@@ -113,12 +113,13 @@ class JaggedSelfTargetAttention(nn.Module):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
-        return project_targets(self.target_proj, self.target_dim, self.num_heads, targets, dim, shape)
+        targets = checked_targets(targets, self.target_proj, self.target_dim, dim, shape)
+        return in_heads("target_proj", self.target_proj(targets), self.num_heads, self.head_dim)
 
     def _attend(self, history: Jagged, queries: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """The results of the events `[L, E]` and of the targets `[N, E]`, whose queries `[N, H, D]` are grouped by user."""
-        own = self.q_proj(history.values).unflatten(1, (self.num_heads, self.head_dim))
-        k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        own = in_heads("q_proj", self.q_proj(history.values), self.num_heads, self.head_dim)
+        k, v = in_heads("kv_proj", self.kv_proj(history.values), 2, self.num_heads, self.head_dim).unbind(1)
         of_events, of_targets = self_target_attention(own, queries, k, v, history.offsets, offsets)
         return self.out_proj(of_events.flatten(1)), self.target_out_proj(of_targets.flatten(1))
 

@@ -20,7 +20,7 @@ from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import check_parameter_dtype, in_heads, reset_all
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
@@ -169,7 +169,7 @@ class JaggedTargetAttention(nn.Module):
         targets, pages = wait_for(targets), None
         if cache is None:
             history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-            k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+            k, v = in_heads("kv_proj", self.kv_proj(history.values), 2, self.num_heads, self.head_dim).unbind(1)
         else:
             if history is not None:
                 raise ValueError(f"history must be None with cache, got {type(history).__name__}")
@@ -227,25 +227,26 @@ class JaggedTargetAttention(nn.Module):
         jagged = wrap_rows(name, rows, self.embedding_dim, self.kv_proj)
         if cache is not None:
             layer_of_cache(cache, name, jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
-        k, v = self.kv_proj(jagged.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        k, v = in_heads("kv_proj", self.kv_proj(jagged.values), 2, self.num_heads, self.head_dim).unbind(1)
         return HistoryCache((jagged.with_values(torch.cat([k, v], dim=2)),))
 
     def _output(self, rows: Tensor) -> Tensor:
         return self.out_proj(self.dropout(rows))
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
-        return project_targets(self.q_proj, self.target_dim, self.num_heads, targets, dim, shape)
+        targets = checked_targets(targets, self.q_proj, self.target_dim, dim, shape)
+        return in_heads("q_proj", self.q_proj(targets), self.num_heads, self.head_dim)
 
     def extra_repr(self) -> str:
         return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, target_dim={self.target_dim}"
 
 
-def project_targets(projection: nn.Module, target_dim: int, num_heads: int, targets: Any, dim: int, shape: str) -> Tensor:
-    """The queries `[..., H, D]` of targets with `dim` dimensions. Errors give `shape` as the expected shape."""
+def checked_targets(targets: Any, projection: nn.Module, target_dim: int, dim: int, shape: str) -> Tensor:
+    """Targets with `dim` dimensions, which the projection takes. Errors give `shape` as the expected shape."""
     if not isinstance(targets, Tensor):
         raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
     check_dense("targets", targets)
     if targets.dim() != dim or targets.shape[-1] != target_dim:
         raise ValueError(f"targets must have shape {shape} with E_t = {target_dim}, got {list(targets.shape)}")
     check_layer_input("targets", targets, projection)
-    return projection(targets).unflatten(-1, (num_heads, -1))
+    return targets
