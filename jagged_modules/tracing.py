@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
 from torch.fx import Proxy
 
@@ -46,16 +46,16 @@ def is_recording(device: torch.device) -> bool:
     return torch.compiler.is_compiling() or _rehearsing.get() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def is_symbolic(x: object) -> bool:
+def is_symbolic(x: float) -> bool:
     """Whether torch.compile records x as an expression, for example of sizes, whose value changes from call to call.
 
     An operator's floats are constants of the graph, so such a number would compile a graph for each value.
     """
-    if isinstance(x, Tensor) or not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental import symbolic_shapes  # imports sympy
 
-    return not symbolic_shapes.has_static_value(x)  # type: ignore[arg-type]
+    return not symbolic_shapes.has_static_value(x)
 
 
 def as_constant(x: float) -> float:

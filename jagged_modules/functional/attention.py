@@ -116,7 +116,7 @@ def jagged_attention(
         mask = None
 
     dtype, row_scale = q.dtype, None
-    if is_symbolic(output_scale):
+    if not isinstance(output_scale, Tensor) and is_symbolic(output_scale):
         output_scale = q.new_full((segments.num_segments,), output_scale, dtype=torch.promote_types(dtype, torch.float32))
     if isinstance(output_scale, Tensor):
         check_output_scale(output_scale, segments.num_segments, q.device)
