@@ -28,7 +28,7 @@ def check_parameter_dtype(dtype: torch.dtype | None) -> None:
 def in_heads(name: str, x: Tensor, *sizes: int) -> Tensor:
     """x, the result of the projection `name`, as `[..., *sizes]`: parts, heads and head dim. Raises as `check_columns`."""
     check_columns(name, x, math.prod(sizes))
-    return x.unflatten(-1, sizes)
+    return torch.unflatten(x, -1, sizes)
 
 
 def check_columns(name: str, x: Tensor, columns: int) -> None:
