@@ -99,8 +99,8 @@ def jagged_jagged_bmm_reference(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor
 
 
 def jagged_softmax_reference(x: Tensor, offsets: Tensor) -> Tensor:
-    """softmax(x[b]) over the rows of x `[L, H]`: `[L, H]`."""
-    return torch.cat([x[rows].softmax(0) for rows in segments(offsets)])
+    """softmax(x[b]) over the rows of x `[L, H]`: `[L, H]`. 0 where all elements are -infinity."""
+    return torch.cat([_softmax(x[rows], 0) for rows in segments(offsets)])
 
 
 def jagged_outer_reference(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
@@ -119,8 +119,13 @@ def array_jagged_bmm_reference(
 
 
 def jagged2_softmax_reference(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, dim: int = -1) -> Tensor:
-    """softmax(p[b]) of matrices p[b] `[N_b, M_b]`, flattened."""
-    return torch.cat([matrix.softmax(dim).flatten() for matrix in _matrices(p, x_offsets, y_offsets, p_offsets)])
+    """softmax(p[b]) of matrices p[b] `[N_b, M_b]`, flattened. 0 where all elements are -infinity."""
+    return torch.cat([_softmax(matrix, dim).flatten() for matrix in _matrices(p, x_offsets, y_offsets, p_offsets)])
+
+
+def _softmax(x: Tensor, dim: int) -> Tensor:
+    nothing_seen = (x == float("-inf")).all(dim, keepdim=True)
+    return x.masked_fill(nothing_seen, 0.0).softmax(dim).masked_fill(nothing_seen, 0.0)
 
 
 def _matrices(p: Tensor, *offsets: Tensor) -> list[Tensor]:

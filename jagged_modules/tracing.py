@@ -46,6 +46,27 @@ def is_recording(device: torch.device) -> bool:
     return torch.compiler.is_compiling() or _rehearsing.get() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
+def is_symbolic(x: float) -> bool:
+    """Whether torch.compile records x as an expression, for example of sizes, whose value changes from call to call.
+
+    An operator's floats are constants of the graph, so such a number would compile a graph for each value.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental import symbolic_shapes  # imports sympy
+
+    return not symbolic_shapes.has_static_value(x)
+
+
+def as_constant(x: float) -> float:
+    """A module's number as a constant of the graph. torch.compile takes floats of modules for inputs of the graph."""
+    if not torch.compiler.is_compiling():
+        return x
+    from torch.fx.experimental import symbolic_shapes  # imports sympy
+
+    return symbolic_shapes.guard_scalar(x)
+
+
 def recorded_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A new node of the graph that calls `function` if an argument is a `torch.fx.Proxy`, else None."""
     proxy = _first_proxy(args, kwargs)

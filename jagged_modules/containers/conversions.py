@@ -31,17 +31,24 @@ def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
     )
 
 
+def longest_segment(x: Any) -> int | None:
+    """The rows of the longest segment, if the container knows them: a nested tensor may, as its max_seqlen."""
+    return x._maybe_max_seqlen if _is_nested(x) else None
+
+
 def rebuild(x: Any, values: Tensor, offsets: Tensor) -> Any:
     """The kind of container that x is, with other values in the same segments. offsets: those of x."""
     if isinstance(x, tuple):
         return values, offsets
     if isinstance(x, list):
         return [values, offsets]
-    if isinstance(x, Tensor):
-        return torch.nested.nested_tensor_from_jagged(values, offsets)
+    if _is_nested(x):  # without a max_seqlen, to_padded_tensor pads to the number of all rows
+        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=x._maybe_min_seqlen, max_seqlen=x._maybe_max_seqlen)
     same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
     if hasattr(x, "keys"):
         strides = dict(stride_per_key_per_rank=x.stride_per_key_per_rank()) if x.variable_stride_per_key() else dict(stride=x.stride())
+        if not torch.compiler.is_compiling():  # where each of these ints is an input, and 0 and 1 are compiled apart
+            strides.update(length_per_key=x.length_per_key_or_none(), offset_per_key=x.offset_per_key_or_none())
         return type(x)(x.keys(), values, **same, **strides, inverse_indices=x.inverse_indices_or_none())
     return type(x)(values, **same)
 

@@ -27,7 +27,7 @@ from ..validation import (
     normal_form,
     values_are_checkable,
 )
-from .conversions import check_lengths, rebuild, values_and_offsets, wait_for
+from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
 from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Jagged(Queries):
         Args:
             x: a JaggedTensor; a KeyedJaggedTensor (each pair of feature and sample is a segment, feature-major); a (values, offsets) pair;
                 a torch nested tensor of jagged layout; or a Jagged, which is returned unless max_seqlen differs.
-            max_seqlen: as in `Jagged`.
+            max_seqlen: as in `Jagged`; that of a nested tensor if None.
             name: what errors call x.
 
         Raises:
@@ -102,6 +102,7 @@ class Jagged(Queries):
             return jagged
         x = wait_for(x)
         values, offsets = values_and_offsets(name, x)
+        max_seqlen = longest_segment(x) if max_seqlen is None else max_seqlen
         _check_parts(f"{possessive(name)} ", values, offsets, max_seqlen)
         check_lengths(name, x, offsets)
         jagged = cls.unchecked(values, offsets, max_seqlen)

@@ -7,6 +7,7 @@ multiplications are again these operators. batch_invariant: segments are compute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,10 +47,12 @@ def matmul_cpu(
 
 @host_operator("jagged_modules::softmax_cpu")
 def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool, batch_invariant: bool = False) -> Tensor:
-    """Softmax of each row of p[b], or of each column if `columns`: `[total]`."""
-    out = p.new_zeros(p.shape)
+    """Softmax of each row of p[b], or of each column if `columns`: `[total]`. 0 where all scores are -infinity."""
+    out, dim = p.new_zeros(p.shape), 1 if columns else 2
     for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
-        scores.put(out, _take(p, scores).view(-1, *shape).softmax(1 if columns else 2))
+        block = _take(p, scores).view(-1, *shape)
+        nothing_seen = block.amax(dim, keepdim=True) == -math.inf
+        scores.put(out, block.softmax(dim).masked_fill_(nothing_seen, 0))
     return out
 
 

@@ -20,6 +20,7 @@ from ..reference import attention_reference
 from ..scalars import check_kind
 from ..schedule import device_schedule
 from ..settings import backward_workspace, is_batch_invariant
+from ..tracing import is_symbolic
 from ..validation import check_tensor, normal_form, refuse_transforms, values_are_checkable
 from .attention_bias import check_bias, with_bias
 from .attention_checks import AttentionSegments, check_attention, check_output_scale, check_schedule, check_segments
@@ -65,10 +66,11 @@ def jagged_attention(
         max_seqlen_q, max_seqlen_kv: lengths of the longest segments, in rows. Host offsets are checked against them; nothing is truncated.
         activation: "softmax", or a pointwise function of each score: "identity", "relu", "relu_squared", "leaky_relu" (slope 0.01), "silu",
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
-        scale: factor of q kᵀ before the activation; 1/sqrt(D) if None.
+        scale: factor of q kᵀ before the activation; 1/sqrt(D) if None. torch.compile recompiles for another number: multiply q by one that
+            changes from batch to batch.
         output_scale: factor after the activation, for example HSTU's 1/N: a number, or a tensor `[B]`, one number for each segment of q.
-            Must be 1 with softmax. With a tensor, fp16 operands are computed in fp32 if segments share keys. torch.compile recompiles for
-            another number, but not for other values of a tensor.
+            Must be 1 with softmax. With a tensor, fp16 operands are computed in fp32 if segments share keys. In a graph of torch.compile, a
+            number that changes from batch to batch becomes a tensor.
         mask: which keys each query row sees; all if None. Must be None with shared keys or several query groups.
         bias: learned biases of the scores by relative position and time, on q's device. Its tables get gradients. Must be None with shared
             queries or keys, or several query groups: their rows have no position.
@@ -118,6 +120,8 @@ def jagged_attention(
         mask = None
 
     dtype, row_scale = q.dtype, None
+    if not isinstance(output_scale, Tensor) and is_symbolic(output_scale):
+        output_scale = q.new_full((segments.num_segments,), output_scale, dtype=torch.promote_types(dtype, torch.float32))
     if isinstance(output_scale, Tensor):
         check_output_scale(output_scale, segments.num_segments, q.device)
         output_scale = normal_form(output_scale, q.device)

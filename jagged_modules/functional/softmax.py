@@ -26,7 +26,8 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
         max_seqlen, implementation: as in `jagged_dense_bmm`.
 
     Returns:
-        `[L, H]`; each column of a segment sums to 1. Rows behind the last segment are 0, as their gradients are.
+        `[L, H]`; each column of a segment sums to 1. 0, with gradients 0, where all scores of the column are -infinity, and in rows behind
+        the last segment.
 
     Raises:
         TypeError, ValueError: as `jagged_dense_bmm`.
@@ -57,7 +58,8 @@ def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation
         implementation: as in `jagged_dense_bmm`.
 
     Returns:
-        `[Σ N_b · M_b]`.
+        `[Σ N_b · M_b]`. 0, with gradients 0, in rows (with dim -2, columns) whose scores are all -infinity, as `jagged_attention` gives
+        for a row that sees no key.
 
     Raises:
         TypeError, ValueError: as `jagged_dense_bmm`; also if the plan does not have p's number of scores, or dim is another number.

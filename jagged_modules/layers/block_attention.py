@@ -17,7 +17,7 @@ from ..scalars import check_choice, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_offsets, resolve_head_dim
 from .invariant import fixed_rows
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import check_parameter_dtype, in_heads, reset_all
 from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
@@ -98,7 +98,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
         end = end_of("x", jagged)
-        qkv = self.qkv_proj(entering(jagged.values, end)).unflatten(1, (3, self.num_heads, self.head_dim))
+        qkv = in_heads("qkv_proj", self.qkv_proj(entering(jagged.values, end)), 3, self.num_heads, self.head_dim)
         rotary = None
         if self.tables is not None and self.rotary is not None:
             check_offsets("x's offsets", jagged.offsets, max_seqlen=self.max_seqlen)

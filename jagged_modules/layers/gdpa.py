@@ -17,11 +17,11 @@ from ..containers.pages import paged_operands
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
-from ..tracing import one_module
+from ..tracing import as_constant, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import check_parameter_dtype, in_heads, reset_all
 from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
@@ -269,7 +269,7 @@ class JaggedGDPA(nn.Module):
 
         end = end_of("x", jagged)
         rows = entering(jagged.values, end)
-        q = self.seeds if config.num_seeds else self.q_proj(rows).unflatten(1, (self.num_heads, self.head_dim))
+        q = self.seeds if config.num_seeds else in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
         if not config.num_weights:
             if cache is None:
                 rows = rows if keys is jagged else entering(keys.values, end_of("context", keys))
@@ -295,7 +295,7 @@ class JaggedGDPA(nn.Module):
             "shared" if config.num_weights else keys.offsets,
             activation=self.activation,
             scale=config.scale,
-            output_scale=config.output_scale,
+            output_scale=as_constant(config.output_scale),
             mask=mask,
             bias=bias,
             schedule=schedule,
@@ -324,7 +324,7 @@ class JaggedGDPA(nn.Module):
 
     def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Normed keys and values `[M, num_kv_heads, head_dim]`."""
-        k, v = self.kv_proj(rows).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_kv_heads, self.head_dim).unbind(1)
         return self.k_norm(k), v
 
     def _cache(self, rows: Any, cache: HistoryCache | None, **others: Any) -> HistoryCache:

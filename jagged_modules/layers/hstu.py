@@ -22,7 +22,7 @@ from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_device, check_index_values, check_integers, check_layer_input, resolve_head_dim
 from .hstu_config import HSTUConfig, check_appendable, check_lengths, check_row_timestamps, check_times, next_timestamps
 from .invariant import fixed_rows
-from .parameters import check_parameter_dtype, reset_all, xavier_linear
+from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
 from .tail import end_of, entering, leaving
 
 NORM_EPS = 1e-6
@@ -251,7 +251,9 @@ class HSTULayer(nn.Module):
         """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         heads = self.num_heads
         widths = [heads * size for size in (self.linear_dim, self.linear_dim, self.head_dim, self.head_dim)]
-        u, v, q, k = self.uvqk_proj(self.input_norm(x)).split(widths, dim=1)
+        packed = self.uvqk_proj(self.input_norm(x))
+        check_columns("uvqk_proj", packed, sum(widths))
+        u, v, q, k = packed.split(widths, dim=1)
         return u, q.unflatten(1, (heads, -1)), k.unflatten(1, (heads, -1)), v.unflatten(1, (heads, -1))
 
     def _attend(

@@ -1,12 +1,14 @@
-"""Initialisation of parameters, shared by the layers."""
+"""Initialisation of parameters and checks of what projections give, shared by the layers."""
 
 from __future__ import annotations
 
 import functools
+import math
+import sys
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.types import Device
 
 from ..dtypes import FLOATS, names
@@ -21,6 +23,27 @@ def check_parameter_dtype(dtype: torch.dtype | None) -> None:
     check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
     if dtype not in FLOATS:
         raise WrongDtype(f"dtype must be {names(FLOATS)}, got {dtype}")
+
+
+def in_heads(name: str, x: Tensor, *sizes: int) -> Tensor:
+    """x, the result of the projection `name`, as `[..., *sizes]`: parts, heads and head dim. Raises as `check_columns`."""
+    check_columns(name, x, math.prod(sizes))
+    return torch.unflatten(x, -1, sizes)
+
+
+def check_columns(name: str, x: Tensor, columns: int) -> None:
+    """ValueError unless x, the result of the projection `name`, has all columns in a plain tensor. Tensor parallel plans may shard them.
+
+    A shard does not hold whole heads, because projections are packed: half of `[k | v]` is k.
+    """
+    distributed = sys.modules.get("torch.distributed.tensor")
+    is_sharded = distributed is not None and isinstance(x, distributed.DTensor)
+    if is_sharded or x.shape[-1] != columns:
+        raise ValueError(
+            f"{name} must give {columns} columns, got {'a DTensor' if is_sharded else x.shape[-1]}; a tensor parallel plan must gather "
+            "them, by ColwiseParallel(output_layouts=Replicate()), and take out_proj's input whole, by "
+            "RowwiseParallel(input_layouts=Replicate())"
+        )
 
 
 def reset_all(modules: Iterable[nn.Module]) -> None:

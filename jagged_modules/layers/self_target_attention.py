@@ -16,9 +16,9 @@ from ..scalars import check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import check_parameter_dtype, in_heads, reset_all
 from .tail import end_of, entering, leaving
-from .target_attention import project_candidates, project_targets
+from .target_attention import checked_candidates, checked_targets
 
 C = TypeVar("C")  # the container of the history
 T = TypeVar("T")  # the container of the targets
@@ -92,12 +92,12 @@ class JaggedSelfTargetAttention(nn.Module):
             jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
             check_same_segments("targets", jagged_targets, "history", history)
             end = end_of("targets", jagged_targets)
-            rows = entering(jagged_targets.values, end)
-            queries = project_targets(self.target_proj, self.target_dim, self.num_heads, rows, 2, "[N, E_t]")
-            values, out = self._attend(history, queries, jagged_targets.offsets)
+            rows = checked_targets(jagged_targets.values, self.target_proj, self.target_dim, 2, "[N, E_t]")
+            values, out = self._attend(history, self._project(entering(rows, end)), jagged_targets.offsets)
             return history.unwrap(values), jagged_targets.unwrap(leaving(out, end))
         candidates = CandidateIndex.wrap(candidates, history.num_segments)
-        q, end = project_candidates(self.target_proj, self.target_dim, self.num_heads, targets, candidates, history)
+        targets, end = checked_candidates(targets, self.target_proj, self.target_dim, candidates, history)
+        q = self._project(targets)
         if candidates.order is not None:
             q = q.index_select(0, candidates.order)
         values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))
@@ -114,12 +114,15 @@ class JaggedSelfTargetAttention(nn.Module):
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    def _project(self, targets: Tensor) -> Tensor:
+        return in_heads("target_proj", self.target_proj(targets), self.num_heads, self.head_dim)
+
     def _attend(self, history: Jagged, queries: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """The results of the events `[L, E]` and of the targets `[N, E]`, whose queries `[N, H, D]` are grouped by user."""
         end = end_of("history", history)
         rows = entering(history.values, end)
-        own = self.q_proj(rows).unflatten(1, (self.num_heads, self.head_dim))
-        k, v = self.kv_proj(rows).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
+        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
         of_events, of_targets = self_target_attention(own, queries, k, v, history.offsets, offsets)
         return leaving(self.out_proj(of_events.flatten(1)), end), self.target_out_proj(of_targets.flatten(1))
 

@@ -22,7 +22,7 @@ from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import check_parameter_dtype, in_heads, reset_all
 from .tail import end_of, end_of_candidates, entering, leaving
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
@@ -183,13 +183,14 @@ class JaggedTargetAttention(nn.Module):
 
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
-            q, end = project_candidates(self.q_proj, self.target_dim, self.num_heads, targets, candidates, history)
+            targets, end = checked_candidates(targets, self.q_proj, self.target_dim, candidates, history)
+            q = self._project(targets)
             schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
             out = target_attention(q, k, v, candidates, history.offsets, schedule=schedule, pages=pages)
             return leaving(self._output(out.flatten(2)), end)
 
         if isinstance(targets, Tensor) and not targets.is_nested:
-            q = self._project(targets, 3, "[B, T, E_t]")
+            q = self._project(checked_targets(targets, self.q_proj, self.target_dim, 3, "[B, T, E_t]"))
             if q.shape[0] != history.num_segments:
                 raise ValueError(f"targets without candidates must be one per history segment, {history.num_segments}, got {q.shape[0]}")
             rows = q.shape[1]
@@ -202,7 +203,8 @@ class JaggedTargetAttention(nn.Module):
         jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
         check_same_segments("targets", jagged_targets, "history" if cache is None else "cache", history)
         end = end_of("targets", jagged_targets)
-        q = self._project(entering(jagged_targets.values, end), 2, "[N, E_t]")
+        rows = checked_targets(jagged_targets.values, self.q_proj, self.target_dim, 2, "[N, E_t]")
+        q = self._project(entering(rows, end))
         schedule = schedule_for(queries=jagged_targets)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule, pages=pages)
         return jagged_targets.unwrap(leaving(self._output(out.flatten(1)), end))
@@ -235,40 +237,35 @@ class JaggedTargetAttention(nn.Module):
         return HistoryCache((jagged.with_values(leaving(keys_and_values, end)),))
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return self.kv_proj(rows).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        return in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
 
     def _output(self, rows: Tensor) -> Tensor:
         return self.out_proj(self.dropout(rows))
 
-    def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
-        return project_targets(self.q_proj, self.target_dim, self.num_heads, targets, dim, shape)
+    def _project(self, targets: Tensor) -> Tensor:
+        return in_heads("q_proj", self.q_proj(targets), self.num_heads, self.head_dim)
 
     def extra_repr(self) -> str:
         return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, target_dim={self.target_dim}"
 
 
-def project_targets(projection: nn.Module, target_dim: int, num_heads: int, targets: Any, dim: int, shape: str) -> Tensor:
-    """The queries `[..., H, D]` of targets with `dim` dimensions. Errors give `shape` as the expected shape."""
-    check_targets(projection, target_dim, targets, dim, shape)
-    return projection(targets).unflatten(-1, (num_heads, -1))
-
-
-def check_targets(projection: nn.Module, target_dim: int, targets: Any, dim: int, shape: str) -> None:
+def checked_targets(targets: Any, projection: nn.Module, target_dim: int, dim: int, shape: str) -> Tensor:
+    """Targets with `dim` dimensions, which the projection takes. Errors give `shape` as the expected shape."""
     if not isinstance(targets, Tensor):
         raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
     check_dense("targets", targets)
     if targets.dim() != dim or targets.shape[-1] != target_dim:
         raise ValueError(f"targets must have shape {shape} with E_t = {target_dim}, got {list(targets.shape)}")
     check_layer_input("targets", targets, projection)
+    return targets
 
 
-def project_candidates(
-    projection: nn.Module, target_dim: int, num_heads: int, targets: Any, candidates: CandidateIndex, history: Jagged
+def checked_candidates(
+    targets: Any, projection: nn.Module, target_dim: int, candidates: CandidateIndex, history: Jagged
 ) -> tuple[Tensor, End | None]:
-    """The queries `[num_candidates, n_q, H, D]` of the candidates of the history's users, and where the candidates end."""
-    shape = "[num_candidates, n_q, E_t]"
-    check_targets(projection, target_dim, targets, 3, shape)
+    """Targets of the candidates of the history's users, cleared, and where they end."""
+    targets = checked_targets(targets, projection, target_dim, 3, "[num_candidates, n_q, E_t]")
     candidates.check(targets.shape[0], history.num_segments, queries="targets have")
     check_device("candidates", candidates.offsets, targets.device, "targets'")
     end = end_of_candidates(candidates, targets)
-    return project_targets(projection, target_dim, num_heads, entering(targets, end), 3, shape), end
+    return entering(targets, end), end

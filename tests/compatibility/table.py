@@ -83,7 +83,19 @@ FEATURES = {  # by the file of their tests
     ),
     "test_parallel.py": (
         Feature("DDP", "Two processes with batches of different sizes. Gradients are the mean."),
+        Feature(
+            "DDP, unused parameters",
+            "`find_unused_parameters=True`, the model's result in a `jm.Jagged`, and `static_graph=True`, in a JaggedTensor. With "
+            "`find_unused_parameters` DDP does not look into TorchRec's containers, and the backward says that a variable is marked ready "
+            "twice: return `jm.Jagged.wrap(out)`, or the values.",
+        ),
         Feature("FSDP2", "`fully_shard` of the layer and of the model. Gradients are the mean."),
+        Feature(
+            "tensor parallel",
+            "`parallelize_module` shards each Linear's weight: `ColwiseParallel(output_layouts=Replicate())`, and for each `out_proj` "
+            f"`RowwiseParallel(input_layouts=Replicate())`. {SAME} Columns that are not gathered are an error, because no shard of a "
+            "packed projection, such as that of keys and values, has whole heads.",
+        ),
         Feature("torch.distributed.checkpoint", "A checkpoint of an FSDP2 model in two processes is loaded by one."),
     ),
     "test_torchrec.py": (
@@ -124,6 +136,7 @@ NOTES = {
     **{("autocast", layer): RESIDUAL for layer in ("GDPABlock", "HSTULayer", "HSTUStack")},
     **{("DMP, data_parallel", layer): DENSE_POOLS for layer in ON_SEQUENCES},
     **{(f"DMP, {plan}", layer): ONLY_BAGS for plan in ("table_row_wise", "grid_shard") for layer in ON_SEQUENCES},
+    ("tensor parallel", "LinearCompressEmbedding"): Note("The layer has no Linear to shard. Shard its batch instead."),
 }
 
 

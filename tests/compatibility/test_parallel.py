@@ -1,20 +1,45 @@
-"""Layers in DistributedDataParallel, FSDP2 and torch.distributed.checkpoint, in two processes."""
+"""Layers in DistributedDataParallel, FSDP2, tensor parallel plans and torch.distributed.checkpoint, in two processes."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from .cases import CASES, SIZES, make
+import jagged_modules as jm
+
+from .cases import CASES, SIZES, OnRows, make
 from .table import feature
 
 
+class WithUnusedParameters(nn.Module):
+    """Rows come out in a container, `kind`. Some parameters get no gradient."""
+
+    def __init__(self, model, kind):
+        super().__init__()
+        self.model, self.unused, self.kind = model, nn.Linear(2, 2), kind
+
+    def forward(self, values, offsets, *others):
+        out = self.model(values, offsets, *others)
+        if type(self.model) is not OnRows:
+            return out
+        if self.kind == "Jagged":
+            return jm.Jagged(out, offsets)
+        return pytest.importorskip("torchrec").JaggedTensor(out, offsets=offsets)
+
+
 def gradients(model, inputs):
-    model(*inputs).square().mean().backward()
-    return [x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad for x in model.parameters()]
+    out = model(*inputs)
+    rows = out if isinstance(out, torch.Tensor) else jm.Jagged.wrap(out).values
+    rows.square().mean().backward()
+    grads = [x.grad for x in model.parameters() if x.grad is not None]
+    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
 
 
 def fully_sharded(model):
@@ -23,7 +48,12 @@ def fully_sharded(model):
     return fully_shard(model, mesh=mesh)
 
 
-WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": fully_sharded}
+WRAPPERS = {
+    "DDP": DistributedDataParallel,
+    "unused, Jagged": lambda model: DistributedDataParallel(WithUnusedParameters(model, "Jagged"), find_unused_parameters=True),
+    "unused, JaggedTensor": lambda model: DistributedDataParallel(WithUnusedParameters(model, "JaggedTensor"), static_graph=True),
+    "FSDP2": fully_sharded,
+}
 
 
 def train(name, wrapper):
@@ -47,9 +77,54 @@ def test_ddp(case, two_ranks):
     two_ranks.run(train, case.name, "DDP")
 
 
+@feature("DDP, unused parameters")
+def test_ddp_with_unused_parameters(case, two_ranks):
+    two_ranks.run(train, case.name, "unused, Jagged")
+    if case.model is OnRows:
+        two_ranks.run(train, case.name, "unused, JaggedTensor")
+
+
 @feature("FSDP2")
 def test_fsdp2(case, two_ranks):
     two_ranks.run(train, case.name, "FSDP2")
+
+
+def train_with_a_result_that_ddp_does_not_find():
+    """torch's own error. Where it no longer comes, docs/compatibility.md says too much."""
+    model = WithUnusedParameters(make(CASES["JaggedGDPA"]), "JaggedTensor")
+    with pytest.raises(RuntimeError, match="Expected to mark a variable ready only once"):
+        gradients(DistributedDataParallel(model, find_unused_parameters=True), OnRows.inputs(*SIZES[0]))
+
+
+def test_ddp_does_not_look_into_torchrecs_containers(two_ranks):
+    pytest.importorskip("torchrec")
+    two_ranks.run(train_with_a_result_that_ddp_does_not_find)
+
+
+def train_sharded_by_columns(name):
+    """Both processes have the same batch."""
+    case, model, plain = CASES[name], make(CASES[name]), make(CASES[name])
+    mesh, linears = init_device_mesh("cpu", (2,)), [path for path, x in model.named_modules() if isinstance(x, nn.Linear)]
+    gathered, whole = dict(output_layouts=Replicate()), dict(input_layouts=Replicate())
+    by_columns = {path: ColwiseParallel(**gathered) for path in linears}
+    by_rows = {path: RowwiseParallel(**whole) for path in linears if path.endswith("out_proj")}
+    parallelize_module(model, mesh, by_columns | by_rows)
+    torch.manual_seed(0)
+    inputs = case.model.inputs(*SIZES[0])
+    torch.testing.assert_close(model(*inputs), plain(*inputs))
+    torch.testing.assert_close(gradients(model, inputs), gradients(plain, inputs))
+    sharded = [path for path, x in model.named_modules() if hasattr(getattr(x, "weight", None), "to_local")]
+    assert set(sharded) == set(linears)
+    if by_rows:
+        options = dict(use_local_output=False) if dist.get_rank() else {}  # a DTensor, or the process's part of the columns
+        apart = parallelize_module(make(case), mesh, {path: ColwiseParallel(**options) for path in linears})
+        with pytest.raises(ValueError, match=r"_proj must give \d+ columns, got (\d+|a DTensor); a tensor parallel plan must gather them"):
+            apart(*inputs)
+
+
+@feature("tensor parallel")
+def test_tensor_parallel(case, two_ranks):
+    two_ranks.run(train_sharded_by_columns, case.name)
 
 
 def save(name, path):

@@ -17,7 +17,7 @@ from .fixtures.block_attention import check_block_attention, check_block_layer_m
 from .fixtures.ds import check_delta, check_ds_blocks  # noqa: F401
 from .fixtures.jagged_matmul import jagged_matmuls  # noqa: F401
 from .fixtures.jagged_ops import assert_neighbours_kept, assert_second_derivatives, jagged_pair  # noqa: F401
-from .fixtures.jagged_softmax import jagged_softmaxes  # noqa: F401
+from .fixtures.jagged_softmax import assert_hidden_lines_give_0, jagged_softmaxes  # noqa: F401
 from .fixtures.linear_compress import check_linear_compress, compress_inputs  # noqa: F401
 from .fixtures.packed import check_packed, check_packed_neighbours, check_packed_tiles, packed_launches  # noqa: F401
 from .fixtures.pages import check_compiled_pages, check_pages  # noqa: F401

@@ -55,6 +55,12 @@ def test_many_segments_and_a_long_one(make, many, name, depth, columns, dtype):
     make(name, many, dtype, depth, columns).check()
 
 
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_lines_of_minus_infinity(assert_hidden_lines_give_0, name):
+    for dtype in DTYPES:
+        assert_hidden_lines_give_0(name, dtype, "cuda")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("depth, columns", [(1, 1), (64, 130), (70, 8), (8, 64), (0, 5), (5, 0)], ids=str)
 @pytest.mark.parametrize("name", [*MATMULS, *SOFTMAXES])

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from jagged_kernels.block_attention.configs import BlockAttentionConfig, HopperBlockAttentionConfig
+from jagged_kernels.block_attention.params import RotaryParams
 from jagged_kernels.block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
 from jagged_kernels.common.configs import KernelChoice
 
+TABLE = torch.ones(4, 32)
 TYPICAL = BlockAttentionProblem(
     num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16, block_size=64, rotary="none", aligned=True, device_type="cuda",
     capability=(9, 0),
@@ -82,3 +84,19 @@ def test_configurations(kernel, changes, implementation, config):
 def test_whether_a_block_has_kernels(head_dim, itemsize, capability, block_size, group, expected):
     assert has_kernels(head_dim, itemsize, capability, block_size, group, "auto") == expected
     assert has_kernels(head_dim, itemsize, capability, block_size, group, "hopper")
+
+
+@pytest.mark.parametrize(
+    "given, kind",
+    [
+        (dict(cos=None, sin=None), "none"),
+        ({}, "relative"),
+        (dict(precise=True), "relative"),
+        (dict(positions=TABLE[:, 0].long()), "absolute"),  # a tile's rows may have any positions
+        (dict(rotate_v=True), "absolute"),  # rotated values do not depend on differences alone
+        (dict(linear=False), "absolute"),
+    ],
+)
+def test_where_positions_may_be_counted_from_a_tile(given, kind):
+    plain = RotaryParams(TABLE, TABLE, positions=None, rotate_v=False, linear=True, precise=False)
+    assert plain._replace(**given).kind == kind

@@ -77,6 +77,15 @@ def test_query_rows_of_a_user():
     assert index.query_offsets(4).tolist() == [0, 12, 12, 20]
     assert index.query_offsets(4) is index.query_offsets(4), "computed once for all layers"
     assert index.query_segments(4).host_lengths.tolist() == [12, 0, 8]
+    assert index.query_offsets(3).tolist() == [0, 9, 9, 15], "another layer may have another number of rows"
+
+
+def test_layers_with_other_numbers_of_query_rows_share_an_index():
+    layer, history = jm.JaggedTargetAttention(8, 2), (torch.randn(6, 8), torch.tensor([0, 2, 2, 6]))
+    index, targets = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2, 1]), 3), torch.randn(4, 3, 8)
+    for rows in (2, 3):
+        expected = layer(targets[:, :rows], history, torch.tensor([2, 0, 2, 1]))
+        assert torch.equal(layer(targets[:, :rows], history, index), expected)
 
 
 @given(counts=st.lists(st.integers(0, 5), max_size=8), data=st.data())
@@ -95,6 +104,26 @@ def test_users_are_computed_once_and_on_the_device_of_the_index():
     assert index.users(3) is index.users(3)
     assert index.to("meta").users(3).device.type == "meta"
     assert torch.equal(pickle.loads(pickle.dumps(index)).users(3), torch.tensor([2, 0, 2]))
+
+
+def test_users_of_another_number_of_candidates_are_not_those_computed_before():
+    index = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
+    assert index.users(3).tolist() == [0, 1, 1]
+    with pytest.raises(ValueError, match="candidates describe 3 candidates, num_candidates is 2"):
+        index.users(2)
+    unknown = jm.CandidateIndex.from_offsets(torch.empty(3, dtype=torch.int64, device="meta"))
+    assert [unknown.users(n).shape[0] for n in (3, 2)] == [3, 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_moved_index_groups_the_same_candidates(device):
+    """The order is a cycle of three, so that its inverse is another permutation."""
+    index = jm.CandidateIndex.from_map(torch.tensor([1, 2, 0]), 3)
+    moved = index._map(torch.clone) if device == "cpu" else index.to(device)  # `to` returns self where it has nothing to move
+    assert moved.users(3).tolist() == [1, 2, 0] and moved.candidate_to_user.tolist() == [1, 2, 0]
+    x = torch.arange(3, device=device)
+    assert torch.equal(moved.ungrouped(x.index_select(0, moved.order)), x)
+    assert moved.offsets.device.type == device and moved.host_counts.tolist() == [1, 1, 1]
 
 
 def test_users_under_compile():

@@ -104,6 +104,96 @@ def test_bias_made_outside_of_the_graph():
     assert counter.frame_count == 1
 
 
+def in_graph(layer):
+    """The layer on a Jagged that the graph makes."""
+    return lambda values, offsets, longest: layer(jm.Jagged(values, offsets, longest)).values
+
+
+def score_cached(stack):
+    def serve(values, offsets, longest):
+        history = jm.Jagged(values, offsets, longest)
+        return stack.score(history, stack.cache(history)).values
+
+    return serve
+
+
+def attend_rows(q_offsets=None, kv_offsets=None):
+    """Attention of rows with sizes that follow from the batch's longest segment."""
+
+    def attend(values, offsets, longest):
+        x, options = values.unflatten(1, (HEADS, -1)), dict(max_seqlen_q=longest, max_seqlen_kv=longest)
+        operands = x[:3] if q_offsets else x, *([x[:3]] * 2 if kv_offsets else [x, x])
+        options = {} if q_offsets or kv_offsets else options
+        return F.jagged_attention(
+            *operands, q_offsets or offsets, kv_offsets or offsets, activation="silu", output_scale=1 / longest, **options
+        )
+
+    return attend
+
+
+def attend_to_own_rows(values, offsets, longest):
+    """Every row is a candidate of the user of the row."""
+    x = values.unflatten(1, (HEADS, -1))
+    index, options = jm.CandidateIndex.from_offsets(offsets), dict(max_seqlen_q=longest, max_seqlen_kv=longest)
+    return F.target_attention(x[:, None], x, x, index, offsets, activation="silu", output_scale=longest**-0.5, **options)
+
+
+LONGEST = {  # functions of values, offsets, and the length of the longest segment
+    "HSTULayer": lambda: in_graph(jm.HSTULayer(WIDTH, HEADS)),
+    "jagged_attention": attend_rows,
+    "target_attention": lambda: attend_to_own_rows,
+    "jagged_dense_bmm": lambda: (
+        lambda x, offsets, n: F.jagged_dense_bmm(x, F.jagged_jagged_bmm(x, x, offsets, max_seqlen=n), offsets, max_seqlen=n)
+    ),
+    "jagged_softmax": lambda: lambda x, offsets, n: F.jagged_softmax(x, offsets, max_seqlen=n),
+    "jagged_to_padded": lambda: lambda x, offsets, n: F.jagged_to_padded(x, offsets, n, padding_value=1 / n),
+    "jagged_attention-shared-q": lambda: attend_rows(q_offsets="shared"),
+    "jagged_attention-shared-kv": lambda: attend_rows(kv_offsets="shared"),
+    "HSTULayer-dropout": lambda: in_graph(jm.HSTULayer(WIDTH, HEADS, jm.HSTUConfig(dropout=0.1)).eval()),
+    "HSTULayer-masked": lambda: in_graph(jm.HSTULayer(WIDTH, HEADS, jm.HSTUConfig(contextual_seqlen=2, relative_position=200))),
+    "HSTUStack": lambda: in_graph(jm.HSTUStack(WIDTH, HEADS, 2)),
+    "HSTUStack-score": lambda: score_cached(jm.HSTUStack(WIDTH, HEADS, 2)),
+    "JaggedGDPA": lambda: in_graph(jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(output_scale=0.3, scale=0.2, dropout=0.1)).eval()),
+}
+
+
+@slow_after(1, "floats_as_inputs", [False, True])
+@slow_after(6, "name", LONGEST)
+def test_sizes_that_follow_from_the_longest_segment(name, floats_as_inputs):
+    """No graph for each length: no number that follows from it is a constant of the graph."""
+    function = LONGEST[name]()
+    graph, counter = compiled(function, floats_as_inputs)
+    compilations = []
+    for users, rows, _ in SIZES[:3]:
+        offsets, values = random_offsets(users, rows), torch.randn(rows, WIDTH, requires_grad=True)
+        results = []
+        for call in (function, graph):
+            out = call(values, offsets, int(offsets.diff().max()))
+            results.append([out, *torch.autograd.grad(out.square().sum(), values)])
+        torch.testing.assert_close(*results)
+        compilations.append(counter.frame_count)
+    assert set(compilations) <= ({1, 2} if floats_as_inputs else {1}) and len(set(compilations)) == 1
+
+
+@slow_after(1, "kind", ["nested", "Jagged"])
+def test_containers_that_know_their_longest_segment(kind):
+    """Made outside of the graph. Shortest segments of 0 and 1 rows would take graphs of their own: torch compiles sizes 0 and 1 apart."""
+    layer = jm.HSTULayer(WIDTH, HEADS)
+    graph, counter = compiled(layer)
+    for users, rows, _ in SIZES[:3]:
+        lengths = torch.full((users,), 2)
+        lengths[0] += rows - 2 * users
+        offsets, values = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), torch.randn(rows, WIDTH)
+        x = jm.Jagged(values, offsets, int(lengths.max()))
+        if kind == "nested":
+            x = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=x.max_seqlen)
+        out, expected = graph(x), layer(x)
+        assert type(out) is type(x)
+        torch.testing.assert_close(jm.Jagged.wrap(out).values, jm.Jagged.wrap(expected).values)
+        assert jm.Jagged.wrap(out).max_seqlen == lengths.max()
+    assert counter.frame_count == 1
+
+
 @slow_after(1, "kv_offsets", [None, "shared"])
 @pytest.mark.parametrize("kind", ["number", "tensor", "parameter"])
 def test_output_scale(kind, kv_offsets):

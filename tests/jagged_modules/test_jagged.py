@@ -123,6 +123,23 @@ def test_nested(values, offsets):
     assert torch.equal(values.grad, torch.full_like(values, 4))
 
 
+def test_nested_keeps_its_lengths(values, offsets):
+    """to_padded_tensor pads to max_seqlen. Without one it pads to the number of all rows, or waits for the device."""
+    nested = torch.nested.nested_tensor(list(values.split(LENGTHS)), layout=torch.jagged)
+    assert jm.Jagged.wrap(nested).max_seqlen == max(LENGTHS)
+    assert jm.Jagged.wrap(nested, max_seqlen=7).max_seqlen == 7
+    for layer in (jm.HSTULayer(8, 2), jm.HSTUStack(8, 2, 2), jm.GDPABlock(8, 2)):  # the first two divide by max_seqlen
+        out = layer(nested)
+        assert torch.equal(out.values(), layer(jm.Jagged(values, offsets, max(LENGTHS))).values)
+        assert out.to_padded_tensor(0.0).shape == (nested * 2).to_padded_tensor(0.0).shape == (len(LENGTHS), max(LENGTHS), 8)
+        assert (out._maybe_min_seqlen, out._maybe_max_seqlen) == (min(LENGTHS), max(LENGTHS))
+    without = torch.nested.nested_tensor_from_jagged(values, offsets)
+    assert jm.Jagged.wrap(without).max_seqlen is None and jm.JaggedMLP([8, 4])(without)._maybe_max_seqlen is None
+    wrong = torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=2)
+    with pytest.raises(ValueError, match=f"^x's offsets must have segments of at most max_seqlen = 2 rows, got {max(LENGTHS)}"):
+        jm.GDPABlock(8, 2)(wrong)
+
+
 @pytest.mark.parametrize("give", ["lengths", "offsets"])
 def test_jagged_tensor(give, values, offsets):
     torchrec = pytest.importorskip("torchrec")
@@ -172,6 +189,9 @@ def test_keyed_jagged_tensor(values, offsets):
     out = jagged.unwrap(values * 2)
     assert isinstance(out, torchrec.KeyedJaggedTensor) and out.keys() == ["a", "b"] and out.stride() == 2
     assert torch.equal(out["b"].values(), values[2:] * 2)
+    x.offset_per_key()  # what the host knows by now, the result knows too
+    out = jagged.unwrap(values * 2)
+    assert (out.length_per_key_or_none(), out.offset_per_key_or_none()) == ([2, 4], [0, 2, 6])
 
 
 def test_keyed_jagged_tensor_with_a_batch_size_per_key(values, offsets):
@@ -308,6 +328,9 @@ def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
     for index in queries:
         history.prepare(**SIZES, queries=index)
     builds.clear()
+    for index in queries[-segmentation.MAX_SCHEDULES :]:
+        history.prepare(**SIZES, queries=index)
+    assert not builds
     for index in reversed(queries):
         history.prepare(**SIZES, queries=index)
     assert len(queries) - len(builds) == segmentation.MAX_SCHEDULES

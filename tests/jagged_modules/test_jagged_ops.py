@@ -172,6 +172,29 @@ def test_softmax_of_large_scores(offsets_of):
     assert F.jagged2_softmax(x[:2, 0], plan).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_a_line_that_sees_nothing_gives_0(dim, implementation, offsets_of):
+    """As attention does. In every implementation, with zeros as gradients; NaN still gives NaN."""
+    plan = F.ScorePlan.from_offsets(offsets_of([2, 3]), offsets_of([4, 2]))
+    p, hidden = torch.randn(plan.total, dtype=torch.float64), torch.zeros(plan.total, dtype=torch.bool)
+    for matrix in matrices(hidden, plan):
+        (matrix if dim == -1 else matrix.T)[1] = matrix[0, 0] = True
+    masked = p.masked_fill(hidden, -torch.inf).requires_grad_()
+    grad = torch.randn_like(p)
+    results = []
+    for x in (masked, p.masked_fill(hidden, -1e9).requires_grad_()):
+        out = F.jagged2_softmax(x, plan, dim, implementation=implementation)
+        results.append([out.masked_fill(hidden, 0), *torch.autograd.grad(out.masked_fill(hidden, 0), x, grad)])
+    torch.testing.assert_close(*results)
+    assert not F.jagged2_softmax(masked, plan, dim, implementation=implementation)[hidden].any()
+
+    columns = torch.tensor([[-torch.inf, 1], [-torch.inf, 1], [torch.nan, -torch.inf], [1, -torch.inf]], requires_grad=True)
+    out = F.jagged_softmax(columns, offsets_of([2, 2]), implementation=implementation)
+    out[:2].sum().backward()
+    assert out[:2].tolist() == [[0, 0.5], [0, 0.5]] and not columns.grad[:2].any()
+    assert out[2:, 0].isnan().all() and not out[2:, 1].any()
+
+
 def test_host_work_does_not_grow_with_the_segments_nor_padding_with_the_longest(tensor_sizes, offsets_of):
     """The autograd graph has one node for an operator, and nothing is as large as the segments padded to the longest."""
     lengths = [2000, *[3] * 500]

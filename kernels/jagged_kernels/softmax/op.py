@@ -1,6 +1,6 @@
 """Jagged softmax: the registered operators, their launches and autograd.
 
-    forward   y = exp(x - max x) / Σ exp(x - max x)        along a line
+    forward   y = exp(x - max x) / Σ exp(x - max x)        along a line; 0 where all x are -inf
     backward  dx = y (g - Σ y g)
 
 A line is a column of a segment, or a row or a column of a jagged matrix. Sums are fp32, in an order that follows from the shapes, so

@@ -84,7 +84,8 @@ def _store(out, x, weight, part, first, sums, BACKWARD: tl.constexpr):
     if BACKWARD:
         result = x * (weight - sums.sum[:, None])
     else:
-        result = tl.exp2((x - _finite(sums.max)[:, None]) * LOG2_E) * (1.0 / sums.sum)[:, None]
+        total = tl.where(sums.sum == 0, 1.0, sums.sum)  # 0: all elements are -inf, so the results are 0
+        result = tl.exp2((x - _finite(sums.max)[:, None]) * LOG2_E) * (1.0 / total)[:, None]
     ptrs, mask = _block(out, part, first, x.shape[0], x.shape[1])
     tl.store(ptrs, result.to(out.ptr.dtype.element_ty), mask=mask)
 

@@ -48,7 +48,8 @@ def test_rotary(check_block_attention, block_size, rotate, dtype):
 
 def test_given_positions(check_block_attention):
     positions = torch.randint(0, 70, (sum(LENGTHS),))
-    check_block_attention(LENGTHS, torch.float32, "cpu", rotate="qkv", positions=positions)
+    for rotate in ("qk", "qkv"):
+        check_block_attention(LENGTHS, torch.float32, "cpu", rotate=rotate, positions=positions)
 
 
 @slow_after(1, "heads", [(6, 2), (1, 1), (3, 3), (4, 1)], ids=str)

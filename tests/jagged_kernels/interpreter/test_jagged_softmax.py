@@ -64,13 +64,21 @@ def test_one_launch_where_no_segment_is_said_to_be_long(offsets, monkeypatch, le
 
 @pytest.mark.parametrize("shift", [6, 9])
 def test_infinite_elements(jagged_softmaxes, monkeypatch, shift):
-    """-inf before and after finite elements, and alone; +inf. Results are those of torch."""
+    """-inf before and after finite elements, and alone; +inf. Results are those of torch, but 0 where all elements are -inf."""
     from jagged_kernels.softmax import op as jagged_softmax
 
     monkeypatch.setattr(jagged_softmax, "chunk_shift", lambda *_: shift)
     operator, reference, (x,), *_ = jagged_softmaxes("softmax", ([300, 5, 20], [0] * 3), torch.float32, "cpu", 6)
     x[:200, 0], x[150:, 1], x[:300, 2], x[7, 3], x[301, 4] = -torch.inf, -torch.inf, -torch.inf, torch.inf, -torch.inf
-    torch.testing.assert_close(operator(x), reference(x), equal_nan=True)
+    expected = reference(x)
+    expected[:300, 2] = expected[300:, 1] = 0
+    torch.testing.assert_close(operator(x), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_lines_of_minus_infinity(assert_hidden_lines_give_0, name):
+    for dtype in DTYPES:
+        assert_hidden_lines_give_0(name, dtype, "cpu")
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
