@@ -266,7 +266,8 @@ def _groups(num_heads: int, segments: _Segments) -> Iterator[_Group]:
         for q_start, q_end, kv_start, kv_end, *others in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts):
             if q_end > q_start and kv_end > kv_start:
                 num_queries = 1 if by_rows else q_end - q_start
-                starts[(query_group, num_queries, kv_end - kv_start, *others)] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
+                lengths = num_queries, kv_end - kv_start
+                starts[(query_group, *lengths, *others)] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
     for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
         at_a_time = 1 if batch_invariant else max(1, SCORES_AT_A_TIME // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):

@@ -42,6 +42,7 @@ class _SharedWeightMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (do,), (weight, embedding) = grads, ctx.saved_tensors
+        do = do.contiguous()  # torch.bmm multiplies expanded matrices one by one, each in all threads
         wants_weight, wants_embedding = ctx.needs_input_grad
         return (
             weight_gradient(do, embedding) if wants_weight else None,
