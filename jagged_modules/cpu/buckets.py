@@ -24,8 +24,8 @@ class Rows(NamedTuple):
     copied: bool = False
 
     @property
-    def count(self) -> int:
-        """Rows of all segments."""
+    def num_rows(self) -> int:
+        """The rows of all segments."""
         return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
 
     @classmethod

@@ -92,7 +92,7 @@ def _for_each_group(
 
     with one_thread() as threads:
         items = list(groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant))
-        in_shares(compute_share, items, lambda group: group[2].count * width, threads)
+        in_shares(compute_share, items, lambda group: group[2].num_rows * width, threads)
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:
