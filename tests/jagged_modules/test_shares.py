@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from jagged_kernels.common.one_thread import one_thread
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -29,7 +30,6 @@ offsets = torch.tensor([0, *lengths]).cumsum(0)
 rows = int(offsets[-1])
 q, k, v = (torch.randn(rows, 4, 24, requires_grad=True) for _ in range(3))
 x, y, matrices = (torch.randn(*size, requires_grad=True) for size in ((rows, 64), (rows, 64), (len(lengths), 64, 32)))
-weight, embeddings = torch.randn(11, 7), torch.randn(50, 7, 64, requires_grad=True)
 plan = F.ScorePlan.from_offsets(offsets)
 p = torch.randn(plan.total, requires_grad=True)
 hstu = dict(mask=jm.AttentionMask(causal=True, contextual_seqlen=2), activation="silu")
@@ -197,3 +197,22 @@ def test_inference_mode_and_forked_processes(three_shares, offsets_of):
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 1) == b"\1"
+
+
+@pytest.mark.parametrize("strides", [(448, 64, 1), (0, 0, 0), (1, 50, 350), (0, 64, 1)], ids=str)
+def test_compression_gives_bmm_no_strided_matrices(strides):
+    """torch.bmm would multiply them one by one, each in all of torch's threads."""
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.bmm.default:
+                assert all(1 in x.stride()[1:] for x in args)
+                counts.append(len(args[0]))
+            return function(*args, **(kwargs or {}))
+
+    counts, storage = [], torch.randn(50 * 7 * 64)
+    embeddings = storage.as_strided((50, 7, 64), strides).requires_grad_()
+    with Products():
+        out = F.linear_compress(torch.randn(11, 7), embeddings)
+        torch.autograd.grad(out, embeddings, storage[0].expand_as(out))
+    assert counts == [50, 50]

@@ -53,7 +53,7 @@ def test_gemm_of_a_shared_level(rows):
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "batch-invariant"])
 def test_sums_are_not_rounded_before_the_last_one(fixed):
-    """Terms of 2049 and -2048: fp16 has no 2049. They are a shared level's result and a candidate's, and two parts of a weight's gradient."""
+    """2049, which fp16 has not, and -2048 are results of a shared level and of a candidate, then two parts of a weight's gradient."""
     half = dict(dtype=torch.float16)
     weights = torch.tensor([[2048.0, 1.0]] * 5, **half), torch.full((5, 3), -2048.0, **half).requires_grad_()
     candidates = torch.zeros(16, 3, 32, **half)
