@@ -6,20 +6,23 @@ are read in place; others are gathered. If that would gather most rows, all of t
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.params import AttentionParams, MaskParams, empty_table_gradients
+from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import host_operator
 from ..masks import AttentionMask
 from .attention_bias import BlockBias, TableGradients
-from .attention_math import dot_products_are_finite, scores_at_a_time, softmax_backward, softmax_forward, unfused_backward, unfused_forward
+from .attention_math import SCORES_AT_A_TIME, dot_products_are_finite, softmax_backward, softmax_forward, unfused_backward, unfused_forward
 from .buckets import Rows, compute_dtype
+from .shares import in_shares
 
 ALIGNMENT = 64  # bytes; GEMMs of matrices that start elsewhere may round otherwise, so that a result would depend on other segments
 
@@ -44,20 +47,32 @@ def attention_cpu(
         scale, q_shared, activation, mask, output_scale, batch_invariant, table_gradients, num_targets, segment_scale,
         position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift,
     )  # fmt: skip
-    out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
+    with one_thread() as threads:
+        return _attend(q, k, v, q_offsets, kv_offsets, params, threads)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, params: AttentionParams, threads: int
+) -> tuple[Tensor, Tensor]:
+    scale, activation = params.scale, params.activation
+    out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, params.q_shared, activation))
     segments = _Segments.of(q_offsets, kv_offsets, params)
     queries, keys, values, results = _compute_operands(activation, *segments.sorted(q, k, v), out)
     is_fused = activation == "softmax" and not params.has_bias
     finite = is_fused and dot_products_are_finite(scale, queries, keys, values)
-    for group in _groups(q.shape[1], segments):
-        operands = group.operands(queries, keys, values)
-        if not is_fused:
-            block, block_lse = unfused_forward(*operands, *group.mask, scale, activation, group.bias(segments.params))
-        else:
-            block, block_lse = softmax_forward(*operands, *group.mask, scale, finite)
-        if block_lse is not None:
-            _put(lse, group.rows, block_lse[..., None])
-        _put(results, group.rows, block)
+
+    def compute(groups: list[_Group]) -> None:
+        for group in groups:
+            operands = group.operands(queries, keys, values)
+            if not is_fused:
+                block, block_lse = unfused_forward(*operands, *group.mask, scale, activation, group.bias(segments.params))
+            else:
+                block, block_lse = softmax_forward(*operands, *group.mask, scale, finite)
+            if block_lse is not None:
+                _put(lse, group.rows, block_lse[..., None])
+            _put(results, group.rows, block)
+
+    in_shares(compute, list(_groups(q.shape[1], segments)), _cost(q, v), threads, is_fused and _is_one_call(params))
     results, lse = (_unsorted(x, segments.q_order, len(x)) for x in (results, lse))
     return _result_like(out, _scaled(results, q_offsets, params)), lse
 
@@ -86,26 +101,48 @@ def attention_cpu_backward(
         scale, q_shared, activation, mask, output_scale, batch_invariant, table_gradients, num_targets, segment_scale,
         position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift,
     )  # fmt: skip
+    with one_thread() as threads:
+        return _gradients(do, q, k, v, out, lse, q_offsets, kv_offsets, params, threads)
+
+
+def _gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, q_offsets: Tensor, kv_offsets: Tensor,
+    params: AttentionParams, threads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scale, activation, q_shared = params.scale, params.activation, params.q_shared
     segments = _Segments.of(q_offsets, kv_offsets, params)
     grad = _sorted(_scaled(do.to(compute_dtype(do)), q_offsets, params), segments.q_order)
     out, lse = (None if x is None else _sorted(x, segments.q_order) for x in (out, lse))
     queries, keys, values, grad, *results = _compute_operands(activation, *segments.sorted(q, k, v), grad, *([] if out is None else [out]))
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    finite = activation == "softmax" and params.mask is not None and dot_products_are_finite(scale, grad, queries, keys, values)
+
+    def compute(groups: list[_Group]) -> tuple[Tensor | None, TableGradients]:
+        """Store or add the gradients of the groups' rows. Returns those of operands that all groups share."""
+        shared_dq, dtables = torch.zeros_like(queries) if q_shared else None, TableGradients.of(segments.params)
+        for group in groups:
+            operands, bias = (_take(grad, group.rows), *group.operands(queries, keys, values)), group.bias(segments.params)
+            if activation == "softmax" and lse is not None and bias is None:
+                block, block_lse = (_take(x, group.rows) for x in (*results, lse))
+                block_dq, block_dk, block_dv = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale, finite)
+            else:
+                block_dq, block_dk, block_dv = unfused_backward(*operands, *group.mask, scale, activation, bias, dtables)
+            if shared_dq is not None:
+                shared_dq += block_dq.sum(0).transpose(0, 1)
+            else:
+                _put(dq, group.q_rows, block_dq)
+            for dx, block_dx in ((dk, block_dk), (dv, block_dv)):
+                _put(dx, group.kv_rows, block_dx if group.is_first else _take(dx, group.kv_rows) + block_dx)
+        return shared_dq, dtables
+
     dtables = TableGradients.of(segments.params)
-    finite = activation == "softmax" and mask is not None and dot_products_are_finite(scale, grad, queries, keys, values)
-    for group in _groups(q.shape[1], segments):
-        operands, bias = (_take(grad, group.rows), *group.operands(queries, keys, values)), group.bias(segments.params)
-        if activation == "softmax" and lse is not None and bias is None:
-            block, block_lse = (_take(x, group.rows) for x in (*results, lse))
-            block_dq, block_dk, block_dv = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale, finite)
-        else:
-            block_dq, block_dk, block_dv = unfused_backward(*operands, *group.mask, scale, activation, bias, dtables)
-        if q_shared:
-            dq += block_dq.sum(0).transpose(0, 1)
-        else:
-            _put(dq, group.q_rows, block_dq)
-        for dx, block_dx in ((dk, block_dk), (dv, block_dv)):
-            _put(dx, group.kv_rows, block_dx if group.first else _take(dx, group.kv_rows) + block_dx)
+    divisible = lse is not None and not params.has_bias and _is_one_call(params)
+    threads = 1 if _is_by_rows(params) else threads  # rows of a segment add to the same keys
+    for _, groups in itertools.groupby(_groups(q.shape[1], segments), key=lambda group: group.query_group):
+        for shared_dq, share_dtables in in_shares(compute, list(groups), _cost(q, v), threads, divisible):
+            dtables.add_all(share_dtables)
+            if shared_dq is not None:
+                dq += shared_dq
     dq = dq if q_shared else _unsorted(dq, segments.q_order, q.shape[0])
     dk, dv = (_unsorted(x, segments.kv_order, k.shape[0]) for x in (dk, dv))
     return _result_like(q, dq), _result_like(k, dk), _result_like(v, dv), *dtables.results(q, params)
@@ -183,16 +220,20 @@ class _Group(NamedTuple):
     Attributes:
         rows, q_rows, kv_rows: their rows of the output, of q, and of k and v.
         mask: the mask, and the number of targets of each segment.
-        first: they belong to the first query group, so gradients of keys are stored, not added.
+        query_group: the query group that they belong to; those of one have different keys.
+        is_first: no other group of these keys comes before, so gradients of keys are stored, not added.
         shift: query_shift of each segment.
+        scores: the number of their scores, of all heads.
     """
 
     rows: Rows
     q_rows: Rows
     kv_rows: Rows
     mask: tuple[AttentionMask | None, int]
-    first: bool
+    query_group: int
+    is_first: bool
     shift: int
+    scores: int
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
@@ -220,23 +261,40 @@ def _groups(num_heads: int, segments: _Segments) -> Iterator[_Group]:
     q_shared, batch_invariant = params.q_shared, params.batch_invariant
     q_bounds, kv_bounds = segments.q_offsets.tolist(), segments.kv_offsets.tolist()
     num_segments = len(kv_bounds) - 1
-    by_rows = batch_invariant and mask is None and not q_shared and not params.has_bias
+    by_rows = _is_by_rows(params)
     targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
     shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
     starts: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
-    for first in range(0, len(q_bounds) - 1, max(1, num_segments)):
-        bounds = q_bounds[first : first + num_segments + 1]
+    for query_group in range((len(q_bounds) - 1) // max(1, num_segments)):
+        bounds = q_bounds[query_group * num_segments : (query_group + 1) * num_segments + 1]
         for q_start, q_end, kv_start, kv_end, *others in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts):
             if q_end > q_start and kv_end > kv_start:
                 num_queries = 1 if by_rows else q_end - q_start
-                starts[(first, num_queries, kv_end - kv_start, *others)] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
-    for (first_segment, num_queries, num_keys, t, shift), pairs in starts.items():
-        at_a_time = 1 if batch_invariant else max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
+                lengths = num_queries, kv_end - kv_start
+                starts[(query_group, *lengths, *others)] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
+    for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
+        at_a_time = 1 if batch_invariant else max(1, SCORES_AT_A_TIME // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):
             q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
             rows, kv_rows = Rows.of(q_starts, num_queries, batch_invariant), Rows.of(kv_starts, num_keys, batch_invariant)
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
-            yield _Group(rows, q_rows, kv_rows, (mask, t), first_segment == 0 and not by_rows, shift)
+            scores = num_heads * num_queries * num_keys * len(q_starts)
+            yield _Group(rows, q_rows, kv_rows, (mask, t), query_group, query_group == 0 and not by_rows, shift, scores)
+
+
+def _is_by_rows(params: AttentionParams) -> bool:
+    """Whether a group is one query row."""
+    return params.batch_invariant and params.mask is None and not params.q_shared and not params.has_bias
+
+
+def _is_one_call(params: AttentionParams) -> bool:
+    """Whether torch's fused attention computes a group in one call."""
+    return params.mask is None or MaskParams(*params.mask).is_causal
+
+
+def _cost(q: Tensor, v: Tensor) -> Callable[[_Group], int]:
+    """The number of multiplications of a group."""
+    return lambda group: group.scores * (q.shape[2] + v.shape[2])
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:

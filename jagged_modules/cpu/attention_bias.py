@@ -105,6 +105,12 @@ class TableGradients:
                     block = block.sum(0, keepdim=True)
                 total.index_add_(0, index.flatten(), block.flatten())
 
+    def add_all(self, other: TableGradients) -> None:
+        """Add the sums of other scores."""
+        for total, others in ((self.position, other.position), (self.time, other.time)):
+            if total is not None and others is not None:
+                total += others
+
     def results(self, q: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
         """The gradients, in the shapes and dtypes of the tables; `[0]` without one."""
         results = empty_table_gradients(params, q)

@@ -17,15 +17,11 @@ from .attention_bias import BlockBias, TableGradients
 from .buckets import softmax_gradient
 
 ROWS = 128  # query rows of a block; fewer rows see fewer columns, more rows need fewer passes over k and v
+SCORES_AT_A_TIME = 2**18  # scores that fit a core's caches; a group is computed by one thread
 MOST_SCORES = 2**21  # limit of a block's scores, over the query heads of one key head; long segments get fewer than ROWS rows
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def scores_at_a_time() -> int:
-    """The number of scores that fit the caches of torch's threads."""
-    return 2**18 * torch.get_num_threads()
 
 
 def softmax_forward(
@@ -252,7 +248,7 @@ def _blocks(q: Tensor, k: Tensor, mask: AttentionMask, num_targets: int) -> Iter
 def _unmasked_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, None]]:
     """`_blocks` without a mask."""
     segments, heads, num_keys = q.shape[0], q.shape[1], k.shape[2]
-    for rows in _row_blocks(q, k, max(ROWS, scores_at_a_time() // (segments * heads * num_keys))):
+    for rows in _row_blocks(q, k, max(ROWS, SCORES_AT_A_TIME // (segments * heads * num_keys))):
         yield rows, slice(0, num_keys), None
 
 
@@ -261,7 +257,7 @@ def _pieces(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) 
     segments, kv_heads = k.shape[:2]
     for rows, columns, hidden in _unmasked_blocks(q, k) if mask is None else _blocks(q, k, mask, num_targets):
         scores = q.shape[1] // kv_heads * (rows.stop - rows.start) * (columns.stop - columns.start)
-        at_a_time = max(1, scores_at_a_time() // scores)
+        at_a_time = max(1, SCORES_AT_A_TIME // scores)
         for start in range(0, segments * kv_heads, at_a_time):
             yield slice(start, start + at_a_time), rows, columns, hidden
 

@@ -23,6 +23,11 @@ class Rows(NamedTuple):
     length: int
     copied: bool = False
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of all segments."""
+        return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
+
     @classmethod
     def of(cls, starts: tuple[int, ...], length: int, copied: bool = False) -> Rows:
         if _adjoin(starts, length):

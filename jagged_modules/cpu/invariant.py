@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
 from ..activations import POINTWISE
 from ..autocast import host_operator
 from .buckets import compute_dtype
+from .shares import in_shares
 
 
 @host_operator("jagged_modules::batched_matmul_cpu")
@@ -21,8 +23,13 @@ def batched_matmul_cpu(weight: Tensor, x: Tensor) -> Tensor:
     """weight `[M, K]` @ x[b] `[K, N]` for each b: `[B, M, N]`. It has derivatives of any order."""
     out = x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
     weight = weight.to(compute_dtype(weight)).contiguous()
-    for matrix, result in zip(x, out):
-        result.copy_(torch.mm(weight, _copy(matrix)))
+
+    def compute(share: list[tuple[Tensor, Tensor]]) -> None:
+        for matrix, result in share:
+            result.copy_(torch.mm(weight, _copy(matrix)))
+
+    with one_thread() as threads:
+        in_shares(compute, list(zip(x, out)), lambda _: weight.numel() * x.shape[2], threads)
     return out
 
 
@@ -30,8 +37,9 @@ def batched_matmul_cpu(weight: Tensor, x: Tensor) -> Tensor:
 def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
     """The pointwise activation of this name, applied to each row of x `[L, D]`: `[L, D]`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for row, result in zip(x, out):
-        result.copy_(POINTWISE[activation].function(_copy(row)))
+    with one_thread():
+        for row, result in zip(x, out):
+            result.copy_(POINTWISE[activation].function(_copy(row)))
     return out
 
 
@@ -39,8 +47,9 @@ def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
 def pointwise_rows_backward_cpu(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """The gradient of x `[L, D]`, given the gradient `[L, D]` of the result."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for row_grad, row, result in zip(grad, x, out):
-        result.copy_(POINTWISE[activation].backward(_copy(row_grad), _copy(row)))
+    with one_thread():
+        for row_grad, row, result in zip(grad, x, out):
+            result.copy_(POINTWISE[activation].backward(_copy(row_grad), _copy(row)))
     return out
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,7 +38,7 @@ class _SharedWeightMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, embedding: Tensor) -> Tensor:
         ctx.save_for_backward(weight, embedding)
-        return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
+        return _multiply(weight, embedding)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -45,5 +46,11 @@ class _SharedWeightMatmul(torch.autograd.Function):
         wants_weight, wants_embedding = ctx.needs_input_grad
         return (
             weight_gradient(do, embedding) if wants_weight else None,
-            torch.bmm(weight.T.expand(do.shape[0], -1, -1), do) if wants_embedding else None,
+            _multiply(weight.T, do) if wants_embedding else None,
         )
+
+
+def _multiply(weight: Tensor, x: Tensor) -> Tensor:
+    """weight @ x[b] for each b. torch.bmm would multiply expanded or strided matrices one by one, each of them in all threads."""
+    weight, x = contiguous_last_dim(weight), contiguous_last_dim(x)
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)

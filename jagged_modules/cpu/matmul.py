@@ -8,14 +8,18 @@ multiplications are again these operators. batch_invariant: segments are compute
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
 from ..autocast import host_operator
 from .buckets import Rows, compute_dtype, groups, softmax_gradient
+from .shares import in_shares
+
+EXPONENTIAL = 16  # the time of an element of a softmax in multiplications of a GEMM
 
 
 @host_operator("jagged_modules::outer_cpu")
@@ -24,8 +28,11 @@ def outer_cpu(
 ) -> Tensor:
     """p[b] = x[b] @ y[b]ᵀ: `[total]`."""
     p = x.new_zeros(total)
-    for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant):
+
+    def compute(rows: Rows, columns: Rows, scores: Rows) -> None:
         scores.put(p, torch.bmm(_take(x, rows), _take(y, columns).mT))
+
+    _for_each_group(compute, x.shape[1], x_offsets, y_offsets, p_offsets, batch_invariant)
     return p
 
 
@@ -36,12 +43,15 @@ def matmul_cpu(
 ) -> Tensor:  # fmt: skip
     """out[b] = p[b] @ y[b]: `[out_rows, D]`. If transposed, out[b] = p[b]ᵀ @ y[b], where y has the rows of x."""
     out = y.new_zeros(out_rows, y.shape[1])
-    for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant):
+
+    def compute(rows: Rows, columns: Rows, scores: Rows) -> None:
         block = _take(p, scores).view(-1, rows.length, columns.length)
         if transposed:
             columns.put(out, torch.bmm(block.mT, _take(y, rows)))
         else:
             rows.put(out, torch.bmm(block, _take(y, columns)))
+
+    _for_each_group(compute, y.shape[1], x_offsets, y_offsets, p_offsets, batch_invariant)
     return out
 
 
@@ -49,10 +59,13 @@ def matmul_cpu(
 def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool, batch_invariant: bool = False) -> Tensor:
     """Softmax of each row of p[b], or of each column if `columns`: `[total]`. 0 where all scores are -infinity."""
     out, dim = p.new_zeros(p.shape), 1 if columns else 2
-    for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
-        block = _take(p, scores).view(-1, *shape)
+
+    def compute(x_rows: Rows, y_rows: Rows, scores: Rows) -> None:
+        block = _take(p, scores).view(-1, x_rows.length, y_rows.length)
         nothing_seen = block.amax(dim, keepdim=True) == -math.inf
         scores.put(out, block.softmax(dim).masked_fill_(nothing_seen, 0))
+
+    _for_each_group(compute, EXPONENTIAL, x_offsets, y_offsets, p_offsets, batch_invariant)
     return out
 
 
@@ -62,17 +75,27 @@ def softmax_backward_cpu(
 ) -> Tensor:
     """dp = out ∘ (grad − Σ out ∘ grad), where Σ is over a row, or over a column if `columns`."""
     dp = out.new_zeros(out.shape)
-    for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
-        block, block_grad = (_take(x, scores).view(-1, *shape) for x in (out, grad))
+
+    def compute(x_rows: Rows, y_rows: Rows, scores: Rows) -> None:
+        block, block_grad = (_take(x, scores).view(-1, x_rows.length, y_rows.length) for x in (out, grad))
         scores.put(dp, softmax_gradient(block_grad, block, 1 if columns else 2, block.dtype))
+
+    _for_each_group(compute, EXPONENTIAL, x_offsets, y_offsets, p_offsets, batch_invariant)
     return dp
 
 
-def _matrices(
-    x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, batch_invariant: bool
-) -> Iterator[tuple[Rows, tuple[int, int]]]:  # fmt: skip
-    for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant):
-        yield scores, (rows.length, columns.length)
+def _for_each_group(
+    compute: Callable[[Rows, Rows, Rows], None], width: int, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, batch_invariant: bool
+) -> None:
+    """compute(rows of x, rows of y, elements of p) for each group of segments. width: multiplications per element of p."""
+
+    def compute_share(share: list[tuple[Rows, ...]]) -> None:
+        for group in share:
+            compute(*group)
+
+    with one_thread() as threads:
+        items = list(groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant))
+        in_shares(compute_share, items, lambda group: group[2].num_rows * width, threads)
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:

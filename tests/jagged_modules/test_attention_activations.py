@@ -64,7 +64,7 @@ def test_blocks_of_any_size(activation, mask, rows, scores, most, monkeypatch, o
     monkeypatch.setattr(cpu_blocks, "ROWS", rows)
     monkeypatch.setattr(cpu_blocks, "MOST_SCORES", most)
     for module in (cpu, cpu_blocks):
-        monkeypatch.setattr(module, "scores_at_a_time", lambda: scores)
+        monkeypatch.setattr(module, "SCORES_AT_A_TIME", scores)
     lengths, targets = [5, 5, 3, 5, 9, 5], [2, 2, 0, 2, 1, 2]
     tensors = make_qkv(32, 32, heads=4, kv_heads=2, v_dim=5)
     check(*tensors, offsets_of(lengths), None, activation=activation, mask=mask_of(mask, targets))

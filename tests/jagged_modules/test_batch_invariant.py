@@ -3,6 +3,7 @@
 import pytest
 import torch
 from marks import slow_after
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -71,6 +72,29 @@ def test_gradients_of_weights_and_of_second_order():
         with pytest.raises(RuntimeError, match="not differentiable twice"):
             (grad,) = torch.autograd.grad(F.jagged_linear(x, weight, bias, activation="gelu").sum(), x, create_graph=True)
             torch.autograd.grad(grad.sum(), x)
+
+
+class _Gemms(TorchDispatchMode):
+    """Records in `names` the operators that multiply matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "mm" in function.__name__ or "matmul" in function.__name__:
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_compression_multiplies_no_batch_of_matrices():
+    """The bits of torch.bmm depend on the batch with some processors only, so this test looks at the operators."""
+    weights, embeddings = [torch.randn(5, k) for k in (3, 4)], [torch.randn(b, k, 8).requires_grad_() for b, k in ((2, 3), (6, 4))]
+    with _Gemms() as gemms:
+        with jm.batch_invariant(True):
+            out = F.linear_compress(weights, embeddings, torch.arange(6) % 2)
+        torch.autograd.grad(out.sum(), embeddings)
+    assert gemms.names == ["jagged_modules::batched_matmul_cpu"] * 4
 
 
 def test_sums_of_half_precision_under_scales():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from marks import slow_after
 
+import jagged_modules as jm
 from jagged_modules import functional as F
 
 DTYPES = [torch.float32, torch.float16]
@@ -48,6 +49,22 @@ def test_gemm_of_a_shared_level(rows):
     out = _gemm(weight, embedding, (), (), torch.float32, config)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, weight.float() @ embedding.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["default", "batch-invariant"])
+def test_sums_are_not_rounded_before_the_last_one(fixed):
+    """2049, which fp16 has not, and -2048 are results of a shared level and of a candidate, then two parts of a weight's gradient."""
+    half = dict(dtype=torch.float16)
+    weights = torch.tensor([[2048.0, 1.0]] * 5, **half), torch.full((5, 3), -2048.0, **half).requires_grad_()
+    candidates = torch.zeros(16, 3, 32, **half)
+    candidates[:, 0] = 1
+    with jm.batch_invariant(fixed):
+        out = F.linear_compress(weights, (torch.ones(2, 2, 32, **half), candidates), torch.arange(16) % 2, implementation="triton")
+    assert (out == 1).all()
+    grad = torch.zeros_like(out)
+    grad[0], grad[0, :, 0], grad[-1] = 64, 65, -64
+    (gradient,) = torch.autograd.grad(out, weights[1], grad)
+    assert (gradient[:, 0] == 1).all()
 
 
 @pytest.mark.parametrize("groups", [2, 600])
