@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def add_ranker_options(parser: argparse.ArgumentParser) -> None:
     """The options of `make_ranker` that programs have in common."""
-    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    parser.add_argument("--data", help="log of the users' histories, with the ids of the training's; its log if not given")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the dense layers and the cache; tables are float32")
@@ -60,13 +60,14 @@ def make_ranker(
 
     Args:
         cache_bytes: budget of the cache; 0: none.
-        data: path of the log; that of the training if None.
+        data: path of a log with the same ids; that of the training if None.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
         fuse_broadcasts: whether the interaction "padded" is passed through `jm.transforms.fuse_broadcasts`. Others repeat no history.
         dtype: of the dense layers and of the cache.
 
     Raises:
-        ValueError: the model has no ranker, or none with a cache; the log does not fit the model; a history does not fit the cache.
+        ValueError: the model has no ranker, or none with a cache; the log has other ids than that of the training, or does not fit the
+            model otherwise; a history does not fit the cache.
     """
     name, options = weights.settings["model"], dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype)
     if name in INTERACTIONS:
@@ -93,7 +94,8 @@ def _ranking_ranker(settings: dict[str, Any], device: torch.device, data: str | 
     log, held_out = dataset.log, ranges(dataset.chunks.start, dataset.chunks.end)[0]
     model = train_dlrm.make_model(options, dataset.tables, None, device)
     state = _state(log, dataset.rating_index, held_out)
-    return RankingRanker(model, dataset, **state, max_history=options.max_history, settings=settings, **cache)
+    run = dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
+    return RankingRanker(model, dataset, **state, **run, **cache)
 
 
 def _sequence_ranker(settings: dict[str, Any], device: torch.device, data: str | None, **cache: Any) -> SequenceRanker:
@@ -105,7 +107,8 @@ def _sequence_ranker(settings: dict[str, Any], device: torch.device, data: str |
     log = dataset.log
     model = train_hstu.make_model(options, options.model, log.num_items, device)
     state = _state(log, np.zeros_like(log.item), dataset.windows.end)
-    return SequenceRanker(model, **state, max_history=options.max_history, settings=settings, **cache)
+    run = dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
+    return SequenceRanker(model, **state, **run, **cache)
 
 
 def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:
