@@ -26,6 +26,7 @@ from published_ids import Id, Ids, check_id, fingerprint
 
 LOG_NAMES = ("u.data", "ratings.dat", "ratings.csv", "*.inter")
 COLUMNS = ("user", "item", "rating", "timestamp")
+LARGEST_RATING = float(np.finfo(np.float32).max)
 # Names of the columns in the two formats with a header.
 HEADER_NAMES = {
     "csv": {"userId": "user", "movieId": "item", "rating": "rating", "timestamp": "timestamp"},
@@ -257,14 +258,14 @@ def _id(text: str) -> str:
 
 def _rating(text: str) -> float:
     value = float(_plain(text))
-    if not abs(value) <= float(np.finfo(np.float32).max):  # NaN too
+    if not abs(value) <= LARGEST_RATING:  # NaN too
         raise ValueError
     return value
 
 
 def _timestamp(text: str) -> int | float:
     """An int if the text is a whole number, also one such as 5.0: float64 would round it from 2**53 on."""
-    exact = Decimal(_plain(text))
+    exact = int(text) if text.isascii() and text.isdigit() else Decimal(_plain(text))
     if not abs(exact) < 2**63:
         raise ValueError
     return int(exact) if exact == int(exact) else float(exact)

@@ -92,9 +92,8 @@ def fingerprint(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_id(text: Id) -> Id:
-    """The id. Raises ValueError if it is empty, or has control characters or spaces other than the common one."""
-    if isinstance(text, str) and not (text and text.isprintable()):
+def check_id(text: str) -> str:
+    """The text. Raises ValueError if it is empty or has characters that cannot be printed."""
+    if not (text and text.isprintable()):
         raise ValueError(f"an id must be an integer or text that can be printed, not {text!r}")
     return text
-

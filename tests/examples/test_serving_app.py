@@ -35,6 +35,7 @@ import serving_app  # noqa: E402
 from serving_app import Service, tune_process  # noqa: E402
 from serving_batcher import Limits  # noqa: E402
 
+from ..marks import PATIENCE  # noqa: E402
 from .running import LIMITS, Running  # noqa: E402
 
 GOOD = {"user": 3, "candidates": [5, 6, 7]}
@@ -194,7 +195,7 @@ class Hold:
 
         def held(requests):
             self.entered.set()
-            assert self.released.wait(30)
+            assert self.released.wait(PATIENCE)
             self.users += [x.user for x in requests]
             return score(requests)
 
@@ -202,10 +203,19 @@ class Hold:
 
 
 def wait_until(condition) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def refuses(running: Running) -> bool:
+    """Whether the server takes no connection any more."""
+    try:
+        socket.create_connection(running.address).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def test_a_full_queue_is_answered_with_429(start):
@@ -213,7 +223,7 @@ def test_a_full_queue_is_answered_with_429(start):
     hold = Hold(running.service)
     with ThreadPoolExecutor(40) as threads:
         first = threads.submit(running.rank, {**GOOD, "user": 24})
-        assert hold.entered.wait(30)
+        assert hold.entered.wait(PATIENCE)
         answers = [threads.submit(running.rank, {**GOOD, "user": user}) for user in range(20)]
         wait_until(lambda: sum(x.done() for x in answers) == 12)
         assert running.metric("rank_queue_length") == 8
@@ -225,11 +235,15 @@ def test_a_full_queue_is_answered_with_429(start):
 
 
 def test_requests_that_wait_outside_of_the_queue_are_bounded(start, monkeypatch):
-    """Five wait before they are in the queue, as requests do when the event loop is busy. Clients that send slowly take no place."""
+    """Five wait before they are in the queue, as requests do when the event loop is busy. Clients that send slowly take no place.
+
+    Of the five, the queue then has room for three, and for a fourth one if the first is taken out in time.
+    """
     running = start(limits=replace(LIMITS, batches=Limits(max_queue=3, max_users=1)))
-    go, rank = threading.Event(), running.service.rank
+    go, rank, entered = threading.Event(), running.service.rank, threading.Semaphore(0)
 
     async def slow(*arguments):
+        entered.release()
         while not go.is_set():
             await asyncio.sleep(0.01)
         return await rank(*arguments)
@@ -241,13 +255,13 @@ def test_requests_that_wait_outside_of_the_queue_are_bounded(start, monkeypatch)
             connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
         wait_until(lambda: len(running.server.server_state.tasks) == 7)
         waiting = [threads.submit(running.rank, {**GOOD, "user": user}) for user in range(5)]
-        wait_until(lambda: len(running.server.server_state.tasks) == 12)
+        assert all(entered.acquire(timeout=PATIENCE) for _ in waiting)
         refused = running.rank(GOOD)
         assert refused.status_code == 429 and refused.json() == {"error": "5 requests are in progress"}
         assert running.client.get("/health").status_code == 200
         go.set()
         statuses = [x.result().status_code for x in waiting]
-    assert statuses.count(200) >= 4 and running.metric('rank_requests_total{status="429"}') == 1 + statuses.count(429)
+    assert statuses.count(200) >= 3 and running.metric('rank_requests_total{status="429"}') == 1 + statuses.count(429)
     assert_serves(running)
 
 
@@ -269,7 +283,8 @@ def test_clients_that_do_not_read_take_no_place():
             await asyncio.Event().wait()
 
         tasks = [asyncio.create_task(admission({"type": "http", "path": "/rank", "headers": []}, receive, send)) for _ in range(9)]
-        await asyncio.wait(tasks, timeout=0.1)
+        while len(answering) < 9 and not any(task.done() for task in tasks):
+            await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -284,7 +299,7 @@ def test_a_deadline(start):
     hold = Hold(running.service)
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(running.rank, GOOD)
-        assert hold.entered.wait(30)
+        assert hold.entered.wait(PATIENCE)
         late = threads.submit(running.rank, {**GOOD, "user": 4, "deadline_ms": 10})
         wait_until(lambda: len(running.service.batcher) == 1)
         time.sleep(0.05)
@@ -302,7 +317,7 @@ def test_a_client_that_leaves(start, half):
     hold = Hold(running.service)
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(running.rank, GOOD)
-        assert hold.entered.wait(30)
+        assert hold.entered.wait(PATIENCE)
 
         async def leave():
             async with httpx.AsyncClient(base_url=running.client.base_url) as client:
@@ -315,7 +330,7 @@ def test_a_client_that_leaves(start, half):
 
         def close_half():
             body = json.dumps({**GOOD, "user": 4})
-            with socket.create_connection(running.address, timeout=30) as connection:
+            with socket.create_connection(running.address, timeout=PATIENCE) as connection:
                 head = f"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
                 connection.sendall((head + body).encode())
                 wait_until(lambda: len(running.service.batcher))
@@ -343,20 +358,33 @@ def test_a_client_that_leaves_before_the_body_is_complete(start):
 def test_a_body_that_takes_too_long(start):
     """The connection is closed, so the client cannot hold up a server that stops either."""
     running = start(limits=replace(LIMITS, body_seconds=0.2))
-    with socket.create_connection(running.address, timeout=30) as connection:
+    with socket.create_connection(running.address, timeout=PATIENCE) as connection:
         connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert answer.status == 408 and json.loads(answer.read()) == {"error": "the body must be complete within 0.2 s"}
         assert connection.recv(1) == b""
     assert running.metric('rank_requests_total{status="408"}') == 1
-    hold = Hold(running.service)
-    with ThreadPoolExecutor(1) as threads:
-        slow = threads.submit(running.rank, GOOD)  # after its body, a request may take longer
-        assert hold.entered.wait(30)
-        time.sleep(0.4)
-        hold.released.set()
-        assert slow.result().status_code == 200
+
+
+def test_a_request_may_take_longer_than_its_body():
+    """The body comes at once, so its time cannot pass before, however slow the machine is."""
+    sent = []
+
+    async def app(scope, receive, send):
+        assert (await receive())["type"] == "http.request"
+        await asyncio.sleep(0.05)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message):
+        sent.append(message["status"])
+
+    admission = serving_app.Admission(app, replace(LIMITS, body_seconds=0.001), None)
+    asyncio.run(admission({"type": "http", "path": "/rank", "headers": []}, receive, send))
+    assert sent == [200]
 
 
 def no_memory_of_a_gpu():
@@ -440,7 +468,7 @@ def test_scores_that_are_not_finite_fail_alone(start):
         running.service.ranker.model.sequences.embeddings["item"].weight[40] = float("nan")
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(running.rank, {**GOOD, "user": 9})
-        assert hold.entered.wait(30)
+        assert hold.entered.wait(PATIENCE)
         seen = {user for user in range(25) if 40 in running.service.ranker.histories.window(user, _none(), 200).item}
         bad_user, good_user = [user for user in range(9) if user not in seen][:2]
         events, lengths = [{"item": 6, "rating": 4}], [running.service.ranker.histories.length(user) for user in (bad_user, good_user)]
@@ -498,13 +526,13 @@ def test_requests_are_answered_while_weights_are_read(start, served):
 
     def read_weights():
         reading.set()
-        assert answered.wait(30)
+        assert answered.wait(PATIENCE)
         return load_weights(served["attention"])
 
     running = start(read_weights=read_weights)
     with ThreadPoolExecutor(1) as threads:
         reload = threads.submit(running.client.post, "/reload")
-        assert reading.wait(30)
+        assert reading.wait(PATIENCE)
         assert_serves(running)
         answered.set()
         assert reload.result().json() == {"weights_version": 2}
@@ -559,23 +587,30 @@ def test_a_shutdown_answers_all_requests(start):
     hold = Hold(running.service)
     with ThreadPoolExecutor(9) as threads:
         first = threads.submit(running.rank, GOOD)
-        assert hold.entered.wait(30)
+        assert hold.entered.wait(PATIENCE)
         waiting = [threads.submit(running.rank, {**GOOD, "user": user}) for user in range(4, 12)]
         wait_until(lambda: len(running.service.batcher) == 8)
         running.server.should_exit = True
-        time.sleep(0.2)
+        wait_until(lambda: refuses(running))
         hold.released.set()
         assert [x.result().status_code for x in [first, *waiting]] == [200] * 9
-    running.thread.join(30)
+    running.thread.join(PATIENCE)
     assert not running.thread.is_alive() and not running.service.batcher.is_alive()
     with pytest.raises(httpx.ConnectError):
         running.rank(GOOD)
 
 
-def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
+def test_a_server_that_stops_reads_what_clients_have_sent(served):
     """On connections that were open, whether a request was sent on them before or not. It asks for no further one."""
-    monkeypatch.setattr(serve_ranking, "DRAIN_SECONDS", 3.0)
-    running = Running(Service(ranker_of(served["attention"]), LIMITS), serve_ranking.Server)
+    sent = threading.Event()
+
+    class Server(serve_ranking.Server):
+        async def drain(self):
+            """Until all is sent, in place of a time."""
+            while not sent.is_set():
+                await asyncio.sleep(0.01)
+
+    running = Running(Service(ranker_of(served["attention"]), LIMITS), Server)
     *connections, checker = [http.client.HTTPConnection(*running.address) for _ in range(3)]
     for connection in (*connections, checker):
         connection.connect()
@@ -586,21 +621,14 @@ def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
 
     assert rank(connections[1]).read() and connections[1].sock is not None
     running.server.should_exit = True
-
-    def refuses() -> bool:
-        try:
-            socket.create_connection(running.address).close()
-        except ConnectionRefusedError:
-            return True
-        return False
-
-    wait_until(refuses)
+    wait_until(lambda: refuses(running))
     checker.request("GET", "/health")
     answer = checker.getresponse()
     assert answer.status == 503 and json.loads(answer.read())["status"] == "stopping"
     for connection in connections:
         answer = rank(connection)
         assert answer.status == 200 and answer.getheader("connection") == "close" and len(json.loads(answer.read())["scores"]) == 3
+    sent.set()
     running.stop()
     assert not running.thread.is_alive() and not running.service.batcher.is_alive()
 
@@ -610,7 +638,7 @@ def test_a_service_trims_the_heap(start, monkeypatch):
     trims = []
     monkeypatch.setattr(serving_app, "trim_heap", lambda: trims.append(time.monotonic()))
     monkeypatch.setattr(serving_app, "TRIM_SECONDS", 0.3)
-    running, end = start(), time.monotonic() + 30
+    running, end = start(), time.monotonic() + PATIENCE
     while len(trims) < 3:
         assert_serves(running)
         assert time.monotonic() < end
