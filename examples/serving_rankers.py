@@ -203,12 +203,12 @@ class Ranker(ABC):
         Raises ValueError if the weights are of another model, also of one whose tensors have equal shapes, or of a log with other ids. The
         model is then unchanged.
         """
-        if difference := weights.vocabulary.difference(self.vocabulary):
-            raise ValueError(f"the weights are of another log than that of the histories: {difference}")
         changed = [name for name in COMPUTED if weights.settings.get(name) != self.settings.get(name)]
         if changed:
             values = (f"{name} is {weights.settings.get(name)!r}, not {self.settings.get(name)!r}" for name in changed)
             raise ValueError(f"the weights are of another model: {'; '.join(values)}")
+        if difference := weights.vocabulary.difference(self.vocabulary):
+            raise ValueError(f"the weights are of another log than that of the histories: {difference}")
         own = self.model.state_dict()
         shapes = [{name: (x.shape, x.is_floating_point()) for name, x in tensors.items()} for tensors in (own, weights.tensors)]
         if shapes[0] != shapes[1]:

@@ -87,18 +87,24 @@ def test_timestamps_with_fractions(tmp_path):
     assert read_log(tmp_path).timestamp.tolist() == [1.0, 2.5, 2.75]
 
 
+CHANGES = {"user": ("7\t20", "8\t20"), "item": ("\t20\t", "\t25\t"), "rating": ("4.5", "4"), "timestamp": ("450", "451")}
+
+
 def test_a_fingerprint_depends_on_all_that_is_in_a_log(tmp_path):
     """Also if the sizes are equal. It does not depend on the form of the file."""
-    logs = {"first": FORMS["u.data"], "user": FORMS["u.data"].replace("7\t20", "8\t20"), "item": FORMS["u.data"].replace("\t20\t", "\t25\t")}
-    logs |= {"rating": FORMS["u.data"].replace("4.5", "4"), "timestamp": FORMS["u.data"].replace("450", "451")}
-    prints = {}
-    for name, text in logs.items():
-        (tmp_path / name).mkdir()
-        prints[name] = read_log(write(tmp_path / name, **{"u.data": text})).fingerprint
-    prints["side"] = read_log(write(tmp_path / "first", **{"u.user": SIDES["ml-100k"]["u.user"]})).fingerprint
-    prints["other side"] = read_log(write(tmp_path / "first", **{"u.user": SIDES["ml-100k"]["u.user"].replace("artist", "writer")})).fingerprint
-    assert len(set(prints.values())) == len(prints)
-    assert read_log(write(tmp_path, **{"ratings.csv": FORMS["ratings.csv"]})).fingerprint == prints["first"]
+
+    def fingerprint_of(text, users=None):
+        (tmp_path / "u.data").write_text(text)
+        if users is not None:
+            (tmp_path / "u.user").write_text(users)
+        return read_log(tmp_path / "u.data").fingerprint
+
+    text, users = FORMS["u.data"], SIDES["ml-100k"]["u.user"]
+    first = fingerprint_of(text)
+    assert read_log(write(tmp_path, **{"ratings.csv": FORMS["ratings.csv"]}) / "ratings.csv").fingerprint == first
+    others = [fingerprint_of(text.replace(*change)) for change in CHANGES.values()]
+    others += [fingerprint_of(text, users), fingerprint_of(text, users.replace("artist", "writer"))]
+    assert len({first, *others}) == 1 + len(others)
 
 
 def test_side_features_of_ids_that_are_text(tmp_path):
@@ -185,7 +191,11 @@ def test_titles_in_utf_8(tmp_path):
         ({"u.data": "1\t2\tnan\t4\n"}, ValueError, "u.data, line 1: the rating must be a finite number"),
         ({"u.data": "1\t2\t1e39\t4\n"}, ValueError, "u.data, line 1: the rating must be a finite number of float32, not '1e39'"),
         ({"u.data": "1\t2\t3\t1e19\n"}, ValueError, r"u.data, line 1: the timestamp must be a finite number below 2\*\*63, not '1e19'"),
-        ({"u.data": f"1\t2\t3\t.5\n1\t3\t3\t{2**53}\n"}, ValueError, r"line 2: the timestamp must be below 2\*\*53 in a log with fractions"),
+        (
+            {"u.data": f"1\t2\t3\t.5\n1\t3\t3\t{2**53}\n"},
+            ValueError,
+            r"line 2: the timestamp must be below 2\*\*53 in a log with",
+        ),
         ({"ratings.csv": FORMS["ratings.csv"] + "\n\n1,2,3,nan\n"}, ValueError, "ratings.csv, line 9: the timestamp must be"),
         ({"ratings.csv": FORMS["ratings.csv"] + "\n\n1,2,3,\n1,2\n"}, ValueError, "ratings.csv, line 9: the timestamp must be .*, not ''"),
         ({"ratings.csv": FORMS["ratings.csv"] + "\n\n1,2\n"}, ValueError, "ratings.csv, line 9: .* separated by ',', not '1,2'"),

@@ -44,7 +44,7 @@ class Program:
             return False
 
     def rank(self, user: int) -> httpx.Response:
-        return self.client.post("/rank", json={"user": user, "candidates": [5, 6, 7]})
+        return self.client.post("/rank", json={"user": user, "candidates": [4, 6, 8]})
 
     def received(self) -> float:
         """The number of requests that wait or were answered."""

@@ -63,7 +63,7 @@ def test_a_missed_target_adds_nothing():
 
 
 def test_items_that_are_seen_twice_do_not_raise_the_hit_rate():
-    """A model that scores the latest item highest, of users who chose each item of theirs twice. Nothing of what they have seen is unseen."""
+    """A model that scores the latest item highest, of users who chose each item of theirs twice."""
     items = torch.arange(50)
     seen = JaggedTensor(values=items.repeat_interleave(2), lengths=torch.full((25,), 4))
     scores = torch.nn.functional.one_hot(items[1::2], 50).float()
