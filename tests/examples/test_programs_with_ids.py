@@ -12,7 +12,6 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import serve_ranking  # noqa: E402
-from movielens import read_log  # noqa: E402
 from serving_app import Service  # noqa: E402
 
 from .running import LIMITS, Running  # noqa: E402
@@ -87,7 +86,7 @@ OTHER_EVENTS = {
 
 
 @every_program
-def test_another_log_is_refused(tmp_path, name, capsys):
+def test_another_log_is_refused(tmp_path, name):
     """With one line, by training that is resumed and by the server, although all sizes are equal."""
     log, out = write(tmp_path, rows_of(range(1, 13))), tmp_path / "out"
     weights = train(name, out, log)
@@ -98,10 +97,9 @@ def test_another_log_is_refused(tmp_path, name, capsys):
             serve_ranking.main(["--weights", str(weights), "--device", "cpu", "--data", str(write(other, rows))])
         pattern = rf"serve_ranking: the weights are of another log .*: fingerprint {own}, not \w{{16}}; row \d+ of '\w+' is "
         assert re.match(pattern, served.value.code), served.value.code
-    before = read_log(log).fingerprint
     for rows in (OTHER_LOGS | OTHER_EVENTS).values():
-        after = read_log(write(tmp_path, rows)).fingerprint
-        with pytest.raises(SystemExit, match=f"epoch-1 is of a run with other settings: log_fingerprint '{before}' -> '{after}'$"):
+        write(tmp_path, rows)
+        with pytest.raises(SystemExit, match=r"epoch-1 is of a run with other settings: log_fingerprint '\w{16}' -> '\w{16}'$"):
             train(name, out, log, "--epochs", "2", "--resume")
     train(name, out, write(tmp_path, rows_of(range(1, 13))), "--epochs", "2", "--resume")
 
@@ -111,11 +109,11 @@ def test_a_log_with_more_events_of_the_same_ids_is_served(tmp_path, name):
     """The histories are those of the log that is given."""
     rows = rows_of(range(1, 13))
     weights = load_weights(train(name, tmp_path / "out", write(tmp_path, rows)))
-    before, after = make_ranker(weights, CPU, CACHE), None
-    write(tmp_path, [*rows, *((3, item, 5, 10_000 + item) for item in range(20))])
-    after = make_ranker(weights, CPU, CACHE)
-    row = int(after.histories.users.rows([3])[0])
-    assert after.histories.length(row) > before.histories.length(row)
+    before = make_ranker(weights, CPU, CACHE).histories
+    write(tmp_path, [*rows, *((3, item, 5, 10_000 + item) for item in range(5))])
+    after = make_ranker(weights, CPU, CACHE).histories
+    lengths = [[histories.length(row) for row in range(12)] for histories in (before, after)]
+    assert [x < y for x, y in zip(*lengths, strict=True)] == [user == 3 for user in range(1, 13)]
 
 
 def test_weights_without_ids_are_refused(tmp_path):
