@@ -199,10 +199,12 @@ def read_text(path: Path) -> str:
 def _parse_log(path: Path, text: str) -> dict[str, Any]:
     lines = text.split("\n")
     header, delimiter = lines[0], next((x for x in ("\t", "::", ",") if x in lines[0]), "\t")
-    names = [name.split(":", 1)[0].strip() for name in header.split("\t")]
-    if delimiter == "," or (delimiter == "\t" and not HEADER_NAMES["inter"].keys().isdisjoint(names)):
-        kind, found = ("csv", [name.strip() for name in next(csv.reader([header]))]) if delimiter == "," else ("inter", names)
-        return _parse_rows(path, lines, delimiter, _places(path, found, HEADER_NAMES[kind]), header_rows=1)
+    if delimiter == ",":
+        names = [name.strip() for name in next(csv.reader([header]))]
+        return _parse_rows(path, lines, delimiter, _places(path, names, HEADER_NAMES["csv"]), header_rows=1)
+    names = [name.split(":", 1)[0] for name in header.split("\t")]
+    if not HEADER_NAMES["inter"].keys().isdisjoint(names):  # otherwise colons are of ids
+        return _parse_rows(path, lines, delimiter, _places(path, names, HEADER_NAMES["inter"]), header_rows=1)
     return _parse_rows(path, lines, delimiter, {column: place for place, column in enumerate(COLUMNS)})
 
 

@@ -231,7 +231,8 @@ class Service:
 
     def to_row(self, user: Id) -> int:
         """The user's row. HTTPException if there is no such user."""
-        (row,), users = self.ranker.histories.users.rows([user]).tolist(), self.ranker.histories.users
+        users = self.ranker.histories.users
+        row = int(users.rows([user])[0])
         if row < 0:
             raise HTTPException(404, f"no user {user!r} in the log, whose first user is {users[0]!r}")
         return row
@@ -241,7 +242,8 @@ class Service:
         return self._items("candidates", items)
 
     def _items(self, name: str, items: list[Id]) -> np.ndarray:
-        rows, known = self.ranker.histories.items.rows(items), self.ranker.histories.items
+        known = self.ranker.histories.items
+        rows = known.rows(items)
         if (rows < 0).any():
             raise HTTPException(422, f"{name} must be items of the log, such as {known[0]!r}, got {items[rows.argmin()]!r}")
         return rows
