@@ -74,14 +74,14 @@ class Vocabulary:
         return cls(names)
 
     def difference(self, other: "Vocabulary") -> str:
-        """Where this vocabulary first differs from the other one, and both fingerprints. Empty if they are equal."""
+        """Where this vocabulary first differs from the other one. Empty if they are equal."""
         if self.text == other.text:
             return ""
         table = next(table for table in (self.names | other.names) if self.names.get(table) != other.names.get(table))
         own, others = self.names.get(table, []), other.names.get(table, [])
         row = next((row for row, (x, y) in enumerate(zip(own, others)) if x != y), min(len(own), len(others)))
         name, expected = (repr(rows[row]) if row < len(rows) else "nothing" for rows in (own, others))
-        return f"fingerprint {self.fingerprint}, not {other.fingerprint}; row {row} of {table!r} is {name}, not {expected}"
+        return f"row {row} of {table!r} is {name}, not {expected}"
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:

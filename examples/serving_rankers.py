@@ -208,7 +208,8 @@ class Ranker(ABC):
             values = (f"{name} is {weights.settings.get(name)!r}, not {self.settings.get(name)!r}" for name in changed)
             raise ValueError(f"the weights are of another model: {'; '.join(values)}")
         if difference := weights.vocabulary.difference(self.vocabulary):
-            raise ValueError(f"the weights are of another log than that of the histories: {difference}")
+            prints = f"{weights.vocabulary.fingerprint}, not {self.vocabulary.fingerprint}"
+            raise ValueError(f"the weights are of a log with other ids: fingerprint {prints}; {difference}")
         own = self.model.state_dict()
         shapes = [{name: (x.shape, x.is_floating_point()) for name, x in tensors.items()} for tensors in (own, weights.tensors)]
         if shapes[0] != shapes[1]:

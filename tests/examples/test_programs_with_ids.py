@@ -90,12 +90,15 @@ def test_another_log_is_refused(tmp_path, name):
     """With one line, by training that is resumed and by the server, although all sizes are equal."""
     log, out = write(tmp_path, rows_of(range(1, 13))), tmp_path / "out"
     weights = train(name, out, log)
-    own, other = load_weights(weights).vocabulary.fingerprint, tmp_path / "other"
+    other = tmp_path / "other"
     other.mkdir()
-    for rows in OTHER_LOGS.values():
+    for rows in (OTHER_LOGS | OTHER_EVENTS).values():
         with pytest.raises(SystemExit) as served:
             serve_ranking.main(["--weights", str(weights), "--device", "cpu", "--data", str(write(other, rows))])
-        pattern = rf"serve_ranking: the weights are of another log .*: fingerprint {own}, not \w{{16}}; row \d+ of '\w+' is "
+        where = "its ids are the same, its" if rows in OTHER_EVENTS.values() else r"row \d+ of '\w+' is "
+        pattern = (
+            rf"serve_ranking: {other}/u.data is not the log that the weights were trained on: fingerprint \w{{16}}, not \w{{16}}; {where}"
+        )
         assert re.match(pattern, served.value.code), served.value.code
     for rows in (OTHER_LOGS | OTHER_EVENTS).values():
         write(tmp_path, rows)
@@ -105,15 +108,17 @@ def test_another_log_is_refused(tmp_path, name):
 
 
 @every_program
-def test_a_log_with_more_events_of_the_same_ids_is_served(tmp_path, name):
-    """The histories are those of the log that is given."""
-    rows = rows_of(range(1, 13))
-    weights = load_weights(train(name, tmp_path / "out", write(tmp_path, rows)))
-    before = make_ranker(weights, CPU, CACHE).histories
-    write(tmp_path, [*rows, *((3, item, 5, 10_000 + item) for item in range(5))])
-    after = make_ranker(weights, CPU, CACHE).histories
-    lengths = [[histories.length(row) for row in range(12)] for histories in (before, after)]
-    assert [x < y for x, y in zip(*lengths, strict=True)] == [user == 3 for user in range(1, 13)]
+def test_new_weights_may_be_of_a_log_with_other_events(tmp_path, name):
+    """The server that reads them keeps its histories. It refuses those of a log with other ids, whose rows are of the wrong users."""
+    log = write(tmp_path, rows_of(range(1, 13)))
+    ranker = make_ranker(load_weights(train(name, tmp_path / "out", log)), CPU, CACHE)
+    newer = load_weights(train(name, tmp_path / "newer", write(tmp_path, OTHER_EVENTS["items of other users"])))
+    assert ranker.load(newer) and not ranker.load(newer)
+    other = load_weights(train(name, tmp_path / "other", write(tmp_path, OTHER_LOGS["other users"])))
+    prints = f"{other.vocabulary.fingerprint}, not {newer.vocabulary.fingerprint}"
+    with pytest.raises(ValueError, match=f"^the weights are of a log with other ids: fingerprint {prints}; row 0 of 'user' is 2, not 1$"):
+        ranker.load(other)
+    assert not ranker.load(newer)
 
 
 def test_weights_without_ids_are_refused(tmp_path):

@@ -619,7 +619,7 @@ def test_weights_that_were_read_first_are_not_put_in_place_last(start, served):
         ("other", "x is not a file of weights"),
         ("hstu", "the weights are of another model: model is 'hstu', not"),
         ("NaN", "NaN in head."),
-        ("ids", "the weights are of another log than that of the histories: fingerprint "),
+        ("ids", "the weights are of a log with other ids: fingerprint "),
         ("no ids", "x is not a file of weights: it has no ids"),
     ],
 )
