@@ -1,11 +1,12 @@
 """Checkpoints in the format of torch.distributed.checkpoint, which any number of processes and any sharding plan can load.
 
-A checkpoint is a folder MODEL/epoch-N. `run.json` has the settings and the metrics of the epochs, the other files have the tensors. It is
-complete once it has the file `.metadata`, which torch writes last. Then the older ones are removed. So an interrupted write leaves the old
-checkpoint intact.
+A checkpoint is a folder MODEL/epoch-N. `run.json` has the settings and the metrics of the epochs, `vocabulary.json` the ids that the rows
+of the tables stand for, and the other files have the tensors. It is complete once it has the file `.metadata`, which torch writes last.
+Then the older ones are removed. So an interrupted write leaves the old checkpoint intact.
 
-`.metadata` is a pickle, which may run code when it is read. So programs that serve a model read MODEL/weights.pt instead, one file with the
-settings and the best weights. The training programs write it; `python examples/checkpoints.py MODEL` writes it for a run of torchrun.
+`.metadata` is a pickle, which may run code when it is read. So programs that serve a model read MODEL/weights.pt instead, one file with
+the settings, the vocabulary and the best weights. The training programs write it; `python examples/checkpoints.py MODEL` writes it for a
+run of torchrun.
 """
 
 import argparse
@@ -19,10 +20,11 @@ from typing import Any
 import sharding
 import torch
 import torch.distributed.checkpoint as dcp
+from published_ids import Vocabulary
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from training import write_atomically
 
-WEIGHTS = "weights.pt"
+WEIGHTS, VOCABULARY = "weights.pt", "vocabulary.json"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ class Checkpoint:
                 dcp.load(_without_empty(state), checkpoint_id=self.folder)
         except CheckpointException as error:  # not an Exception
             raise ValueError(f"{self.folder} cannot be loaded: {_causes(error)}") from error
+
+    def vocabulary(self) -> Vocabulary:
+        """What the rows of the tables stand for. Raises ValueError if the file cannot be read."""
+        try:
+            return Vocabulary.from_text((self.folder / VOCABULARY).read_text())
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{self.folder / VOCABULARY} is missing or damaged: {error}") from error
 
     def metadata(self) -> Metadata:
         """torch's description of the tensors. Raises ValueError if it cannot be read."""
@@ -75,17 +84,21 @@ def _epoch_folders(folder: Path) -> list[Path]:
     return [path for path in folder.glob("epoch-*") if path.name.removeprefix("epoch-").isdecimal()]
 
 
-def save_checkpoint(folder: Path, settings: dict[str, Any], epochs: list[dict[str, float]], state: dict[str, Any]) -> None:
+def save_checkpoint(
+    folder: Path, settings: dict[str, Any], vocabulary: Vocabulary, epochs: list[dict[str, float]], state: dict[str, Any]
+) -> None:
     """Write a checkpoint, then remove the older ones. All ranks call it. Raises OSError if it cannot be written.
 
     Args:
         settings, epochs: what JSON can hold.
+        vocabulary: what the rows of the tables stand for.
         state: (nested) dictionary of tensors. Each rank writes its own shards; one rank writes what all have.
     """
     target = folder / f"epoch-{len(epochs)}"
     if sharding.rank() == 0:
         _remove(target)  # what an interrupted write left
         target.mkdir(parents=True)
+        (target / VOCABULARY).write_text(vocabulary.text)
         (target / "run.json").write_text(json.dumps({"settings": settings, "epochs": epochs}, indent=2) + "\n")
     sharding.barrier()
     with warnings.catch_warnings():
@@ -132,9 +145,10 @@ def _remove(checkpoint: Path) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """The settings of a run and the tensors of its model."""
+    """The settings of a run, what the rows of its model's tables stand for, and the tensors of the model."""
 
     settings: dict[str, Any]
+    vocabulary: Vocabulary
     tensors: dict[str, torch.Tensor]
 
 
@@ -152,7 +166,7 @@ def export_weights(folder: Path) -> Path:
         state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in stored.items() if name.startswith(part)}
         checkpoint.load_into(state)
         tensors |= {name.removeprefix(part): x for name, x in state.items()}
-    content = {"settings": checkpoint.settings, "tensors": tensors}
+    content = {"settings": checkpoint.settings, "vocabulary": checkpoint.vocabulary().text, "tensors": tensors}
     write_atomically(folder / WEIGHTS, lambda file: torch.save(content, file))
     return folder / WEIGHTS
 
@@ -169,7 +183,9 @@ def load_weights(path: Path) -> Weights:
             raise TypeError("it has no dictionary of settings and of tensors")
         if wrong := [name for name, x in tensors.items() if bool(x.isnan().any())]:
             raise ValueError(f"NaN in {', '.join(wrong[:5])}")
-        return Weights(settings, tensors)
+        if "vocabulary" not in content:
+            raise ValueError("it has no ids, as those of earlier versions; train the model anew")
+        return Weights(settings, Vocabulary.from_text(content["vocabulary"]), tensors)
     except OSError:
         raise
     except Exception as error:  # of any kind: the file may hold anything

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import aiohttp
 import httpx
@@ -142,7 +143,7 @@ class OverHTTP(AbstractContextManager):
     """A server in another process, `serve_ranking.py` with these options, which ends with the context."""
 
     def __init__(self, ranker: Ranker, *options: str):
-        self.ratings = ranker.ratings or [None]
+        self.ratings, self.users, self.items = ranker.ratings or [None], ranker.histories.users, ranker.histories.items
         program = Path(__file__).with_name("serve_ranking.py")
         # The system chooses the port when the server takes it. One that was free before could be taken meanwhile.
         command = [sys.executable, str(program), "--port", "0", *options]
@@ -176,15 +177,16 @@ class OverHTTP(AbstractContextManager):
         return asyncio.run(self._with_client(run))
 
     def metrics(self) -> dict[str, float]:
-        httpx.get(f"{self.url}/users/0")  # answered between batches, when the metrics have the last one
-        return parse_metrics(httpx.get(f"{self.url}/metrics").text)
+        # Answered between batches, when the metrics have the last one.
+        httpx.get(f"{self.url}/users/{quote(str(self.users[0]), safe='')}", timeout=START_SECONDS)
+        return parse_metrics(httpx.get(f"{self.url}/metrics", timeout=START_SECONDS).text)
 
     async def _with_client(self, use: Callable[[Send], Awaitable[Any]]) -> Any:
         async with aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=1000)) as client:
 
             async def send(request: Request) -> int:
-                events = [{"item": int(i), "rating": self.ratings[r]} for i, r in zip(*request.events, strict=True)]
-                body = {"user": request.user, "candidates": request.candidates.tolist(), "events": events}
+                events = [{"item": self.items[i], "rating": self.ratings[r]} for i, r in zip(*request.events, strict=True)]
+                body = {"user": self.users[request.user], "candidates": [self.items[i] for i in request.candidates], "events": events}
                 async with client.post("/rank", json=body) as answer:
                     await answer.read()
                     return answer.status

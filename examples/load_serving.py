@@ -89,7 +89,7 @@ def measure(target: Target, workload: Workload, model: str, way: str, rate: floa
         return change(f"{name}_sum{labels}") / max(1.0, change(f"{name}_count{labels}"))
 
     good = 1e3 * np.array([x for x, status in zip(latencies, statuses, strict=True) if status == 200] or [np.nan])
-    kinds = {name: change(f"rank_histories_{name}") for name in ("reused", "appended", "encoded")}
+    kinds = {name: change(f"rank_histories_{name}_total") for name in ("reused", "appended", "encoded")}
     answered = statuses.count(200)
     refused, late = statuses.count(429), statuses.count(504)
     return Result(

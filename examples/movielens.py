@@ -7,22 +7,26 @@
 | `ratings.csv` | userId,movieId,rating,timestamp under a header                                     | ml-20m and later  |
 | `*.inter`     | a `name:type` header, tabs: user_id, item_id, rating, timestamp in any order       | recbole's exports |
 
+Ids of users and items are integers or text: see `published_ids.Ids`.
+
 Files beside the log (`u.user`, `u.item`, `users.dat`, `movies.dat`, `movies.csv`, `*.user`, `*.item`) become side features.
 """
 
-import codecs
 import csv
-import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from published_ids import Id, Ids, check_id, fingerprint
 
 LOG_NAMES = ("u.data", "ratings.dat", "ratings.csv", "*.inter")
 COLUMNS = ("user", "item", "rating", "timestamp")
+LARGEST_RATING = float(np.finfo(np.float32).max)
 # Names of the columns in the two formats with a header.
 HEADER_NAMES = {
     "csv": {"userId": "user", "movieId": "item", "rating": "rating", "timestamp": "timestamp"},
@@ -33,16 +37,17 @@ ML100K_GENRES = (
     "Romance Sci-Fi Thriller War Western"
 ).split()
 
-Categories = dict[str, dict[int, list[str]]]  # feature name -> published id -> names of its categories
+Categories = dict[str, dict[Id, list[str]]]  # feature name -> published id -> names of its categories
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """A side feature: user or item i has the categories `values[offsets[i]:offsets[i + 1]]` (int64)."""
+    """A side feature: user or item i has the categories `values[offsets[i]:offsets[i + 1]]` (int64). They may have names."""
 
     values: np.ndarray
     offsets: np.ndarray
     cardinality: int
+    names: tuple[str, ...] = ()
 
     @cached_property
     def is_single(self) -> bool:
@@ -55,32 +60,63 @@ class Categorical:
         return cls(categories, np.arange(len(categories) + 1), int(categories.max()) + 1)
 
     @classmethod
-    def from_names(cls, ids: np.ndarray, names: dict[int, list[str]]) -> "Categorical":
+    def from_names(cls, ids: Iterable[Id], names: dict[Id, list[str]]) -> "Categorical":
         """Number the category names of `ids` [N] in sorted order. An id without names gets an empty bag."""
-        bags = [names.get(int(i), []) for i in ids]
+        by_text = {str(id): own for id, own in names.items()}
+        bags = [by_text.get(str(id), []) for id in ids]
         vocabulary = {name: number for number, name in enumerate(sorted({name for bag in bags for name in bag}))}
         values = np.array([vocabulary[name] for bag in bags for name in bag], dtype=np.int64)
-        return cls(values, np.cumsum([0, *map(len, bags)], dtype=np.int64), max(len(vocabulary), 1))
+        return cls(values, np.cumsum([0, *map(len, bags)], dtype=np.int64), max(len(vocabulary), 1), tuple(vocabulary))
 
 
 @dataclass(frozen=True)
 class EventLog:
-    """Events, each of a user and an item, sorted by user, then by time. Users and items are numbered from 0.
+    """Events, each of a user and an item, sorted by user, then by time.
 
     Args:
-        user, item: int64 [N].
-        timestamp: float64 [N], in seconds; None if only the order of a user's events is known.
-        num_users, num_items: numbers of users and items.
+        user, item: int64 [N], rows of `users` and `items`.
+        timestamp: int64 or float64 [N], in seconds; None if only the order of a user's events is known.
+        users, items: the published ids.
     """
 
     user: np.ndarray
     item: np.ndarray
     timestamp: np.ndarray | None
-    num_users: int
-    num_items: int
+    users: Ids
+    items: Ids
 
     def __len__(self) -> int:
         return len(self.user)
+
+    @property
+    def num_users(self) -> int:
+        return len(self.users)
+
+    @property
+    def num_items(self) -> int:
+        return len(self.items)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """It depends on all ids, events and side features, and on their order."""
+        return fingerprint(_contents(self))
+
+
+def _contents(value: Any) -> Iterator[bytes]:
+    """The bytes of all fields of a log."""
+    if isinstance(value, EventLog | Categorical):
+        for each in fields(value):
+            yield each.name.encode()
+            yield from _contents(getattr(value, each.name))
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield name.encode()
+            yield from _contents(part)
+    elif isinstance(value, np.ndarray):
+        yield value.dtype.str.encode()
+        yield np.ascontiguousarray(value)
+    else:
+        yield repr(list(value) if isinstance(value, Ids) else value).encode()
 
 
 @dataclass(frozen=True)
@@ -101,22 +137,21 @@ class RatingLog(EventLog):
     def from_columns(
         cls, user, item, rating, timestamp, user_categories: Categories | None = None, item_categories: Categories | None = None
     ) -> "RatingLog":
-        """Build a log from columns [N] in any order, with any integer ids of users and items.
+        """Build a log from columns [N] in any order, with the published ids of users and items.
 
-        Ratings of a user with the same timestamp keep their order.
+        Ratings of a user with the same timestamp keep their order. Timestamps are all integers, or are rounded to float64.
         """
+        (users, user), (items, item), timestamp = Ids.of(user), Ids.of(item), np.asarray(timestamp)
         order = np.lexsort((timestamp, user))
-        user_ids, user = np.unique(np.asarray(user)[order], return_inverse=True)
-        item_ids, item = np.unique(np.asarray(item)[order], return_inverse=True)
         return cls(
-            user=user,
-            item=item,
-            timestamp=np.asarray(timestamp, dtype=np.float64)[order],
-            num_users=len(user_ids),
-            num_items=len(item_ids),
+            user=user[order],
+            item=item[order],
+            timestamp=timestamp[order].astype(np.int64 if timestamp.dtype.kind == "i" else np.float64),
+            users=users,
+            items=items,
             rating=np.asarray(rating, dtype=np.float32)[order],
-            user_features={feature: Categorical.from_names(user_ids, names) for feature, names in (user_categories or {}).items()},
-            item_features={feature: Categorical.from_names(item_ids, names) for feature, names in (item_categories or {}).items()},
+            user_features={feature: Categorical.from_names(users, names) for feature, names in (user_categories or {}).items()},
+            item_features={feature: Categorical.from_names(items, names) for feature, names in (item_categories or {}).items()},
         )
 
 
@@ -161,89 +196,107 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: expected text in UTF-8; byte {error.start} is not") from error
 
 
-def _parse_log(path: Path, text: str) -> dict[str, np.ndarray]:
-    header = text.split("\n", 1)[0].rstrip("\r")
-    if ":" in header and "\t" in header:
-        fields = [name.split(":", 1)[0] for name in header.split("\t")]
-        return _parse_rows(path, text, "\t", _columns_by_name(path, fields, HEADER_NAMES["inter"]), header_rows=1)
-    if "::" in header:
-        return _parse_rows(path, text, "::", dict(enumerate(COLUMNS)))
-    if "," in header:
-        return _parse_rows(path, text, ",", _columns_by_name(path, header.split(","), HEADER_NAMES["csv"]), header_rows=1)
-    return _parse_rows(path, text, "\t", dict(enumerate(COLUMNS)))
+def _parse_log(path: Path, text: str) -> dict[str, Any]:
+    lines = text.split("\n")
+    header, delimiter = lines[0], next((x for x in ("\t", "::", ",") if x in lines[0]), "\t")
+    if delimiter == ",":
+        names = [name.strip() for name in next(csv.reader([header]))]
+        return _parse_rows(path, lines, delimiter, _places(path, names, HEADER_NAMES["csv"]), header_rows=1)
+    names = [name.split(":", 1)[0] for name in header.split("\t")]
+    if not HEADER_NAMES["inter"].keys().isdisjoint(names):  # otherwise colons are of ids
+        return _parse_rows(path, lines, delimiter, _places(path, names, HEADER_NAMES["inter"]), header_rows=1)
+    return _parse_rows(path, lines, delimiter, {column: place for place, column in enumerate(COLUMNS)})
 
 
-def _columns_by_name(path: Path, fields: list[str], names: dict[str, str]) -> dict[int, str]:
-    if missing := [name for name in names if name not in fields]:
-        raise ValueError(f"{path}: no column {', '.join(missing)} in the header {fields}")
-    return {fields.index(name): column for name, column in names.items()}
+def _places(path: Path, found: list[str], names: dict[str, str]) -> dict[str, int]:
+    """The place of each column in a row."""
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(f"{path}: no column {', '.join(missing)} in the header {found}")
+    return {column: found.index(name) for name, column in names.items()}
 
 
-def _parse_rows(path: Path, text: str, delimiter: str, columns: dict[int, str], header_rows: int = 0) -> dict[str, np.ndarray]:
-    if not text.split("\n", header_rows)[-1].strip():
+def _parse_rows(path: Path, lines: list[str], delimiter: str, places: dict[str, int], header_rows: int = 0) -> dict[str, Any]:
+    """The columns: lists of texts of ids, ratings, and timestamps as int64, or as float64 if some are fractions."""
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    parsers = {"user": _id, "item": _id, "rating": _rating, "timestamp": _timestamp}
+    steps = [(columns[name].append, parsers[name], places[name], name) for name in COLUMNS]
+    numbers = []  # of the lines
+    for number, line in enumerate(lines[header_rows:], start=1 + header_rows):
+        if not line.strip():
+            continue
+        values = next(csv.reader([line])) if '"' in line and delimiter == "," else line.split(delimiter)
+        numbers.append(number)
+        for append, parse, place, name in steps:
+            if place >= len(values):
+                raise ValueError(
+                    f"{path}, line {number}: expected the columns {', '.join(COLUMNS)} separated by {delimiter!r}, not {line[:100]!r}"
+                )
+            try:
+                append(parse(values[place].strip(" ")))
+            except (ValueError, ArithmeticError) as error:
+                raise ValueError(f"{path}, line {number}: the {name} must be {EXPECTED[name]}, not {values[place][:100]!r}") from error
+    if not numbers:
         raise ValueError(f"{path} has a header but no rows")
-
-    def parse(lines: str, skiprows: int = 0) -> np.ndarray:
-        text = io.StringIO(lines.replace("::", "\t"))
-        # float64 holds every integer below 2**53, so ids and timestamps are exact.
-        return np.loadtxt(text, delimiter=delimiter.replace("::", "\t"), skiprows=skiprows, usecols=list(columns), ndmin=2, comments=None)
-
-    def rows() -> list[tuple[int, str]]:
-        """The number and the text of each line that is a row."""
-        return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line and number > header_rows]
-
-    try:
-        parsed = parse(text, header_rows)
-    except (ValueError, IndexError) as error:
-        number, line = _first_refused(rows(), lambda part: parse("\n".join(line for _, line in part)))
-        names = ", ".join(COLUMNS)
-        raise ValueError(
-            f"{path}, line {number}: expected numbers in the columns {names} separated by {delimiter!r}, not {line[:100]!r}"
-        ) from error
-    values = dict(zip(columns.values(), parsed.T, strict=True))
-
-    def check(name: str, good: np.ndarray, expected: str) -> None:
-        if not good.all():
-            row = int(np.argmin(good))
-            raise ValueError(f"{path}, line {rows()[row][0]}: the {name} must be {expected}, not {float(values[name][row])}")
-
-    for name in ("user", "item"):
-        check(name, values[name] == np.round(values[name]), "an integer id")
-        # Larger ones were rounded, so different ids may be equal.
-        check(name, np.abs(values[name]) < 2**53, "an id below 2**53; number larger ones, for example hashes, anew")
-        values[name] = values[name].astype(np.int64)
-    check("rating", np.abs(values["rating"]) <= np.finfo(np.float32).max, "a finite number of float32")
-    check("timestamp", np.abs(values["timestamp"]) < 2**63, "a finite number below 2**63")
-    return values
+    times = columns["timestamp"]
+    if all(isinstance(time, int) for time in times):
+        return {**columns, "timestamp": np.array(times, dtype=np.int64)}
+    for number, time in zip(numbers, times):
+        if abs(time) >= 2**53:
+            raise ValueError(f"{path}, line {number}: the timestamp must be below 2**53 in a log with fractions of seconds, not {time}")
+    return {**columns, "timestamp": np.array(times, dtype=np.float64)}
 
 
-def _first_refused(rows: Sequence[Any], parse: Callable[[Sequence[Any]], Any]) -> Any:
-    """The first row that `parse` refuses, which parses a sequence of rows if it can parse each of them. It refuses one of these."""
-    while len(rows) > 1:
-        middle = len(rows) // 2
-        try:
-            parse(rows[:middle])
-            rows = rows[middle:]
-        except (ValueError, IndexError):
-            rows = rows[:middle]
-    return rows[0]
+EXPECTED = {
+    "user": "an id, which is an integer or text that can be printed",
+    "item": "an id, which is an integer or text that can be printed",
+    "rating": "a finite number of float32",
+    "timestamp": "a finite number below 2**63",
+}
+
+
+def _id(text: str) -> str:
+    return sys.intern(check_id(text))  # an id has many events
+
+
+def _rating(text: str) -> float:
+    value = float(_plain(text))
+    if not abs(value) <= LARGEST_RATING:  # NaN too
+        raise ValueError
+    return value
+
+
+def _timestamp(text: str) -> int | float:
+    """An int if the text is a whole number, also one such as 5.0: float64 would round it from 2**53 on."""
+    exact = int(text) if text.isascii() and text.isdigit() else Decimal(_plain(text))
+    if not abs(exact) < 2**63:
+        raise ValueError
+    return int(exact) if exact == int(exact) else float(exact)
+
+
+def _plain(text: str) -> str:
+    """The text of a number. Raises ValueError for the other forms that Python takes."""
+    if "_" in text or not text.isascii():
+        raise ValueError
+    return text
 
 
 # -- side features: each reader yields (id, {feature: names}) ----------------------------------------------------------------------------
 
 
-def _user_row(id: str, age: str, gender: str, occupation: str, *_: str) -> tuple[int, dict[str, list[str]]]:
-    return int(id), {"age": [f"{int(age) // 10 * 10}"], "gender": [gender], "occupation": [occupation]}
+def _user_row(id: str, age: str, gender: str, occupation: str, *_: str) -> tuple[str, dict[str, list[str]]]:
+    return id.strip(" "), {"age": [f"{int(age) // 10 * 10}"], "gender": [gender], "occupation": [occupation]}
 
 
-def _item_row(id: str, year: str, genres: Iterable[str]) -> tuple[int, dict[str, list[str]]]:
-    return int(id), {"genre": list(genres), "released": [f"{int(year) // 5 * 5}"] if year.isdigit() else []}
+def _item_row(id: str, year: str, genres: Iterable[str]) -> tuple[str, dict[str, list[str]]]:
+    return id.strip(" "), {"genre": list(genres), "released": [f"{int(year) // 5 * 5}"] if year.isdigit() else []}
 
 
 def _split_lines(path: Path, delimiter: str) -> Iterator[list[str]]:
-    # ml-100k and ml-1m are Latin-1. In other formats only ASCII columns are used, which Latin-1 reads correctly. But it reads a byte order
-    # mark as three characters, and bytes of UTF-8 letters as what str.splitlines takes for ends of lines.
-    for line in path.read_text(encoding="latin-1").removeprefix(codecs.BOM_UTF8.decode("latin-1")).split("\n"):
+    try:
+        text = read_text(path)
+    except ValueError:
+        text = path.read_text(encoding="latin-1")  # of ml-100k and ml-1m
+    for line in text.split("\n"):
         if line.strip():
             yield line.split(delimiter)
 
@@ -281,7 +334,7 @@ def _read_typed_items(path: Path):
     return (_item_row(id, year, genres.split()) for id, year, genres in _typed_rows(path, ("item_id", "release_year", "class")))
 
 
-Reader = Callable[[Path], Iterator[tuple[int, dict[str, list[str]]]]]
+Reader = Callable[[Path], Iterator[tuple[str, dict[str, list[str]]]]]
 USER_FILES: dict[str, Reader] = {
     "u.user": lambda path: (_user_row(*row) for row in _split_lines(path, "|")),
     "users.dat": lambda path: (_user_row(id, age, gender, occupation) for id, gender, age, occupation, _ in _split_lines(path, "::")),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from movielens import Categorical, RatingLog
+from published_ids import Vocabulary
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
@@ -147,7 +148,7 @@ class RankingBatch(Pipelineable):
 class RankingDataset(Dataset):
     """Batches of chunks: `dataset[[4, 0, 7]]` is the batch of these three chunks.
 
-    Users have the log's side features and their own number as features; items have the log's side features.
+    Users have the log's side features and their own row as features; items have the log's side features.
 
     Args:
         log: the ratings.
@@ -165,6 +166,13 @@ class RankingDataset(Dataset):
     def tables(self) -> TableSizes:
         features = ({name: feature.cardinality for name, feature in x.items()} for x in (self.user_features, self.log.item_features))
         return TableSizes(self.log.num_items, self.num_ratings, self.num_ages, *features)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        names = {"user": self.log.users, "item": self.log.items, "rating": self.ratings.tolist()}
+        for whose, features in (("user", self.log.user_features), ("item", self.log.item_features)):
+            names |= {f"{whose}'s {name}": feature.names for name, feature in features.items()}
+        return Vocabulary(names)
 
     def labels(self) -> np.ndarray:
         """Whether the candidates of all chunks were liked, bool [candidates]."""

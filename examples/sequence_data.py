@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from movielens import EventLog
+from published_ids import Vocabulary
 from ranking_data import SPLITS, first_of_equal, keyed, ranges
 from torch.utils.data import Dataset
 from torchrec import KeyedJaggedTensor
@@ -58,7 +59,8 @@ def time_intervals(log: EventLog) -> np.ndarray:
     """
     if log.timestamp is None:
         raise ValueError("time intervals need timestamps, which the log does not have")
-    seconds = np.diff(log.timestamp, prepend=0.0)
+    times = log.timestamp if log.timestamp.dtype.kind == "f" else log.timestamp.view(np.uint64)  # whose differences are exact
+    seconds = np.diff(times, prepend=times[:1]).astype(np.float64)
     first = first_of_equal(log.user) == np.arange(len(log))
     seconds[first] = 0.0
     return np.where(first, 0, np.minimum(1 + np.log2(1 + seconds).astype(np.int64), NUM_INTERVALS - 1))
@@ -144,6 +146,10 @@ class SequenceDataset(Dataset):
         self.log, self.windows, self.first = log, windows, first_of_equal(log.user)
         self.interval = time_intervals(log) if intervals else None
         self.timestamp = whole_seconds(log) if timestamps else None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary({"user": self.log.users, "item": self.log.items})
 
     def __len__(self) -> int:
         return len(self.windows)

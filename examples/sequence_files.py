@@ -1,16 +1,19 @@
 """Reads event logs for next-item models: the MovieLens formats of movielens.py, and sequence files without timestamps.
 
-A sequence file has a line per user: the user's id, then item ids from oldest to newest, separated by spaces. All ids are integers. Several
-preprocessed data sets are published in this form, for instance the Amazon sets of ICLRec (Chen et al. 2022, arXiv:2202.02519).
+A sequence file has a line per user: the user's id, then item ids from oldest to newest, separated by spaces. Ids are integers or text,
+without spaces and the separators of the MovieLens formats. Several preprocessed data sets are published in this form, for instance the
+Amazon sets of ICLRec (Chen et al. 2022, arXiv:2202.02519).
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
 from movielens import EventLog, find_log, read_log, read_text
+from published_ids import Ids, check_id
 
 SEPARATORS = ("\t", ",", "::")  # of the columns in the MovieLens formats
-EXPECTED = "expected integers separated by spaces: a user's id, then item ids from oldest to newest"
+EXPECTED = "expected ids separated by spaces: a user's id, then item ids from oldest to newest"
 
 
 def read_events(path: str | Path) -> EventLog:
@@ -20,8 +23,8 @@ def read_events(path: str | Path) -> EventLog:
         path: a file, whose format is recognised by its first line, or a folder with exactly one MovieLens log.
 
     Raises:
-        FileNotFoundError, ValueError: as `movielens.read_log`; a line of a sequence file has no items or an id that is no 64-bit integer,
-        or a user has two lines.
+        FileNotFoundError, ValueError: as `movielens.read_log`; a line of a sequence file has no items, an id with a separator or a control
+        character, or a user has two lines.
     """
     path = find_log(Path(path))
     text = read_text(path)
@@ -32,14 +35,17 @@ def read_events(path: str | Path) -> EventLog:
 
 
 def _parse_sequences(path: Path, text: str) -> EventLog:
-    line_of: dict[int, int] = {}  # user id -> number of the user's line
+    line_of: dict[str, int] = {}  # user -> number of the user's line
     sequences = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
+    for number, line in enumerate(text.split("\n"), start=1):
+        user, *items = [sys.intern(id) for id in line.split(" ") if id] or [""]
+        if not user:
             continue
         try:
-            user, *items = np.array(line.split(), dtype=np.int64).tolist()
-        except (ValueError, OverflowError) as error:
+            for id in (user, *items):
+                if any(separator in check_id(id) for separator in SEPARATORS):
+                    raise ValueError(f"an id must have no separator of columns, not {id!r}")
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {EXPECTED}; {error}") from error
         if not items:
             raise ValueError(f"{path}, line {number}: {EXPECTED}; user {user} has no items")
@@ -47,8 +53,7 @@ def _parse_sequences(path: Path, text: str) -> EventLog:
             raise ValueError(f"{path}, line {number}: expected one line per user; user {user} has line {line_of[user]} too")
         line_of[user] = number
         sequences.append(items)
-    # The user ids are distinct, so sorting by them keeps the events of a user in their order.
-    by_user = sorted(zip(line_of, sequences, strict=True))
-    user = np.repeat(np.arange(len(by_user)), [len(items) for _, items in by_user])
-    item_ids, item = np.unique(np.concatenate([items for _, items in by_user]), return_inverse=True)
-    return EventLog(user=user, item=item, timestamp=None, num_users=len(by_user), num_items=len(item_ids))
+    users, rows = Ids.of(line_of)
+    by_user = [sequences[line] for line in np.argsort(rows)]
+    items, item = Ids.of(id for sequence in by_user for id in sequence)
+    return EventLog(user=np.repeat(np.arange(len(users)), [*map(len, by_user)]), item=item, timestamp=None, users=users, items=items)

@@ -6,6 +6,7 @@ first, once, in --out. The histories are those of the training's log, without it
 
 import argparse
 import asyncio
+import logging
 import math
 import sys
 from pathlib import Path
@@ -82,8 +83,12 @@ class Server(uvicorn.Server):
         await asyncio.sleep(0)  # accepts the connections that wait
         for server in self.servers:
             server.close()
-        await asyncio.sleep(DRAIN_SECONDS)
+        await self.drain()
         await super().shutdown(sockets)
+
+    async def drain(self) -> None:
+        """Wait for requests that clients have sent on open connections."""
+        await asyncio.sleep(DRAIN_SECONDS)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -93,6 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         app = make_app(make_service(options))
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"serve_ranking: {error}")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tune_process()
     seconds = dict(timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=STOP_SECONDS)
     Server(uvicorn.Config(app, host=options.host, port=options.port, log_level="warning", **seconds)).run()

@@ -4,17 +4,20 @@
 |---|---|
 | `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | scores; then the events are stored |
 | `GET /users/{user}?candidates=...` | the user's latest events, and attention weights of candidates over them |
-| `POST /reload` | reads the file of weights again, and puts them in place between two batches |
+| `POST /reload` | reads the file of weights again, and puts them in place between two batches if they are others |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
+
+Users and items are ids of the log. An id is a JSON number or a string: 7 and "7" are the same. Answers have it as in the log.
 
 An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 408 for a body that takes too long, 413 for a
 request that is too large, 415 for a body that is not declared as JSON, 429 if the queue is full, 503 if the server stops or has no memory,
-504 if the deadline passed, 500 for scores that are not finite.
+504 if the deadline passed, 500 for scores that are not finite. Each has a line in the log of the process.
 """
 
 import asyncio
 import ctypes
 import gc
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -30,18 +33,21 @@ from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
-from pydantic_core import to_json
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from published_ids import Id
+from pydantic import BaseModel, ConfigDict, FailFast, Field, GetPydanticSchema, ValidationError, model_validator
+from pydantic_core import core_schema, to_json
 from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied, check_limits
 from serving_rankers import NewEvents, Ranker, Request
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+LOGGER = logging.getLogger("serving")
 PAGE = Path(__file__).with_name("serving_page.html")
 STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, FloatingPointError: 500, **dict.fromkeys(OUT_OF_MEMORY, 503)}
 TRIM_SECONDS = 30  # between calls of trim_heap
 MAX_ERROR = 500  # characters of an error's text
 NOT_JSON = "the body must be JSON, with the header content-type: application/json"
+CACHE_COUNTERS = ("hits", "misses", "evictions")  # of the cache's statistics, which has gauges too
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # seconds
 
 
@@ -67,7 +73,14 @@ class ServiceLimits:
             raise ValueError(f"deadline must be positive, got {self.deadline} s")
 
 
-STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be user or item 1
+STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be a rating of 1
+ID_SCHEMA = core_schema.union_schema(
+    [core_schema.int_schema(strict=True), core_schema.str_schema(strict=True)],  # not true, which would be user or item 1
+    mode="left_to_right",
+    custom_error_type="id_type",
+    custom_error_message="Input should be an id, an integer or text",
+)
+PublishedId = Annotated[Id, GetPydanticSchema(lambda source, handler: ID_SCHEMA)]
 
 
 class Body(BaseModel):
@@ -86,13 +99,13 @@ class Body(BaseModel):
 
 
 class Event(Body):
-    item: int
+    item: PublishedId
     rating: Annotated[float | None, Field(allow_inf_nan=False)] = None
 
 
 class RankBody(Body):
-    user: int
-    candidates: Annotated[list[int], Field(min_length=1), FailFast()]
+    user: PublishedId
+    candidates: Annotated[list[PublishedId], Field(min_length=1), FailFast()]
     events: Annotated[list[Event], FailFast()] = []
     deadline_ms: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
 
@@ -114,18 +127,20 @@ class Metrics:
         self.registry.register(self)
 
     def collect(self) -> Any:
-        """Gauges that are read when a scraper asks. Prometheus calls it."""
+        """What is read when a scraper asks: gauges, and counters, whose names end in _total. Prometheus calls it."""
         service = self._service
         gauges = {"rank_queue_length": len(service.batcher), "rank_weights_version": service.version}
-        gauges |= {f"rank_{name}": value for name, value in asdict(service.batcher.counts).items()}
-        gauges |= {f"rank_histories_{name}": value for name, value in service.ranker.counts.items()}
+        counters = {f"rank_{name}": value for name, value in asdict(service.batcher.counts).items()}
+        counters |= {f"rank_histories_{name}": value for name, value in service.ranker.counts.items()}
         if service.ranker.device.type == "cuda":
             gauges["rank_device_bytes"] = torch.cuda.memory_allocated(service.ranker.device)
             gauges["rank_device_peak_bytes"] = torch.cuda.max_memory_allocated(service.ranker.device)
         if service.ranker.cache is not None:
-            gauges |= {f"history_cache_{name}": value for name, value in asdict(service.ranker.cache.statistics()).items()}
-        for name, value in gauges.items():
-            yield GaugeMetricFamily(name, name.replace("_", " "), value=value)
+            for name, value in asdict(service.ranker.cache.statistics()).items():
+                (counters if name in CACHE_COUNTERS else gauges)[f"history_cache_{name}"] = value
+        for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, value in metrics.items():
+                yield kind(name, name.replace("_", " "), value=value)
 
 
 def tune_process() -> None:
@@ -184,7 +199,10 @@ class Service:
             self._trims_at = time.monotonic() + TRIM_SECONDS
 
     async def reload(self) -> int:
-        """Read the weights anew, and put them in place between two batches. Returns their version. HTTPException if they do not fit."""
+        """Read the weights anew, and put them in place between two batches, if they are others. Returns the version of those in place.
+
+        HTTPException if they do not fit.
+        """
         if self.read_weights is None:
             raise HTTPException(409, "the server was started without a file of weights")
         try:
@@ -195,38 +213,40 @@ class Service:
             raise HTTPException(409, str(error)) from error
 
     def _replace_weights(self, weights: Weights) -> int:
-        self.ranker.load(weights)
-        self.version += 1
+        self.version += self.ranker.load(weights)
         return self.version
 
     def to_request(self, body: RankBody) -> Request:
         """The request, checked. HTTPException with what is wrong."""
-        self.check_user(body.user)
-        candidates = self._candidates(body.candidates)
+        user, candidates = self.to_row(body.user), self._candidates(body.candidates)
         _check_count("events", len(body.events), self.limits.max_events)
         events = self.to_events(body.events)
-        if self.ranker.needs_history and not self.ranker.histories.length(body.user) + len(body.events):
-            raise HTTPException(422, f"user {body.user} has no events yet: send some in 'events'")
-        return Request(body.user, candidates, events)
+        if self.ranker.needs_history and not self.ranker.histories.length(user) + len(body.events):
+            raise HTTPException(422, f"user {body.user!r} has no events yet: send some in 'events'")
+        return Request(user, candidates, events)
 
     def to_events(self, events: list[Event]) -> NewEvents:
         """The events, checked. HTTPException with what is wrong."""
         return NewEvents(self._items("events", [event.item for event in events]), self._ratings(events))
 
-    def check_user(self, user: int) -> None:
-        """HTTPException if there is no such user."""
-        if not 0 <= user < self.ranker.histories.num_users:
-            raise HTTPException(404, f"no user {user}: users are 0 to {self.ranker.histories.num_users - 1}")
+    def to_row(self, user: Id) -> int:
+        """The user's row. HTTPException if there is no such user."""
+        users = self.ranker.histories.users
+        row = int(users.rows([user])[0])
+        if row < 0:
+            raise HTTPException(404, f"no user {user!r} in the log, whose first user is {users[0]!r}")
+        return row
 
-    def _candidates(self, items: list[int]) -> np.ndarray:
+    def _candidates(self, items: list[Id]) -> np.ndarray:
         _check_count("candidates", len(items), self.limits.max_candidates)
         return self._items("candidates", items)
 
-    def _items(self, name: str, items: list[int]) -> np.ndarray:
-        wrong = [item for item in items if not 0 <= item < self.ranker.histories.num_items]
-        if wrong:
-            raise HTTPException(422, f"{name} must be items from 0 to {self.ranker.histories.num_items - 1}, got {wrong[0]}")
-        return np.array(items, dtype=np.int64)
+    def _items(self, name: str, items: list[Id]) -> np.ndarray:
+        known = self.ranker.histories.items
+        rows = known.rows(items)
+        if (rows < 0).any():
+            raise HTTPException(422, f"{name} must be items of the log, such as {known[0]!r}, got {items[rows.argmin()]!r}")
+        return rows
 
     def _ratings(self, events: list[Event]) -> np.ndarray:
         known = {rating: index for index, rating in enumerate(self.ranker.ratings)}
@@ -250,21 +270,23 @@ class Service:
         taken = time.monotonic() - begin
         self.metrics.latency.observe(taken)
         timing = {"queue_ms": 1e3 * waiting.queued_seconds, "latency_ms": 1e3 * taken}
-        return {"user": body.user, "scores": scores.tolist(), "weights_version": waiting.version, **timing}
+        user = self.ranker.histories.users[waiting.request.user]
+        return {"user": user, "scores": scores.tolist(), "weights_version": waiting.version, **timing}
 
-    def user(self, user: int, candidates: list[int], count: int = 50) -> dict[str, Any]:
+    def user(self, user: Id, candidates: list[Id], count: int = 50) -> dict[str, Any]:
         """The latest events of a user, and attention weights of candidates over them."""
-        self.check_user(user)
-        items = self._candidates(candidates)
-        window = self.ranker.histories.window(user, NewEvents(*np.zeros((2, 0), np.int64)), self.ranker.max_history)
+        row, rows = self.to_row(user), self._candidates(candidates)
+        users, items = self.ranker.histories.users, self.ranker.histories.items
+        window = self.ranker.histories.window(row, NewEvents(*np.zeros((2, 0), np.int64)), self.ranker.max_history)
         ratings = self.ranker.ratings
         events = [
-            {"item": item, "rating": ratings[rating] if ratings else None}
+            {"item": items[item], "rating": ratings[rating] if ratings else None}
             for item, rating in zip(window.item.tolist(), window.rating.tolist(), strict=True)
         ]
-        result = {"user": user, "events": events[-count:], "held_out": self.ranker.held_out.get(user, [])}
+        held_out = [items[item] for item in self.ranker.held_out.get(row, [])]
+        result = {"user": users[row], "events": events[-count:], "held_out": held_out}
         if candidates and events:
-            weights = self.ranker.attention(user, items)
+            weights = self.ranker.attention(row, rows)
             result["attention"] = None if weights is None else weights[:, -count:].tolist()
         return result
 
@@ -342,8 +364,8 @@ def make_app(service: Service) -> FastAPI:
         with http_errors():
             return {"weights_version": await service.reload()}
 
-    @app.get("/users/{user}")
-    async def user(user: int, candidates: Annotated[list[int], Query()] = []) -> dict[str, Any]:  # noqa: B006 - pydantic copies it
+    @app.get("/users/{user:path}")  # an id may have slashes
+    async def user(user: str, candidates: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006 - pydantic copies it
         with http_errors():
             return await asyncio.wrap_future(service.batcher.between_batches(lambda: service.user(user, candidates)))
 
@@ -365,8 +387,10 @@ def make_app(service: Service) -> FastAPI:
 
 
 def error_response(status: int, text: str, path: str) -> Response:
-    """The error. A name or a number of the request in it may be as long as the request."""
-    return JSONResponse({"error": text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."}, status)
+    """The error, which is also logged. A name or a number of the request in it may be as long as the request, and may have line ends."""
+    text = text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
+    LOGGER.warning("%d for %r: %r", status, path[:MAX_ERROR], text)
+    return JSONResponse({"error": text}, status)
 
 
 def answer_errors(app: FastAPI, answer: Callable[[int, str, str], Response] = error_response) -> None:

@@ -10,8 +10,9 @@ import train_dlrm
 import train_hstu
 from checkpoints import Weights
 from movielens import EventLog
-from ranking_data import ranges
+from ranking_data import RankingDataset, ranges
 from ranking_model import INTERACTIONS, PaddedTargetAttention
+from sequence_data import SequenceDataset
 from sequence_model import ENCODERS
 from serving_rankers import Histories, Ranker, RankingRanker, SequenceRanker
 from training import pick_device
@@ -22,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def add_ranker_options(parser: argparse.ArgumentParser) -> None:
     """The options of `make_ranker` that programs have in common."""
-    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    parser.add_argument("--data", help="path of the log that the model was trained on; the one that it had then if not given")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the dense layers and the cache; tables are float32")
@@ -41,7 +42,7 @@ def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker
 
 
 def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:
-    """The options of the training program that wrote the settings, with another log if `data` is given."""
+    """The options of the training program that wrote the settings, with another path of the log if `data` is given."""
     options = program.parse_arguments([])
     vars(options).update({name: value for name, value in settings.items() if name in vars(options)})
     return argparse.Namespace(**{**vars(options), "data": data or options.data})
@@ -60,21 +61,21 @@ def make_ranker(
 
     Args:
         cache_bytes: budget of the cache; 0: none.
-        data: path of the log; that of the training if None.
+        data: path of the training's log; the one that it had if None.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
         fuse_broadcasts: whether the interaction "padded" is passed through `jm.transforms.fuse_broadcasts`. Others repeat no history.
         dtype: of the dense layers and of the cache.
 
     Raises:
-        ValueError: the model has no ranker, or none with a cache; the log does not fit the model; a history does not fit the cache.
+        ValueError: the model has no ranker, or none with a cache; the log is not that of the training; a history does not fit the cache.
     """
     name, options = weights.settings["model"], dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype)
     if name in INTERACTIONS:
-        ranker = _ranking_ranker(weights.settings, device, data, **options)
+        ranker = _ranking_ranker(weights, device, data, **options)
         if fuse_broadcasts and isinstance(ranker.model.head.interaction, PaddedTargetAttention):
             ranker.model.head.interaction.fuse_broadcasts()
     elif name in ENCODERS:
-        ranker = _sequence_ranker(weights.settings, device, data, **options)
+        ranker = _sequence_ranker(weights, device, data, **options)
     else:
         raise ValueError(f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}")
     ranker.load(weights)
@@ -82,7 +83,17 @@ def make_ranker(
     return ranker
 
 
-def _ranking_ranker(settings: dict[str, Any], device: torch.device, data: str | None, **cache: Any) -> RankingRanker:
+def _check_log(weights: Weights, dataset: RankingDataset | SequenceDataset, data: str | None) -> None:
+    """ValueError unless the dataset is of the log that the weights were trained on."""
+    trained, given = weights.settings.get("log_fingerprint"), dataset.log.fingerprint
+    if given != trained:
+        difference = dataset.vocabulary.difference(weights.vocabulary) or "its ids are the same, its events or side features are not"
+        source = "the generated log" if data is None else data
+        raise ValueError(f"{source} is not the log that the weights were trained on: fingerprint {given}, not {trained}; {difference}")
+
+
+def _ranking_ranker(weights: Weights, device: torch.device, data: str | None, **cache: Any) -> RankingRanker:
+    settings = weights.settings
     options = options_of(train_dlrm, settings, data)
     if cache["cache_bytes"] and (options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS):
         what = f"interaction {options.interaction} and parts {sorted(options.parts)}"
@@ -90,22 +101,27 @@ def _ranking_ranker(settings: dict[str, Any], device: torch.device, data: str | 
             f"a cache needs the interaction 'attention' and parts of {sorted(CACHED_PARTS)}, not {what}; serve without a cache"
         )
     dataset = train_dlrm.load_datasets(options)["test"]
+    _check_log(weights, dataset, options.data)
     log, held_out = dataset.log, ranges(dataset.chunks.start, dataset.chunks.end)[0]
     model = train_dlrm.make_model(options, dataset.tables, None, device)
     state = _state(log, dataset.rating_index, held_out)
-    return RankingRanker(model, dataset, **state, max_history=options.max_history, settings=settings, **cache)
+    run = dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
+    return RankingRanker(model, dataset, **state, **run, **cache)
 
 
-def _sequence_ranker(settings: dict[str, Any], device: torch.device, data: str | None, **cache: Any) -> SequenceRanker:
+def _sequence_ranker(weights: Weights, device: torch.device, data: str | None, **cache: Any) -> SequenceRanker:
+    settings = weights.settings
     options = options_of(train_hstu, settings, data)
     if options.model != "hstu" or options.intervals or options.relative_time:
         what = f"{options.model}, intervals {options.intervals}, relative_time {options.relative_time}"
         raise ValueError(f"a next-item model is served with the encoder hstu, without intervals and relative_time, not {what}")
     dataset = train_hstu.load_datasets(options)["test"]
+    _check_log(weights, dataset, options.data)
     log = dataset.log
     model = train_hstu.make_model(options, options.model, log.num_items, device)
     state = _state(log, np.zeros_like(log.item), dataset.windows.end)
-    return SequenceRanker(model, **state, max_history=options.max_history, settings=settings, **cache)
+    run = dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
+    return SequenceRanker(model, **state, **run, **cache)
 
 
 def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:

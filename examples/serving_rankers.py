@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from checkpoints import Weights
 from movielens import EventLog
+from published_ids import Vocabulary
 from ranking_data import Events, RankingDataset, keyed, ranges
 from ranking_model import Inputs, RankingModel
 from sequence_model import SequenceModel
@@ -44,7 +45,10 @@ NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 @dataclass(frozen=True)
 class Request:
-    """Score candidates, items int64 [C], for a user after these new events. stores_events: whether the history then has them."""
+    """Score candidates, items int64 [C], for a user after these new events. stores_events: whether the history then has them.
+
+    Users and items are rows, not ids: see `Histories`.
+    """
 
     user: int
     candidates: np.ndarray
@@ -53,7 +57,7 @@ class Request:
 
 
 class Histories:
-    """The events of all users: those of a log, then those of requests.
+    """The events of all users: those of a log, then those of requests. Users and items are rows of `users` and `items`, the log's ids.
 
     Args:
         log: the log.
@@ -62,7 +66,7 @@ class Histories:
     """
 
     def __init__(self, log: EventLog, rating: np.ndarray, kept: np.ndarray):
-        self.num_users, self.num_items = log.num_users, log.num_items
+        self.users, self.items, self.num_users, self.num_items = log.users, log.items, log.num_users, log.num_items
         self._item, self._rating = log.item[kept], rating[kept]
         self._offsets = np.concatenate([[0], np.bincount(log.user[kept], minlength=log.num_users).cumsum()])
         self._added: dict[int, NewEvents] = {}
@@ -126,6 +130,7 @@ class Ranker(ABC):
         cache_bytes: budget of the cache; 0: none, each request computes its history.
         held_out: items by user that the log has after the histories, for demonstrations.
         settings: those of the training run.
+        vocabulary: what the rows of the tables must stand for, so that the weights fit the log.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
         dtype: of `dense`, and of the cached keys and values.
     """
@@ -142,11 +147,12 @@ class Ranker(ABC):
         cache_bytes: int,
         held_out: dict[int, list[int]],
         settings: dict[str, Any],
+        vocabulary: Vocabulary,
         page_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
     ):
         self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
-        self.settings, self.dtype = settings, dtype
+        self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
         dense.to(dtype)
         self.device = next(model.parameters()).device
         page_rows = PAGE_ROWS.get(self.device.type, 128) if page_rows is None else page_rows
@@ -191,21 +197,28 @@ class Ranker(ABC):
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
         """Attention weights [C, L] of candidates over the user's events, the mean of the heads; None if they have none."""
 
-    def load(self, weights: Weights) -> None:
-        """Replace the model's weights. Cached rows of the old weights are not used any more.
+    def load(self, weights: Weights) -> bool:
+        """Replace the model's weights. Cached rows of the old weights are not used any more. False if the weights are those that it has.
 
-        Raises ValueError if the weights are of another model, also of one whose tensors have equal shapes. The model is then unchanged.
+        Raises ValueError if the weights are of another model, also of one whose tensors have equal shapes, or of a log with other ids. The
+        model is then unchanged.
         """
         changed = [name for name in COMPUTED if weights.settings.get(name) != self.settings.get(name)]
         if changed:
             values = (f"{name} is {weights.settings.get(name)!r}, not {self.settings.get(name)!r}" for name in changed)
             raise ValueError(f"the weights are of another model: {'; '.join(values)}")
+        if difference := weights.vocabulary.difference(self.vocabulary):
+            prints = f"{weights.vocabulary.fingerprint}, not {self.vocabulary.fingerprint}"
+            raise ValueError(f"the weights are of a log with other ids: fingerprint {prints}; {difference}")
         own = self.model.state_dict()
         shapes = [{name: (x.shape, x.is_floating_point()) for name, x in tensors.items()} for tensors in (own, weights.tensors)]
         if shapes[0] != shapes[1]:
             differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
             raise ValueError(f"the weights are of another model: {', '.join(differing[:5])} differ")
+        if all(torch.equal(x, weights.tensors[name].to(x)) for name, x in own.items()):
+            return False
         self.model.load_state_dict(weights.tensors)
+        return True
 
     def check_cache(self) -> None:
         """ValueError if the cache has no room for the log's longest history. Call it before the first request."""

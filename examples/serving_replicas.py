@@ -55,17 +55,17 @@ def _checked(status: int, answer: Any) -> Any:
 
 @serve.deployment(max_ongoing_requests=MAX_ONGOING)
 class EventStore:
-    """The events that requests brought, by user."""
+    """The events that requests brought, by the text of the user's id."""
 
     def __init__(self) -> None:
-        self.events: dict[int, list[dict[str, Any]]] = {}
+        self.events: dict[str, list[dict[str, Any]]] = {}
 
-    async def get(self, user: int, known: int) -> list[dict[str, Any]] | None:
+    async def get(self, user: str, known: int) -> list[dict[str, Any]] | None:
         """The user's events; None if they are as many as the caller knows."""
         events = self.events.get(user, [])
         return None if len(events) == known else events
 
-    async def add(self, user: int, events: list[dict[str, Any]]) -> int:
+    async def add(self, user: str, events: list[dict[str, Any]]) -> int:
         """The number of the user's events, with these."""
         self.events[user] = [*self.events.get(user, []), *events]
         return len(self.events[user])
@@ -85,8 +85,8 @@ class Replica:
         ranker = ranker_from_options(load_weights(options.weights), options)
         self.service = Service(ranker, ServiceLimits(), read_weights=lambda: load_weights(options.weights))
         self.store, self.name = store, serve.get_replica_context().replica_id.unique_id
-        self.known: dict[int, int] = {}  # events of the store that the user's history has; STALE: the history may have others
-        self.turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        self.known: dict[str, int] = {}  # events of the store that the user's history has; STALE: the history may have others
+        self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         tune_process()
 
     async def rank(self, body: dict[str, Any]) -> tuple[int, Any]:
@@ -95,10 +95,10 @@ class Replica:
 
     async def _rank(self, fields: dict[str, Any]) -> dict[str, Any]:
         begin, body = time.monotonic(), RankBody(**fields)
-        user, events = body.user, [event.model_dump() for event in body.events]
-        self.service.check_user(user)
+        user, events = str(body.user), [event.model_dump() for event in body.events]
+        row = self.service.to_row(body.user)
         async with self.turns.setdefault(user, asyncio.Lock()):  # one request of a user at a time
-            known = await self._catch_up(user)
+            known = await self._catch_up(user, row)
             self.known[user] = STALE  # if anything fails
             answer = await self.service.rank(body, begin=begin)
             total = await self.store.add.remote(user, events) if events else known
@@ -106,14 +106,14 @@ class Replica:
                 self.known[user] = total
         return {**answer, "replica": self.name}
 
-    async def _catch_up(self, user: int) -> int:
+    async def _catch_up(self, user: str, row: int) -> int:
         """Give the user's history the events of the store. Returns their number."""
         known = self.known.get(user, 0)
         stored = await self.store.get.remote(user, known)
         if stored is None:
             return known
         events = self.service.to_events([Event(**event) for event in stored])
-        await asyncio.wrap_future(self.service.batcher.between_batches(lambda: self.service.ranker.replace_events(user, events)))
+        await asyncio.wrap_future(self.service.batcher.between_batches(lambda: self.service.ranker.replace_events(row, events)))
         return len(stored)
 
     async def reload(self) -> tuple[int, Any]:

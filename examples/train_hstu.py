@@ -5,7 +5,8 @@ The data may be a MovieLens log or a sequence file, which has a line per user: t
 has the same result as an uninterrupted run.
 
 The last item of each user is the test target, the one before it the validation target. Targets are ranked among all items that the user has
-not chosen before. Training stops when the validation result has not improved for --patience epochs, and the best weights are tested.
+not chosen before; one that was chosen before is missed. Training stops when the validation result has not improved for --patience epochs,
+and the best weights are tested.
 """
 
 import argparse

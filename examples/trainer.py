@@ -146,7 +146,7 @@ class Trainer(ABC):
     Args:
         options: options of the program.
         name: name of the model and of its checkpoints.
-        datasets: datasets by split. A batch is `Pipelineable`, and `len` is the number of its examples.
+        datasets: datasets by split, with a `log` and a `vocabulary`. A batch is `Pipelineable`, and `len` is the number of its examples.
         device: device to train on.
     """
 
@@ -156,7 +156,9 @@ class Trainer(ABC):
     def __init__(self, options: argparse.Namespace, name: str, datasets: dict[str, Dataset], device: torch.device):
         self.options, self.name, self.datasets, self.device = options, name, datasets, device
         own = {setting: getattr(options, setting) for setting in (*SETTINGS, *self.own_settings)}
-        self.settings = {"model": name, **own, "torchrun": sharding.is_distributed()}  # which decides about the optimizers
+        self.vocabulary, log = datasets["train"].vocabulary, datasets["train"].log.fingerprint
+        # torchrun decides about the optimizers.
+        self.settings = {"model": name, **own, "torchrun": sharding.is_distributed(), "log_fingerprint": log}
         self.checkpoints = options.out / name
         torch.manual_seed(options.seed + sharding.rank())  # a seed per rank, or all shards of a table would start with equal rows
         self.model, self.optimizer = sharding.build(
@@ -204,7 +206,7 @@ class Trainer(ABC):
             self.epochs.append({"epoch": epoch + 1, "loss": loss, **valid, "examples_per_second": speed})
             if self.best_epoch() == epoch + 1:
                 self.average.keep_as_best()
-            save_checkpoint(self.checkpoints, self.settings, self.epochs, self._state())
+            save_checkpoint(self.checkpoints, self.settings, self.vocabulary, self.epochs, self._state())
             if self.options.tensorboard and sharding.rank() == 0:
                 add_to_board(self.options.out / "tensorboard" / self.name, self.epochs[-1])
             values = "  ".join(f"{label} {held_out[name]:.4f}" for name, label in self.metrics.items())

@@ -103,8 +103,14 @@ def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, flo
     return {"auc": binary_auroc(rank.double() / len(rank), labels.long()).item(), "normalized_entropy": entropy.item()}
 
 
+MISSED = torch.iinfo(torch.int64).max  # rank of a target that is not in the ranking: in no metric it counts
+
+
 def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor) -> torch.Tensor:
-    """The rank of each target, from 0, int64 [B]: the number of other unseen items that do not score below it. Ties and NaN count.
+    """The rank of each target among the user's unseen items, from 0, int64 [B]: how many others do not score below it. Ties and NaN count.
+
+    Seen items are in no ranking, be they the target or not. So a target that the user has seen before is missed: its rank is `MISSED`. To
+    rank it all the same would leave out the items that compete with it most, the others seen before.
 
     Args:
         scores: [B, items].
@@ -113,14 +119,17 @@ def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor)
     """
     rows = torch.arange(len(targets), device=targets.device)
     own = scores[rows, targets, None]
-    competes = torch.ones_like(scores, dtype=torch.bool)
-    competes[rows, targets] = False
-    competes[rows.repeat_interleave(seen.lengths()), seen.values()] = False
-    return (~(scores < own) & competes).sum(dim=1)
+    unseen = torch.ones_like(scores, dtype=torch.bool)
+    unseen[rows.repeat_interleave(seen.lengths()), seen.values()] = False
+    rank = (~(scores < own) & unseen).sum(dim=1) - 1  # without the target itself
+    return rank.where(unseen[rows, targets], MISSED)
 
 
 def next_item_metrics(ranks: torch.Tensor, cutoffs: Sequence[int] = (10, 50, 200)) -> dict[str, float]:
-    """Mean hit rate and NDCG at each cutoff, and mean reciprocal rank, for rankings with one target each, at `ranks` [N] counted from 0."""
+    """Mean hit rate and NDCG at each cutoff, and mean reciprocal rank, for rankings with one target each, at `ranks` [N] counted from 0.
+
+    A rank may be `MISSED`, which is no hit and adds 0 to all means.
+    """
     gains = 1 / torch.log2(ranks.double() + 2)
     metrics = {}
     for k in cutoffs:

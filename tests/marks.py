@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 SLOW = pytest.mark.slow
+PATIENCE = 600.0  # seconds after which a test that waits for something fails; one that passes takes a few, on a busy machine too
 
 
 def slow_after(number: int, names: str, values: Iterable, **options) -> pytest.MarkDecorator:

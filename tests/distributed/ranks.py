@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context
 
-TIMEOUTS = {"cpu": timedelta(seconds=60), "cuda": timedelta(seconds=200)}  # ranks on GPUs compile kernels
+from ..marks import PATIENCE
+
+TIMEOUT = timedelta(seconds=PATIENCE)
 
 
 class _Error(NamedTuple):
@@ -51,7 +53,7 @@ class Ranks:
             self._start()
         for connection in self.connections:
             connection.send((function, args))
-        results = [_answer(connection, 2 * TIMEOUTS[self.device_type]) for connection in self.connections]
+        results = [_answer(connection, 2 * TIMEOUT) for connection in self.connections]
         errors = {rank: result for rank, result in enumerate(results) if isinstance(result, _Error)}
         if len(errors) == self.world_size and len({repr(x.error) for x in errors.values()}) == 1 and errors[0].error is not None:
             raise errors[0].error
@@ -101,7 +103,7 @@ def _serve(connection: Connection, store: str, rank: int, world_size: int, devic
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=TIMEOUTS[device_type],
+        timeout=TIMEOUT,
         device_id=gpu,
     )
     connection.send(None)

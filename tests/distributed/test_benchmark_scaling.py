@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..marks import SLOW
+from ..marks import PATIENCE, SLOW
 from .ranks import one_rank
 
 pytest.importorskip("torchrec")
@@ -111,7 +111,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     """The program on two processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, str(ROOT / "examples" / "benchmark_scaling.py"), *TINY, *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @SLOW

@@ -60,7 +60,7 @@ def weights(trainer) -> dict[str, torch.Tensor]:
 
 
 def save(trainer) -> None:
-    save_checkpoint(trainer.checkpoints, {}, [], trainer._state())
+    save_checkpoint(trainer.checkpoints, {}, trainer.vocabulary, [], trainer._state())
 
 
 def load(trainer) -> None:

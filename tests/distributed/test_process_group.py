@@ -1,7 +1,6 @@
 """examples/sharding.py: what a process group leaves behind."""
 
 import gc
-import socket
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import sharding  # noqa: E402
 from torch import nn  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig  # noqa: E402
 
+from ..marks import PATIENCE  # noqa: E402
 from .ranks import one_rank  # noqa: E402
 
 SGD = sharding.OptimizerSpec(torch.optim.SGD, dict(lr=0.1))
@@ -38,13 +38,10 @@ def gloo_threads() -> set[str]:
 
 def torchrun_group(monkeypatch):
     """`sharding.process_group` in this process, as the only one of torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    names = dict(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
+    names = dict(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT=0, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0)
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))
-    return sharding.process_group("cpu", 30)
+    return sharding.process_group("cpu", PATIENCE)
 
 
 GROUPS = {"sharding.process_group": torchrun_group, "one_rank": lambda _: one_rank()}

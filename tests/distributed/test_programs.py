@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ..marks import SLOW
+from ..marks import PATIENCE, SLOW
 from .ranks import one_rank
 
 pytest.importorskip("torchrec")
@@ -23,6 +23,7 @@ from .test_plans import PROGRAMS, make_trainer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2", "--dropout", "0"]
+TINY += ["--timeout", str(PATIENCE)]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
 
 
@@ -47,7 +48,7 @@ def test_a_run_is_resumed_on_another_number_of_processes_and_plan(two_ranks, tmp
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     two_ranks.run(train_here, program, whole, "--sharding", "row_wise", "--epochs", "2")
     run = command(2, f"train_{program}.py", parts, "--sharding", "row_wise", "--epochs", "1")
-    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1  loss") == 1  # rank 0 alone prints
     with one_rank():
@@ -66,15 +67,13 @@ def test_a_killed_process_ends_the_run_which_can_be_resumed(two_ranks, tmp_path)
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while find_checkpoint(tmp_path / "attention") is None:
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    killed = time.monotonic()
-    _, errors = run.communicate(timeout=60)
-    assert time.monotonic() - killed < 60
+    _, errors = run.communicate(timeout=PATIENCE)
     assert run.returncode != 0
     assert "Signal 9 (SIGKILL) received" in errors
     saved = find_checkpoint(tmp_path / "attention").epochs
@@ -97,8 +96,6 @@ def train_until_killed(folder: Path) -> None:
 
 
 def test_the_other_processes_notice_by_themselves(two_ranks, tmp_path):
-    """Without torchrun, which ends them: it does not run on the other machines of a group."""
-    begin = time.monotonic()
+    """Without torchrun, which ends them: it does not run on the other machines of a group. The error is not that of a timeout."""
     with pytest.raises(RuntimeError, match=r"(?s)rank 0: .*Connection (closed|reset) by peer.*rank 1: the process ended"):
         two_ranks.run(train_until_killed, tmp_path)
-    assert time.monotonic() - begin < 60

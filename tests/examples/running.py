@@ -10,7 +10,11 @@ import uvicorn
 from serving_app import Service, ServiceLimits, make_app
 from serving_batcher import Limits
 
-LIMITS = ServiceLimits(Limits(max_queue=8, max_wait=0.002), max_candidates=50, max_events=20, max_body=20_000, deadline=30.0)
+from ..marks import PATIENCE
+
+LIMITS = ServiceLimits(
+    Limits(max_queue=8, max_wait=0.002), max_candidates=50, max_events=20, max_body=20_000, body_seconds=PATIENCE, deadline=PATIENCE
+)
 
 
 class Running:
@@ -18,14 +22,15 @@ class Running:
 
     def __init__(self, service: Service, server: type[uvicorn.Server] = uvicorn.Server):
         self.service = service
-        self.server = server(uvicorn.Config(make_app(service), port=0, log_level="error"))
+        # A connection that waits for its next request longer than uvicorn's 5 s is closed.
+        self.server = server(uvicorn.Config(make_app(service), port=0, log_level="error", timeout_keep_alive=round(PATIENCE)))
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.thread = threading.Thread(target=self.server.run, args=([listener],))
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.address[1]}", timeout=30)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.address[1]}", timeout=PATIENCE)
 
     def rank(self, body) -> httpx.Response:
         return self.client.post("/rank", json=body)
@@ -37,5 +42,5 @@ class Running:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(PATIENCE)
         self.client.close()

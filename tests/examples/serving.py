@@ -1,6 +1,7 @@
 """Trained models, rankers and requests for tests of serving."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,14 @@ def ranker_of(
     dtype: torch.dtype = torch.float32,
 ) -> Ranker:
     return make_ranker(load_weights(weights), device, cache_bytes, page_rows=page_rows, dtype=dtype)
+
+
+def body_of(request: Request, ranker: Ranker, **fields: Any) -> dict[str, Any]:
+    """The request as JSON, with the published ids, and further fields."""
+    histories, ratings = ranker.histories, ranker.ratings or [None]
+    events = [{"item": histories.items[i], "rating": ratings[r]} for i, r in zip(*request.events, strict=True)]
+    candidates = [histories.items[i] for i in request.candidates]
+    return {"user": histories.users[request.user], "candidates": candidates, "events": events, **fields}
 
 
 class Requests:

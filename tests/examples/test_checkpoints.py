@@ -1,12 +1,13 @@
 import pytest
 import torch
-from checkpoints import check_settings, find_checkpoint, save_checkpoint
+from checkpoints import check_settings, export_weights, find_checkpoint, load_weights, save_checkpoint
+from published_ids import Vocabulary
 
-SETTINGS = {"lr": 0.1, "seed": 0}
+SETTINGS, VOCABULARY = {"lr": 0.1, "seed": 0}, Vocabulary({"user": [2**70, "007"]})
 
 
 def save(folder, epoch, value):
-    save_checkpoint(folder, SETTINGS, [{"loss": 0.5}] * epoch, {"model": {"weight": torch.full((3, 2), float(value))}})
+    save_checkpoint(folder, SETTINGS, VOCABULARY, [{"loss": 0.5}] * epoch, {"model": {"weight": torch.full((3, 2), float(value))}})
 
 
 def load(folder):
@@ -24,6 +25,20 @@ def test_the_newest_is_kept(tmp_path):
     assert (checkpoint.settings, len(checkpoint.epochs)) == (SETTINGS, 10)
     assert (weight == 10).all()
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-10"]
+
+
+def test_the_vocabulary_is_kept_with_the_weights(tmp_path):
+    save(tmp_path, 1, value=1)
+    assert find_checkpoint(tmp_path).vocabulary().names == load_weights(export_weights(tmp_path)).vocabulary.names == VOCABULARY.names
+
+
+@pytest.mark.parametrize("text", [None, "", "[]"])
+def test_a_vocabulary_that_cannot_be_read(tmp_path, text):
+    save(tmp_path, 1, value=1)
+    path = tmp_path / "epoch-1/vocabulary.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(ValueError, match=r"epoch-1/vocabulary.json is missing or damaged: \S"):
+        export_weights(tmp_path)
 
 
 def test_an_interrupted_write_leaves_the_old_one(tmp_path, monkeypatch):

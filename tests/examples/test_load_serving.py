@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from marks import slow_after
+from marks import PATIENCE, slow_after
 
 for _name in ("fastapi", "uvicorn", "httpx", "aiohttp", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
@@ -68,14 +68,14 @@ def test_the_queue_is_driven_at_the_planned_times(ranker, monkeypatch):
 
     The first batch lasts until two requests were refused, and the last request comes when no other waits, however slow the machine is.
     """
-    service = Service(ranker, ServiceLimits(Limits(max_queue=2, max_users=1, max_wait=0.0)))
+    service = Service(ranker, ServiceLimits(Limits(max_queue=2, max_users=1, max_wait=0.0), deadline=PATIENCE))
     requests, times, refused = Workload(ranker, 3, 0.0, 1.0).requests(6), [], threading.Semaphore(0)
     first_begins, third_begins = threading.Event(), threading.Event()
     submit = service.batcher.submit
 
     def watched(request, deadline):
         if request is not requests[0]:
-            assert (third_begins if request is requests[5] else first_begins).wait(30)
+            assert (third_begins if request is requests[5] else first_begins).wait(PATIENCE)
         try:
             return submit(request, deadline)
         except Overloaded:
@@ -86,7 +86,7 @@ def test_the_queue_is_driven_at_the_planned_times(ranker, monkeypatch):
         times.append(time.perf_counter())
         if len(times) == 1:
             first_begins.set()
-            assert refused.acquire(timeout=30) and refused.acquire(timeout=30)
+            assert refused.acquire(timeout=PATIENCE) and refused.acquire(timeout=PATIENCE)
         elif len(times) == 3:
             third_begins.set()
         time.sleep(0.05)
@@ -124,16 +124,17 @@ def test_results_are_read_as_they_were_written(tmp_path):
 
 @slow_after(1, "way", [[], ["--http"]], ids=["queue", "http"])
 def test_a_short_run(served, tmp_path, capsys, way):
+    """The queue has room for all requests, and no deadline passes, so that all are answered by the slowest machine."""
     arguments = ["--weights", str(served["attention"]), "--out", str(tmp_path), "--device", "cpu", "--candidates", "7"]
+    arguments += ["--deadline-ms", str(1e3 * PATIENCE)]
     load_serving.main([*arguments, "--rates", "30", "60", "--seconds", "1", "--warm-up", "0.1", "--new-events", "0.3", *way])
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     ways = ["cache", "no cache"]
     assert [(x["way"], x["candidates"], x["rate"]) for x in results] == [(way, 7, rate) for way in ways for rate in (30, 60)]
-    requests = [x["answered"] + x["refused"] + x["late"] for x in results]
-    assert requests[:2] == requests[2:]
+    answered = [x["answered"] for x in results]
+    assert answered[:2] == answered[2:]
     for x in results:
-        # A busy machine may refuse some.
-        assert x["answered"] > 0.3 * x["rate"] and x["failed"] == 0
+        assert x["answered"] > 0.3 * x["rate"] and x["refused"] == x["late"] == x["failed"] == 0
         assert 0 < x["p50_ms"] <= x["p95_ms"] <= x["p99_ms"]
         assert x["candidates_per_second"] == x["answered"] * x["candidates"]
         assert (0 < x["hit_rate"] < 1) == (x["way"] == "cache") == (x["stage_ms"]["cache"] > 0) and x["memory_mb"] > 10

@@ -88,10 +88,17 @@ def test_interval_is_the_log_of_the_time_since_the_previous_event():
     assert time_intervals(log).tolist() == [0, 1, 2, 3, NUM_INTERVALS - 1, 0, 11]
     dataset = make_datasets(log, max_history=2, intervals=True)["valid"]
     assert dataset[[0]].ids["interval"].values().tolist() == [1, 2]
-    untimed = EventLog(user=log.user, item=log.item, timestamp=None, num_users=2, num_items=7)
+    untimed = EventLog(user=log.user, item=log.item, timestamp=None, users=log.users, items=log.items)
     assert "interval" not in make_datasets(untimed)["train"][[0]].ids.keys()
     with pytest.raises(ValueError, match="time intervals need timestamps"):
         make_datasets(untimed, intervals=True)
+
+
+def test_intervals_of_large_timestamps():
+    """float64 would round the first two to equal ones, and the difference of the last two is no int64."""
+    times = np.array([2**60, 2**60 + 1, -(2**63), 2**63 - 1])
+    log = RatingLog.from_columns(np.array([0, 0, 1, 1]), np.arange(4), np.ones(4), times)
+    assert time_intervals(log).tolist() == [0, 2, 0, NUM_INTERVALS - 1]
 
 
 def test_timestamps_are_those_of_inputs_and_targets_in_whole_seconds():
@@ -108,7 +115,7 @@ def test_timestamps_are_those_of_inputs_and_targets_in_whole_seconds():
     untimed = make_datasets(log)["train"][[0]].to(torch.device("cpu"))
     assert untimed.timestamps is untimed.next_timestamps is None
     with pytest.raises(ValueError, match="the log has no timestamps"):
-        make_datasets(EventLog(user=log.user, item=log.item, timestamp=None, num_users=2, num_items=9), timestamps=True)
+        make_datasets(EventLog(user=log.user, item=log.item, timestamp=None, users=log.users, items=log.items), timestamps=True)
 
 
 def test_loader_serves_every_window_once():

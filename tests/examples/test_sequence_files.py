@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 from movielens import read_log
 from sequence_files import read_events
@@ -16,7 +15,22 @@ def test_a_line_has_the_items_of_a_user_in_their_order(tmp_path, text):
     log = read_events(write(tmp_path, text))
     assert (log.num_users, log.num_items, len(log), log.timestamp) == (2, 4, 6, None)
     assert log.user.tolist() == [0, 0, 1, 1, 1, 1]  # users 2 and 7
-    assert np.array([5, 10, 20, 30])[log.item].tolist() == [20, 5, 30, 10, 20, 10]
+    assert list(log.users) == [2, 7] and [log.items[row] for row in log.item] == [20, 5, 30, 10, 20, 10]
+
+
+def test_ids_stay_as_they_are_in_the_file(tmp_path):
+    log = read_events(write(tmp_path, f"u10 007 7 {2**70}\nu9 7 -1\n"))
+    assert [log.users[row] for row in log.user] == ["u10", "u10", "u10", "u9", "u9"]
+    assert [log.items[row] for row in log.item] == ["007", "7", str(2**70), "7", "-1"]
+
+
+@pytest.mark.parametrize("character", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028"], ids=ascii)
+def test_a_character_that_ends_lines_elsewhere(tmp_path, character):
+    """It ends none here, so the events behind it are not those of another user. No id has it."""
+    path = tmp_path / "small.txt"
+    path.write_text(f"1 2 3{character}2 4 5\n7 8\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="small.txt, line 1: expected ids .* can be printed, not '3"):
+        read_events(path)
 
 
 @pytest.mark.parametrize("as_folder", [False, True])
@@ -31,12 +45,10 @@ def test_movielens_formats_are_read_as_such(tmp_path, as_folder):
     ("text", "message"),
     [
         ("", "small.txt is empty"),
-        ("1 2 3\n2 4 x\n", "small.txt, line 2: expected integers separated by spaces: a user's id, then item ids .*'x'"),
-        ("1 2 3\n2 4 1.5\n", "small.txt, line 2: expected integers separated by spaces"),
-        ("1 2 3\n\n2\n", "small.txt, line 3: expected integers .* user 2 has no items"),
+        ("1 2 3\n\n2\n", "small.txt, line 3: expected ids .* user 2 has no items"),
         ("1 2 3\n2 4\n1 5\n", "small.txt, line 3: expected one line per user; user 1 has line 1 too"),
-        (f"1 2 3\n2 {2**70}\n", "small.txt, line 2: expected integers separated by spaces"),
-        ("1 2 3\n2 4\t5,6\n", "small.txt, line 2: expected integers separated by spaces"),
+        ("1 2 3\n2 4\t5\n", r"small.txt, line 2: expected ids .* can be printed, not '4\\t5'"),
+        ("1 2 3\n2 4 5,6\n", "small.txt, line 2: expected ids separated by spaces: .* no separator of columns, not '5,6'"),
     ],
 )
 def test_bad_input(tmp_path, text, message):

@@ -19,6 +19,8 @@ import httpx  # noqa: E402
 import serve_ranking  # noqa: E402
 from load_generator import address_of  # noqa: E402
 
+from ..marks import PATIENCE  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,10 +30,11 @@ class Program:
     def __init__(self, *arguments):
         paths = [str(ROOT), str(ROOT / "kernels"), *sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"}
-        command = [sys.executable, str(ROOT / "examples" / "serve_ranking.py"), "--device", "cpu", "--port", "0", *map(str, arguments)]
+        options = ["--device", "cpu", "--port", "0", "--deadline-ms", 1e3 * PATIENCE, *arguments]
+        command = [sys.executable, str(ROOT / "examples" / "serve_ranking.py"), *map(str, options)]
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        address, self.before = address_of(self.process, 120)
-        self.client = httpx.Client(base_url=address, timeout=30)
+        address, self.before = address_of(self.process, PATIENCE)
+        self.client = httpx.Client(base_url=address, timeout=PATIENCE)
         assert self.is_healthy()
 
     def is_healthy(self) -> bool:
@@ -41,7 +44,7 @@ class Program:
             return False
 
     def rank(self, user: int) -> httpx.Response:
-        return self.client.post("/rank", json={"user": user, "candidates": [5, 6, 7]})
+        return self.client.post("/rank", json={"user": user, "candidates": [4, 6, 8]})
 
     def received(self) -> float:
         """The number of requests that wait or were answered."""
@@ -50,14 +53,14 @@ class Program:
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(PATIENCE)
 
 
 def test_a_terminated_program_answers_all_requests(served):
     program = Program("--weights", served["attention"], "--max-wait-ms", 2000)
     with ThreadPoolExecutor(10) as threads:
         answers = [threads.submit(program.rank, user) for user in range(10)]
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while program.received() < 10:  # they wait for others of their batch
             assert time.monotonic() < end
         assert program.end(signal.SIGTERM) in (0, -signal.SIGTERM)

@@ -13,6 +13,7 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
 import serving_app  # noqa: E402
 from serving_app import Service  # noqa: E402
 
+from ..marks import PATIENCE  # noqa: E402
 from .running import LIMITS, Running  # noqa: E402
 from .serving import ranker_of  # noqa: E402
 
@@ -31,7 +32,7 @@ def document(running: Running, query: str) -> str:
     """The document after the script ran."""
     url = f"http://127.0.0.1:{running.address[1]}/?{query}"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--dump-dom"]
-    return subprocess.run([BROWSER, *options, url], capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run([BROWSER, *options, url], capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
 def rows(text: str, table: str) -> list[list[str]]:
@@ -41,13 +42,13 @@ def rows(text: str, table: str) -> list[list[str]]:
 
 def test_the_page_shows_history_ranking_attention_and_latency(running):
     ranker = running.service.ranker
-    found = document(running, "user=3&candidates=5 6 7")
+    found = document(running, "user=3&candidates=4 6 8")
     ranking = rows(found, "ranking")
-    scores = running.rank({"user": 3, "candidates": [5, 6, 7]}).json()["scores"]
+    scores = running.rank({"user": 3, "candidates": [4, 6, 8]}).json()["scores"]
     order = torch.tensor(scores).argsort(descending=True).tolist()
-    assert ranking == [[str(i + 1), str(5 + k), f"{scores[k]:.4f}"] for i, k in enumerate(order)]
+    assert ranking == [[str(i + 1), str(4 + 2 * k), f"{scores[k]:.4f}"] for i, k in enumerate(order)]
     assert re.search(r'role="status">3 candidates in \d+\.\d ms, of which \d+\.\d ms in the queue; weights version 1<', found)
-    expected = running.client.get("/users/3", params={"candidates": [5 + order[0]]}).json()
+    expected = running.client.get("/users/3", params={"candidates": [4 + 2 * order[0]]}).json()
     history = rows(found, "history")
     assert [int(row[0]) for row in history] == [event["item"] for event in reversed(expected["events"])]
     if ranker.needs_history:
@@ -59,7 +60,7 @@ def test_the_page_shows_history_ranking_attention_and_latency(running):
 
 def test_the_page_takes_the_held_out_items_and_shows_errors(running):
     assert [int(row[1]) for row in rows(document(running, "user=3"), "ranking")]
-    assert "404: no user 99: users are 0 to 24" in document(running, "user=99&candidates=5")
+    assert "404: no user '99' in the log, whose first user is 0" in document(running, "user=99&candidates=4")
 
 
 def test_a_chosen_candidate_is_an_event_of_the_user_who_is_shown(running, tmp_path, monkeypatch):
@@ -77,5 +78,5 @@ def test_a_chosen_candidate_is_an_event_of_the_user_who_is_shown(running, tmp_pa
     monkeypatch.setattr(serving_app, "PAGE", page)
     histories = running.service.ranker.histories
     before = [histories.length(user) for user in (3, 4)]
-    newest = rows(document(running, "user=3&candidates=5"), "history")[0]
-    assert newest[0] == "5" and [histories.length(user) for user in (3, 4)] == [before[0] + 1, before[1]]
+    newest = rows(document(running, "user=3&candidates=4"), "history")[0]
+    assert newest[0] == "4" and [histories.length(user) for user in (3, 4)] == [before[0] + 1, before[1]]

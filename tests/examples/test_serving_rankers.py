@@ -256,9 +256,9 @@ def test_weights_of_another_model_with_equal_shapes(served, name, setting, value
     before = ranker.score(batch)
     other = {key: x + 1 if x.is_floating_point() else x for key, x in weights.tensors.items()}
     with pytest.raises(ValueError, match=f"^the weights are of another model: {error}$"):
-        ranker.load(Weights({**weights.settings, setting: value}, other))
+        ranker.load(Weights({**weights.settings, setting: value}, weights.vocabulary, other))
     assert_same_scores(ranker.score([Request(x.user, x.candidates) for x in batch]), before)
-    ranker.load(Weights({**weights.settings, "epochs": 7, "seed": 5, "dropout": 0.1}, weights.tensors))
+    ranker.load(Weights({**weights.settings, "epochs": 7, "seed": 5, "dropout": 0.1}, weights.vocabulary, weights.tensors))
 
 
 # -- logged against served -----------------------------------------------------------------------------------------------------

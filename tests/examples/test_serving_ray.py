@@ -22,21 +22,17 @@ import serving_replicas  # noqa: E402
 from fastapi import HTTPException  # noqa: E402
 from ray.serve.exceptions import BackPressureError  # noqa: E402
 
-from .serving import Requests, ranker_of  # noqa: E402
+from ..marks import PATIENCE  # noqa: E402
+from .serving import Requests, body_of, ranker_of  # noqa: E402
 
 TWO = ["--min-replicas", "2", "--max-replicas", "2"]
 DELAYS = ["--look-back", "11", "--upscale-delay", "1", "--downscale-delay", "1"]
+DEADLINE = {"deadline_ms": 1e3 * PATIENCE}
 ONE_OR_TWO = ["--max-replicas", "2", "--target-ongoing-requests", "5", *DELAYS]
 NO_REPLICA = [
     (["--min-replicas", "0"], "not 0 and 4"),
     (["--min-replicas", "3", "--max-replicas", "2"], "not 3 and 2"),
 ]
-
-
-def body_of(request, ratings):
-    """The request as JSON."""
-    events = [{"item": int(i), "rating": ratings[r]} for i, r in zip(*request.events, strict=True)]
-    return {"user": request.user, "candidates": request.candidates.tolist(), "events": events, "deadline_ms": 60_000}
 
 
 # -- without processes of Ray ------------------------------------------------------------------------------------------------------------
@@ -90,7 +86,7 @@ class Replicas:
         options = serving_ray.parse_arguments(["--weights", str(weights), "--device", "cpu", "--cache-mb", "10"])
         self.replicas = [serving_replicas.Replica.func_or_class(handle, options) for _ in range(2)]
         self.handle, self.offline = handle, ranker_of(weights, 0)
-        self.requests, self.ratings = Requests(self.offline), self.offline.ratings or [None]
+        self.requests = Requests(self.offline)
 
     def close(self):
         for replica in self.replicas:
@@ -98,8 +94,7 @@ class Replicas:
 
     async def rank(self, index, request):
         """The status, and the scores or None."""
-        body = body_of(request, self.ratings)
-        status, answer = await self.replicas[index].rank(body)
+        status, answer = await self.replicas[index].rank(body_of(request, self.offline, **DEADLINE))
         return status, torch.tensor(answer["scores"]) if status == 200 else None
 
     async def check(self, index, user, events=0):
@@ -136,13 +131,28 @@ def test_two_replicas_that_add_events_of_a_user_at_once(local):
         requests = [local.requests.of(3, events=1) for _ in local.replicas]
         answers = await asyncio.gather(*(local.rank(index, request) for index, request in enumerate(requests)))
         assert [status for status, _ in answers] == [200, 200]
-        stored = [event["item"] for event in local.store.events[3]][1:]
+        stored = local.offline.histories.items.rows(event["item"] for event in local.store.events["3"]).tolist()[1:]
         for request in sorted(requests, key=lambda request: stored.index(request.events.item[0])):
             local.offline.histories.add(3, request.events)
         for index in (0, 1, 0):
             await local.check(index, 3, events=index)
 
     asyncio.run(collide())
+
+
+def test_a_user_whose_id_is_a_number_or_text(local):
+    """It is one user, whose events meet in the store."""
+
+    async def send():
+        for index, form in ((0, int), (1, str), (0, str)):
+            request = local.requests.of(3, events=1)
+            body = body_of(request, local.offline, **DEADLINE)
+            status, answer = await local.replicas[index].rank({**body, "user": form(body["user"])})
+            assert (status, answer["user"]) == (200, 3)
+            torch.testing.assert_close(torch.tensor(answer["scores"]), local.offline.score([request])[0])
+
+    asyncio.run(send())
+    assert [*local.store.events] == ["3"] and len(local.store.events["3"]) == 3
 
 
 def test_events_that_could_not_be_stored_are_forgotten(local):
@@ -177,7 +187,7 @@ def test_a_deadline_counts_while_the_user_has_other_requests(local):
             return await get(*arguments)
 
         local.handle.get.remote = slow
-        body = body_of(local.requests.of(3), local.ratings)
+        body = body_of(local.requests.of(3), local.offline, **DEADLINE)
         return await asyncio.gather(replica.rank(body), replica.rank({**body, "deadline_ms": 50}))
 
     (first, _), (second, answer) = asyncio.run(send())
@@ -218,16 +228,16 @@ class Deployment:
     def __init__(self, port, weights, *arguments):
         options = serving_ray.parse_arguments(["--weights", str(weights), "--device", "cpu", "--cpus", "0.5", *arguments])
         serve.run(serving_replicas.make_application(options))
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
         self.offline = ranker_of(weights, 0)
-        self.requests, self.ratings = Requests(self.offline), self.offline.ratings or [None]
+        self.requests = Requests(self.offline)
         self.lock, self.weights = threading.Lock(), weights
 
     def rank(self, user, events=0):
         """Send a request, and compare the scores with those in this process. Returns the replica that answered."""
         with self.lock:
             request = self.requests.of(user, events)
-        answer = self.client.post("/rank", json=body_of(request, self.ratings))
+        answer = self.client.post("/rank", json=body_of(request, self.offline, **DEADLINE))
         assert answer.status_code == 200, answer.text
         with self.lock:
             (expected,) = self.offline.score([request])
@@ -254,7 +264,7 @@ def test_two_replicas(two, tmp_path):
     assert counts.keys() == set(replicas[0]) and len({x["process"] for x in counts.values()} | {os.getpid()}) == 3
     for name, x in counts.items():
         assert x["reused"] + x["appended"] + x["encoded"] == 4 * replicas[0].count(name) and x["reused"] >= replicas[0].count(name)
-    assert two.client.post("/reload").json() == {"weights_version": [2, 2]}
+    assert two.client.post("/reload").json() == {"weights_version": [1, 1]}  # they are those in place
     two.weights.rename(tmp_path / "weights.pt")
     answer = two.client.post("/reload")
     assert answer.status_code == 409 and "No such file" in answer.json()["error"]
@@ -280,7 +290,7 @@ def test_a_replica_that_is_killed(two):
     killed, other = replicas[0], next(name for name in replicas if name != replicas[0])
     os.kill(two.counts()[killed]["process"], signal.SIGKILL)
     assert two.rank(replicas.index(other)) == other
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while two.client.post("/rank", json={"user": 0, "candidates": [1]}).status_code != 200 or len(two.counts()) < 2:
         assert time.monotonic() < end
         time.sleep(0.5)
@@ -309,8 +319,8 @@ def test_scaling_from_one_replica_to_two_and_back(cluster, served, name):
             failures.append(error)
             raise
 
-    def wait_for(number, seconds=180):
-        end = time.monotonic() + seconds
+    def wait_for(number):
+        end = time.monotonic() + PATIENCE
         while len(deployment.counts()) != number and not failures:
             assert time.monotonic() < end, number
             time.sleep(0.5)

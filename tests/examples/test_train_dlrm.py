@@ -8,6 +8,8 @@ import pytest
 import train_dlrm
 from ranking_model import INTERACTIONS, PARTS
 
+from ..marks import PATIENCE
+
 pytestmark = pytest.mark.usefixtures("few_measured_steps")
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2"]
@@ -132,7 +134,7 @@ def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
     (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, str(ROOT / "examples" / "train_dlrm.py"), "--data", "u.data", *TINY]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "u.data: 240 ratings (192 train, 24 valid, 24 test) of 40 items by 12 users" in done.stdout
     assert json.loads((tmp_path / "runs" / "dlrm" / "metrics.json").read_text())["settings"]["data"] == "u.data"

@@ -12,7 +12,7 @@ from generated_log import generate_log
 from sequence_data import Windows, make_datasets
 from sequence_model import ENCODERS
 
-from ..marks import SLOW
+from ..marks import PATIENCE, SLOW
 
 pytestmark = pytest.mark.usefixtures("few_measured_steps")
 ROOT = Path(__file__).parents[2]
@@ -236,7 +236,7 @@ def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
     (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, str(ROOT / "examples" / "train_hstu.py"), "--data", "u.data", *TINY]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "u.data: 240 events of 40 items by 12 users, of whom 12 are tested" in done.stdout
     assert json.loads((tmp_path / "runs" / "hstu" / "metrics.json").read_text())["settings"]["data"] == "u.data"

@@ -3,10 +3,12 @@ from functools import partial
 
 import pytest
 import torch
+import training
 from torch.nn import functional
 from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg, retrieval_reciprocal_rank
 from torchrec import JaggedTensor
 from training import (
+    MISSED,
     draw_curves,
     next_item_metrics,
     peak_memory,
@@ -50,9 +52,23 @@ def test_rank_counts_unseen_items_that_score_at_least_as_high():
     scores = torch.tensor([[0.9, 0.5, 0.7, 0.5, 0.1]]).repeat(4, 1)
     scores[3, 2] = math.nan  # a target without a score comes last
     targets = torch.tensor([3, 3, 0, 2])
-    seen = JaggedTensor(values=torch.tensor([0, 0, 0, 2, 4]), lengths=torch.tensor([0, 1, 1, 3]))
-    # The third user has seen the target before: it is ranked all the same.
-    assert rank_unseen(scores, targets, seen).tolist() == [3, 2, 0, 2]
+    seen = JaggedTensor(values=torch.tensor([0, 0, 0, 4]), lengths=torch.tensor([0, 1, 1, 2]))
+    # The third user has seen the target before: it is missed.
+    assert rank_unseen(scores, targets, seen).tolist() == [3, 2, MISSED, 2]
+
+
+def test_a_missed_target_adds_nothing():
+    found, with_missed = (next_item_metrics(torch.tensor(ranks), cutoffs=(2, 500)) for ranks in ([0, 7], [0, 7, MISSED, MISSED]))
+    assert with_missed == pytest.approx({name: value / 2 for name, value in found.items()})
+
+
+def test_items_that_are_seen_twice_do_not_raise_the_hit_rate():
+    """A model that scores the latest item highest, of users who chose each item of theirs twice."""
+    items = torch.arange(50)
+    seen = JaggedTensor(values=items.repeat_interleave(2), lengths=torch.full((25,), 4))
+    scores = torch.nn.functional.one_hot(items[1::2], 50).float()
+    metrics = next_item_metrics(rank_unseen(scores, items[1::2], seen))
+    assert metrics["hr@10"] == 0 and metrics["mrr"] == pytest.approx(0)
 
 
 def test_next_item_metrics_are_those_of_torchmetrics():
@@ -106,11 +122,18 @@ def test_peak_memory_is_the_most_held_at_once():
     assert 8_000_000 <= peak_memory(step, CPU) < 8_100_000
 
 
-def test_steps_are_timed_by_their_median():
-    seconds = time_steps(
-        {"short": lambda size: torch.ones(10), "long": lambda size: torch.ones(size) @ torch.ones(size)}, [4_000_000] * 3, CPU
-    )
-    assert 0 < seconds["short"] < seconds["long"]
+def test_steps_are_timed_by_their_median(monkeypatch):
+    """By a clock that the steps move. The first batch of each round takes much longer."""
+    now = [0.0]
+
+    def step(seconds):
+        def move(batch):
+            now[0] += seconds + batch
+
+        return move
+
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    assert time_steps({"short": step(1.0), "long": step(5.0)}, [100.0, 0.0, 0.0], CPU) == {"short": 1.0, "long": 5.0}
 
 
 def test_curves_show_what_they_are_given():

@@ -12,6 +12,8 @@ from ranking_data import RankingDataset, add_popularity, make_chunks, split_by_t
 
 from jagged_modules import CandidateIndex
 
+from ..marks import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -26,7 +28,7 @@ def dataset():
 def test_runs_as_a_program_from_anywhere_and_learns(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, str(ROOT / "examples" / "wukong.py"), "--device", "cpu", "--users", "200", "--batch-size", "16"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"^epoch \d+  loss (\S+)$", done.stdout, re.MULTILINE)]
     assert len(losses) == 4 and losses[-1] < 0.9 * losses[0]
