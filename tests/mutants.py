@@ -216,6 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     import hypothesis  # noqa: F401
+    import networkx  # noqa: F401
+    import sympy  # noqa: F401
     import torch  # noqa: F401
 
     sys.exit(main())
