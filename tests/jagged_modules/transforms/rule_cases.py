@@ -259,6 +259,5 @@ KEPT = {
     )[1],
     "pooled rows": lambda x, other, m: aten.avg_pool1d(x.permute(1, 2, 0), [1]),
     "scattered to rows": lambda x, other, m: aten.scatter_add(x, 0, torch.zeros_like(x).long(), x),
-    "attention over rows": lambda x, other, m: aten.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3),
     "masked rows": lambda x, other, m: torch.where(other > 0, x, 0),
 }
