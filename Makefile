@@ -8,6 +8,7 @@
 #   make test-all [ARGS=...]            run both
 #   make fuzz [SECONDS=60] [SEED=1] [ARGS="--function linear_compress --dtype bfloat16 --device cuda"]
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
+#   make mutants [ARGS=...]             apply one-line bugs, one at a time, to a copy of the project: the tests named for each must fail
 #   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
 #   make test-newer-tritons             compile each of Hopper's own kernels under the newer Tritons too
 #   make notebooks                      execute the notebooks and keep their outputs
@@ -30,7 +31,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
 .PHONY: train serve test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others test-all-interpreter \
-	test-all-others fuzz test-gpu test-newer-tritons notebooks lint docs links dist smoke bench profile record clean
+	test-all-others fuzz mutants test-gpu test-newer-tritons notebooks lint docs links dist smoke bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -83,6 +84,9 @@ test-others test-slow-others test-all-others: $(ENV)
 
 fuzz: $(ENV)
 	$(PY) tests/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+mutants: $(ENV)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) tests/mutants.py --workers $(or $(filter-out 0,$(WORKERS)),1) $(ARGS)
 
 # One test at a time to each worker, in the order of tests/gpu_suite.py. Inductor compiles in the workers, not in processes of its own.
 test-gpu: $(ENV)

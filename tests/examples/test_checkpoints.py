@@ -54,6 +54,23 @@ def test_an_interrupted_write_leaves_the_old_one(tmp_path, monkeypatch):
     assert (load(tmp_path)[1] == 3).all()
 
 
+def test_an_interruption_before_the_old_ones_are_removed_leaves_the_newest(tmp_path, monkeypatch):
+    monkeypatch.setattr("checkpoints._remove", lambda path: None)
+    for epoch in (9, 10):
+        save(tmp_path, epoch, value=epoch)
+    assert len([*tmp_path.iterdir()]) == 2
+    checkpoint, weight = load(tmp_path)
+    assert len(checkpoint.epochs) == 10 and (weight == 10).all()
+
+
+def test_an_interrupted_removal_leaves_no_complete_one(tmp_path, monkeypatch):
+    save(tmp_path, 5, value=5)
+    monkeypatch.setattr("checkpoints.shutil.rmtree", lambda path, **options: None)
+    save(tmp_path, 1, value=1)
+    assert (tmp_path / "epoch-5").exists()
+    assert (load(tmp_path)[1] == 1).all()
+
+
 def test_another_run_takes_the_folder(tmp_path):
     save(tmp_path, 5, value=5)
     save(tmp_path, 1, value=1)

@@ -138,6 +138,7 @@ def test_a_moved_schedule_keeps_its_backward():
     schedule = dataclasses.replace(schedule, backward=zigzag_schedule([9, 8], [20, 3], **SIZES))
     moved = schedule.to("meta")
     assert moved.tiles.is_meta and moved.backward.tiles.is_meta and moved.backward.backward is None
+    assert moved.num_tiles.is_meta and moved.backward.num_tiles.is_meta
     assert torch.equal(moved.loads(), schedule.loads()) and torch.equal(moved.worker, schedule.worker), "known on the host alone"
     assert schedule.to("cpu") is schedule
     restored = pickle.loads(pickle.dumps(schedule))

@@ -58,6 +58,13 @@ def test_timestamps(timestamps, buckets, boundaries):
     check_case(bias="time", timestamps=timestamps, buckets=buckets, boundaries=boundaries, query_times=buckets % 2 == 0)
 
 
+@pytest.mark.parametrize("mask", [None, "targets"])
+def test_equal_segments_that_are_not_adjacent(mask):
+    """The CPU sorts segments by their lengths, and with them timestamps of keys and of queries, shifts and numbers of targets."""
+    lengths = [[2, 3, 2, 3, 2, 3], [5, 4, 5, 4, 5, 4]]
+    check_case(lengths, bias="both", mask=mask, timestamps="unsorted", query_times=True, query_shift=True)
+
+
 @slow_after(2, "seed", range(40))
 def test_random_options(seed):
     case = simplest_case("jagged_attention", "cpu", "float32", bias="both", heads=[2, 1], head_dim=9)

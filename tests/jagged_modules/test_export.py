@@ -1,5 +1,6 @@
 """Containers as pytrees: inputs and outputs of exported and compiled models, of any number of users and candidates, saved and loaded."""
 
+import dataclasses
 import io
 
 import pytest
@@ -329,6 +330,19 @@ CONTAINERS = {
 @pytest.fixture(params=CONTAINERS)
 def container(request):
     return CONTAINERS[request.param]()
+
+
+def test_no_field_is_lost():
+    times, shift = torch.arange(3), torch.tensor([1])
+    for x, fields in (
+        (jm.Jagged(torch.randn(3, 2), torch.tensor([0, 3]), 5), ("values", "offsets", "max_seqlen")),
+        (jm.RelativeBias(torch.randn(9), torch.randn(4), times, torch.arange(3), times + 1, shift), None),
+        (jm.Rotary(torch.randn(4, 2), torch.randn(4, 2), "qkv", times, linear=True, precise=True), None),
+        (jm.AttentionMask(True, (3, 2), shift, 2, 1, 3, 1, 4, 5), None),
+    ):
+        copy = tree_unflatten(*tree_flatten(x))
+        for name in fields or [field.name for field in dataclasses.fields(x)]:
+            assert getattr(copy, name) is getattr(x, name), name
 
 
 def test_maps_give_the_same_kind(container):

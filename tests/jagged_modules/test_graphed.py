@@ -1,5 +1,6 @@
 """jm.graphed without a GPU: `padded` runs the padded buffers through the module where a GPU would replay a graph."""
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -292,6 +293,22 @@ def test_modes_have_graphs_of_their_own(mlp):
     assert x.grad is not None and len(mlp._steps) == 1  # another dtype dropped the others
     mlp.requires_grad_(False)
     assert not mlp(torch.randn(5, 8).double()).requires_grad
+
+
+def test_settings_have_graphs_of_their_own(padded):
+    module = nn.Linear(8, 8)
+    graph, x = jm.graphed(module), torch.randn(5, 8)
+    settings = (
+        contextlib.nullcontext,
+        lambda: jm.batch_invariant(True),
+        lambda: jm.backward_workspace(0),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+    )
+    for number, setting in enumerate(settings, start=1):
+        with setting():
+            assert graph(x).dtype == module(x).dtype
+        assert len(graph._steps) == number
 
 
 def test_autocast(padded):

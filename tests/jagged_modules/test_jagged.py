@@ -201,6 +201,14 @@ def test_keyed_jagged_tensor_with_a_batch_size_per_key(values, offsets):
     assert out.stride_per_key() == [3, 1] and torch.equal(out["b"].values(), values[5:] * 2)
 
 
+def test_a_rebuilt_keyed_jagged_tensor_keeps_its_inverse_indices(values, offsets):
+    torchrec = pytest.importorskip("torchrec")
+    inverse = ["a", "b"], torch.tensor([[0, 1, 0], [1, 1, 0]])
+    x = torchrec.KeyedJaggedTensor(["a", "b"], values, lengths=offsets.diff().int(), inverse_indices=inverse)
+    keys, indices = jm.Jagged.wrap(x).unwrap(values * 2).inverse_indices()
+    assert keys == ["a", "b"] and torch.equal(indices, inverse[1])
+
+
 def test_no_rows_and_no_segments():
     jagged = jm.Jagged(torch.zeros(0, 8), torch.zeros(1, dtype=torch.int64))
     assert jagged.num_segments == 0 and jagged.host_lengths.tolist() == []
@@ -214,6 +222,10 @@ def test_copies_share_the_segmentation(values, offsets):
         assert copy.segmentation_id == segmentation_id
         assert copy.host_lengths.tolist() == LENGTHS, "known on the host though the copy may be on a device"
     assert jm.Jagged(values, offsets.clone()).segmentation_id != segmentation_id
+
+
+def test_a_container_whose_lengths_nobody_asked_for_takes_them_along(values, offsets):
+    assert jm.Jagged(values, offsets).to("meta").host_lengths.tolist() == LENGTHS
 
 
 # -- schedules -----------------------------------------------------------------------------------------------------------------

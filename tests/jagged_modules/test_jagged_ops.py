@@ -320,6 +320,13 @@ def test_plan(offsets_of):
         plan.total = 3
 
 
+def test_a_moved_plan_keeps_both_offsets():
+    x, y = torch.tensor([0, 2, 5]), torch.tensor([0, 1, 4])
+    plan, own = (F.ScorePlan.from_offsets(x, other).to("cpu") for other in (y, None))
+    assert torch.equal(plan.x_offsets, x) and torch.equal(plan.y_offsets, y)
+    assert own.y_offsets is own.x_offsets
+
+
 def test_plan_of_more_scores_than_an_int32_counts():
     plan = F.ScorePlan.from_offsets(torch.tensor([0, 70000, 140000], dtype=torch.int32))
     assert plan.p_offsets.tolist() == [0, 70000**2, 2 * 70000**2] and plan.total == 2 * 70000**2

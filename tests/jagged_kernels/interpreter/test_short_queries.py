@@ -21,7 +21,7 @@ def expected_tiles(lengths, other_lengths, queries, rows, heads, block, short):
 def test_lists(offsets, num_segments, rows, keys):
     random = torch.Generator().manual_seed(num_segments + rows)
     q_lengths, kv_lengths = (torch.randint(0, longest, (num_segments,), generator=random) for longest in (300, 500))
-    q_lengths[::7], kv_lengths[3::9] = 0, 0
+    q_lengths[::7], kv_lengths[3::9], q_lengths[5::10] = 0, 0, rows
     segments = Segments(offsets(q_lengths.tolist()), offsets(kv_lengths.tolist()), TileList(None, None, None))
     lists = list_short_queries(segments, (int(q_lengths.sum()), int(kv_lengths.sum())), (4, 2), rows, keys, 64)
     assert lists.next_tile.tolist() == [0]

@@ -52,11 +52,12 @@ def test_masked_tiles_of_many_chunks_are_the_hosts(check_tiles, monkeypatch):
     check_tiles(lengths, lengths, "cpu", SIZES, jm.AttentionMask(causal=True))
 
 
-def test_masked_tiles_of_a_part_of_the_segments(offsets):
-    """Offsets that do not start at 0."""
+@pytest.mark.parametrize("first, lengths", [(37, [50, 0, 21]), (15, [1, 2])])
+def test_masked_tiles_of_a_part_of_the_segments(offsets, first, lengths):
+    """Offsets that do not start at 0. With the second ones, the last tile has the largest virtual index that there can be."""
     mask = list(jm.AttentionMask(causal=True).params)
-    of_all, of_part = offsets([37, 50, 0, 21])[1:], offsets([50, 0, 21])
-    of_all, of_part = (device.tile_list(x, x, 71, 2, 16, 8, mask) for x in (of_all, of_part))
+    of_all, of_part = offsets([first, *lengths])[1:], offsets(lengths)
+    of_all, of_part = (device.tile_list(x, x, sum(lengths), 2, 16, 8, mask) for x in (of_all, of_part))
     assert all(torch.equal(x, y) for x, y in zip(of_all, of_part))
 
 
