@@ -25,6 +25,7 @@ IN_ONE_GRAPH = [name for name, call in LAYERS.items() if call.compiles]
 IN_CUDA_GRAPHS = [name for name in IN_ONE_GRAPH if name != "pages"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GPU = pytest.mark.gpu
+SLOW_LAYERS = LAYERS.keys() - {"JaggedTargetAttention", "HSTULayer"}  # torch.compile takes seconds
 
 
 def cell(name: str, option: str) -> str:
@@ -60,7 +61,7 @@ def in_modes(names, compiled, in_graphs):
         yield pytest.param(name, "eager", "cpu")
         yield pytest.param(name, "eager", "cuda", marks=GPU)
         if name in compiled:
-            yield pytest.param(name, "compile", "cpu", marks=SLOW if "-" in name else ())
+            yield pytest.param(name, "compile", "cpu", marks=SLOW if "-" in name or name in SLOW_LAYERS else ())
             yield pytest.param(name, "compile", "cuda", marks=GPU)
         if name in in_graphs:
             yield pytest.param(name, "graph", "cuda", marks=GPU)
