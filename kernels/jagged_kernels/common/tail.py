@@ -60,7 +60,7 @@ def keep_rows_kernel(
 
 
 def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
-    """Write 0 to the rows from offsets[-1] on, of each (contiguous tensor `[rows, ...]`, offsets `[B + 1]`), in one launch. At most three."""
+    """Write 0 to the rows from offsets[-1] on, of each (contiguous `[rows, ...]`, offsets `[B + 1]`), at most three, in one launch."""
     outs = tuple(x for x, _ in tensors if x.numel())
     if not outs:
         return
