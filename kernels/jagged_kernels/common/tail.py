@@ -19,9 +19,13 @@ BLOCK = 2048  # elements that a program writes at a time
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "num_rows"])
-def zero_tails_kernel(out_ptrs, offsets_ptrs, num_segments, num_rows, SIZES: tl.constexpr, BLOCK: tl.constexpr):
-    """Write 0 to the rows of each out from its offsets[-1] on. A row has SIZES[i] elements. Persistent: nothing to do without a tail."""
+@triton.jit(do_not_specialize=["segments_0", "segments_1", "segments_2", "rows_0", "rows_1", "rows_2"])
+def zero_tails_kernel(
+    out_ptrs, offsets_ptrs, segments_0, segments_1, segments_2, rows_0, rows_1, rows_2, SIZES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write 0 to the rows of each out, of at most three, from its offsets[-1] on. A row has SIZES[i] elements. Persistent: nothing to do
+    without a tail. Numbers are no tuples, whose parts Triton would specialise."""
+    num_segments, num_rows = (segments_0, segments_1, segments_2), (rows_0, rows_1, rows_2)
     for i in tl.static_range(len(out_ptrs)):
         first = tl.load(offsets_ptrs[i] + num_segments[i]).to(tl.int64) * SIZES[i]
         last = tl.cast(num_rows[i], tl.int64) * SIZES[i]
@@ -56,14 +60,14 @@ def keep_rows_kernel(
 
 
 def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
-    """Write 0 to the rows from offsets[-1] on, of each (contiguous tensor `[rows, ...]`, offsets `[B + 1]`), in one launch."""
+    """Write 0 to the rows from offsets[-1] on, of each (contiguous `[rows, ...]`, offsets `[B + 1]`), at most three, in one launch."""
     outs = tuple(x for x, _ in tensors if x.numel())
     if not outs:
         return
     offsets = tuple(offsets for x, offsets in tensors if x.numel())
     blocks = sum(cdiv(x.numel(), BLOCK) for x in outs)
     zero_tails_kernel[(min(blocks, 2 * device_properties(outs[0].device).num_sms),)](
-        outs, offsets, tuple(x.shape[0] - 1 for x in offsets), tuple(x.shape[0] for x in outs),
+        outs, offsets, *(*(x.shape[0] - 1 for x in offsets), 0, 0)[:3], *(*(x.shape[0] for x in outs), 0, 0)[:3],
         SIZES=tuple(x.numel() // x.shape[0] for x in outs), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 

@@ -19,9 +19,8 @@ DTYPES = ["bf16", "fp32", "fp64"]
 def test_zero_tails_compiles(capability, index):
     """For three tensors of several dtypes; rows of 512 elements are written 16 bytes at a time."""
     tensors = dict(out_ptrs=tuple(f"*{dtype}" for dtype in DTYPES), offsets_ptrs=(f"*{index}",) * 3)
-    types = tensors | dict(num_segments=("i32",) * 3, num_rows=("i32",) * 3)
     constants = dict(SIZES=(512, 512, 512), BLOCK=tail.BLOCK)
-    ptx = compile_for(capability, tail.zero_tails_kernel, constants, types.get, aligned=tensors, num_warps=4).asm["ptx"]
+    ptx = compile_for(capability, tail.zero_tails_kernel, constants, tensors.get, aligned=tensors, num_warps=4).asm["ptx"]
     assert set(re.findall(r"st\.global(\S*)", ptx)) == {".v4.b32", ".v2.b64"}
 
 
