@@ -215,10 +215,9 @@ def checked_offsets(
 
 
 def normal_form(x: Tensor, device: torch.device) -> Tensor:
-    """x as everything below the public functions takes tensors of indices, and of one number per segment: on the device and contiguous, as
-    kernels read no strides of them. A tensor made in inference mode is copied outside of it: autograd saves no such tensor."""
-    x = x.to(device, non_blocking=True).contiguous()
-    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+    """x as everything below the public functions takes tensors of indices, and of one number per segment: on the device and contiguous.
+    Kernels read no strides of them."""
+    return x.to(device, non_blocking=True).contiguous()
 
 
 def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:

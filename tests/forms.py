@@ -10,7 +10,6 @@ A form is a text of words in any order, for example "int32 column host":
     host          on the host, whatever the device of the operands
     pinned        on the host, in page-locked memory where there is a GPU
     read-only     on the host, over a read-only numpy buffer
-    inference     made in inference mode
 
 "" is the plain form: int64, contiguous, on the operands' device. The elements between and around the values are `POISON`: far out of
 range of every index, so that reading one fails or gives a wrong result.
@@ -27,14 +26,13 @@ import torch
 from torch import Tensor
 
 POISON = 2**30 + 7
-WORDS = ("int32", "column", "every", "other", "view", "expanded", "host", "pinned", "read-only", "inference")
+WORDS = ("int32", "column", "every", "other", "view", "expanded", "host", "pinned", "read-only")
 
 LAYOUTS = ("", "column", "every other", "view", "expanded")
-ON_DEVICE = ("", "inference")  # the operands'
-ON_HOST = ("host", "pinned", "read-only", "host inference")
+ON_HOST = ("host", "pinned", "read-only")
 
 
-def all_forms(*, dtypes: tuple[str, ...] = ("", "int32"), places: tuple[str, ...] = (*ON_DEVICE, *ON_HOST)) -> tuple[str, ...]:
+def all_forms(*, dtypes: tuple[str, ...] = ("", "int32"), places: tuple[str, ...] = ("", *ON_HOST)) -> tuple[str, ...]:
     """Every combination of a dtype, a layout and a place, the simplest first."""
     return tuple(" ".join(filter(None, (dtype, layout, place))) for layout in LAYOUTS for place in places for dtype in dtypes)
 
@@ -51,11 +49,10 @@ def in_form(x: Tensor, form: str, device: torch.device | str = "cpu") -> Tensor:
         raise ValueError(f"form must have words of {', '.join(WORDS)}, got {', '.join(sorted(unknown))}")
     if not x.is_floating_point():
         x = x.to(torch.int32 if "int32" in words else torch.int64)
-    with torch.inference_mode() if "inference" in words else contextlib.nullcontext():
-        x = _laid_out(x.to("cpu" if is_on_host(form) else device), words)
-        if "read-only" in words:
-            x = _read_only(x)
-        return _pinned(x) if "pinned" in words and torch.cuda.is_available() else x
+    x = _laid_out(x.to("cpu" if is_on_host(form) else device), words)
+    if "read-only" in words:
+        x = _read_only(x)
+    return _pinned(x) if "pinned" in words and torch.cuda.is_available() else x
 
 
 def is_on_host(form: str) -> bool:

@@ -336,6 +336,7 @@ class LayerRun:
             with torch_defaults(**defaults or {}):
                 results = self._step(call, indices)
             if in_graph:
+                del results  # their graph has nodes of the default stream, also for the parameters
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     results = self._step(call, indices)

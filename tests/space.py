@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from forms import ON_DEVICE, all_forms, is_on_host
+from forms import all_forms, is_on_host
 from jagged_kernels.common.configs import padded_dim
 
 from jagged_modules.activations import POINTWISE
@@ -64,9 +64,9 @@ POISONS = (None, None, None, "nan", "inf")
 
 # Forms of every tensor of indices, drawn independently; `forms.py` has the words.
 INDICES = all_forms()
-ON_THE_OPERANDS_DEVICE = all_forms(places=ON_DEVICE)
-TIMES = all_forms(dtypes=("",), places=ON_DEVICE)  # int64, on the operands' device
-OF_A_PLAN = all_forms(places=(*ON_DEVICE, "pinned", "read-only"))  # on the host
+ON_THE_OPERANDS_DEVICE = all_forms(places=("",))
+TIMES = all_forms(dtypes=("",), places=("",))  # int64, on the operands' device
+OF_A_PLAN = all_forms(places=("", "pinned", "read-only"))  # on the host
 FACTORS = all_forms(dtypes=("",))  # floating-point numbers, one for each segment
 # torch's defaults during a call. "meta" shows a factory that is called without a device.
 DEFAULTS = dict(default_device=mostly(None, "the operands'", "meta"), default_dtype=mostly(None, "float64", "bfloat16", "float16"))

@@ -105,10 +105,11 @@ def evaluate(call: Call, case: Case, poisoned: int | None = None, in_graph: bool
                     gradients[name][-make.behind :] = float("nan")
             of_inputs = _gradients(results, wanted, inputs, gradients, make)
             if in_graph:
+                outputs = results = of_inputs = None  # their graph has nodes of the default stream, also for the inputs
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     outputs = call.function(**inputs)
-                    of_inputs = _gradients({name: outputs[name] for name in results}, wanted, inputs, gradients, make)
+                    of_inputs = _gradients({name: outputs[name] for name in gradients}, wanted, inputs, gradients, make)
                 graph.replay()
                 torch.cuda.synchronize()
         torch.use_deterministic_algorithms(False)
