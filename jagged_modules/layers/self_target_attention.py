@@ -97,7 +97,7 @@ class JaggedSelfTargetAttention(nn.Module):
             return history.unwrap(values), jagged_targets.unwrap(leaving(out, end))
         candidates = CandidateIndex.wrap(candidates, history.num_segments)
         targets, end = checked_candidates(targets, self.target_proj, self.target_dim, candidates, history)
-        q = self._project(targets)
+        q, candidates = self._project(targets), candidates.to(targets.device)
         if candidates.order is not None:
             q = q.index_select(0, candidates.order)
         values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))

@@ -47,9 +47,8 @@ def certify(
         given = bound_inputs(model, args, kwargs)
         rows = num_rows(named(given)[names[0]])[0]
         num_users = max(rows // 2, 1)
-        users = (
-            torch.arange(rows) * 7 % (num_users if num_users < 3 else num_users - 1)
-        )  # with more than two, the last one has no candidate
+        chosen = num_users if num_users < 3 else num_users - 1  # with more than two, the last one has no candidate
+        users = torch.arange(rows, device="cpu") * 7 % chosen
         expected, found = _both(model, fused, _of_rows(given, names, range(num_users)), names, users)
         error = _compare(expected, found, roundings, eps)
         other, changes = _other_row(given, names, rows), "example_inputs have the rows of one user only, so no others were tried"
@@ -67,7 +66,7 @@ def certify(
 
 def _of_rows(given: dict[str, Any], names: tuple[str, ...], rows: Sequence[int]) -> dict[str, Any]:
     """The inputs, with these rows of those that `names` has."""
-    return map_named(lambda x: select_rows(x, torch.tensor(rows)), given, names)
+    return map_named(lambda x: select_rows(x, torch.tensor(rows, device="cpu")), given, names)
 
 
 def _other_row(given: dict[str, Any], names: tuple[str, ...], rows: int) -> int | None:

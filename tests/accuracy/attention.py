@@ -359,7 +359,7 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
     factor = torch.ones(do.shape[0], dtype=torch.float64, device=do.device)
     if not isinstance(output_scale, Tensor):
         return factor * output_scale, None
-    scales = output_scale.detach().double()
+    scales = output_scale.detach().to(do.device, torch.float64)
     for number, rows in enumerate(segments.of_queries):
         factor[rows] = scales[number]
     if not (segments.shares_factor or output_scale.requires_grad):

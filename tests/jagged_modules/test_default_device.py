@@ -13,17 +13,24 @@ FACTORIES = {
 ROOT = Path(__file__).parents[2]
 
 
-def factories_without_a_device(source: str) -> list[int]:
-    """Lines of calls of torch's factories that follow the default device."""
+OF_FLOATS = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}  # unless they are given a dtype
+
+
+def factories_without(keyword: str, factories: set[str], source: str) -> list[int]:
+    """Lines of calls of torch's factories that follow a default, because they are not given the keyword."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
-    torchs = (x for x in calls if x.func.attr in FACTORIES and isinstance(x.func.value, ast.Name) and x.func.value.id == "torch")
-    return [x.lineno for x in torchs if not any(keyword.arg in ("device", None) for keyword in x.keywords)]
+    torchs = (x for x in calls if x.func.attr in factories and isinstance(x.func.value, ast.Name) and x.func.value.id == "torch")
+    return [x.lineno for x in torchs if not any(given.arg in (keyword, None) for given in x.keywords)]
 
 
-def test_every_factory_names_its_device():
-    assert factories_without_a_device("torch.zeros(3)\ntorch.ones(3, device=x.device)") == [1]
-    files = [path for package in ("jagged_modules", "kernels/jagged_kernels") for path in (ROOT / package).rglob("*.py")]
-    found = {str(path.relative_to(ROOT)): factories_without_a_device(path.read_text()) for path in files}
+@pytest.mark.parametrize(
+    "keyword, factories, folders",
+    [("device", FACTORIES, ["jagged_modules", "kernels/jagged_kernels"]), ("dtype", OF_FLOATS, ["kernels/jagged_kernels"])],
+)
+def test_factories_follow_no_default(keyword, factories, folders):
+    assert factories_without(keyword, factories, f"torch.zeros(3)\ntorch.ones(3, {keyword}=x)") == [1]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): factories_without(keyword, factories, path.read_text()) for path in files}
     assert not {path: lines for path, lines in found.items() if lines}
 
 

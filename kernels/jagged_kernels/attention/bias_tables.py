@@ -90,12 +90,12 @@ class TableGradients(NamedTuple):
         position = time = scratch = None
         if params.position_bias is not None:
             heads, entries = params.position_bias.shape
-            position = torch.zeros(parts, heads, entries + 2 * _PAD, device=device)
-            scratch = None if block is None else torch.empty(parts, block, device=device)
+            position = torch.zeros(parts, heads, entries + 2 * _PAD, dtype=torch.float32, device=device)
+            scratch = None if block is None else torch.empty(parts, block, dtype=torch.float32, device=device)
         if params.time_bias is not None:
             heads, entries = params.time_bias.shape
             sizes = (padded_dim(entries), 1) if threads is None else (entries, threads)
-            time = torch.zeros(parts, heads, *sizes, device=device)
+            time = torch.zeros(parts, heads, *sizes, dtype=torch.float32, device=device)
         return cls(position, time, scratch)
 
     @property
