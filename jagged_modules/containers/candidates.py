@@ -74,8 +74,8 @@ class CandidateIndex(Queries):
     def from_map(cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user") -> CandidateIndex:
         """From candidate_to_user, `[num_candidates]` int32 or int64 user indices in any order, below num_users. Errors call them `name`.
 
-        Where the values are not read, on a device and under torch.compile, a candidate whose index is out of range belongs to no user. Its
-        results are 0, and it contributes to no gradient.
+        Where the values are not read, on a device and under torch.compile, a candidate whose index is out of range belongs to no user: as
+        if its user had no history, attention gives it 0.
 
         Raises:
             TypeError: not an integer tensor, or num_users not an int.

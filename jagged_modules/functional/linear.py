@@ -14,10 +14,10 @@ from ..cpu.invariant import batched_matmul_cpu, pointwise_rows_cpu
 from ..reference import jagged_dense_bmm_reference
 from ..scalars import check_choice, check_kind, check_size
 from ..settings import is_batch_invariant
-from ..validation import check_device, check_offsets, checked_offsets
+from ..validation import check_device, check_offsets, checked_offsets, normal_form
 from .matmul import jagged_dense_bmm_cpu
 from .operands import check_segment_matrices, checked_operands, runs_kernels
-from .tail import End, may_have_tail, padded_to, with_clean_tail, without_tail
+from .tail import may_have_tail, padded_to, with_clean_tail, without_tail
 
 
 def jagged_linear(
@@ -68,7 +68,7 @@ def jagged_linear(
         if offsets is not None:
             check_offsets("offsets", offsets, x.shape[0], max_seqlen)
             check_device("offsets", offsets, x.device, "x's")
-            end = End(offsets.to(x.device)) if may_have_tail("offsets", offsets, x.shape[0], x.device) else None
+            end = normal_form(offsets, x.device) if may_have_tail("offsets", offsets, x.shape[0], x.device) else None
         if weight.shape[1] != x.shape[1]:
             raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
         if bias is not None and bias.shape[0] != weight.shape[0]:
@@ -103,7 +103,7 @@ def jagged_linear(
         out = pointwise_rows_cpu(out, activation)
     else:
         out = function(out)
-    return (without_tail(out, End(offsets)) if has_tail else out).to(dtype)
+    return (without_tail(out, offsets) if has_tail else out).to(dtype)
 
 
 def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:

@@ -22,10 +22,11 @@ from ..validation import (
     check_offsets,
     check_tensor,
     checked_offsets,
+    normal_form,
     transforms_are_active,
     values_are_checkable,
 )
-from .tail import End, may_have_tail, with_clean_tail, without_tail
+from .tail import may_have_tail, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -108,8 +109,6 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total_name: str
     given, offsets = offsets, checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N")
     if offsets.shape[0] - 1 != segments:
         raise ValueError(f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got {list(dense.shape)}")
-    if total > segments * width:
-        raise ValueError(f"{total_name} must be at most the rows of {name}, {segments * width}, got {total}")
     segment, position = segments_and_positions(offsets, total)
     if values_are_checkable(given):  # no segment is too long, and none ends too early
         return dense.flatten(0, 1).index_select(0, segment * width + position)
@@ -183,7 +182,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if may_have_tail(f"offsets[{k}]", bounds, x.shape[0], x.device):
-            values[k] = without_tail(x, End(offsets[k]))
+            values[k] = without_tail(x, offsets[k])
         if bounds.shape != offsets[0].shape:
             raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
     joined = torch.cat(values)
@@ -273,6 +272,8 @@ def _rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
     """x[index], with 0 where the index is absent and not used."""
     if absent is None:
         return x.index_select(0, index)
+    if x.shape[0] == 0:
+        return x.new_zeros((index.shape[0], *x.shape[1:]))
     return x.index_select(0, torch.where(absent, 0, index)).masked_fill(absent.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
@@ -280,7 +281,7 @@ def _without_tail(out: Tensor, offsets: Tensor) -> Tensor:
     """A result that was just computed, with 0 in the rows behind the last segment."""
     if not may_have_tail("offsets", offsets, out.shape[0], out.device):
         return out
-    return with_clean_tail(out, End(offsets.to(out.device)))
+    return with_clean_tail(out, normal_form(offsets, out.device))
 
 
 def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,23 +11,6 @@ from torch.nn.functional import pad
 from ..containers.segmentation import rows_on_host
 from ..tracing import is_recording
 from ..validation import transforms_are_active, values_are_checkable
-
-
-class End(NamedTuple):
-    """Where rows end: a row, or its position, is behind the end if it is not below offsets[-1].
-
-    Attributes:
-        offsets: `[B + 1]`, on the rows' device.
-        positions: `[rows]`, of rows in another order than that of the segments. None: the rows' indices.
-    """
-
-    offsets: Tensor
-    positions: Tensor | None = None
-
-    def precedes(self, rows: int) -> Tensor:
-        """bool `[rows]`: whether it comes before the row."""
-        positions = torch.arange(rows, device=self.offsets.device) if self.positions is None else self.positions
-        return positions >= self.offsets.select(0, -1)
 
 
 def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:
@@ -49,21 +32,24 @@ def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -
     return known is None
 
 
-def without_tail(x: Tensor, end: End, clears_gradient: bool = True) -> Tensor:
-    """A copy of x `[rows, ...]` with 0 in the rows behind the end, and 0 in the gradient of these rows. A NaN there is not read.
+def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Tensor:
+    """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, and 0 in the gradient of these rows. A NaN there is not read.
 
-    clears_gradient: False where the gradient is 0 there already, which saves a pass over it.
+    Args:
+        offsets: `[B + 1]` in their normal form.
+        clears_gradient: False where the gradient is 0 there already, which saves a pass over it.
     """
     if not _runs_kernels(x):
-        return x.masked_fill(end.precedes(x.shape[0]).view(-1, *[1] * (x.dim() - 1)), 0)
-    return _WithoutTail.apply(x, *end, clears_gradient)  # type: ignore[no-untyped-call]  # unannotated in torch
+        behind = torch.arange(x.shape[0], device=x.device) >= offsets.select(0, -1)
+        return x.masked_fill(behind.view(-1, *[1] * (x.dim() - 1)), 0)
+    return _WithoutTail.apply(x, offsets, clears_gradient)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
-def with_clean_tail(x: Tensor, end: End) -> Tensor:
+def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
     """`without_tail` of a tensor that the caller has just computed: the rows behind the end are overwritten in place."""
-    if end.positions is not None or not (_runs_kernels(x) and x.is_contiguous()):
-        return without_tail(x, end)
-    return _WithCleanTail.apply(x, end.offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
+    if not (_runs_kernels(x) and x.is_contiguous()):
+        return without_tail(x, offsets)
+    return _WithCleanTail.apply(x, offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
 def padded_to(x: Tensor, rows: int) -> Tensor:
@@ -80,16 +66,16 @@ def _runs_kernels(x: Tensor) -> bool:
 
 class _WithoutTail(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, offsets: Tensor, positions: Tensor | None, clears_gradient: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, clears_gradient: bool) -> Tensor:
         from jagged_kernels.common.tail import kept_rows_on_device
 
-        ctx.save_for_backward(*((offsets, positions) if clears_gradient else ()))
-        return kept_rows_on_device(x, offsets, positions)
+        ctx.save_for_backward(*((offsets,) if clears_gradient else ()))
+        return kept_rows_on_device(x, offsets)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,), end = grads, ctx.saved_tensors
-        return without_tail(grad, End(*end)) if end else grad, None, None, None
+        return without_tail(grad, *end) if end else grad, None, None
 
 
 class _WithCleanTail(torch.autograd.Function):
@@ -106,4 +92,4 @@ class _WithCleanTail(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return without_tail(grads[0], End(*ctx.saved_tensors)), None
+        return without_tail(grads[0], *ctx.saved_tensors), None

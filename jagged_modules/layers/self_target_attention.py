@@ -17,7 +17,7 @@ from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, entering, leaving
+from .tail import end_of, end_of_candidates, entering, leaving
 from .target_attention import checked_candidates, checked_targets
 
 C = TypeVar("C")  # the container of the history
@@ -96,8 +96,9 @@ class JaggedSelfTargetAttention(nn.Module):
             values, out = self._attend(history, self._project(entering(rows, end)), jagged_targets.offsets)
             return history.unwrap(values), jagged_targets.unwrap(leaving(out, end))
         candidates = CandidateIndex.wrap(candidates, history.num_segments)
-        targets, end = checked_candidates(targets, self.target_proj, self.target_dim, candidates, history)
-        q, candidates = self._project(targets), candidates.to(targets.device)
+        targets = checked_candidates(targets, self.target_proj, self.target_dim, candidates, history)
+        end, candidates = end_of_candidates(candidates, targets), candidates.to(targets.device)
+        q = self._project(entering(targets, end))
         if candidates.order is not None:
             q = q.index_select(0, candidates.order)
         values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))

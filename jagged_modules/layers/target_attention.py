@@ -16,7 +16,6 @@ from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..containers.segmentation import note_rows
 from ..functional import jagged_attention, target_attention
-from ..functional.tail import End
 from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
@@ -183,8 +182,9 @@ class JaggedTargetAttention(nn.Module):
 
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
-            targets, end = checked_candidates(targets, self.q_proj, self.target_dim, candidates, history)
-            q = self._project(targets)
+            targets = checked_candidates(targets, self.q_proj, self.target_dim, candidates, history)
+            end = end_of_candidates(candidates, targets)
+            q = self._project(entering(targets, end))
             schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
             out = target_attention(q, k, v, candidates, history.offsets, schedule=schedule, pages=pages)
             return leaving(self._output(out.flatten(2)), end)
@@ -260,12 +260,9 @@ def checked_targets(targets: Any, projection: nn.Module, target_dim: int, dim: i
     return targets
 
 
-def checked_candidates(
-    targets: Any, projection: nn.Module, target_dim: int, candidates: CandidateIndex, history: Jagged
-) -> tuple[Tensor, End | None]:
-    """Targets of the candidates of the history's users, cleared, and where they end."""
+def checked_candidates(targets: Any, projection: nn.Module, target_dim: int, candidates: CandidateIndex, history: Jagged) -> Tensor:
+    """Targets of the candidates of the history's users, which the projection takes."""
     targets = checked_targets(targets, projection, target_dim, 3, "[num_candidates, n_q, E_t]")
     candidates.check(targets.shape[0], history.num_segments, queries="targets have")
     check_device("candidates", candidates.offsets, targets.device, "targets'")
-    end = end_of_candidates(candidates, targets)
-    return entering(targets, end), end
+    return targets

@@ -38,10 +38,10 @@ def zero_tails_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "num_rows", "stride"])
 def keep_rows_kernel(
-    x_ptr, positions_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
+    x_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
     SIZE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = x[row] if the row's position is before offsets[-1], else 0. Without positions, that is the row itself.
+    """out[row] = x[row] if the row is before offsets[-1], else 0.
 
     The stride is in units of ALIGN elements (see `aligned_strides`). Grid: blocks of rows, blocks of columns, which follow one another.
     """
@@ -49,11 +49,7 @@ def keep_rows_kernel(
     rows = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     exists, in_row = rows < num_rows, (columns < SIZE)[None, :]
-    if positions_ptr is None:
-        positions = rows
-    else:
-        positions = tl.load(positions_ptr + rows, mask=exists, other=0)
-    kept = exists & (positions < tl.load(offsets_ptr + num_segments))
+    kept = exists & (rows < tl.load(offsets_ptr + num_segments))
     rows = rows.to(tl.int64)[:, None]
     x = tl.load(x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=kept[:, None] & in_row, other=0.0)
     tl.store(out_ptr + rows * SIZE + columns[None, :], x, mask=exists[:, None] & in_row)
@@ -72,8 +68,8 @@ def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
     )  # fmt: skip
 
 
-def kept_rows(x: Tensor, offsets: Tensor, positions: Tensor | None = None) -> Tensor:
-    """A copy of x `[rows, ...]` with 0 in the rows whose position, by default their index, is not before offsets[-1]."""
+def kept_rows(x: Tensor, offsets: Tensor) -> Tensor:
+    """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
@@ -83,7 +79,7 @@ def kept_rows(x: Tensor, offsets: Tensor, positions: Tensor | None = None) -> Te
     height = 4096 // columns
     align, (stride,) = aligned_strides((rows, 0))
     keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
-        rows, positions, offsets, out, offsets.shape[0] - 1, x.shape[0], stride,
+        rows, offsets, out, offsets.shape[0] - 1, x.shape[0], stride,
         SIZE=size, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out
