@@ -26,7 +26,7 @@ from ..validation import (
     transforms_are_active,
     values_are_checkable,
 )
-from .tail import may_have_tail, with_clean_tail, without_tail
+from .tail import may_have_tail, padded_to, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -273,7 +273,7 @@ def _rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
     if absent is None:
         return x.index_select(0, index)
     if x.shape[0] == 0:
-        return x.new_zeros((index.shape[0], *x.shape[1:]))
+        return padded_to(x, index.shape[0])
     return x.index_select(0, torch.where(absent, 0, index)).masked_fill(absent.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
