@@ -11,6 +11,8 @@ from torch import fx
 
 from .lineage import Lineage, Size, common, shape_of
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -157,3 +159,17 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def equal_segments(offsets: fx.Node) -> tuple[Size, int] | None:
+    """(B, n) of offsets arange(B + 1) * n, else None."""
+    step = 1
+    if offsets.target is aten.mul.Tensor and isinstance(offsets.args[1], int):
+        offsets, step = positional(offsets)
+    if not is_operator(offsets) or offsets.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        return None
+    call = Call(offsets, {})
+    start, stride = call.arguments.get("start", 0), call.arguments.get("step", 1)
+    if start != 0 or not isinstance(stride, int) or stride * step <= 0:
+        return None
+    return call.shape()[0] - 1, stride * step

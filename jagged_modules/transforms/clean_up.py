@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from .calls import bind, flat, is_operator, is_tensor, positional
+from .calls import bind, equal_segments, flat, is_operator, is_tensor, positional
 from .lineage import Size, exact_quotient, product, shape_of
 from .shape_rules import WHOLE
 
@@ -38,12 +38,12 @@ def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
 
 
 def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
-    """Replace copies, slices of everything and views to the same shape by their operand.
+    """Replace copies, slices of everything, views to the same shape and layers' clearing of no row by their operand.
 
     A copy stays if the caller, or an operator of another library, gets it or a view of it: they may write to it or need its strides.
     """
     for node in _operators(graph, keep):
-        if node.target in COPIES and not _is_handed_out(node) or _is_whole(node):
+        if node.target in COPIES and not _is_handed_out(node) or _is_whole(node) or _clears_no_row(node):
             node.replace_all_uses_with(positional(node)[0])
             graph.erase_node(node)
 
@@ -60,6 +60,24 @@ def _is_whole(node: fx.Node) -> bool:
     if _squeezes_any_size(node):
         return False
     return node.target in (*RESHAPES, aten.expand.default) and shape_of(node.meta["val"]) == shape_of(positional(node)[0].meta["val"])
+
+
+def _clears_no_row(node: fx.Node) -> bool:
+    """Whether rows behind the last segment are filled (functional/tail.py), of segments that have all rows."""
+    if node.target is not aten.masked_fill.Scalar:
+        return False
+    x, behind, _ = positional(node)
+    while behind.target in RESHAPES:
+        behind = positional(behind)[0]
+    if behind.target is not aten.ge.Tensor:
+        return False
+    rows, end = positional(behind)
+    if end.target is not aten.select.int:
+        return False
+    offsets, dim, index = positional(end)
+    segments, counted = equal_segments(offsets) if (dim, index) == (0, -1) else None, equal_segments(rows)
+    num_rows = shape_of(x.meta["val"])[0]
+    return segments is not None and counted == (num_rows - 1, 1) and segments[0] * segments[1] == num_rows
 
 
 def _squeezes_any_size(node: Any) -> bool:

@@ -14,32 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from .analysis import Analysis
-from .calls import Call, Moved, is_operator, own_rule, positional
+from .calls import Call, Moved, equal_segments, own_rule
 from .lineage import Lineage, Size, common, shape_of, size_of
 from .runtime import attend_equal_segments
 
-aten = torch.ops.aten
 ATTENTIONS = ("jagged_modules.attention_cpu.default", "jagged_kernels.attention.default")
 LINEAR_COMPRESS = "jagged_kernels.linear_compress.default"
 PER_SEGMENT = "num_targets segment_scale position_bias time_bias timestamps boundaries query_timestamps query_shift".split()
-
-
-def equal_segments(offsets: fx.Node) -> tuple[Size, int] | None:
-    """(B, n) of offsets arange(B + 1) * n, else None."""
-    step = 1
-    if offsets.target is aten.mul.Tensor and isinstance(offsets.args[1], int):
-        offsets, step = positional(offsets)
-    if not is_operator(offsets) or offsets.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
-        return None
-    call = Call(offsets, {})
-    start, stride = call.arguments.get("start", 0), call.arguments.get("step", 1)
-    if start != 0 or not isinstance(stride, int) or stride * step <= 0:
-        return None
-    return call.shape()[0] - 1, stride * step
 
 
 @dataclass(frozen=True)
