@@ -58,10 +58,11 @@ def padded_to(x: Tensor, rows: int) -> Tensor:
 
 
 def _runs_kernels(x: Tensor) -> bool:
-    """Whether one kernel of ours may run. Graphs take torch's operators, which compilers fuse with their neighbours."""
+    """Whether one kernel of ours may run. Graphs take torch's operators, which compilers fuse with their neighbours. Triton has no complex
+    numbers."""
     if torch.compiler.is_compiling() or transforms_are_active():
         return False
-    return x.is_cuda and type(x) in (Tensor, torch.nn.Parameter)
+    return x.is_cuda and x.is_floating_point() and type(x) in (Tensor, torch.nn.Parameter)
 
 
 class _WithoutTail(torch.autograd.Function):

@@ -5,7 +5,7 @@ import torch
 from marks import slow_after
 from tails import LAYERS, ON_KERNELS, check, compiled, layer_case
 
-from jagged_modules.functional.tail import End, with_clean_tail, without_tail
+from jagged_modules.functional.tail import with_clean_tail, without_tail
 
 
 @slow_after(1, "dtype", [torch.float16, torch.float32], ids=str)
@@ -58,6 +58,6 @@ def test_rows_before_the_end_are_kept(poisoned_memory, offsets, shape, strided):
 
 
 def test_derivatives_of_any_order(only_the_device_knows, offsets):
-    x, end = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), End(offsets([2, 3]))
+    x, end = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), offsets([2, 3])
     for function in (lambda x: without_tail(x, end), lambda x: with_clean_tail(x * 1, end)):
         assert torch.autograd.gradcheck(function, (x,)) and torch.autograd.gradgradcheck(function, (x,))
