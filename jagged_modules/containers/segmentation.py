@@ -25,9 +25,8 @@ class Segmentation:
         prepared: descriptions of the schedules that `Jagged.prepare` built.
     """
 
-    def __init__(self, host_lengths: Tensor | None = None) -> None:
-        self.host_lengths = host_lengths
-        self._num_rows: int | None = None
+    def __init__(self, host_lengths: Tensor | None = None, num_rows: int | None = None) -> None:
+        self.host_lengths, self._num_rows = host_lengths, num_rows
         self.schedules: dict[tuple[object, ...], TileSchedule] = {}
         self.prepared: dict[str, None] = {}  # an ordered set
 
@@ -146,9 +145,7 @@ def rows_on_host(offsets: Tensor) -> int | None:
 def note_rows(offsets: Tensor, num_rows: int | None) -> None:
     """Note that all segments have so many rows together, of offsets that were computed on a device from known ones. None: not known."""
     if num_rows is not None:
-        segmentation = Segmentation()
-        segmentation._num_rows = num_rows
-        remember(offsets, segmentation)
+        remember(offsets, Segmentation(num_rows=num_rows))
 
 
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:

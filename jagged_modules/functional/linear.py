@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
@@ -80,7 +82,8 @@ def jagged_linear(
         else:
             out = function(nnf.linear(x, weight, bias))
         return out if end is None else with_clean_tail(out, end)
-    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    given: Any = offsets
+    offsets = checked_offsets("offsets", given, x.shape[0], x, "x's", max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")

@@ -66,7 +66,7 @@ def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
     return launch
 
 
-def on_the_tensors_device(launcher: Callable) -> Callable:
+def on_the_tensors_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current device. Set the tensors' device where it is another; that costs more than comparing them."""
 
     def launch(*args):
