@@ -7,6 +7,8 @@ import pytest
 import torch
 from compatibility.cases import CASES, SIZES, make, training_step
 
+import jagged_modules as jm
+
 FACTORIES = {
     "arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros", "as_tensor",
 }  # fmt: skip
@@ -49,3 +51,8 @@ def test_layers_do_not_follow_the_defaults(case, dtype):
         torch.set_default_dtype(default)
     for result, x in zip(results, expected):
         assert torch.equal(result, x)
+
+
+def test_a_picture_of_a_mask_does_not_follow_the_default_device():
+    with torch.device("meta"):
+        assert jm.AttentionMask(causal=True).picture(2) == "# .\n# #"
