@@ -309,6 +309,13 @@ def test_candidates_share_one_schedule(builds, values, offsets):
     assert len(builds) == 2
 
 
+def test_each_number_of_rows_per_candidate_has_its_schedule(builds, values, offsets):
+    history, index = jm.Jagged(values, offsets), jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1]))
+    for rows in (1, 2, 1):
+        history.prepare(**SIZES, queries=index, rows_per_candidate=rows)
+    assert builds == ["host_schedule"] * 2
+
+
 def test_offsets_that_were_written_to_get_a_new_schedule(builds, values, offsets_of):
     offsets = offsets_of(LENGTHS)
     jm.Jagged(values, offsets).prepare(**SIZES)

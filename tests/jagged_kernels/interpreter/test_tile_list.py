@@ -7,6 +7,11 @@ from marks import slow_after
 import jagged_modules as jm
 
 device = pytest.importorskip("jagged_kernels.schedule.device")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from jagged_kernels.common.loads import zigzag_position, zigzag_waves  # noqa: E402
+
 SIZES = dict(num_heads=3, block_m=16, block_n=8)
 
 
@@ -65,3 +70,18 @@ def test_missing_targets_are_an_error(offsets):
     mask = list(jm.AttentionMask(num_targets=torch.tensor([1])).params)
     with pytest.raises(ValueError, match="num_targets must be given, as the mask has targets"):
         device.tile_list(offsets([5]), offsets([5]), 5, 2, 16, 8, mask)
+
+
+@triton.jit
+def _workers_kernel(workers_ptr, num_tiles, num_workers):
+    worker = tl.program_id(0)
+    for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
+        tl.store(workers_ptr + zigzag_position(wave, worker, num_workers), worker)
+
+
+@pytest.mark.parametrize("num_tiles", [0, 1, 4, 5, 7, 8, 9, 23])
+def test_each_tile_has_the_worker_that_the_host_says(num_tiles):
+    schedule = jm.zigzag_schedule([1] * num_tiles, [1] * num_tiles, num_heads=1, block_m=16, block_n=16, num_workers=4)
+    workers = torch.full((num_tiles + 4,), -1, dtype=torch.int32)
+    _workers_kernel[(4,)](workers, num_tiles, 4)
+    assert workers.tolist() == [*schedule.worker.tolist(), *[-1] * 4]
