@@ -158,14 +158,16 @@ def rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | 
     total, ends = history.values.shape[0], lengths.cumsum(0)
     row = torch.arange(total, device=lengths.device)
 
-    def at_rows(x: Tensor, behind: int) -> Tensor:
-        """x of each row's segment, or `behind` if the row is behind the last one."""
-        return torch.repeat_interleave(nnf.pad(x, (0, 1), value=behind), repeats, output_size=total)
+    end = nnf.pad(ends, (1, 0))[-1:]
+    repeats = torch.cat([lengths, total - end])  # the rows behind the last segment are one more
 
-    repeats = nnf.pad(nnf.pad(ends, (1, 0)), (0, 1), value=total).diff()
-    kept = row >= at_rows(ends - seen, total)
+    def at_rows(x: Tensor) -> Tensor:
+        """x of each row's segment, 0 behind the last one."""
+        return torch.repeat_interleave(nnf.pad(x, (0, 1)), repeats, output_size=total)
+
+    kept = (row >= at_rows(ends - seen)) & (row < end)
     if config.global_prefix:
-        kept |= row < at_rows(ends - lengths + config.global_prefix, 0)
+        kept |= row < at_rows(ends - lengths + config.global_prefix)
         seen = torch.minimum(seen + config.global_prefix, lengths)
     rows = kept.nonzero().squeeze(1)
     return rows.to(history.values.device), nnf.pad(seen.cumsum(0), (1, 0)).to(history.offsets.dtype)
