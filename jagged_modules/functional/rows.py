@@ -94,10 +94,10 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         TypeError: an argument has the wrong type.
         ValueError: shapes or offsets do not match, a segment is longer than N, or total is required and None.
     """
-    return _padded_to_jagged("dense", dense, offsets, "total", total)
+    return _padded_to_jagged("dense", dense, offsets, total)
 
 
-def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total_name: str, total: int | None) -> Tensor:
+def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | None) -> Tensor:
     _check_rows("padded_to_jagged", name, dense, "[B, N, ...]", 2)
     if total is None:
         check_offsets("offsets", offsets)
@@ -289,7 +289,7 @@ def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     check_tensor("x", x, 2, "[L, D]", function)
     check_tensor("y", y, 3, "[B, N, D]", function)
     _check_alike("y", y.flatten(0, 1), "x", x)
-    return _padded_to_jagged("y", y, offsets, "x's rows", x.shape[0])
+    return _padded_to_jagged("y", y, offsets, x.shape[0])
 
 
 def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:
