@@ -1,4 +1,5 @@
-"""The two packages and where they lie, and the metadata that names the repository. The rest and tool settings are in pyproject.toml."""
+"""The two packages and where they lie, and the metadata that names the repository. The rest and
+tool settings are in pyproject.toml."""
 
 import os
 import re
@@ -6,13 +7,15 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# The only place that says where the project is published. Workflows set these variables. Without them, the metadata have no addresses.
+# The only place that says where the project is published. Workflows set these variables. Without
+# them, the metadata have no addresses.
 REPOSITORY, REF = os.environ.get("GITHUB_REPOSITORY"), os.environ.get("GITHUB_REF_NAME", "main")
 ADDRESS = REPOSITORY and f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{REPOSITORY}"
 
 
 def readme() -> str:
-    """README.md. A package index shows it without the files that it links to, so the links lead to the repository if that is known."""
+    """README.md. A package index shows it without the files that it links to, so the links lead to
+    the repository if that is known."""
     text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     if not ADDRESS:
         return text
@@ -36,7 +39,10 @@ def project_urls() -> dict[str, str]:
 
 
 setup(
-    packages=[*find_packages(".", include=["jagged_modules*"]), *find_packages("kernels", include=["jagged_kernels*"])],
+    packages=[
+        *find_packages(".", include=["jagged_modules*"]),
+        *find_packages("kernels", include=["jagged_kernels*"]),
+    ],
     package_dir={"jagged_kernels": "kernels/jagged_kernels"},
     package_data={"jagged_modules": ["py.typed"], "jagged_kernels": ["py.typed"]},
     long_description=readme(),

@@ -1,4 +1,5 @@
-"""Sphinx's configuration. The source folder is the root of the repository, so that links between all Markdown files work as they stand."""
+"""Sphinx's configuration. The source folder is the root of the repository, so that links between
+all Markdown files work as they stand."""
 
 import html
 import os
@@ -16,7 +17,9 @@ import jagged_modules as jm  # noqa: E402
 project = "jagged-modules"
 author = "The jagged-modules authors"
 copyright = author
-version = release = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
+version = release = re.search(
+    r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+)[1]
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
 root_doc = "docs/index"
@@ -36,7 +39,11 @@ html_title = "jagged-modules"
 html_static_path, html_css_files = ["static"], ["site.css"]
 html_baseurl = os.environ.get("DOCS_URL", "").rstrip("/")  # where a workflow publishes the site
 # A server shows 404.html in place of a page in any folder, so its links are absolute.
-templates_path, html_additional_pages, html_context = ["templates"], {"404": "404.html"}, {"html_baseurl": html_baseurl}
+templates_path, html_additional_pages, html_context = (
+    ["templates"],
+    {"404": "404.html"},
+    {"html_baseurl": html_baseurl},
+)
 html_extra_path = ["site"]  # index.html: the first page is docs/index.html
 html_copy_source = False
 
@@ -54,15 +61,23 @@ napoleon_use_rtype = False
 
 
 def to_rst(app, what, name, obj, options, lines):
-    """Docstrings are Markdown with Google's sections: turn code, tables and indented formulas into reStructuredText."""
-    text = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w?)", lambda code: _code(code[1]) + (f"\\ {code[2]}" if code[2] else ""), "\n".join(lines))
+    """Docstrings are Markdown with Google's sections: turn code, tables and indented formulas into
+    reStructuredText."""
+    text = re.sub(
+        r"(?<!`)`([^`]+)`(?!`)(\w?)",
+        lambda code: _code(code[1]) + (f"\\ {code[2]}" if code[2] else ""),
+        "\n".join(lines),
+    )
     text = re.sub(r"(?:^\|.*\|\n?)+", lambda table: _list_table(table[0]), text, flags=re.MULTILINE)
     # A paragraph, an empty line and an indented one: the indented lines are a formula.
     text = re.sub(r"^(\S.*[^:\n]:?)\n\n(?=    \S)", r"\1\n\n::\n\n", text, flags=re.MULTILINE)
     # Fields of a dataclass, "name: text" with indented further lines, become a list.
     text = re.sub(r"^([a-z_]+): (\S.*(?:\n    \S.*)*)", _list_item, text, flags=re.MULTILINE)
     # |x| is an absolute value, and in reStructuredText a substitution.
-    lines[:] = [re.sub(r"\|(\w[^|`]*)\|", r"\\|\1\\|", line) if _is_prose(line) else line for line in text.split("\n")]
+    lines[:] = [
+        re.sub(r"\|(\w[^|`]*)\|", r"\\|\1\\|", line) if _is_prose(line) else line
+        for line in text.split("\n")
+    ]
 
 
 def _code(text):
@@ -81,7 +96,10 @@ def _list_item(field):
 
 
 def _list_table(table):
-    rows = [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in table.strip().split("\n")]
+    rows = [
+        [cell.strip() for cell in row.strip().strip("|").split("|")]
+        for row in table.strip().split("\n")
+    ]
     rows = [row for row in rows if not re.fullmatch(r"[\s:-]+", "".join(row))]
     out = [".. list-table::", "   :header-rows: 1", ""]
     for row in rows:
@@ -91,7 +109,9 @@ def _list_table(table):
 
 def add_description(app, pagename, templatename, context, doctree):
     """A page's first paragraph is what search engines show of it."""
-    texts = (paragraph.astext() for paragraph in doctree.findall(nodes.paragraph)) if doctree else ()
+    texts = (
+        (paragraph.astext() for paragraph in doctree.findall(nodes.paragraph)) if doctree else ()
+    )
     text = " ".join(next((text for text in texts if len(text) > 40), "").split())
     if text:
         short = text if len(text) <= 160 else text[:157].rsplit(" ", 1)[0] + " ..."

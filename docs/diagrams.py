@@ -1,10 +1,18 @@
-"""Draws the diagrams of how-kernels-work.md: `python docs/diagrams.py` rewrites the files of pictures/. Needs Python alone."""
+"""Draws the diagrams of how-kernels-work.md: `python docs/diagrams.py` rewrites the files of
+pictures/. Needs Python alone."""
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "pictures"
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREEN, YELLOW, GREY, INK = "#56B4E9", "#E69F00", "#009E73", "#F0E442", "#DDDDDD", "#222222"
+BLUE, ORANGE, GREEN, YELLOW, GREY, INK = (
+    "#56B4E9",
+    "#E69F00",
+    "#009E73",
+    "#F0E442",
+    "#DDDDDD",
+    "#222222",
+)
 
 
 class Drawing:
@@ -12,18 +20,26 @@ class Drawing:
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{title}" '
-            f'font-family="sans-serif" font-size="13" fill="{INK}">',
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+                f' width="{width}" role="img" aria-label="{title}" font-family="sans-serif"'
+                f' font-size="13" fill="{INK}">'
+            ),
             f'<rect width="{width}" height="{height}" fill="white"/>',
         ]
 
     def box(self, x: float, y: float, w: float, h: float, fill: str, label: str = "") -> None:
-        self.parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{fill}" stroke="{INK}" stroke-width="0.8"/>')
+        self.parts.append(
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{fill}" stroke="{INK}"'
+            ' stroke-width="0.8"/>'
+        )
         if label:
             self.text(x + w / 2, y + h / 2 + 4.5, label, "middle")
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", size: int = 13) -> None:
-        self.parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}">{text}</text>')
+        self.parts.append(
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}">{text}</text>'
+        )
 
     def legend(self, x: float, y: float, entries: dict[str, str]) -> None:
         for label, fill in entries.items():
@@ -47,7 +63,15 @@ def draw_tiles() -> None:
                 drawing.box(x + column * side, 50 + row * side, side, side, fill)
         x += blocks * side + 130
     drawing.text(8, 70, "queries")
-    drawing.legend(60, 250, {"full block: no mask": GREEN, "masked block: the mask is computed": ORANGE, "hidden block: skipped": GREY})
+    drawing.legend(
+        60,
+        250,
+        {
+            "full block: no mask": GREEN,
+            "masked block: the mask is computed": ORANGE,
+            "hidden block: skipped": GREY,
+        },
+    )
     drawing.save("tiles.svg")
 
 
@@ -68,7 +92,16 @@ def draw_warp_roles() -> None:
             if i:
                 drawing.box(x, y + 22, width * 0.8, 22, ORANGE, f"P{i - 1}·V{i - 1}")
     drawing.text(150, 225, "time →")
-    drawing.legend(150, 238, {"TMA load": BLUE, "MMA: scores S = QKᵀ": GREEN, "softmax: P": YELLOW, "MMA: O += P·V": ORANGE})
+    drawing.legend(
+        150,
+        238,
+        {
+            "TMA load": BLUE,
+            "MMA: scores S = QKᵀ": GREEN,
+            "softmax: P": YELLOW,
+            "MMA: O += P·V": ORANGE,
+        },
+    )
     drawing.save("warp-roles.svg")
 
 
@@ -86,11 +119,20 @@ def draw_zigzag() -> None:
         x0, ends = 90 + 380 * panel, [0] * workers
         drawing.text(x0, 30, title)
         for index, (worker, size) in enumerate(zip(order, work)):
-            drawing.box(x0 + ends[worker] * unit, 45 + worker * 34, size * unit, 26, BLUE if index < workers else ORANGE, str(size))
+            drawing.box(
+                x0 + ends[worker] * unit,
+                45 + worker * 34,
+                size * unit,
+                26,
+                BLUE if index < workers else ORANGE,
+                str(size),
+            )
             ends[worker] += size
         for worker in range(workers):
             drawing.text(x0 - 70, 62 + worker * 34, f"worker {worker}")
-        drawing.text(x0, 200, f"the longest takes {max(ends)} blocks, the mean is {sum(work) / workers:g}")
+        drawing.text(
+            x0, 200, f"the longest takes {max(ends)} blocks, the mean is {sum(work) / workers:g}"
+        )
     drawing.legend(90, 220, {"first wave": BLUE, "second wave": ORANGE})
     drawing.text(330, 232, "number: blocks of keys that the tile visits")
     drawing.save("zigzag.svg")

@@ -1,14 +1,17 @@
-"""Measures the training step of train_dlrm.py's model, and of the same model by hand with padding: python examples/benchmark_dlrm.py
+"""Measures the training step of train_dlrm.py's model, and of the same model by hand with padding:
+python examples/benchmark_dlrm.py
 
-Both have the same parameters, batches and embeddings (TorchRec's; on a GPU with the optimizer fused into their backward). padded_layers.py
-says what "by hand" means. Prints samples/s (a sample is a candidate), peak memory, time by stage and the model FLOP utilisation (MFU) of
-each layer, beside three published claims, and writes them as JSON.
+Both have the same parameters, batches and embeddings (TorchRec's; on a GPU with the optimizer fused
+into their backward). padded_layers.py says what "by hand" means. Prints samples/s (a sample is a
+candidate), peak memory, time by stage and the model FLOP utilisation (MFU) of each layer, beside
+three published claims, and writes them as JSON.
 
-Lengths are log-normal with the given means and maxima, or those of a rating log (--data). Defaults are small on a CPU. On a GPU, a step has
-thousands of samples, in bfloat16.
+Lengths are log-normal with the given means and maxima, or those of a rating log (--data). Defaults
+are small on a CPU. On a GPU, a step has thousands of samples, in bfloat16.
 
-FLOPs are those of the forward on rows that exist, 2 per multiply-add of a GEMM, times 3 for forward and backward. MFU is relative to the
-speed of a large GEMM on the same machine in the same dtype. Padding and recomputation are not counted.
+FLOPs are those of the forward on rows that exist, 2 per multiply-add of a GEMM, times 3 for forward
+and backward. MFU is relative to the speed of a large GEMM on the same machine in the same dtype.
+Padding and recomputation are not counted.
 """
 
 import argparse
@@ -28,54 +31,127 @@ import torch
 from balanced_sampler import BalancedBatchSampler
 from movielens import read_log
 from padded_layers import PADDED, Padded
-from ranking_data import RankingBatch, RankingDataset, TableSizes, add_popularity, keyed, make_chunks
+from ranking_data import (
+    RankingBatch,
+    RankingDataset,
+    TableSizes,
+    add_popularity,
+    keyed,
+    make_chunks,
+)
 from ranking_model import JAGGED, PARTS, RankingConfig, RankingModel
 from step_profile import STAGES, profile_steps
 from torch import nn
 from torch.nn import functional
 from torch.profiler import record_function
 from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
-from training import HelpFormatter, check_at_least_1, peak_memory, pick_device, save_json, seed_number, synchronize, time_steps
+from training import (
+    HelpFormatter,
+    check_at_least_1,
+    peak_memory,
+    pick_device,
+    save_json,
+    seed_number,
+    synchronize,
+    time_steps,
+)
 
 import jagged_modules as jm
 
-MODELS = {"jagged": (JAGGED, False), "jagged-compiled": (JAGGED, True), "padded": (PADDED, False), "padded-compiled": (PADDED, True)}
+MODELS = {
+    "jagged": (JAGGED, False),
+    "jagged-compiled": (JAGGED, True),
+    "padded": (PADDED, False),
+    "padded-compiled": (PADDED, True),
+}
 # Defaults of the options by the type of the device. Lengths are (mean, max).
 SIZES = {
     "cpu": dict(
-        batch_size=32, history=(30, 100), stream=(60, 200), candidates=(4, 13), items=2000, features=(4, 3), feature_rows=1000,
-        embedding_dim=64, num_batches=3,
+        batch_size=32,
+        history=(30, 100),
+        stream=(60, 200),
+        candidates=(4, 13),
+        items=2000,
+        features=(4, 3),
+        feature_rows=1000,
+        embedding_dim=64,
+        num_batches=3,
     ),
     "cuda": dict(
-        batch_size=512, history=(150, 500), stream=(600, 2000), candidates=(16, 53), items=1_000_000, features=(32, 8), feature_rows=1000,
-        embedding_dim=256, num_batches=8,
+        batch_size=512,
+        history=(150, 500),
+        stream=(600, 2000),
+        candidates=(16, 53),
+        items=1_000_000,
+        features=(32, 8),
+        feature_rows=1000,
+        embedding_dim=256,
+        num_batches=8,
     ),
-}  # fmt: skip
+}
 # Options of the model that are at least 1.
-COUNTS = ("batch_size", "history", "stream", "candidates", "items", "features", "feature_rows", "embedding_dim", "num_batches", "num_heads")
+COUNTS = (
+    "batch_size",
+    "history",
+    "stream",
+    "candidates",
+    "items",
+    "features",
+    "feature_rows",
+    "embedding_dim",
+    "num_batches",
+    "num_heads",
+)
 COUNTS += ("num_layers", "num_compressed")
 SPREAD = 2_147_483_647  # a prime, of which the number of rows is no multiple
 CLAIMS = (  # what was published, and our figure that is closest to it
-    ("GDPA kernel (Meta, B200): training throughput of the whole model", "+30 %", "samples_per_second"),
-    ("Jagged feature interaction and Flash Attention (Meta): QPS of production models", "+10 %", "samples_per_second"),
+    (
+        "GDPA kernel (Meta, B200): training throughput of the whole model",
+        "+30 %",
+        "samples_per_second",
+    ),
+    (
+        "Jagged feature interaction and Flash Attention (Meta): QPS of production models",
+        "+10 %",
+        "samples_per_second",
+    ),
     ("the same: memory of production models", "-18 %", "peak_memory_mb"),
     ("TLX block attention (Meta, B200): MFU of the self-attention layers", "+30.6 %", "stream_mfu"),
 )
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
-    parser.add_argument("--data", help="rating log whose lengths and features are used instead of random ones; random if not given")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to measure, in turn")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        help=(
+            "rating log whose lengths and features are used instead of random ones; random if not"
+            " given"
+        ),
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        help="models to measure, in turn",
+    )
     add_model_options(parser, SIZES)
     add_run_options(parser)
     parser.add_argument(
         "--plain-embeddings",
         action="store_true",
-        help="tables whose gradients are dense; always so on a CPU. On a GPU the default updates tables in the backward, and its lookup "
-        "waits for the GPU once per feature, which delays both models alike",
+        help=(
+            "tables whose gradients are dense; always so on a CPU. On a GPU the default updates"
+            " tables in the backward, and its lookup waits for the GPU once per feature, which"
+            " delays both models alike"
+        ),
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_dlrm.json"), help="file for the results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmark_dlrm.json"), help="file for the results"
+    )
     options = parser.parse_args(arguments)
     check_at_least_1(parser, options, (*COUNTS, "threads"))
     options.device = pick_device(options.device)
@@ -84,30 +160,80 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_model_options(parser: argparse.ArgumentParser, sizes: dict[str, dict[str, Any]]) -> None:
-    """Options of the model and of random batches. `sizes`: the defaults that `set_sizes` sets, by type of device."""
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="parts of the model, as in train_dlrm.py")
+    """Options of the model and of random batches. `sizes`: the defaults that `set_sizes` sets, by
+    type of device."""
+    parser.add_argument(
+        "--parts",
+        nargs="*",
+        choices=PARTS,
+        default=list(PARTS),
+        help="parts of the model, as in train_dlrm.py",
+    )
     by_device = "; ".join(f"{device}: {values}" for device, values in sizes.items())
-    parser.add_argument("--batch-size", type=int, help=f"users per batch. Defaults of this and the following options: {by_device}")
-    for name, what in (("history", "events of a history"), ("stream", "events of a stream"), ("candidates", "candidates of a user")):
-        parser.add_argument(f"--{name}", type=int, nargs=2, metavar=("MEAN", "MAX"), help=f"numbers of {what}; of a log only MAX is used")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        help=f"users per batch. Defaults of this and the following options: {by_device}",
+    )
+    for name, what in (
+        ("history", "events of a history"),
+        ("stream", "events of a stream"),
+        ("candidates", "candidates of a user"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            nargs=2,
+            metavar=("MEAN", "MAX"),
+            help=f"numbers of {what}; of a log only MAX is used",
+        )
     parser.add_argument("--items", type=int, help="rows of the table of items")
-    parser.add_argument("--features", type=int, nargs=2, metavar=("USER", "ITEM"), help="numbers of side features, each of one id")
+    parser.add_argument(
+        "--features",
+        type=int,
+        nargs=2,
+        metavar=("USER", "ITEM"),
+        help="numbers of side features, each of one id",
+    )
     parser.add_argument("--feature-rows", type=int, help="rows of the table of a side feature")
-    parser.add_argument("--embedding-dim", type=int, help="width of the embeddings and of the layers")
+    parser.add_argument(
+        "--embedding-dim", type=int, help="width of the embeddings and of the layers"
+    )
     parser.add_argument("--num-batches", type=int, help="different batches")
     parser.add_argument("--num-heads", type=int, default=4, help="attention heads")
-    parser.add_argument("--num-layers", type=int, default=1, help="blocks of GDPA, one after another")
-    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64, help="events of a stream that see one another")
-    parser.add_argument("--num-compressed", type=int, default=16, help="embeddings that linear compression leaves")
-    parser.add_argument("--ids", choices=("uniform", "zipf"), default="uniform", help="how often a table's rows occur; see draw_ids")
-    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the weights and of the random batches")
+    parser.add_argument(
+        "--num-layers", type=int, default=1, help="blocks of GDPA, one after another"
+    )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        choices=(16, 32, 64, 128),
+        default=64,
+        help="events of a stream that see one another",
+    )
+    parser.add_argument(
+        "--num-compressed", type=int, default=16, help="embeddings that linear compression leaves"
+    )
+    parser.add_argument(
+        "--ids",
+        choices=("uniform", "zipf"),
+        default="uniform",
+        help="how often a table's rows occur; see draw_ids",
+    )
+    parser.add_argument(
+        "--seed", type=seed_number, default=0, help="seed of the weights and of the random batches"
+    )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Options of a training step."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--dropout", type=float, default=0.1, help="dropout probability in all layers")
-    parser.add_argument("--fp32", action="store_true", help="no autocast to bfloat16; always so on a CPU")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="dropout probability in all layers"
+    )
+    parser.add_argument(
+        "--fp32", action="store_true", help="no autocast to bfloat16; always so on a CPU"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
 
 
@@ -118,22 +244,30 @@ def set_sizes(options: argparse.Namespace, sizes: dict[str, Any]) -> None:
             setattr(options, name, value)
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
-def lognormal_lengths(generator: np.random.Generator, size: int, mean: float, longest: int, sigma: float = 1.1) -> np.ndarray:
-    """`size` lengths round(s · exp(sigma · N(0, 1))), clipped to [1, longest], with the factor s that gives the wanted mean."""
+def lognormal_lengths(
+    generator: np.random.Generator, size: int, mean: float, longest: int, sigma: float = 1.1
+) -> np.ndarray:
+    """`size` lengths round(s · exp(sigma · N(0, 1))), clipped to [1, longest], with the factor s
+    that gives the wanted mean."""
     if not 1 <= mean <= longest:
-        raise ValueError(f"the mean length must be between 1 and the maximum, {longest}, not {mean}")
+        raise ValueError(
+            f"the mean length must be between 1 and the maximum, {longest}, not {mean}"
+        )
     shape, low, high = np.exp(sigma * generator.standard_normal(size)), 1e-6, 1e6 * longest
     for _ in range(100):  # the mean grows with s: bisection
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if np.clip(middle * shape, 1, longest).mean() > mean else (middle, high)
+        low, high = (
+            (low, middle) if np.clip(middle * shape, 1, longest).mean() > mean else (middle, high)
+        )
     return np.rint(np.clip(low * shape, 1, longest)).astype(np.int64)
 
 
 def draw_ids(generator: np.random.Generator, rows: int, size: int, law: str) -> np.ndarray:
-    """Random ids of a table: all equally often ("uniform"), or the k-th most frequent one in proportion to about 1 / k ("zipf").
+    """Random ids of a table: all equally often ("uniform"), or the k-th most frequent one in
+    proportion to about 1 / k ("zipf").
 
     The frequent ids are spread over the table, as hashing does it.
     """
@@ -144,18 +278,31 @@ def draw_ids(generator: np.random.Generator, rows: int, size: int, law: str) -> 
 
 
 def random_batches(
-    options: argparse.Namespace, rank: int = 0, sampler: type[BalancedBatchSampler] = BalancedBatchSampler, ranks: int = 1
+    options: argparse.Namespace,
+    rank: int = 0,
+    sampler: type[BalancedBatchSampler] = BalancedBatchSampler,
+    ranks: int = 1,
 ) -> tuple[TableSizes, list[RankingBatch]]:
-    """A rank's batches of random ids, and the sizes of their tables. The sampler deals the users of all ranks' batches out to the ranks."""
+    """A rank's batches of random ids, and the sizes of their tables. The sampler deals the users of
+    all ranks' batches out to the ranks."""
     users, items = (
-        {f"{who}_{i}": options.feature_rows for i in range(count)} for who, count in zip(("user", "item"), options.features, strict=True)
+        {f"{who}_{i}": options.feature_rows for i in range(count)}
+        for who, count in zip(("user", "item"), options.features, strict=True)
     )
     tables = TableSizes(options.items, ratings=5, ages=16, user_features=users, item_features=items)
-    for_lengths, generator = np.random.default_rng(options.seed), np.random.default_rng((options.seed, rank))
+    for_lengths, generator = (
+        np.random.default_rng(options.seed),
+        np.random.default_rng((options.seed, rank)),
+    )
 
     def lengths() -> np.ndarray:
         size = ranks * options.batch_size
-        of_all = np.stack([lognormal_lengths(for_lengths, size, *getattr(options, x)) for x in ("history", "stream", "candidates")])
+        of_all = np.stack(
+            [
+                lognormal_lengths(for_lengths, size, *getattr(options, x))
+                for x in ("history", "stream", "candidates")
+            ]
+        )
         (share,) = sampler(torch.from_numpy(of_all.sum(0)), options.batch_size, rank, ranks)
         return of_all[:, share]
 
@@ -164,10 +311,19 @@ def random_batches(
 
     def batch() -> RankingBatch:
         past, stream, targets = lengths()
-        one, each = np.ones(options.batch_size, np.int64), np.ones(past.sum() + targets.sum(), np.int64)
+        one, each = (
+            np.ones(options.batch_size, np.int64),
+            np.ones(past.sum() + targets.sum(), np.int64),
+        )
         sequences = {
-            **{f"history_{name}": ids(getattr(tables, f"{name}s"), past) for name in ("item", "rating", "age")},
-            **{f"stream_{name}": ids(getattr(tables, f"{name}s"), stream) for name in ("item", "rating")},
+            **{
+                f"history_{name}": ids(getattr(tables, f"{name}s"), past)
+                for name in ("item", "rating", "age")
+            },
+            **{
+                f"stream_{name}": ids(getattr(tables, f"{name}s"), stream)
+                for name in ("item", "rating")
+            },
             "target_item": ids(tables.items, targets),
         }
         return RankingBatch(
@@ -187,41 +343,60 @@ def log_batches(options: argparse.Namespace) -> tuple[TableSizes, list[RankingBa
     chunks = make_chunks(log, everything, options.candidates[1], options.history[1])
     dataset = RankingDataset(add_popularity(log, everything), chunks, options.stream[1])
     generator = np.random.default_rng(options.seed)
-    return dataset.tables, [dataset[generator.integers(len(dataset), size=options.batch_size)] for _ in range(options.num_batches)]
+    return dataset.tables, [
+        dataset[generator.integers(len(dataset), size=options.batch_size)]
+        for _ in range(options.num_batches)
+    ]
 
 
 def length_statistics(batches: list[RankingBatch]) -> dict[str, dict[str, float]]:
     keys = {"history": "history_item", "stream": "stream_item", "candidates": "target_item"}
-    lengths = {name: torch.cat([batch.ids[key].lengths() for batch in batches]).float() for name, key in keys.items()}
+    lengths = {
+        name: torch.cat([batch.ids[key].lengths() for batch in batches]).float()
+        for name, key in keys.items()
+    }
     return {name: {"mean": x.mean().item(), "max": x.max().item()} for name, x in lengths.items()}
 
 
-# -- models ------------------------------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def make_config(options: argparse.Namespace) -> RankingConfig:
     names = {field.name for field in dataclasses.fields(RankingConfig)} & vars(options).keys()
-    longest = {f"max_{name}": getattr(options, name)[1] for name in ("history", "stream", "candidates")}
+    longest = {
+        f"max_{name}": getattr(options, name)[1] for name in ("history", "stream", "candidates")
+    }
     return RankingConfig(**{name: getattr(options, name) for name in names}, **longest)
 
 
 class Step:
     """A training step of a model with Adam, from the parameters `initial`.
 
-    On a GPU, tables are updated in their backward, unless the options say otherwise. TorchRec cannot do this on a CPU.
+    On a GPU, tables are updated in their backward, unless the options say otherwise. TorchRec
+    cannot do this on a CPU.
     """
 
-    def __init__(self, name: str, tables: TableSizes, options: argparse.Namespace, initial: dict[str, torch.Tensor]):
+    def __init__(
+        self,
+        name: str,
+        tables: TableSizes,
+        options: argparse.Namespace,
+        initial: dict[str, torch.Tensor],
+    ):
         layers, compiled = MODELS[name]
         device = options.device
         self.model = RankingModel(tables, make_config(options), layers, device)
         parameters, on_gpu = self.model.parameters(), device.type == "cuda"
         if on_gpu and not options.plain_embeddings:
-            self.model = fuse_embedding_optimizer(self.model, torch.optim.Adam, {"lr": 1e-3}, device)
+            self.model = fuse_embedding_optimizer(
+                self.model, torch.optim.Adam, {"lr": 1e-3}, device
+            )
             parameters = self.model.head.parameters()
         self.model.load_state_dict(initial)
         self.optimizer = torch.optim.Adam(parameters, fused=on_gpu)
-        self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=on_gpu and not options.fp32)
+        self.autocast = partial(
+            torch.autocast, device.type, torch.bfloat16, enabled=on_gpu and not options.fp32
+        )
         if compiled:
             self.model.head.compile()
         self.compiled = compiled
@@ -248,13 +423,17 @@ def in_range(name: str, function: Callable) -> Callable:
     return call
 
 
-# -- utilisation of the layers -----------------------------------------------------------------------------------------------------------
+# -- utilisation of the layers ---------------------------------------------------------------------
 
 
 def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
-    """FLOPs of the forward of each layer, on the rows that exist. A GEMM of [m, k] and [k, n] has 2 m k n."""
+    """FLOPs of the forward of each layer, on the rows that exist. A GEMM of [m, k] and [k, n] has 2
+    m k n."""
     head, config = model.head, model.head.config
-    past, stream, targets = (batch.ids[key].lengths().long().cpu() for key in ("history_item", "stream_item", "target_item"))
+    past, stream, targets = (
+        batch.ids[key].lengths().long().cpu()
+        for key in ("history_item", "stream_item", "target_item")
+    )
     dim, users = config.embedding_dim, len(past)
     num_users = len(batch.users.keys()) + config.num_seeds * (head.stream is not None)
     num_candidates = 2 + len(batch.items.keys())
@@ -268,13 +447,22 @@ def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
         return 4 * pairs * dim
 
     flops = {
-        "interaction": projections(targets.sum() + past.sum(), 2) + attention((targets * past).sum()),
+        "interaction": (
+            projections(targets.sum() + past.sum(), 2) + attention((targets * past).sum())
+        ),
         "gdpa": config.num_layers * (projections(past.sum(), 4) + attention((past**2).sum())),
-        "interformer": projections(past.sum() + users * num_users, 4) + 2 * attention(past.sum() * num_users),
-        "compress": 2 * config.num_compressed * dim * (users * num_users + targets.sum() * num_candidates),
-        "stream": projections(stream.sum(), 6) + attention(in_blocks + config.num_seeds * stream.sum())
-        + projections(users * config.num_seeds, 1),
-    }  # fmt: skip
+        "interformer": (
+            projections(past.sum() + users * num_users, 4) + 2 * attention(past.sum() * num_users)
+        ),
+        "compress": (
+            2 * config.num_compressed * dim * (users * num_users + targets.sum() * num_candidates)
+        ),
+        "stream": (
+            projections(stream.sum(), 6)
+            + attention(in_blocks + config.num_seeds * stream.sum())
+            + projections(users * config.num_seeds, 1)
+        ),
+    }
     return {name: int(count) for name, count in flops.items() if getattr(head, name) is not None}
 
 
@@ -282,12 +470,16 @@ def captured_inputs(step: Step, batch: RankingBatch, names: Iterable[str]) -> di
     """The arguments of the head's layers in a forward of the batch."""
     found: dict[str, tuple] = {}
     hooks = [
-        getattr(step.model.head, name).register_forward_pre_hook(lambda _, inputs, name=name: found.update({name: inputs}))
+        getattr(step.model.head, name).register_forward_pre_hook(
+            lambda _, inputs, name=name: found.update({name: inputs})
+        )
         for name in names
     ]
     with torch.no_grad(), step.autocast():
         model = step.model
-        x = model.unpack(model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items))
+        x = model.unpack(
+            model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items)
+        )
         step.model.head.forward(x)  # not compiled
     for hook in hooks:
         hook.remove()
@@ -309,11 +501,16 @@ def result_tensors(x: Any) -> list[torch.Tensor]:
     return [x if isinstance(x, torch.Tensor) else x.values]
 
 
-def time_layers(step: Step, batch: RankingBatch, names: Iterable[str], device: torch.device, repeats: int = 10) -> dict[str, float]:
+def time_layers(
+    step: Step, batch: RankingBatch, names: Iterable[str], device: torch.device, repeats: int = 10
+) -> dict[str, float]:
     """Seconds of forward and backward of each layer, mean of `repeats` after a warm-up."""
     seconds = {}
     for name, inputs in captured_inputs(step, batch, names).items():
-        layer, inputs = copy.deepcopy(getattr(step.model.head, name)).train(), [as_leaf(x) for x in inputs]
+        layer, inputs = (
+            copy.deepcopy(getattr(step.model.head, name)).train(),
+            [as_leaf(x) for x in inputs],
+        )
         if step.compiled:
             layer.compile()
 
@@ -347,7 +544,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / best
 
 
-# -- program -----------------------------------------------------------------------------------------------------------------------------
+# -- program ---------------------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -365,7 +562,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             steps[name](batch)
         print(f"{name}: first steps took {time.perf_counter() - begin:.0f} s", flush=True)
     seconds = time_steps(steps, batches, device)
-    print("steps in ms: " + ", ".join(f"{name} {1e3 * each:.2f}" for name, each in seconds.items()), flush=True)
+    print(
+        "steps in ms: " + ", ".join(f"{name} {1e3 * each:.2f}" for name, each in seconds.items()),
+        flush=True,
+    )
 
     dtype = torch.bfloat16 if device.type == "cuda" and not options.fp32 else torch.float32
     peak, samples = peak_flops(device, dtype), sum(map(len, batches)) / len(batches)
@@ -373,25 +573,38 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for name, step in steps.items():
         times = time_layers(step, batches[0], flops, device)
-        profiled = profile_steps(lambda step=step: [step(batch) for batch in batches[:3]], len(batches[:3]), device)
+        profiled = profile_steps(
+            lambda step=step: [step(batch) for batch in batches[:3]], len(batches[:3]), device
+        )
         results[name] = {
             "step_ms": 1e3 * seconds[name],
             "samples_per_second": samples / seconds[name],
-            "peak_memory_mb": max(peak_memory(partial(step, batch), device) for batch in batches) / 1e6,
+            "peak_memory_mb": (
+                max(peak_memory(partial(step, batch), device) for batch in batches) / 1e6
+            ),
             "stages_ms": profiled.stages,
             "slowest_ms": profiled.slowest,
             "layer_ms": {layer: 1e3 * time for layer, time in times.items()},
             "layer_mfu": {layer: 3 * flops[layer] / time / peak for layer, time in times.items()},
         }
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+    }
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {options.threads} threads",
+        "device": (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"{platform.machine()}, {options.threads} threads"
+        ),
         "torch": torch.__version__,
         "dtype": str(dtype),
         "settings": settings | {"device": str(device)},
         "lengths": lengths,
         "samples_per_step": samples,
-        "head_parameters": sum(parameter.numel() for parameter in next(iter(steps.values())).model.head.parameters()),
+        "head_parameters": sum(
+            parameter.numel() for parameter in next(iter(steps.values())).model.head.parameters()
+        ),
         "gemm_tflops": peak / 1e12,
         "forward_gflops": {name: count / 1e9 for name, count in flops.items()},
         "results": results,
@@ -400,31 +613,52 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_with_claims(results: dict[str, Any]) -> list[dict[str, str]]:
-    """The published claims, with the change from the fastest padded model to the fastest jagged one."""
+    """The published claims, with the change from the fastest padded model to the fastest jagged
+    one."""
     best = {}
     for kind in ("jagged", "padded"):
         own = [result for name, result in results.items() if name.startswith(kind)]
         if not own:
             return []
         best[kind] = min(own, key=lambda result: result["step_ms"])
-        best[kind]["stream_mfu"] = max(result["layer_mfu"].get("stream", float("nan")) for result in own)
+        best[kind]["stream_mfu"] = max(
+            result["layer_mfu"].get("stream", float("nan")) for result in own
+        )
     return [
-        {"claim": claim, "published": published, "ours": f"{100 * (best['jagged'][key] / best['padded'][key] - 1):+.1f} %", "of": key}
+        {
+            "claim": claim,
+            "published": published,
+            "ours": f"{100 * (best['jagged'][key] / best['padded'][key] - 1):+.1f} %",
+            "of": key,
+        }
         for claim, published, key in CLAIMS
     ]
 
 
 def print_report(report: dict[str, Any]) -> None:
-    lengths = ", ".join(f"{name} {x['mean']:.0f} / {x['max']:.0f}" for name, x in report["lengths"].items())
-    print(f"{report['device']}, torch {report['torch']}, {report['dtype']}; {report['samples_per_step']:.0f} samples per step")
-    print(f"mean / max lengths: {lengths}; {report['head_parameters']:,} dense parameters; GEMM {report['gemm_tflops']:.3g} TFLOP/s")
+    lengths = ", ".join(
+        f"{name} {x['mean']:.0f} / {x['max']:.0f}" for name, x in report["lengths"].items()
+    )
+    print(
+        f"{report['device']}, torch {report['torch']}, {report['dtype']};"
+        f" {report['samples_per_step']:.0f} samples per step"
+    )
+    print(
+        f"mean / max lengths: {lengths}; {report['head_parameters']:,} dense parameters; GEMM"
+        f" {report['gemm_tflops']:.3g} TFLOP/s"
+    )
     results = report["results"]
     rows: dict[str, Callable[[dict], str]] = {
         "step ms": lambda x: f"{x['step_ms']:.1f}",
         "samples/s": lambda x: f"{x['samples_per_second']:,.0f}",
         "peak MB": lambda x: f"{x['peak_memory_mb']:,.0f}",
-        **{f"{stage} ms": lambda x, stage=stage: f"{x['stages_ms'][stage]:.1f}" for stage in STAGES},
-        **{f"MFU {name} %": lambda x, name=name: f"{100 * x['layer_mfu'][name]:.1f}" for name in report["forward_gflops"]},
+        **{
+            f"{stage} ms": lambda x, stage=stage: f"{x['stages_ms'][stage]:.1f}" for stage in STAGES
+        },
+        **{
+            f"MFU {name} %": lambda x, name=name: f"{100 * x['layer_mfu'][name]:.1f}"
+            for name in report["forward_gflops"]
+        },
     }
     print(f"\n{'':>18}" + "".join(f"{name:>17}" for name in results))
     for label, value in rows.items():

@@ -1,12 +1,15 @@
-"""Measures training of train_dlrm.py's whole model on N processes: torchrun --nproc-per-node N examples/benchmark_scaling.py
+"""Measures training of train_dlrm.py's whole model on N processes: torchrun --nproc-per-node N
+examples/benchmark_scaling.py
 
-Tables are sharded (--plan) and updated in the backward, and the ids of the next batch are exchanged ahead, as in train_dlrm.py under
-torchrun. Each process has its own random batches of --batch-size users: its work stays the same on any number of processes (weak scaling).
-balanced_sampler.py deals the users of a step out to the processes; --sampler shuffled shows what this saves.
-By default the tables have 22 GB on a GPU, besides as many bytes of Adagrad's state.
+Tables are sharded (--plan) and updated in the backward, and the ids of the next batch are exchanged
+ahead, as in train_dlrm.py under torchrun. Each process has its own random batches of --batch-size
+users: its work stays the same on any number of processes (weak scaling). balanced_sampler.py deals
+the users of a step out to the processes; --sampler shuffled shows what this saves. By default the
+tables have 22 GB on a GPU, besides as many bytes of Adagrad's state.
 
-Prints samples/s of all processes (a sample is a candidate), step time, memory, and the time by stage, and writes them as JSON. With
---baseline FILE, the JSON of a run on fewer processes, also the scaling: where the time went, and what communication.py predicts.
+Prints samples/s of all processes (a sample is a candidate), step time, memory, and the time by
+stage, and writes them as JSON. With --baseline FILE, the JSON of a run on fewer processes, also the
+scaling: where the time went, and what communication.py predicts.
 """
 
 import argparse
@@ -42,35 +45,78 @@ from sharding import OptimizerSpec
 from step_profile import STAGES, Profile, profile_steps
 from torch.nn import functional
 from torchrec.distributed.train_pipeline import TrainPipelineBase
-from training import HelpFormatter, check_at_least_1, peak_memory, pick_device, positive, save_json, seconds, synchronize
+from training import (
+    HelpFormatter,
+    check_at_least_1,
+    peak_memory,
+    pick_device,
+    positive,
+    save_json,
+    seconds,
+    synchronize,
+)
 
 # Stages of a step, whose times add up to it. A collective is exposed while nothing else runs.
 ALL_STAGES = (*STAGES, "exposed collectives")
-NOT_COMPARED = ("out", "baseline", "bandwidth", "timeout", "passes")  # options in which a run may differ from its baseline
+# options in which a run may differ from its baseline
+NOT_COMPARED = ("out", "baseline", "bandwidth", "timeout", "passes")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="jagged", help="our layers, or those by hand of padded_layers.py")
-    parser.add_argument("--plan", choices=sharding.PLANS, default="auto", help="how the processes share the embedding tables")
-    parser.add_argument("--sampler", choices=SAMPLERS, default="balanced", help="which process gets which users of a step")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        default="jagged",
+        help="our layers, or those by hand of padded_layers.py",
+    )
+    parser.add_argument(
+        "--plan",
+        choices=sharding.PLANS,
+        default="auto",
+        help="how the processes share the embedding tables",
+    )
+    parser.add_argument(
+        "--sampler",
+        choices=SAMPLERS,
+        default="balanced",
+        help="which process gets which users of a step",
+    )
     sharding.add_exchange_options(parser)
     add_model_options(parser, communication.SIZES)
     add_run_options(parser)
-    parser.add_argument("--passes", type=int, default=5, help="passes through the batches, of which the median is taken")
+    parser.add_argument(
+        "--passes",
+        type=int,
+        default=5,
+        help="passes through the batches, of which the median is taken",
+    )
     parser.add_argument("--baseline", type=Path, help="JSON of a run on fewer processes")
-    parser.add_argument("--bandwidth", type=positive, default=50e9, help="bytes/s that a process sends, for the prediction")
-    parser.add_argument("--timeout", type=seconds, default=300, help="seconds that processes wait for one another")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_scaling.json"), help="file for the results")
+    parser.add_argument(
+        "--bandwidth",
+        type=positive,
+        default=50e9,
+        help="bytes/s that a process sends, for the prediction",
+    )
+    parser.add_argument(
+        "--timeout", type=seconds, default=300, help="seconds that processes wait for one another"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmark_scaling.json"), help="file for the results"
+    )
     options = parser.parse_args(arguments)
     check_at_least_1(parser, options, (*COUNTS, "threads", "passes"))
     return options
 
 
-# -- training ----------------------------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
-def make_model(options: argparse.Namespace, tables: TableSizes, device: torch.device) -> RankingModel:
+def make_model(
+    options: argparse.Namespace, tables: TableSizes, device: torch.device
+) -> RankingModel:
     """The model of the options on a device."""
     layers, compiled = MODELS[options.model]
     model = RankingModel(tables, make_config(options), layers, device)
@@ -87,9 +133,20 @@ class Training:
         batches: this rank's batches, on the CPU.
     """
 
-    def __init__(self, options: argparse.Namespace, device: torch.device, tables: TableSizes, batches: Sequence[RankingBatch]):
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        device: torch.device,
+        tables: TableSizes,
+        batches: Sequence[RankingBatch],
+    ):
         self.device, self.batches = device, batches
-        self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda" and not options.fp32)
+        self.autocast = partial(
+            torch.autocast,
+            device.type,
+            torch.bfloat16,
+            enabled=device.type == "cuda" and not options.fp32,
+        )
         torch.manual_seed(options.seed + sharding.rank())
         self.model, optimizer = sharding.build(
             partial(make_model, options, tables),
@@ -100,13 +157,17 @@ class Training:
             sharding.exchange_of(options),
         )
         self.model.train()
-        self.pipeline: TrainPipelineBase = sharding.make_pipeline(self.model, optimizer, device, self._forward)
+        self.pipeline: TrainPipelineBase = sharding.make_pipeline(
+            self.model, optimizer, device, self._forward
+        )
         self.source: Iterator[RankingBatch] = itertools.cycle(batches)
 
     def _forward(self, batch: RankingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         with self.autocast():
             logits = self.model(batch)
-        losses = functional.binary_cross_entropy_with_logits(logits.float(), batch.labels, reduction="none")
+        losses = functional.binary_cross_entropy_with_logits(
+            logits.float(), batch.labels, reduction="none"
+        )
         return sharding.global_mean(losses), losses.detach()
 
     def step(self) -> torch.Tensor:
@@ -118,7 +179,8 @@ class Training:
             self.step()
 
     def pass_seconds(self) -> float:
-        """Seconds of a pass through the batches, with one synchronisation at its end, on the slowest rank."""
+        """Seconds of a pass through the batches, with one synchronisation at its end, on the
+        slowest rank."""
         synchronize(self.device)
         sharding.barrier()
         begin = time.perf_counter()
@@ -129,7 +191,11 @@ class Training:
     def table_bytes(self) -> int:
         """Bytes of this rank's shards, and of replicated tables, without the optimizer's state."""
         names = tuple(communication.features(self.batches[0]))
-        state = {name: x for name, x in self.model.state_dict().items() if name.startswith(names) and name.endswith(".weight")}
+        state = {
+            name: x
+            for name, x in self.model.state_dict().items()
+            if name.startswith(names) and name.endswith(".weight")
+        }
         return sum(x.numel() * x.element_size() for x in sharding.local_tensors(state))
 
 
@@ -146,13 +212,16 @@ def gather(value: float) -> list[float]:
     return values
 
 
-# -- measurement -------------------------------------------------------------------------------------------------------------------------
+# -- measurement -----------------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The content of the JSON, without the scaling. All ranks call it. The lengths and the traffic follow from this rank's batches."""
+    """The content of the JSON, without the scaling. All ranks call it. The lengths and the traffic
+    follow from this rank's batches."""
     torch.set_num_threads(options.threads)
-    tables, batches = random_batches(options, sharding.rank(), SAMPLERS[options.sampler], sharding.world_size())
+    tables, batches = random_batches(
+        options, sharding.rank(), SAMPLERS[options.sampler], sharding.world_size()
+    )
     if device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
     training = Training(options, device, tables, batches)
@@ -165,7 +234,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     (samples,) = sharding.all_sum(sum(map(len, batches)), device=device)
     model = make_model(options, tables, torch.device("meta"))
     exchange = sharding.exchange_of(options)
-    traffic = communication.predicted_traffic(model, training.model.plan, batches, sharding.world_size(), exchange)
+    traffic = communication.predicted_traffic(
+        model, training.model.plan, batches, sharding.world_size(), exchange
+    )
     return {
         "world_size": sharding.world_size(),
         "torch": torch.__version__,
@@ -184,18 +255,23 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
 def settings(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """What must be equal in a baseline."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    own = {setting: value for setting, value in vars(options).items() if setting not in NOT_COMPARED}
+    own = {
+        setting: value for setting, value in vars(options).items() if setting not in NOT_COMPARED
+    }
     return json.loads(json.dumps(own | {"device": name}))
 
 
 def mean_profile(profiled: Profile, device: torch.device) -> dict[str, Any]:
-    """Means over ranks of the milliseconds of a step: by stage, and of all collectives. They include the profiler's own time."""
+    """Means over ranks of the milliseconds of a step: by stage, and of all collectives. They
+    include the profiler's own time."""
     values = (*profiled.stages.values(), profiled.exposed, profiled.collectives)
-    *stages, collectives = (total / sharding.world_size() for total in sharding.all_sum(*values, device=device))
+    *stages, collectives = (
+        total / sharding.world_size() for total in sharding.all_sum(*values, device=device)
+    )
     return {"stages_ms": dict(zip(ALL_STAGES, stages, strict=True)), "collectives_ms": collectives}
 
 
-# -- scaling -----------------------------------------------------------------------------------------------------------------------------
+# -- scaling ---------------------------------------------------------------------------------------
 
 
 def read_baseline(path: Path, world_size: int, own_settings: dict[str, Any]) -> dict[str, Any]:
@@ -206,24 +282,32 @@ def read_baseline(path: Path, world_size: int, own_settings: dict[str, Any]) -> 
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--baseline: {path} is not a file of this program: {error!r}") from error
     if others >= world_size:
-        raise ValueError(f"--baseline must be a run on fewer than {world_size} processes, not on {others}")
+        raise ValueError(
+            f"--baseline must be a run on fewer than {world_size} processes, not on {others}"
+        )
     for name, value in own_settings.items():
         if baseline["settings"].get(name) != value:
-            raise ValueError(f"--baseline must have the same {name}, {value}, not {baseline['settings'].get(name)}")
+            raise ValueError(
+                f"--baseline must have the same {name}, {value}, not"
+                f" {baseline['settings'].get(name)}"
+            )
     return baseline
 
 
 def scaling(report: dict[str, Any], baseline: dict[str, Any], bandwidth: float) -> dict[str, Any]:
     """How a run compares with the baseline on fewer processes.
 
-    speed-up: the ratio of their samples/s. efficiency: the speed-up divided by the ratio of the numbers of processes. lost_ms: by how much
-    each stage of a step takes longer. predicted: what `communication.predict` says, if the baseline is one process, which it starts from.
+    speed-up: the ratio of their samples/s. efficiency: the speed-up divided by the ratio of the
+    numbers of processes. lost_ms: by how much each stage of a step takes longer. predicted: what
+    `communication.predict` says, if the baseline is one process, which it starts from.
     """
     speed_up = report["samples_per_second"] / baseline["samples_per_second"]
     stages = {name: report["stages_ms"][name] - baseline["stages_ms"][name] for name in ALL_STAGES}
     predicted = None
     if baseline["world_size"] == 1:
-        step, efficiency = communication.predict(1e-3 * baseline["step_ms"], report["traffic_bytes"], bandwidth)
+        step, efficiency = communication.predict(
+            1e-3 * baseline["step_ms"], report["traffic_bytes"], bandwidth
+        )
         predicted = {"step_ms": 1e3 * step, "efficiency": efficiency, "bandwidth": bandwidth}
     return {
         "baseline_world_size": baseline["world_size"],
@@ -235,38 +319,58 @@ def scaling(report: dict[str, Any], baseline: dict[str, Any], bandwidth: float) 
     }
 
 
-# -- program -----------------------------------------------------------------------------------------------------------------------------
+# -- program ---------------------------------------------------------------------------------------
 
 
 def print_report(report: dict[str, Any]) -> None:
     tables = report["table_mb"]
-    settings, device = report["settings"], f"{report['settings']['device']}, torch {report['torch']}"
-    print(f"{report['world_size']} processes, {device}, {settings['model']} layers, plan {settings['plan']}")
-    print(
-        f"{report['samples_per_second']:,.0f} samples/s; a step has {report['samples_per_step']:,.0f} and takes {report['step_ms']:.2f} ms"
+    settings, device = (
+        report["settings"],
+        f"{report['settings']['device']}, torch {report['torch']}",
     )
-    print(f"tables of {min(tables):,.1f} to {max(tables):,.1f} MB per process; a step's peak is {report['peak_memory_mb']:,.1f} MB more")
+    print(
+        f"{report['world_size']} processes, {device}, {settings['model']} layers, plan"
+        f" {settings['plan']}"
+    )
+    print(
+        f"{report['samples_per_second']:,.0f} samples/s; a step has"
+        f" {report['samples_per_step']:,.0f} and takes {report['step_ms']:.2f} ms"
+    )
+    print(
+        f"tables of {min(tables):,.1f} to {max(tables):,.1f} MB per process; a step's peak is"
+        f" {report['peak_memory_mb']:,.1f} MB more"
+    )
     lost = report.get("scaling", {}).get("lost_ms", {})
-    print("\nms of a step under the profiler, mean of all processes" + (", and what is lost to the baseline" if lost else ""))
+    print(
+        "\nms of a step under the profiler, mean of all processes"
+        + (", and what is lost to the baseline" if lost else "")
+    )
     for name, milliseconds in report["stages_ms"].items():
         print(f"{name:>20}{milliseconds:>10.2f}" + (f"{lost[name]:>+10.2f}" if lost else ""))
     print(f"{'all collectives':>20}{report['collectives_ms']:>10.2f}")
     sent = communication.summed_ids(report["traffic_bytes"])
-    print("\nMB that the busiest process sends: " + ", ".join(f"{kind} {num_bytes / 1e6:,.3f}" for kind, num_bytes in sent.items()))
+    print(
+        "\nMB that the busiest process sends: "
+        + ", ".join(f"{kind} {num_bytes / 1e6:,.3f}" for kind, num_bytes in sent.items())
+    )
     if "scaling" in report:
         print_scaling(report["scaling"], report["world_size"])
 
 
 def print_scaling(result: dict[str, Any], world_size: int) -> None:
     before = result["baseline_world_size"]
-    print(f"speed-up from {before} to {world_size} processes: {result['speed_up']:.2f}, efficiency {result['efficiency']:.3f}")
+    print(
+        f"speed-up from {before} to {world_size} processes: {result['speed_up']:.2f}, efficiency"
+        f" {result['efficiency']:.3f}"
+    )
     predicted = result["predicted"]
     if predicted is None:
         print("no prediction: it starts from a run on one process")
     else:
         print(
-            f"predicted at {predicted['bandwidth']:.3g} bytes/s: efficiency {predicted['efficiency']:.3f}, "
-            f"step {predicted['step_ms']:.2f} ms after {result['baseline_step_ms']:.2f} ms"
+            f"predicted at {predicted['bandwidth']:.3g} bytes/s: efficiency"
+            f" {predicted['efficiency']:.3f}, step {predicted['step_ms']:.2f} ms after"
+            f" {result['baseline_step_ms']:.2f} ms"
         )
 
 

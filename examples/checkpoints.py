@@ -1,12 +1,14 @@
-"""Checkpoints in the format of torch.distributed.checkpoint, which any number of processes and any sharding plan can load.
+"""Checkpoints in the format of torch.distributed.checkpoint, which any number of processes and any
+sharding plan can load.
 
-A checkpoint is a folder MODEL/epoch-N. `run.json` has the settings and the metrics of the epochs, `vocabulary.json` the ids that the rows
-of the tables stand for, and the other files have the tensors. It is complete once it has the file `.metadata`, which torch writes last.
-Then the older ones are removed. So an interrupted write leaves the old checkpoint intact.
+A checkpoint is a folder MODEL/epoch-N. `run.json` has the settings and the metrics of the epochs,
+`vocabulary.json` the ids that the rows of the tables stand for, and the other files have the
+tensors. It is complete once it has the file `.metadata`, which torch writes last. Then the older
+ones are removed. So an interrupted write leaves the old checkpoint intact.
 
-`.metadata` is a pickle, which may run code when it is read. So programs that serve a model read MODEL/weights.pt instead, one file with
-the settings, the vocabulary and the best weights. The training programs write it; `python examples/checkpoints.py MODEL` writes it for a
-run of torchrun.
+`.metadata` is a pickle, which may run code when it is read. So programs that serve a model read
+MODEL/weights.pt instead, one file with the settings, the vocabulary and the best weights. The
+training programs write it; `python examples/checkpoints.py MODEL` writes it for a run of torchrun.
 """
 
 import argparse
@@ -36,14 +38,16 @@ class Checkpoint:
     epochs: list[dict[str, float]]
 
     def load_into(self, state: dict[str, Any]) -> None:
-        """Fill the tensors of a (nested) dictionary, whole ones and this rank's shards. All ranks call it.
+        """Fill the tensors of a (nested) dictionary, whole ones and this rank's shards. All ranks
+        call it.
 
         Raises ValueError if the checkpoint lacks some of them or cannot be read.
         """
         self.metadata()  # torch would log two tracebacks if it cannot be read
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # notes that one process is one process, and on classes that torch uses itself
+                # notes that one process is one process, and on classes that torch uses itself
+                warnings.simplefilter("ignore")
                 dcp.load(_without_empty(state), checkpoint_id=self.folder)
         except CheckpointException as error:  # not an Exception
             raise ValueError(f"{self.folder} cannot be loaded: {_causes(error)}") from error
@@ -53,18 +57,23 @@ class Checkpoint:
         try:
             return Vocabulary.from_text((self.folder / VOCABULARY).read_text())
         except (ValueError, OSError) as error:
-            raise ValueError(f"{self.folder / VOCABULARY} is missing or damaged: {error}") from error
+            raise ValueError(
+                f"{self.folder / VOCABULARY} is missing or damaged: {error}"
+            ) from error
 
     def metadata(self) -> Metadata:
         """torch's description of the tensors. Raises ValueError if it cannot be read."""
         try:
             return FileSystemReader(self.folder).read_metadata()
         except Exception as error:  # of any kind: the file is a pickle
-            raise ValueError(f"{self.folder} cannot be loaded: its file .metadata is damaged: {error!r}") from error
+            raise ValueError(
+                f"{self.folder} cannot be loaded: its file .metadata is damaged: {error!r}"
+            ) from error
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint in the folder. Raises ValueError if its run.json cannot be read."""
+    """The newest complete checkpoint in the folder. Raises ValueError if its run.json cannot be
+    read."""
     complete = [path for path in _epoch_folders(folder) if (path / ".metadata").exists()]
     if not complete:
         return None
@@ -85,21 +94,29 @@ def _epoch_folders(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    folder: Path, settings: dict[str, Any], vocabulary: Vocabulary, epochs: list[dict[str, float]], state: dict[str, Any]
+    folder: Path,
+    settings: dict[str, Any],
+    vocabulary: Vocabulary,
+    epochs: list[dict[str, float]],
+    state: dict[str, Any],
 ) -> None:
-    """Write a checkpoint, then remove the older ones. All ranks call it. Raises OSError if it cannot be written.
+    """Write a checkpoint, then remove the older ones. All ranks call it. Raises OSError if it
+    cannot be written.
 
     Args:
         settings, epochs: what JSON can hold.
         vocabulary: what the rows of the tables stand for.
-        state: (nested) dictionary of tensors. Each rank writes its own shards; one rank writes what all have.
+        state: (nested) dictionary of tensors. Each rank writes its own shards; one rank writes what
+            all have.
     """
     target = folder / f"epoch-{len(epochs)}"
     if sharding.rank() == 0:
         _remove(target)  # what an interrupted write left
         target.mkdir(parents=True)
         (target / VOCABULARY).write_text(vocabulary.text)
-        (target / "run.json").write_text(json.dumps({"settings": settings, "epochs": epochs}, indent=2) + "\n")
+        (target / "run.json").write_text(
+            json.dumps({"settings": settings, "epochs": epochs}, indent=2) + "\n"
+        )
     sharding.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -116,9 +133,15 @@ def save_checkpoint(
 def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     """Raises ValueError if the run that wrote the checkpoint had other settings."""
     old = checkpoint.settings
-    changed = [f"{name} {old.get(name)!r} -> {value!r}" for name, value in settings.items() if old.get(name) != value]
+    changed = [
+        f"{name} {old.get(name)!r} -> {value!r}"
+        for name, value in settings.items()
+        if old.get(name) != value
+    ]
     if changed:
-        raise ValueError(f"{checkpoint.folder} is of a run with other settings: {', '.join(changed)}")
+        raise ValueError(
+            f"{checkpoint.folder} is of a run with other settings: {', '.join(changed)}"
+        )
 
 
 def _causes(error: CheckpointException) -> str:
@@ -136,16 +159,18 @@ def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove(checkpoint: Path) -> None:
-    (checkpoint / ".metadata").unlink(missing_ok=True)  # first, so that what an interruption leaves is not complete
+    # first, so that what an interruption leaves is not complete
+    (checkpoint / ".metadata").unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-# -- weights to serve --------------------------------------------------------------------------------------------------------------------
+# -- weights to serve ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The settings of a run, what the rows of its model's tables stand for, and the tensors of the model."""
+    """The settings of a run, what the rows of its model's tables stand for, and the tensors of the
+    model."""
 
     settings: dict[str, Any]
     vocabulary: Vocabulary
@@ -153,7 +178,8 @@ class Weights:
 
 
 def export_weights(folder: Path) -> Path:
-    """Write the best weights of the newest checkpoint in the folder, of any number of processes, to one file there. Returns its path.
+    """Write the best weights of the newest checkpoint in the folder, of any number of processes, to
+    one file there. Returns its path.
 
     Raises FileNotFoundError if there is no checkpoint.
     """
@@ -162,24 +188,38 @@ def export_weights(folder: Path) -> Path:
         raise FileNotFoundError(f"no checkpoint in {folder}")
     stored = checkpoint.metadata().state_dict_metadata
     tensors = {}
-    for part in ("model.", "best_average."):  # the second lacks the buffers that are not floating-point, and replaces the rest
-        state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in stored.items() if name.startswith(part)}
+    # the second lacks the buffers that are not floating-point, and replaces the rest
+    for part in ("model.", "best_average."):
+        state = {
+            name: torch.empty(x.size, dtype=x.properties.dtype)
+            for name, x in stored.items()
+            if name.startswith(part)
+        }
         checkpoint.load_into(state)
         tensors |= {name.removeprefix(part): x for name, x in state.items()}
-    content = {"settings": checkpoint.settings, "vocabulary": checkpoint.vocabulary().text, "tensors": tensors}
+    content = {
+        "settings": checkpoint.settings,
+        "vocabulary": checkpoint.vocabulary().text,
+        "tensors": tensors,
+    }
     write_atomically(folder / WEIGHTS, lambda file: torch.save(content, file))
     return folder / WEIGHTS
 
 
 def load_weights(path: Path) -> Weights:
-    """The content of a file of `export_weights`, on the CPU. Nothing but tensors and plain data is read from it, and no code is run.
+    """The content of a file of `export_weights`, on the CPU. Nothing but tensors and plain data is
+    read from it, and no code is run.
 
     Raises ValueError if it is no such file, or if a weight is NaN.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         settings, tensors = content["settings"], content["tensors"]
-        if not isinstance(settings, dict) or not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+        if (
+            not isinstance(settings, dict)
+            or not isinstance(tensors, dict)
+            or not all(map(torch.is_tensor, tensors.values()))
+        ):
             raise TypeError("it has no dictionary of settings and of tensors")
         if wrong := [name for name, x in tensors.items() if bool(x.isnan().any())]:
             raise ValueError(f"NaN in {', '.join(wrong[:5])}")
@@ -193,8 +233,12 @@ def load_weights(path: Path) -> Weights:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write weights.pt from the newest checkpoint of a training run.")
-    parser.add_argument("folder", type=Path, help="folder of the checkpoints, for example runs/dlrm/attention")
+    parser = argparse.ArgumentParser(
+        description="Write weights.pt from the newest checkpoint of a training run."
+    )
+    parser.add_argument(
+        "folder", type=Path, help="folder of the checkpoints, for example runs/dlrm/attention"
+    )
     try:
         print(export_weights(parser.parse_args().folder))
     except (OSError, ValueError) as error:

@@ -1,8 +1,9 @@
 """A rating log with known structure, for runs without a data set.
 
-Items belong to clusters. A user likes some clusters and dislikes others, and this taste drifts from rating to rating. The best predictor of
-a rating is therefore how the user rated *similar* items *recently*. Target attention can learn this; an average over the whole history
-cannot. If users are selective, recent items also predict which items they select next.
+Items belong to clusters. A user likes some clusters and dislikes others, and this taste drifts from
+rating to rating. The best predictor of a rating is therefore how the user rated *similar* items
+*recently*. Target attention can learn this; an average over the whole history cannot. If users are
+selective, recent items also predict which items they select next.
 """
 
 import numpy as np
@@ -20,14 +21,18 @@ def generate_log(
 ) -> RatingLog:
     """Generate a random log of about `num_users * mean_length` ratings.
 
-    Each rating is 1 + 4 sigmoid(taste[cluster] + quality + noise), rounded. A user's `taste` [clusters] starts as N(0, 2²). After each
-    rating it moves one step of an Ornstein-Uhlenbeck process, taste ← sqrt(1 - drift²) taste + drift N(0, 2²), which keeps its variance.
+    Each rating is 1 + 4 sigmoid(taste[cluster] + quality + noise), rounded. A user's `taste`
+    [clusters] starts as N(0, 2²). After each rating it moves one step of an Ornstein-Uhlenbeck
+    process, taste ← sqrt(1 - drift²) taste + drift N(0, 2²), which keeps its variance.
 
     Args:
-        num_users, num_items, num_clusters: sizes. Each item belongs to one cluster, which is its side feature `genre`.
-        mean_length: mean number of ratings per user. Lengths are log-normal, at least 20 (as in MovieLens) and at most `num_items`.
+        num_users, num_items, num_clusters: sizes. Each item belongs to one cluster, which is its
+            side feature `genre`.
+        mean_length: mean number of ratings per user. Lengths are log-normal, at least 20 (as in
+            MovieLens) and at most `num_items`.
         drift: in [0, 1]; 0: tastes never change.
-        selectivity: weight of taste, relative to popularity, in the choice of a user's next item; 0: popularity alone.
+        selectivity: weight of taste, relative to popularity, in the choice of a user's next item;
+            0: popularity alone.
         seed: seed of the random generator.
 
     Raises:
@@ -36,17 +41,22 @@ def generate_log(
     if not 0 <= drift <= 1:
         raise ValueError(f"drift must lie in [0, 1], not {drift}")
     if num_items < 20:
-        raise ValueError(f"num_items must be at least 20, the fewest ratings of a user, not {num_items}")
+        raise ValueError(
+            f"num_items must be at least 20, the fewest ratings of a user, not {num_items}"
+        )
     random = np.random.default_rng(seed)
     cluster = random.integers(num_clusters, size=num_items)
     quality = random.normal(0.0, 0.7, size=num_items)
     # Zipf-like popularity, so that some items have many ratings and most have few.
     popularity = 1.0 / (10.0 + random.permutation(num_items))
-    lengths = np.clip(random.lognormal(np.log(mean_length) - 0.32, 0.8, size=num_users), 20, num_items).astype(np.int64)
+    lengths = np.clip(
+        random.lognormal(np.log(mean_length) - 0.32, 0.8, size=num_users), 20, num_items
+    ).astype(np.int64)
 
     columns: dict[str, list[np.ndarray]] = {"user": [], "item": [], "rating": [], "timestamp": []}
     for user, length in enumerate(lengths):
-        # Sample items without replacement by popularity and taste: repeatedly take the largest Gumbel-perturbed log weight.
+        # Sample items without replacement by popularity and taste: repeatedly take the largest
+        # Gumbel-perturbed log weight.
         appeal = np.log(popularity) + random.gumbel(size=num_items)
         tastes = _drifting_tastes(random, length, num_clusters, drift)
         item = np.empty(length, dtype=np.int64)
@@ -58,12 +68,20 @@ def generate_log(
         columns["user"].append(np.full(length, user))
         columns["item"].append(item)
         columns["rating"].append(np.rint(1.0 + 4.0 / (1.0 + np.exp(-score))))
-        columns["timestamp"].append(random.integers(10**9) + np.cumsum(random.integers(0, 90, size=length)))  # includes ties
+        # includes ties
+        columns["timestamp"].append(
+            random.integers(10**9) + np.cumsum(random.integers(0, 90, size=length))
+        )
     genre = {item: [f"{number:03d}"] for item, number in enumerate(cluster)}
-    return RatingLog.from_columns(**{name: np.concatenate(parts) for name, parts in columns.items()}, item_categories={"genre": genre})
+    return RatingLog.from_columns(
+        **{name: np.concatenate(parts) for name, parts in columns.items()},
+        item_categories={"genre": genre},
+    )
 
 
-def _drifting_tastes(random: np.random.Generator, length: int, num_clusters: int, drift: float) -> np.ndarray:
+def _drifting_tastes(
+    random: np.random.Generator, length: int, num_clusters: int, drift: float
+) -> np.ndarray:
     tastes = random.normal(0.0, 2.0, size=(length, num_clusters))
     for step in range(1, length):
         tastes[step] = np.sqrt(1.0 - drift**2) * tastes[step - 1] + drift * tastes[step]

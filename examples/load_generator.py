@@ -1,4 +1,5 @@
-"""Random requests, and two ways to send them at given times: into the queue of a service, or over HTTP to a server in another process."""
+"""Random requests, and two ways to send them at given times: into the queue of a service, or over
+HTTP to a server in another process."""
 
 import asyncio
 import re
@@ -26,7 +27,8 @@ from serving_rankers import NONE, NewEvents, Ranker, Request
 CONNECTIONS = 64  # that keep a server busy, to measure its capacity
 FOREVER = 1e9  # a deadline
 START_SECONDS = 300  # in which a server must answer
-Answers = tuple[list[int], list[float]]  # HTTP statuses, and seconds from the planned arrival to the answer
+# HTTP statuses, and seconds from the planned arrival to the answer
+Answers = tuple[list[int], list[float]]
 Send = Callable[[Request], Awaitable[int]]  # the HTTP status of the answer
 
 
@@ -40,8 +42,14 @@ class Workload:
         zipf: exponent of the users' popularity.
     """
 
-    def __init__(self, ranker: Ranker, candidates: int, new_events: float, zipf: float, seed: int = 0):
-        self.random, self.num_candidates, self.new_events = np.random.default_rng(seed), candidates, new_events
+    def __init__(
+        self, ranker: Ranker, candidates: int, new_events: float, zipf: float, seed: int = 0
+    ):
+        self.random, self.num_candidates, self.new_events = (
+            np.random.default_rng(seed),
+            candidates,
+            new_events,
+        )
         self.histories, self.num_ratings = ranker.histories, max(1, len(ranker.ratings))
         weights = 1 / np.arange(1, self.histories.num_users + 1) ** zipf
         self.popularity = self.random.permutation(weights / weights.sum())
@@ -78,12 +86,18 @@ class Target(Protocol):
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    return {name: float(value) for name, value in re.findall(r"^([^#\s]\S*) (\S+)$", text, re.MULTILINE)}
+    return {
+        name: float(value) for name, value in re.findall(r"^([^#\s]\S*) (\S+)$", text, re.MULTILINE)
+    }
 
 
 def status_of(error: BaseException | None) -> int:
     """The HTTP status of an answer with this error."""
-    return 200 if error is None else next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
+    return (
+        200
+        if error is None
+        else next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
+    )
 
 
 class InProcess:
@@ -93,11 +107,18 @@ class InProcess:
         self.service = service
 
     def drive(self, requests: list[Request], arrivals: np.ndarray) -> Answers:
-        statuses, seconds, answered = [0] * len(requests), [0.0] * len(requests), threading.Semaphore(0)
+        statuses, seconds, answered = (
+            [0] * len(requests),
+            [0.0] * len(requests),
+            threading.Semaphore(0),
+        )
         begin = time.perf_counter()
 
         def note(index: int, error: BaseException | None) -> None:
-            statuses[index], seconds[index] = status_of(error), time.perf_counter() - begin - arrivals[index]
+            statuses[index], seconds[index] = (
+                status_of(error),
+                time.perf_counter() - begin - arrivals[index],
+            )
             answered.release()
 
         def note_answer(index: int, future: Future) -> None:
@@ -106,7 +127,9 @@ class InProcess:
         for index, request in enumerate(requests):
             time.sleep(max(0.0, arrivals[index] - (time.perf_counter() - begin)))
             try:
-                waiting = self.service.batcher.submit(request, time.monotonic() + self.service.limits.deadline)
+                waiting = self.service.batcher.submit(
+                    request, time.monotonic() + self.service.limits.deadline
+                )
             except Exception as error:
                 note(index, error)
             else:
@@ -140,18 +163,26 @@ class InProcess:
 
 
 class OverHTTP(AbstractContextManager):
-    """A server in another process, `serve_ranking.py` with these options, which ends with the context."""
+    """A server in another process, `serve_ranking.py` with these options, which ends with the
+    context."""
 
     def __init__(self, ranker: Ranker, *options: str):
-        self.ratings, self.users, self.items = ranker.ratings or [None], ranker.histories.users, ranker.histories.items
+        self.ratings, self.users, self.items = (
+            ranker.ratings or [None],
+            ranker.histories.users,
+            ranker.histories.items,
+        )
         program = Path(__file__).with_name("serve_ranking.py")
-        # The system chooses the port when the server takes it. One that was free before could be taken meanwhile.
+        # The system chooses the port when the server takes it. One that was free before could be
+        # taken meanwhile.
         command = [sys.executable, str(program), "--port", "0", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             self.url, _ = address_of(self.process, START_SECONDS)
         except RuntimeError as error:
-            raise RuntimeError(f"the server did not start with the options {' '.join(options)}") from error
+            raise RuntimeError(
+                f"the server did not start with the options {' '.join(options)}"
+            ) from error
 
     def __exit__(self, *error: Any) -> None:
         self.process.terminate()
@@ -161,7 +192,8 @@ class OverHTTP(AbstractContextManager):
         return asyncio.run(self._with_client(lambda send: drive(send, requests, arrivals)))
 
     def capacity(self, workload: Workload, seconds: float) -> float:
-        """Of `CONNECTIONS` clients that each send the next request when the last one was answered."""
+        """Of `CONNECTIONS` clients that each send the next request when the last one was
+        answered."""
 
         async def run(send: Send) -> float:
             begin, answered, requests = time.monotonic(), 0, cycle(workload.requests(2000))
@@ -182,11 +214,20 @@ class OverHTTP(AbstractContextManager):
         return parse_metrics(httpx.get(f"{self.url}/metrics", timeout=START_SECONDS).text)
 
     async def _with_client(self, use: Callable[[Send], Awaitable[Any]]) -> Any:
-        async with aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=1000)) as client:
+        async with aiohttp.ClientSession(
+            self.url, connector=aiohttp.TCPConnector(limit=1000)
+        ) as client:
 
             async def send(request: Request) -> int:
-                events = [{"item": self.items[i], "rating": self.ratings[r]} for i, r in zip(*request.events, strict=True)]
-                body = {"user": self.users[request.user], "candidates": [self.items[i] for i in request.candidates], "events": events}
+                events = [
+                    {"item": self.items[i], "rating": self.ratings[r]}
+                    for i, r in zip(*request.events, strict=True)
+                ]
+                body = {
+                    "user": self.users[request.user],
+                    "candidates": [self.items[i] for i in request.candidates],
+                    "events": events,
+                }
                 async with client.post("/rank", json=body) as answer:
                     await answer.read()
                     return answer.status
@@ -211,8 +252,9 @@ async def drive(send: Send, requests: list[Request], arrivals: np.ndarray) -> An
 
 
 def address_of(process: subprocess.Popen, seconds: float) -> tuple[str, str]:
-    """The address that serve_ranking.py prints when it serves to its standard output, a pipe, and what it printed before. RuntimeError with
-    the output if it ends before, as it does after so many seconds."""
+    """The address that serve_ranking.py prints when it serves to its standard output, a pipe, and
+    what it printed before. RuntimeError with the output if it ends before, as it does after so many
+    seconds."""
     limit = threading.Timer(seconds, process.kill)
     limit.start()
     lines = []

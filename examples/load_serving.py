@@ -1,16 +1,20 @@
-"""Measures a ranker under load: python examples/load_serving.py --weights FILE [--rates 50 100 ... | --soak SECONDS] [--out FOLDER]
+"""Measures a ranker under load: python examples/load_serving.py --weights FILE [--rates 50 100 ...
+| --soak SECONDS] [--out FOLDER]
 
 --from-json FILE prints the table and draws the picture of an earlier run again.
 
-An open loop: requests arrive as a Poisson process, whether or not earlier ones are answered, and latency counts from a request's planned
-arrival. Users are drawn by a Zipf law, their histories are those of the log. Some requests bring a new event. For each number of candidates
-and each rate, a row has latencies, refused and late requests, hit rate, memory, and time by stage. Without --rates they are fractions of
-the throughput of a full queue, which is measured first.
+An open loop: requests arrive as a Poisson process, whether or not earlier ones are answered, and
+latency counts from a request's planned arrival. Users are drawn by a Zipf law, their histories are
+those of the log. Some requests bring a new event. For each number of candidates and each rate, a
+row has latencies, refused and late requests, hit rate, memory, and time by stage. Without --rates
+they are fractions of the throughput of a full queue, which is measured first.
 
-The ways to serve that are compared: with each budget of --cache-mb, with pages of each --page-rows, and with --padded FILE, a model of
-train_dlrm.py --interaction padded, which replicates the user's history per candidate: as it is, and through `fuse_broadcasts`.
+The ways to serve that are compared: with each budget of --cache-mb, with pages of each --page-rows,
+and with --padded FILE, a model of train_dlrm.py --interaction padded, which replicates the user's
+history per candidate: as it is, and through `fuse_broadcasts`.
 
-The queue, batches and the model are in this process, without HTTP. With --http they are in a process of their own, `serve_ranking.py`.
+The queue, batches and the model are in this process, without HTTP. With --http they are in a
+process of their own, `serve_ranking.py`.
 """
 
 import argparse
@@ -43,7 +47,8 @@ STAGES = ("queue", "lookup", "cache", "score")
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured at one rate. Latencies are of answers with scores. hit_rate: requests whose history was reused or appended to.
+    """What was measured at one rate. Latencies are of answers with scores. hit_rate: requests whose
+    history was reused or appended to.
 
     way: how the model was served, see `ways_to_serve`.
     device_mb: the most memory that tensors took on the GPU.
@@ -75,7 +80,9 @@ class Result:
         return self.p99_ms <= limit_ms and not (self.refused or self.late or self.failed)
 
 
-def measure(target: Target, workload: Workload, model: str, way: str, rate: float, seconds: float) -> Result:
+def measure(
+    target: Target, workload: Workload, model: str, way: str, rate: float, seconds: float
+) -> Result:
     arrivals = workload.arrivals(rate, seconds)
     requests = workload.requests(len(arrivals))
     before = target.metrics()
@@ -88,8 +95,12 @@ def measure(target: Target, workload: Workload, model: str, way: str, rate: floa
     def mean(name: str, labels: str = "") -> float:
         return change(f"{name}_sum{labels}") / max(1.0, change(f"{name}_count{labels}"))
 
-    good = 1e3 * np.array([x for x, status in zip(latencies, statuses, strict=True) if status == 200] or [np.nan])
-    kinds = {name: change(f"rank_histories_{name}_total") for name in ("reused", "appended", "encoded")}
+    good = 1e3 * np.array(
+        [x for x, status in zip(latencies, statuses, strict=True) if status == 200] or [np.nan]
+    )
+    kinds = {
+        name: change(f"rank_histories_{name}_total") for name in ("reused", "appended", "encoded")
+    }
     answered = statuses.count(200)
     refused, late = statuses.count(429), statuses.count(504)
     return Result(
@@ -115,7 +126,8 @@ def measure(target: Target, workload: Workload, model: str, way: str, rate: floa
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve: file of weights, budget and rows of the pages of the cache, whether broadcasts are fused."""
+    """A way to serve: file of weights, budget and rows of the pages of the cache, whether
+    broadcasts are fused."""
 
     weights: Path
     cache_mb: float
@@ -123,18 +135,52 @@ class Way:
     fused: bool = True
 
     def make_ranker(self, options: argparse.Namespace) -> Ranker:
-        weights, device, dtype = load_weights(self.weights), pick_device(options.device), DTYPES[options.dtype]
-        return make_ranker(weights, device, int(self.cache_mb * 1e6), options.data, self.page_rows, self.fused, dtype)
+        weights, device, dtype = (
+            load_weights(self.weights),
+            pick_device(options.device),
+            DTYPES[options.dtype],
+        )
+        return make_ranker(
+            weights,
+            device,
+            int(self.cache_mb * 1e6),
+            options.data,
+            self.page_rows,
+            self.fused,
+            dtype,
+        )
 
     def server_options(self, options: argparse.Namespace) -> list[str]:
         """Those of `serve_ranking.py`."""
-        given = {name: getattr(options, name) for name in ("data", "device", "threads", "dtype", "max_users", "max_wait_ms", "deadline_ms")}
-        given |= dict(weights=self.weights, cache_mb=self.cache_mb, page_rows=self.page_rows, max_candidates=max(options.candidates))
-        return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        given = {
+            name: getattr(options, name)
+            for name in (
+                "data",
+                "device",
+                "threads",
+                "dtype",
+                "max_users",
+                "max_wait_ms",
+                "deadline_ms",
+            )
+        }
+        given |= dict(
+            weights=self.weights,
+            cache_mb=self.cache_mb,
+            page_rows=self.page_rows,
+            max_candidates=max(options.candidates),
+        )
+        return [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in given.items()
+            if value is not None
+        ]
 
 
 @contextmanager
-def serve(ranker: Ranker, way: Way, options: argparse.Namespace, candidates: int) -> Iterator[Target]:
+def serve(
+    ranker: Ranker, way: Way, options: argparse.Namespace, candidates: int
+) -> Iterator[Target]:
     """The ranker behind a queue, in this process or, made anew, in another one."""
     if options.http:
         with OverHTTP(ranker, *way.server_options(options)) as target:
@@ -142,7 +188,11 @@ def serve(ranker: Ranker, way: Way, options: argparse.Namespace, candidates: int
         return
     ranker.forget()
     batch_candidates = max(options.batch_candidates, 2 * candidates)
-    batches = Limits(max_users=options.max_users, max_candidates=batch_candidates, max_wait=options.max_wait_ms / 1e3)
+    batches = Limits(
+        max_users=options.max_users,
+        max_candidates=batch_candidates,
+        max_wait=options.max_wait_ms / 1e3,
+    )
     service = Service(ranker, ServiceLimits(batches, deadline=options.deadline_ms / 1e3))
     tune_process()
     if ranker.device.type == "cuda":
@@ -151,7 +201,9 @@ def serve(ranker: Ranker, way: Way, options: argparse.Namespace, candidates: int
     service.batcher.close()
 
 
-def run(target: Target, workload: Workload, options: argparse.Namespace, model: str, way: str) -> list[Result]:
+def run(
+    target: Target, workload: Workload, options: argparse.Namespace, model: str, way: str
+) -> list[Result]:
     """The results at all rates."""
     target.capacity(workload, options.warm_up)  # fills the cache
     capacity = target.capacity(workload, options.warm_up)
@@ -166,19 +218,29 @@ def run(target: Target, workload: Workload, options: argparse.Namespace, model: 
 
 
 def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
-    """The ways that the options compare: "cache", "no cache", "padded", "padded, fused". Several budgets or sizes of pages are named."""
+    """The ways that the options compare: "cache", "no cache", "padded", "padded, fused". Several
+    budgets or sizes of pages are named."""
     ways = {}
     for cache_mb in options.cache_mb:
         for page_rows in options.page_rows or [None]:
             budget = f" of {cache_mb:g} MB" if sum(map(bool, options.cache_mb)) > 1 else ""
             pages = f", pages of {page_rows}" if len(options.page_rows or []) > 1 else ""
-            ways |= {f"cache{budget}{pages}" if cache_mb else "no cache": Way(options.weights, cache_mb, page_rows)}
-    padded = {"padded": Way(options.padded, 0, fused=False), "padded, fused": Way(options.padded, 0)} if options.padded else {}
+            ways |= {
+                f"cache{budget}{pages}" if cache_mb else "no cache": Way(
+                    options.weights, cache_mb, page_rows
+                )
+            }
+    padded = (
+        {"padded": Way(options.padded, 0, fused=False), "padded, fused": Way(options.padded, 0)}
+        if options.padded
+        else {}
+    )
     return ways | padded
 
 
 COLUMNS = (
-    "| candidates | served with | offered/s | p50 ms | p95 ms | p99 ms | refused | late | candidates/s | hit rate | users per batch | MB |"
+    "| candidates | served with | offered/s | p50 ms | p95 ms | p99 ms | refused | late |"
+    " candidates/s | hit rate | users per batch | MB |"
 )
 COLUMNS += " GPU's MB | queue, lookup, cache, score ms |"
 
@@ -186,15 +248,25 @@ COLUMNS += " GPU's MB | queue, lookup, cache, score ms |"
 def format_row(x: Result) -> str:
     stages = ", ".join(f"{x.stage_ms[stage]:.1f}" for stage in STAGES)
     cells = (
-        f"{x.candidates:,}", x.way, f"{x.rate:,.0f}", *(f"{y:.1f}" for y in (x.p50_ms, x.p95_ms, x.p99_ms)),
-        x.refused, x.late, f"{x.candidates_per_second:,.0f}", f"{x.hit_rate:.2f}", f"{x.batch_users:.1f}", f"{x.memory_mb:,.0f}",
-        f"{x.device_mb:,.0f}", stages,
-    )  # fmt: skip
+        f"{x.candidates:,}",
+        x.way,
+        f"{x.rate:,.0f}",
+        *(f"{y:.1f}" for y in (x.p50_ms, x.p95_ms, x.p99_ms)),
+        x.refused,
+        x.late,
+        f"{x.candidates_per_second:,.0f}",
+        f"{x.hit_rate:.2f}",
+        f"{x.batch_users:.1f}",
+        f"{x.memory_mb:,.0f}",
+        f"{x.device_mb:,.0f}",
+        stages,
+    )
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def knee(results: list[Result], limit_ms: float) -> Result | None:
-    """The highest rate up to which all requests were answered in time, 99 % of them within the limit."""
+    """The highest rate up to which all requests were answered in time, 99 % of them within the
+    limit."""
     good = None
     for result in sorted(results, key=lambda x: x.rate):
         if not result.is_good(limit_ms):
@@ -204,16 +276,32 @@ def knee(results: list[Result], limit_ms: float) -> Result | None:
 
 
 def format_knees(results: list[Result], limit_ms: float) -> str:
-    """A table of the knees, by candidates: all about the first way to serve, and rate and p99 of the others."""
+    """A table of the knees, by candidates: all about the first way to serve, and rate and p99 of
+    the others."""
     first, *others = ways = list(dict.fromkeys(x.way for x in results))
-    header = ["candidates", f"requests/s at p99 ≤ {limit_ms:g} ms, {first}", "p50 ms", "p99 ms", "candidates/s"]
+    header = [
+        "candidates",
+        f"requests/s at p99 ≤ {limit_ms:g} ms, {first}",
+        "p50 ms",
+        "p99 ms",
+        "candidates/s",
+    ]
     header += [title for way in others for title in (way, "p99 ms")]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for candidates in sorted({x.candidates for x in results}):
         cells = [f"{candidates:,}"]
         for way in ways:
             x = knee([x for x in results if x.candidates == candidates and x.way == way], limit_ms)
-            found = ["-"] * 4 if x is None else [f"{x.rate:,.0f}", f"{x.p50_ms:.1f}", f"{x.p99_ms:.1f}", f"{x.candidates_per_second:,.0f}"]
+            found = (
+                ["-"] * 4
+                if x is None
+                else [
+                    f"{x.rate:,.0f}",
+                    f"{x.p50_ms:.1f}",
+                    f"{x.p99_ms:.1f}",
+                    f"{x.candidates_per_second:,.0f}",
+                ]
+            )
             cells += found if way == first else [found[0], found[2]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -221,7 +309,8 @@ def format_knees(results: list[Result], limit_ms: float) -> str:
 
 @style.context(PICTURE_STYLE)
 def draw(results: list[Result], limit_ms: float) -> Figure:
-    """p50 and p99 against offered load, one panel per number of candidates, three in a row: a page shows them 800 pixels wide."""
+    """p50 and p99 against offered load, one panel per number of candidates, three in a row: a page
+    shows them 800 pixels wide."""
     counts, ways = sorted({x.candidates for x in results}), dict.fromkeys(x.way for x in results)
     rows = -(-len(counts) // 3)
     figure = Figure(figsize=(9.0, 0.6 + 2.7 * rows))
@@ -231,12 +320,26 @@ def draw(results: list[Result], limit_ms: float) -> Figure:
     for axis, candidates in zip(panels, counts):
         for number, way in enumerate(ways):
             color = to_hex(f"C{number}")  # the style ends before the picture is saved
-            rows = sorted((x for x in results if x.candidates == candidates and x.way == way), key=lambda x: x.rate)
+            rows = sorted(
+                (x for x in results if x.candidates == candidates and x.way == way),
+                key=lambda x: x.rate,
+            )
             for name, line in (("p50_ms", "--"), ("p99_ms", "-")):
                 values = [getattr(x, name) for x in rows]
-                axis.plot([x.rate for x in rows], values, line, color=color, marker=".", label=f"{way}, {name[:3]}")
+                axis.plot(
+                    [x.rate for x in rows],
+                    values,
+                    line,
+                    color=color,
+                    marker=".",
+                    label=f"{way}, {name[:3]}",
+                )
         axis.axhline(limit_ms, color="gray", linewidth=0.8, label=f"limit, {limit_ms:g} ms")
-        axis.set(title=f"{candidates:,} candidate{'s' if candidates > 1 else ''}", xlabel="offered requests/s", yscale="log")
+        axis.set(
+            title=f"{candidates:,} candidate{'s' if candidates > 1 else ''}",
+            xlabel="offered requests/s",
+            yscale="log",
+        )
         axis.set_xlim(left=0)
     for axis in panels[::3]:
         axis.set_ylabel("latency, ms")
@@ -244,12 +347,16 @@ def draw(results: list[Result], limit_ms: float) -> Figure:
     return figure
 
 
-# -- files -------------------------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def machine(device: torch.device) -> dict[str, str]:
     """What the figures depend on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -280,11 +387,14 @@ def show(results: list[Result], limit_ms: float, picture: Path) -> None:
     print(f"\nwritten to {picture}")
 
 
-# -- batches without a queue -------------------------------------------------------------------------------------------------------------
+# -- batches without a queue -----------------------------------------------------------------------
 
 
-def time_batches(rankers: Sequence[Ranker], workload: Workload, users: int, rounds: int) -> list[float]:
-    """Median milliseconds of a batch of requests, of each ranker. They alternate on the same batches, so other load meets all alike."""
+def time_batches(
+    rankers: Sequence[Ranker], workload: Workload, users: int, rounds: int
+) -> list[float]:
+    """Median milliseconds of a batch of requests, of each ranker. They alternate on the same
+    batches, so other load meets all alike."""
     milliseconds: list[list[float]] = [[] for _ in rankers]
     for round in range(2 * rounds):  # the first half fills the cache
         batch = {request.user: request for request in workload.requests(users)}
@@ -300,7 +410,9 @@ def print_batches(options: argparse.Namespace) -> None:
     """A table of the time of a batch, by candidates, of each way to serve."""
     ways = ways_to_serve(options)
     rankers = [way.make_ranker(options) for way in ways.values()]
-    print(f"| candidates | {' | '.join(f'{way}, ms' for way in ways)} |\n|{'---|' * (1 + len(ways))}")
+    print(
+        f"| candidates | {' | '.join(f'{way}, ms' for way in ways)} |\n|{'---|' * (1 + len(ways))}"
+    )
     for candidates in options.candidates:
         for ranker in rankers:
             ranker.forget()
@@ -311,31 +423,107 @@ def print_batches(options: argparse.Namespace) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
     parser.add_argument("--weights", type=Path, help="weights.pt of a training run")
     add_ranker_options(parser)
-    parser.add_argument("--padded", type=Path, help="weights.pt of a ranking model with --interaction padded, to compare")
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="results.json of a run, whose table and picture are made again")
-    parser.add_argument("--out", type=Path, default=Path("runs/load"), help="folder for results.json and the picture")
-    parser.add_argument("--picture", type=Path, help="file of the picture; OUT/latency.png if not given")
-    parser.add_argument("--candidates", type=int, nargs="+", default=[1, 10, 70, 1000, 10_000], help="candidates of a request")
-    parser.add_argument("--rates", type=float, nargs="+", help="requests per second; fractions of the throughput if not given")
-    parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="fractions of the throughput")
+    parser.add_argument(
+        "--padded",
+        type=Path,
+        help="weights.pt of a ranking model with --interaction padded, to compare",
+    )
+    parser.add_argument(
+        "--from-json",
+        type=Path,
+        metavar="FILE",
+        help="results.json of a run, whose table and picture are made again",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/load"),
+        help="folder for results.json and the picture",
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="file of the picture; OUT/latency.png if not given"
+    )
+    parser.add_argument(
+        "--candidates",
+        type=int,
+        nargs="+",
+        default=[1, 10, 70, 1000, 10_000],
+        help="candidates of a request",
+    )
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        help="requests per second; fractions of the throughput if not given",
+    )
+    parser.add_argument(
+        "--fractions", type=float, nargs="+", default=FRACTIONS, help="fractions of the throughput"
+    )
     parser.add_argument("--seconds", type=float, default=5, help="of each rate")
-    parser.add_argument("--warm-up", type=float, default=2.0, help="seconds with a full queue before")
-    parser.add_argument("--cache-mb", type=float, nargs="+", default=[256, 0], help="budgets of the cache to compare; 0: no cache")
-    parser.add_argument("--page-rows", type=int, nargs="+", help="rows of a page to compare; 128 on a GPU, else 16, if not given")
-    parser.add_argument("--new-events", type=float, default=0.2, help="fraction of requests with a new event")
+    parser.add_argument(
+        "--warm-up", type=float, default=2.0, help="seconds with a full queue before"
+    )
+    parser.add_argument(
+        "--cache-mb",
+        type=float,
+        nargs="+",
+        default=[256, 0],
+        help="budgets of the cache to compare; 0: no cache",
+    )
+    parser.add_argument(
+        "--page-rows",
+        type=int,
+        nargs="+",
+        help="rows of a page to compare; 128 on a GPU, else 16, if not given",
+    )
+    parser.add_argument(
+        "--new-events", type=float, default=0.2, help="fraction of requests with a new event"
+    )
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the users' popularity")
-    parser.add_argument("--limit-ms", type=float, default=80, help="limit of p99 that defines the knee")
+    parser.add_argument(
+        "--limit-ms", type=float, default=80, help="limit of p99 that defines the knee"
+    )
     parser.add_argument("--deadline-ms", type=float, default=1000, help="deadline of each request")
-    parser.add_argument("--max-users", type=int, default=Limits.max_users, help="requests of a batch")
-    parser.add_argument("--batch-candidates", type=int, default=20_000, help="of a batch, or twice those of a request; not with --http")
-    parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait, help="how long a request waits for others of its batch")
-    parser.add_argument("--http", action="store_true", help="serve in a process of its own, and send the requests over HTTP")
-    parser.add_argument("--batches", type=int, default=0, help="only time so many batches, without a queue, of each way in turn")
-    parser.add_argument("--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows")
-    parser.add_argument("--soak-fraction", type=float, default=0.5, help="rate of a soak as a fraction of the throughput")
+    parser.add_argument(
+        "--max-users", type=int, default=Limits.max_users, help="requests of a batch"
+    )
+    parser.add_argument(
+        "--batch-candidates",
+        type=int,
+        default=20_000,
+        help="of a batch, or twice those of a request; not with --http",
+    )
+    parser.add_argument(
+        "--max-wait-ms",
+        type=float,
+        default=1e3 * Limits.max_wait,
+        help="how long a request waits for others of its batch",
+    )
+    parser.add_argument(
+        "--http",
+        action="store_true",
+        help="serve in a process of its own, and send the requests over HTTP",
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=0,
+        help="only time so many batches, without a queue, of each way in turn",
+    )
+    parser.add_argument(
+        "--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows"
+    )
+    parser.add_argument(
+        "--soak-fraction",
+        type=float,
+        default=0.5,
+        help="rate of a soak as a fraction of the throughput",
+    )
     options = parser.parse_args(arguments)
     if (options.weights is None) == (options.from_json is None):
         parser.error("give either --weights or --from-json")
@@ -354,7 +542,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.batches:
         return print_batches(options)
     device, results = pick_device(options.device), []
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()} | machine(device)
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+    } | machine(device)
     print(f"{COLUMNS}\n|{'---|' * (COLUMNS.count('|') - 1)}")
     for name, way in ways_to_serve(options).items():
         ranker = way.make_ranker(options)
@@ -365,7 +556,10 @@ def main(arguments: list[str] | None = None) -> None:
             save_results(options.out / "results.json", settings, results)
     if options.soak:
         memory = [x.memory_mb for x in results]
-        print(f"\nmemory: {memory[0]:,.0f} MB first, {memory[-1]:,.0f} MB last, {fmean(memory):,.0f} MB on average")
+        print(
+            f"\nmemory: {memory[0]:,.0f} MB first, {memory[-1]:,.0f} MB last, {fmean(memory):,.0f}"
+            " MB on average"
+        )
     else:
         # Read back, so that the table has the digits that --from-json prints.
         show(load_results(options.out / "results.json")[1], options.limit_ms, picture)

@@ -1,8 +1,9 @@
-"""Runs MLPerf's LoadGen on a ranker: python examples/mlperf_serving.py --weights FILE --qps 20 [--candidates 2048 --limit-ms 80]
+"""Runs MLPerf's LoadGen on a ranker: python examples/mlperf_serving.py --weights FILE --qps 20
+[--candidates 2048 --limit-ms 80]
 
-The Server scenario: LoadGen sends queries as a Poisson process, and a run is valid if 99 % of them are answered within the limit. The
-defaults are those of DLRMv3. Neither this model nor a run of less than ten minutes is an official
-result.
+The Server scenario: LoadGen sends queries as a Poisson process, and a run is valid if 99 % of them
+are answered within the limit. The defaults are those of DLRMv3. Neither this model nor a run of
+less than ten minutes is an official result.
 """
 
 import argparse
@@ -39,8 +40,11 @@ class SystemUnderTest:
 
     def issue(self, samples: list[Any]) -> None:
         for sample in samples:
-            waiting = self.service.batcher.submit(self.requests[sample.index], FOREVER)  # LoadGen judges the latency of all queries
-            waiting.future.add_done_callback(lambda future, id=sample.id: self._complete(id, future.exception()))
+            # LoadGen judges the latency of all queries
+            waiting = self.service.batcher.submit(self.requests[sample.index], FOREVER)
+            waiting.future.add_done_callback(
+                lambda future, id=sample.id: self._complete(id, future.exception())
+            )
 
     def _complete(self, id: int, error: BaseException | None) -> None:
         self.failed += error is not None
@@ -48,21 +52,33 @@ class SystemUnderTest:
 
 
 def measure(ranker: Ranker, options: argparse.Namespace) -> dict[str, str]:
-    """The summary of a run. Raises RuntimeError if a query failed, and ImportError without LoadGen."""
+    """The summary of a run. Raises RuntimeError if a query failed, and ImportError without
+    LoadGen."""
     import mlperf_loadgen as loadgen
 
-    batches = Limits(max_queue=10**9, max_users=options.max_users, max_candidates=options.max_users * options.candidates)
+    batches = Limits(
+        max_queue=10**9,
+        max_users=options.max_users,
+        max_candidates=options.max_users * options.candidates,
+    )
     service = Service(ranker, ServiceLimits(batches))
-    system = SystemUnderTest(loadgen, service, Workload(ranker, options.candidates, 0.0, options.zipf), options.samples)
+    system = SystemUnderTest(
+        loadgen, service, Workload(ranker, options.candidates, 0.0, options.zipf), options.samples
+    )
     settings, log = loadgen.TestSettings(), loadgen.LogSettings()
     settings.scenario, settings.mode = loadgen.TestScenario.Server, loadgen.TestMode.PerformanceOnly
-    settings.server_target_qps, settings.server_target_latency_ns = options.qps, int(options.limit_ms * 1e6)
+    settings.server_target_qps, settings.server_target_latency_ns = (
+        options.qps,
+        int(options.limit_ms * 1e6),
+    )
     settings.server_target_latency_percentile = 0.99
     settings.min_duration_ms, settings.min_query_count = int(options.seconds * 1e3), 1
     options.out.mkdir(parents=True, exist_ok=True)
     log.log_output.outdir, log.log_output.copy_summary_to_stdout = str(options.out), False
     sut = loadgen.ConstructSUT(system.issue, lambda: None)
-    samples = loadgen.ConstructQSL(options.samples, options.samples, lambda indices: None, lambda indices: None)
+    samples = loadgen.ConstructQSL(
+        options.samples, options.samples, lambda indices: None, lambda indices: None
+    )
     loadgen.StartTestWithLogSettings(sut, samples, settings, log)
     loadgen.DestroyQSL(samples)
     loadgen.DestroySUT(sut)
@@ -70,18 +86,28 @@ def measure(ranker: Ranker, options: argparse.Namespace) -> dict[str, str]:
     if system.failed:
         raise RuntimeError(f"{system.failed} queries failed")
     summary = (options.out / "mlperf_log_summary.txt").read_text()
-    return {name: found[1] for name, pattern in SUMMARY.items() if (found := re.search(pattern, summary))}
+    return {
+        name: found[1]
+        for name, pattern in SUMMARY.items()
+        if (found := re.search(pattern, summary))
+    }
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run")
     add_ranker_options(parser)
     add_cache_options(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/mlperf"), help="folder for LoadGen's files")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/mlperf"), help="folder for LoadGen's files"
+    )
     parser.add_argument("--qps", type=float, required=True, help="queries per second")
     parser.add_argument("--candidates", type=int, default=2048, help="candidates of a query")
-    parser.add_argument("--limit-ms", type=float, default=80, help="limit of the latency at the 99th percentile")
+    parser.add_argument(
+        "--limit-ms", type=float, default=80, help="limit of the latency at the 99th percentile"
+    )
     parser.add_argument("--seconds", type=float, default=60, help="least duration of the run")
     parser.add_argument("--samples", type=int, default=1000, help="different queries")
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the users' popularity")

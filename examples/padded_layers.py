@@ -1,15 +1,20 @@
-"""The layers of the ranking model as a careful user would write them in plain torch: `RankingModel(tables, config, layers=PADDED)`.
+"""The layers of the ranking model as a careful user would write them in plain torch:
+`RankingModel(tables, config, layers=PADDED)`.
 
-Each class has the parameters of the layer that it derives from, so a state_dict fits both. Only `forward` differs:
+Each class has the parameters of the layer that it derives from, so a state_dict fits both. Only
+`forward` differs:
 
-- Events are padded once, after the pointwise layers, to the maximum length, which needs no synchronisation and keeps shapes static.
+- Events are padded once, after the pointwise layers, to the maximum length, which needs no
+  synchronisation and keeps shapes static.
 - A user's candidates are queries of one padded history, which is not repeated.
-- Softmax attention is torch's `scaled_dot_product_attention` with a mask. GELU attention is two batched GEMMs. torch.compile can fuse what
-  is between them.
+- Softmax attention is torch's `scaled_dot_product_attention` with a mask. GELU attention is two
+  batched GEMMs. torch.compile can fuse what is between them.
 - Blocks of a stream are rows of a batch, so that block attention does no work outside the blocks.
-- Linear compression multiplies the users' vectors once per user, and adds the result to those of the candidates.
+- Linear compression multiplies the users' vectors once per user, and adds the result to those of
+  the candidates.
 
-Layers without a mask for padding (norms, projections) compute the padding too. All are made for torch.compile.
+Layers without a mask for padding (norms, projections) compute the padding too. All are made for
+torch.compile.
 """
 
 from dataclasses import dataclass
@@ -32,11 +37,16 @@ class Padded:
     @property
     def seen(self) -> torch.Tensor:
         """Which rows exist, bool [B, N]."""
-        return torch.arange(self.values.shape[1], device=self.lengths.device) < self.lengths[:, None]
+        return (
+            torch.arange(self.values.shape[1], device=self.lengths.device) < self.lengths[:, None]
+        )
 
 
 def pad(values: torch.Tensor, offsets: torch.Tensor, max_seqlen: int) -> Padded:
-    return Padded(torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], 0.0), offsets.diff())
+    return Padded(
+        torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], 0.0),
+        offsets.diff(),
+    )
 
 
 def unpad(x: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
@@ -56,20 +66,31 @@ def merge_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Softmax attention [B, H, M, D] to the keys [B, H, N, D] that are `seen` [B, N]. Without any it is 0, as in jagged_modules."""
+    """Softmax attention [B, H, M, D] to the keys [B, H, N, D] that are `seen` [B, N]. Without any
+    it is 0, as in jagged_modules."""
     v = v * seen[:, None, :, None].to(v.dtype)
-    first = torch.arange(seen.shape[1], device=seen.device) == 0  # softmax over no key is undefined; the first value is 0 then
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=(seen | first)[:, None, None, :])
+    # softmax over no key is undefined; the first value is 0 then
+    first = torch.arange(seen.shape[1], device=seen.device) == 0
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=(seen | first)[:, None, None, :]
+    )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions, in interleaved pairs, in fp32. x: [B, H, N, D]; cos, sin: [N, D / 2]."""
     first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2).to(x.dtype)
+    return (
+        torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+        .flatten(-2)
+        .to(x.dtype)
+    )
 
 
-def gdpa(layer: jm.JaggedGDPA, x: torch.Tensor, context: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """GELU attention of the rows of x [B, N, E] to those of context [B, M, E] that are `seen` [B, M]; all if None."""
+def gdpa(
+    layer: jm.JaggedGDPA, x: torch.Tensor, context: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """GELU attention of the rows of x [B, N, E] to those of context [B, M, E] that are `seen` [B,
+    M]; all if None."""
     q = split_heads(layer.q_proj(x), layer.head_dim)
     k, v = (split_heads(rows, layer.head_dim) for rows in layer.kv_proj(context).chunk(2, dim=-1))
     if seen is not None:
@@ -82,7 +103,11 @@ def gdpa(layer: jm.JaggedGDPA, x: torch.Tensor, context: torch.Tensor, seen: tor
 class GDPABlock(jm.GDPABlock):
     def forward(self, x: Padded, context: torch.Tensor | None = None) -> Padded:
         normed = self.norm(x.values)
-        update = gdpa(self.attention, normed, normed, x.seen) if context is None else gdpa(self.attention, normed, context)
+        update = (
+            gdpa(self.attention, normed, normed, x.seen)
+            if context is None
+            else gdpa(self.attention, normed, context)
+        )
         return Padded(x.values + update, x.lengths)
 
 
@@ -90,15 +115,22 @@ class TargetAttention(jm.JaggedTargetAttention):
     def attend(self, targets: torch.Tensor, history: Padded) -> torch.Tensor:
         """[B, T, E] of targets [B, T, E]."""
         q = split_heads(self.q_proj(targets), self.head_dim)
-        k, v = (split_heads(rows, self.head_dim) for rows in self.kv_proj(history.values).chunk(2, dim=-1))
+        k, v = (
+            split_heads(rows, self.head_dim)
+            for rows in self.kv_proj(history.values).chunk(2, dim=-1)
+        )
         return self.out_proj(merge_heads(attend(q, k, v, history.seen)))
 
     def forward(self, targets: jm.Jagged, history: Padded) -> jm.Jagged:
         queries = pad(targets.values, targets.offsets, targets.max_seqlen).values
-        return targets.with_values(unpad(self.attend(queries, history), targets.offsets, targets.values.shape[0]))
+        return targets.with_values(
+            unpad(self.attend(queries, history), targets.offsets, targets.values.shape[0])
+        )
 
 
-def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torch.device | None = None) -> TargetAttention:
+def make_interaction(
+    name: str, embedding_dim: int, num_heads: int, device: torch.device | None = None
+) -> TargetAttention:
     if name != "attention":
         raise ValueError(f"interaction must be 'attention' with padded layers, not {name!r}")
     return TargetAttention(embedding_dim, num_heads, device=device)
@@ -107,7 +139,13 @@ def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torc
 class InterFormer(InterFormerBlock):
     def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
         super().__init__(embedding_dim, num_heads, device)
-        self.feed_forward = GDPABlock(embedding_dim, num_heads, "gelu_tanh", config=self.feed_forward.attention.config, device=device)
+        self.feed_forward = GDPABlock(
+            embedding_dim,
+            num_heads,
+            "gelu_tanh",
+            config=self.feed_forward.attention.config,
+            device=device,
+        )
         self.summary = TargetAttention(embedding_dim, num_heads, device=device)
 
     def forward(self, history: Padded, users: torch.Tensor) -> tuple[Padded, torch.Tensor]:
@@ -122,23 +160,36 @@ class Stream(StreamEncoder):
         self.num_blocks = -(-config.max_stream // config.block_size)
 
     def forward(self, stream: Padded) -> torch.Tensor:
-        stream = Padded(stream.values + self._attend_in_blocks(self.norm(stream.values), stream.lengths), stream.lengths)
+        stream = Padded(
+            stream.values + self._attend_in_blocks(self.norm(stream.values), stream.lengths),
+            stream.lengths,
+        )
         pool = self.pool
-        k, v = (split_heads(rows, pool.head_dim) for rows in pool.kv_proj(stream.values).chunk(2, dim=-1))
-        seeds = pool.seeds.transpose(0, 1).to(k.dtype).expand(k.shape[0], -1, -1, -1)  # [B, H, seeds, D]
+        k, v = (
+            split_heads(rows, pool.head_dim)
+            for rows in pool.kv_proj(stream.values).chunk(2, dim=-1)
+        )
+        # [B, H, seeds, D]
+        seeds = pool.seeds.transpose(0, 1).to(k.dtype).expand(k.shape[0], -1, -1, -1)
         return pool.out_proj(merge_heads(attend(seeds, k, v, stream.seen)))
 
     def _attend_in_blocks(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Block attention of x [B, N, E], as a batch of B · num_blocks blocks."""
         layer, (batch, rows, width), size = self.attention, x.shape, self.attention.block_size
         qkv = functional.pad(layer.qkv_proj(x), (0, 0, 0, self.num_blocks * size - rows))
-        q, k, v = (split_heads(part, layer.head_dim) for part in qkv.chunk(3, dim=-1))  # [B, H, N, D]
-        cos, sin = (functional.pad(table[:rows], (0, 0, 0, q.shape[2] - rows)) for table in (layer.tables.cos, layer.tables.sin))
+        # [B, H, N, D]
+        q, k, v = (split_heads(part, layer.head_dim) for part in qkv.chunk(3, dim=-1))
+        cos, sin = (
+            functional.pad(table[:rows], (0, 0, 0, q.shape[2] - rows))
+            for table in (layer.tables.cos, layer.tables.sin)
+        )
 
         def blocks(part: torch.Tensor) -> torch.Tensor:
-            return part.unflatten(2, (self.num_blocks, size)).transpose(1, 2).flatten(0, 1)  # [B · num_blocks, H, size, D]
+            # [B · num_blocks, H, size, D]
+            return part.unflatten(2, (self.num_blocks, size)).transpose(1, 2).flatten(0, 1)
 
-        in_block = lengths[:, None] - torch.arange(self.num_blocks, device=lengths.device) * size  # rows of each block, if > 0
+        # rows of each block, if > 0
+        in_block = lengths[:, None] - torch.arange(self.num_blocks, device=lengths.device) * size
         seen = torch.arange(size, device=lengths.device) < in_block.flatten()[:, None]
         out = attend(blocks(rotate(q, cos, sin)), blocks(rotate(k, cos, sin)), blocks(v), seen)
         out = out.transpose(1, 2).reshape(batch, self.num_blocks * size, width)[:, :rows]
@@ -146,9 +197,13 @@ class Stream(StreamEncoder):
 
 
 class LinearCompress(jm.LinearCompressEmbedding):
-    def forward(self, candidates: torch.Tensor, users: torch.Tensor, index: jm.CandidateIndex) -> torch.Tensor:
+    def forward(
+        self, candidates: torch.Tensor, users: torch.Tensor, index: jm.CandidateIndex
+    ) -> torch.Tensor:
         of_users, of_candidates = self.weights
-        return of_candidates @ candidates + per_candidate(of_users @ users, index.offsets, candidates.shape[0])
+        return of_candidates @ candidates + per_candidate(
+            of_users @ users, index.offsets, candidates.shape[0]
+        )
 
 
 PADDED = Layers(pad, make_interaction, Stream, GDPABlock, InterFormer, LinearCompress)

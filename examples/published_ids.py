@@ -69,7 +69,9 @@ class Vocabulary:
     def from_text(cls, text: str) -> "Vocabulary":
         """The vocabulary with this `text`. Raises ValueError if there is none."""
         names = json.loads(text)
-        if not isinstance(names, dict) or not all(isinstance(rows, list) for rows in names.values()):
+        if not isinstance(names, dict) or not all(
+            isinstance(rows, list) for rows in names.values()
+        ):
             raise ValueError("it has no table of ids")
         return cls(names)
 
@@ -77,10 +79,19 @@ class Vocabulary:
         """Where this vocabulary first differs from the other one. Empty if they are equal."""
         if self.text == other.text:
             return ""
-        table = next(table for table in (self.names | other.names) if self.names.get(table) != other.names.get(table))
+        table = next(
+            table
+            for table in (self.names | other.names)
+            if self.names.get(table) != other.names.get(table)
+        )
         own, others = self.names.get(table, []), other.names.get(table, [])
-        row = next((row for row, (x, y) in enumerate(zip(own, others)) if x != y), min(len(own), len(others)))
-        name, expected = (repr(rows[row]) if row < len(rows) else "nothing" for rows in (own, others))
+        row = next(
+            (row for row, (x, y) in enumerate(zip(own, others)) if x != y),
+            min(len(own), len(others)),
+        )
+        name, expected = (
+            repr(rows[row]) if row < len(rows) else "nothing" for rows in (own, others)
+        )
         return f"row {row} of {table!r} is {name}, not {expected}"
 
 

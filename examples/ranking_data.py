@@ -1,10 +1,13 @@
-"""Turns a rating log into ranking batches: splits by time, cuts into chunks, builds KeyedJaggedTensors.
+"""Turns a rating log into ranking batches: splits by time, cuts into chunks, builds
+KeyedJaggedTensors.
 
-The task is to predict whether the user likes the item (rating >= `LIKED`), given the user's strictly earlier ratings.
+The task is to predict whether the user likes the item (rating >= `LIKED`), given the user's
+strictly earlier ratings.
 
-Each user's timeline is cut into *chunks* of consecutive ratings. The ratings of a chunk are the candidates of one row of a batch. They
-share one history, the ratings before the chunk, so a history is in the batch once for any number of candidates. Ratings with the timestamp
-of the chunk's first candidate are not in its history, because they are not strictly earlier.
+Each user's timeline is cut into *chunks* of consecutive ratings. The ratings of a chunk are the
+candidates of one row of a batch. They share one history, the ratings before the chunk, so a history
+is in the batch once for any number of candidates. Ratings with the timestamp of the chunk's first
+candidate are not in its history, because they are not strictly earlier.
 """
 
 from collections.abc import Iterator
@@ -15,7 +18,14 @@ import numpy as np
 import torch
 from movielens import Categorical, RatingLog
 from published_ids import Vocabulary
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -23,19 +33,25 @@ LIKED = 4.0
 SPLITS = ("train", "valid", "test")
 
 
-def split_by_time(log: RatingLog, valid_fraction: float = 0.1, test_fraction: float = 0.1) -> np.ndarray:
-    """The index into `SPLITS` of each rating, int64 [N]. By default, a user's last tenth is for testing, the tenth before for validation.
+def split_by_time(
+    log: RatingLog, valid_fraction: float = 0.1, test_fraction: float = 0.1
+) -> np.ndarray:
+    """The index into `SPLITS` of each rating, int64 [N]. By default, a user's last tenth is for
+    testing, the tenth before for validation.
 
     Ratings of a user with the same timestamp are all in the split of the first of them.
     """
     if not (0 < valid_fraction and 0 < test_fraction and valid_fraction + test_fraction < 1):
         raise ValueError(
-            f"valid_fraction and test_fraction must be positive and leave some to train on, not {valid_fraction} and {test_fraction}"
+            "valid_fraction and test_fraction must be positive and leave some to train on, not"
+            f" {valid_fraction} and {test_fraction}"
         )
     first = first_of_equal(log.user)
     length = np.bincount(log.user, minlength=log.num_users)[log.user]
     position = (first_simultaneous(log) - first) / length
-    return (position >= 1 - valid_fraction - test_fraction).astype(np.int64) + (position >= 1 - test_fraction)
+    return (position >= 1 - valid_fraction - test_fraction).astype(np.int64) + (
+        position >= 1 - test_fraction
+    )
 
 
 def first_simultaneous(log: RatingLog) -> np.ndarray:
@@ -51,7 +67,8 @@ def first_of_equal(*columns: np.ndarray) -> np.ndarray:
 
 
 def add_popularity(log: RatingLog, selected: np.ndarray) -> RatingLog:
-    """The log with an additional item feature `popularity`: floor(log2(1 + n)) for n `selected` (bool [N]) ratings of the item."""
+    """The log with an additional item feature `popularity`: floor(log2(1 + n)) for n `selected`
+    (bool [N]) ratings of the item."""
     counts = np.bincount(log.item[selected], minlength=log.num_items)
     popularity = Categorical.single(np.log2(counts + 1).astype(np.int64))
     return replace(log, item_features={"popularity": popularity, **log.item_features})
@@ -59,7 +76,8 @@ def add_popularity(log: RatingLog, selected: np.ndarray) -> RatingLog:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks as rows of a log, int64 [C] each: candidates `start:end` of one user with the history `history_start:history_end`."""
+    """Chunks as rows of a log, int64 [C] each: candidates `start:end` of one user with the history
+    `history_start:history_end`."""
 
     history_start: np.ndarray
     history_end: np.ndarray
@@ -70,7 +88,9 @@ class Chunks:
         return len(self.start)
 
 
-def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 8, max_history: int = 200) -> Chunks:
+def make_chunks(
+    log: RatingLog, selected: np.ndarray, chunk_size: int = 8, max_history: int = 200
+) -> Chunks:
     """Cut the `selected` (bool [N]) ratings into chunks.
 
     Args:
@@ -86,12 +106,18 @@ def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 8, max_h
     start = rows[selected & ((rows - run) % chunk_size == 0)]
     run_end = np.searchsorted(run, run[start], side="right")
     history_end = first_simultaneous(log)[start]
-    return Chunks(np.maximum(first[start], history_end - max_history), history_end, start, np.minimum(start + chunk_size, run_end))
+    return Chunks(
+        np.maximum(first[start], history_end - max_history),
+        history_end,
+        start,
+        np.minimum(start + chunk_size, run_end),
+    )
 
 
 @dataclass(frozen=True)
 class TableSizes:
-    """Numbers of rows of the embedding tables: items, ratings, ages of events, and each side feature by name."""
+    """Numbers of rows of the embedding tables: items, ratings, ages of events, and each side
+    feature by name."""
 
     items: int
     ratings: int
@@ -119,8 +145,9 @@ class RankingBatch(Pipelineable):
     """A batch of B chunks, with L history ratings and C candidates in total.
 
     Args:
-        ids: keys `history_item`, `history_rating`, `history_age` (N_b ids each), `target_item` (n_b ids) and, if the dataset has streams,
-            `stream_item` and `stream_rating` (S_b ids each) per row, stride B.
+        ids: keys `history_item`, `history_rating`, `history_age` (N_b ids each), `target_item` (n_b
+            ids) and, if the dataset has streams, `stream_item` and `stream_rating` (S_b ids each)
+            per row, stride B.
         users: the users' side features, stride B.
         items: side features of the items of the histories, then of the candidates, stride L + C.
         labels: float32 [C], 1 if the user liked the candidate, else 0.
@@ -148,23 +175,36 @@ class RankingBatch(Pipelineable):
 class RankingDataset(Dataset):
     """Batches of chunks: `dataset[[4, 0, 7]]` is the batch of these three chunks.
 
-    Users have the log's side features and their own row as features; items have the log's side features.
+    Users have the log's side features and their own row as features; items have the log's side
+    features.
 
     Args:
         log: the ratings.
         chunks: chunks of the log.
-        max_stream: maximum number of ratings in a stream, which are the latest ones before a chunk as in its history. 0: no streams.
+        max_stream: maximum number of ratings in a stream, which are the latest ones before a chunk
+            as in its history. 0: no streams.
     """
 
     def __init__(self, log: RatingLog, chunks: Chunks, max_stream: int = 0):
-        self.log, self.chunks, self.max_stream, self.first = log, chunks, max_stream, first_of_equal(log.user)
+        self.log, self.chunks, self.max_stream, self.first = (
+            log,
+            chunks,
+            max_stream,
+            first_of_equal(log.user),
+        )
         self.ratings, self.rating_index = np.unique(log.rating, return_inverse=True)
         self.num_ratings, self.num_ages = len(self.ratings), int(np.log2(len(log))) + 1
-        self.user_features = {"user": Categorical.single(np.arange(log.num_users)), **log.user_features}
+        self.user_features = {
+            "user": Categorical.single(np.arange(log.num_users)),
+            **log.user_features,
+        }
 
     @property
     def tables(self) -> TableSizes:
-        features = ({name: feature.cardinality for name, feature in x.items()} for x in (self.user_features, self.log.item_features))
+        features = (
+            {name: feature.cardinality for name, feature in x.items()}
+            for x in (self.user_features, self.log.item_features)
+        )
         return TableSizes(self.log.num_items, self.num_ratings, self.num_ages, *features)
 
     @property
@@ -189,7 +229,9 @@ class RankingDataset(Dataset):
             stream = self._events(np.maximum(self.first[start], end - self.max_stream), end)
         history = self._events(chunks.history_start[pick], end)
         labels = (self.log.rating[targets] >= LIKED).astype(np.float32)
-        return self.make_batch(self.log.user[start], history, self.log.item[targets], target_lengths, labels, stream)
+        return self.make_batch(
+            self.log.user[start], history, self.log.item[targets], target_lengths, labels, stream
+        )
 
     def _events(self, start: np.ndarray, end: np.ndarray) -> "Events":
         rows, lengths = ranges(start, end)
@@ -204,10 +246,12 @@ class RankingDataset(Dataset):
         labels: np.ndarray,
         stream: "Events | None" = None,
     ) -> RankingBatch:
-        """The batch of any users [B] with these events and candidates, which need not be in the log.
+        """The batch of any users [B] with these events and candidates, which need not be in the
+        log.
 
         Args:
-            targets, target_lengths, labels: the candidates' items int64 [C], their number by user [B], and float32 [C].
+            targets, target_lengths, labels: the candidates' items int64 [C], their number by user
+                [B], and float32 [C].
             stream: the latest events of each user, if the dataset has streams.
         """
         log, lengths = self.log, history.lengths
@@ -221,12 +265,19 @@ class RankingDataset(Dataset):
             "target_item": (targets, target_lengths),
         }
         if stream is not None:
-            ids |= {"stream_item": (stream.item, stream.lengths), "stream_rating": (stream.rating, stream.lengths)}
+            ids |= {
+                "stream_item": (stream.item, stream.lengths),
+                "stream_rating": (stream.rating, stream.lengths),
+            }
         items = np.concatenate([history.item, targets])
         return RankingBatch(
             ids=keyed(ids),
-            users=keyed({name: bags(feature, users) for name, feature in self.user_features.items()}),
-            items=keyed({name: bags(feature, items) for name, feature in log.item_features.items()}),
+            users=keyed(
+                {name: bags(feature, users) for name, feature in self.user_features.items()}
+            ),
+            items=keyed(
+                {name: bags(feature, items) for name, feature in log.item_features.items()}
+            ),
             labels=torch.from_numpy(labels),
         )
 
@@ -246,19 +297,30 @@ def bags(feature: Categorical, entities: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def keyed(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of (values, lengths) by key. It caches its sizes per key, so that lookups do not synchronise with a device.
+    """A KeyedJaggedTensor of (values, lengths) by key. It caches its sizes per key, so that lookups
+    do not synchronise with a device.
 
-    Without rows it gets one row without ids, because TorchRec's collections do not take a batch of 0 rows.
+    Without rows it gets one row without ids, because TorchRec's collections do not take a batch of
+    0 rows.
     """
-    features = {key: (values, lengths if len(lengths) else np.zeros(1, np.int64)) for key, (values, lengths) in features.items()}
-    values, lengths = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*features.values(), strict=True))
-    return KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths.to(torch.int32)).sync()
+    features = {
+        key: (values, lengths if len(lengths) else np.zeros(1, np.int64))
+        for key, (values, lengths) in features.items()
+    }
+    values, lengths = (
+        torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*features.values(), strict=True)
+    )
+    return KeyedJaggedTensor(
+        keys=list(features), values=values, lengths=lengths.to(torch.int32)
+    ).sync()
 
 
 class RankShare(Sampler[list[int]]):
-    """The part of each batch of indices that one rank takes: every `world_size`-th index, starting from index `rank`.
+    """The part of each batch of indices that one rank takes: every `world_size`-th index, starting
+    from index `rank`.
 
-    All ranks have the same number of batches, because each step is a step of all ranks. The last one may be empty on some of them.
+    All ranks have the same number of batches, because each step is a step of all ranks. The last
+    one may be empty on some of them.
     """
 
     def __init__(self, batches: BatchSampler, rank: int, world_size: int):
@@ -280,7 +342,8 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
 ) -> DataLoader:
-    """A loader of this rank's shares of batches: `dataset[indices]`, in order, or shuffled by `shuffle_seed` only.
+    """A loader of this rank's shares of batches: `dataset[indices]`, in order, or shuffled by
+    `shuffle_seed` only.
 
     `batch_size` is that of all ranks together, so any number of ranks trains on the same batches.
     """
@@ -289,4 +352,6 @@ def make_loader(
     else:
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(shuffle_seed))
     shares = RankShare(BatchSampler(sampler, batch_size, drop_last=False), rank, world_size)
-    return DataLoader(dataset, sampler=shares, batch_size=None, num_workers=num_workers, pin_memory=pin_memory)
+    return DataLoader(
+        dataset, sampler=shares, batch_size=None, num_workers=num_workers, pin_memory=pin_memory
+    )

@@ -3,11 +3,13 @@
     user features ──────────────────────────────┐
     stream of events ── stream: block attention, ┴─ user's vectors ─┬─────────────┐
                         pooled by learned queries                   │             │
-    history of events ── gdpa: self-attention ── interformer: PFFN ─┴─ history    ├─ compress ── dot products, MLP ── logit
-                                                                       │          │
+    history of events ── gdpa: self-attention ── interformer: PFFN ─┴─ history    ├─ compress ── dot
+                                                                       products, MLP ── logit │
+                                                                       │
     candidates ─────────────────────────── interaction: target attention ─────────┘
 
-Each part can be left out; see `PARTS` and `INTERACTIONS`. Nothing of a user is repeated per candidate, unless `compress` is left out.
+Each part can be left out; see `PARTS` and `INTERACTIONS`. Nothing of a user is repeated per
+candidate, unless `compress` is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +20,32 @@ from typing import Any, NamedTuple
 import torch
 from ranking_data import RankingBatch, TableSizes
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedTensor,
+)
 
 import jagged_modules as jm
 
 INTERACTIONS = ("attention", "mean", "padded")
 PARTS = {
-    "stream": "BlockDiagonalSelfAttention over the user's long stream of events, which learned queries pool to a few user vectors",
+    "stream": (
+        "BlockDiagonalSelfAttention over the user's long stream of events, which learned queries"
+        " pool to a few user vectors"
+    ),
     "gdpa": "GDPABlock, GELU self-attention of the events of the history",
-    "interformer": "InterFormerBlock: a feed-forward on the history, personalised by the user's vectors, and their update from the history",
-    "compress": "LinearCompressEmbedding of the vectors of users and candidates; without it, users' vectors are repeated per candidate",
+    "interformer": (
+        "InterFormerBlock: a feed-forward on the history, personalised by the user's vectors, and"
+        " their update from the history"
+    ),
+    "compress": (
+        "LinearCompressEmbedding of the vectors of users and candidates; without it, users' vectors"
+        " are repeated per candidate"
+    ),
 }
 
 
@@ -45,8 +63,8 @@ class RankingConfig:
         block_size: events of the stream that attend to one another: 16, 32, 64 or 128.
         num_seeds: vectors that the stream is pooled to.
         num_compressed: vectors that those of a user and a candidate are compressed to.
-        max_history, max_stream, max_candidates: maximum numbers of events in a history and a stream, and of candidates of a user;
-            max_candidates may be None for any number.
+        max_history, max_stream, max_candidates: maximum numbers of events in a history and a
+            stream, and of candidates of a user; max_candidates may be None for any number.
     """
 
     interaction: str = "attention"
@@ -70,7 +88,8 @@ class RankingConfig:
 
 
 class Inputs(NamedTuple):
-    """The embeddings that the model computes with. B users have L events in their histories, S in their streams, and C candidates."""
+    """The embeddings that the model computes with. B users have L events in their histories, S in
+    their streams, and C candidates."""
 
     history: torch.Tensor  # [L, E]
     history_offsets: torch.Tensor  # [B + 1]
@@ -83,13 +102,16 @@ class Inputs(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         """With embeddings of this dtype."""
-        return Inputs(*(x.to(dtype) if x is not None and x.is_floating_point() else x for x in self))
+        return Inputs(
+            *(x.to(dtype) if x is not None and x.is_floating_point() else x for x in self)
+        )
 
 
 class RankingModel(nn.Module):
     """Predicts the log-odds that the user likes the candidate: lookups, then a `RankingHead`.
 
-    Histories, streams and candidates share one table of items. Histories and streams share a table of ratings. Side features are bags.
+    Histories, streams and candidates share one table of items. Histories and streams share a table
+    of ratings. Side features are bags.
 
     Args:
         tables: sizes of the tables, and names of the side features.
@@ -114,44 +136,70 @@ class RankingModel(nn.Module):
             "age": (tables.ages, ["history_age"]),
         }
         configs = [
-            EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=config.embedding_dim, feature_names=features, init_fn=init_table)
+            EmbeddingConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=config.embedding_dim,
+                feature_names=features,
+                init_fn=init_table,
+            )
             for name, (rows, features) in sequences.items()
         ]
         self.sequences = EmbeddingCollection(configs, device=device)
         self.user_bags = embedding_bags(tables.user_features, config.embedding_dim, device)
         self.item_bags = embedding_bags(tables.item_features, config.embedding_dim, device)
         self.unpack = Unpack(list(tables.user_features), list(tables.item_features), stream)
-        self.head = RankingHead(config, len(tables.user_features), len(tables.item_features), layers, device)
+        self.head = RankingHead(
+            config, len(tables.user_features), len(tables.item_features), layers, device
+        )
 
     def tables(self) -> list[nn.Parameter]:
-        return [table for collection in (self.sequences, self.user_bags, self.item_bags) for table in collection.parameters()]
+        return [
+            table
+            for collection in (self.sequences, self.user_bags, self.item_bags)
+            for table in collection.parameters()
+        ]
 
     def forward(self, batch: RankingBatch) -> torch.Tensor:
         """Logits [C] of the batch's candidates, in the order of the rows."""
-        # Only lookups: TorchRec's pipelines trace this method to find the inputs of the collections.
+        # Only lookups: TorchRec's pipelines trace this method to find the inputs of the
+        # collections.
         sequences = self.sequences(batch.ids)
-        return self.head(self.unpack(sequences, self.user_bags(batch.users), self.item_bags(batch.items)))
+        return self.head(
+            self.unpack(sequences, self.user_bags(batch.users), self.item_bags(batch.items))
+        )
 
 
 class Unpack(nn.Module):
-    """Turns the results of the collections into `Inputs`. Features are taken by name: a sharded collection returns its plan's order."""
+    """Turns the results of the collections into `Inputs`. Features are taken by name: a sharded
+    collection returns its plan's order."""
 
     def __init__(self, user_features: list[str], item_features: list[str], stream: bool):
         super().__init__()
         self.user_features, self.item_features, self.stream = user_features, item_features, stream
 
-    def forward(self, sequences: dict[str, JaggedTensor], user_bags: KeyedTensor, item_bags: KeyedTensor) -> Inputs:
-        """The item bags are those of the events of the histories, then of the candidates [L + C]."""
+    def forward(
+        self, sequences: dict[str, JaggedTensor], user_bags: KeyedTensor, item_bags: KeyedTensor
+    ) -> Inputs:
+        """The item bags are those of the events of the histories, then of the candidates [L +
+        C]."""
         past, targets = sequences["history_item"], sequences["target_item"]
         sides = stack_bags(item_bags, self.item_features)
         num_past, num_targets = past.values().shape[0], targets.values().shape[0]
-        past_sides, sides = sides[:num_past], sides[num_past : num_past + num_targets]  # without any item, there is a row without ids
+        # without any item, there is a row without ids
+        past_sides, sides = sides[:num_past], sides[num_past : num_past + num_targets]
         stream, stream_offsets = None, None
         if self.stream:
             events = sequences["stream_item"]
-            stream, stream_offsets = events.values() + sequences["stream_rating"].values(), events.offsets()
+            stream, stream_offsets = (
+                events.values() + sequences["stream_rating"].values(),
+                events.offsets(),
+            )
         return Inputs(
-            history=past.values() + past_sides.sum(dim=1) + sequences["history_rating"].values() + sequences["history_age"].values(),
+            history=past.values()
+            + past_sides.sum(dim=1)
+            + sequences["history_rating"].values()
+            + sequences["history_age"].values(),
             history_offsets=past.offsets(),
             stream=stream,
             stream_offsets=stream_offsets,
@@ -165,7 +213,8 @@ class Unpack(nn.Module):
 class RankingHead(nn.Module):
     """The dense part of the ranking model. See the picture at the top of this file.
 
-    The last step is an MLP of the candidate, its interaction's result, and the dot products of all pairs of vectors.
+    The last step is an MLP of the candidate, its interaction's result, and the dot products of all
+    pairs of vectors.
 
     Args:
         config: options.
@@ -185,28 +234,41 @@ class RankingHead(nn.Module):
         layers = JAGGED if layers is None else layers
         self.config, self.sequence = config, layers.sequence
         dim, heads, parts = config.embedding_dim, config.num_heads, config.parts
-        num_users, num_candidates = num_user_features, 2 + num_item_features  # vectors of a user and of a candidate
+        # vectors of a user and of a candidate
+        num_users, num_candidates = num_user_features, 2 + num_item_features
 
         self.dropout = nn.Dropout(config.dropout)
         self.events, self.item_norm = EventTokens(dim, device), nn.LayerNorm(dim, device=device)
         self.stream = self.gdpa = self.interformer = self.compress = None
         if "stream" in parts:
-            self.stream_events, self.stream = EventTokens(dim, device), layers.stream(config, device)
+            self.stream_events, self.stream = (
+                EventTokens(dim, device),
+                layers.stream(config, device),
+            )
             num_users += config.num_seeds
         if "gdpa" in parts:
-            # GELU weights do not sum to 1, so sums over a history are divided by its maximum length.
+            # GELU weights do not sum to 1, so sums over a history are divided by its maximum
+            # length.
             gelu = jm.GDPAConfig(qk_norm=True, output_scale=1 / config.max_history)
-            blocks = [layers.gdpa(dim, heads, "gelu_tanh", config=gelu, device=device) for _ in range(config.num_layers)]
+            blocks = [
+                layers.gdpa(dim, heads, "gelu_tanh", config=gelu, device=device)
+                for _ in range(config.num_layers)
+            ]
             self.gdpa = blocks[0] if len(blocks) == 1 else nn.Sequential(*blocks)
         if "interformer" in parts:
             self.interformer = layers.interformer(dim, heads, device)
         self.interaction = layers.interaction(config.interaction, dim, heads, device=device)
         num_vectors = num_users + num_candidates
         if "compress" in parts:
-            self.compress = layers.compress(num_candidates, config.num_compressed, num_users, device=device)
+            self.compress = layers.compress(
+                num_candidates, config.num_compressed, num_users, device=device
+            )
             num_vectors = config.num_compressed
         self.over = nn.Sequential(
-            nn.Linear(2 * dim + num_vectors**2, 64, device=device), nn.ReLU(), nn.Dropout(config.dropout), nn.Linear(64, 1, device=device)
+            nn.Linear(2 * dim + num_vectors**2, 64, device=device),
+            nn.ReLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(64, 1, device=device),
         )
 
     def forward(self, x: Inputs) -> torch.Tensor:
@@ -216,14 +278,17 @@ class RankingHead(nn.Module):
         return self.logits(x, users, targets.values, self.interaction(targets, history).values)
 
     def encode(self, x: Inputs) -> tuple[Any, torch.Tensor]:
-        """What depends on the users alone: the histories, with values [L, E], and the users' vectors [B, K, E]."""
+        """What depends on the users alone: the histories, with values [L, E], and the users'
+        vectors [B, K, E]."""
         config, users = self.config, x.users
         if self.stream is not None:
             stream = self.dropout(self.stream_events(x.stream))
             summary = self.stream(self.sequence(stream, x.stream_offsets, config.max_stream))
             users = torch.cat([users, summary], dim=1)  # [B, user vectors, E]
 
-        history = self.sequence(self.dropout(self.events(x.history)), x.history_offsets, config.max_history)
+        history = self.sequence(
+            self.dropout(self.events(x.history)), x.history_offsets, config.max_history
+        )
         if self.gdpa is not None:
             history = self.gdpa(history)
         if self.interformer is not None:
@@ -232,30 +297,46 @@ class RankingHead(nn.Module):
 
     def targets(self, x: Inputs) -> jm.Jagged:
         """The queries of the interaction, with values [C, E]."""
-        return jm.Jagged(self.dropout(self.item_norm(x.items)), x.item_offsets, self.config.max_candidates)
+        return jm.Jagged(
+            self.dropout(self.item_norm(x.items)), x.item_offsets, self.config.max_candidates
+        )
 
-    def logits(self, x: Inputs, users: torch.Tensor, items: torch.Tensor, interest: torch.Tensor) -> torch.Tensor:
-        """Logits [C] from the users' vectors [B, K, E], and from the targets and the interaction's results, both [C, E]."""
+    def logits(
+        self, x: Inputs, users: torch.Tensor, items: torch.Tensor, interest: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [C] from the users' vectors [B, K, E], and from the targets and the interaction's
+        results, both [C, E]."""
         users = self.dropout(users)
-        candidates = self.dropout(torch.cat([items[:, None], interest[:, None], x.item_features], dim=1))
+        candidates = self.dropout(
+            torch.cat([items[:, None], interest[:, None], x.item_features], dim=1)
+        )
         if self.compress is not None:
-            vectors = self.compress(candidates, users, jm.CandidateIndex.from_offsets(x.item_offsets))
+            vectors = self.compress(
+                candidates, users, jm.CandidateIndex.from_offsets(x.item_offsets)
+            )
         else:
-            vectors = torch.cat([candidates, per_candidate(users, x.item_offsets, candidates.shape[0])], dim=1)
+            vectors = torch.cat(
+                [candidates, per_candidate(users, x.item_offsets, candidates.shape[0])], dim=1
+            )
         products = (vectors @ vectors.mT).flatten(1)
-        return self.over(torch.cat([items, interest, products], dim=1).to(self.over[0].weight.dtype))[:, 0]
+        return self.over(
+            torch.cat([items, interest, products], dim=1).to(self.over[0].weight.dtype)
+        )[:, 0]
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 class EventTokens(nn.Module):
-    """norm(x + MLP(x)) of the sums x [N, E] of events' embeddings. The MLP can encode "liked such an item", so a mean of tokens can too."""
+    """norm(x + MLP(x)) of the sums x [N, E] of events' embeddings. The MLP can encode "liked such
+    an item", so a mean of tokens can too."""
 
     def __init__(self, embedding_dim: int, device: torch.device | None = None):
         super().__init__()
         self.mlp = nn.Sequential(
-            nn.Linear(embedding_dim, embedding_dim, device=device), nn.ReLU(), nn.Linear(embedding_dim, embedding_dim, device=device)
+            nn.Linear(embedding_dim, embedding_dim, device=device),
+            nn.ReLU(),
+            nn.Linear(embedding_dim, embedding_dim, device=device),
         )
         self.norm = nn.LayerNorm(embedding_dim, device=device)
 
@@ -264,7 +345,8 @@ class EventTokens(nn.Module):
 
 
 class StreamEncoder(nn.Module):
-    """Summarises a user's long stream of events in a few vectors [B, num_seeds, E], in time that is linear in its length.
+    """Summarises a user's long stream of events in a few vectors [B, num_seeds, E], in time that is
+    linear in its length.
 
     Each event attends to those of its block. Then learned queries attend to all events (PMA).
     """
@@ -273,8 +355,12 @@ class StreamEncoder(nn.Module):
         super().__init__()
         dim, heads = config.embedding_dim, config.num_heads
         self.norm = nn.RMSNorm(dim, device=device)
-        self.attention = jm.BlockDiagonalSelfAttention(dim, heads, config.block_size, device=device, max_seqlen=config.max_stream)
-        self.pool = jm.JaggedGDPA(dim, heads, "softmax", config=jm.GDPAConfig(num_seeds=config.num_seeds), device=device)
+        self.attention = jm.BlockDiagonalSelfAttention(
+            dim, heads, config.block_size, device=device, max_seqlen=config.max_stream
+        )
+        self.pool = jm.JaggedGDPA(
+            dim, heads, "softmax", config=jm.GDPAConfig(num_seeds=config.num_seeds), device=device
+        )
 
     def forward(self, stream: jm.Jagged) -> torch.Tensor:
         update = self.attention(stream.with_values(self.norm(stream.values)))
@@ -282,16 +368,21 @@ class StreamEncoder(nn.Module):
 
 
 class InterFormerBlock(nn.Module):
-    """Events of the history and the user's vectors update one another (InterFormer, arXiv:2411.09852; Kunlun, arXiv:2602.10016).
+    """Events of the history and the user's vectors update one another (InterFormer,
+    arXiv:2411.09852; Kunlun, arXiv:2602.10016).
 
-    events + GELU(q(events) k(users)ᵀ) v(users)       a feed-forward (PFFN) whose weights are the user's
-    users + attention(users → events)                  target attention: the user's vectors are the queries
+    events + GELU(q(events) k(users)ᵀ) v(users)       a feed-forward (PFFN) whose weights are the
+    user's
+    users + attention(users → events)                  target attention: the user's vectors are the
+    queries
     """
 
     def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
         super().__init__()
         self.users_norm = nn.RMSNorm(embedding_dim, device=device)
-        self.feed_forward = jm.GDPABlock(embedding_dim, num_heads, "gelu_tanh", config=jm.GDPAConfig(qk_norm=True), device=device)
+        self.feed_forward = jm.GDPABlock(
+            embedding_dim, num_heads, "gelu_tanh", config=jm.GDPAConfig(qk_norm=True), device=device
+        )
         self.summary = jm.JaggedTargetAttention(embedding_dim, num_heads, device=device)
 
     def forward(self, history: jm.Jagged, users: torch.Tensor) -> tuple[jm.Jagged, torch.Tensor]:
@@ -302,11 +393,14 @@ class InterFormerBlock(nn.Module):
         return history, users + self.summary(normed, history)
 
 
-# -- interactions of a candidate with its user's history ---------------------------------------------------------------------------------
+# -- interactions of a candidate with its user's history -------------------------------------------
 
 
-def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torch.device | None = None) -> nn.Module:
-    """A module from (targets, history), containers of B rows with values [C, E] and [L, E], to the targets' container of values [C, E]."""
+def make_interaction(
+    name: str, embedding_dim: int, num_heads: int, device: torch.device | None = None
+) -> nn.Module:
+    """A module from (targets, history), containers of B rows with values [C, E] and [L, E], to the
+    targets' container of values [C, E]."""
     if name == "attention":
         return jm.JaggedTargetAttention(embedding_dim, num_heads, device=device)
     if name == "mean":
@@ -317,7 +411,8 @@ def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torc
 
 
 class MeanPooling(nn.Module):
-    """The baseline without attention: each candidate gets the mean of its user's history, after a value and an output projection."""
+    """The baseline without attention: each candidate gets the mean of its user's history, after a
+    value and an output projection."""
 
     def __init__(self, embedding_dim: int, device: torch.device | None = None):
         super().__init__()
@@ -327,22 +422,33 @@ class MeanPooling(nn.Module):
     def forward(self, targets: Any, history: Any) -> Any:
         targets, history = jm.Jagged.wrap(targets), jm.Jagged.wrap(history)
         values, lengths = self.v_proj(history.values), history.offsets.diff().long()
-        means = torch.segment_reduce(values, "mean", lengths=lengths, axis=0, unsafe=True, initial=0)
-        return targets.unwrap(per_candidate(self.out_proj(means), targets.offsets, targets.values.shape[0]))
+        means = torch.segment_reduce(
+            values, "mean", lengths=lengths, axis=0, unsafe=True, initial=0
+        )
+        return targets.unwrap(
+            per_candidate(self.out_proj(means), targets.offsets, targets.values.shape[0])
+        )
 
 
 class PaddedTargetAttention(nn.Module):
-    """The usual implementation: pad the histories, repeat each once per candidate, mask the padding, call `nn.MultiheadAttention`."""
+    """The usual implementation: pad the histories, repeat each once per candidate, mask the
+    padding, call `nn.MultiheadAttention`."""
 
     def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
         super().__init__()
-        self.attention = AttentionToPadded(embedding_dim, num_heads, batch_first=True, device=device)
+        self.attention = AttentionToPadded(
+            embedding_dim, num_heads, batch_first=True, device=device
+        )
         self._fused: Any = None
 
     def fuse_broadcasts(self) -> None:
-        """Projects each history once, and never repeats it, from now on. For inference: call it in eval mode, on the final device."""
+        """Projects each history once, and never repeats it, from now on. For inference: call it in
+        eval mode, on the final device."""
         weight, auto = self.attention.in_proj_weight, torch.export.Dim.AUTO
-        histories, lengths = torch.randn(16, 64, weight.shape[1]).to(weight), torch.arange(16, device=weight.device)[:, None]
+        histories, lengths = (
+            torch.randn(16, 64, weight.shape[1]).to(weight),
+            torch.arange(16, device=weight.device)[:, None],
+        )
         fused = jm.transforms.fuse_broadcasts(
             self.attention,
             dict(targets=histories[:, 0], histories=histories, lengths=lengths),
@@ -355,22 +461,34 @@ class PaddedTargetAttention(nn.Module):
     def forward(self, targets: Any, history: Any) -> Any:
         targets, history = jm.Jagged.wrap(targets), jm.Jagged.wrap(history)
         lengths = history.offsets.diff()[:, None]
-        padded = jm.functional.jagged_to_padded(history.values, history.offsets, max([1, *lengths[:, 0].tolist()]))
+        padded = jm.functional.jagged_to_padded(
+            history.values, history.offsets, max([1, *lengths[:, 0].tolist()])
+        )
         num_candidates = targets.values.shape[0]
         if self._fused is None:
-            padded, lengths = (per_candidate(rows, targets.offsets, num_candidates) for rows in (padded, lengths))
+            padded, lengths = (
+                per_candidate(rows, targets.offsets, num_candidates) for rows in (padded, lengths)
+            )
             return targets.unwrap(self.attention(targets.values, padded, lengths))
-        users = per_candidate(torch.arange(len(padded), device=padded.device), targets.offsets, num_candidates)
+        users = per_candidate(
+            torch.arange(len(padded), device=padded.device), targets.offsets, num_candidates
+        )
         return targets.unwrap(self._fused(targets.values, padded, lengths, candidate_to_user=users))
 
 
 class AttentionToPadded(nn.MultiheadAttention):
-    """Each target [C, E] attends to the first rows of its padded history [C, N, E], as many as lengths [C, 1] says."""
+    """Each target [C, E] attends to the first rows of its padded history [C, N, E], as many as
+    lengths [C, 1] says."""
 
-    def forward(self, targets: torch.Tensor, histories: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        # Each target sees at least one row, because softmax over none is undefined. Results without a history are replaced.
+    def forward(
+        self, targets: torch.Tensor, histories: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        # Each target sees at least one row, because softmax over none is undefined. Results without
+        # a history are replaced.
         hidden = torch.arange(histories.shape[1], device=lengths.device) >= lengths.clamp(min=1)
-        output, _ = super().forward(targets[:, None], histories, histories, key_padding_mask=hidden, need_weights=False)
+        output, _ = super().forward(
+            targets[:, None], histories, histories, key_padding_mask=hidden, need_weights=False
+        )
         return torch.where(lengths > 0, output[:, 0], self.out_proj.bias)
 
     def reset_parameters(self) -> None:
@@ -379,17 +497,20 @@ class AttentionToPadded(nn.MultiheadAttention):
 
 
 def per_candidate(rows: torch.Tensor, offsets: torch.Tensor, num_candidates: int) -> torch.Tensor:
-    """Row b of `rows` [B, ...], repeated for each candidate of user b, which has those from offsets[b] to offsets[b + 1]: [C, ...]."""
+    """Row b of `rows` [B, ...], repeated for each candidate of user b, which has those from
+    offsets[b] to offsets[b + 1]: [C, ...]."""
     return rows.repeat_interleave(offsets.diff(), dim=0, output_size=num_candidates)
 
 
-# -- implementations of the layers -------------------------------------------------------------------------------------------------------
+# -- implementations of the layers -----------------------------------------------------------------
 
 
 class Layers(NamedTuple):
-    """Constructors of the layers. `JAGGED` has those of jagged_modules; padded_layers.py has the same layers by hand, with padding."""
+    """Constructors of the layers. `JAGGED` has those of jagged_modules; padded_layers.py has the
+    same layers by hand, with padding."""
 
-    sequence: Callable[[torch.Tensor, torch.Tensor, int], Any]  # the layers' input, from values [L, E], offsets and the maximum length
+    # the layers' input, from values [L, E], offsets and the maximum length
+    sequence: Callable[[torch.Tensor, torch.Tensor, int], Any]
     interaction: Callable[..., nn.Module]
     stream: Callable[..., nn.Module]
     gdpa: Callable[..., nn.Module]
@@ -397,22 +518,38 @@ class Layers(NamedTuple):
     compress: Callable[..., nn.Module]
 
 
-JAGGED = Layers(jm.Jagged, make_interaction, StreamEncoder, jm.GDPABlock, InterFormerBlock, jm.LinearCompressEmbedding)
+JAGGED = Layers(
+    jm.Jagged,
+    make_interaction,
+    StreamEncoder,
+    jm.GDPABlock,
+    InterFormerBlock,
+    jm.LinearCompressEmbedding,
+)
 
 
-# -- embeddings --------------------------------------------------------------------------------------------------------------------------
+# -- embeddings ------------------------------------------------------------------------------------
 
 init_table = partial(nn.init.normal_, std=0.05)
 
 
-def embedding_bags(cardinalities: dict[str, int], embedding_dim: int, device: torch.device | None = None) -> EmbeddingBagCollection:
+def embedding_bags(
+    cardinalities: dict[str, int], embedding_dim: int, device: torch.device | None = None
+) -> EmbeddingBagCollection:
     configs = [
-        EmbeddingBagConfig(name=f"{name}_table", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=[name], init_fn=init_table)
+        EmbeddingBagConfig(
+            name=f"{name}_table",
+            num_embeddings=rows,
+            embedding_dim=embedding_dim,
+            feature_names=[name],
+            init_fn=init_table,
+        )
         for name, rows in cardinalities.items()
     ]
     return EmbeddingBagCollection(configs, device=device)
 
 
 def stack_bags(bags: KeyedTensor, features: list[str]) -> torch.Tensor:
-    """The embeddings [rows, features, E] of the features, by name: a sharded collection has them in the order of its plan."""
+    """The embeddings [rows, features, E] of the features, by name: a sharded collection has them in
+    the order of its plan."""
     return torch.stack([bags[name] for name in features], dim=1)

@@ -1,8 +1,10 @@
-"""Reads event logs for next-item models: the MovieLens formats of movielens.py, and sequence files without timestamps.
+"""Reads event logs for next-item models: the MovieLens formats of movielens.py, and sequence files
+without timestamps.
 
-A sequence file has a line per user: the user's id, then item ids from oldest to newest, separated by spaces. Ids are integers or text,
-without spaces and the separators of the MovieLens formats. Several preprocessed data sets are published in this form, for instance the
-Amazon sets of ICLRec (Chen et al. 2022, arXiv:2202.02519).
+A sequence file has a line per user: the user's id, then item ids from oldest to newest, separated
+by spaces. Ids are integers or text, without spaces and the separators of the MovieLens formats.
+Several preprocessed data sets are published in this form, for instance the Amazon sets of ICLRec
+(Chen et al. 2022, arXiv:2202.02519).
 """
 
 import sys
@@ -20,10 +22,12 @@ def read_events(path: str | Path) -> EventLog:
     """Read a sequence file or a rating log.
 
     Args:
-        path: a file, whose format is recognised by its first line, or a folder with exactly one MovieLens log.
+        path: a file, whose format is recognised by its first line, or a folder with exactly one
+            MovieLens log.
 
     Raises:
-        FileNotFoundError, ValueError: as `movielens.read_log`; a line of a sequence file has no items, an id with a separator or a control
+        FileNotFoundError, ValueError: as `movielens.read_log`; a line of a sequence file has no
+            items, an id with a separator or a control
         character, or a user has two lines.
     """
     path = find_log(Path(path))
@@ -50,10 +54,19 @@ def _parse_sequences(path: Path, text: str) -> EventLog:
         if not items:
             raise ValueError(f"{path}, line {number}: {EXPECTED}; user {user} has no items")
         if user in line_of:
-            raise ValueError(f"{path}, line {number}: expected one line per user; user {user} has line {line_of[user]} too")
+            raise ValueError(
+                f"{path}, line {number}: expected one line per user; user {user} has line"
+                f" {line_of[user]} too"
+            )
         line_of[user] = number
         sequences.append(items)
     users, rows = Ids.of(line_of)
     by_user = [sequences[line] for line in np.argsort(rows)]
     items, item = Ids.of(id for sequence in by_user for id in sequence)
-    return EventLog(user=np.repeat(np.arange(len(users)), [*map(len, by_user)]), item=item, timestamp=None, users=users, items=items)
+    return EventLog(
+        user=np.repeat(np.arange(len(users)), [*map(len, by_user)]),
+        item=item,
+        timestamp=None,
+        users=users,
+        items=items,
+    )

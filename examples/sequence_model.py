@@ -1,4 +1,5 @@
-"""Next-item models: TorchRec embeddings, causal encoders of jagged sequences, losses over sampled items."""
+"""Next-item models: TorchRec embeddings, causal encoders of jagged sequences, losses over sampled
+items."""
 
 from functools import partial
 from typing import NamedTuple
@@ -16,13 +17,20 @@ SCORES = ("cosine", "dot")
 
 
 class SASRecBlock(nn.Module):
-    """A transformer block of SASRec (Kang and McAuley 2018): causal softmax attention, then a feed-forward, each after a layer norm."""
+    """A transformer block of SASRec (Kang and McAuley 2018): causal softmax attention, then a
+    feed-forward, each after a layer norm."""
 
-    def __init__(self, embedding_dim: int, num_heads: int, dropout: float, device: torch.device | None = None):
+    def __init__(
+        self, embedding_dim: int, num_heads: int, dropout: float, device: torch.device | None = None
+    ):
         super().__init__()
         mask, config = jm.AttentionMask(causal=True), jm.GDPAConfig(dropout=dropout)
-        self.attention_norm, self.feed_forward_norm = (nn.LayerNorm(embedding_dim, device=device) for _ in range(2))
-        self.attention = jm.JaggedGDPA(embedding_dim, num_heads, activation="softmax", mask=mask, config=config, device=device)
+        self.attention_norm, self.feed_forward_norm = (
+            nn.LayerNorm(embedding_dim, device=device) for _ in range(2)
+        )
+        self.attention = jm.JaggedGDPA(
+            embedding_dim, num_heads, activation="softmax", mask=mask, config=config, device=device
+        )
         self.feed_forward = nn.Sequential(
             nn.Linear(embedding_dim, embedding_dim, device=device),
             nn.ReLU(),
@@ -33,8 +41,15 @@ class SASRecBlock(nn.Module):
 
     def forward(self, x: JaggedTensor) -> JaggedTensor:
         rows, lengths = x.values(), x.lengths()
-        rows = rows + self.attention(JaggedTensor(values=self.attention_norm(rows), lengths=lengths)).values()
-        return JaggedTensor(values=rows + self.feed_forward(self.feed_forward_norm(rows)), lengths=lengths)
+        rows = (
+            rows
+            + self.attention(
+                JaggedTensor(values=self.attention_norm(rows), lengths=lengths)
+            ).values()
+        )
+        return JaggedTensor(
+            values=rows + self.feed_forward(self.feed_forward_norm(rows)), lengths=lengths
+        )
 
 
 def make_encoder(
@@ -48,18 +63,26 @@ def make_encoder(
     relative_time: int = 0,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """A causal encoder: a module from a JaggedTensor with values [L, E] to another. A row depends on itself and earlier rows only.
+    """A causal encoder: a module from a JaggedTensor with values [L, E] to another. A row depends
+    on itself and earlier rows only.
 
-    With relative_time, it also takes `timestamps` and `query_timestamps` [L], and a row depends on its query timestamp too.
+    With relative_time, it also takes `timestamps` and `query_timestamps` [L], and a row depends on
+    its query timestamp too.
     """
     if name == "hstu":
-        bias = dict(relative_position=max_history if relative_position else 0, relative_time=relative_time)
+        bias = dict(
+            relative_position=max_history if relative_position else 0, relative_time=relative_time
+        )
         config = jm.HSTUConfig(dropout=dropout, scaling_seqlen=max_history, **bias)
         return jm.HSTUStack(embedding_dim, num_heads, num_layers, config, device=device)
     if relative_position or relative_time:
-        raise ValueError(f"only the encoder 'hstu' has relative_position and relative_time, not {name!r}")
+        raise ValueError(
+            f"only the encoder 'hstu' has relative_position and relative_time, not {name!r}"
+        )
     if name == "sasrec":
-        return nn.Sequential(*(SASRecBlock(embedding_dim, num_heads, dropout, device) for _ in range(num_layers)))
+        return nn.Sequential(
+            *(SASRecBlock(embedding_dim, num_heads, dropout, device) for _ in range(num_layers))
+        )
     raise ValueError(f"encoder must be one of {ENCODERS}, not {name!r}")
 
 
@@ -86,10 +109,11 @@ class SequenceModel(nn.Module):
         embedding_dim, num_heads, num_layers, dropout: sizes and dropout probability of the encoder.
         max_history: maximum number of inputs in a sequence.
         scores: one of `SCORES`. "cosine": queries and items have norm 1.
-        intervals: whether the batches have the key `interval`, whose embeddings are added to the inputs.
+        intervals: whether the batches have the key `interval`, whose embeddings are added to the
+            inputs.
         relative_position: whether the encoder hstu learns biases by relative position.
-        relative_time: number of boundaries between buckets of time differences, by which the encoder hstu learns biases; 0: none. The
-            batches then have timestamps.
+        relative_time: number of boundaries between buckets of time differences, by which the
+            encoder hstu learns biases; 0: none. The batches then have timestamps.
         device: device of the parameters; `torch.device("meta")` for DistributedModelParallel.
     """
 
@@ -111,7 +135,11 @@ class SequenceModel(nn.Module):
         super().__init__()
         if scores not in SCORES:
             raise ValueError(f"scores must be one of {SCORES}, not {scores!r}")
-        tables = {"item": (num_items, ["item", "target", "rival"]), "position": (max_history, ["position"])}  # table: rows, features
+        # table: rows, features
+        tables = {
+            "item": (num_items, ["item", "target", "rival"]),
+            "position": (max_history, ["position"]),
+        }
         if intervals:
             tables["interval"] = (NUM_INTERVALS, ["interval"])
         configs = [
@@ -125,9 +153,21 @@ class SequenceModel(nn.Module):
             for name, (rows, features) in tables.items()
         ]
         self.embeddings = EmbeddingCollection(configs, device=device)
-        layers = make_encoder(encoder, embedding_dim, num_heads, num_layers, dropout, max_history, relative_position, relative_time, device)
+        layers = make_encoder(
+            encoder,
+            embedding_dim,
+            num_heads,
+            num_layers,
+            dropout,
+            max_history,
+            relative_position,
+            relative_time,
+            device,
+        )
         added = ("position", "interval") if intervals else ("position",)
-        self.encoder = QueryEncoder(layers, added, embedding_dim, dropout, scores == "cosine", relative_time > 0, device)
+        self.encoder = QueryEncoder(
+            layers, added, embedding_dim, dropout, scores == "cosine", relative_time > 0, device
+        )
 
     def tables(self) -> list[nn.Parameter]:
         return list(self.embeddings.parameters())
@@ -138,7 +178,8 @@ class SequenceModel(nn.Module):
 
 
 class QueryEncoder(nn.Module):
-    """The dense part of the model. The encoder turns the sums of an input's embeddings into queries.
+    """The dense part of the model. The encoder turns the sums of an input's embeddings into
+    queries.
 
     Args:
         encoder: a causal encoder.
@@ -159,15 +200,27 @@ class QueryEncoder(nn.Module):
         device: torch.device | None = None,
     ):
         super().__init__()
-        self.encoder, self.added, self.dropout, self.unit_norm, self.timed = encoder, added, nn.Dropout(dropout), unit_norm, timed
+        self.encoder, self.added, self.dropout, self.unit_norm, self.timed = (
+            encoder,
+            added,
+            nn.Dropout(dropout),
+            unit_norm,
+            timed,
+        )
         self.norm = nn.LayerNorm(embedding_dim, device=device)
 
     def forward(
-        self, embedded: dict[str, JaggedTensor], timestamps: torch.Tensor | None = None, next_timestamps: torch.Tensor | None = None
+        self,
+        embedded: dict[str, JaggedTensor],
+        timestamps: torch.Tensor | None = None,
+        next_timestamps: torch.Tensor | None = None,
     ) -> Vectors:
-        """The vectors of a batch. As in HSTU's published protocol, an input knows the time of the event that is predicted from it."""
+        """The vectors of a batch. As in HSTU's published protocol, an input knows the time of the
+        event that is predicted from it."""
         times = dict(timestamps=timestamps, query_timestamps=next_timestamps) if self.timed else {}
-        encoded = self.encoder(JaggedTensor(values=self.inputs(embedded), lengths=embedded["item"].lengths()), **times)
+        encoded = self.encoder(
+            JaggedTensor(values=self.inputs(embedded), lengths=embedded["item"].lengths()), **times
+        )
         return self.vectors(encoded.values(), embedded)
 
     def inputs(self, embedded: dict[str, JaggedTensor]) -> torch.Tensor:
@@ -180,8 +233,14 @@ class QueryEncoder(nn.Module):
 
     def vectors(self, encoded: torch.Tensor, embedded: dict[str, JaggedTensor]) -> Vectors:
         """The vectors of a batch, or of any rows that the encoder returned."""
-        vectors = Vectors(self.norm(encoded), embedded["target"].values(), embedded["rival"].values())
-        return Vectors(*(functional.normalize(x, dim=1) for x in vectors)) if self.unit_norm else vectors
+        vectors = Vectors(
+            self.norm(encoded), embedded["target"].values(), embedded["rival"].values()
+        )
+        return (
+            Vectors(*(functional.normalize(x, dim=1) for x in vectors))
+            if self.unit_norm
+            else vectors
+        )
 
 
 class Logits(NamedTuple):
@@ -196,7 +255,9 @@ class Logits(NamedTuple):
     rivals: torch.Tensor
 
 
-def make_logits(vectors: Vectors, targets: torch.Tensor, rivals: torch.Tensor, temperature: float) -> Logits:
+def make_logits(
+    vectors: Vectors, targets: torch.Tensor, rivals: torch.Tensor, temperature: float
+) -> Logits:
     """The logits of the items that the losses compare.
 
     Args:
@@ -208,18 +269,25 @@ def make_logits(vectors: Vectors, targets: torch.Tensor, rivals: torch.Tensor, t
 
 
 def sampled_softmax(logits: Logits) -> torch.Tensor:
-    """Cross-entropies [L] of the softmax over the target and the rivals: log(1 + sum exp(rival - target))."""
+    """Cross-entropies [L] of the softmax over the target and the rivals: log(1 + sum exp(rival -
+    target))."""
     return functional.softplus(logits.rivals.logsumexp(dim=1) - logits.target)
 
 
 def generalised_bce(logits: Logits, num_items: int, calibration: float) -> torch.Tensor:
-    """The losses gBCE [L] of Petrov and Macdonald (RecSys 2023, arXiv:2308.07192), the mean over the target and the rivals of
+    """The losses gBCE [L] of Petrov and Macdonald (RecSys 2023, arXiv:2308.07192), the mean over
+    the target and the rivals of
 
-        -log(sigmoid(target) ^ beta)  and  -log(1 - sigmoid(rival)),  beta = alpha (calibration (1 - 1 / alpha) + 1 / alpha)
+        -log(sigmoid(target) ^ beta)  and  -log(1 - sigmoid(rival)),  beta = alpha (calibration (1 -
+        1 / alpha) + 1 / alpha)
 
-    where alpha = N / (num_items - 1) is the sampling rate. A calibration of 0 gives the plain binary cross-entropy, because beta = 1.
+    where alpha = N / (num_items - 1) is the sampling rate. A calibration of 0 gives the plain
+    binary cross-entropy, because beta = 1.
     """
     num_rivals = logits.rivals.shape[1]
-    alpha = min(num_rivals / max(num_items - 1, 1), 1.0)  # rivals are drawn with replacement, so there may be more than items
+    # rivals are drawn with replacement, so there may be more than items
+    alpha = min(num_rivals / max(num_items - 1, 1), 1.0)
     beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
-    return (beta * functional.softplus(-logits.target) + functional.softplus(logits.rivals).sum(dim=1)) / (num_rivals + 1)
+    return (
+        beta * functional.softplus(-logits.target) + functional.softplus(logits.rivals).sum(dim=1)
+    ) / (num_rivals + 1)

@@ -2,16 +2,19 @@
 
 | request | answer |
 |---|---|
-| `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | scores; then the events are stored |
-| `GET /users/{user}?candidates=...` | the user's latest events, and attention weights of candidates over them |
-| `POST /reload` | reads the file of weights again, and puts them in place between two batches if they are others |
-| `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
+| `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | scores;
+then the events are stored | | `GET /users/{user}?candidates=...` | the user's latest events, and
+attention weights of candidates over them | | `POST /reload` | reads the file of weights again, and
+puts them in place between two batches if they are others | | `GET /health`, `GET /metrics`, `GET /`
+| state, Prometheus metrics, a page for trying it out |
 
-Users and items are ids of the log. An id is a JSON number or a string: 7 and "7" are the same. Answers have it as in the log.
+Users and items are ids of the log. An id is a JSON number or a string: 7 and "7" are the same.
+Answers have it as in the log.
 
-An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 408 for a body that takes too long, 413 for a
-request that is too large, 415 for a body that is not declared as JSON, 429 if the queue is full, 503 if the server stops or has no memory,
-504 if the deadline passed, 500 for scores that are not finite. Each has a line in the log of the process.
+An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 408 for
+a body that takes too long, 413 for a request that is too large, 415 for a body that is not declared
+as JSON, 429 if the queue is full, 503 if the server stops or has no memory, 504 if the deadline
+passed, 500 for scores that are not finite. Each has a line in the log of the process.
 """
 
 import asyncio
@@ -32,18 +35,50 @@ from fastapi import FastAPI, HTTPException, Query
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from published_ids import Id
-from pydantic import BaseModel, ConfigDict, FailFast, Field, GetPydanticSchema, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetPydanticSchema,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import core_schema, to_json
-from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied, check_limits
+from serving_batcher import (
+    OUT_OF_MEMORY,
+    Batcher,
+    Closed,
+    Limits,
+    Overloaded,
+    TooLate,
+    Waiting,
+    WorkerDied,
+    check_limits,
+)
 from serving_rankers import NewEvents, Ranker, Request
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 LOGGER = logging.getLogger("serving")
 PAGE = Path(__file__).with_name("serving_page.html")
-STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, FloatingPointError: 500, **dict.fromkeys(OUT_OF_MEMORY, 503)}
+STATUS = {
+    Overloaded: 429,
+    Closed: 503,
+    TooLate: 504,
+    WorkerDied: 503,
+    FloatingPointError: 500,
+    **dict.fromkeys(OUT_OF_MEMORY, 503),
+}
 TRIM_SECONDS = 30  # between calls of trim_heap
 MAX_ERROR = 500  # characters of an error's text
 NOT_JSON = "the body must be JSON, with the header content-type: application/json"
@@ -53,7 +88,8 @@ BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked before it is parsed.
+    """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked
+    before it is parsed.
 
     body_seconds: from the first to the last byte of the body.
 
@@ -75,7 +111,8 @@ class ServiceLimits:
 
 STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be a rating of 1
 ID_SCHEMA = core_schema.union_schema(
-    [core_schema.int_schema(strict=True), core_schema.str_schema(strict=True)],  # not true, which would be user or item 1
+    # not true, which would be user or item 1
+    [core_schema.int_schema(strict=True), core_schema.str_schema(strict=True)],
     mode="left_to_right",
     custom_error_type="id_type",
     custom_error_message="Input should be an id, an integer or text",
@@ -84,7 +121,8 @@ PublishedId = Annotated[Id, GetPydanticSchema(lambda source, handler: ID_SCHEMA)
 
 
 class Body(BaseModel):
-    """Validation ends at the first fault of a list, and at the first unknown field. A megabyte of faults would take seconds to list."""
+    """Validation ends at the first fault of a list, and at the first unknown field. A megabyte of
+    faults would take seconds to list."""
 
     model_config = STRICT
 
@@ -116,25 +154,52 @@ class Metrics:
     def __init__(self, service: "Service"):
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            "rank_requests", "Answers to /rank by HTTP status; 499: the client left", ["status"], registry=self.registry
+            "rank_requests",
+            "Answers to /rank by HTTP status; 499: the client left",
+            ["status"],
+            registry=self.registry,
         )
-        self.latency = Histogram("rank_seconds", "Seconds from request to answer", buckets=BUCKETS, registry=self.registry)
-        self.stages = Histogram("rank_stage_seconds", "Seconds by stage", ["stage"], buckets=BUCKETS, registry=self.registry)
-        self.batch = Histogram("rank_batch_users", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
+        self.latency = Histogram(
+            "rank_seconds",
+            "Seconds from request to answer",
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self.stages = Histogram(
+            "rank_stage_seconds",
+            "Seconds by stage",
+            ["stage"],
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self.batch = Histogram(
+            "rank_batch_users",
+            "Requests of a batch",
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+            registry=self.registry,
+        )
         self.candidates = Counter("rank_candidates", "Scored candidates", registry=self.registry)
         ProcessCollector(registry=self.registry)
         self._service = service
         self.registry.register(self)
 
     def collect(self) -> Any:
-        """What is read when a scraper asks: gauges, and counters, whose names end in _total. Prometheus calls it."""
+        """What is read when a scraper asks: gauges, and counters, whose names end in _total.
+        Prometheus calls it."""
         service = self._service
-        gauges = {"rank_queue_length": len(service.batcher), "rank_weights_version": service.version}
+        gauges = {
+            "rank_queue_length": len(service.batcher),
+            "rank_weights_version": service.version,
+        }
         counters = {f"rank_{name}": value for name, value in asdict(service.batcher.counts).items()}
-        counters |= {f"rank_histories_{name}": value for name, value in service.ranker.counts.items()}
+        counters |= {
+            f"rank_histories_{name}": value for name, value in service.ranker.counts.items()
+        }
         if service.ranker.device.type == "cuda":
             gauges["rank_device_bytes"] = torch.cuda.memory_allocated(service.ranker.device)
-            gauges["rank_device_peak_bytes"] = torch.cuda.max_memory_allocated(service.ranker.device)
+            gauges["rank_device_peak_bytes"] = torch.cuda.max_memory_allocated(
+                service.ranker.device
+            )
         if service.ranker.cache is not None:
             for name, value in asdict(service.ranker.cache.statistics()).items():
                 (counters if name in CACHE_COUNTERS else gauges)[f"history_cache_{name}"] = value
@@ -144,10 +209,11 @@ class Metrics:
 
 
 def tune_process() -> None:
-    """Exclude all present objects from Python's garbage collection. Programs call it when the ranker is loaded.
+    """Exclude all present objects from Python's garbage collection. Programs call it when the
+    ranker is loaded.
 
-    The model and the modules live as long as the process. Each collection of the oldest generation would visit all of their objects: .2 s
-    in which no request is scored.
+    The model and the modules live as long as the process. Each collection of the oldest generation
+    would visit all of their objects: .2 s in which no request is scored.
     """
     gc.unfreeze()
     gc.collect()
@@ -157,7 +223,8 @@ def tune_process() -> None:
 def trim_heap() -> None:
     """Give the free pages of glibc's heap back to the system, in about 2 ms.
 
-    Each batch has tensors of other sizes. Small ones that stay leave holes between large ones that are freed, so the heap would grow.
+    Each batch has tensors of other sizes. Small ones that stay leave holes between large ones that
+    are freed, so the heap would grow.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
@@ -170,18 +237,30 @@ class Service:
     Args:
         ranker: the ranker, which the batcher's thread alone calls from now on.
         limits: of requests.
-        read_weights: reads new weights for a reload, in a thread of its own while batches are scored.
+        read_weights: reads new weights for a reload, in a thread of its own while batches are
+            scored.
     """
 
-    def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, read_weights: Callable[[], Weights] | None = None):
+    def __init__(
+        self,
+        ranker: Ranker,
+        limits: ServiceLimits | None = None,
+        read_weights: Callable[[], Weights] | None = None,
+    ):
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
         self.read_weights = read_weights
-        self._reloading = asyncio.Lock()  # otherwise weights that were read before others might be put in place after them
+        # otherwise weights that were read before others might be put in place after them
+        self._reloading = asyncio.Lock()
         self.is_stopping = False
         self._trims_at = time.monotonic() + TRIM_SECONDS
         if ranker.device.type == "cuda":
             ranker.warm_up(self.limits.batches.max_users, self.limits.max_candidates)
-        self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
+        self.batcher = Batcher(
+            lambda requests: self.score(requests),
+            self.limits.batches,
+            self._note_batch,
+            lambda: self.version,
+        )
         self.metrics = Metrics(self)
 
     def score(self, requests: list[Request]) -> list[torch.Tensor]:
@@ -189,7 +268,9 @@ class Service:
 
     def _note_batch(self, batch: list[Waiting]) -> None:
         self.metrics.batch.observe(len(batch))
-        self.metrics.candidates.inc(sum(len(x.request.candidates) for x in batch if x.future.exception() is None))
+        self.metrics.candidates.inc(
+            sum(len(x.request.candidates) for x in batch if x.future.exception() is None)
+        )
         for waiting in batch:
             self.metrics.stages.labels("queue").observe(waiting.queued_seconds)
         for name, seconds in self.ranker.stages.seconds.items():
@@ -199,7 +280,8 @@ class Service:
             self._trims_at = time.monotonic() + TRIM_SECONDS
 
     async def reload(self) -> int:
-        """Read the weights anew, and put them in place between two batches, if they are others. Returns the version of those in place.
+        """Read the weights anew, and put them in place between two batches, if they are others.
+        Returns the version of those in place.
 
         HTTPException if they do not fit.
         """
@@ -208,7 +290,9 @@ class Service:
         try:
             async with self._reloading:
                 weights = await asyncio.to_thread(self.read_weights)
-                return await asyncio.wrap_future(self.batcher.between_batches(lambda: self._replace_weights(weights)))
+                return await asyncio.wrap_future(
+                    self.batcher.between_batches(lambda: self._replace_weights(weights))
+                )
         except (ValueError, OSError) as error:
             raise HTTPException(409, str(error)) from error
 
@@ -227,14 +311,18 @@ class Service:
 
     def to_events(self, events: list[Event]) -> NewEvents:
         """The events, checked. HTTPException with what is wrong."""
-        return NewEvents(self._items("events", [event.item for event in events]), self._ratings(events))
+        return NewEvents(
+            self._items("events", [event.item for event in events]), self._ratings(events)
+        )
 
     def to_row(self, user: Id) -> int:
         """The user's row. HTTPException if there is no such user."""
         users = self.ranker.histories.users
         row = int(users.rows([user])[0])
         if row < 0:
-            raise HTTPException(404, f"no user {user!r} in the log, whose first user is {users[0]!r}")
+            raise HTTPException(
+                404, f"no user {user!r} in the log, whose first user is {users[0]!r}"
+            )
         return row
 
     def _candidates(self, items: list[Id]) -> np.ndarray:
@@ -245,7 +333,11 @@ class Service:
         known = self.ranker.histories.items
         rows = known.rows(items)
         if (rows < 0).any():
-            raise HTTPException(422, f"{name} must be items of the log, such as {known[0]!r}, got {items[rows.argmin()]!r}")
+            raise HTTPException(
+                422,
+                f"{name} must be items of the log, such as {known[0]!r}, got"
+                f" {items[rows.argmin()]!r}",
+            )
         return rows
 
     def _ratings(self, events: list[Event]) -> np.ndarray:
@@ -257,7 +349,9 @@ class Service:
             raise HTTPException(422, f"ratings must be of {self.ranker.ratings}, got {wrong[0]}")
         return np.array([known[event.rating] for event in events], dtype=np.int64)
 
-    async def rank(self, body: RankBody, left: asyncio.Future | None = None, begin: float | None = None) -> dict[str, Any]:
+    async def rank(
+        self, body: RankBody, left: asyncio.Future | None = None, begin: float | None = None
+    ) -> dict[str, Any]:
         """The answer, with the scores of the candidates.
 
         left: done when the client has left. A request in the queue is then dropped.
@@ -271,13 +365,20 @@ class Service:
         self.metrics.latency.observe(taken)
         timing = {"queue_ms": 1e3 * waiting.queued_seconds, "latency_ms": 1e3 * taken}
         user = self.ranker.histories.users[waiting.request.user]
-        return {"user": user, "scores": scores.tolist(), "weights_version": waiting.version, **timing}
+        return {
+            "user": user,
+            "scores": scores.tolist(),
+            "weights_version": waiting.version,
+            **timing,
+        }
 
     def user(self, user: Id, candidates: list[Id], count: int = 50) -> dict[str, Any]:
         """The latest events of a user, and attention weights of candidates over them."""
         row, rows = self.to_row(user), self._candidates(candidates)
         users, items = self.ranker.histories.users, self.ranker.histories.items
-        window = self.ranker.histories.window(row, NewEvents(*np.zeros((2, 0), np.int64)), self.ranker.max_history)
+        window = self.ranker.histories.window(
+            row, NewEvents(*np.zeros((2, 0), np.int64)), self.ranker.max_history
+        )
         ratings = self.ranker.ratings
         events = [
             {"item": items[item], "rating": ratings[rating] if ratings else None}
@@ -310,7 +411,8 @@ def _check_count(name: str, count: int, most: int) -> None:
 class RankEndpoint:
     """`POST /rank`, an ASGI application.
 
-    It parses the body and watches the connection itself. FastAPI's way takes three times as long, in the thread that holds up the model's.
+    It parses the body and watches the connection itself. FastAPI's way takes three times as long,
+    in the thread that holds up the model's.
     """
 
     def __init__(self, service: Service):
@@ -319,7 +421,8 @@ class RankEndpoint:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = HTTPRequest(scope, receive)
         body = _parse(request.headers.get("content-type", ""), await request.body())
-        left = asyncio.ensure_future(receive())  # after the body, the server has nothing to tell but that the client left
+        # after the body, the server has nothing to tell but that the client left
+        left = asyncio.ensure_future(receive())
         try:
             with http_errors():
                 result = await self.service.rank(body, left)
@@ -347,7 +450,9 @@ def make_app(service: Service) -> FastAPI:
         yield
         await asyncio.to_thread(service.batcher.close)
 
-    app = FastAPI(title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.service = service
 
     def answer(status: int, text: str, path: str) -> Response:
@@ -367,12 +472,18 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/users/{user:path}")  # an id may have slashes
     async def user(user: str, candidates: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006 - pydantic copies it
         with http_errors():
-            return await asyncio.wrap_future(service.batcher.between_batches(lambda: service.user(user, candidates)))
+            return await asyncio.wrap_future(
+                service.batcher.between_batches(lambda: service.user(user, candidates))
+            )
 
     @app.get("/health")
     async def health() -> Response:
         alive = service.batcher.is_alive() and not service.is_stopping
-        content = {"status": "ok" if alive else "stopping", "weights_version": service.version, "queue": len(service.batcher)}
+        content = {
+            "status": "ok" if alive else "stopping",
+            "weights_version": service.version,
+            "queue": len(service.batcher),
+        }
         return JSONResponse(content, 200 if alive else 503)
 
     @app.get("/metrics")
@@ -387,14 +498,18 @@ def make_app(service: Service) -> FastAPI:
 
 
 def error_response(status: int, text: str, path: str) -> Response:
-    """The error, which is also logged. A name or a number of the request in it may be as long as the request, and may have line ends."""
+    """The error, which is also logged. A name or a number of the request in it may be as long as
+    the request, and may have line ends."""
     text = text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
     LOGGER.warning("%d for %r: %r", status, path[:MAX_ERROR], text)
     return JSONResponse({"error": text}, status)
 
 
-def answer_errors(app: FastAPI, answer: Callable[[int, str, str], Response] = error_response) -> None:
-    """Let `answer(status, text, path)` make the app's answers to malformed requests and to HTTPExceptions."""
+def answer_errors(
+    app: FastAPI, answer: Callable[[int, str, str], Response] = error_response
+) -> None:
+    """Let `answer(status, text, path)` make the app's answers to malformed requests and to
+    HTTPExceptions."""
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: HTTPRequest, error: RequestValidationError) -> Response:
@@ -408,14 +523,18 @@ def answer_errors(app: FastAPI, answer: Callable[[int, str, str], Response] = er
 
 
 def _fault(error: RequestValidationError | ValidationError, *place: str) -> tuple[int, str]:
-    """Status and text of the first error in this place. The input is left out: it may be large, or NaN, which is no JSON."""
+    """Status and text of the first error in this place. The input is left out: it may be large, or
+    NaN, which is no JSON."""
     first = error.errors()[0]
-    return 400 if first["type"] == "json_invalid" else 422, f"{'.'.join(map(str, (*place, *first['loc'])))}: {first['msg']}"
+    return (
+        400 if first["type"] == "json_invalid" else 422
+    ), f"{'.'.join(map(str, (*place, *first['loc'])))}: {first['msg']}"
 
 
 @contextmanager
 def http_errors() -> Iterator[None]:
-    """Turns errors into HTTPExceptions with the status of the kind of error. The text of unknown ones is not for clients."""
+    """Turns errors into HTTPExceptions with the status of the kind of error. The text of unknown
+    ones is not for clients."""
     try:
         yield
     except HTTPException:
@@ -430,15 +549,25 @@ class Admission:
     """Refuses requests before they are parsed.
 
     408: the body is not complete after body_seconds. The connection is closed.
-    413: the body is larger than max_body. It is not read if it has a length, else until it gets too long.
-    429: as many requests to /rank are in progress as the queue and two batches hold. More would wait to be parsed or answered, where the
-    queue's limit and the deadlines do not see them. Once its answer begins a request does not count: the client may never read it.
+    413: the body is larger than max_body. It is not read if it has a length, else until it gets too
+    long.
+    429: as many requests to /rank are in progress as the queue and two batches hold. More would
+    wait to be parsed or answered, where the queue's limit and the deadlines do not see them. Once
+    its answer begins a request does not count: the client may never read it.
 
-    A client that leaves before the body is complete is counted as 499. FastAPI would take it for a malformed body.
+    A client that leaves before the body is complete is counted as 499. FastAPI would take it for a
+    malformed body.
     """
 
-    def __init__(self, app: Any, limits: ServiceLimits, answer: Callable[[int, str, str], Response]):
-        self.app, self.max_body, self.body_seconds, self.answer = app, limits.max_body, limits.body_seconds, answer
+    def __init__(
+        self, app: Any, limits: ServiceLimits, answer: Callable[[int, str, str], Response]
+    ):
+        self.app, self.max_body, self.body_seconds, self.answer = (
+            app,
+            limits.max_body,
+            limits.body_seconds,
+            answer,
+        )
         self.ranking, self.max_ranking = 0, limits.batches.max_queue + 2 * limits.batches.max_users
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -446,7 +575,11 @@ class Admission:
             return await self.app(scope, receive, send)
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body:
-            response = self.answer(413, f"the body must be at most {self.max_body} bytes, got {int(length)}", scope["path"])
+            response = self.answer(
+                413,
+                f"the body must be at most {self.max_body} bytes, got {int(length)}",
+                scope["path"],
+            )
             return await response(scope, receive, send)
         request = _Arriving(self, scope["path"], receive, send)
         try:
@@ -454,7 +587,9 @@ class Admission:
         except asyncio.CancelledError:
             if not request.is_late:
                 raise
-            response = self.answer(408, f"the body must be complete within {self.body_seconds:g} s", scope["path"])
+            response = self.answer(
+                408, f"the body must be complete within {self.body_seconds:g} s", scope["path"]
+            )
             response.headers["connection"] = "close"
             await response(scope, receive, send)
         finally:
@@ -471,13 +606,17 @@ class _Arriving:
 
     async def receive(self) -> Any:
         if self.timer is None:  # a request without a body has none
-            self.timer = asyncio.get_running_loop().call_later(self.admission.body_seconds, self._end)
+            self.timer = asyncio.get_running_loop().call_later(
+                self.admission.body_seconds, self._end
+            )
         message = await self._receive()
         if message["type"] == "http.disconnect" and not self.is_complete:
             raise StarletteHTTPException(499, "the client left")
         self.received += len(message.get("body", b""))
         if self.received > self.admission.max_body:
-            raise StarletteHTTPException(413, f"the body must be at most {self.admission.max_body} bytes")
+            raise StarletteHTTPException(
+                413, f"the body must be at most {self.admission.max_body} bytes"
+            )
         if not (self.is_complete or message.get("more_body", False)):
             self.is_complete = True
             self.timer.cancel()

@@ -1,7 +1,9 @@
-"""Dynamic batching: requests wait in a bounded queue for a short time, and one thread scores them in batches.
+"""Dynamic batching: requests wait in a bounded queue for a short time, and one thread scores them
+in batches.
 
-A batch closes when it is full, when its first request has waited `max_wait` seconds, or when its earliest deadline leaves just the time
-that two batches take. Requests of one user keep their order, and one with new events is never behind another request in a batch.
+A batch closes when it is full, when its first request has waited `max_wait` seconds, or when its
+earliest deadline leaves just the time that two batches take. Requests of one user keep their order,
+and one with new events is never behind another request in a batch.
 """
 
 import math
@@ -44,8 +46,9 @@ class Limits:
     """Limits of the queue and of batches.
 
     max_queue: requests that wait, and jobs.
-    max_users, max_candidates: requests of a batch and their candidates. A request with more candidates is a batch by itself.
-    max_wait: seconds that the first request of a batch waits for others.
+    max_users, max_candidates: requests of a batch and their candidates. A request with more
+    candidates is a batch by itself. max_wait: seconds that the first request of a batch waits for
+    others.
 
     Raises ValueError for a limit under which no request is scored.
     """
@@ -56,7 +59,9 @@ class Limits:
     max_wait: float = 0.004
 
     def __post_init__(self) -> None:
-        check_limits(max_queue=self.max_queue, max_users=self.max_users, max_candidates=self.max_candidates)
+        check_limits(
+            max_queue=self.max_queue, max_users=self.max_users, max_candidates=self.max_candidates
+        )
         if not 0 <= self.max_wait < math.inf:
             raise ValueError(f"max_wait must be finite and at least 0, got {self.max_wait} s")
 
@@ -81,7 +86,8 @@ class Counts:
 
 @dataclass
 class Waiting:
-    """A request in the queue. Times are of `time.monotonic`. version: the weights that scored it."""
+    """A request in the queue. Times are of `time.monotonic`. version: the weights that scored
+    it."""
 
     request: Request
     deadline: float
@@ -95,7 +101,8 @@ class Batcher:
     """Scores requests in batches, in a thread of its own.
 
     Args:
-        score: the scores of several requests. Only a user's first one has new events. It is called by one thread at a time.
+        score: the scores of several requests. Only a user's first one has new events. It is called
+            by one thread at a time.
         limits: of queue and batches.
         on_batch: called after each batch with its requests.
         version: the version of the weights, which only jobs between batches change.
@@ -112,7 +119,8 @@ class Batcher:
         self.counts = Counts()
         self._queue: deque[Waiting] = deque()
         self._queued_candidates = 0
-        self._closes = 0.0  # when the batch that the thread collects closes, unless it is full before
+        # when the batch that the thread collects closes, unless it is full before
+        self._closes = 0.0
         self._jobs: deque[tuple[Callable[[], Any], Future]] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -137,12 +145,17 @@ class Batcher:
             waiting = Waiting(request, deadline)
             self._queue.append(waiting)
             self._queued_candidates += len(request.candidates)
-            if len(self._queue) == 1 or self._is_full() or self._closing_time(waiting) < self._closes:
+            if (
+                len(self._queue) == 1
+                or self._is_full()
+                or self._closing_time(waiting) < self._closes
+            ):
                 self._changed.notify_all()  # otherwise the thread need not wake up
             return waiting
 
     def between_batches(self, job: Callable[[], Any]) -> Future:
-        """Call job() in the thread, when it scores nothing. After jobs of max_wait seconds a batch has its turn.
+        """Call job() in the thread, when it scores nothing. After jobs of max_wait seconds a batch
+        has its turn.
 
         Raises:
             Overloaded: max_queue jobs wait. Closed: `close` was called.
@@ -168,7 +181,7 @@ class Batcher:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    # -- the thread ----------------------------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
@@ -178,7 +191,8 @@ class Batcher:
         try:
             while self._step():
                 pass
-        except BaseException as error:  # a thread that ends for whatever reason leaves no request without an answer
+        # a thread that ends for whatever reason leaves no request without an answer
+        except BaseException as error:
             batch, self._current = self._current, []
             for waiting in batch:
                 if not waiting.future.done():
@@ -216,8 +230,14 @@ class Batcher:
         for waiting in self._queue:
             request = waiting.request
             total = candidates + len(request.candidates)
-            is_full = len(batch) == self.limits.max_users or (batch and total > self.limits.max_candidates)
-            if is_full or request.user in passed or (request.user in users and len(request.events.item)):
+            is_full = len(batch) == self.limits.max_users or (
+                batch and total > self.limits.max_candidates
+            )
+            if (
+                is_full
+                or request.user in passed
+                or (request.user in users and len(request.events.item))
+            ):
                 later.append(waiting)
                 passed.add(request.user)  # a user's later requests stay behind this one
                 continue
@@ -230,10 +250,15 @@ class Batcher:
 
     def _closing_time(self, waiting: Waiting) -> float:
         """When a batch with this request closes at the latest."""
-        return min(waiting.arrived + self.limits.max_wait, waiting.deadline - 2 * self._batch_seconds)
+        return min(
+            waiting.arrived + self.limits.max_wait, waiting.deadline - 2 * self._batch_seconds
+        )
 
     def _is_full(self) -> bool:
-        return len(self._queue) >= self.limits.max_users or self._queued_candidates >= self.limits.max_candidates
+        return (
+            len(self._queue) >= self.limits.max_users
+            or self._queued_candidates >= self.limits.max_candidates
+        )
 
     def _answer(self, batch: list[Waiting]) -> None:
         begin = time.monotonic()
@@ -260,24 +285,32 @@ class Batcher:
             return False
         if now > waiting.deadline:
             self.counts.late += 1
-            waiting.future.set_exception(TooLate(f"the deadline passed in the queue, after {waiting.queued_seconds:.3f} s"))
+            waiting.future.set_exception(
+                TooLate(f"the deadline passed in the queue, after {waiting.queued_seconds:.3f} s")
+            )
             return False
         return True
 
     def _results(self, requests: list[Request]) -> list[torch.Tensor | Exception]:
-        """Scores or the error of each request. Errors of a batch are found again in its halves, so that no request fails for another."""
+        """Scores or the error of each request. Errors of a batch are found again in its halves, so
+        that no request fails for another."""
         try:
             return list(self.score(requests))
         except Exception as caught:
             error = _with_class(caught)
             self.counts.splits += isinstance(error, OUT_OF_MEMORY)
             if len(requests) == 1:
-                return [self._in_halves(requests[0], error) if isinstance(error, OUT_OF_MEMORY) else error]
+                return [
+                    self._in_halves(requests[0], error)
+                    if isinstance(error, OUT_OF_MEMORY)
+                    else error
+                ]
         half = len(requests) // 2
         return self._results(requests[:half]) + self._results(requests[half:])
 
     def _in_halves(self, request: Request, error: Exception) -> torch.Tensor | Exception:
-        """The scores of one request whose candidates need too much memory at once. Its new events are stored with the last half."""
+        """The scores of one request whose candidates need too much memory at once. Its new events
+        are stored with the last half."""
         half = len(request.candidates) // 2
         if not half:
             return error
@@ -294,8 +327,13 @@ class Batcher:
 
 
 def _with_class(error: Exception) -> Exception:
-    """The error. A MemoryError for the plain RuntimeError that torch raises if a CPU has no memory."""
-    return MemoryError("the CPU is out of memory") if type(error) is RuntimeError and "DefaultCPUAllocator" in str(error) else error
+    """The error. A MemoryError for the plain RuntimeError that torch raises if a CPU has no
+    memory."""
+    return (
+        MemoryError("the CPU is out of memory")
+        if type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+        else error
+    )
 
 
 def _run_job(job: Callable[[], Any], future: Future) -> None:

@@ -23,26 +23,44 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def add_ranker_options(parser: argparse.ArgumentParser) -> None:
     """The options of `make_ranker` that programs have in common."""
-    parser.add_argument("--data", help="path of the log that the model was trained on; the one that it had then if not given")
+    parser.add_argument(
+        "--data",
+        help="path of the log that the model was trained on; the one that it had then if not given",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the dense layers and the cache; tables are float32")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the dense layers and the cache; tables are float32",
+    )
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """The options of one cache, of `ranker_from_options`."""
-    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache")
-    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
+    parser.add_argument(
+        "--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache"
+    )
+    parser.add_argument(
+        "--page-rows",
+        type=int,
+        help="rows of the cache's pages; 128 on a GPU, else 16, if not given",
+    )
 
 
 def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker:
-    """The ranker of a file of weights and the options of `add_ranker_options` and `add_cache_options`."""
+    """The ranker of a file of weights and the options of `add_ranker_options` and
+    `add_cache_options`."""
     device, cache_bytes = pick_device(options.device), int(options.cache_mb * 1e6)
-    return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, dtype=DTYPES[options.dtype])
+    return make_ranker(
+        weights, device, cache_bytes, options.data, options.page_rows, dtype=DTYPES[options.dtype]
+    )
 
 
 def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:
-    """The options of the training program that wrote the settings, with another path of the log if `data` is given."""
+    """The options of the training program that wrote the settings, with another path of the log if
+    `data` is given."""
     options = program.parse_arguments([])
     vars(options).update({name: value for name, value in settings.items() if name in vars(options)})
     return argparse.Namespace(**{**vars(options), "data": data or options.data})
@@ -63,13 +81,18 @@ def make_ranker(
         cache_bytes: budget of the cache; 0: none.
         data: path of the training's log; the one that it had if None.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
-        fuse_broadcasts: whether the interaction "padded" is passed through `jm.transforms.fuse_broadcasts`. Others repeat no history.
+        fuse_broadcasts: whether the interaction "padded" is passed through
+            `jm.transforms.fuse_broadcasts`. Others repeat no history.
         dtype: of the dense layers and of the cache.
 
     Raises:
-        ValueError: the model has no ranker, or none with a cache; the log is not that of the training; a history does not fit the cache.
+        ValueError: the model has no ranker, or none with a cache; the log is not that of the
+            training; a history does not fit the cache.
     """
-    name, options = weights.settings["model"], dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype)
+    name, options = (
+        weights.settings["model"],
+        dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype),
+    )
     if name in INTERACTIONS:
         ranker = _ranking_ranker(weights, device, data, **options)
         if fuse_broadcasts and isinstance(ranker.model.head.interaction, PaddedTargetAttention):
@@ -77,28 +100,43 @@ def make_ranker(
     elif name in ENCODERS:
         ranker = _sequence_ranker(weights, device, data, **options)
     else:
-        raise ValueError(f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}")
+        raise ValueError(
+            f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}"
+        )
     ranker.load(weights)
     ranker.check_cache()
     return ranker
 
 
-def _check_log(weights: Weights, dataset: RankingDataset | SequenceDataset, data: str | None) -> None:
+def _check_log(
+    weights: Weights, dataset: RankingDataset | SequenceDataset, data: str | None
+) -> None:
     """ValueError unless the dataset is of the log that the weights were trained on."""
     trained, given = weights.settings.get("log_fingerprint"), dataset.log.fingerprint
     if given != trained:
-        difference = dataset.vocabulary.difference(weights.vocabulary) or "its ids are the same, its events or side features are not"
+        difference = (
+            dataset.vocabulary.difference(weights.vocabulary)
+            or "its ids are the same, its events or side features are not"
+        )
         source = "the generated log" if data is None else data
-        raise ValueError(f"{source} is not the log that the weights were trained on: fingerprint {given}, not {trained}; {difference}")
+        raise ValueError(
+            f"{source} is not the log that the weights were trained on: fingerprint {given}, not"
+            f" {trained}; {difference}"
+        )
 
 
-def _ranking_ranker(weights: Weights, device: torch.device, data: str | None, **cache: Any) -> RankingRanker:
+def _ranking_ranker(
+    weights: Weights, device: torch.device, data: str | None, **cache: Any
+) -> RankingRanker:
     settings = weights.settings
     options = options_of(train_dlrm, settings, data)
-    if cache["cache_bytes"] and (options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS):
+    if cache["cache_bytes"] and (
+        options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS
+    ):
         what = f"interaction {options.interaction} and parts {sorted(options.parts)}"
         raise ValueError(
-            f"a cache needs the interaction 'attention' and parts of {sorted(CACHED_PARTS)}, not {what}; serve without a cache"
+            f"a cache needs the interaction 'attention' and parts of {sorted(CACHED_PARTS)}, not"
+            f" {what}; serve without a cache"
         )
     dataset = train_dlrm.load_datasets(options)["test"]
     _check_log(weights, dataset, options.data)
@@ -109,12 +147,19 @@ def _ranking_ranker(weights: Weights, device: torch.device, data: str | None, **
     return RankingRanker(model, dataset, **state, **run, **cache)
 
 
-def _sequence_ranker(weights: Weights, device: torch.device, data: str | None, **cache: Any) -> SequenceRanker:
+def _sequence_ranker(
+    weights: Weights, device: torch.device, data: str | None, **cache: Any
+) -> SequenceRanker:
     settings = weights.settings
     options = options_of(train_hstu, settings, data)
     if options.model != "hstu" or options.intervals or options.relative_time:
-        what = f"{options.model}, intervals {options.intervals}, relative_time {options.relative_time}"
-        raise ValueError(f"a next-item model is served with the encoder hstu, without intervals and relative_time, not {what}")
+        what = (
+            f"{options.model}, intervals {options.intervals}, relative_time {options.relative_time}"
+        )
+        raise ValueError(
+            "a next-item model is served with the encoder hstu, without intervals and"
+            f" relative_time, not {what}"
+        )
     dataset = train_hstu.load_datasets(options)["test"]
     _check_log(weights, dataset, options.data)
     log = dataset.log

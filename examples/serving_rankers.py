@@ -1,10 +1,13 @@
-"""Rankers: requests of several users in, scores of their candidates out, with the histories' keys and values kept between requests.
+"""Rankers: requests of several users in, scores of their candidates out, with the histories' keys
+and values kept between requests.
 
-ranking model (train_dlrm.py)   the interaction's keys and values of a history. New events change the age of all earlier ones, so the
-                                history of a user with new events is encoded anew.
-next-item model (train_hstu.py) the encoder's keys and values, and its output for the last event, which gives the query. New events are
-                                appended. A history that outgrows the model's window is encoded anew, because the positions of all
-                                events change.
+ranking model (train_dlrm.py)   the interaction's keys and values of a history. New events change
+                                the age of all earlier ones, so the history of a user with new
+                                events is encoded anew.
+next-item model (train_hstu.py) the encoder's keys and values, and its output for the last event,
+                                which gives the query. New events are appended. A history that
+                                outgrows the model's window is encoded anew, because the positions
+                                of all events change.
 """
 
 import itertools
@@ -28,13 +31,25 @@ from torch import nn
 
 import jagged_modules as jm
 
-COMPUTED = ("model", "interaction", "parts", "num_heads", "max_history", "max_stream", "block_size", "scores")  # settings beside the shapes
+# settings beside the shapes
+COMPUTED = (
+    "model",
+    "interaction",
+    "parts",
+    "num_heads",
+    "max_history",
+    "max_stream",
+    "block_size",
+    "scores",
+)
 WARM_UP_USERS = 1000  # of whom some have the shortest and the longest histories
-PAGE_ROWS = {"cuda": 128, "cpu": 16}  # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
+# of a cache's pages: on a GPU attention reads those of 128 rows without a copy
+PAGE_ROWS = {"cuda": 128, "cpu": 16}
 
 
 class NewEvents(NamedTuple):
-    """Events of a user, from oldest to newest. item, rating: int64 [N]; ratings are indices into `Ranker.ratings`, 0 without ratings."""
+    """Events of a user, from oldest to newest. item, rating: int64 [N]; ratings are indices into
+    `Ranker.ratings`, 0 without ratings."""
 
     item: np.ndarray
     rating: np.ndarray
@@ -45,7 +60,8 @@ NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 @dataclass(frozen=True)
 class Request:
-    """Score candidates, items int64 [C], for a user after these new events. stores_events: whether the history then has them.
+    """Score candidates, items int64 [C], for a user after these new events. stores_events: whether
+    the history then has them.
 
     Users and items are rows, not ids: see `Histories`.
     """
@@ -57,7 +73,8 @@ class Request:
 
 
 class Histories:
-    """The events of all users: those of a log, then those of requests. Users and items are rows of `users` and `items`, the log's ids.
+    """The events of all users: those of a log, then those of requests. Users and items are rows of
+    `users` and `items`, the log's ids.
 
     Args:
         log: the log.
@@ -66,13 +83,22 @@ class Histories:
     """
 
     def __init__(self, log: EventLog, rating: np.ndarray, kept: np.ndarray):
-        self.users, self.items, self.num_users, self.num_items = log.users, log.items, log.num_users, log.num_items
+        self.users, self.items, self.num_users, self.num_items = (
+            log.users,
+            log.items,
+            log.num_users,
+            log.num_items,
+        )
         self._item, self._rating = log.item[kept], rating[kept]
-        self._offsets = np.concatenate([[0], np.bincount(log.user[kept], minlength=log.num_users).cumsum()])
+        self._offsets = np.concatenate(
+            [[0], np.bincount(log.user[kept], minlength=log.num_users).cumsum()]
+        )
         self._added: dict[int, NewEvents] = {}
 
     def length(self, user: int) -> int:
-        return int(self._offsets[user + 1] - self._offsets[user]) + len(self._added.get(user, NONE).item)
+        return int(self._offsets[user + 1] - self._offsets[user]) + len(
+            self._added.get(user, NONE).item
+        )
 
     def longest(self) -> int:
         """The user of the longest history of the log."""
@@ -92,7 +118,9 @@ class Histories:
 
     def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
         """The last `count` events of a user's history and these new ones."""
-        rows = slice(max(self._offsets[user], self._offsets[user + 1] - count), self._offsets[user + 1])
+        rows = slice(
+            max(self._offsets[user], self._offsets[user + 1] - count), self._offsets[user + 1]
+        )
         known = NewEvents(self._item[rows], self._rating[rows])
         whole = _joined(known, self._added.get(user, NONE), events)
         return NewEvents(*(column[max(0, len(column) - count) :] for column in whole))
@@ -104,7 +132,8 @@ def _joined(*events: NewEvents) -> NewEvents:
 
 @dataclass
 class Stages:
-    """Seconds by stage of the last call: lookup (embeddings), cache (encoding and gathering of histories), score (the rest).
+    """Seconds by stage of the last call: lookup (embeddings), cache (encoding and gathering of
+    histories), score (the rest).
 
     On a GPU the first two are the host's time, and the device's is in the last, which waits for it.
     """
@@ -124,7 +153,8 @@ class Ranker(ABC):
     Args:
         model: the model, in eval mode, with its weights.
         layer: the layer whose keys and values are cached.
-        dense: the module with the layer that computes in `dtype`. Embedding tables, and the last step of a score, are fp32.
+        dense: the module with the layer that computes in `dtype`. Embedding tables, and the last
+            step of a score, are fp32.
         histories: the users' events.
         max_history: events of a history that the model takes.
         cache_bytes: budget of the cache; 0: none, each request computes its history.
@@ -151,7 +181,12 @@ class Ranker(ABC):
         page_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
     ):
-        self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
+        self.model, self.histories, self.max_history, self.held_out = (
+            model.eval(),
+            histories,
+            max_history,
+            held_out,
+        )
         self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
         dense.to(dtype)
         self.device = next(model.parameters()).device
@@ -159,18 +194,26 @@ class Ranker(ABC):
         self.cache = jm.PagedHistoryCache(layer, cache_bytes, page_rows) if cache_bytes else None
         self.ratings: list[float] = []
         self.stages = Stages()
-        self.counts = {"reused": 0, "appended": 0, "encoded": 0}  # requests by what happened to their histories
+        # requests by what happened to their histories
+        self.counts = {"reused": 0, "appended": 0, "encoded": 0}
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request]) -> list[torch.Tensor]:
-        """fp32 scores [C] on the host for each request. Then the new events of requests that store them are part of the histories.
+        """fp32 scores [C] on the host for each request. Then the new events of requests that store
+        them are part of the histories.
 
-        Of several requests of a user, only the first may have new events; all are scored after these.
+        Of several requests of a user, only the first may have new events; all are scored after
+        these.
 
-        If it raises, no event was added, and the cache still fits the histories. FloatingPointError: a score is NaN or infinite.
+        If it raises, no event was added, and the cache still fits the histories.
+        FloatingPointError: a score is NaN or infinite.
         """
         self.stages.seconds.clear()
-        begin, order = time.perf_counter(), sorted(range(len(requests)), key=lambda i: requests[i].user)  # the order of equal users stays
+        # the order of equal users stays
+        begin, order = (
+            time.perf_counter(),
+            sorted(range(len(requests)), key=lambda i: requests[i].user),
+        )
         requests = [requests[i] for i in order]
         try:
             scores = self._score(_merged(requests)).float().cpu()
@@ -180,7 +223,9 @@ class Ranker(ABC):
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests])
             raise
-        self.stages.seconds["score"] = time.perf_counter() - begin - sum(self.stages.seconds.values())
+        self.stages.seconds["score"] = (
+            time.perf_counter() - begin - sum(self.stages.seconds.values())
+        )
         for request in requests:
             if request.stores_events:
                 self.histories.add(request.user, request.events)
@@ -195,25 +240,41 @@ class Ranker(ABC):
 
     @abstractmethod
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
-        """Attention weights [C, L] of candidates over the user's events, the mean of the heads; None if they have none."""
+        """Attention weights [C, L] of candidates over the user's events, the mean of the heads;
+        None if they have none."""
 
     def load(self, weights: Weights) -> bool:
-        """Replace the model's weights. Cached rows of the old weights are not used any more. False if the weights are those that it has.
+        """Replace the model's weights. Cached rows of the old weights are not used any more. False
+        if the weights are those that it has.
 
-        Raises ValueError if the weights are of another model, also of one whose tensors have equal shapes, or of a log with other ids. The
-        model is then unchanged.
+        Raises ValueError if the weights are of another model, also of one whose tensors have equal
+        shapes, or of a log with other ids. The model is then unchanged.
         """
-        changed = [name for name in COMPUTED if weights.settings.get(name) != self.settings.get(name)]
+        changed = [
+            name for name in COMPUTED if weights.settings.get(name) != self.settings.get(name)
+        ]
         if changed:
-            values = (f"{name} is {weights.settings.get(name)!r}, not {self.settings.get(name)!r}" for name in changed)
+            values = (
+                f"{name} is {weights.settings.get(name)!r}, not {self.settings.get(name)!r}"
+                for name in changed
+            )
             raise ValueError(f"the weights are of another model: {'; '.join(values)}")
         if difference := weights.vocabulary.difference(self.vocabulary):
             prints = f"{weights.vocabulary.fingerprint}, not {self.vocabulary.fingerprint}"
-            raise ValueError(f"the weights are of a log with other ids: fingerprint {prints}; {difference}")
+            raise ValueError(
+                f"the weights are of a log with other ids: fingerprint {prints}; {difference}"
+            )
         own = self.model.state_dict()
-        shapes = [{name: (x.shape, x.is_floating_point()) for name, x in tensors.items()} for tensors in (own, weights.tensors)]
+        shapes = [
+            {name: (x.shape, x.is_floating_point()) for name, x in tensors.items()}
+            for tensors in (own, weights.tensors)
+        ]
         if shapes[0] != shapes[1]:
-            differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+            differing = sorted(
+                name
+                for name in shapes[0].keys() | shapes[1].keys()
+                if shapes[0].get(name) != shapes[1].get(name)
+            )
             raise ValueError(f"the weights are of another model: {', '.join(differing[:5])} differ")
         if all(torch.equal(x, weights.tensors[name].to(x)) for name, x in own.items()):
             return False
@@ -221,30 +282,43 @@ class Ranker(ABC):
         return True
 
     def check_cache(self) -> None:
-        """ValueError if the cache has no room for the log's longest history. Call it before the first request."""
+        """ValueError if the cache has no room for the log's longest history. Call it before the
+        first request."""
         user = self.histories.longest()
         if self.cache is None or not self.histories.length(user):
             return
         try:
             self.score([Request(user, np.zeros(1, np.int64))])
         except (jm.CacheFull, ValueError) as error:
-            raise ValueError(f"--cache-mb {self.cache.max_bytes / 1e6:g} is too small for the longest history: {error}") from error
+            raise ValueError(
+                f"--cache-mb {self.cache.max_bytes / 1e6:g} is too small for the longest history:"
+                f" {error}"
+            ) from error
         self.forget()
         self.counts = dict.fromkeys(self.counts, 0)
 
     def warm_up(self, max_users: int, max_candidates: int) -> None:
-        """Score batches of many sizes, up to these users and candidates, so that no request waits for kernels to be compiled or loaded.
+        """Score batches of many sizes, up to these users and candidates, so that no request waits
+        for kernels to be compiled or loaded.
 
-        Which kernels run depends on the numbers of users and candidates and on mean lengths. So batches have the shortest histories of
-        some users, the longest, or both, and mix users with whole histories to encode and users with a new event.
+        Which kernels run depends on the numbers of users and candidates and on mean lengths. So
+        batches have the shortest histories of some users, the longest, or both, and mix users with
+        whole histories to encode and users with a new event.
 
         Call it before the first request: no event and no history of it stays.
         """
-        with_events = (user for user in range(self.histories.num_users) if self.histories.length(user))
+        with_events = (
+            user for user in range(self.histories.num_users) if self.histories.length(user)
+        )
         users = sorted(itertools.islice(with_events, WARM_UP_USERS), key=self.histories.length)
         for count in _powers(2, min(max_users, len(users))):
-            for chosen in (users[:count], users[-count:], users[: count // 2] + users[len(users) - (count + 1) // 2 :]):
-                with suppress(torch.OutOfMemoryError, jm.CacheFull):  # requests that need so much memory are split
+            for chosen in (
+                users[:count],
+                users[-count:],
+                users[: count // 2] + users[len(users) - (count + 1) // 2 :],
+            ):
+                # requests that need so much memory are split
+                with suppress(torch.OutOfMemoryError, jm.CacheFull):
                     self._warm_up(chosen, max_candidates // count)
             self.forget()
         self.counts = dict.fromkeys(self.counts, 0)
@@ -252,7 +326,8 @@ class Ranker(ABC):
     def _warm_up(self, users: list[int], max_candidates: int) -> None:
         item, event = np.zeros(1, np.int64), NewEvents(np.zeros(1, np.int64), np.zeros(1, np.int64))
         for num_new in {len(users), len(users) // 2, 1, 0}:
-            self.score([Request(user, item) for user in users])  # encodes the histories that are not cached
+            # encodes the histories that are not cached
+            self.score([Request(user, item) for user in users])
             if self.cache is not None:
                 self.cache.evict(users[:num_new])
             self.score([Request(user, item, event, stores_events=False) for user in users])
@@ -261,7 +336,8 @@ class Ranker(ABC):
             self.score([Request(user, items) for user in users])
 
     def replace_events(self, user: int, events: NewEvents) -> None:
-        """Replace the events that requests brought. The user's next request encodes the history anew."""
+        """Replace the events that requests brought. The user's next request encodes the history
+        anew."""
         self.histories.replace(user, events)
         if self.cache is not None:
             self.cache.evict([user])
@@ -273,11 +349,14 @@ class Ranker(ABC):
             self.cache.clear()
 
     def _select(self, users: list[int]) -> jm.HistoryCache:
-        """The cached rows. CacheFull if writes for some users of this batch evicted others of it."""
+        """The cached rows. CacheFull if writes for some users of this batch evicted others of
+        it."""
         try:
             return self.cache.select(users)
         except KeyError as error:
-            raise jm.CacheFull(f"the cache has no room for the histories of {len(users)} users at once") from error
+            raise jm.CacheFull(
+                f"the cache has no room for the histories of {len(users)} users at once"
+            ) from error
 
 
 def _powers(base: int, limit: int) -> Iterator[int]:
@@ -291,19 +370,30 @@ def _powers(base: int, limit: int) -> Iterator[int]:
 
 
 def _merged(requests: Sequence[Request]) -> list[Request]:
-    """One request for each user, with the candidates of the user's adjacent requests and the events of the first."""
-    groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.user)]
-    return [replace(x[0], candidates=np.concatenate([y.candidates for y in x])) if len(x) > 1 else x[0] for x in groups]
+    """One request for each user, with the candidates of the user's adjacent requests and the events
+    of the first."""
+    groups = [
+        list(group) for _, group in itertools.groupby(requests, key=lambda request: request.user)
+    ]
+    return [
+        replace(x[0], candidates=np.concatenate([y.candidates for y in x])) if len(x) > 1 else x[0]
+        for x in groups
+    ]
 
 
 def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
     """Candidates of all requests, and their numbers."""
-    return np.concatenate([x.candidates for x in requests]), np.array([len(x.candidates) for x in requests], dtype=np.int64)
+    return np.concatenate([x.candidates for x in requests]), np.array(
+        [len(x.candidates) for x in requests], dtype=np.int64
+    )
 
 
 def _jagged(values: torch.Tensor, lengths: Sequence[int]) -> jm.Jagged:
-    """Segments of these lengths, which the host then knows: no layer waits for the device to learn them."""
-    return jm.Jagged(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])))
+    """Segments of these lengths, which the host then knows: no layer waits for the device to learn
+    them."""
+    return jm.Jagged(
+        values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    )
 
 
 def _last_rows(x: jm.Jagged) -> torch.Tensor:
@@ -332,7 +422,9 @@ class RankingRanker(Ranker):
             vectors = x.users  # the parts of models with a cache leave them as they are
             if fresh:
                 history, vectors = head.encode(x)
-                lengths = [length for user, length in zip(users, lengths, strict=True) if user in fresh]
+                lengths = [
+                    length for user, length in zip(users, lengths, strict=True) if user in fresh
+                ]
                 self.cache.put(list(fresh), _jagged(history.values, lengths))
             kept = self._select(users)
         targets = head.targets(x)
@@ -344,25 +436,45 @@ class RankingRanker(Ranker):
             fresh = dict.fromkeys(request.user for request in requests)
         else:
             missing = set(self.cache.missing([request.user for request in requests]))
-            fresh = dict.fromkeys(request.user for request in requests if request.user in missing or len(request.events.item))
+            fresh = dict.fromkeys(
+                request.user
+                for request in requests
+                if request.user in missing or len(request.events.item)
+            )
         self.counts["encoded"] += len(fresh)
         self.counts["reused"] += len(requests) - len(fresh)
         return fresh
 
-    def _inputs(self, requests: Sequence[Request], fresh: Container[int]) -> tuple[Inputs, list[int]]:
-        """The model's embeddings, with the histories of the users in `fresh`; those of the others are empty. And the histories' lengths."""
+    def _inputs(
+        self, requests: Sequence[Request], fresh: Container[int]
+    ) -> tuple[Inputs, list[int]]:
+        """The model's embeddings, with the histories of the users in `fresh`; those of the others
+        are empty. And the histories' lengths."""
         users = np.array([request.user for request in requests])
         history = self._events(requests, self.max_history, fresh)
-        stream = self._events(requests, self.dataset.max_stream, fresh) if self.dataset.max_stream else None
+        stream = (
+            self._events(requests, self.dataset.max_stream, fresh)
+            if self.dataset.max_stream
+            else None
+        )
         targets, lengths = _targets(requests)
-        batch = self.dataset.make_batch(users, history, targets, lengths, np.zeros(len(targets), np.float32), stream).to(self.device)
+        batch = self.dataset.make_batch(
+            users, history, targets, lengths, np.zeros(len(targets), np.float32), stream
+        ).to(self.device)
         model = self.model
-        inputs = model.unpack(model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items))
+        inputs = model.unpack(
+            model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items)
+        )
         return inputs.to(self.dtype), history.lengths.tolist()
 
     def _events(self, requests: Sequence[Request], count: int, users: Container[int]) -> Events:
-        windows = [self.histories.window(x.user, x.events, count) if x.user in users else NONE for x in requests]
-        return Events(*_joined(*windows), np.array([len(window.item) for window in windows], dtype=np.int64))
+        windows = [
+            self.histories.window(x.user, x.events, count) if x.user in users else NONE
+            for x in requests
+        ]
+        return Events(
+            *_joined(*windows), np.array([len(window.item) for window in windows], dtype=np.int64)
+        )
 
     @torch.no_grad()
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
@@ -378,7 +490,8 @@ class RankingRanker(Ranker):
 
 
 class UserRows:
-    """A row [width] of each user, all in one tensor. Views of the batches that computed them would keep whole batches."""
+    """A row [width] of each user, all in one tensor. Views of the batches that computed them would
+    keep whole batches."""
 
     def __init__(self) -> None:
         self._row: dict[int, int] = {}  # of the user
@@ -415,11 +528,14 @@ class UserRows:
             self._free.append(self._row.pop(user))
 
     def _index(self, users: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([self._row[user] for user in users], dtype=torch.int64).to(self._rows.device, non_blocking=True)
+        return torch.tensor([self._row[user] for user in users], dtype=torch.int64).to(
+            self._rows.device, non_blocking=True
+        )
 
 
 class SequenceRanker(Ranker):
-    """Serves a SequenceModel with the encoder hstu. The score is the dot product of the query of the last event and the candidate."""
+    """Serves a SequenceModel with the encoder hstu. The score is the dot product of the query of
+    the last event and the candidate."""
 
     needs_history = True
 
@@ -444,7 +560,8 @@ class SequenceRanker(Ranker):
         return (queries * vectors.targets).sum(dim=1)
 
     def _to_encode(self, requests: Sequence[Request]) -> tuple[list[int], list[NewEvents]]:
-        """The events of each request's user that are not cached, and the position of the first of them in the model's window."""
+        """The events of each request's user that are not cached, and the position of the first of
+        them in the model's window."""
         users = [request.user for request in requests]
         missing = set(users if self.cache is None else self.cache.missing(users))
         begins, events = [], []
@@ -454,29 +571,53 @@ class SequenceRanker(Ranker):
             outgrown = new > 0 and length + new > self.max_history  # all positions change
             encoded = user in missing or outgrown
             begins.append(0 if encoded else length)
-            events.append(self.histories.window(user, request.events, self.max_history) if encoded else request.events)
+            events.append(
+                self.histories.window(user, request.events, self.max_history)
+                if encoded
+                else request.events
+            )
             self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
         return begins, events
 
-    def _lookup(self, requests: Sequence[Request], begins: list[int], events: list[NewEvents]) -> tuple[Any, torch.Tensor]:
+    def _lookup(
+        self, requests: Sequence[Request], begins: list[int], events: list[NewEvents]
+    ) -> tuple[Any, torch.Tensor]:
         """The embeddings, and the encoder's input rows of these events."""
         item = np.concatenate([x.item for x in events])
         begin = np.array(begins)
         position, lengths = ranges(begin, begin + [len(x.item) for x in events])
         nothing = np.zeros(0, np.int64), np.zeros(len(requests), np.int64)
-        ids = keyed({"item": (item, lengths), "position": (position, lengths), "target": _targets(requests), "rival": nothing})
+        ids = keyed(
+            {
+                "item": (item, lengths),
+                "position": (position, lengths),
+                "target": _targets(requests),
+                "rival": nothing,
+            }
+        )
         embedded = self.model.embeddings(ids.to(self.device, non_blocking=True))
         return embedded, self.model.encoder.inputs(embedded).to(self.dtype)
 
-    def _update(self, cache: jm.PagedHistoryCache, users: list[int], begins: list[int], lengths: list[int], rows: torch.Tensor) -> None:
-        """Append the rows, `lengths` of each user, and keep the encoder's output for each user's last one.
+    def _update(
+        self,
+        cache: jm.PagedHistoryCache,
+        users: list[int],
+        begins: list[int],
+        lengths: list[int],
+        rows: torch.Tensor,
+    ) -> None:
+        """Append the rows, `lengths` of each user, and keep the encoder's output for each user's
+        last one.
 
-        A history that is encoded anew is appended to an empty one, because `put` returns no output. So one pass of the encoder does all.
+        A history that is encoded anew is appended to an empty one, because `put` returns no output.
+        So one pass of the encoder does all.
         """
         if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
             cache.put(anew, _jagged(rows[:0], [0] * len(anew)))
         if grown := {user: length for user, length in zip(users, lengths, strict=True) if length}:
-            outputs = cache.append(list(grown), _jagged(rows, list(grown.values())).to(self.device, non_blocking=True))
+            outputs = cache.append(
+                list(grown), _jagged(rows, list(grown.values())).to(self.device, non_blocking=True)
+            )
             self._encoded.write(list(grown), _last_rows(outputs))
         if len(self._encoded) > 2 * len(cache) + 1024:
             self._encoded.keep(set(cache.users()))

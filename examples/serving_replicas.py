@@ -1,11 +1,14 @@
-"""The ranker as deployments of Ray Serve: replicas, an ingress, and a store of events. serving_ray.py runs them.
+"""The ranker as deployments of Ray Serve: replicas, an ingress, and a store of events.
+serving_ray.py runs them.
 
-The replicas have the model, and each caches the histories of its users. Ray adds replicas under load and removes idle ones. The ingress
-sends a request to the replica of its user, by Ray's consistent hashing: a user's requests meet the same cache while the replicas stay the
-same, and of n replicas a new one takes the users of about one in n.
+The replicas have the model, and each caches the histories of its users. Ray adds replicas under
+load and removes idle ones. The ingress sends a request to the replica of its user, by Ray's
+consistent hashing: a user's requests meet the same cache while the replicas stay the same, and of n
+replicas a new one takes the users of about one in n.
 
-The event store has the events that requests brought. A replica asks it before it scores, and tells it before it answers. So a user who
-comes from another replica, or from one that died, has the whole history. The store is in memory: it begins empty when it is started again.
+The event store has the events that requests brought. A replica asks it before it scores, and tells
+it before it answers. So a user who comes from another replica, or from one that died, has the whole
+history. The store is in memory: it begins empty when it is started again.
 """
 
 import argparse
@@ -23,22 +26,41 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-from serving_app import Admission, Event, RankBody, Service, ServiceLimits, answer_errors, error_response, http_errors, tune_process
+from serving_app import (
+    Admission,
+    Event,
+    RankBody,
+    Service,
+    ServiceLimits,
+    answer_errors,
+    error_response,
+    http_errors,
+    tune_process,
+)
 from serving_batcher import Limits
 from serving_models import ranker_from_options
 
-MAX_ONGOING = 1000  # requests of a replica, the ingress or the store; the queue of the replica's service is shorter, and refuses with 429
-MAX_QUEUED = 1000  # requests that wait at a sender because MAX_ONGOING are on their way; more are refused with 429
+# requests of a replica, the ingress or the store; the queue of the replica's service is shorter,
+# and refuses with 429
+MAX_ONGOING = 1000
+# requests that wait at a sender because MAX_ONGOING are on their way; more are refused with 429
+MAX_QUEUED = 1000
 DRAIN_SECONDS = 30  # a replica that is removed has this time to answer what it was sent
 STALE = -1
-ROUTER = RequestRouterConfig(request_router_class=ConsistentHashRouter, request_router_kwargs={"num_fallback_replicas": 0})
+ROUTER = RequestRouterConfig(
+    request_router_class=ConsistentHashRouter, request_router_kwargs={"num_fallback_replicas": 0}
+)
 app = FastAPI(title="ranker", docs_url=None, redoc_url=None, openapi_url=None)
 answer_errors(app)  # FastAPI's own answer repeats the input: NaN in it would be an internal error
-app.add_middleware(Admission, limits=ServiceLimits(Limits(MAX_ONGOING + MAX_QUEUED)), answer=error_response)  # bodies; Ray limits requests
+# bodies; Ray limits requests
+app.add_middleware(
+    Admission, limits=ServiceLimits(Limits(MAX_ONGOING + MAX_QUEUED)), answer=error_response
+)
 
 
 async def _with_status(answer: Awaitable[Any]) -> tuple[int, Any]:
-    """200 and the answer, or the HTTP status of the error and its text. Exceptions lose their status on the way to the ingress."""
+    """200 and the answer, or the HTTP status of the error and its text. Exceptions lose their
+    status on the way to the ingress."""
     try:
         with http_errors():
             return 200, await answer
@@ -83,9 +105,12 @@ class Replica:
     def __init__(self, store: Any, options: argparse.Namespace):
         torch.set_num_threads(options.threads)
         ranker = ranker_from_options(load_weights(options.weights), options)
-        self.service = Service(ranker, ServiceLimits(), read_weights=lambda: load_weights(options.weights))
+        self.service = Service(
+            ranker, ServiceLimits(), read_weights=lambda: load_weights(options.weights)
+        )
         self.store, self.name = store, serve.get_replica_context().replica_id.unique_id
-        self.known: dict[str, int] = {}  # events of the store that the user's history has; STALE: the history may have others
+        # events of the store that the user's history has; STALE: the history may have others
+        self.known: dict[str, int] = {}
         self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         tune_process()
 
@@ -113,7 +138,11 @@ class Replica:
         if stored is None:
             return known
         events = self.service.to_events([Event(**event) for event in stored])
-        await asyncio.wrap_future(self.service.batcher.between_batches(lambda: self.service.ranker.replace_events(row, events)))
+        await asyncio.wrap_future(
+            self.service.batcher.between_batches(
+                lambda: self.service.ranker.replace_events(row, events)
+            )
+        )
         return len(stored)
 
     async def reload(self) -> tuple[int, Any]:
@@ -121,7 +150,8 @@ class Replica:
         return await _with_status(self.service.reload())
 
     async def counts(self) -> dict[str, Any]:
-        """The replica, the id of its process, and what happened to the histories of its requests."""
+        """The replica, the id of its process, and what happened to the histories of its
+        requests."""
         return {"replica": self.name, "process": os.getpid(), **self.service.ranker.counts}
 
     def check_health(self) -> None:
@@ -130,7 +160,11 @@ class Replica:
             raise RuntimeError("the scoring thread has ended")
 
 
-@serve.deployment(max_ongoing_requests=MAX_ONGOING, max_queued_requests=MAX_QUEUED, backpressure_config=BackpressureConfig(status_code=429))
+@serve.deployment(
+    max_ongoing_requests=MAX_ONGOING,
+    max_queued_requests=MAX_QUEUED,
+    backpressure_config=BackpressureConfig(status_code=429),
+)
 @serve.ingress(app)
 class Ingress:
     """Sends each request to the replica of its user."""
@@ -141,9 +175,13 @@ class Ingress:
     @app.post("/rank")
     async def rank(self, body: RankBody) -> dict[str, Any]:
         try:
-            status, answer = await self.replicas.options(session_id=str(body.user)).rank.remote(body.model_dump())
+            status, answer = await self.replicas.options(session_id=str(body.user)).rank.remote(
+                body.model_dump()
+            )
         except BackPressureError as error:
-            raise HTTPException(429, f"{MAX_QUEUED} requests wait for the user's replica") from error
+            raise HTTPException(
+                429, f"{MAX_QUEUED} requests wait for the user's replica"
+            ) from error
         return _checked(status, answer)
 
     @app.post("/reload")
@@ -167,6 +205,11 @@ def make_application(options: argparse.Namespace) -> Any:
         upscale_delay_s=options.upscale_delay,
         downscale_delay_s=options.downscale_delay,
     )
-    replicas = Replica.options(autoscaling_config=scaling, ray_actor_options={"num_gpus": options.gpus, "num_cpus": options.cpus})
+    replicas = Replica.options(
+        autoscaling_config=scaling,
+        ray_actor_options={"num_gpus": options.gpus, "num_cpus": options.cpus},
+    )
     store = EventStore.options(ray_actor_options={"num_cpus": 0})
-    return Ingress.options(ray_actor_options={"num_cpus": 0}).bind(replicas.bind(store.bind(), options))
+    return Ingress.options(ray_actor_options={"num_cpus": 0}).bind(
+        replicas.bind(store.bind(), options)
+    )

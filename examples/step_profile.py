@@ -1,4 +1,5 @@
-"""Time of a training step by stage, from torch's profiler: for benchmark_dlrm.py and benchmark_scaling.py."""
+"""Time of a training step by stage, from torch's profiler: for benchmark_dlrm.py and
+benchmark_scaling.py."""
 
 import time
 from collections import Counter
@@ -16,9 +17,11 @@ STAGES = ("embeddings", "our kernels", "optimizer", "dense", "host")
 class Profile(NamedTuple):
     """Milliseconds of a step, under the profiler, which slows the host.
 
-    On a GPU, these are kernels, and `host` is the time in which the GPU waits. On a CPU, these are operators, and `host` is the time
-    outside of them. `our kernels` are the operators of jagged_modules. `embeddings` are lookups, and what prepares ids and embeddings for
-    their exchange. `dense` is everything else that computes. Collectives of torch.distributed are in no stage.
+    On a GPU, these are kernels, and `host` is the time in which the GPU waits. On a CPU, these are
+    operators, and `host` is the time outside of them. `our kernels` are the operators of
+    jagged_modules. `embeddings` are lookups, and what prepares ids and embeddings for their
+    exchange. `dense` is everything else that computes. Collectives of torch.distributed are in no
+    stage.
     """
 
     stages: dict[str, float]  # by name of `STAGES`
@@ -35,7 +38,9 @@ class Span(NamedTuple):
     end: float
 
 
-def profile_steps(run: Callable[[], Any], steps: int, device: torch.device, num_slowest: int = 15) -> Profile:
+def profile_steps(
+    run: Callable[[], Any], steps: int, device: torch.device, num_slowest: int = 15
+) -> Profile:
     """The profile of `run`, a call that makes this number of steps."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as recorded:
@@ -51,22 +56,34 @@ def profile_steps(run: Callable[[], Any], steps: int, device: torch.device, num_
         if activity:
             spans.append(Span(activity, event.time_range.start, event.time_range.end))
         if activity == "compute":
-            names[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+            names[event.name] += (
+                event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+            )
         if event.device_type == DeviceType.CPU and not event.is_user_annotation:
-            kernels = sum(kernel.duration for kernel in event.kernels if not is_collective(kernel.name))
-            stages[stage_of(event)] += kernels if on_gpu else event.self_cpu_time_total * (activity == "compute")
+            kernels = sum(
+                kernel.duration for kernel in event.kernels if not is_collective(kernel.name)
+            )
+            stages[stage_of(event)] += (
+                kernels if on_gpu else event.self_cpu_time_total * (activity == "compute")
+            )
     if on_gpu:  # kernels of compiled code have no operator
-        stages["dense"] = names.total() - sum(stages[name] for name in ("embeddings", "our kernels", "optimizer"))
+        stages["dense"] = names.total() - sum(
+            stages[name] for name in ("embeddings", "our kernels", "optimizer")
+        )
     active = time_by_activities(spans)
     collectives = {running: us for running, us in active.items() if "collective" in running}
-    exposed = sum(us for running, us in collectives.items() if "wait" in running or "compute" not in running)
+    exposed = sum(
+        us for running, us in collectives.items() if "wait" in running or "compute" not in running
+    )
     stages["host"] = max(wall - sum(stages.values()) - exposed, 0.0)
 
     def milliseconds(totals: Iterable[tuple[str, float]]) -> dict[str, float]:
         return {name: total / 1e3 / steps for name, total in totals}
 
     totals = milliseconds({"collectives": sum(collectives.values()), "exposed": exposed}.items())
-    return Profile(milliseconds(stages.items()), milliseconds(names.most_common(num_slowest)), **totals)
+    return Profile(
+        milliseconds(stages.items()), milliseconds(names.most_common(num_slowest)), **totals
+    )
 
 
 def is_collective(name: str) -> bool:
@@ -75,7 +92,8 @@ def is_collective(name: str) -> bool:
 
 
 def activity_of(event: Any, on_gpu: bool) -> str | None:
-    """What an event of the profiler means for the device: collective, compute, wait (for a collective), or None for nothing."""
+    """What an event of the profiler means for the device: collective, compute, wait (for a
+    collective), or None for nothing."""
     if on_gpu:
         if event.device_type == DeviceType.CPU or event.is_user_annotation:
             return None
@@ -84,14 +102,19 @@ def activity_of(event: Any, on_gpu: bool) -> str | None:
         return "collective"
     if event.is_user_annotation:
         return None
-    # These autograd functions of TorchRec's comm_ops.py wait for collectives, in the forward and in the backward.
+    # These autograd functions of TorchRec's comm_ops.py wait for collectives, in the forward and in
+    # the backward.
     waits = event.name.startswith("All2All") and event.name.endswith(("_Wait", "_ReqBackward"))
     return "wait" if waits else "compute"
 
 
 def time_by_activities(spans: Iterable[Span]) -> dict[frozenset[str], float]:
     """Microseconds in which exactly these activities ran."""
-    changes = sorted((moment, change, span.activity) for span in spans for moment, change in ((span.start, 1), (span.end, -1)))
+    changes = sorted(
+        (moment, change, span.activity)
+        for span in spans
+        for moment, change in ((span.start, 1), (span.end, -1))
+    )
     times, running, last = dict[frozenset[str], float](), Counter[str](), 0.0
     for moment, change, activity in changes:
         if active := frozenset(+running):
@@ -101,8 +124,18 @@ def time_by_activities(spans: Iterable[Span]) -> dict[frozenset[str], float]:
     return times
 
 
-# Parts of the names of operators and ranges: FBGEMM's lookups, and TorchRec's exchange of ids and embeddings.
-EMBEDDINGS = ("embedding", "lookup", "_dist", "all2all", "reducescatter", "kjt", "_jagged_tensors", "copy_batch_to_gpu")
+# Parts of the names of operators and ranges: FBGEMM's lookups, and TorchRec's exchange of ids and
+# embeddings.
+EMBEDDINGS = (
+    "embedding",
+    "lookup",
+    "_dist",
+    "all2all",
+    "reducescatter",
+    "kjt",
+    "_jagged_tensors",
+    "copy_batch_to_gpu",
+)
 
 
 def stage_of(event: Any) -> str:

@@ -1,4 +1,5 @@
-"""Helpers of the training programs: metrics, atomic file writes, curves, and measurements of a step."""
+"""Helpers of the training programs: metrics, atomic file writes, curves, and measurements of a
+step."""
 
 import argparse
 import json
@@ -18,20 +19,25 @@ from torchmetrics.functional.classification import binary_auroc
 from torchrec import JaggedTensor
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-# Suppress log lines that do not concern this program: two by the profiler at each use, and one by torch 2.13 about a function of torchrec.
+# Suppress log lines that do not concern this program: two by the profiler at each use, and one by
+# torch 2.13 about a function of torchrec.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to the text of each option. Where it is None, the text itself says what happens without the option."""
+    """Adds the default to the text of each option. Where it is None, the text itself says what
+    happens without the option."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def check_at_least_1(parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str]) -> None:
-    """End the program with one line if an option of these names, or a part of it, is given and below 1 or does not fit into 32 bits."""
+def check_at_least_1(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, names: Iterable[str]
+) -> None:
+    """End the program with one line if an option of these names, or a part of it, is given and
+    below 1 or does not fit into 32 bits."""
     for name in names:
         value = getattr(options, name)
         for number in value if isinstance(value, list) else [value]:
@@ -80,37 +86,59 @@ def pick_device(name: str) -> torch.device:
 
 
 def seed_epoch(seed: int, epoch: int, rank: int = 0) -> int:
-    """Seed torch from (seed, epoch, rank), so that a resumed run has the same random numbers. Returns the epoch's seed."""
+    """Seed torch from (seed, epoch, rank), so that a resumed run has the same random numbers.
+    Returns the epoch's seed."""
     epoch_seed = seed * 100_003 + epoch
     torch.manual_seed(epoch_seed + rank * 1_000_000_007)
     return epoch_seed
 
 
 def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """AUC and normalised entropy: the mean log loss divided by that of always predicting the mean label (He et al. 2014, section 3.1).
+    """AUC and normalised entropy: the mean log loss divided by that of always predicting the mean
+    label (He et al. 2014, section 3.1).
 
     Args:
         logits, labels: [N]. Labels are 0 or 1, and both must occur.
     """
     if not 0 < labels.sum() < len(labels):
-        raise ValueError(f"AUC needs liked and disliked candidates; all {len(labels)} labels are equal")
+        raise ValueError(
+            f"AUC needs liked and disliked candidates; all {len(labels)} labels are equal"
+        )
     if logits.isnan().any():  # the training diverged; AUC would be a number all the same
-        raise ValueError(f"{int(logits.isnan().sum())} of {len(logits)} logits are NaN: the training diverged, try a lower learning rate")
+        raise ValueError(
+            f"{int(logits.isnan().sum())} of {len(logits)} logits are NaN: the training diverged,"
+            " try a lower learning rate"
+        )
     probabilities = logits.double().sigmoid()
-    states = get_ne_states(labels.double()[None], probabilities[None], torch.ones_like(probabilities)[None], eta=1e-12)
-    entropy = compute_ne(states["cross_entropy_sum"], states["weighted_num_samples"], states["pos_labels"], states["neg_labels"], eta=1e-12)
-    _, rank = logits.unique(return_inverse=True)  # AUC depends on the order alone, and above 37 all probabilities are 1
-    return {"auc": binary_auroc(rank.double() / len(rank), labels.long()).item(), "normalized_entropy": entropy.item()}
+    states = get_ne_states(
+        labels.double()[None], probabilities[None], torch.ones_like(probabilities)[None], eta=1e-12
+    )
+    entropy = compute_ne(
+        states["cross_entropy_sum"],
+        states["weighted_num_samples"],
+        states["pos_labels"],
+        states["neg_labels"],
+        eta=1e-12,
+    )
+    # AUC depends on the order alone, and above 37 all probabilities are 1
+    _, rank = logits.unique(return_inverse=True)
+    return {
+        "auc": binary_auroc(rank.double() / len(rank), labels.long()).item(),
+        "normalized_entropy": entropy.item(),
+    }
 
 
-MISSED = torch.iinfo(torch.int64).max  # rank of a target that is not in the ranking: in no metric it counts
+# rank of a target that is not in the ranking: in no metric it counts
+MISSED = torch.iinfo(torch.int64).max
 
 
 def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor) -> torch.Tensor:
-    """The rank of each target among the user's unseen items, from 0, int64 [B]: how many others do not score below it. Ties and NaN count.
+    """The rank of each target among the user's unseen items, from 0, int64 [B]: how many others do
+    not score below it. Ties and NaN count.
 
-    Seen items are in no ranking, be they the target or not. So a target that the user has seen before is missed: its rank is `MISSED`. To
-    rank it all the same would leave out the items that compete with it most, the others seen before.
+    Seen items are in no ranking, be they the target or not. So a target that the user has seen
+    before is missed: its rank is `MISSED`. To rank it all the same would leave out the items that
+    compete with it most, the others seen before.
 
     Args:
         scores: [B, items].
@@ -125,8 +153,11 @@ def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor)
     return rank.where(unseen[rows, targets], MISSED)
 
 
-def next_item_metrics(ranks: torch.Tensor, cutoffs: Sequence[int] = (10, 50, 200)) -> dict[str, float]:
-    """Mean hit rate and NDCG at each cutoff, and mean reciprocal rank, for rankings with one target each, at `ranks` [N] counted from 0.
+def next_item_metrics(
+    ranks: torch.Tensor, cutoffs: Sequence[int] = (10, 50, 200)
+) -> dict[str, float]:
+    """Mean hit rate and NDCG at each cutoff, and mean reciprocal rank, for rankings with one target
+    each, at `ranks` [N] counted from 0.
 
     A rank may be `MISSED`, which is no hit and adds 0 to all means.
     """
@@ -134,15 +165,19 @@ def next_item_metrics(ranks: torch.Tensor, cutoffs: Sequence[int] = (10, 50, 200
     metrics = {}
     for k in cutoffs:
         hits = ranks < k
-        metrics |= {f"hr@{k}": hits.double().mean().item(), f"ndcg@{k}": (hits * gains).mean().item()}
+        metrics |= {
+            f"hr@{k}": hits.double().mean().item(),
+            f"ndcg@{k}": (hits * gains).mean().item(),
+        }
     return metrics | {"mrr": (1 / (ranks.double() + 1)).mean().item()}
 
 
-# -- files -------------------------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call `write` with a temporary path beside `path`, then rename it. An interrupted write leaves the old file intact."""
+    """Call `write` with a temporary path beside `path`, then rename it. An interrupted write leaves
+    the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
     write(unfinished)
@@ -153,7 +188,9 @@ def save_json(path: Path, content: Any) -> None:
     write_atomically(path, lambda file: file.write_text(json.dumps(content, indent=2) + "\n"))
 
 
-def save_curves(path: Path, curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> None:
+def save_curves(
+    path: Path, curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC"
+) -> None:
     write_atomically(path, lambda file: draw_curves(curves, metric, label).savefig(file, dpi=120))
 
 
@@ -162,11 +199,14 @@ def check_tensorboard() -> None:
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ImportError as error:
-        raise ValueError("--tensorboard needs the package tensorboard, which is not installed") from error
+        raise ValueError(
+            "--tensorboard needs the package tensorboard, which is not installed"
+        ) from error
 
 
 def add_to_board(folder: Path, epoch: dict[str, float]) -> None:
-    """Add the values of an epoch to TensorBoard's files in the folder. A resumed run goes on in a file of its own."""
+    """Add the values of an epoch to TensorBoard's files in the folder. A resumed run goes on in a
+    file of its own."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder)) as board:
@@ -179,26 +219,40 @@ PICTURE_STYLE = Path(__file__).with_name("pictures.mplstyle")
 
 
 @style.context(PICTURE_STYLE)
-def draw_curves(curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> Figure:
-    """Plot the training loss and the validation `metric` (axis title: `label`) by epoch, with one line per name in `curves`."""
+def draw_curves(
+    curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC"
+) -> Figure:
+    """Plot the training loss and the validation `metric` (axis title: `label`) by epoch, with one
+    line per name in `curves`."""
     figure = Figure(figsize=(10, 4))
     titles = {"loss": "training loss", f"valid_{metric}": f"held-out {label} (validation)"}
     for axis, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for name, epochs in curves.items():
-            axis.plot([epoch["epoch"] for epoch in epochs], [epoch[key] for epoch in epochs], marker="o", label=name)
+            axis.plot(
+                [epoch["epoch"] for epoch in epochs],
+                [epoch[key] for epoch in epochs],
+                marker="o",
+                label=name,
+            )
         axis.set(title=title, xlabel="epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
     figure.axes[1].legend()
     return figure
 
 
-# -- measurements ------------------------------------------------------------------------------------------------------------------------
+# -- measurements ----------------------------------------------------------------------------------
 
 
-def time_steps(steps: dict[str, Callable[[Any], Any]], batches: Sequence[Any], device: torch.device, rounds: int = 3) -> dict[str, float]:
+def time_steps(
+    steps: dict[str, Callable[[Any], Any]],
+    batches: Sequence[Any],
+    device: torch.device,
+    rounds: int = 3,
+) -> dict[str, float]:
     """Median seconds of each step over `rounds` passes through `batches`, after one untimed call.
 
-    The steps alternate on each batch, so that other load on the machine affects all of them equally.
+    The steps alternate on each batch, so that other load on the machine affects all of them
+    equally.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
@@ -217,8 +271,9 @@ def time_steps(steps: dict[str, Callable[[Any], Any]], batches: Sequence[Any], d
 def peak_memory(step: Callable[[], Any], device: torch.device) -> int:
     """Peak bytes of tensors on `device` during `step`, above those at its start.
 
-    On a GPU, this is the peak of the caching allocator. On a CPU, it is the peak of the running sum of torch's allocations and frees, as
-    recorded by its profiler. Memory that libraries allocate themselves is not included.
+    On a GPU, this is the peak of the caching allocator. On a CPU, it is the peak of the running sum
+    of torch's allocations and frees, as recorded by its profiler. Memory that libraries allocate
+    themselves is not included.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -229,7 +284,9 @@ def peak_memory(step: Callable[[], Any], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
-    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [
+        event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):
         held += change.nbytes()

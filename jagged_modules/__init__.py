@@ -1,4 +1,5 @@
-"""PyTorch layers for recommendation models with variable-length inputs. Nothing is padded, and no user is copied per candidate."""
+"""PyTorch layers for recommendation models with variable-length inputs. Nothing is padded, and no
+user is copied per candidate."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `transforms` at its first use: it needs sympy and torch.export, which take long to import."""
+    """Imports `transforms` at its first use: it needs sympy and torch.export, which take long to
+    import."""
     if name == "transforms":
         return importlib.import_module(".transforms", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

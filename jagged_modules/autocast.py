@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # torch has no public name of it
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x under the current autocast setting. As in scaled_dot_product_attention, float64 does not change."""
+    """The dtype of x under the current autocast setting. As in scaled_dot_product_attention,
+    float64 does not change."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -28,17 +29,20 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`autocast` of each. They nearly always have one dtype and one device, for which one look at the setting is enough."""
+    """`autocast` of each. They nearly always have one dtype and one device, for which one look at
+    the setting is enough."""
     dtype, device = autocast_dtype(q), q.device
     q, k, v = (x if x.dtype == dtype and x.device == device else autocast(x) for x in (q, k, v))
     return q, k, v
 
 
 def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """Decorator: register the body as an operator of host tensors that computes in its tensors' dtypes.
+    """Decorator: register the body as an operator of host tensors that computes in its tensors'
+    dtypes.
 
-    Autocast and torch function modes (such as that of layers under `batch_invariant`) do not change what the body computes. They may be
-    active, because a caller may run the backward inside of them.
+    Autocast and torch function modes (such as that of layers under `batch_invariant`) do not change
+    what the body computes. They may be active, because a caller may run the backward inside of
+    them.
     """
 
     def register(body: Callable[..., object]) -> CustomOpDef:

@@ -20,30 +20,38 @@ LARGEST = torch.iinfo(torch.int64).max
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RelativeBias:
-    """Biases that are added to attention scores before the activation, as in HSTU (Zhai et al. 2024, arXiv:2402.17152).
+    """Biases that are added to attention scores before the activation, as in HSTU (Zhai et al.
+    2024, arXiv:2402.17152).
 
-        S[b, h, i, j] = scale · <q_i, k_j> + position[h, j - i + N - 1] + time[h, bucket(u[i] - t[j])]
+        S[b, h, i, j] = scale · <q_i, k_j> + position[h, j - i + N - 1] + time[h, bucket(u[i] -
+        t[j])]
         bucket(d)     = number of boundaries that are <= |d|
 
-    i and j are positions in the segment. Queries are aligned with the end of the keys: row i of Nq has position i + Nk - Nq. t are the
-    timestamps of the keys, u those of the queries. By default u[i] = t[min(i + 1, Nk - 1)]: a row knows when the next event comes, as in
-    the published protocol. Both tables get gradients, summed in fp32 in a fixed order. ALiBi and T5's bias are special position tables.
+    i and j are positions in the segment. Queries are aligned with the end of the keys: row i of Nq
+    has position i + Nk - Nq. t are the timestamps of the keys, u those of the queries. By default
+    u[i] = t[min(i + 1, Nk - 1)]: a row knows when the next event comes, as in the published
+    protocol. Both tables get gradients, summed in fp32 in a fixed order. ALiBi and T5's bias are
+    special position tables.
 
     Args:
-        position: `[2N - 1]`, shared by the heads, or `[H, 2N - 1]`. Entry N - 1 belongs to distance 0, later entries to later keys.
-            Segments have at most N rows: longer ones are an error if offsets are on the host; otherwise distances beyond N - 1 count as
+        position: `[2N - 1]`, shared by the heads, or `[H, 2N - 1]`. Entry N - 1 belongs to distance
+            0, later entries to later keys.
+            Segments have at most N rows: longer ones are an error if offsets are on the host;
+                otherwise distances beyond N - 1 count as
             N - 1.
         time: `[K + 1]`, shared by the heads, or `[H, K + 1]`, one entry per bucket.
-        timestamps: int64 `[Lk]`, of each key row, in any unit and order. Differences are taken in int64: they
-            must be below 2^63, or they wrap.
+        timestamps: int64 `[Lk]`, of each key row, in any unit and order. Differences are taken in
+            int64: they must be below 2^63, or they wrap.
         boundaries: int64 `[K]`, not decreasing; `log_boundaries(K)` if None.
-        query_timestamps: int64 `[Lq]`, u of each query row, for example the time of the event to be predicted.
-        query_shift: int32 or int64 `[B]`: the queries of segment b have positions that are larger by query_shift[b]. Queries that follow
-            cached keys, and are not among them, are shifted by their number.
+        query_timestamps: int64 `[Lq]`, u of each query row, for example the time of the event to be
+            predicted.
+        query_shift: int32 or int64 `[B]`: the queries of segment b have positions that are larger
+            by query_shift[b]. Queries that follow cached keys, and are not among them, are shifted
+            by their number.
 
     Raises:
-        TypeError, ValueError: both tables are None; a tensor has another dtype, shape or device; timestamps are missing, or given without
-            `time`; boundaries decrease.
+        TypeError, ValueError: both tables are None; a tensor has another dtype, shape or device;
+            timestamps are missing, or given without `time`; boundaries decrease.
 
     Example::
 
@@ -62,13 +70,20 @@ class RelativeBias:
     def __post_init__(self) -> None:
         if self.position is None and self.time is None:
             raise ValueError("position or time must be given, got None for both")
-        for name, shape, table in (("position", "[2N - 1] or [H, 2N - 1]", self.position), ("time", "[K + 1] or [H, K + 1]", self.time)):
+        for name, shape, table in (
+            ("position", "[2N - 1] or [H, 2N - 1]", self.position),
+            ("time", "[K + 1] or [H, K + 1]", self.time),
+        ):
             if table is None:
                 continue
             check_tensor(name, table, 2 if getattr(table, "ndim", 1) == 2 else 1, shape)
             if table.shape[-1] == 0 or name == "position" and table.shape[-1] % 2 == 0:
                 raise ValueError(f"{name} must have shape {shape}, got {list(table.shape)}")
-        others = dict(timestamps=self.timestamps, boundaries=self.boundaries, query_timestamps=self.query_timestamps)
+        others = dict(
+            timestamps=self.timestamps,
+            boundaries=self.boundaries,
+            query_timestamps=self.query_timestamps,
+        )
         for name, x in others.items():
             if x is None:
                 continue
@@ -84,10 +99,11 @@ class RelativeBias:
 
     @staticmethod
     def log_boundaries(num_buckets: int, device: Device = None) -> Tensor:
-        """Boundaries of HSTU's published rule, int64 `[num_buckets]`: bucket(d) = floor(ln(max(|d|, 1)) / 0.301), at most num_buckets.
+        """Boundaries of HSTU's published rule, int64 `[num_buckets]`: bucket(d) = floor(ln(max(|d|,
+        1)) / 0.301), at most num_buckets.
 
-        Boundary k, counted from 1, is the smallest integer d with ln(d) >= 0.301 k, so buckets follow from integer comparisons alone. They
-        are made on `device`.
+        Boundary k, counted from 1, is the smallest integer d with ln(d) >= 0.301 k, so buckets
+        follow from integer comparisons alone. They are made on `device`.
 
         Raises:
             TypeError, ValueError: num_buckets is not a non-negative integer.
@@ -104,13 +120,15 @@ class RelativeBias:
         """This bias with boundaries, on the device of `time`."""
         if self.time is None or self.boundaries is not None:
             return self
-        make = _log_boundaries if torch.compiler.is_compiling() else _boundaries_on  # torch.compile warns of caches
+        # torch.compile warns of caches
+        make = _log_boundaries if torch.compiler.is_compiling() else _boundaries_on
         return dataclasses.replace(self, boundaries=make(self.time.shape[-1] - 1, self.time.device))
 
     def __repr__(self) -> str:
         """The tensors' shapes: reading values could wait for a device."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return f"RelativeBias({', '.join(f'{name}={list(x.shape)}' for name, x in given.items() if x is not None)})"
+        shapes = [f"{name}={list(x.shape)}" for name, x in given.items() if x is not None]
+        return f"RelativeBias({', '.join(shapes)})"
 
 
 def check_timestamps(name: str, x: object) -> None:
@@ -126,7 +144,10 @@ def check_timestamps(name: str, x: object) -> None:
 
 def _check_boundaries(boundaries: Tensor, num_buckets: int) -> None:
     if boundaries.shape[0] != num_buckets:
-        raise ValueError(f"boundaries must have one element less than time has buckets, {num_buckets}, got {boundaries.shape[0]}")
+        raise ValueError(
+            f"boundaries must have one element less than time has buckets, {num_buckets}, got"
+            f" {boundaries.shape[0]}"
+        )
     if values_are_checkable(boundaries) and bool((boundaries.diff() < 0).any()):
         raise ValueError(f"boundaries must not decrease, got {boundaries}")
 
@@ -134,11 +155,15 @@ def _check_boundaries(boundaries: Tensor, num_buckets: int) -> None:
 def _log_edges() -> tuple[int, ...]:
     with decimal.localcontext() as context:
         context.prec = 60
-        edges = (int((LOG_STEP * k).exp().to_integral_value(decimal.ROUND_CEILING)) for k in itertools.count(1))
+        edges = (
+            int((LOG_STEP * k).exp().to_integral_value(decimal.ROUND_CEILING))
+            for k in itertools.count(1)
+        )
         return tuple(itertools.takewhile(lambda edge: edge < LARGEST, edges))
 
 
-LOG_EDGES = _log_edges()  # those below 2^63 - 1. Made here because torch.compile cannot trace decimal arithmetic
+# those below 2^63 - 1. Made here because torch.compile cannot trace decimal arithmetic
+LOG_EDGES = _log_edges()
 
 
 def _log_boundaries(num_buckets: int, device: Device = None) -> Tensor:
@@ -149,19 +174,22 @@ def _log_boundaries(num_buckets: int, device: Device = None) -> Tensor:
 _boundaries_on = functools.cache(_log_boundaries)
 
 
-# -- definition, for one or more segments of equal lengths ---------------------------------------------------------------------------
+# -- definition, for one or more segments of equal lengths -----------------------------------------
 
 
 def position_index(i: Tensor, j: Tensor, max_seqlen: int) -> Tensor:
-    """Index into the position table, int64 `[rows, columns]`, of query positions i `[rows]` and key positions j `[columns]`."""
+    """Index into the position table, int64 `[rows, columns]`, of query positions i `[rows]` and key
+    positions j `[columns]`."""
     return (j - i[:, None] + (max_seqlen - 1)).clamp(0, 2 * max_seqlen - 2)
 
 
 def time_buckets(u: Tensor, t: Tensor, boundaries: Tensor) -> Tensor:
-    """Buckets, int64 `[..., rows, columns]`, of query timestamps u `[..., rows]` and key timestamps t `[..., columns]`."""
+    """Buckets, int64 `[..., rows, columns]`, of query timestamps u `[..., rows]` and key timestamps
+    t `[..., columns]`."""
     return torch.bucketize((u[..., :, None] - t[..., None, :]).abs(), boundaries, right=True)
 
 
 def next_timestamps(i: Tensor, t: Tensor) -> Tensor:
-    """The default timestamps u of queries at positions i `[rows]`: those of the next keys, or of the last one. t: `[..., Nk]`, Nk > 0."""
+    """The default timestamps u of queries at positions i `[rows]`: those of the next keys, or of
+    the last one. t: `[..., Nk]`, Nk > 0."""
     return t[..., (i + 1).clamp(0, t.shape[-1] - 1)]

@@ -20,11 +20,17 @@ WARM_UPS = 2  # the first run compiles kernels, the second launches them as late
 
 
 class Direct:
-    """Runs a step's calls anew each time: what a graph does, without one. Tests put it in RUNNERS for the CPU."""
+    """Runs a step's calls anew each time: what a graph does, without one. Tests put it in RUNNERS
+    for the CPU."""
 
     pool = None
 
-    def __init__(self, forward: Callable[[], list[Tensor]], backward: Callable[[list[Tensor]], list[Any]] | None, *_: Any) -> None:
+    def __init__(
+        self,
+        forward: Callable[[], list[Tensor]],
+        backward: Callable[[list[Tensor]], list[Any]] | None,
+        *_: Any,
+    ) -> None:
         self._forward, self._backward = forward, backward
         self._outputs: list[Tensor] = []
 
@@ -42,10 +48,13 @@ _fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  
 
 
 def _clear_workspaces() -> None:
-    """Drop the workspaces that cuBLAS keeps for each stream. Captured GEMMs then allocate theirs from the graphs' pool.
+    """Drop the workspaces that cuBLAS keeps for each stream. Captured GEMMs then allocate theirs
+    from the graphs' pool.
 
-    Otherwise they would share those of earlier captures on the stream, which torch frees with any of the graphs
-    (https://github.com/pytorch/pytorch/issues/193402). torch's own graph trees clear them too, before and after a capture.
+    Otherwise they would share those of earlier captures on the stream, which torch frees with any
+    of the graphs
+    (https://github.com/pytorch/pytorch/issues/193402). torch's own graph trees clear them too,
+    before and after a capture.
     """
     torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore - torch has no public function for it
 
@@ -56,13 +65,19 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _CudaGraphs:
-    """Replays a step's calls from CUDA graphs, which the constructor captures. The results are the same tensors each time."""
+    """Replays a step's calls from CUDA graphs, which the constructor captures. The results are the
+    same tensors each time."""
 
     def __init__(
-        self, forward: Callable[[], list[Tensor]], backward: Callable[[list[Tensor]], list[Any]] | None, device: torch.device, pool: Any
+        self,
+        forward: Callable[[], list[Tensor]],
+        backward: Callable[[list[Tensor]], list[Any]] | None,
+        device: torch.device,
+        pool: Any,
     ) -> None:
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):  # captured in this thread
+        # captured in this thread
+        with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
             self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
             stream = _capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
@@ -77,7 +92,9 @@ class _CudaGraphs:
             torch.cuda.current_stream().wait_stream(stream)
             _clear_workspaces()
             # "thread_local": a data loader's thread may allocate page-locked memory meanwhile.
-            capture = functools.partial(torch.cuda.graph, pool=self.pool, stream=stream, capture_error_mode="thread_local")
+            capture = functools.partial(
+                torch.cuda.graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"
+            )
             with capture(self._graphs[0]):
                 outputs = forward()
             if backward is not None:
@@ -95,49 +112,78 @@ class _CudaGraphs:
         return self._gradients
 
 
-RUNNERS: dict[str, Any] = {"cuda": _CudaGraphs}  # by the type of the device; elsewhere the module runs as it is
+# by the type of the device; elsewhere the module runs as it is
+RUNNERS: dict[str, Any] = {"cuda": _CudaGraphs}
 
 
 class Step:
-    """A module's step for one bucket: buffers of the arguments and of the results' gradients, and what runs on them."""
+    """A module's step for one bucket: buffers of the arguments and of the results' gradients, and
+    what runs on them."""
 
     def __init__(
-        self, module: nn.Module, arguments: Arguments, capacities: Mapping[int, int], device: torch.device, trained: bool, pool: Any
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        capacities: Mapping[int, int],
+        device: torch.device,
+        trained: bool,
+        pool: Any,
     ) -> None:
         self._module, self._spec, self._trained = module, arguments.spec, trained
         self._kinds = [leaf.kind for leaf in arguments.leaves]
-        self._parameters = {name: x for name, x in module.named_parameters() if x.requires_grad} if trained else {}
+        self._parameters = (
+            {name: x for name, x in module.named_parameters() if x.requires_grad} if trained else {}
+        )
         self._wanted = [trained and leaf.tensor.requires_grad for leaf in arguments.leaves]
-        self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        self._results: list[Any] | None = None  # what each result is: a place among the arguments, a capacity, or a constant
+        self._autocast = (
+            torch.is_autocast_enabled(device.type),
+            torch.get_autocast_dtype(device.type),
+        )
+        # what each result is: a place among the arguments, a capacity, or a constant
+        self._results: list[Any] | None = None
         self.buffers: list[Tensor] = []
         for leaf in arguments.leaves:
             rows = () if leaf.kind == SCALAR else (capacities[leaf.size] + (leaf.kind == OFFSETS),)
-            self.buffers.append(torch.zeros((*rows, *leaf.tensor.shape[1:]), dtype=leaf.tensor.dtype, device=device))
+            self.buffers.append(
+                torch.zeros((*rows, *leaf.tensor.shape[1:]), dtype=leaf.tensor.dtype, device=device)
+            )
         self.pad(arguments, capacities)
         versions = [(x, x._version, x.clone()) for x in module.buffers()]
-        self._runner: Any = RUNNERS[device.type](self._forward, self._backward if trained else None, device, pool)
+        self._runner: Any = RUNNERS[device.type](
+            self._forward, self._backward if trained else None, device, pool
+        )
         for x, version, value in versions:
             if x._version != version:  # the warm-up counts as no call
                 x.copy_(value)
         self.pool = self._runner.pool
 
     def _forward(self) -> list[Tensor]:
-        """Run the module on the buffers. Parameters are aliases, so that the graphs contain no hooks of theirs."""
+        """Run the module on the buffers. Parameters are aliases, so that the graphs contain no
+        hooks of theirs."""
         device, (enabled, dtype) = self.buffers[0].device.type, self._autocast
-        kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # not by the caller's hooks, such as checkpoint's
+        # not by the caller's hooks, such as checkpoint's
+        kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
         autocast = torch.autocast(device, dtype, enabled, cache_enabled=False)
         with torch.set_grad_enabled(self._trained), kept_as_they_are, autocast, rehearsal():
-            self._leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(self.buffers, self._wanted)]
-            self._aliases = {name: x.detach().requires_grad_() for name, x in self._parameters.items()}
+            self._leaves = [
+                x.detach().requires_grad_(wanted) for x, wanted in zip(self.buffers, self._wanted)
+            ]
+            self._aliases = {
+                name: x.detach().requires_grad_() for name, x in self._parameters.items()
+            }
             args, kwargs = build(self._spec, self._leaves)
             result = torch.func.functional_call(self._module, self._aliases, args, kwargs)
             flat, self._structure = tree_flatten(result)
             if self._results is None:
                 self._results = [self._describe(x) for x in flat]
-                outputs = [x for x, result in zip(flat, self._results) if isinstance(result, _Sliced)]
+                outputs = [
+                    x for x, result in zip(flat, self._results) if isinstance(result, _Sliced)
+                ]
                 self.gradients = [torch.zeros_like(x) if x.requires_grad else None for x in outputs]
-                self._readers = _readers(outputs, [*(x for x in self._leaves if x.requires_grad), *self._aliases.values()])
+                self._readers = _readers(
+                    outputs,
+                    [*(x for x in self._leaves if x.requires_grad), *self._aliases.values()],
+                )
             return [x for x, result in zip(flat, self._results) if isinstance(result, _Sliced)]
 
     def _describe(self, x: Any) -> Any:
@@ -145,15 +191,27 @@ class Step:
         if x is None or isinstance(x, (bool, str)):
             return _Constant(x)
         if not isinstance(x, Tensor):  # a number may be a size, which is that of the padding
-            raise ValueError(f"module must return tensors, None, bools and strings, and containers of them, got {type(x).__name__}")
+            raise ValueError(
+                "module must return tensors, None, bools and strings, and containers of them, got"
+                f" {type(x).__name__}"
+            )
         for place, (buffer, kind) in enumerate(zip(self.buffers, self._kinds)):
-            if kind == OFFSETS and (x.data_ptr(), x.shape, x.dtype) == (buffer.data_ptr(), buffer.shape, buffer.dtype):
+            if kind == OFFSETS and (x.data_ptr(), x.shape, x.dtype) == (
+                buffer.data_ptr(),
+                buffer.shape,
+                buffer.dtype,
+            ):
                 return place
-        sizes = {len(buffer) - (kind == OFFSETS) for buffer, kind in zip(self.buffers, self._kinds) if kind != SCALAR}
+        sizes = {
+            len(buffer) - (kind == OFFSETS)
+            for buffer, kind in zip(self.buffers, self._kinds)
+            if kind != SCALAR
+        }
         if not x.dim() or x.shape[0] not in sizes:
             raise ValueError(
-                f"module must return tensors with one row for each row or segment of its arguments, padded to {sorted(sizes)}, got "
-                f"{list(x.shape)}; compute losses and means over the batch outside"
+                "module must return tensors with one row for each row or segment of its arguments,"
+                f" padded to {sorted(sizes)}, got {list(x.shape)}; compute losses and means over"
+                " the batch outside"
             )
         return _Sliced(x.shape[0])
 
@@ -164,10 +222,14 @@ class Step:
         if not outputs:
             return [None] * len(wanted)
         with torch.autocast(self.buffers[0].device.type, enabled=False):
-            found = torch.autograd.grad(outputs, wanted, [x for x in self.gradients if x is not None], allow_unused=True)
+            found = torch.autograd.grad(
+                outputs, wanted, [x for x in self.gradients if x is not None], allow_unused=True
+            )
         gradients: list[Tensor | None] = [*found]
         if any(x is not None and x.layout != torch.strided for x in gradients):
-            raise ValueError("module must have dense gradients, got sparse ones: leave such embeddings outside")
+            raise ValueError(
+                "module must have dense gradients, got sparse ones: leave such embeddings outside"
+            )
         return gradients
 
     def pad(self, arguments: Arguments, capacities: Mapping[int, int]) -> None:
@@ -175,8 +237,11 @@ class Step:
             for buffer, leaf in zip(self.buffers, arguments.leaves):
                 pad(buffer, leaf, capacities)
 
-    def results(self, arguments: Arguments, capacities: Mapping[int, int], call: Call | None) -> Any:
-        """The module's result for arguments that `pad` has copied. call: gets the gradients, if given."""
+    def results(
+        self, arguments: Arguments, capacities: Mapping[int, int], call: Call | None
+    ) -> Any:
+        """The module's result for arguments that `pad` has copied. call: gets the gradients, if
+        given."""
         sizes = {capacity: size for size, capacity in capacities.items()}
         leaves = [leaf.tensor for leaf in arguments.leaves]
         if call is None:
@@ -186,18 +251,28 @@ class Step:
             outputs = iter(_replay(self, call, sizes, *wanted, *self._parameters.values()))
         flat: list[Any] = []
         for x in self._results or ():
-            flat.append(next(outputs) if isinstance(x, _Sliced) else x.value if isinstance(x, _Constant) else leaves[x])
+            flat.append(
+                next(outputs)
+                if isinstance(x, _Sliced)
+                else x.value
+                if isinstance(x, _Constant)
+                else leaves[x]
+            )
         return tree_unflatten(flat, self._structure)
 
     def forward(self, sizes: Mapping[int, int]) -> list[Tensor]:
         outputs = self._runner.forward()
         return [x[: sizes[x.shape[0]]].clone() for x in outputs]
 
-    def backward(self, sizes: Mapping[int, int], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the leaves that want one, then of the parameters: new tensors, because autograd keeps what it is given.
+    def backward(
+        self, sizes: Mapping[int, int], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of the leaves that want one, then of the parameters: new tensors, because
+        autograd keeps what it is given.
 
-        The graph computes those of all results. What only results without a gradient depend on gets None, as without a graph: given zeros,
-        an optimizer with momentum or weight decay would change it.
+        The graph computes those of all results. What only results without a gradient depend on gets
+        None, as without a graph: given zeros, an optimizer with momentum or weight decay would
+        change it.
         """
         for buffer, gradient in zip(self.gradients, gradients):
             if buffer is None:
@@ -208,9 +283,15 @@ class Step:
             if size < len(buffer):
                 buffer[size:].zero_()
         used = {place for place, gradient in enumerate(gradients) if gradient is not None}
-        found = [None if used.isdisjoint(readers) else x for x, readers in zip(self._runner.backward(), self._readers)]
+        found = [
+            None if used.isdisjoint(readers) else x
+            for x, readers in zip(self._runner.backward(), self._readers)
+        ]
         rows = sum(self._wanted)
-        of_leaves = [x if x is None else x[: sizes[x.shape[0]]].clone() if x.dim() else x.clone() for x in found[:rows]]
+        of_leaves = [
+            x if x is None else x[: sizes[x.shape[0]]].clone() if x.dim() else x.clone()
+            for x in found[:rows]
+        ]
         of_parameters = [x for x in found[rows:] if x is not None]
         copies = iter(_multiply(of_parameters, 1) if of_parameters else ())  # one launch
         return [*of_leaves, *(None if x is None else next(copies) for x in found[rows:])]
@@ -230,7 +311,9 @@ def _readers(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[set[in
             node = stack.pop()
             if node in places:
                 found[places[node]].add(output)
-            new = {following for following, _ in node.next_functions if following is not None} - seen
+            new = {
+                following for following, _ in node.next_functions if following is not None
+            } - seen
             seen |= new
             stack += new
     return found
@@ -253,25 +336,33 @@ class _Constant(NamedTuple):
 
 
 class Call:
-    """A forward whose backward is to come. Only autograd's graph refers to it, so it goes when the results do."""
+    """A forward whose backward is to come. Only autograd's graph refers to it, so it goes when the
+    results do."""
 
     differentiated = False
 
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, call: Call, sizes: Mapping[int, int], *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, step: Step, call: Call, sizes: Mapping[int, int], *_: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.step, ctx.call, ctx.sizes = step, call, sizes
         ctx.set_materialize_grads(False)
         outputs = step.forward(sizes)
-        ctx.mark_non_differentiable(*(x for x, gradient in zip(outputs, step.gradients) if gradient is None))
+        ctx.mark_non_differentiable(
+            *(x for x, gradient in zip(outputs, step.gradients) if gradient is None)
+        )
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's type
         if ctx.call.differentiated:
-            raise RuntimeError("a graphed module's backward runs once for each call: its intermediate results are overwritten")
+            raise RuntimeError(
+                "a graphed module's backward runs once for each call: its intermediate results are"
+                " overwritten"
+            )
         ctx.call.differentiated = True
         return None, None, None, *ctx.step.backward(ctx.sizes, gradients)
 

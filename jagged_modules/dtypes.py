@@ -1,17 +1,21 @@
-"""The dtypes that each function supports on each device. `validation.check_dtype` enforces this table, `dtype_table` prints it."""
+"""The dtypes that each function supports on each device. `validation.check_dtype` enforces this
+table, `dtype_table` prints it."""
 
 from __future__ import annotations
 
 import torch
 
-EVERYWHERE = (torch.float32, torch.float16, torch.bfloat16)  # supported by every function on the CPU, CUDA and meta
+# supported by every function on the CPU, CUDA and meta
+EVERYWHERE = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = (torch.float64, *EVERYWHERE)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ANY = (*FLOATS, torch.complex64, torch.complex128, *_INTEGERS)
 
-WITHOUT_KERNELS = ("reference", "decomposed", "padded")  # implementations in plain torch, on every device
+# implementations in plain torch, on every device
+WITHOUT_KERNELS = ("reference", "decomposed", "padded")
 
-# function → (dtypes on the CPU, on meta and in the implementations without kernels, dtypes of the kernels)
+# function → (dtypes on the CPU, on meta and in the implementations without kernels, dtypes of the
+# kernels)
 DTYPES = {
     **dict.fromkeys(
         (
@@ -32,19 +36,34 @@ DTYPES = {
         (FLOATS, EVERYWHERE),
     ),
     **dict.fromkeys(
-        ("jagged_linear (one weight)", "jagged_layer_norm", "jagged_dense_add", "jagged_dense_mul", "apply_rotary"), (FLOATS, FLOATS)
+        (
+            "jagged_linear (one weight)",
+            "jagged_layer_norm",
+            "jagged_dense_add",
+            "jagged_dense_mul",
+            "apply_rotary",
+        ),
+        (FLOATS, FLOATS),
     ),
-    **dict.fromkeys(("jagged_concat", "jagged_split", "jagged_to_padded", "padded_to_jagged"), (_ANY, _ANY)),
+    **dict.fromkeys(
+        ("jagged_concat", "jagged_split", "jagged_to_padded", "padded_to_jagged"), (_ANY, _ANY)
+    ),
 }
 
 
 def uses_kernels(device: torch.device, implementation: str) -> bool:
-    """Whether a function that has kernels runs them, on this device and with this implementation."""
-    return implementation not in WITHOUT_KERNELS and (implementation != "auto" or device.type == "cuda")
+    """Whether a function that has kernels runs them, on this device and with this
+    implementation."""
+    return implementation not in WITHOUT_KERNELS and (
+        implementation != "auto" or device.type == "cuda"
+    )
 
 
-def dtypes_of(function: str, device: torch.device, implementation: str = "auto") -> tuple[torch.dtype, ...]:
-    """The dtypes that the function supports: for its floating-point arguments, or for the values of functions that only move rows."""
+def dtypes_of(
+    function: str, device: torch.device, implementation: str = "auto"
+) -> tuple[torch.dtype, ...]:
+    """The dtypes that the function supports: for its floating-point arguments, or for the values of
+    functions that only move rows."""
     plain, kernels = DTYPES[function]
     return kernels if uses_kernels(device, implementation) else plain
 
@@ -57,8 +76,13 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 def dtype_table() -> str:
     """`DTYPES` as a markdown table."""
-    lines = ['| function | CPU, meta, or `implementation="reference"` | CUDA kernels |', "|---|---|---|"]
+    lines = [
+        '| function | CPU, meta, or `implementation="reference"` | CUDA kernels |',
+        "|---|---|---|",
+    ]
     for dtypes in dict.fromkeys(DTYPES.values()):
-        functions = ", ".join(f"`{function}`" for function, taken in DTYPES.items() if taken == dtypes)
+        functions = ", ".join(
+            f"`{function}`" for function, taken in DTYPES.items() if taken == dtypes
+        )
         lines.append(f"| {functions} | {names(dtypes[0])} | {names(dtypes[1])} |")
     return "\n".join(lines)

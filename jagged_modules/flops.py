@@ -1,8 +1,9 @@
-"""FLOP formulas of this project's operators for `torch.utils.flop_counter`. Importing this module registers them.
+"""FLOP formulas of this project's operators for `torch.utils.flop_counter`. Importing this module
+registers them.
 
-As torch's formulas, they count a multiplication and an addition as two, GEMMs only, and pairs that a mask hides too. There is no padding to
-count. A formula reads the lengths from the offsets; on a device it waits for them. Offsets without values (meta, fake) count as segments of
-equal lengths.
+As torch's formulas, they count a multiplication and an addition as two, GEMMs only, and pairs that
+a mask hides too. There is no padding to count. A formula reads the lengths from the offsets; on a
+device it waits for them. Offsets without values (meta, fake) count as segments of equal lengths.
 
 Example::
 
@@ -39,38 +40,86 @@ def _has_values(x: Tensor) -> bool:
 
 
 def _num_pairs(q_offsets: Tensor, kv_offsets: Tensor, rows: int, keys: int) -> int:
-    """Pairs of a query and a key in the same segment. q_offsets may be several query groups, whose segments read the keys in turn."""
+    """Pairs of a query and a key in the same segment. q_offsets may be several query groups, whose
+    segments read the keys in turn."""
     segments = max(1, kv_offsets.shape[0] - 1)
     if not (_has_values(q_offsets) and _has_values(kv_offsets)):
         return rows * keys // segments
     return int((q_offsets.diff().view(-1, segments) * kv_offsets.diff()).sum())
 
 
-def _attention_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *_: Any, out_val: Any, **__: Any) -> int:
+def _attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    *_: Any,
+    out_val: Any,
+    **__: Any,
+) -> int:
     pairs = _num_pairs(q_offsets, kv_offsets, out_val[0].shape[0], k.shape[0])
     return 2 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
 
 
 def _paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, page_table: Tensor, page_rows: int, num_keys: int, *_: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    page_table: Tensor,
+    page_rows: int,
+    num_keys: int,
+    *_: Any,
     **__: Any,
-) -> int:  # fmt: skip
-    return 2 * q.shape[1] * _num_pairs(q_offsets, kv_offsets, q.shape[0], num_keys) * (q.shape[2] + v.shape[2])
+) -> int:
+    return (
+        2
+        * q.shape[1]
+        * _num_pairs(q_offsets, kv_offsets, q.shape[0], num_keys)
+        * (q.shape[2] + v.shape[2])
+    )
 
 
-def _attention_backward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rows: int) -> int:
+def _attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rows: int
+) -> int:
     """Scores again, dP, dV, dQ and dK."""
-    return 2 * q.shape[1] * _num_pairs(q_offsets, kv_offsets, rows, k.shape[0]) * (3 * q.shape[2] + 2 * v.shape[2])
+    return (
+        2
+        * q.shape[1]
+        * _num_pairs(q_offsets, kv_offsets, rows, k.shape[0])
+        * (3 * q.shape[2] + 2 * v.shape[2])
+    )
 
 
 def _cpu_attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, q_offsets: Tensor, kv_offsets: Tensor, *_: Any, **__: Any
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Any,
+    lse: Any,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    *_: Any,
+    **__: Any,
 ) -> int:
     return _attention_backward(q, k, v, q_offsets, kv_offsets, do.shape[0])
 
 
 def _kernel_attention_backward(
-    do: Tensor, out: Any, lse: Any, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *_: Any, **__: Any
+    do: Tensor,
+    out: Any,
+    lse: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    *_: Any,
+    **__: Any,
 ) -> int:
     return _attention_backward(q, k, v, q_offsets, kv_offsets, do.shape[0])
 
@@ -87,7 +136,13 @@ def _block_attention(gemms: int, packed: bool, backward: bool) -> Formula:
     def formula(*args: Any, out_val: Any, **_: Any) -> int:
         rows, *operands = args[1:] if backward else args
         offsets, block_size = (operands[0], operands[7]) if packed else (operands[2], operands[9])
-        return 2 * rows.shape[-2] * _num_block_pairs(offsets, block_size, rows.shape[0]) * gemms * rows.shape[-1]
+        return (
+            2
+            * rows.shape[-2]
+            * _num_block_pairs(offsets, block_size, rows.shape[0])
+            * gemms
+            * rows.shape[-1]
+        )
 
     return formula
 
@@ -104,7 +159,9 @@ def _rows_times_matrices(x: Tensor, offsets: Tensor, y: Tensor, *_: Any, **__: A
     return 2 * x.numel() * y.shape[2]
 
 
-def _rows_times_matrices_again(grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+def _rows_times_matrices_again(
+    grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, *_: Any, **__: Any
+) -> int:
     return 2 * x.numel() * y.shape[2]
 
 
@@ -117,14 +174,27 @@ def _batched_matmul(weight: Tensor, x: Tensor, **_: Any) -> int:
 
 
 def _compress(weights: Sequence[Tensor], embeddings: Sequence[Tensor], *_: Any, **__: Any) -> int:
-    return sum(2 * weight.shape[0] * embedding.numel() for weight, embedding in zip(weights, embeddings))
+    return sum(
+        2 * weight.shape[0] * embedding.numel() for weight, embedding in zip(weights, embeddings)
+    )
 
 
 def _compress_backward(
-    do: Tensor, weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Any, orders: Any, offsets: Any, wanted: Sequence[bool],
-    *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    return sum(_compress([weight], [x]) for weight, x, want in zip([*weights, *weights], [*embeddings, *embeddings], wanted) if want)
+    do: Tensor,
+    weights: Sequence[Tensor],
+    embeddings: Sequence[Tensor],
+    indices: Any,
+    orders: Any,
+    offsets: Any,
+    wanted: Sequence[bool],
+    *_: Any,
+    **__: Any,
+) -> int:
+    return sum(
+        _compress([weight], [x])
+        for weight, x, want in zip([*weights, *weights], [*embeddings, *embeddings], wanted)
+        if want
+    )
 
 
 ON_THE_HOST: dict[str, Formula] = {

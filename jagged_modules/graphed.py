@@ -1,8 +1,9 @@
 """graphed: a module's forward and backward as CUDA graphs, one pair for each bucket of batch sizes.
 
-A graph has fixed sizes, so a batch is copied into buffers of the bucket's capacities, and the rest of the buffers is a valid batch too:
-rows of zeros, in segments behind the real ones. Layers then write every row. Gradients of the padded results are zero, and so is all that
-the padding adds to the gradients of weights. docs/decisions/graphed.md has the reasons.
+A graph has fixed sizes, so a batch is copied into buffers of the bucket's capacities, and the rest
+of the buffers is a valid batch too: rows of zeros, in segments behind the real ones. Layers then
+write every row. Gradients of the padded results are zero, and so is all that the padding adds to
+the gradients of weights. docs/decisions/graphed.md has the reasons.
 """
 
 from __future__ import annotations
@@ -37,38 +38,53 @@ def graphed(
     max_graphs: int = 16,
     offsets: Mapping[str, str] | None = None,
 ) -> M:
-    """The module with its forward and backward replayed from CUDA graphs: the host issues two graphs and a few copies, not all kernels.
+    """The module with its forward and backward replayed from CUDA graphs: the host issues two
+    graphs and a few copies, not all kernels.
 
-    Sizes (rows, segments, candidates) are rounded up to capacities, and the arguments are copied into buffers of these sizes. The first
-    batch of a bucket captures the graphs; all later ones replay them, whatever their sizes and lengths, and read nothing from the device.
-    Results and gradients are new tensors of the real sizes, equal to the module's up to rounding; gradients accumulate as usual.
+    Sizes (rows, segments, candidates) are rounded up to capacities, and the arguments are copied
+    into buffers of these sizes. The first batch of a bucket captures the graphs; all later ones
+    replay them, whatever their sizes and lengths, and read nothing from the device. Results and
+    gradients are new tensors of the real sizes, equal to the module's up to rounding; gradients
+    accumulate as usual.
 
-    The result shares the module's parameters, buffers, submodules and state_dict, under the same names, and has its other attributes for
-    reading. Parameters may change in place (optimizers, load_state_dict) between calls. New parameters, dtypes, train() or eval(),
-    requires_grad, autocast and this package's settings are noticed and lead to other graphs. Copies and pickles have no graphs.
+    The result shares the module's parameters, buffers, submodules and state_dict, under the same
+    names, and has its other attributes for reading. Parameters may change in place (optimizers,
+    load_state_dict) between calls. New parameters, dtypes, train() or eval(), requires_grad,
+    autocast and this package's settings are noticed and lead to other graphs. Copies and pickles
+    have no graphs.
 
-    The module must compute each row or segment by itself, as this package's layers do. A loss or a mean over the batch belongs outside.
+    The module must compute each row or segment by itself, as this package's layers do. A loss or a
+    mean over the batch belongs outside.
 
-    Runs the module without a graph: on other devices than CUDA, under torch.compile, torch.fx, torch.func and `debug_checks`, inside
-    another capture, for sizes above `capacities`, and in a call between a forward and its backward, whose results the graphs still hold.
+    Runs the module without a graph: on other devices than CUDA, under torch.compile, torch.fx,
+    torch.func and `debug_checks`, inside another capture, for sizes above `capacities`, and in a
+    call between a forward and its backward, whose results the graphs still hold.
 
     Args:
-        module: arguments and results may be tensors, `Jagged`s, (values, offsets) pairs, `CandidateIndex`es and lists, tuples and dicts of
-            them; arguments also None, numbers and strings, each value of which takes graphs of its own, as each `max_seqlen` does. The
-            first dimension of an argument's tensors changes with the batch, and the padding is zeros; other inputs must be parameters or
-            buffers. So must the first dimension of a result's tensors be one of these sizes. A Jagged in the result is a Jagged, whatever
-            it was wrapped from. Hooks run when graphs are captured, those on the result of this function always.
-        steps_per_octave: capacities between two powers of two. With 8, rows are padded by at most an eighth, or to the next multiple of 8.
+        module: arguments and results may be tensors, `Jagged`s, (values, offsets) pairs,
+            `CandidateIndex`es and lists, tuples and dicts of them; arguments also None, numbers and
+            strings, each value of which takes graphs of its own, as each `max_seqlen` does. The
+            first dimension of an argument's tensors changes with the batch, and the padding is
+            zeros; other inputs must be parameters or buffers. So must the first dimension of a
+            result's tensors be one of these sizes. A Jagged in the result is a Jagged, whatever it
+            was wrapped from. Hooks run when graphs are captured, those on the result of this
+            function always.
+        steps_per_octave: capacities between two powers of two. With 8, rows are padded by at most
+            an eighth, or to the next multiple of 8.
         capacities: the capacities instead, in ascending order, for sizes of any kind.
-        max_graphs: how many buckets are kept; the least recently used ones are dropped. All share one memory pool, as only one runs at a
-            time. Each keeps the buffers of its arguments, results and gradients.
-        offsets: names of arguments of the module's forward that are offsets, each with the name of the argument whose rows they count, for
-            example {"offsets": "values"}. Not needed for Jagged and pairs. For a sorted CandidateIndex whose lengths the host does not
-            know, the name of the candidates' argument; not needed if that is the only plain floating-point argument besides the users'.
+        max_graphs: how many buckets are kept; the least recently used ones are dropped. All share
+            one memory pool, as only one runs at a time. Each keeps the buffers of its arguments,
+            results and gradients.
+        offsets: names of arguments of the module's forward that are offsets, each with the name of
+            the argument whose rows they count, for example {"offsets": "values"}. Not needed for
+            Jagged and pairs. For a sorted CandidateIndex whose lengths the host does not know, the
+            name of the candidates' argument; not needed if that is the only plain floating-point
+            argument besides the users'.
 
     Raises:
-        TypeError, ValueError: an argument has another type or is out of range; the module has a batch norm, which mixes rows. In a call: an
-            argument of another kind; a result of another size; a plain argument that looks like offsets.
+        TypeError, ValueError: an argument has another type or is out of range; the module has a
+            batch norm, which mixes rows. In a call: an argument of another kind; a result of
+                another size; a plain argument that looks like offsets.
         RuntimeError: a second backward of the same call.
 
     Not re-entrant: call it from one thread and one stream at a time.
@@ -85,7 +101,9 @@ def graphed(
     check_kind("module", module, nn.Module, "a torch.nn.Module")
     for child in module.modules():
         if isinstance(child, _BatchNorm):
-            raise ValueError(f"module must compute each row by itself, but it has a {type(child).__name__}")
+            raise ValueError(
+                f"module must compute each row by itself, but it has a {type(child).__name__}"
+            )
     check_size("steps_per_octave", steps_per_octave)
     check_size("max_graphs", max_graphs)
     if capacities is not None:
@@ -93,28 +111,46 @@ def graphed(
         for i, size in enumerate(capacities):
             check_size(f"capacities[{i}]", size)
         if not capacities or any(x >= y for x, y in zip(capacities, capacities[1:])):
-            raise ValueError(f"capacities must be one or more sizes in ascending order, got {list(capacities)}")
+            raise ValueError(
+                f"capacities must be one or more sizes in ascending order, got {list(capacities)}"
+            )
     check_kind("offsets", offsets, (Mapping, type(None)), "a mapping of names to names, or None")
     names = [*inspect.signature(module.forward).parameters]
     for name in (*(offsets or {}), *(offsets or {}).values()):
         if name not in names:
-            raise ValueError(f"offsets must name arguments of the module's forward, {names}, got {name!r}")
+            raise ValueError(
+                f"offsets must name arguments of the module's forward, {names}, got {name!r}"
+            )
     buckets = Buckets(steps_per_octave, None if capacities is None else tuple(capacities))
-    return cast(M, _Graphed(module, buckets, max_graphs, names, dict(offsets or {})))  # has the calls and attributes of the module
+    # has the calls and attributes of the module
+    return cast(M, _Graphed(module, buckets, max_graphs, names, dict(offsets or {})))
 
 
 class _Graphed(nn.Module):
-    """The result of `graphed`. It shares the module's parameters, buffers and submodules, so names and state_dict are the module's."""
+    """The result of `graphed`. It shares the module's parameters, buffers and submodules, so names
+    and state_dict are the module's."""
 
     _last: weakref.ref[Call] | None
 
-    def __init__(self, module: nn.Module, buckets: Buckets, max_graphs: int, names: list[str], offsets: dict[str, str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Buckets,
+        max_graphs: int,
+        names: list[str],
+        offsets: dict[str, str],
+    ) -> None:
         super().__init__()
         vars(self)["_inner"] = module  # not a submodule, which would add its name to all others
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[shared] = getattr(module, shared)
         self.training = module.training
-        self._buckets, self._max_graphs, self._names, self._offsets = buckets, max_graphs, names, offsets
+        self._buckets, self._max_graphs, self._names, self._offsets = (
+            buckets,
+            max_graphs,
+            names,
+            offsets,
+        )
         self._forget()
 
     def _forget(self) -> None:
@@ -122,7 +158,8 @@ class _Graphed(nn.Module):
 
     @staticmethod
     def _empty() -> dict[str, Any]:
-        """The state that copies do not get. _last: a weak reference to the last call that has a backward."""
+        """The state that copies do not get. _last: a weak reference to the last call that has a
+        backward."""
         return dict(_steps=OrderedDict[Any, Step](), _last=None, _captures=0, _warned=set[str]())
 
     @one_module
@@ -133,22 +170,35 @@ class _Graphed(nn.Module):
             return inner(*args, **kwargs)
         arguments = Arguments(args, kwargs, self._names, self._offsets)
         device = arguments.device
-        if device is None or device.type not in RUNNERS or device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if (
+            device is None
+            or device.type not in RUNNERS
+            or device.type == "cuda"
+            and torch.cuda.is_current_stream_capturing()
+        ):
             return inner(*args, **kwargs)
         state = _state(inner)
         if state is None:  # torch.func.functional_call replaces the parameters
             return inner(*args, **kwargs)
         last = None if self._last is None else self._last()
         if last is not None and not last.differentiated:
-            self._warn("a call before the backward of the last one runs without a graph, as does every call while those results are kept")
+            self._warn(
+                "a call before the backward of the last one runs without a graph, as does every"
+                " call while those results are kept"
+            )
             return inner(*args, **kwargs)
         capacities = capacities_of(arguments.leaves, self._buckets)
         if capacities is None:
             sizes = sorted(x for x in arguments.sizes if x >= 0)
-            self._warn(f"sizes above capacities run without a graph: {sizes} for {list(self._buckets.capacities or ())}")
+            self._warn(
+                f"sizes above capacities run without a graph: {sizes} for"
+                f" {list(self._buckets.capacities or ())}"
+            )
             return inner(*args, **kwargs)
 
-        trained = torch.is_grad_enabled() and (state.trained or any(leaf.tensor.requires_grad for leaf in arguments.leaves))
+        trained = torch.is_grad_enabled() and (
+            state.trained or any(leaf.tensor.requires_grad for leaf in arguments.leaves)
+        )
         key = self._key(arguments, capacities, device, trained, state.parts)
         step = self._steps.get(key)
         if step is None:
@@ -160,9 +210,23 @@ class _Graphed(nn.Module):
         self._last = None if call is None else weakref.ref(call)
         return step.results(arguments, capacities, call)
 
-    def _key(self, arguments: Arguments, capacities: Mapping[int, int], device: torch.device, trained: bool, state: Any) -> Any:
+    def _key(
+        self,
+        arguments: Arguments,
+        capacities: Mapping[int, int],
+        device: torch.device,
+        trained: bool,
+        state: Any,
+    ) -> Any:
         leaves = tuple(
-            (leaf.kind, x.dtype, x.shape[1:], trained and x.requires_grad, capacities.get(leaf.size), capacities.get(leaf.rows))
+            (
+                leaf.kind,
+                x.dtype,
+                x.shape[1:],
+                trained and x.requires_grad,
+                capacities.get(leaf.size),
+                capacities.get(leaf.rows),
+            )
             for leaf in arguments.leaves
             for x in (leaf.tensor,)
         )
@@ -175,18 +239,28 @@ class _Graphed(nn.Module):
         )
         return arguments.spec, leaves, device, trained, state, autocast, settings
 
-    def _capture(self, arguments: Arguments, capacities: Mapping[int, int], device: torch.device, trained: bool) -> Step:
+    def _capture(
+        self,
+        arguments: Arguments,
+        capacities: Mapping[int, int],
+        device: torch.device,
+        trained: bool,
+    ) -> Step:
         for leaf in arguments.leaves:
             check_values(leaf, arguments.sizes)
         self._captures: int = self._captures + 1
         if self._captures > 4 * self._max_graphs:
-            self._warn(f"most batches may need new graphs: {self._captures} captured, {self._max_graphs} kept")
+            self._warn(
+                f"most batches may need new graphs: {self._captures} captured, {self._max_graphs}"
+                " kept"
+            )
         if len(self._steps) >= self._max_graphs:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the graphs to be dropped may still run
             while len(self._steps) >= self._max_graphs:
                 self._steps.popitem(last=False)
-        pool = next(iter(self._steps.values())).pool if self._steps else None  # one that no graph uses any more cannot be used again
+        # one that no graph uses any more cannot be used again
+        pool = next(iter(self._steps.values())).pool if self._steps else None
         with torch.inference_mode(False):
             return Step(self._inner, arguments, capacities, device, trained, pool)
 
@@ -195,7 +269,7 @@ class _Graphed(nn.Module):
             self._warned.add(message.partition(":")[0])
             warnings.warn(f"graphed: {message}", stacklevel=7)  # the caller of the module
 
-    # -- as the module ---------------------------------------------------------------------------------------------------------
+    # -- as the module -----------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in vars(self):
@@ -229,7 +303,8 @@ class _Graphed(nn.Module):
 
 
 class _State(NamedTuple):
-    """What the graphs of a module depend on. parts: its modes, and where its parameters and buffers are. trained: some parameter is."""
+    """What the graphs of a module depend on. parts: its modes, and where its parameters and buffers
+    are. trained: some parameter is."""
 
     parts: tuple[Any, ...]
     trained: bool

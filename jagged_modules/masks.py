@@ -19,37 +19,49 @@ LONGEST = 2**30
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Which columns (keys) of a segment each of its query rows sees. The fields combine: a row sees a column if all fields allow it. Only
-    global_prefix adds columns to those.
+    """Which columns (keys) of a segment each of its query rows sees. The fields combine: a row sees
+    a column if all fields allow it. Only global_prefix adds columns to those.
 
-    Queries are aligned with the end of the keys: row i of Nq has position i + Nk - Nq. All positions below are columns. The first
-    `contextual_seqlen` columns are context (features that are not events), the last `num_targets` are targets (candidates to score), and
-    the columns before the targets are history. A row always sees its own column.
+    Queries are aligned with the end of the keys: row i of Nq has position i + Nk - Nq. All
+    positions below are columns. The first `contextual_seqlen` columns are context (features that
+    are not events), the last `num_targets` are targets (candidates to score), and the columns
+    before the targets are history. A row always sees its own column.
 
-    HSTU's rule (Zhai et al. 2024, as in Meta's generative-recommenders) for n columns, t targets, c = contextual_seqlen, causal:
+    HSTU's rule (Zhai et al. 2024, as in Meta's generative-recommenders) for n columns, t targets, c
+    = contextual_seqlen, causal:
 
         M = n - t - c + 1 if c else n - t;    id(i) = min(max(i - c + 1, 0) if c else i, M)
         keep = i == j or id(i) > id(j)
-        if max_attn_len:  keep = keep and (id(i) - id(j) <= max_attn_len  or  id(i) >= M - min_full_attn_seqlen, if that is > 0)
-        if c:             keep = keep or (id(i) == 0 and id(j) < M)
+        if max_attn_len:  keep = keep and (id(i) - id(j) <= max_attn_len  or  id(i) >= M -
+        min_full_attn_seqlen, if that is > 0) if c:             keep = keep or (id(i) == 0 and id(j)
+        < M)
 
     Args:
-        causal: a row sees no later column. If False, history rows see all history within |id(i) - id(j)| <= max_attn_len, and only rows of
-            its own group see a target.
-        window: (left, right): a row sees columns with -right <= i - j <= left. None on either side means no limit.
-        num_targets: `[B]` int32 or int64, the number of targets at the end of each segment; at most the segment's length.
-        target_group_size: number of targets in a group, counted from the first target. A target also sees the earlier ones of its group.
-        contextual_seqlen: number c of context columns at the start; their id is 0. Context rows see all context and history. History rows
-            and targets see the context if max_attn_len reaches id 0. If a segment has fewer than c columns before its targets, M is not
-            positive, and under the causal rule each row sees only itself and the earlier targets of its group.
+        causal: a row sees no later column. If False, history rows see all history within |id(i) -
+            id(j)| <= max_attn_len, and only rows of its own group see a target.
+        window: (left, right): a row sees columns with -right <= i - j <= left. None on either side
+            means no limit.
+        num_targets: `[B]` int32 or int64, the number of targets at the end of each segment; at most
+            the segment's length.
+        target_group_size: number of targets in a group, counted from the first target. A target
+            also sees the earlier ones of its group.
+        contextual_seqlen: number c of context columns at the start; their id is 0. Context rows see
+            all context and history. History rows and targets see the context if max_attn_len
+            reaches id 0. If a segment has fewer than c columns before its targets, M is not
+            positive, and under the causal rule each row sees only itself and the earlier targets of
+            its group.
         max_attn_len: number of ids that a row sees back; 0: no limit.
-        min_full_attn_seqlen: this many rows at the end of the history, and the targets, are exempt from max_attn_len.
-        global_prefix: every row sees this many columns at the start, up to the first target, whatever the other fields hide; under a causal
-            mask, up to its own column. With a window or max_attn_len this is semi-local attention.
-        recent_history: attention truncation: only the last recent_history columns of the history are seen; 0: no limit. The columns before
-            them, context too, are hidden, except in the global prefix. A row still sees its own column.
+        min_full_attn_seqlen: this many rows at the end of the history, and the targets, are exempt
+            from max_attn_len.
+        global_prefix: every row sees this many columns at the start, up to the first target,
+            whatever the other fields hide; under a causal mask, up to its own column. With a window
+            or max_attn_len this is semi-local attention.
+        recent_history: attention truncation: only the last recent_history columns of the history
+            are seen; 0: no limit. The columns before them, context too, are hidden, except in the
+            global prefix. A row still sees its own column.
 
-    Semi-local attention and attention truncation are those of recent variants of HSTU. The rule for them, after the window:
+    Semi-local attention and attention truncation are those of recent variants of HSTU. The rule for
+    them, after the window:
 
         if recent_history: keep = keep and (j >= n - t - recent_history or i == j)
         keep = keep or (j < min(global_prefix, n - t) and (j <= i or not causal))
@@ -74,7 +86,9 @@ class AttentionMask:
 
     def __init_subclass__(cls) -> None:
         """TypeError: kernels read the fields, so another rule would be ignored silently."""
-        raise TypeError("AttentionMask must not be subclassed: kernels read its fields, not its rule")
+        raise TypeError(
+            "AttentionMask must not be subclassed: kernels read its fields, not its rule"
+        )
 
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)
@@ -87,24 +101,45 @@ class AttentionMask:
             object.__setattr__(self, "window", tuple(self.window))
         if self.num_targets is not None:
             check_integers("num_targets", self.num_targets)
-            if values_are_checkable(self.num_targets) and self.num_targets.numel() and int(self.num_targets.min()) < 0:
-                raise ValueError(f"num_targets must not be negative, got {int(self.num_targets.min())}")
+            if (
+                values_are_checkable(self.num_targets)
+                and self.num_targets.numel()
+                and int(self.num_targets.min()) < 0
+            ):
+                raise ValueError(
+                    f"num_targets must not be negative, got {int(self.num_targets.min())}"
+                )
         check_size("target_group_size", self.target_group_size)
-        for name in ("target_group_size", "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "global_prefix", "recent_history"):
+        for name in (
+            "target_group_size",
+            "contextual_seqlen",
+            "max_attn_len",
+            "min_full_attn_seqlen",
+            "global_prefix",
+            "recent_history",
+        ):
             _check_length(name, getattr(self, name))
 
     def __repr__(self) -> str:
-        """The fields that differ from their defaults. num_targets shows its shape only: reading the values could wait for a device."""
-        given = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        """The fields that differ from their defaults. num_targets shows its shape only: reading the
+        values could wait for a device."""
+        given = {
+            field.name: (getattr(self, field.name), field.default)
+            for field in dataclasses.fields(self)
+        }
         targets, _ = given.pop("num_targets")
-        parts = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]
+        parts = [
+            f"{name}={value!r}" for name, (value, default) in given.items() if value != default
+        ]
         if targets is not None:
-            parts.append(f"num_targets={f'Tensor{list(targets.shape)}' if isinstance(targets, Tensor) else targets}")
+            shown = f"Tensor{list(targets.shape)}" if isinstance(targets, Tensor) else targets
+            parts.append(f"num_targets={shown}")
         return f"AttentionMask({', '.join(parts)})"
 
     @property
     def params(self) -> MaskParams:
-        """The fields as integers, which the kernels take. They hold whether there are num_targets, not their values."""
+        """The fields as integers, which the kernels take. They hold whether there are num_targets,
+        not their values."""
         left, right = self.window or (None, None)
         return MaskParams(
             causal=int(self.causal),
@@ -124,7 +159,10 @@ class AttentionMask:
         """The mask with these `params`, and num_targets `[B]` int32 or int64."""
         return cls(
             causal=bool(params.causal),
-            window=(None if params.left < 0 else params.left, None if params.right < 0 else params.right),
+            window=(
+                None if params.left < 0 else params.left,
+                None if params.right < 0 else params.right,
+            ),
             num_targets=num_targets,
             target_group_size=params.group_size,
             contextual_seqlen=params.context,
@@ -140,19 +178,30 @@ class AttentionMask:
         limited = self.causal or self.max_attn_len or self.recent_history
         return left is None and right is None and self.num_targets is None and not limited
 
-    def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
-        """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets. Made on
-        `device`.
+    def keep(
+        self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None
+    ) -> Tensor:
+        """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with
+        num_targets targets. Made on `device`.
 
         Raises:
             TypeError, ValueError: a size is not a non-negative integer.
         """
-        for name, size in (("num_queries", num_queries), ("num_keys", num_keys), ("num_targets", num_targets)):
+        for name, size in (
+            ("num_queries", num_queries),
+            ("num_keys", num_keys),
+            ("num_targets", num_targets),
+        ):
             check_size(name, size, at_least=0)
-        return self.rule(torch.arange(num_queries, device=device) + (num_keys - num_queries), num_keys, num_targets)
+        return self.rule(
+            torch.arange(num_queries, device=device) + (num_keys - num_queries),
+            num_keys,
+            num_targets,
+        )
 
     def rule(self, i: Tensor, num_keys: int, num_targets: int = 0) -> Tensor:
-        """Boolean `[rows, num_keys]`, True where the row at position i sees a key: the rule of the class, written out.
+        """Boolean `[rows, num_keys]`, True where the row at position i sees a key: the rule of the
+        class, written out.
 
         Args:
             i: `[rows]` integers, positions (columns) of the rows.
@@ -178,7 +227,9 @@ class AttentionMask:
         if c:
             keep |= (identity(i) == 0) & (identity(j) < last_id)
         group = (i - first_target) // self.target_group_size
-        keep |= (j >= first_target) & (j <= i) & (group == (j - first_target) // self.target_group_size)
+        keep |= (
+            (j >= first_target) & (j <= i) & (group == (j - first_target) // self.target_group_size)
+        )
         if self.window is not None:
             left, right = self.window
             if left is not None:
@@ -193,7 +244,8 @@ class AttentionMask:
         return keep
 
     def picture(self, length: int, segment: int = 0, num_queries: int | None = None) -> str:
-        """The mask of one segment as text: one line per row, `#` where it sees the column, `.` where it does not.
+        """The mask of one segment as text: one line per row, `#` where it sees the column, `.`
+        where it does not.
 
         Args:
             length: columns (keys) of the segment.
@@ -208,7 +260,10 @@ class AttentionMask:
         num_queries = length if num_queries is None else num_queries
         check_size("num_queries", num_queries, at_least=0)
         if self.num_targets is not None and segment >= self.num_targets.shape[0]:
-            raise ValueError(f"segment must be below the number of num_targets, {self.num_targets.shape[0]}, got {segment}")
+            raise ValueError(
+                f"segment must be below the number of num_targets, {self.num_targets.shape[0]}, got"
+                f" {segment}"
+            )
         if self.num_targets is not None and self.num_targets.is_meta:
             raise ValueError("num_targets must have values to draw the mask, got a meta tensor")
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
@@ -217,21 +272,31 @@ class AttentionMask:
 
 
 def _check_length(name: str, value: int) -> None:
-    """Raise unless value is an int from 0 to 2^30: kernels add it to positions, and the sum must fit int32."""
+    """Raise unless value is an int from 0 to 2^30: kernels add it to positions, and the sum must
+    fit int32."""
     check_size(name, value, at_least=0)
     if value > LONGEST:
         raise ValueError(f"{name} must be at most 2^30, got {value}")
 
 
-def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, owner: str) -> None:
-    """ValueError unless num_targets `[B]`, called `name`, match kv_offsets `[B + 1]` and are on `device`. owner: as in `check_device`."""
+def check_num_targets(
+    name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, owner: str
+) -> None:
+    """ValueError unless num_targets `[B]`, called `name`, match kv_offsets `[B + 1]` and are on
+    `device`. owner: as in `check_device`."""
     if num_targets is None:
         return
     segments = kv_offsets.shape[0] - 1
     if num_targets.shape != (segments,):
-        raise ValueError(f"{name} must have shape [B] = [{segments}], got {list(num_targets.shape)}")
+        raise ValueError(
+            f"{name} must have shape [B] = [{segments}], got {list(num_targets.shape)}"
+        )
     check_device(name, num_targets, device, owner)
-    if not segments or not values_are_checkable(num_targets) or not values_are_checkable(kv_offsets):
+    if (
+        not segments
+        or not values_are_checkable(num_targets)
+        or not values_are_checkable(kv_offsets)
+    ):
         return
     lengths = kv_offsets.diff().to(num_targets)
     if bool((num_targets > lengths).any()):

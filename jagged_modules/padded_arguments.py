@@ -1,6 +1,7 @@
 """The arguments of a call, copied into buffers of larger sizes: for graphed.py.
 
-Sizes are rounded up to capacities. What is left of the buffers is a valid batch too: rows of zeros in segments behind the real ones.
+Sizes are rounded up to capacities. What is left of the buffers is a valid batch too: rows of zeros
+in segments behind the real ones.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Buckets(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A tensor among the arguments. size: of its first dimension; of offsets, the number of segments. rows: that offsets count."""
+    """A tensor among the arguments. size: of its first dimension; of offsets, the number of
+    segments. rows: that offsets count."""
 
     name: str
     kind: str
@@ -54,11 +56,13 @@ class Leaf(NamedTuple):
 def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> dict[int, int] | None:
     """The capacity of each size. None: there is none.
 
-    Different sizes have different capacities, so that the first dimension of a result tells which size it has.
+    Different sizes have different capacities, so that the first dimension of a result tells which
+    size it has.
 
-    The padding gets so many segments that none is longer than the mean of the real ones (rounded up, at least 1). So its rows cost what
-    real rows cost, and meet every limit on the length of a segment that the batch meets. The number of segments is enough for the fewest
-    rows of the bucket: it does not change with each batch.
+    The padding gets so many segments that none is longer than the mean of the real ones (rounded
+    up, at least 1). So its rows cost what real rows cost, and meet every limit on the length of a
+    segment that the batch meets. The number of segments is enough for the fewest rows of the
+    bucket: it does not change with each batch.
     """
     segments: dict[int, list[int]] = {}
     for leaf in leaves:
@@ -83,10 +87,15 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> dict[int, int] | 
                 if size not in found and size not in segments and not add(size):
                     return None
     for size in sorted(segments, reverse=True):
-        needs = [_cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], size)) for rows in segments[size] if rows in found]
+        needs = [
+            _cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], size))
+            for rows in segments[size]
+            if rows in found
+        ]
         if not add(size, max(1, *needs) if needs else 1):
             return None
-    for size, all_rows in segments.items():  # rows whose number is that of other segments were not counted above
+    # rows whose number is that of other segments were not counted above
+    for size, all_rows in segments.items():
         if any(_padding_step(rows, size, found) > _cdiv(rows, size) for rows in all_rows):
             return None
     return found
@@ -102,21 +111,37 @@ def _cdiv(x: int, y: int) -> int:
     return max(1, -(-x // max(1, y)))
 
 
-# -- arguments ----------------------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 class Arguments:
-    """The tensors of a call's arguments, and a hashable description of everything else, `spec`, from which `build` makes arguments."""
+    """The tensors of a call's arguments, and a hashable description of everything else, `spec`,
+    from which `build` makes arguments."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], offsets: Mapping[str, str]) -> None:
-        named = {names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)} | kwargs
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        names: Sequence[str],
+        offsets: Mapping[str, str],
+    ) -> None:
+        named = {
+            names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)
+        } | kwargs
         self.leaves: list[Leaf] = []
-        self._places: dict[tuple[int, str], int] = {}  # one buffer for a tensor that is given twice: layers compare offsets by identity
-        self._offsets = {name: _rows_of(name, owner, named) for name, owner in offsets.items() if named.get(name) is not None}
+        # one buffer for a tensor that is given twice: layers compare offsets by identity
+        self._places: dict[tuple[int, str], int] = {}
+        self._offsets = {
+            name: _rows_of(name, owner, named)
+            for name, owner in offsets.items()
+            if named.get(name) is not None
+        }
         self._unknown: list[tuple[int, CandidateIndex]] = []
         self.spec = len(args), tuple((name, self._flatten(name, x)) for name, x in named.items())
         for place, index in self._unknown:
-            self.leaves[place] = self.leaves[place]._replace(rows=self._candidates(self.leaves[place].name, index))
+            self.leaves[place] = self.leaves[place]._replace(
+                rows=self._candidates(self.leaves[place].name, index)
+            )
         self.sizes = {x for leaf in self.leaves for x in (leaf.size, leaf.rows)}
 
     @property
@@ -131,38 +156,61 @@ class Arguments:
         rows, whole = self._offsets.get(name), x
         if isinstance(x, Tensor):
             if x.is_nested or x.layout != torch.strided:
-                raise TypeError(f"{name} must be a dense tensor, got {'a nested tensor: pass a Jagged' if x.is_nested else x.layout}")
+                raise TypeError(
+                    f"{name} must be a dense tensor, got"
+                    f" {'a nested tensor: pass a Jagged' if x.is_nested else x.layout}"
+                )
             if rows is None:
                 return "tensor", self._add(name, ROWS if x.dim() else SCALAR, x)
             check_offsets(name, x, rows)
             return "tensor", self._add(name, OFFSETS, x, rows)
         if isinstance(x, Jagged):
-            return "jagged", self._add(name, ROWS, x.values), self._add(name, OFFSETS, x.offsets, x.values.shape[0]), x.max_seqlen
+            return (
+                "jagged",
+                self._add(name, ROWS, x.values),
+                self._add(name, OFFSETS, x.offsets, x.values.shape[0]),
+                x.max_seqlen,
+            )
         if isinstance(x, CandidateIndex):
             if x.order is None:
                 place = self._add(name, OFFSETS, x.offsets, -1 if rows is None else rows)
                 if rows is None:
                     self._unknown.append((place, x))
                 return "index", place, None, None
-            orders = [self._add(name, ORDER, order) for order in (x.order, x.inverse) if order is not None]
+            orders = [
+                self._add(name, ORDER, order) for order in (x.order, x.inverse) if order is not None
+            ]
             return "index", self._add(name, OFFSETS, x.offsets, x.order.shape[0]), *orders
         if type(x) in (tuple, list):
             parts: tuple[Any, ...]
-            if len(x) == 2 and all(isinstance(part, Tensor) for part in x) and x[1].dim() == 1 and not x[1].is_floating_point():
+            if (
+                len(x) == 2
+                and all(isinstance(part, Tensor) for part in x)
+                and x[1].dim() == 1
+                and not x[1].is_floating_point()
+            ):
                 if not x[0].dim():
-                    raise ValueError(f"{possessive(name)} values must have shape [L, ...], got {list(x[0].shape)}")
+                    raise ValueError(
+                        f"{possessive(name)} values must have shape [L, ...], got"
+                        f" {list(x[0].shape)}"
+                    )
                 check_offsets(f"{possessive(name)} offsets", x[1], x[0].shape[0])
-                parts = ("tensor", self._add(name, ROWS, x[0])), ("tensor", self._add(name, OFFSETS, x[1], x[0].shape[0]))
+                parts = (
+                    ("tensor", self._add(name, ROWS, x[0])),
+                    ("tensor", self._add(name, OFFSETS, x[1], x[0].shape[0])),
+                )
             else:
                 parts = tuple(self._flatten(f"{name}[{i}]", part) for i, part in enumerate(x))
             return type(x).__name__, parts
         if type(x) is dict:
-            return "dict", tuple((key, self._flatten(f"{name}[{key!r}]", part)) for key, part in whole.items())
+            return "dict", tuple(
+                (key, self._flatten(f"{name}[{key!r}]", part)) for key, part in whole.items()
+            )
         if isinstance(x, CONSTANTS):
             return "constant", x, type(x)
         raise TypeError(
-            f"{name} must be a tensor, Jagged, (values, offsets) pair or CandidateIndex, None, a number or a string, or a tuple, list or "
-            f"dict of these, got {type(x).__name__}"
+            f"{name} must be a tensor, Jagged, (values, offsets) pair or CandidateIndex, None, a"
+            f" number or a string, or a tuple, list or dict of these, got {type(x).__name__}"
         )
 
     def _add(self, name: str, kind: str, x: Tensor, rows: int = -1) -> int:
@@ -176,13 +224,18 @@ class Arguments:
         """The number of candidates of a sorted index."""
         if index.host_counts is not None:
             return int(index.host_counts.sum())
-        plain = {leaf.size for leaf in self.leaves if leaf.kind == ROWS and leaf.tensor.is_floating_point()}
+        plain = {
+            leaf.size
+            for leaf in self.leaves
+            if leaf.kind == ROWS and leaf.tensor.is_floating_point()
+        }
         other = {leaf.rows for leaf in self.leaves if leaf.kind == OFFSETS} | {index.num_users}
         found = plain - other or plain
         if len(found) != 1:
             raise ValueError(
-                f"{name} must be a CandidateIndex of known length beside several plain arguments, got one whose counts are on a device: "
-                f"name the candidates' argument, graphed(..., offsets={{{name!r}: ...}})"
+                f"{name} must be a CandidateIndex of known length beside several plain arguments,"
+                " got one whose counts are on a device: name the candidates' argument,"
+                f" graphed(..., offsets={{{name!r}: ...}})"
             )
         return found.pop()
 
@@ -191,12 +244,17 @@ def _rows_of(name: str, owner: str, arguments: Mapping[str, Any]) -> int:
     x = arguments.get(owner)
     x = x.values if isinstance(x, Jagged) else x
     if not isinstance(x, Tensor) or not x.dim():
-        raise TypeError(f"{owner} must be a tensor with rows, which {name} count, got {type(x).__name__}")
+        raise TypeError(
+            f"{owner} must be a tensor with rows, which {name} count, got {type(x).__name__}"
+        )
     return x.shape[0]
 
 
-def build(spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by position and by name, from an `Arguments.spec` and tensors in place of its leaves."""
+def build(
+    spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position and by name, from an `Arguments.spec` and tensors in place of its
+    leaves."""
     count, parts = spec
     built = [(name, _build(part, tensors)) for name, part in parts]
     return tuple(x for _, x in built[:count]), dict(built[count:])
@@ -225,8 +283,14 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
         buffer.copy_(x, non_blocking=True)
     elif leaf.kind == OFFSETS:
         buffer[: size + 1].copy_(x, non_blocking=True)
-        tail, end, step = buffer[size + 1 :], capacities[leaf.rows], _padding_step(leaf.rows, size, capacities)
-        torch.arange(leaf.rows + step, leaf.rows + step * len(tail) + 1, step, out=tail, device=tail.device)
+        tail, end, step = (
+            buffer[size + 1 :],
+            capacities[leaf.rows],
+            _padding_step(leaf.rows, size, capacities),
+        )
+        torch.arange(
+            leaf.rows + step, leaf.rows + step * len(tail) + 1, step, out=tail, device=tail.device
+        )
         tail.clamp_(max=end)
     else:
         buffer[:size].copy_(x, non_blocking=True)
@@ -237,16 +301,22 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
 
 
 def check_values(leaf: Leaf, sizes: set[int]) -> None:
-    """ValueError for wrong offsets, and for a plain argument that looks like offsets. Synchronises: for the batch of a capture only."""
+    """ValueError for wrong offsets, and for a plain argument that looks like offsets. Synchronises:
+    for the batch of a capture only."""
     x = leaf.tensor
     if leaf.kind == OFFSETS:
         with debug_checks(True):
             check_offsets(f"{leaf.name}'s offsets", x, leaf.rows)
     if leaf.kind == ROWS and x.dim() == 1 and x.dtype in (torch.int32, torch.int64) and len(x) > 1:
         values = to_ints(x)
-        if values[0] == 0 < values[-1] and values[-1] in sizes - {leaf.size} and values == sorted(values):
+        if (
+            values[0] == 0 < values[-1]
+            and values[-1] in sizes - {leaf.size}
+            and values == sorted(values)
+        ):
             raise ValueError(
-                f"{leaf.name} must be padded as offsets if it is what it looks like, got 0 to {values[-1]} in ascending order: pass a "
-                f"Jagged or a (values, offsets) pair, or name it, graphed(..., offsets={{{leaf.name!r}: ...}}); pass a map of candidates "
-                f"as a CandidateIndex"
+                f"{leaf.name} must be padded as offsets if it is what it looks like, got 0 to"
+                f" {values[-1]} in ascending order: pass a Jagged or a (values, offsets) pair, or"
+                f" name it, graphed(..., offsets={{{leaf.name!r}: ...}}); pass a map of candidates"
+                " as a CandidateIndex"
             )

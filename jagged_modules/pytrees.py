@@ -1,8 +1,10 @@
-"""Registration of the containers as pytrees, for torch.export and all torch functions that use `tree_map`.
+"""Registration of the containers as pytrees, for torch.export and all torch functions that use
+`tree_map`.
 
-Children are tensors or pytrees. A map may replace them by any object, so a rebuilt container is not checked. All other attributes are
-structure: an exported model accepts only inputs of the same structure. Schedules and host lengths are not part of the tree; a rebuilt
-container finds them through its offsets if these are the same tensor.
+Children are tensors or pytrees. A map may replace them by any object, so a rebuilt container is not
+checked. All other attributes are structure: an exported model accepts only inputs of the same
+structure. Schedules and host lengths are not part of the tree; a rebuilt container finds them
+through its offsets if these are the same tensor.
 """
 
 from __future__ import annotations
@@ -33,14 +35,22 @@ Build = Callable[..., Any]
 
 
 def _register(
-    cls: type, children: Sequence[str], constants: Sequence[str] = (), build: Build | None = None, get: Callable[[Any, str], Any] = getattr
+    cls: type,
+    children: Sequence[str],
+    constants: Sequence[str] = (),
+    build: Build | None = None,
+    get: Callable[[Any, str], Any] = getattr,
 ) -> None:
-    """Register cls as a pytree that `torch.export.save` stores and that `torch.load` accepts with weights_only=True.
+    """Register cls as a pytree that `torch.export.save` stores and that `torch.load` accepts with
+    weights_only=True.
 
     Args:
-        children: names of attributes that are leaves or pytrees. Which of them are None is part of the structure.
-        constants: names of attributes that are part of the structure; their types must be JSON types.
-        build: builds the object without checks, from all these attributes as keyword arguments. None: set them on a new object.
+        children: names of attributes that are leaves or pytrees. Which of them are None is part of
+            the structure.
+        constants: names of attributes that are part of the structure; their types must be JSON
+            types.
+        build: builds the object without checks, from all these attributes as keyword arguments.
+            None: set them on a new object.
         get: returns a child, given the object and the child's name.
     """
 
@@ -49,13 +59,16 @@ def _register(
         given = {name: child for name, child in given.items() if child is not None}
         return list(given.values()), (tuple(given), tuple(getattr(x, name) for name in constants))
 
-    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:  # Any: type checkers do not see torch's GetAttrKey as a KeyEntry
+    # Any: type checkers do not see torch's GetAttrKey as a KeyEntry
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
         values, context = flatten(x)
         return [(GetAttrKey(name), value) for name, value in zip(context[0], values)], context
 
     def unflatten(values: Iterable[Any], context: Any) -> Any:
         present, fixed = context
-        return (build or _object(cls))(**dict.fromkeys(children) | dict(zip(present, values)) | dict(zip(constants, fixed)))
+        return (build or _object(cls))(
+            **dict.fromkeys(children) | dict(zip(present, values)) | dict(zip(constants, fixed))
+        )
 
     register_pytree_node(
         cls,
@@ -84,7 +97,8 @@ def _tuples(context: Any) -> Any:
 
 
 def _plan_child(plan: ScorePlan, name: str) -> Any:
-    """The child, or None for y_offsets that are the tensor x_offsets. Operators then compute x with itself, so this must be structure."""
+    """The child, or None for y_offsets that are the tensor x_offsets. Operators then compute x with
+    itself, so this must be structure."""
     return None if name == "y_offsets" and plan.y_offsets is plan.x_offsets else getattr(plan, name)
 
 
@@ -92,7 +106,8 @@ def _plan(x_offsets: Any, y_offsets: Any, **others: Any) -> ScorePlan:
     return ScorePlan(x_offsets, x_offsets if y_offsets is None else y_offsets, **others)
 
 
-add_safe_globals([Segmentation, GDPAConfig, HSTUConfig])  # configs are no pytrees, and a checkpoint may hold them
+# configs are no pytrees, and a checkpoint may hold them
+add_safe_globals([Segmentation, GDPAConfig, HSTUConfig])
 _register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(PagedRows, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
@@ -101,9 +116,21 @@ _register(
     ("num_targets",),
     tuple(field.name for field in dataclasses.fields(AttentionMask) if field.name != "num_targets"),
 )
-_register(RelativeBias, ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"))
+_register(
+    RelativeBias,
+    ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"),
+)
 _register(Rotary, ("cos", "sin", "positions"), ("rotate", "linear", "precise"))
-_register(ScorePlan, ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"), build=_plan, get=_plan_child)
-_register(TileSchedule, ("tiles", "num_tiles", "work", "backward"), ("block_m", "block_n", "num_heads", "num_workers", "ascending"))
+_register(
+    ScorePlan,
+    ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"),
+    build=_plan,
+    get=_plan_child,
+)
+_register(
+    TileSchedule,
+    ("tiles", "num_tiles", "work", "backward"),
+    ("block_m", "block_n", "num_heads", "num_workers", "ascending"),
+)
 _register(Pages, ("table", "num_rows"), ("page_rows",))
 _register(HistoryCache, ("layers", "timestamps"), ("max_rows",))

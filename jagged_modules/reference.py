@@ -1,4 +1,5 @@
-"""Definitions of the operators in plain torch: differentiable, for any device and floating-point dtype. Tests compare against them."""
+"""Definitions of the operators in plain torch: differentiable, for any device and floating-point
+dtype. Tests compare against them."""
 
 from __future__ import annotations
 
@@ -27,13 +28,17 @@ def attention_reference(
     output_scale: float | Tensor = 1.0,
     bias: RelativeBias | None = None,
 ) -> Tensor:
-    """activation(scale · q kᵀ + bias) · output_scale · v per segment and head; see `functional.jagged_attention` for shapes.
+    """activation(scale · q kᵀ + bias) · output_scale · v per segment and head; see
+    `functional.jagged_attention` for shapes.
 
-    The result of a row that sees no key is 0. q_shared: all segments use all rows of q, and q_offsets are those of the output. With n · B
-    query segments, segments b, B + b, ... use key segment b. Values at masked positions must be finite here: 0 times NaN is NaN.
+    The result of a row that sees no key is 0. q_shared: all segments use all rows of q, and
+    q_offsets are those of the output. With n · B query segments, segments b, B + b, ... use key
+    segment b. Values at masked positions must be finite here: 0 times NaN is NaN.
     """
     group = q.shape[1] // k.shape[1]
-    num_targets = to_ints(mask.num_targets) if mask is not None and mask.num_targets is not None else None
+    num_targets = (
+        to_ints(mask.num_targets) if mask is not None and mask.num_targets is not None else None
+    )
     outputs: list[Tensor] = []
     q_segments, kv_segments = segments(q_offsets, q_shared), segments(kv_offsets)
     kv_segments *= len(q_segments) // len(kv_segments)
@@ -52,12 +57,18 @@ def attention_reference(
             p = torch.softmax(scores, dim=-1).masked_fill(nothing_seen, 0.0)
         else:
             p = POINTWISE[activation].function(scores).masked_fill(hidden, 0.0)
-            p = p * (output_scale[b] if isinstance(output_scale, Tensor) and output_scale.numel() else output_scale)
+            p = p * (
+                output_scale[b]
+                if isinstance(output_scale, Tensor) and output_scale.numel()
+                else output_scale
+            )
         outputs.append(torch.einsum("hij,jhd->ihd", p, values))
     return torch.cat(outputs)
 
 
-def _bias_of_segment(bias: RelativeBias, segment: int, q_rows: slice, kv_rows: slice, device: torch.device) -> Tensor:
+def _bias_of_segment(
+    bias: RelativeBias, segment: int, q_rows: slice, kv_rows: slice, device: torch.device
+) -> Tensor:
     """The bias of a segment's scores, `[H or 1, rows, columns]`."""
     num_queries, num_keys = q_rows.stop - q_rows.start, kv_rows.stop - kv_rows.start
     if num_queries == 0 or num_keys == 0:  # no score reads it, and the tables' gradients are 0
@@ -67,24 +78,43 @@ def _bias_of_segment(bias: RelativeBias, segment: int, q_rows: slice, kv_rows: s
     i = torch.arange(num_queries, device=device) + (num_keys - num_queries + shift)
     total = torch.zeros((), device=device)
     if bias.position is not None and bias.max_seqlen is not None:
-        total = total + bias.position.reshape(-1, bias.position.shape[-1])[:, position_index(i, j, bias.max_seqlen)]
+        total = (
+            total
+            + bias.position.reshape(-1, bias.position.shape[-1])[
+                :, position_index(i, j, bias.max_seqlen)
+            ]
+        )
     if bias.time is not None and bias.timestamps is not None and bias.boundaries is not None:
         t = bias.timestamps[kv_rows]
-        u = next_timestamps(i, t) if bias.query_timestamps is None else bias.query_timestamps[q_rows]
-        total = total + bias.time.reshape(-1, bias.time.shape[-1])[:, time_buckets(u, t, bias.boundaries)]
+        u = (
+            next_timestamps(i, t)
+            if bias.query_timestamps is None
+            else bias.query_timestamps[q_rows]
+        )
+        total = (
+            total
+            + bias.time.reshape(-1, bias.time.shape[-1])[:, time_buckets(u, t, bias.boundaries)]
+        )
     return total
 
 
-def linear_compress_reference(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
-    """[W_0 | W_1 | ...] @ [E_0[index_0[b]]; E_1[index_1[b]]; ...] for each row b of the last embeddings. All levels are replicated."""
+def linear_compress_reference(
+    weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor]
+) -> Tensor:
+    """[W_0 | W_1 | ...] @ [E_0[index_0[b]]; E_1[index_1[b]]; ...] for each row b of the last
+    embeddings. All levels are replicated."""
     replicated = [embedding.index_select(0, index) for embedding, index in zip(embeddings, indices)]
     return torch.cat(list(weights), dim=1) @ torch.cat([*replicated, embeddings[-1]], dim=1)
 
 
 def segments(offsets: Tensor, shared: bool = False) -> list[slice]:
-    """The row slice of each segment. If `shared`, all slices are the block of rows that the segments share. One empty slice if B is 0."""
+    """The row slice of each segment. If `shared`, all slices are the block of rows that the
+    segments share. One empty slice if B is 0."""
     bounds = to_ints(offsets) if offsets.shape[0] > 1 else [0, 0]
-    return [slice(0, end - start) if shared else slice(start, end) for start, end in zip(bounds, bounds[1:])]
+    return [
+        slice(0, end - start) if shared else slice(start, end)
+        for start, end in zip(bounds, bounds[1:])
+    ]
 
 
 def jagged_dense_bmm_reference(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -105,22 +135,42 @@ def jagged_softmax_reference(x: Tensor, offsets: Tensor) -> Tensor:
 
 def jagged_outer_reference(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """x[b] @ y[b]ᵀ of x `[Lx, D]` and y `[Ly, D]`, flattened: `[Σ N_b · M_b]`."""
-    return torch.cat([(x[rows] @ y[columns].T).flatten() for rows, columns in zip(segments(x_offsets), segments(y_offsets))])
+    return torch.cat(
+        [
+            (x[rows] @ y[columns].T).flatten()
+            for rows, columns in zip(segments(x_offsets), segments(y_offsets))
+        ]
+    )
 
 
 def array_jagged_bmm_reference(
-    p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, transposed: bool = False
+    p: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    transposed: bool = False,
 ) -> Tensor:
     """p[b] @ y[b] of matrices p[b] `[N_b, M_b]`, or p[b]ᵀ @ y[b]."""
     matrices = _matrices(p, x_offsets, y_offsets, p_offsets)
     if transposed:
-        return torch.cat([matrix.T @ y[rows] for matrix, rows in zip(matrices, segments(x_offsets))])
+        return torch.cat(
+            [matrix.T @ y[rows] for matrix, rows in zip(matrices, segments(x_offsets))]
+        )
     return torch.cat([matrix @ y[rows] for matrix, rows in zip(matrices, segments(y_offsets))])
 
 
-def jagged2_softmax_reference(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, dim: int = -1) -> Tensor:
-    """softmax(p[b]) of matrices p[b] `[N_b, M_b]`, flattened. 0 where all elements are -infinity."""
-    return torch.cat([_softmax(matrix, dim).flatten() for matrix in _matrices(p, x_offsets, y_offsets, p_offsets)])
+def jagged2_softmax_reference(
+    p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, dim: int = -1
+) -> Tensor:
+    """softmax(p[b]) of matrices p[b] `[N_b, M_b]`, flattened. 0 where all elements are
+    -infinity."""
+    return torch.cat(
+        [
+            _softmax(matrix, dim).flatten()
+            for matrix in _matrices(p, x_offsets, y_offsets, p_offsets)
+        ]
+    )
 
 
 def _softmax(x: Tensor, dim: int) -> Tensor:
@@ -129,4 +179,7 @@ def _softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def _matrices(p: Tensor, *offsets: Tensor) -> list[Tensor]:
-    return [p[scores].reshape(x.stop - x.start, y.stop - y.start) for x, y, scores in zip(*(segments(o) for o in offsets))]
+    return [
+        p[scores].reshape(x.stop - x.start, y.stop - y.start)
+        for x, y, scores in zip(*(segments(o) for o in offsets))
+    ]

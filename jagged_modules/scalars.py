@@ -1,4 +1,5 @@
-"""Checks of arguments that are numbers, flags or names, and of an argument's type; tensors as lists of ints."""
+"""Checks of arguments that are numbers, flags or names, and of an argument's type; tensors as lists
+of ints."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def to_ints(x: Tensor) -> list[int]:
 
 
 def is_sequence(x: object) -> bool:
-    """Whether x is a list or a tuple. A function, so that type checkers keep the declared type of x."""
+    """Whether x is a list or a tuple. A function, so that type checkers keep the declared type of
+    x."""
     return isinstance(x, (list, tuple))
 
 
@@ -29,19 +31,33 @@ def check_size(name: str, value: object, at_least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
-def check_number(name: str, value: object, low: float = -math.inf, high: float = math.inf, what: str = "a number") -> None:
-    """TypeError unless value is a number or a symbolic number, ValueError unless it is finite and low <= value <= high."""
+def check_number(
+    name: str, value: object, low: float = -math.inf, high: float = math.inf, what: str = "a number"
+) -> None:
+    """TypeError unless value is a number or a symbolic number, ValueError unless it is finite and
+    low <= value <= high."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be {what}, got {type(value).__name__}")
-    # The largest float is written out: torch.compile would make a symbol of a constant of the module, and compile twice.
+    # The largest float is written out: torch.compile would make a symbol of a constant of the
+    # module, and compile twice.
     if not (low <= value <= high and -1.7976931348623157e308 <= value <= 1.7976931348623157e308):
-        bounds = f"{low} to {high}" if high < math.inf else "finite" if low == -math.inf else f"finite and at least {low}"
+        bounds = (
+            f"{low} to {high}"
+            if high < math.inf
+            else "finite"
+            if low == -math.inf
+            else f"finite and at least {low}"
+        )
         raise ValueError(f"{name} must be {bounds}, got {value}")
 
 
-def check_choice(name: str, value: object, choices: Sequence[str | None], expected: str = "") -> None:
-    """ValueError unless value is one of the choices, which the message lists, or calls `expected`."""
-    if not (value is None or isinstance(value, str)) or value not in choices:  # an array would compare its elements
+def check_choice(
+    name: str, value: object, choices: Sequence[str | None], expected: str = ""
+) -> None:
+    """ValueError unless value is one of the choices, which the message lists, or calls
+    `expected`."""
+    # an array would compare its elements
+    if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(f"{name} must be {expected or f'one of {choices}'}, got {value!r}")
 
 
@@ -57,5 +73,6 @@ def check_kind(name: str, value: object, kind: type | tuple[type, ...], expected
 
 
 def check_flag(name: str, value: object) -> None:
-    """TypeError unless value is a bool. Other values, such as "off", would silently count as True or False."""
+    """TypeError unless value is a bool. Other values, such as "off", would silently count as True
+    or False."""
     check_kind(name, value, bool, "a bool")

@@ -1,4 +1,5 @@
-"""Attention tile schedules. They are built on the host if it knows the lengths, otherwise on the device, without a sync."""
+"""Attention tile schedules. They are built on the host if it knows the lengths, otherwise on the
+device, without a sync."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from .masks import AttentionMask
 
-NUM_WORKERS = 132  # for `TileSchedule.worker` before CUDA is initialised; the kernels assign tiles to the actual number of SMs
+# for `TileSchedule.worker` before CUDA is initialised; the kernels assign tiles to the actual
+# number of SMs
+NUM_WORKERS = 132
 
 
 def host_schedule(
@@ -35,12 +38,12 @@ def host_schedule(
 ) -> TileSchedule:
     """Zigzag schedules of the forward and the backward, built from lengths on the host.
 
-    The tile sizes are those that `select` chooses for these lengths, without knowledge of the activation. A kernel that needs another tile
-    size builds its own list.
+    The tile sizes are those that `select` chooses for these lengths, without knowledge of the
+    activation. A kernel that needs another tile size builds its own list.
 
     Args:
-        q_lengths, kv_lengths: `[B]` integers on the host, the rows of each segment. q_lengths may have several query groups, as in
-            `zigzag_schedule`.
+        q_lengths, kv_lengths: `[B]` integers on the host, the rows of each segment. q_lengths may
+            have several query groups, as in `zigzag_schedule`.
         num_heads, num_kv_heads: heads of the queries, and of keys and values.
         head_dim: the larger of the query and the value head dim.
         dtype: dtype of q, k and v.
@@ -50,7 +53,8 @@ def host_schedule(
         capability: compute capability of the GPU. None: that of the machine's first GPU.
 
     Returns:
-        The forward's schedule, with the backward's as `backward`. Its tensors are in page-locked memory if CUDA is initialised.
+        The forward's schedule, with the backward's as `backward`. Its tensors are in page-locked
+        memory if CUDA is initialised.
     """
     initialized = torch.cuda.is_initialized()
     workers = device_properties(torch.device("cuda", 0)).num_sms if initialized else NUM_WORKERS
@@ -73,13 +77,26 @@ def host_schedule(
     )
     selection = select(problem)
     tile = selection.tile
-    schedule_of = partial(zigzag_schedule, num_workers=workers, mask=mask, head_dim=_grouped_dim(problem, selection))
+    schedule_of = partial(
+        zigzag_schedule, num_workers=workers, mask=mask, head_dim=_grouped_dim(problem, selection)
+    )
     forward = schedule_of(
-        q_lengths, kv_lengths, num_heads=num_heads, num_other_heads=num_kv_heads, block_m=tile.query, block_n=tile.key
-    )  # fmt: skip
+        q_lengths,
+        kv_lengths,
+        num_heads=num_heads,
+        num_other_heads=num_kv_heads,
+        block_m=tile.query,
+        block_n=tile.key,
+    )
     backward = schedule_of(
-        kv_lengths, q_lengths, num_heads=num_kv_heads, num_other_heads=num_heads, block_m=tile.key, block_n=tile.query, key_tiles=True
-    )  # fmt: skip
+        kv_lengths,
+        q_lengths,
+        num_heads=num_kv_heads,
+        num_other_heads=num_heads,
+        block_m=tile.key,
+        block_n=tile.query,
+        key_tiles=True,
+    )
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if initialized else schedule
 
@@ -106,25 +123,38 @@ def device_schedule(
     num_targets: Tensor | None = None,
     backward: bool = True,
 ) -> TileSchedule:
-    """Schedules from offsets on a device, built by an operator that torch.compile and CUDA graphs can record.
+    """Schedules from offsets on a device, built by an operator that torch.compile and CUDA graphs
+    can record.
 
     Args:
-        problem: head dims, dtype and options. This function fills in the numbers of rows, segments and heads, and the compute capability.
+        problem: head dims, dtype and options. This function fills in the numbers of rows, segments
+            and heads, and the compute capability.
         q_offsets, kv_offsets: `[B + 1]` int32 or int64.
         q_rows, kv_rows: total number of rows.
         num_heads, num_kv_heads: heads of the queries, and of keys and values.
         mask: `AttentionMask.params`. num_targets: `[B]`, on the offsets' device.
-        backward: also list the tiles of the backward. If False, the backward lists them when it runs.
+        backward: also list the tiles of the backward. If False, the backward lists them when it
+            runs.
     """
     from jagged_kernels.common.ops import capability
     from jagged_kernels.schedule.device import list_tiles
 
     params = None if mask is None else MaskParams(*mask)
-    known: dict[str, Any] = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, causal=params is not None and params.is_causal)
+    known: dict[str, Any] = dict(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        causal=params is not None and params.is_causal,
+    )
     if q_offsets.is_cuda:
         known |= dict(capability=capability(q_offsets.device))
-    if not torch.compiler.is_compiling():  # sizes are symbols there, and a choice that depends on them would recompile
-        known |= dict(q_rows=q_rows, kv_rows=kv_rows, q_segments=q_offsets.shape[0] - 1, kv_segments=kv_offsets.shape[0] - 1)
+    # sizes are symbols there, and a choice that depends on them would recompile
+    if not torch.compiler.is_compiling():
+        known |= dict(
+            q_rows=q_rows,
+            kv_rows=kv_rows,
+            q_segments=q_offsets.shape[0] - 1,
+            kv_segments=kv_offsets.shape[0] - 1,
+        )
     problem = problem._replace(**known)
     selection = select(problem)
     tile = selection.tile
@@ -133,17 +163,32 @@ def device_schedule(
 
     def build(side: _Side, other: _Side, key_tiles: bool) -> TileSchedule:
         options = mask, num_targets, key_tiles, other.rows, other.heads, head_dim
-        tiles, num_tiles = list_tiles(side.offsets, other.offsets, side.rows, side.heads, side.block, other.block, *options)
-        ascending = params is None or key_tiles and params.is_causal and _causal_keys_ascend(side, other, head_dim)
-        return TileSchedule(tiles, num_tiles, side.block, other.block, side.heads, NUM_WORKERS, ascending=ascending)
+        tiles, num_tiles = list_tiles(
+            side.offsets, other.offsets, side.rows, side.heads, side.block, other.block, *options
+        )
+        ascending = (
+            params is None
+            or key_tiles
+            and params.is_causal
+            and _causal_keys_ascend(side, other, head_dim)
+        )
+        return TileSchedule(
+            tiles, num_tiles, side.block, other.block, side.heads, NUM_WORKERS, ascending=ascending
+        )
 
-    queries, keys = _Side(q_offsets, q_rows, num_heads, tile.query), _Side(kv_offsets, kv_rows, num_kv_heads, tile.key)
+    queries, keys = (
+        _Side(q_offsets, q_rows, num_heads, tile.query),
+        _Side(kv_offsets, kv_rows, num_kv_heads, tile.key),
+    )
     schedule = build(queries, keys, False)
-    return dataclasses.replace(schedule, backward=build(keys, queries, True)) if backward else schedule
+    return (
+        dataclasses.replace(schedule, backward=build(keys, queries, True)) if backward else schedule
+    )
 
 
 def _causal_keys_ascend(keys: _Side, queries: _Side, head_dim: int) -> bool:
-    """Whether the key tiles of each segment and head are listed in ascending order under the causal mask."""
+    """Whether the key tiles of each segment and head are listed in ascending order under the causal
+    mask."""
     if not may_alternate(head_dim):
         return True
     if torch.compiler.is_compiling():  # sizes are symbols there

@@ -1,7 +1,8 @@
-"""Settings of the calling thread or task: `debug_checks`, `backward_workspace` and `batch_invariant`.
+"""Settings of the calling thread or task: `debug_checks`, `backward_workspace` and
+`batch_invariant`.
 
-An operator reads a setting in its forward and passes it to its backward as a plain argument: on a GPU autograd runs backwards in its own
-threads, which do not see the caller's settings.
+An operator reads a setting in its forward and passes it to its backward as a plain argument: on a
+GPU autograd runs backwards in its own threads, which do not see the caller's settings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class _State(NamedTuple):
 
     Attributes:
         value: the current value.
-        entered: the open `with` blocks, outermost first, each with the value that it restores at its end.
+        entered: the open `with` blocks, outermost first, each with the value that it restores at
+            its end.
         switched: the change if the last one was the construction of a setting object, else None.
     """
 
@@ -41,7 +43,8 @@ class _State(NamedTuple):
 
 
 class _Setting:
-    """A switch, context manager and decorator like torch.set_grad_enabled: construction sets the value, `with` restores the last one."""
+    """A switch, context manager and decorator like torch.set_grad_enabled: construction sets the
+    value, `with` restores the last one."""
 
     _initial: ClassVar[_State]
     _states: ClassVar[ContextVar[_State]]
@@ -68,16 +71,20 @@ class _Setting:
     def __exit__(self, *exc: object) -> None:
         state = self._state()
         ours = [i for i, change in enumerate(state.entered) if change.setting is self]
-        if not ours:  # a generator entered the block in another thread or task, and is closed in this one
+        # a generator entered the block in another thread or task, and is closed in this one
+        if not ours:
             return
         index = ours[-1]
         before, inner = state.entered[index].before, list(state.entered[index + 1 :])
-        if inner:  # a generator left its block while a later block is open: the later block restores this block's value
+        # a generator left its block while a later block is open: the later block restores this
+        # block's value
+        if inner:
             inner[0] = inner[0]._replace(before=before)
         self._states.set(_State(state.value if inner else before, (*state.entered[:index], *inner)))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """As a decorator: the value applies while the function runs. Constructing the object then has no other effect."""
+        """As a decorator: the value applies while the function runs. Constructing the object then
+        has no other effect."""
         state = self._state()
         if state.switched is not None and state.switched.setting is self:
             self._states.set(_State(state.switched.before, state.entered))
@@ -105,12 +112,14 @@ def _flag(enabled: bool) -> bool:
 
 
 class debug_checks(_Setting, default=False):
-    """Check the values of device tensors too (offsets, indices). Each check synchronises with the device.
+    """Check the values of device tensors too (offsets, indices). Each check synchronises with the
+    device.
 
-    Constructing the object sets the value; a `with` block restores the previous value at its end, as torch.set_grad_enabled does. The
-    setting belongs to the calling thread or asyncio task: a new thread starts with the default, a new task with a copy of its creator's.
-    A generator that yields inside a `with` block leaves the setting on for its caller. Graphs that are traced (torch.compile,
-    torch.export) contain no such checks.
+    Constructing the object sets the value; a `with` block restores the previous value at its end,
+    as torch.set_grad_enabled does. The setting belongs to the calling thread or asyncio task: a new
+    thread starts with the default, a new task with a copy of its creator's. A generator that yields
+    inside a `with` block leaves the setting on for its caller. Graphs that are traced
+    (torch.compile, torch.export) contain no such checks.
 
     Args:
         enabled: True: check values from now on.
@@ -129,14 +138,18 @@ class debug_checks(_Setting, default=False):
 
 
 class backward_workspace(_Setting, default=None):
-    """Limit of the memory, in bytes, that the backward of attention allocates beside its gradients. The default, None, is no limit.
+    """Limit of the memory, in bytes, that the backward of attention allocates beside its gradients.
+    The default, None, is no limit.
 
-    On a GPU of compute capability 9.0, the backward of long segments, without a mask or with the causal one, adds up dq in fp32 (four bytes
-    per element of q). With head dims above 64, no mask and shorter segments, it stores dS, the gradients of the scores (two bytes per
-    query-key pair), instead of computing the scores twice. Either takes at most 2 GiB or the gradients' size, whichever is larger.
+    On a GPU of compute capability 9.0, the backward of long segments, without a mask or with the
+    causal one, adds up dq in fp32 (four bytes per element of q). With head dims above 64, no mask
+    and shorter segments, it stores dS, the gradients of the scores (two bytes per query-key pair),
+    instead of computing the scores twice. Either takes at most 2 GiB or the gradients' size,
+    whichever is larger.
 
-    The value at the time of the forward applies to its backward. A switch and a context manager for one thread or task, like
-    `debug_checks`. torch.compile and torch.export trace the value as a constant.
+    The value at the time of the forward applies to its backward. A switch and a context manager for
+    one thread or task, like `debug_checks`. torch.compile and torch.export trace the value as a
+    constant.
 
     Args:
         num_bytes: the limit from now on, in bytes; None: no limit.
@@ -158,26 +171,32 @@ class backward_workspace(_Setting, default=None):
 
 
 class batch_invariant(_Setting, default=False):
-    """Make results bitwise independent of the rest of the batch: kernels, tiles and splits no longer depend on batch sizes.
+    """Make results bitwise independent of the rest of the batch: kernels, tiles and splits no
+    longer depend on batch sizes.
 
-    By default the fastest implementation is chosen by sizes of the batch, such as the mean segment length, which may change the order in
-    which a sum is computed. In this mode a segment has the same results alone and in any batch. So has a candidate of `target_attention`
-    or `linear_compress`, alone or beside other candidates of its user. This holds for results and for gradients of rows, in all operators
-    and in this package's layers, for the same device, software, dtype, number of threads and tensor layout (strides, alignment to 16
-    bytes).
+    By default the fastest implementation is chosen by sizes of the batch, such as the mean segment
+    length, which may change the order in which a sum is computed. In this mode a segment has the
+    same results alone and in any batch. So has a candidate of `target_attention` or
+    `linear_compress`, alone or beside other candidates of its user. This holds for results and for
+    gradients of rows, in all operators and in this package's layers, for the same device, software,
+    dtype, number of threads and tensor layout (strides, alignment to 16 bytes).
 
-    Not covered, because they depend on the whole batch: gradients of weights, of other operands that segments share, and of a tensor
-    output_scale; dk and dv of a user whose set of candidates changes; dropout; `HSTUConfig.scaling_seqlen` None, the length of the longest
-    segment. Not covered either, because this package does not compute it: modules around the layers, and code that torch.compile
-    generates. `implementation` "reference", "decomposed" and "padded" raise an error in this mode.
+    Not covered, because they depend on the whole batch: gradients of weights, of other operands
+    that segments share, and of a tensor output_scale; dk and dv of a user whose set of candidates
+    changes; dropout; `HSTUConfig.scaling_seqlen` None, the length of the longest segment. Not
+    covered either, because this package does not compute it: modules around the layers, and code
+    that torch.compile generates. `implementation` "reference", "decomposed" and "padded" raise an
+    error in this mode.
 
-    It costs time. On a GPU, short segments use the kernels for long ones, long segments use smaller blocks, the backward stores nothing to
-    save time (`backward_workspace` has no effect), and layers' projections use this package's matrix multiplication. On the CPU, segments,
-    query rows and rows of projections are computed one by one.
+    It costs time. On a GPU, short segments use the kernels for long ones, long segments use smaller
+    blocks, the backward stores nothing to save time (`backward_workspace` has no effect), and
+    layers' projections use this package's matrix multiplication. On the CPU, segments, query rows
+    and rows of projections are computed one by one.
 
-    The value at the time of the forward applies to its backward. A switch and a context manager for one thread or task, like
-    `debug_checks`. torch.compile and torch.export trace the value as a constant: a change does not cause a new trace. When
-    torch.utils.checkpoint repeats a forward in an autograd thread, the forward has the defaults unless the repeated function sets them.
+    The value at the time of the forward applies to its backward. A switch and a context manager for
+    one thread or task, like `debug_checks`. torch.compile and torch.export trace the value as a
+    constant: a change does not cause a new trace. When torch.utils.checkpoint repeats a forward in
+    an autograd thread, the forward has the defaults unless the repeated function sets them.
 
     Args:
         enabled: True: results are batch-invariant from now on.
@@ -206,5 +225,8 @@ def is_batch_invariant(implementation: str = "auto") -> bool:
     """
     enabled = batch_invariant.current()
     if enabled and implementation in ("reference", "decomposed", "padded"):
-        raise ValueError(f"implementation must be one that jm.batch_invariant(True) covers, such as 'auto', got {implementation!r}")
+        raise ValueError(
+            "implementation must be one that jm.batch_invariant(True) covers, such as 'auto', got"
+            f" {implementation!r}"
+        )
     return enabled

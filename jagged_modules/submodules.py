@@ -6,7 +6,8 @@ from torch import nn
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
-    """The module and all modules inside of it; one that several others share comes several times. torch's iterators take far longer."""
+    """The module and all modules inside of it; one that several others share comes several times.
+    torch's iterators take far longer."""
     found = [module]
     for part in found:  # which grows meanwhile
         found += [x for x in vars(part)["_modules"].values() if x is not None]

@@ -1,6 +1,7 @@
 """Settings as constants of traced graphs, because torch.compile cannot trace a ContextVar.
 
-This module is imported only while a graph is traced, because the decorator imports torch._dynamo and triton.
+This module is imported only while a graph is traced, because the decorator imports torch._dynamo
+and triton.
 """
 
 from __future__ import annotations

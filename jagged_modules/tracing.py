@@ -1,7 +1,8 @@
 """What records calls, to repeat them with other values: torch.fx, torch.compile, CUDA graphs.
 
-torch.fx records a layer, and a container's constructor, as one call: their code reads sizes, which a tracer does not know. TorchRec's
-pipelines trace the model with torch.fx to find the inputs of its sharded modules.
+torch.fx records a layer, and a container's constructor, as one call: their code reads sizes, which
+a tracer does not know. TorchRec's pipelines trace the model with torch.fx to find the inputs of its
+sharded modules.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 @contextlib.contextmanager
 def rehearsal() -> Generator[None, None, None]:
-    """`is_recording` is True: the calls before a CUDA graph's capture take the path of the captured ones, and compile the same kernels."""
+    """`is_recording` is True: the calls before a CUDA graph's capture take the path of the captured
+    ones, and compile the same kernels."""
     token = _rehearsing.set(True)
     try:
         yield
@@ -40,16 +42,22 @@ def rehearsal() -> Generator[None, None, None]:
 def is_recording(device: torch.device) -> bool:
     """Whether torch.compile or a CUDA graph records the calls on the device.
 
-    What was computed from tensors before is not up to date when the record is repeated, and what is computed now has no values yet. So
-    caches must neither be read nor written.
+    What was computed from tensors before is not up to date when the record is repeated, and what is
+    computed now has no values yet. So caches must neither be read nor written.
     """
-    return torch.compiler.is_compiling() or _rehearsing.get() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    return (
+        torch.compiler.is_compiling()
+        or _rehearsing.get()
+        or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def is_symbolic(x: float) -> bool:
-    """Whether torch.compile records x as an expression, for example of sizes, whose value changes from call to call.
+    """Whether torch.compile records x as an expression, for example of sizes, whose value changes
+    from call to call.
 
-    An operator's floats are constants of the graph, so such a number would compile a graph for each value.
+    An operator's floats are constants of the graph, so such a number would compile a graph for each
+    value.
     """
     if not torch.compiler.is_compiling():
         return False
@@ -59,7 +67,8 @@ def is_symbolic(x: float) -> bool:
 
 
 def as_constant(x: float) -> float:
-    """A module's number as a constant of the graph. torch.compile takes floats of modules for inputs of the graph."""
+    """A module's number as a constant of the graph. torch.compile takes floats of modules for
+    inputs of the graph."""
     if not torch.compiler.is_compiling():
         return x
     from torch.fx.experimental import symbolic_shapes  # imports sympy
@@ -67,14 +76,22 @@ def as_constant(x: float) -> float:
     return symbolic_shapes.guard_scalar(x)
 
 
-def recorded_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A new node of the graph that calls `function` if an argument is a `torch.fx.Proxy`, else None."""
+def recorded_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A new node of the graph that calls `function` if an argument is a `torch.fx.Proxy`, else
+    None."""
     proxy = _first_proxy(args, kwargs)
-    return None if proxy is None else proxy.tracer.create_proxy("call_function", function, args, kwargs)
+    return (
+        None
+        if proxy is None
+        else proxy.tracer.create_proxy("call_function", function, args, kwargs)
+    )
 
 
 def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Decorator for the function of a public class's classmethod: a call with a `torch.fx.Proxy` becomes one node of the graph."""
+    """Decorator for the function of a public class's classmethod: a call with a `torch.fx.Proxy`
+    becomes one node of the graph."""
 
     @functools.wraps(method)
     def call(cls: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -85,31 +102,36 @@ def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, 
 
 
 def one_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Decorator for a layer's forward: a call with a `torch.fx.Proxy` becomes a call of the layer, unless the layer is the root. In a
-    profile the call is a range `jagged_modules.<class>`.
+    """Decorator for a layer's forward: a call with a `torch.fx.Proxy` becomes a call of the layer,
+    unless the layer is the root. In a profile the call is a range `jagged_modules.<class>`.
     """
 
     @functools.wraps(forward)
     def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
         proxy = _first_proxy(args, kwargs)
         if proxy is None or proxy.tracer.root is self:
-            # Compiled graphs have no ranges: torch names their kernels by module. Otherwise, a range costs more than the two checks.
+            # Compiled graphs have no ranges: torch names their kernels by module. Otherwise, a
+            # range costs more than the two checks.
             if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage] - torch.optim too
                 return forward(self, *args, **kwargs)
             with profiler.record_function(f"jagged_modules.{type(self).__name__}"):
                 return forward(self, *args, **kwargs)
-        return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
+        return proxy.tracer.create_proxy(
+            "call_module", proxy.tracer.path_of_module(self), args, kwargs
+        )
 
     return call
 
 
 def call_classmethod(cls: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    """A classmethod of a class of jagged_modules. A graph holds no classes, and a saved graph imports its functions from modules."""
+    """A classmethod of a class of jagged_modules. A graph holds no classes, and a saved graph
+    imports its functions from modules."""
     return operator.attrgetter(f"{cls}.{name}")(sys.modules["jagged_modules"])(*args, **kwargs)
 
 
 def _first_proxy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first proxy among the arguments and their parts, None if there is none. A (values, offsets) pair has parts."""
+    """The first proxy among the arguments and their parts, None if there is none. A (values,
+    offsets) pair has parts."""
     for x in (*args, *kwargs.values()):
         parts: Any = x if type(x) in (tuple, list) else (x,)
         for part in parts:

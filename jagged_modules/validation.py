@@ -1,4 +1,5 @@
-"""Input checks shared by the operators. Values of host tensors are always checked, those of device tensors only under `debug_checks`."""
+"""Input checks shared by the operators. Values of host tensors are always checked, those of device
+tensors only under `debug_checks`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class WrongDtype(TypeError, ValueError):
 
 
 def values_are_checkable(x: Tensor) -> bool:
-    """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a graph is being traced."""
+    """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a
+    graph is being traced."""
     if torch.compiler.is_compiling():
         return False
     device = x.device.type
@@ -37,26 +39,40 @@ def values_are_checkable(x: Tensor) -> bool:
 def check_index_values(name: str, x: Tensor, size: int, largest: str) -> None:
     """ValueError unless all values, if they may be read, are 0 to size - 1.
 
-    largest: how errors describe size - 1, which they put in place of its "{}". A text of a symbolic size would add a guard to a graph.
+    largest: how errors describe size - 1, which they put in place of its "{}". A text of a symbolic
+    size would add a guard to a graph.
     """
     if values_are_checkable(x) and x.numel():
         low, high = int(x.min()), int(x.max())
         if low < 0 or high >= size:
-            raise ValueError(f"{name} must be 0 to {largest.format(size - 1)}, got values {low} to {high}")
+            raise ValueError(
+                f"{name} must be 0 to {largest.format(size - 1)}, got values {low} to {high}"
+            )
 
 
 def check_dense(name: str, x: Tensor) -> None:
     """ValueError for a sparse or nested tensor."""
     if x.is_nested or x.layout != torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}")
+        raise ValueError(
+            f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}"
+        )
 
 
-def check_tensor(name: str, x: object, dim: int, shape: str, function: str | None = None, implementation: str = "auto") -> None:
+def check_tensor(
+    name: str,
+    x: object,
+    dim: int,
+    shape: str,
+    function: str | None = None,
+    implementation: str = "auto",
+) -> None:
     """Check type, dtype and number of dimensions of a floating-point argument.
 
     Args:
-        shape: the expected shape as text for the message, for example "[L, H, D]". It has `dim` dimensions.
-        function: the function whose dtypes are allowed, see `check_dtype`. None: fp64, fp32, fp16 and bf16.
+        shape: the expected shape as text for the message, for example "[L, H, D]". It has `dim`
+            dimensions.
+        function: the function whose dtypes are allowed, see `check_dtype`. None: fp64, fp32, fp16
+            and bf16.
 
     Raises:
         TypeError: x is not a tensor.
@@ -75,7 +91,8 @@ def check_tensor(name: str, x: object, dim: int, shape: str, function: str | Non
 
 
 def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto") -> None:
-    """Check x's dtype against the table in `dtypes`, for this function, x's device and the implementation.
+    """Check x's dtype against the table in `dtypes`, for this function, x's device and the
+    implementation.
 
     Raises:
         WrongDtype: the dtype is not in the table.
@@ -84,19 +101,34 @@ def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto
     if x.dtype in EVERYWHERE and (x.is_cuda or x.is_cpu or x.is_meta):  # fast path
         return
     plain, kernels = DTYPES[function]
-    if plain != kernels and implementation == "auto" and x.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f'{name} must be on the CPU or a CUDA device, got {x.device}; implementation="reference" takes any device')
+    if (
+        plain != kernels
+        and implementation == "auto"
+        and x.device.type not in ("cpu", "cuda", "meta")
+    ):
+        raise ValueError(
+            f"{name} must be on the CPU or a CUDA device, got {x.device};"
+            ' implementation="reference" takes any device'
+        )
     taken = dtypes_of(function, x.device, implementation)
     if x.dtype not in taken:
-        where = x.device.type if implementation == "auto" else f"{x.device.type} with implementation={implementation!r}"
+        where = (
+            x.device.type
+            if implementation == "auto"
+            else f"{x.device.type} with implementation={implementation!r}"
+        )
         raise WrongDtype(f"{name} must be {names(taken)} for {function} on {where}, got {x.dtype}")
 
 
-def check_implementation(implementation: str, known: tuple[str, ...], device: torch.device, reads_offsets: bool = True) -> None:
-    """Check that the implementation is known and supports the device. In Triton's interpreter, kernels support host tensors.
+def check_implementation(
+    implementation: str, known: tuple[str, ...], device: torch.device, reads_offsets: bool = True
+) -> None:
+    """Check that the implementation is known and supports the device. In Triton's interpreter,
+    kernels support host tensors.
 
     Args:
-        reads_offsets: "reference" reads the values of offsets. Meta tensors have none, so they are an error.
+        reads_offsets: "reference" reads the values of offsets. Meta tensors have none, so they are
+            an error.
 
     Raises:
         ValueError: the implementation is unknown or does not support the device.
@@ -104,14 +136,25 @@ def check_implementation(implementation: str, known: tuple[str, ...], device: to
     check_choice("implementation", implementation, known)
     if implementation == "auto":
         return
-    if uses_kernels(device, implementation) and device.type not in ("cuda", "meta") and not _triton_interprets():
-        raise ValueError(f"implementation={implementation!r} needs CUDA tensors, got {device.type} tensors; 'auto' takes both")
+    if (
+        uses_kernels(device, implementation)
+        and device.type not in ("cuda", "meta")
+        and not _triton_interprets()
+    ):
+        raise ValueError(
+            f"implementation={implementation!r} needs CUDA tensors, got {device.type} tensors;"
+            " 'auto' takes both"
+        )
     if implementation == "reference" and reads_offsets and device.type == "meta":
-        raise ValueError("implementation='reference' needs tensors with data, got meta tensors; 'auto' gives their shapes")
+        raise ValueError(
+            "implementation='reference' needs tensors with data, got meta tensors; 'auto' gives"
+            " their shapes"
+        )
 
 
 def _triton_interprets() -> bool:
-    if torch.compiler.is_compiling():  # triton's knobs cannot be traced; the operators reject host tensors when the graph runs
+    # triton's knobs cannot be traced; the operators reject host tensors when the graph runs
+    if torch.compiler.is_compiling():
         return True
     try:
         from triton import knobs  # pyright: ignore[reportMissingTypeStubs]
@@ -132,12 +175,14 @@ def check_integers(name: str, x: object) -> None:
 
 
 def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
-    """ValueError unless x has the device and, after autocast, the dtype of the projection's weight. Not checked if that is unknown."""
+    """ValueError unless x has the device and, after autocast, the dtype of the projection's weight.
+    Not checked if that is unknown."""
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor):  # a quantised module may have a method of this name, or none
         return
     distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(weight, distributed.DTensor):  # sharded: fully_shard may compute in another dtype
+    # sharded: fully_shard may compute in another dtype
+    if distributed is not None and isinstance(weight, distributed.DTensor):
         return
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")
@@ -153,23 +198,33 @@ def transforms_are_active() -> bool:
 
 
 def refuse_transforms(what: str) -> None:
-    """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be silently zero."""
+    """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be
+    silently zero."""
     if transforms_are_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         raise RuntimeError(
-            f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use torch.autograd.grad, and a loop in place "
-            'of vmap; a function called directly also takes implementation="reference"'
+            f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use"
+            " torch.autograd.grad, and a loop in place of vmap; a function called directly also"
+            ' takes implementation="reference"'
         )
 
 
-def check_offsets(name: str, offsets: Any, total: int | None = None, max_seqlen: int | None = None, longest: str = "max_seqlen") -> None:
-    """Check type and shape of offsets and, if their values may be read, that they start at 0, do not decrease and end at `total`.
+def check_offsets(
+    name: str,
+    offsets: Any,
+    total: int | None = None,
+    max_seqlen: int | None = None,
+    longest: str = "max_seqlen",
+) -> None:
+    """Check type and shape of offsets and, if their values may be read, that they start at 0, do
+    not decrease and end at `total`.
 
     Args:
         max_seqlen: no segment may be longer. longest: its name in error messages.
 
     Raises:
         TypeError: offsets are not an int32 or int64 tensor, or max_seqlen is not an int.
-        ValueError: offsets do not have shape `[B + 1]`, their values are wrong, or a segment is longer than max_seqlen.
+        ValueError: offsets do not have shape `[B + 1]`, their values are wrong, or a segment is
+            longer than max_seqlen.
     """
     check_offsets_shape(name, offsets)
     if max_seqlen is not None:
@@ -186,47 +241,69 @@ def check_offsets_shape(name: str, offsets: Any) -> None:
 
 
 @one_thread()
-def _check_offset_values(name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str) -> None:
+def _check_offset_values(
+    name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str
+) -> None:
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {int(offsets[0])}")
     lengths = offsets.diff()
     if lengths.numel() and int(lengths.min()) < 0:
         segment = int(lengths.argmin())
-        raise ValueError(f"{name} must not decrease, got {offsets[segment].item()} then {offsets[segment + 1].item()} at segment {segment}")
+        raise ValueError(
+            f"{name} must not decrease, got {offsets[segment].item()} then"
+            f" {offsets[segment + 1].item()} at segment {segment}"
+        )
     if total is not None and offsets[-1] != total:
         raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
     if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
-        raise ValueError(f"{name} must have segments of at most {longest} = {max_seqlen} rows, got {int(lengths.max())}")
+        raise ValueError(
+            f"{name} must have segments of at most {longest} = {max_seqlen} rows, got"
+            f" {int(lengths.max())}"
+        )
 
 
 def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None:
-    """ValueError unless x is on `device` or on the host. owner: of the device, for the message, such as "q's"."""
+    """ValueError unless x is on `device` or on the host. owner: of the device, for the message,
+    such as "q's"."""
     if x.device != device and x.device.type != "cpu":
         raise ValueError(f"{name} must be on {owner} device, {device}, or the host, got {x.device}")
 
 
 def checked_offsets(
-    name: str, offsets: Any, total: int, like: Tensor, owner: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
+    name: str,
+    offsets: Any,
+    total: int,
+    like: Tensor,
+    owner: str,
+    max_seqlen: int | None = None,
+    longest: str = "max_seqlen",
 ) -> Tensor:
-    """`check_offsets` and `check_device`, then `normal_form`, on `like`'s device. owner: `like` in the message, such as "q's"."""
+    """`check_offsets` and `check_device`, then `normal_form`, on `like`'s device. owner: `like` in
+    the message, such as "q's"."""
     check_offsets(name, offsets, total, max_seqlen, longest)
     check_device(name, offsets, like.device, owner)
     return normal_form(offsets, like.device)
 
 
 def normal_form(x: Tensor, device: torch.device) -> Tensor:
-    """x as everything below the public functions takes tensors of indices, and of one number per segment: on the device and contiguous.
-    Kernels read no strides of them."""
+    """x as everything below the public functions takes tensors of indices, and of one number per
+    segment: on the device and contiguous. Kernels read no strides of them."""
     return x.to(device, non_blocking=True).contiguous()
 
 
-def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:
-    """head_dim, or embedding_dim / num_heads if it is None. Raises unless all are positive integers and the result is at most `at_most`."""
+def resolve_head_dim(
+    name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int
+) -> int:
+    """head_dim, or embedding_dim / num_heads if it is None. Raises unless all are positive integers
+    and the result is at most `at_most`."""
     check_size("embedding_dim", embedding_dim)
     check_size("num_heads", num_heads)
     if head_dim is None:
         if embedding_dim % num_heads:
-            raise ValueError(f"embedding_dim must be a multiple of num_heads, got {embedding_dim} and {num_heads}")
+            raise ValueError(
+                f"embedding_dim must be a multiple of num_heads, got {embedding_dim} and"
+                f" {num_heads}"
+            )
         name, head_dim = "embedding_dim / num_heads", embedding_dim // num_heads
     check_size(name, head_dim)
     if head_dim > at_most:

@@ -1,6 +1,8 @@
-"""Cases: descriptions of calls of public functions. Random ones from the supported space, and smaller ones for shrinking a failure.
+"""Cases: descriptions of calls of public functions. Random ones from the supported space, and
+smaller ones for shrinking a failure.
 
-A case always builds the same tensors. `fuzz.py` runs random cases, `jagged_kernels/test_cells_gpu.py` a fixed matrix.
+A case always builds the same tensors. `fuzz.py` runs random cases,
+`jagged_kernels/test_cells_gpu.py` a fixed matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class Case:
     Attributes:
         lengths: lengths of the segments, one list for each jagged operand.
         seed: seed of the values.
-        poison: "nan" or "inf" is written to one segment in a second run, in which the other segments must not change.
+        poison: "nan" or "inf" is written to one segment in a second run, in which the other
+            segments must not change.
     """
 
     function: str
@@ -39,7 +42,7 @@ class Case:
         return cls(**json.loads(text))
 
 
-# -- making cases ------------------------------------------------------------------------------------------------------------------
+# -- making cases ----------------------------------------------------------------------------------
 
 EDGES = [edge + step for edge in (16, 32, 64, 128, 192) for step in (-1, 0, 1)]
 
@@ -50,22 +53,39 @@ def random_case(function: str, seed: int, device: str, **fixed) -> Case:
 
 
 def simplest_case(function: str, device: str, dtype: str, **given) -> Case:
-    """A case without segments: the given options, and the simplest value (the smallest size) of every other option."""
+    """A case without segments: the given options, and the simplest value (the smallest size) of
+    every other option."""
     operator = OPERATORS[function]
     axes = {name: operator.axis(name, device)[0] for name in operator.names()}
-    options = {name: x.low if isinstance(x, Range) else list(x) if isinstance(x, tuple) else x for name, x in axes.items()} | given
-    return legal(Case(function, device, dtype, options, [[] for _ in range(operator.num_lists(options))]))
+    options = {
+        name: x.low if isinstance(x, Range) else list(x) if isinstance(x, tuple) else x
+        for name, x in axes.items()
+    } | given
+    return legal(
+        Case(function, device, dtype, options, [[] for _ in range(operator.num_lists(options))])
+    )
 
 
 def random_configuration(function: str, seed: int, device: str, **fixed) -> Case:
-    """A case with a drawn dtype and drawn options that decide the kernel; data axes have their simplest values, without segments."""
+    """A case with a drawn dtype and drawn options that decide the kernel; data axes have their
+    simplest values, without segments."""
     operator, rng = OPERATORS[function], random.Random(f"{function} {device} {seed}")
     dtype = fixed.pop("dtype", None) or rng.choice(operator.dtypes[device])
     options = {
-        name: _draw(rng, operator.axis(name, device)) if decides_kernel else operator.axis(name, device)[0]
+        name: _draw(rng, operator.axis(name, device))
+        if decides_kernel
+        else operator.axis(name, device)[0]
         for name, decides_kernel in operator.names().items()
     }
-    return legal(Case(function, device, dtype, options | fixed, [[] for _ in range(operator.num_lists(options | fixed))]))
+    return legal(
+        Case(
+            function,
+            device,
+            dtype,
+            options | fixed,
+            [[] for _ in range(operator.num_lists(options | fixed))],
+        )
+    )
 
 
 def with_random_data(case: Case, seed: int, **fixed) -> Case:
@@ -73,7 +93,12 @@ def with_random_data(case: Case, seed: int, **fixed) -> Case:
     operator, rng = OPERATORS[case.function], random.Random(f"data {case.function} {seed}")
     options = {name: _draw(rng, operator.axis(name, case.device)) for name in operator.data_axes}
     lengths = _draw_lengths(rng, operator.num_lists(case.options), LIMITS[case.device])
-    data = dict(options=case.options | options | fixed, lengths=lengths, seed=seed, poison=rng.choice(POISONS))
+    data = dict(
+        options=case.options | options | fixed,
+        lengths=lengths,
+        seed=seed,
+        poison=rng.choice(POISONS),
+    )
     return legal(dataclasses.replace(case, **data))
 
 
@@ -92,10 +117,14 @@ def _draw_list(rng: random.Random, num_segments: int, most_rows: int) -> list[in
     kind = rng.choice(["mixed", "mixed", "edges", "equal", "one huge", "at most one", "none"])
     huge, equal = rng.randrange(max(num_segments, 1)), rng.choice([1, *EDGES])
     draw = {
-        "mixed": lambda b: rng.choice([0, 1, rng.randint(2, 15), rng.choice(EDGES), rng.randint(0, 300)]),
+        "mixed": lambda b: rng.choice(
+            [0, 1, rng.randint(2, 15), rng.choice(EDGES), rng.randint(0, 300)]
+        ),
         "edges": lambda b: rng.choice(EDGES),
         "equal": lambda b: equal,
-        "one huge": lambda b: rng.randint(most_rows // 2, most_rows) if b == huge else rng.randint(0, 3),
+        "one huge": lambda b: (
+            rng.randint(most_rows // 2, most_rows) if b == huge else rng.randint(0, 3)
+        ),
         "at most one": lambda b: rng.randint(0, 1),
         "none": lambda b: 0,
     }[kind]
@@ -103,7 +132,8 @@ def _draw_list(rng: random.Random, num_segments: int, most_rows: int) -> list[in
 
 
 def legal(case: Case) -> Case:
-    """The case made valid: compatible options, the right number of lists of lengths, and sizes within the device's limits."""
+    """The case made valid: compatible options, the right number of lists of lengths, and sizes
+    within the device's limits."""
     operator, limits, options = OPERATORS[case.function], LIMITS[case.device], dict(case.options)
     if options.get("implementation") == "reference" and case.dtype in HALVES:
         options["implementation"] = "auto"  # the definition rounds every step to the dtype
@@ -112,19 +142,28 @@ def legal(case: Case) -> Case:
     operator.fix(case.dtype, options)
     num_lists = operator.num_lists(options)
     lengths = [list(x) for x in (case.lengths * num_lists)[:num_lists]]
-    while operator.parts(options, lengths, case.device == "interpreter") > limits.parts and any(map(sum, lengths)):
-        lengths = [side[:-1] for side in lengths] if len(lengths[0]) > 1 else [[n // 2] for (n,) in lengths]
-    while (operator.work(options, lengths) > limits.work or max(map(sum, lengths)) > limits.rows) and any(map(any, lengths)):
+    while operator.parts(options, lengths, case.device == "interpreter") > limits.parts and any(
+        map(sum, lengths)
+    ):
+        lengths = (
+            [side[:-1] for side in lengths]
+            if len(lengths[0]) > 1
+            else [[n // 2] for (n,) in lengths]
+        )
+    while (
+        operator.work(options, lengths) > limits.work or max(map(sum, lengths)) > limits.rows
+    ) and any(map(any, lengths)):
         longest = max(lengths, key=lambda side: max(side, default=0))
         longest[longest.index(max(longest))] //= 2
     return dataclasses.replace(case, options=options, lengths=lengths)
 
 
-# -- smaller cases -----------------------------------------------------------------------------------------------------------------
+# -- smaller cases ---------------------------------------------------------------------------------
 
 
 def smaller_cases(case: Case) -> Iterator[Case]:
-    """Cases with fewer segments, shorter lengths, smaller sizes or simpler options; the largest reductions first."""
+    """Cases with fewer segments, shorter lengths, smaller sizes or simpler options; the largest
+    reductions first."""
     seen = {case.to_json()}
     for lengths in _smaller_lengths(case.lengths):
         yield from _new(dataclasses.replace(case, lengths=lengths), seen)
@@ -158,7 +197,8 @@ def _smaller_lengths(lengths: list[list[int]]) -> Iterator[list[list[int]]]:
 
 
 def _simpler_values(value, axis: tuple) -> Iterator:
-    """The axis' values before this one; for a size, the bounds of smaller classes, half the size, and one less."""
+    """The axis' values before this one; for a size, the bounds of smaller classes, half the size,
+    and one less."""
     for simpler in axis:
         if isinstance(simpler, Range):
             if isinstance(value, int) and simpler.low <= value:

@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter check addresses: a kernel may read and write elements of its tensor arguments only."""
+"""Makes Triton's interpreter check addresses: a kernel may read and write elements of its tensor
+arguments only."""
 
 import bisect
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 _native, _make_arguments = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
-_memory = SimpleNamespace(starts=[], ends=[])  # addresses of the tensors of the launch: disjoint ranges, in order
+# addresses of the tensors of the launch: disjoint ranges, in order
+_memory = SimpleNamespace(starts=[], ends=[])
 
 
 def _tensors(argument):
@@ -46,7 +48,9 @@ def _check(what: str, addresses: np.ndarray, mask: np.ndarray, size: int) -> Non
     if number >= 0 and int(active.max()) + size <= _memory.ends[number]:
         return
     numbers = np.searchsorted(_memory.starts, active, side="right") - 1
-    outside = (numbers < 0) | (active + np.uint64(size) > np.array(_memory.ends, dtype=np.uint64)[numbers])
+    outside = (numbers < 0) | (
+        active + np.uint64(size) > np.array(_memory.ends, dtype=np.uint64)[numbers]
+    )
     if outside.any():
         address = int(active[outside][0])
         distances = [(abs(address - x), address - x) for x in (*_memory.starts, *_memory.ends)]
@@ -78,5 +82,7 @@ def _atomic_cas(addresses, compared, values, semantic):
 
 def check_memory() -> None:
     own = dict(load=_load, store=_store, atomic_rmw=_atomic_rmw, atomic_cas=_atomic_cas)
-    interpreter._interpreter = SimpleNamespace(**{name: getattr(_native, name) for name in dir(_native) if name[0] != "_"} | own)
+    interpreter._interpreter = SimpleNamespace(
+        **{name: getattr(_native, name) for name in dir(_native) if name[0] != "_"} | own
+    )
     interpreter.GridExecutor._init_args_hst = _note_arguments

@@ -1,4 +1,5 @@
-"""What the tests of all packages share: offsets from lengths, a fixed budget for hypothesis, the gpu mark."""
+"""What the tests of all packages share: offsets from lengths, a fixed budget for hypothesis, the
+gpu mark."""
 
 import gc
 import os
@@ -22,8 +23,12 @@ no_clock = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", derandomize=True, max_examples=30, **no_clock)
 settings.load_profile("repeatable")
 
-# Inductor's cache does not tell the code of one vector width from that of another, which ATEN_CPU_CAPABILITY may choose.
-INDUCTOR_CACHE = Path(tempfile.gettempdir()) / f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
+# Inductor's cache does not tell the code of one vector width from that of another, which
+# ATEN_CPU_CAPABILITY may choose.
+INDUCTOR_CACHE = (
+    Path(tempfile.gettempdir())
+    / f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
+)
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE))
 
 
@@ -34,7 +39,8 @@ def seed():
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_objects_are_not_collected():
-    """Imports make a million objects. Each garbage collection, of which torch and the tests start many, would visit them."""
+    """Imports make a million objects. Each garbage collection, of which torch and the tests start
+    many, would visit them."""
     gc.collect()
     gc.freeze()
 
@@ -84,7 +90,9 @@ def trains_tables_on_gpus():
 @pytest.fixture
 def gpu_group(tmp_path, trains_tables_on_gpus):
     """The device "cuda", in an NCCL group of this process alone."""
-    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield "cuda"
     torch.distributed.destroy_process_group()
 
@@ -104,7 +112,12 @@ def compiled_kernels(monkeypatch):
 
 
 def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.cat([torch.zeros(1, dtype=dtype), torch.tensor(list(lengths), dtype=dtype).cumsum(0, dtype=dtype)])
+    return torch.cat(
+        [
+            torch.zeros(1, dtype=dtype),
+            torch.tensor(list(lengths), dtype=dtype).cumsum(0, dtype=dtype),
+        ]
+    )
 
 
 @pytest.fixture(scope="session")
@@ -114,30 +127,58 @@ def offsets_of():
 
 
 @pytest.fixture(
-    params=["pair", "list", "Jagged", "nested", "JaggedTensor", "JaggedTensor-offsets", "KeyedJaggedTensor", "KeyedJaggedTensor-keys"]
+    params=[
+        "pair",
+        "list",
+        "Jagged",
+        "nested",
+        "JaggedTensor",
+        "JaggedTensor-offsets",
+        "KeyedJaggedTensor",
+        "KeyedJaggedTensor-keys",
+    ]
 )
 def container(request):
-    """values, offsets of three segments → the same in one kind of container; the test runs with each of them."""
+    """values, offsets of three segments → the same in one kind of container; the test runs with
+    each of them."""
     torchrec = pytest.importorskip("torchrec") if "JaggedTensor" in request.param else None
     return {
         "pair": lambda values, offsets: (values, offsets),
         "list": lambda values, offsets: [values, offsets],
         "Jagged": jm.Jagged,
         "nested": torch.nested.nested_tensor_from_jagged,
-        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff()),
-        "JaggedTensor-offsets": lambda values, offsets: torchrec.JaggedTensor(values, offsets=offsets),
-        "KeyedJaggedTensor": lambda values, offsets: torchrec.KeyedJaggedTensor(["a"], values, lengths=offsets.diff()),
-        "KeyedJaggedTensor-keys": lambda values, offsets: torchrec.KeyedJaggedTensor(["a", "b", "c"], values, lengths=offsets.diff()),
+        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(
+            values, lengths=offsets.diff()
+        ),
+        "JaggedTensor-offsets": lambda values, offsets: torchrec.JaggedTensor(
+            values, offsets=offsets
+        ),
+        "KeyedJaggedTensor": lambda values, offsets: torchrec.KeyedJaggedTensor(
+            ["a"], values, lengths=offsets.diff()
+        ),
+        "KeyedJaggedTensor-keys": lambda values, offsets: torchrec.KeyedJaggedTensor(
+            ["a", "b", "c"], values, lengths=offsets.diff()
+        ),
     }[request.param]
 
 
 def _assert_one_key(attend, q_lengths, dtype, device="cpu", dim=24) -> None:
-    """`attend(q, k, v, q_offsets, kv_offsets)` where every segment has one key: out = v exactly, and gradients by the accuracy rule. dq and
-    dk are 0 except for the rounding of dP and rowsum(dO ∘ O)."""
-    user = torch.arange(len(q_lengths), device=device).repeat_interleave(torch.tensor(q_lengths, device=device))
+    """`attend(q, k, v, q_offsets, kv_offsets)` where every segment has one key: out = v exactly,
+    and gradients by the accuracy rule. dq and dk are 0 except for the rounding of dP and rowsum(dO
+    ∘ O)."""
+    user = torch.arange(len(q_lengths), device=device).repeat_interleave(
+        torch.tensor(q_lengths, device=device)
+    )
     offsets = [_offsets(x).to(device) for x in (q_lengths, [1] * len(q_lengths))]
-    q, k, v = (torch.randn(n, 2, dim, device=device).to(dtype) for n in (len(user), len(q_lengths), len(q_lengths)))
-    accuracy.check(lambda *x: attend(*x, *offsets), lambda *x: accuracy.attention(*x, *offsets), dict(q=q, k=k, v=v))
+    q, k, v = (
+        torch.randn(n, 2, dim, device=device).to(dtype)
+        for n in (len(user), len(q_lengths), len(q_lengths))
+    )
+    accuracy.check(
+        lambda *x: attend(*x, *offsets),
+        lambda *x: accuracy.attention(*x, *offsets),
+        dict(q=q, k=k, v=v),
+    )
     assert torch.equal(attend(q, k, v, *offsets), v[user])
 
 
@@ -147,7 +188,8 @@ def assert_one_key():
 
 
 class _TensorSizes(TorchDispatchMode):
-    """Records in `made` the number of elements of every tensor that an operator allocates. Views allocate none."""
+    """Records in `made` the number of elements of every tensor that an operator allocates. Views
+    allocate none."""
 
     def __init__(self):
         super().__init__()
@@ -155,20 +197,30 @@ class _TensorSizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given]
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
+        made = [
+            x
+            for x in tree_leaves(out)
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given
+        ]
         self.made += [x.untyped_storage().nbytes() // x.element_size() for x in made]
         return out
 
 
 @pytest.fixture(scope="session")
 def tensor_sizes():
-    """A mode, `with tensor_sizes() as sizes`, in which sizes.made lists the number of elements of every tensor that is made."""
+    """A mode, `with tensor_sizes() as sizes`, in which sizes.made lists the number of elements of
+    every tensor that is made."""
     return _TensorSizes
 
 
 class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Records in `storages`, by address, the number of elements of everything that autograd keeps for a backward."""
+    """Records in `storages`, by address, the number of elements of everything that autograd keeps
+    for a backward."""
 
     def __init__(self):
         super().__init__(self._note, lambda x: x)
@@ -179,18 +231,25 @@ class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _note(self, x):
-        self.storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
+        self.storages[x.untyped_storage().data_ptr()] = (
+            x.untyped_storage().nbytes() // x.element_size()
+        )
         return x
 
 
 @pytest.fixture(scope="session")
 def saved_tensors():
-    """A context, `with saved_tensors() as saved`, in which saved.storages lists what is kept for a backward, as {address: elements}."""
+    """A context, `with saved_tensors() as saved`, in which saved.storages lists what is kept for a
+    backward, as {address: elements}."""
     return _SavedTensors
 
 
 def pytest_addoption(parser):
-    parser.addoption("--gpu-suite", action="store_true", help="run the tests that need a GPU, as tests/gpu_suite.py says")
+    parser.addoption(
+        "--gpu-suite",
+        action="store_true",
+        help="run the tests that need a GPU, as tests/gpu_suite.py says",
+    )
 
 
 def pytest_configure(config):
@@ -199,7 +258,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves out tests whose module says that their parameters never apply. Skips tests that need a GPU if there is none."""
+    """Leaves out tests whose module says that their parameters never apply. Skips tests that need a
+    GPU if there is none."""
     items[:] = [item for item in items if _applies(item)]
     if torch.cuda.is_available():
         return

@@ -1,9 +1,11 @@
 """Makes Triton's interpreter faster.
 
-Triton patches `triton.language` anew in each call of a device function, a third of all time. It makes a table of all dtypes to look up one,
-a tenth of the rest. It computes sums, differences and products of integers twice, to assert that none overflows, two fifths of what then
-remains; the assertion does nothing without debug=True. Each tensor's shape gets a type, which nothing asks for. The type of each result
-checks its shape and formats its name anew, and each call of a builtin passes through two wrappers: a quarter of the rest.
+Triton patches `triton.language` anew in each call of a device function, a third of all time. It
+makes a table of all dtypes to look up one, a tenth of the rest. It computes sums, differences and
+products of integers twice, to assert that none overflows, two fifths of what then remains; the
+assertion does nothing without debug=True. Each tensor's shape gets a type, which nothing asks for.
+The type of each result checks its shape and formats its name anew, and each call of a builtin
+passes through two wrappers: a quarter of the rest.
 """
 
 import builtins
@@ -15,17 +17,23 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from triton.language import core
 
-_patch_lang, _launch, _get_np_dtype = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
+_patch_lang, _launch, _get_np_dtype = (
+    interpreter._patch_lang,
+    interpreter.GridExecutor.__call__,
+    interpreter._get_np_dtype,
+)
 _np_dtype_of_scalar = functools.cache(_get_np_dtype)
 _make_tuple, _make_block_type = core.tuple.__init__, core.block_type.__init__
 _unwrap, _is_same_type = core._unwrap_if_constexpr, core.dtype.__eq__
 _patched: set[int] = set()  # ids of the globals of modules for which the language is patched
-_block_types: dict[tuple, dict] = {}  # (id of the element's type, shape) → a block type's fields, which keep that id in use
+# (id of the element's type, shape) → a block type's fields, which keep that id in use
+_block_types: dict[tuple, dict] = {}
 
 
 def _patch_lang_once(function):
     if id(function.__globals__) in _patched:
-        return interpreter._LangPatchScope()  # of no changes: the launch undoes those that were made
+        # of no changes: the launch undoes those that were made
+        return interpreter._LangPatchScope()
     _patched.add(id(function.__globals__))
     return _patch_lang(function)
 
@@ -50,11 +58,16 @@ def _patch_builtin(owner, name, member, builder, scope):
 
 
 def _cached_np_dtype(type):
-    return _get_np_dtype(type) if isinstance(type.scalar, tl.pointer_type) else _np_dtype_of_scalar(type.scalar)
+    return (
+        _get_np_dtype(type)
+        if isinstance(type.scalar, tl.pointer_type)
+        else _np_dtype_of_scalar(type.scalar)
+    )
 
 
 class _TypeWhenAsked:
-    """tl.tuple.type, found at its first use. Its values do not change: the interpreter makes new tuples."""
+    """tl.tuple.type, found at its first use. Its values do not change: the interpreter makes new
+    tuples."""
 
     def __get__(self, instance, owner):
         instance.type = type = core._type_for_tuple_values(instance.values)
@@ -105,10 +118,15 @@ def _make_tensor(self, handle, type):
 
 
 def make_faster() -> None:
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = _patch_lang_once, _launch_and_forget
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = (
+        _patch_lang_once,
+        _launch_and_forget,
+    )
     interpreter._get_np_dtype, interpreter._patch_attr = _cached_np_dtype, _patch_builtin
     options = interpreter.interpreter_builder.options
-    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        options, sanitize_overflow=options.debug
+    )
     core.tuple.__init__, core.tuple.type = _make_tuple_without_type, _TypeWhenAsked()
     core.block_type.__init__, core._unwrap_if_constexpr = _make_block_type_once, _unwrap_at_once
     core.dtype.__eq__, core.tensor.__init__ = _same_type, _make_tensor

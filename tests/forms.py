@@ -1,4 +1,5 @@
-"""Forms of a tensor of indices: the same values as users have them, with another dtype, stride, storage or device.
+"""Forms of a tensor of indices: the same values as users have them, with another dtype, stride,
+storage or device.
 
 A form is a text of words in any order, for example "int32 column host":
 
@@ -11,8 +12,9 @@ A form is a text of words in any order, for example "int32 column host":
     pinned        on the host, in page-locked memory where there is a GPU
     read-only     on the host, over a read-only numpy buffer
 
-"" is the plain form: int64, contiguous, on the operands' device. The elements between and around the values are `POISON`: far out of
-range of every index, so that reading one fails or gives a wrong result.
+"" is the plain form: int64, contiguous, on the operands' device. The elements between and around
+the values are `POISON`: far out of range of every index, so that reading one fails or gives a wrong
+result.
 """
 
 from __future__ import annotations
@@ -32,21 +34,33 @@ LAYOUTS = ("", "column", "every other", "view", "expanded")
 ON_HOST = ("host", "pinned", "read-only")
 
 
-def all_forms(*, dtypes: tuple[str, ...] = ("", "int32"), places: tuple[str, ...] = ("", *ON_HOST)) -> tuple[str, ...]:
+def all_forms(
+    *, dtypes: tuple[str, ...] = ("", "int32"), places: tuple[str, ...] = ("", *ON_HOST)
+) -> tuple[str, ...]:
     """Every combination of a dtype, a layout and a place, the simplest first."""
-    return tuple(" ".join(filter(None, (dtype, layout, place))) for layout in LAYOUTS for place in places for dtype in dtypes)
+    return tuple(
+        " ".join(filter(None, (dtype, layout, place)))
+        for layout in LAYOUTS
+        for place in places
+        for dtype in dtypes
+    )
 
 
 def few_forms(forms: tuple[str, ...]) -> tuple[str, ...]:
-    """Those forms, without the plain one, that differ from it in one way, and those of int32 or on the host with one other difference."""
-    return tuple(form for form in forms if form and len(form.replace("every other", "other").split()) <= 2)
+    """Those forms, without the plain one, that differ from it in one way, and those of int32 or on
+    the host with one other difference."""
+    return tuple(
+        form for form in forms if form and len(form.replace("every other", "other").split()) <= 2
+    )
 
 
 def in_form(x: Tensor, form: str, device: torch.device | str = "cpu") -> Tensor:
     """x's values, `[n]`, in a form, for operands on `device`."""
     words = form.split()
     if unknown := set(words) - set(WORDS):
-        raise ValueError(f"form must have words of {', '.join(WORDS)}, got {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"form must have words of {', '.join(WORDS)}, got {', '.join(sorted(unknown))}"
+        )
     if not x.is_floating_point():
         x = x.to(torch.int32 if "int32" in words else torch.int64)
     x = _laid_out(x.to("cpu" if is_on_host(form) else device), words)
@@ -91,7 +105,11 @@ def _read_only(x: Tensor) -> Tensor:
 
 def _pinned(x: Tensor) -> Tensor:
     """x with its strides in page-locked memory: `Tensor.pin_memory` would make it contiguous."""
-    return _whole(x).pin_memory().as_strided(x.shape, x.stride(), x.storage_offset()) if x.numel() else x
+    return (
+        _whole(x).pin_memory().as_strided(x.shape, x.stride(), x.storage_offset())
+        if x.numel()
+        else x
+    )
 
 
 @contextlib.contextmanager
@@ -110,8 +128,8 @@ def unchanged(*tensors: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defaults(device: str | None = None, dtype: str | None = None) -> Iterator[None]:
-    """torch's default device and dtype inside the context; None leaves one as it is. "meta" shows a factory that is called without its
-    operands' device, on any machine."""
+    """torch's default device and dtype inside the context; None leaves one as it is. "meta" shows a
+    factory that is called without its operands' device, on any machine."""
     before = torch.get_default_dtype()
     with torch.device(device) if device else contextlib.nullcontext():
         torch.set_default_dtype(getattr(torch, dtype) if dtype else before)

@@ -1,12 +1,15 @@
-"""Runs random cases of every public function against float64 models, forward and gradients. `make fuzz SECONDS=60 SEED=1 ARGS=...`
+"""Runs random cases of every public function against float64 models, forward and gradients.
+`make fuzz SECONDS=60 SEED=1 ARGS=...`
 
-Each worker process has a thread that draws cases and sends them one at a time. A worker may die (an illegal memory access makes its CUDA
-context unusable): then the running case is reported and a new worker started. A failing case is shrunk as long as it fails in the same
-way, and printed as one command that repeats it.
+Each worker process has a thread that draws cases and sends them one at a time. A worker may die (an
+illegal memory access makes its CUDA context unusable): then the running case is reported and a new
+worker started. A failing case is shrunk as long as it fails in the same way, and printed as one
+command that repeats it.
 
-On a GPU, compiling kernels would take most of the time. So each configuration (dtype, sizes and the options that decide which kernel is
-compiled) runs with many lengths, values and forms of tensors of indices before the next one. Workers share the GPUs evenly, and Triton's
-disk cache. 20,000 cases with 500 configurations, on a machine with several GPUs:
+On a GPU, compiling kernels would take most of the time. So each configuration (dtype, sizes and the
+options that decide which kernel is compiled) runs with many lengths, values and forms of tensors of
+indices before the next one. Workers share the GPUs evenly, and Triton's disk cache. 20,000 cases
+with 500 configurations, on a machine with several GPUs:
 
     python tests/fuzz.py --device cuda --cases 20000 --workers 64
 """
@@ -32,8 +35,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-from cases import Case, random_configuration, smaller_cases, with_random_data  # noqa: E402
-from space import OPERATORS, leave_out_hopper  # noqa: E402
+from cases import Case, random_configuration, smaller_cases, with_random_data
+from space import OPERATORS, leave_out_hopper
 
 DEVICES = ("cpu", "interpreter", "cuda")
 CASES = dict(cpu=3, interpreter=1, cuda=40)  # successive cases of one configuration
@@ -53,7 +56,7 @@ class Failure:
         return shlex.join([sys.executable, sys.argv[0], "--case", self.case.to_json()])
 
 
-# -- the worker process ------------------------------------------------------------------------------------------------------------
+# -- the worker process ----------------------------------------------------------------------------
 
 
 def run_case(case: Case) -> dict | None:
@@ -70,7 +73,8 @@ def run_case(case: Case) -> dict | None:
 
 
 def serve() -> None:
-    """Read a case from each line of stdin. Write the result of `run_case` to stdout, as one line of JSON."""
+    """Read a case from each line of stdin. Write the result of `run_case` to stdout, as one line of
+    JSON."""
     import calls  # noqa: F401  imports all that a case needs
     import torch
 
@@ -95,7 +99,8 @@ def serve() -> None:
 
 
 class Worker:
-    """A process that runs cases of one device; replaced by a new one when it dies. number: of the worker, which decides its GPU."""
+    """A process that runs cases of one device; replaced by a new one when it dies. number: of the
+    worker, which decides its GPU."""
 
     def __init__(self, timeout: float, number: int = 0):
         self.timeout, self.number = timeout, number
@@ -116,22 +121,32 @@ class Worker:
         finally:
             watchdog.cancel()
         if not response:
-            kind, message = ("timeout", f"took more than {self.timeout} s") if killed.is_set() else ("crash", self._last_words())
+            kind, message = (
+                ("timeout", f"took more than {self.timeout} s")
+                if killed.is_set()
+                else ("crash", self._last_words())
+            )
             self.stop()
             return Failure(case, kind, message)
         failure = json.loads(response)
         return None if failure is None else Failure(case, **failure)
 
     def _start(self, device: str) -> None:
-        environment = os.environ | dict(OMP_NUM_THREADS="1", TRITON_INTERPRET="1" if device == "interpreter" else "0")
+        environment = os.environ | dict(
+            OMP_NUM_THREADS="1", TRITON_INTERPRET="1" if device == "interpreter" else "0"
+        )
         if device == "cuda":
             gpus = _gpus()
             environment["CUDA_VISIBLE_DEVICES"] = gpus[self.number % len(gpus)]
         self.stderr = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [sys.executable, sys.argv[0], "--worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            text=True,
+            env=environment,
+        )
         if self.process.stdout.readline() != "ready\n":
             raise RuntimeError(f"a worker for {device} does not start: {self._last_words()}")
 
@@ -156,7 +171,7 @@ def _gpus() -> list[str]:
     return shown.split(",") if shown else [str(i) for i in range(torch.cuda.device_count())]
 
 
-# -- shrinking ---------------------------------------------------------------------------------------------------------------------
+# -- shrinking -------------------------------------------------------------------------------------
 
 
 def shrink(failure: Failure, worker: Worker, seconds: float) -> Failure:
@@ -165,7 +180,16 @@ def shrink(failure: Failure, worker: Worker, seconds: float) -> Failure:
     smaller = failure
     while smaller is not None:
         failure = smaller
-        smaller = next(filter(None, (_fails_alike(case, failure, worker, deadline) for case in smaller_cases(failure.case))), None)
+        smaller = next(
+            filter(
+                None,
+                (
+                    _fails_alike(case, failure, worker, deadline)
+                    for case in smaller_cases(failure.case)
+                ),
+            ),
+            None,
+        )
     return failure
 
 
@@ -174,14 +198,15 @@ def _fails_alike(case: Case, failure: Failure, worker: Worker, deadline: float) 
     return other if other is not None and other.kind == failure.kind else None
 
 
-# -- the run -----------------------------------------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 
 class Run:
-    """Random cases until the time is over or all are run, by threads that each have a worker process for each of their devices.
+    """Random cases until the time is over or all are run, by threads that each have a worker
+    process for each of their devices.
 
-    Configurations have numbers, which the threads take in turn, and their cases have seeds that follow from the number. So all cases of a
-    run differ, whatever the number of workers.
+    Configurations have numbers, which the threads take in turn, and their cases have seeds that
+    follow from the number. So all cases of a run differ, whatever the number of workers.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -189,7 +214,9 @@ class Run:
         self.start = time.monotonic()
         self.deadline = self.start + options.seconds
         weights = {name: OPERATORS[name].weight for name in options.function}
-        self.functions = [name for i in range(max(weights.values())) for name in weights if weights[name] > i]
+        self.functions = [
+            name for i in range(max(weights.values())) for name in weights if weights[name] > i
+        ]
         self.numbers = {device: itertools.count() for device in options.device}
         self.counts, self.visited = collections.Counter(), collections.Counter()
         self.failures: list[Failure] = []
@@ -197,7 +224,11 @@ class Run:
 
     def run(self) -> None:
         workers, devices = self.options.workers, self.options.device
-        groups = [devices[i::workers] for i in range(workers)] if workers < len(devices) else _shares(devices, workers)
+        groups = (
+            [devices[i::workers] for i in range(workers)]
+            if workers < len(devices)
+            else _shares(devices, workers)
+        )
         with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool:
             list(pool.map(self._explore, groups, itertools.count()))  # raises what a thread raised
 
@@ -214,7 +245,8 @@ class Run:
                 worker.stop()
 
     def _cases(self, device: str):
-        """The next configuration's cases. After the last one the first comes again, with other lengths and values."""
+        """The next configuration's cases. After the last one the first comes again, with other
+        lengths and values."""
         with self.lock:
             number = next(self.numbers[device])
         limit = self.options.configurations or number + 1
@@ -224,56 +256,85 @@ class Run:
         function = functions[number % limit % len(functions)]
         seed = self.options.seed * 1_000_003 + number % limit
         dtypes = self._dtypes(function, device)
-        configuration = random_configuration(function, seed, device, dtype=dtypes[seed // len(functions) % len(dtypes)])
+        configuration = random_configuration(
+            function, seed, device, dtype=dtypes[seed // len(functions) % len(dtypes)]
+        )
         for i in range(self.options.cases_per_configuration or CASES[device]):
             yield with_random_data(configuration, self.options.seed * 1_000_003 + number * 1009 + i)
 
     def _dtypes(self, function: str, device: str) -> list[str]:
         wanted = self.options.dtype
-        return [x for x in OPERATORS[function].dtypes.get(device, ()) if wanted is None or x in wanted]
+        return [
+            x for x in OPERATORS[function].dtypes.get(device, ()) if wanted is None or x in wanted
+        ]
 
     def _note(self, case: Case, failure: Failure | None, worker: Worker) -> None:
         with self.lock:
             self.counts[case.function, case.device, case.dtype] += 1
-            self.visited.update((case.function, case.device, name, str(value)) for name, value in case.options.items())
+            self.visited.update(
+                (case.function, case.device, name, str(value))
+                for name, value in case.options.items()
+            )
             known = {(x.case.function, x.case.device, x.kind) for x in self.failures}
             if failure is None:
                 return
             self.failures.append(failure)
             number = len(self.failures) - 1
-        print(f"FAILED {failure.kind}: {_first_line(failure.message)}\n  {failure.command}", flush=True)
+        print(
+            f"FAILED {failure.kind}: {_first_line(failure.message)}\n  {failure.command}",
+            flush=True,
+        )
         if (case.function, case.device, failure.kind) not in known:
             self.failures[number] = small = shrink(failure, worker, self.options.shrink_seconds)
-            print(f"SMALLER {small.kind}: {_first_line(small.message)}\n  {small.command}", flush=True)
+            print(
+                f"SMALLER {small.kind}: {_first_line(small.message)}\n  {small.command}", flush=True
+            )
 
     def _is_over(self) -> bool:
         all_run = self.options.cases is not None and self.counts.total() >= self.options.cases
-        return all_run or time.monotonic() > self.deadline or len(self.failures) >= self.options.max_failures
+        return (
+            all_run
+            or time.monotonic() > self.deadline
+            or len(self.failures) >= self.options.max_failures
+        )
 
     def summary(self) -> dict:
-        failed = collections.Counter((x.case.function, x.case.device, x.case.dtype) for x in self.failures)
+        failed = collections.Counter(
+            (x.case.function, x.case.device, x.case.dtype) for x in self.failures
+        )
         counts = [
-            dict(function=f, device=d, dtype=t, cases=n, failed=failed[f, d, t]) for (f, d, t), n in sorted(self.counts.items())
-        ]  # fmt: skip
-        failures = [dict(kind=x.kind, message=x.message, command=x.command, case=dataclasses.asdict(x.case)) for x in self.failures]
+            dict(function=f, device=d, dtype=t, cases=n, failed=failed[f, d, t])
+            for (f, d, t), n in sorted(self.counts.items())
+        ]
+        failures = [
+            dict(kind=x.kind, message=x.message, command=x.command, case=dataclasses.asdict(x.case))
+            for x in self.failures
+        ]
         return dict(
-            seed=self.options.seed, seconds=time.monotonic() - self.start, cases=self.counts.total(), counts=counts, failures=failures,
+            seed=self.options.seed,
+            seconds=time.monotonic() - self.start,
+            cases=self.counts.total(),
+            counts=counts,
+            failures=failures,
             not_visited=self._not_visited(),
-        )  # fmt: skip
+        )
 
     def _not_visited(self) -> list[str]:
-        """Values of options that no case had, of the functions and devices that were run; size classes are not listed."""
+        """Values of options that no case had, of the functions and devices that were run; size
+        classes are not listed."""
         return [
             f"{function} {device} {name}={value}"
             for function, device in sorted({key[:2] for key in self.counts})
             for name in OPERATORS[function].names()
             for value in dict.fromkeys(OPERATORS[function].axis(name, device))
-            if isinstance(value, (str, int, float, bool, type(None))) and not self.visited[function, device, name, str(value)]
+            if isinstance(value, (str, int, float, bool, type(None)))
+            and not self.visited[function, device, name, str(value)]
         ]
 
 
 def _shares(devices: list[str], workers: int) -> list[list[str]]:
-    """A device for each worker: one for each, and the rest for the last, which is the GPU if there is one."""
+    """A device for each worker: one for each, and the rest for the last, which is the GPU if there
+    is one."""
     return [[device] for device in devices] + [[devices[-1]]] * (workers - len(devices))
 
 
@@ -282,11 +343,19 @@ def _first_line(text: str) -> str:
 
 
 def _table(counts: list[dict]) -> str:
-    columns = sorted({(x["device"], x["dtype"]) for x in counts}, key=lambda column: (DEVICES.index(column[0]), column[1]))
+    columns = sorted(
+        {(x["device"], x["dtype"]) for x in counts},
+        key=lambda column: (DEVICES.index(column[0]), column[1]),
+    )
     cells = {(x["function"], x["device"], x["dtype"]): x["cases"] for x in counts}
-    lines = [f"{'cases':34}{'all':<8}{'wrong':<8}" + "".join(f"{device[:6]} {dtype:<9}" for device, dtype in columns)]
+    lines = [
+        f"{'cases':34}{'all':<8}{'wrong':<8}"
+        + "".join(f"{device[:6]} {dtype:<9}" for device, dtype in columns)
+    ]
     for function in dict.fromkeys(x["function"] for x in counts):
-        all_cases, wrong = (sum(x[key] for x in counts if x["function"] == function) for key in ("cases", "failed"))
+        all_cases, wrong = (
+            sum(x[key] for x in counts if x["function"] == function) for key in ("cases", "failed")
+        )
         numbers = "".join(f"{cells.get((function, *column), 0):<16}" for column in columns)
         lines.append(f"{function:34}{all_cases:<8}{wrong:<8}{numbers}")
     return "\n".join(line.rstrip() for line in lines)
@@ -296,10 +365,16 @@ def _report(summary: dict) -> None:
     print(_table(summary["counts"]))
     if summary["not_visited"]:
         listed = summary["not_visited"][:12]
-        print(f"{len(summary['not_visited'])} values of options in no case, among them: " + "; ".join(listed))
+        print(
+            f"{len(summary['not_visited'])} values of options in no case, among them: "
+            + "; ".join(listed)
+        )
     for failure in summary["failures"]:
         print(f"{failure['kind']}: {_first_line(failure['message'])}\n  {failure['command']}")
-    print(f"{summary['cases']} cases in {summary['seconds']:.0f} s, {len(summary['failures'])} failures, seed {summary['seed']}")
+    print(
+        f"{summary['cases']} cases in {summary['seconds']:.0f} s, {len(summary['failures'])}"
+        f" failures, seed {summary['seed']}"
+    )
 
 
 def _repeat(case: Case) -> int:
@@ -311,36 +386,88 @@ def _repeat(case: Case) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=None, help="stop after this number of cases")
     parser.add_argument(
-        "--seconds", type=float, default=None, help="seconds after which no more cases are drawn (default: 60; no limit with --cases)"
+        "--seconds",
+        type=float,
+        default=None,
+        help="seconds after which no more cases are drawn (default: 60; no limit with --cases)",
     )
-    parser.add_argument("--seed", type=int, default=None, help="seed of the cases (default: a random one)")
     parser.add_argument(
-        "--function", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME", help="functions (default: all)"
+        "--seed", type=int, default=None, help="seed of the cases (default: a random one)"
+    )
+    parser.add_argument(
+        "--function",
+        nargs="+",
+        choices=OPERATORS,
+        default=list(OPERATORS),
+        metavar="NAME",
+        help="functions (default: all)",
     )
     parser.add_argument("--dtype", nargs="+", default=None, help="dtypes (default: all)")
-    parser.add_argument("--device", nargs="+", choices=DEVICES, default=None, help="devices (default: all of this machine)")
-    parser.add_argument("--workers", type=int, default=None, help="processes (default: 2; with a GPU, the number of cores)")
-    parser.add_argument("--configurations", type=int, default=None, help="repeat this number of configurations on each device")
     parser.add_argument(
-        "--cases-per-configuration", type=int, default=None, help=f"cases of a configuration before the next; default by device: {CASES}"
+        "--device",
+        nargs="+",
+        choices=DEVICES,
+        default=None,
+        help="devices (default: all of this machine)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds that a case may take, with compilation (default: %(default)s)"
+        "--workers",
+        type=int,
+        default=None,
+        help="processes (default: 2; with a GPU, the number of cores)",
     )
-    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="seconds for shrinking a failing case (default: %(default)s)")
-    parser.add_argument("--max-failures", type=int, default=30, help="stop after this number of failures (default: %(default)s)")
-    parser.add_argument("--json", type=Path, default=None, help="also write the summary to this file")
-    parser.add_argument("--case", type=Case.from_json, default=None, help="run only this case, as a failure prints it")
+    parser.add_argument(
+        "--configurations",
+        type=int,
+        default=None,
+        help="repeat this number of configurations on each device",
+    )
+    parser.add_argument(
+        "--cases-per-configuration",
+        type=int,
+        default=None,
+        help=f"cases of a configuration before the next; default by device: {CASES}",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        help="seconds that a case may take, with compilation (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shrink-seconds",
+        type=float,
+        default=60.0,
+        help="seconds for shrinking a failing case (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-failures",
+        type=int,
+        default=30,
+        help="stop after this number of failures (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=Path, default=None, help="also write the summary to this file"
+    )
+    parser.add_argument(
+        "--case",
+        type=Case.from_json,
+        default=None,
+        help="run only this case, as a failure prints it",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if arguments is None else arguments)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch's deterministic mode asks for
+    # what torch's deterministic mode asks for
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if options.worker:
         serve()
         return 0
@@ -354,13 +481,21 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit("--device cuda: there is no CUDA device")
     if has_gpu and torch.cuda.get_device_capability() != (9, 0):
         leave_out_hopper()
-    options.device = [x for x in DEVICES if (options.device is None and (x != "cuda" or has_gpu)) or x in (options.device or ())]
+    options.device = [
+        x
+        for x in DEVICES
+        if (options.device is None and (x != "cuda" or has_gpu)) or x in (options.device or ())
+    ]
     options.workers = options.workers or (os.cpu_count() if "cuda" in options.device else 2)
     if options.seconds is None:
         options.seconds = 60.0 if options.cases is None else float("inf")
     options.seed = int(time.time()) if options.seed is None else options.seed
     until = f"{options.seconds:.0f} s" if options.cases is None else f"{options.cases} cases"
-    print(f"seed {options.seed}, devices {' '.join(options.device)}, {options.workers} workers, {until}", flush=True)
+    print(
+        f"seed {options.seed}, devices {' '.join(options.device)}, {options.workers} workers,"
+        f" {until}",
+        flush=True,
+    )
     run = Run(options)
     run.run()
     summary = run.summary()

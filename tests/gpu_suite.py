@@ -1,8 +1,10 @@
-"""How tests that need a GPU run side by side, for `make test-gpu`, and what the run says at its end.
+"""How tests that need a GPU run side by side, for `make test-gpu`, and what the run says at its
+end.
 
-Compilation takes most of the time. So workers share Triton's disk cache, each kernel is compiled by one worker while others that need it
-wait, and tests that compile most run first. Tests marked `large_memory` run one at a time. A worker whose CUDA context is broken exits, so
-that xdist reports the test and starts another worker: every later test would fail in that context.
+Compilation takes most of the time. So workers share Triton's disk cache, each kernel is compiled by
+one worker while others that need it wait, and tests that compile most run first. Tests marked
+`large_memory` run one at a time. A worker whose CUDA context is broken exits, so that xdist reports
+the test and starts another worker: every later test would fail in that context.
 """
 
 from __future__ import annotations
@@ -25,16 +27,25 @@ from pathlib import Path
 import pytest
 import torch
 
-# (part of a test's name, factor of its cost): tests that compile most, and the two longest, a soak test and one that builds a package.
+# (part of a test's name, factor of its cost): tests that compile most, and the two longest, a soak
+# test and one that builds a package.
 COMPILE_COST = {"grows_on_a_gpu": 100.0, "package_for_cuda": 100.0}
-COMPILE_COST |= {"hopper": 3.0, "linear_compress": 2.0, "attention": 2.0, "float32": 1.5, "fp32": 1.5}
+COMPILE_COST |= {
+    "hopper": 3.0,
+    "linear_compress": 2.0,
+    "attention": 2.0,
+    "float32": 1.5,
+    "fp32": 1.5,
+}
 SLOWEST = 30  # test functions that the report names
-RESERVED_BYTES = 2**30  # limit of what a worker's allocator keeps between tests: up to 32 workers share the GPU's memory
+# limit of what a worker's allocator keeps between tests: up to 32 workers share the GPU's memory
+RESERVED_BYTES = 2**30
 
 
 @dataclass
 class CompileTimes:
-    """Kernels that a process compiled, the seconds it took, and the seconds it waited for other processes to compile the same kernel."""
+    """Kernels that a process compiled, the seconds it took, and the seconds it waited for other
+    processes to compile the same kernel."""
 
     kernels: int = 0
     seconds: float = 0.0
@@ -51,7 +62,8 @@ class Cost:
 
 
 class SharedCompilation:
-    """Triton's compiler with a lock per kernel: one of the processes that share a disk cache compiles it, the others load it."""
+    """Triton's compiler with a lock per kernel: one of the processes that share a disk cache
+    compiles it, the others load it."""
 
     def __init__(self):
         from triton import compiler, knobs
@@ -62,7 +74,9 @@ class SharedCompilation:
         compiler.compile = self  # read by JITFunction at its first launch
 
     def __call__(self, src, target=None, options=None, **rest):
-        name = hashlib.sha256(f"{src.hash()}{target}{sorted((options or {}).items(), key=str)}".encode()).hexdigest()
+        name = hashlib.sha256(
+            f"{src.hash()}{target}{sorted((options or {}).items(), key=str)}".encode()
+        ).hexdigest()
         start = time.perf_counter()
         with locked(Path(self._knobs.cache.dir) / "locks" / name):
             begun = time.perf_counter()
@@ -96,7 +110,9 @@ class GpuWorker:
 
     def pytest_ignore_collect(self, collection_path):
         """Files without GPU tests are not imported: their dependencies may not be installed."""
-        files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+        files = (
+            collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+        )
         return None if any("mark.gpu" in file.read_text() for file in files) else True
 
     @pytest.hookimpl(tryfirst=True)
@@ -114,7 +130,11 @@ class GpuWorker:
     def pytest_runtest_protocol(self, item):
         before = asdict(self.compilation.times)
         item.compile_times_before = before
-        with locked(Path(tempfile.gettempdir()) / "large_memory.lock") if is_large(item) else contextlib.nullcontext():
+        with (
+            locked(Path(tempfile.gettempdir()) / "large_memory.lock")
+            if is_large(item)
+            else contextlib.nullcontext()
+        ):
             result = yield
             if torch.cuda.memory_reserved() > RESERVED_BYTES:
                 torch.cuda.empty_cache()
@@ -135,19 +155,33 @@ class GpuWorker:
                 raise
             capture = self.config.pluginmanager.get_plugin("capturemanager")
             with capture.global_and_fixture_disabled():
-                print(f"\n{item.nodeid} broke the CUDA context:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                print(
+                    f"\n{item.nodeid} broke the CUDA context:\n{traceback.format_exc()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             os._exit(1)
 
     def pytest_runtest_teardown(self, item):
         times = asdict(self.compilation.times)
-        item.user_properties.append(("compiled", {name: times[name] - before for name, before in item.compile_times_before.items()}))
+        item.user_properties.append(
+            (
+                "compiled",
+                {name: times[name] - before for name, before in item.compile_times_before.items()},
+            )
+        )
 
 
 def rotate_gpus(worker: str) -> None:
-    """Make another GPU the first one that CUDA shows a worker, so that workers share the memory of all. CUDA is not initialised yet."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    """Make another GPU the first one that CUDA shows a worker, so that workers share the memory of
+    all. CUDA is not initialised yet."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+        map(str, range(torch.cuda.device_count()))
+    )
     gpus, first = gpus.split(","), int(worker.removeprefix("gw"))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(first + i) % len(gpus)] for i in range(len(gpus)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+        gpus[(first + i) % len(gpus)] for i in range(len(gpus))
+    )
 
 
 def is_large(item) -> bool:
@@ -155,8 +189,8 @@ def is_large(item) -> bool:
 
 
 def in_order(items: list) -> list:
-    """Tests that compile most come first. Tests of one function, which need the same kernels, are spread out, and so are large ones:
-    workers then wait less for one another."""
+    """Tests that compile most come first. Tests of one function, which need the same kernels, are
+    spread out, and so are large ones: workers then wait less for one another."""
     items = sorted(items, key=lambda item: (-_compile_cost(item), zlib.crc32(item.nodeid.encode())))
     large, others = [x for x in items if is_large(x)], [x for x in items if not is_large(x)]
     distance = max(1, len(others) // (len(large) + 1))
@@ -178,8 +212,9 @@ REPORT = "gpu-suite-report"
 class GpuReport:
     """The plugin of the process that reports: kernels compiled, and the matrix of cells.
 
-    A test records the cells that it covers as properties "cell", "operator|dtype|sizes|option", for example "attention|bf16|D80|causal" or
-    "linear_compress|fp16|M64 K8 N65|2 levels". A test module's EXPECTED_CELLS are those that some test must cover.
+    A test records the cells that it covers as properties "cell", "operator|dtype|sizes|option", for
+    example "attention|bf16|D80|causal" or "linear_compress|fp16|M64 K8 N65|2 levels". A test
+    module's EXPECTED_CELLS are those that some test must cover.
     """
 
     def __init__(self, config: pytest.Config):
@@ -199,7 +234,10 @@ class GpuReport:
         if report.failed:  # at once, because a run may be ended by time
             terminal = self.config.pluginmanager.get_plugin("terminalreporter")
             crash = getattr(report.longrepr, "reprcrash", None)
-            terminal.write_line(f"\nFAILED {report.nodeid}: {crash.message.splitlines()[0] if crash else report.longreprtext[-200:]}")
+            terminal.write_line(
+                f"\nFAILED {report.nodeid}:"
+                f" {crash.message.splitlines()[0] if crash else report.longreprtext[-200:]}"
+            )
         if report.outcome != "passed" or report.when == "setup":
             self._outcome[report.nodeid] = report.outcome
         if report.when != "teardown":
@@ -217,22 +255,36 @@ class GpuReport:
         terminalreporter.section("GPU suite")
         times = self.times
         terminalreporter.write_line(
-            f"{times.kernels} kernels compiled in {times.seconds:.0f} s of all workers, who waited {times.waited:.0f} s for one another"
+            f"{times.kernels} kernels compiled in {times.seconds:.0f} s of all workers, who waited"
+            f" {times.waited:.0f} s for one another"
         )
-        terminalreporter.write_line("Test functions that took most: seconds of all workers, kernels compiled, tests")
-        for name, cost in sorted(self.of_functions.items(), key=lambda item: -item[1].seconds)[:SLOWEST]:
-            terminalreporter.write_line(f"{cost.seconds:8.0f} {cost.kernels:6} {cost.tests:6}  {name}")
+        terminalreporter.write_line(
+            "Test functions that took most: seconds of all workers, kernels compiled, tests"
+        )
+        for name, cost in sorted(self.of_functions.items(), key=lambda item: -item[1].seconds)[
+            :SLOWEST
+        ]:
+            terminalreporter.write_line(
+                f"{cost.seconds:8.0f} {cost.kernels:6} {cost.tests:6}  {name}"
+            )
         for line in matrix_lines(self.outcomes, self.expected):
             terminalreporter.write_line(line)
 
 
 def matrix_lines(outcomes: dict[str, Counter], expected: set[str]) -> list[str]:
     """One table per operator: a line per option, a column per dtype and class of head dims."""
-    tables: dict[str, dict[str, dict[str, Counter]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(Counter)))
+    tables: dict[str, dict[str, dict[str, Counter]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(Counter))
+    )
     for cell in sorted({*outcomes, *expected}):
         operator, dtype, sizes, option = cell.split("|")
-        tables[operator][option][f"{dtype} {size_class(sizes)}"].update(outcomes.get(cell, {"hole": 1}))
-    lines = ["Tests that passed in each cell; F: some failed, skip: all skipped, HOLE: expected and not run, –: not expected."]
+        tables[operator][option][f"{dtype} {size_class(sizes)}"].update(
+            outcomes.get(cell, {"hole": 1})
+        )
+    lines = [
+        "Tests that passed in each cell; F: some failed, skip: all skipped, HOLE: expected and not"
+        " run, –: not expected."
+    ]
     for operator, options in tables.items():
         lines += ["", *_table_lines(operator, options)]
     holes = sorted(expected - outcomes.keys())
@@ -240,14 +292,18 @@ def matrix_lines(outcomes: dict[str, Counter], expected: set[str]) -> list[str]:
 
 
 def size_class(sizes: str) -> str:
-    """The column of a cell: of head dims "D80" or "D64 Dv40", the first one padded to a power of two; "sizes" for other sizes."""
+    """The column of a cell: of head dims "D80" or "D64 Dv40", the first one padded to a power of
+    two; "sizes" for other sizes."""
     head_dim = re.match(r"D(\d+)\b", sizes)
     return f"≤{max(16, 1 << (int(head_dim[1]) - 1).bit_length())}" if head_dim else "sizes"
 
 
 def _table_lines(operator: str, options: dict[str, dict[str, Counter]]) -> list[str]:
     dtypes = "fp64 fp32 fp16 bf16".split()
-    columns = sorted({column for cells in options.values() for column in cells}, key=lambda x: (dtypes.index(x[:4]), len(x), x))
+    columns = sorted(
+        {column for cells in options.values() for column in cells},
+        key=lambda x: (dtypes.index(x[:4]), len(x), x),
+    )
     name_width = max(len(x) for x in (operator, *options))
     lines = [f"{operator:{name_width}}  " + "  ".join(columns)]
     for option, cells in options.items():
@@ -265,7 +321,8 @@ def _cell_text(outcomes: Counter) -> str:
 
 
 def register(config: pytest.Config) -> None:
-    """Register the plugin that reports, the one that runs tests, or both if there are no workers."""
+    """Register the plugin that reports, the one that runs tests, or both if there are no
+    workers."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(GpuReport(config), REPORT)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):

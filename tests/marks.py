@@ -5,7 +5,9 @@ from collections.abc import Iterable
 import pytest
 
 SLOW = pytest.mark.slow
-PATIENCE = 600.0  # seconds after which a test that waits for something fails; one that passes takes a few, on a busy machine too
+# seconds after which a test that waits for something fails; one that passes takes a few, on a busy
+# machine too
+PATIENCE = 600.0
 
 
 def slow_after(number: int, names: str, values: Iterable, **options) -> pytest.MarkDecorator:

@@ -6,12 +6,19 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
+]
 
 
 def examples(page: str | Path) -> list[str]:
     """The fenced blocks of a page, by its path in the repository."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```python\n(.*?)^```",
+        (ROOT / page).read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
 
 
 def example_with(page: str, text: str) -> str:
@@ -20,9 +27,11 @@ def example_with(page: str, text: str) -> str:
 
 
 def run_examples(page: str | Path) -> None:
-    """Run a page's blocks one after another, in a module of its own: some use names of an earlier one."""
+    """Run a page's blocks one after another, in a module of its own: some use names of an earlier
+    one."""
     name = "page_" + re.sub(r"\W", "_", str(page))
-    module = sys.modules[name] = types.ModuleType(name)  # torch.compile and pickle look functions up by their module
+    # torch.compile and pickle look functions up by their module
+    module = sys.modules[name] = types.ModuleType(name)
     try:
         for code in examples(page):
             exec(compile(code, str(page), "exec"), vars(module))

@@ -12,8 +12,11 @@ from jagged_kernels.common.configs import padded_dim
 from jagged_modules.activations import POINTWISE
 
 FLOATS, HALVES = ("float64", "float32"), ("float16", "bfloat16")
-KERNEL_DTYPES = dict(cpu=(*FLOATS, *HALVES), interpreter=("float32", "float16"), cuda=("float32", *HALVES))
-TORCH_DTYPES = dict(cpu=(*FLOATS, *HALVES), cuda=(*FLOATS, *HALVES))  # functions of torch operators, which have no kernels
+KERNEL_DTYPES = dict(
+    cpu=(*FLOATS, *HALVES), interpreter=("float32", "float16"), cuda=("float32", *HALVES)
+)
+# functions of torch operators, which have no kernels
+TORCH_DTYPES = dict(cpu=(*FLOATS, *HALVES), cuda=(*FLOATS, *HALVES))
 
 MASKS = {  # fields of AttentionMask; num_targets: the most in a segment
     "causal": dict(causal=True),
@@ -21,12 +24,23 @@ MASKS = {  # fields of AttentionMask; num_targets: the most in a segment
     "causal-window": dict(causal=True, window=(33, None)),
     "targets": dict(causal=True, num_targets=40),
     "grouped-targets": dict(causal=True, num_targets=90, target_group_size=7),
-    "hstu": dict(causal=True, num_targets=30, contextual_seqlen=5, max_attn_len=50, min_full_attn_seqlen=11),
+    "hstu": dict(
+        causal=True, num_targets=30, contextual_seqlen=5, max_attn_len=50, min_full_attn_seqlen=11
+    ),
     "long-context": dict(causal=True, contextual_seqlen=70, max_attn_len=100),
     "band": dict(max_attn_len=40),
-    "open-targets": dict(num_targets=20, contextual_seqlen=3, max_attn_len=30, min_full_attn_seqlen=4),
+    "open-targets": dict(
+        num_targets=20, contextual_seqlen=3, max_attn_len=30, min_full_attn_seqlen=4
+    ),
     "semi-local": dict(causal=True, num_targets=25, window=(45, None), global_prefix=21),
-    "truncated": dict(causal=True, num_targets=30, target_group_size=3, contextual_seqlen=5, max_attn_len=60, recent_history=45),
+    "truncated": dict(
+        causal=True,
+        num_targets=30,
+        target_group_size=3,
+        contextual_seqlen=5,
+        max_attn_len=60,
+        recent_history=45,
+    ),
     "open-truncated": dict(window=(70, 33), global_prefix=37, recent_history=60),
 }
 
@@ -45,7 +59,14 @@ class Range:
         return rng.choice(multiples) if multiples else rng.randint(self.low, self.high)
 
 
-HEAD_DIMS = (Range(1, 8), Range(9, 16), Range(17, 32), Range(33, 64), Range(65, 128), Range(129, 256))
+HEAD_DIMS = (
+    Range(1, 8),
+    Range(9, 16),
+    Range(17, 32),
+    Range(33, 64),
+    Range(65, 128),
+    Range(129, 256),
+)
 WIDTHS = (Range(1, 8), Range(9, 64), Range(65, 128), Range(129, 300))
 
 
@@ -54,12 +75,33 @@ def mostly(first, *others) -> tuple:
     return (first,) * max(1, len(others)) + others
 
 
-LAYOUTS = mostly("contiguous", "packed", "odd rows", "transposed", "misaligned", "columns", "any stride of size 1")
-GRADS = mostly("contiguous", "one number", "one row", "transposed", "every other column", "odd rows", "any stride of size 1")
+LAYOUTS = mostly(
+    "contiguous",
+    "packed",
+    "odd rows",
+    "transposed",
+    "misaligned",
+    "columns",
+    "any stride of size 1",
+)
+GRADS = mostly(
+    "contiguous",
+    "one number",
+    "one row",
+    "transposed",
+    "every other column",
+    "odd rows",
+    "any stride of size 1",
+)
 COMMON = dict(layout=LAYOUTS, grad=GRADS)
-DATA = dict(values=mostly("normal", "large", "zeros", "equal rows"), requires=mostly("all", "first", "last", "all but first"))
+DATA = dict(
+    values=mostly("normal", "large", "zeros", "equal rows"),
+    requires=mostly("all", "first", "last", "all but first"),
+)
 MAX_SEQLEN = dict(max_seqlen=(False, True))
-IMPLEMENTATIONS = dict(cpu=mostly("auto", "reference"), interpreter=("triton",), cuda=mostly("auto", "triton"))
+IMPLEMENTATIONS = dict(
+    cpu=mostly("auto", "reference"), interpreter=("triton",), cuda=mostly("auto", "triton")
+)
 POISONS = (None, None, None, "nan", "inf")
 
 # Forms of every tensor of indices, drawn independently; `forms.py` has the words.
@@ -69,7 +111,10 @@ TIMES = all_forms(dtypes=("",), places=("",))  # int64, on the operands' device
 OF_A_PLAN = all_forms(places=("", "pinned", "read-only"))  # on the host
 FACTORS = all_forms(dtypes=("",))  # floating-point numbers, one for each segment
 # torch's defaults during a call. "meta" shows a factory that is called without a device.
-DEFAULTS = dict(default_device=mostly(None, "the operands'", "meta"), default_dtype=mostly(None, "float64", "bfloat16", "float16"))
+DEFAULTS = dict(
+    default_device=mostly(None, "the operands'", "meta"),
+    default_dtype=mostly(None, "float64", "bfloat16", "float16"),
+)
 BEHIND = mostly(0, 1, 70)  # rows behind the last segment, where only the device knows the lengths
 
 ATTENTION = dict(
@@ -83,7 +128,8 @@ ATTENTION = dict(
 STORAGES = dict(storage=mostly("own", "k is v", "one"))  # one: q, k and v are views of one tensor
 ATTENTION_DATA = dict(scale=mostly(None, 0.3, -0.5, 0.0), schedule=(False, True)) | MAX_SEQLEN
 ATTENTION_IMPLEMENTATIONS = IMPLEMENTATIONS | dict(cuda=mostly("auto", "triton", "hopper"))
-BIASES = {"position": ("position",), "time": ("time",), "both": ("position", "time")}  # tables of a RelativeBias
+# tables of a RelativeBias
+BIASES = {"position": ("position",), "time": ("time",), "both": ("position", "time")}
 BIAS = dict(
     bias=mostly(None, *BIASES),
     tables=("shared", "per head", "in the operands' dtype"),
@@ -94,7 +140,8 @@ BIAS = dict(
 BIAS_DATA = dict(
     timestamps=("sorted", "unsorted", "equal", "huge", "far apart"),
     boundaries=mostly("default", "explicit", "duplicates"),
-    positions=("longest", "more", "fewer"),  # rows that the position table serves, in longest segments
+    # rows that the position table serves, in longest segments
+    positions=("longest", "more", "fewer"),
 )
 BLOCK_ATTENTION = dict(
     head_dim=HEAD_DIMS,
@@ -111,21 +158,26 @@ class Operator:
 
     Attributes:
         dtypes, implementations: by device: "cpu", "interpreter" (Triton's, on the CPU) or "cuda".
-        axes: values of each option that decides which kernel is compiled; the first is the simplest. A `Range` stands for its sizes.
+        axes: values of each option that decides which kernel is compiled; the first is the
+            simplest. A `Range` stands for its sizes.
         data_axes: values of the other options.
         weight: relative frequency of random cases of this function.
         num_lists: options → number of lists of segment lengths.
         work: (options, lengths) → approximate number of multiplications.
-        parts: (options, lengths, whether Triton's interpreter runs) → number of parts that model or interpreter computes one by one.
+        parts: (options, lengths, whether Triton's interpreter runs) → number of parts that model or
+            interpreter computes one by one.
         fix: (dtype, options): changes options that are not compatible.
-        indices: name of each argument that is a tensor of indices, or has one value for each segment → its forms.
+        indices: name of each argument that is a tensor of indices, or has one value for each
+            segment → its forms.
         behind: whether operands may have rows behind the last segment.
     """
 
     axes: dict[str, tuple]
     data_axes: dict[str, tuple] = dataclasses.field(default_factory=dict)
     dtypes: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: KERNEL_DTYPES)
-    implementations: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: IMPLEMENTATIONS)
+    implementations: dict[str, tuple[str, ...]] = dataclasses.field(
+        default_factory=lambda: IMPLEMENTATIONS
+    )
     weight: int = 1
     num_lists: Callable[[dict], int] = lambda o: 1
     work: Callable[[dict, list], int] = lambda o, lengths: 0
@@ -135,10 +187,21 @@ class Operator:
     behind: bool = False
 
     def __post_init__(self) -> None:
-        forms = {form_of(name): mostly(*(x for x in forms if "int32" not in x)) for name, forms in self.indices.items()}
-        dtypes = {dtype_of(name): ("int64", "int32") for name, forms in self.indices.items() if "int32" in forms}
+        forms = {
+            form_of(name): mostly(*(x for x in forms if "int32" not in x))
+            for name, forms in self.indices.items()
+        }
+        dtypes = {
+            dtype_of(name): ("int64", "int32")
+            for name, forms in self.indices.items()
+            if "int32" in forms
+        }
         object.__setattr__(self, "axes", self.axes | dtypes)
-        object.__setattr__(self, "data_axes", self.data_axes | DEFAULTS | forms | (dict(behind=BEHIND) if self.behind else {}))
+        object.__setattr__(
+            self,
+            "data_axes",
+            self.data_axes | DEFAULTS | forms | (dict(behind=BEHIND) if self.behind else {}),
+        )
 
     def fix_rows_behind(self, o: dict) -> None:
         """Where the host knows the lengths, rows behind the last segment are an error."""
@@ -146,7 +209,8 @@ class Operator:
             o["behind"] = 0
 
     def axis(self, name: str, device: str) -> tuple:
-        """Values of an option on a device, without sizes that take Triton's interpreter too long."""
+        """Values of an option on a device, without sizes that take Triton's interpreter too
+        long."""
         if name == "implementation":
             return self.implementations[device]
         if name == "behind" and device != "cuda":
@@ -179,7 +243,8 @@ def index_options(argument: str, form: str) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The largest cases on a device. rows: of one list of segments; size: of one dimension; work, parts: as in `Operator`."""
+    """The largest cases on a device. rows: of one list of segments; size: of one dimension; work,
+    parts: as in `Operator`."""
 
     rows: int
     segments: int
@@ -195,7 +260,7 @@ LIMITS = dict(
 )
 
 
-# -- options that cannot go together ---------------------------------------------------------------------------------------------
+# -- options that cannot go together ---------------------------------------------------------------
 
 
 def _fix_attention(dtype: str, o: dict) -> None:
@@ -216,7 +281,12 @@ def _fix_attention(dtype: str, o: dict) -> None:
         _fix_bias(o, operands)
     if o["implementation"] == "hopper":
         shares_keys = operands == "kv shared" or operands.endswith("groups") or "query_tensors" in o
-        if dtype not in HALVES or dtype == "float16" and shares_keys and str(o["output_scale"]).startswith("tensor"):
+        if (
+            dtype not in HALVES
+            or dtype == "float16"
+            and shares_keys
+            and str(o["output_scale"]).startswith("tensor")
+        ):
             o["implementation"] = "triton"
             return
         o["head_dim"] = _hopper_dim(o["head_dim"])
@@ -226,7 +296,8 @@ def _fix_attention(dtype: str, o: dict) -> None:
 
 
 def _fix_bias(o: dict, operands: str) -> None:
-    """Shared rows have no position. Options of a table that there is not have their simplest values."""
+    """Shared rows have no position. Options of a table that there is not have their simplest
+    values."""
     if operands not in ("self", "cross"):
         o["bias"] = None
     tables = BIASES.get(o["bias"], ())
@@ -285,7 +356,7 @@ def _shared_linear(dtype: str, o: dict) -> None:
         o["behind"] = 0  # it computes all rows
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def _pairs(o: dict, lengths: list[list[int]]) -> int:
@@ -298,7 +369,12 @@ def _attention_work(o: dict, lengths: list[list[int]]) -> int:
     pairs = _pairs(o, lengths)
     if "shared" in o.get("operands", ""):
         pairs = sum(lengths[0]) * o["shared_rows"]
-    return pairs * o["heads"][0] * (o["head_dim"] + (o.get("v_dim") or o["head_dim"])) * o.get("rows", 1)
+    return (
+        pairs
+        * o["heads"][0]
+        * (o["head_dim"] + (o.get("v_dim") or o["head_dim"]))
+        * o.get("rows", 1)
+    )
 
 
 def _block_work(o: dict, lengths: list[list[int]]) -> int:
@@ -315,11 +391,17 @@ def _blocks(o: dict, lengths: list[list[int]], interpreted: bool) -> int:
 
 
 def _dense_parts(o: dict, lengths: list[list[int]], interpreted: bool) -> int:
-    return len(lengths[0]) * (_tiles(o.get("depth", 1)) * _tiles(o["columns"]) if interpreted else 1)
+    return len(lengths[0]) * (
+        _tiles(o.get("depth", 1)) * _tiles(o["columns"]) if interpreted else 1
+    )
 
 
 def _compress_parts(o: dict, lengths: list[list[int]], interpreted: bool) -> int:
-    return (sum(lengths[0]) + len(lengths[0])) * _tiles(o["compressed"]) * _tiles(o["columns"]) if interpreted else 0
+    return (
+        (sum(lengths[0]) + len(lengths[0])) * _tiles(o["compressed"]) * _tiles(o["columns"])
+        if interpreted
+        else 0
+    )
 
 
 def _tiles(size: int) -> int:
@@ -331,7 +413,12 @@ def _dense_work(o: dict, lengths: list[list[int]]) -> int:
 
 
 def _compress_work(o: dict, lengths: list[list[int]]) -> int:
-    return (sum(lengths[0]) + len(lengths[0])) * o["compressed"] * max(o["depths"][: o["levels"]]) * o["columns"]
+    return (
+        (sum(lengths[0]) + len(lengths[0]))
+        * o["compressed"]
+        * max(o["depths"][: o["levels"]])
+        * o["columns"]
+    )
 
 
 def _outer_work(o: dict, lengths: list[list[int]]) -> int:
@@ -357,7 +444,12 @@ OPERATORS = {
         data_axes=DATA | ATTENTION_DATA | BIAS_DATA,
         indices=dict(q_offsets=INDICES, kv_offsets=INDICES)
         | _of_segments
-        | dict(timestamps=TIMES, query_timestamps=TIMES, boundaries=TIMES, query_shift=ON_THE_OPERANDS_DEVICE),
+        | dict(
+            timestamps=TIMES,
+            query_timestamps=TIMES,
+            boundaries=TIMES,
+            query_shift=ON_THE_OPERANDS_DEVICE,
+        ),
         behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
         num_lists=lambda o: {"cross": 2, "2 groups": 3, "3 groups": 4}.get(o["operands"], 1),
@@ -367,7 +459,10 @@ OPERATORS = {
     ),
     "target_attention": Operator(
         weight=2,
-        axes=COMMON | ATTENTION | STORAGES | dict(index=("counts", "map", "offsets", "shuffled map"), rows=(1, 2, 3, 8)),
+        axes=COMMON
+        | ATTENTION
+        | STORAGES
+        | dict(index=("counts", "map", "offsets", "shuffled map"), rows=(1, 2, 3, 8)),
         data_axes=DATA | ATTENTION_DATA,
         indices=dict(candidates=INDICES, kv_offsets=INDICES) | _of_segments,
         behind=True,
@@ -380,7 +475,10 @@ OPERATORS = {
     "self_target_attention": Operator(
         weight=2,
         axes=COMMON
-        | {name: ATTENTION[name] for name in ("activation", "heads", "head_dim", "v_dim", "output_scale")}
+        | {
+            name: ATTENTION[name]
+            for name in ("activation", "heads", "head_dim", "v_dim", "output_scale")
+        }
         | dict(query_tensors=("two tensors", "one tensor")),
         data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
         indices=dict(offsets=INDICES, candidate_offsets=INDICES, output_scale=FACTORS),
@@ -418,7 +516,15 @@ OPERATORS = {
         | dict(
             levels=(1, 2, 3),
             compressed=(Range(1, 8), Range(9, 64), Range(65, 128), Range(129, 450)),
-            depths=((8, 8, 8), (1, 1, 1), (3, 5, 2), (20, 33, 7), (64, 40, 100), (65, 100, 1), (170, 99, 130)),
+            depths=(
+                (8, 8, 8),
+                (1, 1, 1),
+                (3, 5, 2),
+                (20, 33, 7),
+                (64, 40, 100),
+                (65, 100, 1),
+                (170, 99, 130),
+            ),
             columns=WIDTHS,
             index=("map", "counts", "shuffled map"),
         ),
@@ -434,15 +540,40 @@ OPERATORS = {
         fix=_fix_linear_compress,
     ),
     "apply_rotary": Operator(
-        axes=COMMON | dict(heads=((1, 1), (2, 2), (5, 5)), head_dim=HEAD_DIMS), data_axes=DATA, fix=_even_dim, **_rows
+        axes=COMMON | dict(heads=((1, 1), (2, 2), (5, 5)), head_dim=HEAD_DIMS),
+        data_axes=DATA,
+        fix=_even_dim,
+        **_rows,
     ),
-    "jagged_dense_bmm": Operator(axes=_product, data_axes=_jagged_data, work=_dense_work, parts=_dense_parts, behind=True, **_offsets),
-    "jagged_jagged_bmm": Operator(axes=_product, data_axes=_jagged_data, work=_dense_work, parts=_dense_parts, behind=True, **_offsets),
+    "jagged_dense_bmm": Operator(
+        axes=_product,
+        data_axes=_jagged_data,
+        work=_dense_work,
+        parts=_dense_parts,
+        behind=True,
+        **_offsets,
+    ),
+    "jagged_jagged_bmm": Operator(
+        axes=_product,
+        data_axes=_jagged_data,
+        work=_dense_work,
+        parts=_dense_parts,
+        behind=True,
+        **_offsets,
+    ),
     "jagged_softmax": Operator(
-        axes=COMMON | dict(columns=WIDTHS), data_axes=_jagged_data, parts=_dense_parts, behind=True, **_offsets
+        axes=COMMON | dict(columns=WIDTHS),
+        data_axes=_jagged_data,
+        parts=_dense_parts,
+        behind=True,
+        **_offsets,
     ),
     "jagged2_softmax": Operator(
-        axes=COMMON | dict(dim=(-1, -2)), data_axes=DATA, num_lists=lambda o: 2, work=_outer_work, **_plan
+        axes=COMMON | dict(dim=(-1, -2)),
+        data_axes=DATA,
+        num_lists=lambda o: 2,
+        work=_outer_work,
+        **_plan,
     ),
     "jagged_jagged_bmm_jagged_out": Operator(
         axes=COMMON | dict(operands=("two", "itself"), depth=WIDTHS),
@@ -452,10 +583,19 @@ OPERATORS = {
         **_plan,
     ),
     "array_jagged_bmm_jagged_out": Operator(
-        axes=COMMON | dict(transposed=(False, True), depth=WIDTHS), data_axes=DATA, num_lists=lambda o: 2, work=_outer_work, **_plan
+        axes=COMMON | dict(transposed=(False, True), depth=WIDTHS),
+        data_axes=DATA,
+        num_lists=lambda o: 2,
+        work=_outer_work,
+        **_plan,
     ),
     "jagged_linear": Operator(
-        axes=_product | dict(weights=mostly("per segment", "shared"), bias=(True, False), activation=mostly(None, *POINTWISE)),
+        axes=_product
+        | dict(
+            weights=mostly("per segment", "shared"),
+            bias=(True, False),
+            activation=mostly(None, *POINTWISE),
+        ),
         data_axes=_jagged_data,
         work=_dense_work,
         parts=_dense_parts,
@@ -463,10 +603,24 @@ OPERATORS = {
         behind=True,
         **_offsets,
     ),
-    "jagged_dense_add": Operator(axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, behind=True, **_offsets, **_rows),
-    "jagged_dense_mul": Operator(axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, behind=True, **_offsets, **_rows),
+    "jagged_dense_add": Operator(
+        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)),
+        data_axes=DATA,
+        behind=True,
+        **_offsets,
+        **_rows,
+    ),
+    "jagged_dense_mul": Operator(
+        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)),
+        data_axes=DATA,
+        behind=True,
+        **_offsets,
+        **_rows,
+    ),
     "jagged_layer_norm": Operator(
-        axes=COMMON | dict(columns=WIDTHS, affine=("both", "weight", "none")), data_axes=DATA | dict(eps=(1e-6, 1e-3)), **_rows
+        axes=COMMON | dict(columns=WIDTHS, affine=("both", "weight", "none")),
+        data_axes=DATA | dict(eps=(1e-6, 1e-3)),
+        **_rows,
     ),
     "jagged_concat": Operator(
         axes=COMMON | dict(parts=(2, 1, 3), columns=WIDTHS),
@@ -483,14 +637,26 @@ OPERATORS = {
         **_rows,
     ),
     "jagged_to_padded": Operator(
-        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9), padding=(0.0, -2.5)), data_axes=DATA, behind=True, **_offsets, **_rows
+        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9), padding=(0.0, -2.5)),
+        data_axes=DATA,
+        behind=True,
+        **_offsets,
+        **_rows,
     ),
-    "padded_to_jagged": Operator(axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, behind=True, **_offsets, **_rows),
-}  # fmt: skip
+    "padded_to_jagged": Operator(
+        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9)),
+        data_axes=DATA,
+        behind=True,
+        **_offsets,
+        **_rows,
+    ),
+}
 
 
 def leave_out_hopper() -> None:
     """Remove "hopper", for GPUs of another compute capability than 9.0."""
     for operator in OPERATORS.values():
         if "cuda" in operator.implementations:
-            operator.implementations["cuda"] = tuple(x for x in operator.implementations["cuda"] if x != "hopper")
+            operator.implementations["cuda"] = tuple(
+                x for x in operator.implementations["cuda"] if x != "hopper"
+            )

@@ -1,6 +1,8 @@
-"""The accuracy rule itself: it accepts honest arithmetic in any order of summation, and rejects mutants, on several random inputs.
+"""The accuracy rule itself: it accepts honest arithmetic in any order of summation, and rejects
+mutants, on several random inputs.
 
-Mutants and honest programs are written in plain torch. What they compute with is rounded by casts; sums are made in fp32.
+Mutants and honest programs are written in plain torch. What they compute with is rounded by casts;
+sums are made in fp32.
 """
 
 import functools
@@ -23,7 +25,7 @@ def cut_to_tf32(x):
     return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
 
 
-# -- sums in any order ---------------------------------------------------------------------------------------------------------------
+# -- sums in any order -----------------------------------------------------------------------------
 
 
 def reversed_order(a, b):
@@ -65,10 +67,18 @@ def sorted_by_sign(a, b):
     return one_after_the_other_of(terms.sort(-2).values)
 
 
-ORDERS = [torch.matmul, reversed_order, one_after_the_other, by_blocks, pairwise, smallest_first, sorted_by_sign]
+ORDERS = [
+    torch.matmul,
+    reversed_order,
+    one_after_the_other,
+    by_blocks,
+    pairwise,
+    smallest_first,
+    sorted_by_sign,
+]
 
 
-# -- attention -----------------------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 ROWS, KEYS, HEADS, DIM = 96, 112, 2, 32
 SCALE = DIM**-0.5
@@ -82,9 +92,10 @@ def attention_inputs(seed, dtype):
 class Changes(NamedTuple):
     """Changes to the arithmetic of attention.
 
-    matmul: computes the MMAs. operand is applied to the operands of each MMA, score to S, weight to P, delta to rowsum(dO ∘ out), gradient
-    to dS, and result to out before its rounding. weight and gradient None: rounding to the operands' dtype, as in the kernels.
-    keys: how many are read. rescale: whether softmax rescales its sums.
+    matmul: computes the MMAs. operand is applied to the operands of each MMA, score to S, weight to
+    P, delta to rowsum(dO ∘ out), gradient to dS, and result to out before its rounding. weight and
+    gradient None: rounding to the operands' dtype, as in the kernels. keys: how many are read.
+    rescale: whether softmax rescales its sums.
     """
 
     matmul: Callable = torch.matmul
@@ -99,10 +110,13 @@ class Changes(NamedTuple):
 
 
 def attend(q, k, v, do, activation, changes):
-    """One segment's attention and gradients as kernels compute them, key block by key block in fp32, of all heads at a time."""
+    """One segment's attention and gradients as kernels compute them, key block by key block in
+    fp32, of all heads at a time."""
     matmul, operand, score, weight, delta, gradient, result, keys, rescale = changes
     dtype = q.dtype
-    weight, gradient = (f if f is not None else lambda x: x.to(dtype).float() for f in (weight, gradient))
+    weight, gradient = (
+        f if f is not None else lambda x: x.to(dtype).float() for f in (weight, gradient)
+    )
     q, k, v, do = (x.float().transpose(0, 1) for x in (q, k, v, do))
     k, v = k[:, :keys], v[:, :keys]
 
@@ -111,11 +125,18 @@ def attend(q, k, v, do, activation, changes):
 
     scores = score(mma(q, k.mT) * SCALE)
     if activation == "silu":
-        p, dact = torch.nn.functional.silu(scores), torch.sigmoid(scores) * (1 + scores * (1 - torch.sigmoid(scores)))
+        p, dact = (
+            torch.nn.functional.silu(scores),
+            torch.sigmoid(scores) * (1 + scores * (1 - torch.sigmoid(scores))),
+        )
         out = mma(weight(p), v)
         ds = dact * mma(do, v.mT)
     else:
-        largest, total, acc = torch.full_like(scores[..., :1], -torch.inf), torch.zeros(HEADS, ROWS, 1), torch.zeros(HEADS, ROWS, DIM)
+        largest, total, acc = (
+            torch.full_like(scores[..., :1], -torch.inf),
+            torch.zeros(HEADS, ROWS, 1),
+            torch.zeros(HEADS, ROWS, DIM),
+        )
         for columns in torch.arange(keys).split(32):
             new = torch.maximum(largest, scores[..., columns].amax(-1, keepdim=True))
             terms = torch.exp(scores[..., columns] - new)
@@ -171,7 +192,11 @@ ATTENTION_MUTANTS = {  # changes, dtype, results that must be rejected
     "sums not rescaled": (dict(rescale=False), None, ["out"]),
     "tf32": (dict(operand=cut_to_tf32), torch.float32, ["out", "dq", "dk", "dv"]),
     "weights in bf16": (dict(weight=rounded_to(torch.bfloat16)), torch.float32, ["out", "dv"]),
-    "gradients of scores in fp16": (dict(gradient=rounded_to(torch.float16)), torch.float32, ["dq", "dk"]),
+    "gradients of scores in fp16": (
+        dict(gradient=rounded_to(torch.float16)),
+        torch.float32,
+        ["dq", "dk"],
+    ),
     "rowsum(dO ∘ out) left out": (dict(delta=torch.zeros_like), None, ["dq", "dk"]),
     "out rounded to bf16 first": (dict(result=rounded_to(torch.bfloat16)), torch.float16, ["out"]),
 }
@@ -188,9 +213,12 @@ def test_attention_mutants_are_rejected(mutant):
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name, names", [("score", ["out", "dv"]), ("weight", ["out", "dv"]), ("gradient", ["dq", "dk"])])
+@pytest.mark.parametrize(
+    "name, names", [("score", ["out", "dv"]), ("weight", ["out", "dv"]), ("gradient", ["dq", "dk"])]
+)
 def test_one_rounding_too_many_is_rejected(name, names, dtype, activation):
-    """Scores rounded to 16 bits where weights may be too; weights, or gradients of scores, where they may not."""
+    """Scores rounded to 16 bits where weights may be too; weights, or gradients of scores, where
+    they may not."""
     if name == "score":
         changes, arithmetic = dict(score=rounded_to(dtype)), accuracy.KERNELS
     else:
@@ -201,7 +229,7 @@ def test_one_rounding_too_many_is_rejected(name, names, dtype, activation):
         assert any(worst[result] > 1 for result in names), worst
 
 
-# -- attention with a bias -----------------------------------------------------------------------------------------------------------
+# -- attention with a bias -------------------------------------------------------------------------
 
 LONGEST, BUCKETS = 60, 9  # distances beyond the table count as its last
 EDGES = torch.tensor([0, 1, 2, 4, 8, 16, 64, 64, 300])
@@ -209,13 +237,23 @@ EDGES = torch.tensor([0, 1, 2, 4, 8, 16, 64, 64, 300])
 
 def bias_inputs(seed):
     torch.manual_seed(seed)
-    times = dict(timestamps=torch.randint(400, (KEYS,)), query_timestamps=torch.randint(400, (ROWS,)), boundaries=EDGES)
-    return jm.RelativeBias(torch.randn(HEADS, 2 * LONGEST - 1).requires_grad_(), torch.randn(BUCKETS + 1).requires_grad_(), **times)
+    times = dict(
+        timestamps=torch.randint(400, (KEYS,)),
+        query_timestamps=torch.randint(400, (ROWS,)),
+        boundaries=EDGES,
+    )
+    return jm.RelativeBias(
+        torch.randn(HEADS, 2 * LONGEST - 1).requires_grad_(),
+        torch.randn(BUCKETS + 1).requires_grad_(),
+        **times,
+    )
 
 
 def in_order(ds, index, entries):
     """Sums `[H, entries]` of dS `[H, rows, keys]` by entry, one term after the other."""
-    return torch.zeros(len(ds), entries, dtype=ds.dtype).index_add(1, index.flatten(), ds.flatten(1))
+    return torch.zeros(len(ds), entries, dtype=ds.dtype).index_add(
+        1, index.flatten(), ds.flatten(1)
+    )
 
 
 def backwards(ds, index, entries):
@@ -228,21 +266,38 @@ def by_rows(ds, index, entries):
 
 def smallest_terms_first(ds, index, entries):
     order = ds.flatten(1).abs().argsort(1)
-    return torch.stack([in_order(x[None, i], index.flatten()[i], entries)[0] for x, i in zip(ds.flatten(1), order)])
+    return torch.stack(
+        [in_order(x[None, i], index.flatten()[i], entries)[0] for x, i in zip(ds.flatten(1), order)]
+    )
 
 
 def of_tensor_cores(ds, index, entries):
     return torch.einsum("hij,ije->he", ds, torch.nn.functional.one_hot(index, entries).float())
 
 
-def worst_of_bias(seed, dtype, activation, summed=in_order, table=exactly, edges=EDGES, gradient=exactly, factor=1.0):
-    """The largest ratio of an error to its bound. summed: sums dS. table, gradient: applied to the tables and to dS before its sums."""
+def worst_of_bias(
+    seed,
+    dtype,
+    activation,
+    summed=in_order,
+    table=exactly,
+    edges=EDGES,
+    gradient=exactly,
+    factor=1.0,
+):
+    """The largest ratio of an error to its bound. summed: sums dS. table, gradient: applied to the
+    tables and to dS before its sums."""
     inputs, bias = attention_inputs(seed, dtype), bias_inputs(seed)
     offsets = torch.tensor([0, ROWS]), torch.tensor([0, KEYS])
-    bounds = accuracy.attention(*inputs, *offsets, activation=activation, bias=bias, arithmetic=accuracy.KERNELS)
+    bounds = accuracy.attention(
+        *inputs, *offsets, activation=activation, bias=bias, arithmetic=accuracy.KERNELS
+    )
     positions = position_index(torch.arange(ROWS) + KEYS - ROWS, torch.arange(KEYS), LONGEST)
     buckets = time_buckets(bias.query_timestamps, bias.timestamps, edges)
-    of_scores, kept = table(bias.position.detach())[:, positions] + table(bias.time.detach())[buckets], []
+    of_scores, kept = (
+        table(bias.position.detach())[:, positions] + table(bias.time.detach())[buckets],
+        [],
+    )
 
     def keep(ds):
         kept.append(ds)
@@ -257,7 +312,11 @@ def worst_of_bias(seed, dtype, activation, summed=in_order, table=exactly, edges
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("summed", [in_order, backwards, by_rows, smallest_terms_first, of_tensor_cores], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "summed",
+    [in_order, backwards, by_rows, smallest_terms_first, of_tensor_cores],
+    ids=lambda x: x.__name__,
+)
 def test_gradients_of_tables_in_any_order_are_accepted(summed, dtype, activation):
     for seed in SEEDS[:2]:
         worst = worst_of_bias(seed, dtype, activation, summed)
@@ -265,16 +324,44 @@ def test_gradients_of_tables_in_any_order_are_accepted(summed, dtype, activation
 
 
 BIAS_MUTANTS = {  # changes, dtypes, results that must be rejected
-    "last key not summed": (dict(gradient=lambda x: x * (torch.arange(KEYS) < KEYS - 1)), None, ["dposition", "dtime"]),
-    "first row not summed": (dict(gradient=lambda x: x * (torch.arange(ROWS) > 0)[:, None]), None, ["dposition", "dtime"]),
+    "last key not summed": (
+        dict(gradient=lambda x: x * (torch.arange(KEYS) < KEYS - 1)),
+        None,
+        ["dposition", "dtime"],
+    ),
+    "first row not summed": (
+        dict(gradient=lambda x: x * (torch.arange(ROWS) > 0)[:, None]),
+        None,
+        ["dposition", "dtime"],
+    ),
     "times the scale": (dict(factor=SCALE), None, ["dposition", "dtime"]),
-    "dS in bf16": (dict(gradient=rounded_to(torch.bfloat16)), [torch.float32, torch.float16], ["dposition", "dtime"]),
-    "dS in fp16": (dict(gradient=rounded_to(torch.float16)), [torch.float32], ["dposition", "dtime"]),
+    "dS in bf16": (
+        dict(gradient=rounded_to(torch.bfloat16)),
+        [torch.float32, torch.float16],
+        ["dposition", "dtime"],
+    ),
+    "dS in fp16": (
+        dict(gradient=rounded_to(torch.float16)),
+        [torch.float32],
+        ["dposition", "dtime"],
+    ),
     "dS in tf32": (dict(gradient=cut_to_tf32), [torch.float32], ["dposition", "dtime"]),
-    "tables in bf16": (dict(table=rounded_to(torch.bfloat16)), [torch.float32, torch.float16], ["out", "dq"]),
+    "tables in bf16": (
+        dict(table=rounded_to(torch.bfloat16)),
+        [torch.float32, torch.float16],
+        ["out", "dq"],
+    ),
     "tables in tf32": (dict(table=cut_to_tf32), [torch.float32], ["out", "dq"]),
-    "boundaries belong to the bucket below": (dict(edges=EDGES + 1), None, ["out", "dq", "dk", "dv", "dtime"]),
-    "sums in bf16": (dict(summed=lambda x, *rest: in_order(x.bfloat16(), *rest)), [torch.float32, torch.float16], ["dposition", "dtime"]),
+    "boundaries belong to the bucket below": (
+        dict(edges=EDGES + 1),
+        None,
+        ["out", "dq", "dk", "dv", "dtime"],
+    ),
+    "sums in bf16": (
+        dict(summed=lambda x, *rest: in_order(x.bfloat16(), *rest)),
+        [torch.float32, torch.float16],
+        ["dposition", "dtime"],
+    ),
 }
 
 
@@ -290,13 +377,14 @@ def test_bias_mutants_are_rejected(mutant, activation):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_ds_rounded_like_the_operands_is_rejected(dtype):
-    """The tables' gradients are sums of dS before it is rounded for the MMAs. (With softmax, `out` as it was rounded has larger errors.)"""
+    """The tables' gradients are sums of dS before it is rounded for the MMAs. (With softmax, `out`
+    as it was rounded has larger errors.)"""
     for seed in SEEDS[:2]:
         worst = worst_of_bias(seed, dtype, "silu", gradient=rounded_to(dtype))
         assert worst["dposition"] > 1, worst
 
 
-# -- linear compression --------------------------------------------------------------------------------------------------------------
+# -- linear compression ----------------------------------------------------------------------------
 
 
 def compress_inputs(seed, dtype):
@@ -306,17 +394,27 @@ def compress_inputs(seed, dtype):
     return weights, embeddings, torch.randint(0, 7, (60,)), torch.randn(60, 24, 16).to(dtype)
 
 
-def compressed(weights, embeddings, index, do, matmul=torch.matmul, shared=exactly, sums=None, candidates=60):
-    """The fused implementation, with gradients, in fp32. shared is applied to the shared level's result, sums to sums of gradients."""
+def compressed(
+    weights, embeddings, index, do, matmul=torch.matmul, shared=exactly, sums=None, candidates=60
+):
+    """The fused implementation, with gradients, in fp32. shared is applied to the shared level's
+    result, sums to sums of gradients."""
     dtype = do.dtype
     sums = sums or rounded_to(dtype)
-    (w_user, w), (users, e), do = [x.float() for x in weights], [x.float() for x in embeddings], do.float()
+    (w_user, w), (users, e), do = (
+        [x.float() for x in weights],
+        [x.float() for x in embeddings],
+        do.float(),
+    )
     grad = sums(torch.zeros(7, 24, 16).index_add(0, index[:candidates], do[:candidates]))
     results = {"out": matmul(w, e) + shared(matmul(w_user, users))[index]}
     for level, (gradient, weight, embedding) in enumerate(((grad, w_user, users), (do, w, e))):
         flat = (x.transpose(0, 1).flatten(1) for x in (gradient, embedding))
         rows, columns = flat
-        results |= {f"dweights[{level}]": matmul(rows, columns.mT), f"dembeddings[{level}]": matmul(weight.mT, gradient)}
+        results |= {
+            f"dweights[{level}]": matmul(rows, columns.mT),
+            f"dembeddings[{level}]": matmul(weight.mT, gradient),
+        }
     return {name: x.to(dtype) for name, x in results.items()}
 
 
@@ -328,7 +426,11 @@ def worst_of_compress(seed, dtype, **changes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("matmul", [torch.matmul, reversed_order, one_after_the_other, by_blocks], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "matmul",
+    [torch.matmul, reversed_order, one_after_the_other, by_blocks],
+    ids=lambda x: x.__name__,
+)
 def test_compression_in_any_order_is_accepted(matmul, dtype):
     worst = worst_of_compress(0, dtype, matmul=matmul)
     assert max(worst.values()) <= 1, worst
@@ -344,10 +446,13 @@ def test_compression_mutants_are_rejected():
             assert worst_of_compress(seed, dtype, candidates=59)["dweights[0]"] > 1
         worst = worst_of_compress(seed, torch.float32, matmul=tf32)
         assert min(worst.values()) > 1, worst
-        assert worst_of_compress(seed, torch.float32, sums=rounded_to(torch.bfloat16))["dweights[0]"] > 1
+        assert (
+            worst_of_compress(seed, torch.float32, sums=rounded_to(torch.bfloat16))["dweights[0]"]
+            > 1
+        )
 
 
-# -- matrix multiplication and softmax -----------------------------------------------------------------------------------------------
+# -- matrix multiplication and softmax -------------------------------------------------------------
 
 
 def matmul_results(seed, matmul, terms=300):
@@ -369,7 +474,11 @@ def test_positive_terms_in_any_order_are_accepted(matmul):
         lambda a, b: cut_to_tf32(a) @ cut_to_tf32(b),
         lambda a, b: a[:, :-1] @ b[:-1],
         lambda a, b: (a.bfloat16() @ b.bfloat16()).float(),
-        lambda a, b: functools.reduce(lambda s, k: (s + a[:, k, None] * b[k]).half().float(), range(a.shape[1]), torch.zeros(20, 12)),
+        lambda a, b: functools.reduce(
+            lambda s, k: (s + a[:, k, None] * b[k]).half().float(),
+            range(a.shape[1]),
+            torch.zeros(20, 12),
+        ),
     ],
     ids=["tf32", "dropped term", "bf16", "summed in fp16"],
 )
@@ -381,7 +490,11 @@ def test_matmul_mutants_are_rejected(matmul):
 def test_softmax_mutants_are_rejected(dtype):
     for seed in SEEDS:
         torch.manual_seed(seed)
-        x, do, offsets = (3 * torch.randn(200, 6)).to(dtype), torch.randn(200, 6).to(dtype), torch.tensor([0, 90, 200])
+        x, do, offsets = (
+            (3 * torch.randn(200, 6)).to(dtype),
+            torch.randn(200, 6).to(dtype),
+            torch.tensor([0, 90, 200]),
+        )
         bound = accuracy.jagged_softmax(x, offsets, do)["out"]
 
         def ratio(function, x=x, bound=bound):
@@ -389,11 +502,20 @@ def test_softmax_mutants_are_rejected(dtype):
             return max(accuracy.compare(out.to(x.dtype), bound))
 
         assert ratio(lambda x: x.softmax(0)) <= 1
-        assert ratio(lambda x: torch.exp(x - x.amax(0)).to(dtype).float() / torch.exp(x - x.amax(0)).sum(0)) > 1, "rounded twice"
-        assert ratio(lambda x: torch.exp(x - x.amax(0)) / torch.exp(x - x.amax(0))[:-1].sum(0)) > 1, "a term dropped"
+        assert (
+            ratio(
+                lambda x: (
+                    torch.exp(x - x.amax(0)).to(dtype).float() / torch.exp(x - x.amax(0)).sum(0)
+                )
+            )
+            > 1
+        ), "rounded twice"
+        assert (
+            ratio(lambda x: torch.exp(x - x.amax(0)) / torch.exp(x - x.amax(0))[:-1].sum(0)) > 1
+        ), "a term dropped"
 
 
-# -- numbers that are not finite -----------------------------------------------------------------------------------------------------
+# -- numbers that are not finite -------------------------------------------------------------------
 
 
 def exact_bound(x):
@@ -425,11 +547,27 @@ def test_subnormal_results_have_the_spacing_of_fp16():
 def test_gradients_of_negative_scales_have_positive_bounds():
     _, k, v, _ = attention_inputs(0, torch.float16)
     offsets, scales = torch.tensor([0, 40, KEYS]), torch.tensor([-2.0, 3.0]).half().requires_grad_()
-    bound = accuracy.attention(k, k, v, torch.randn(KEYS, HEADS, DIM).half(), offsets, activation="silu", output_scale=scales)
+    bound = accuracy.attention(
+        k,
+        k,
+        v,
+        torch.randn(KEYS, HEADS, DIM).half(),
+        offsets,
+        activation="silu",
+        output_scale=scales,
+    )
     assert ((bound["doutput_scale"].error > 0) & bound["doutput_scale"].error.isfinite()).all()
     v = v.clone()
     v[60:] *= 60000 / v.abs().max()  # results of the second segment overflow fp16
-    bound = accuracy.attention(k, k, v, torch.randn(KEYS, HEADS, DIM).half(), offsets, activation="silu", output_scale=scales)
+    bound = accuracy.attention(
+        k,
+        k,
+        v,
+        torch.randn(KEYS, HEADS, DIM).half(),
+        offsets,
+        activation="silu",
+        output_scale=scales,
+    )
     assert bound["doutput_scale"].error.isfinite().tolist() == [True, False]
 
 
@@ -449,7 +587,7 @@ def test_results_and_bounds_have_the_same_names_and_shapes():
         accuracy.assert_accurate({"out": torch.zeros(2)}, {"out": bound, "dx": bound})
 
 
-# -- definitions in plain torch ------------------------------------------------------------------------------------------------------
+# -- definitions in plain torch --------------------------------------------------------------------
 
 
 def normed(x, weight):
@@ -479,5 +617,10 @@ def test_equal_terms_round_in_one_direction():
     terms = accuracy.Bound.exact(term.expand(1, 20_000))
     with accuracy.equal_terms():
         bound = terms.sum(1)
-    assert accuracy.compare(total[None], terms.sum(1)).largest > 1 > accuracy.compare(total[None], bound).largest > 0.1
+    assert (
+        accuracy.compare(total[None], terms.sum(1)).largest
+        > 1
+        > accuracy.compare(total[None], bound).largest
+        > 0.1
+    )
     assert accuracy.compare((total - 40 * term)[None], bound).largest > 1

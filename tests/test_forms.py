@@ -1,4 +1,5 @@
-"""Forms of index tensors have the values that were given, and show what reads beside them or writes to them."""
+"""Forms of index tensors have the values that were given, and show what reads beside them or writes
+to them."""
 
 import dataclasses
 
@@ -44,11 +45,14 @@ def test_defaults_are_restored():
 
 
 def evaluate_with_rows_behind(function):
-    """A softmax over segments with two rows behind the last one, which the function computes from x and the number of real rows."""
+    """A softmax over segments with two rows behind the last one, which the function computes from x
+    and the number of real rows."""
     case = function_case("jagged_softmax", "cpu")
     case = dataclasses.replace(case, options=case.options | dict(behind=2))
     call, rows = build(case), sum(case.lengths[0])
-    return rows, evaluate(dataclasses.replace(call, function=lambda x: dict(out=function(x, rows))), case)
+    return rows, evaluate(
+        dataclasses.replace(call, function=lambda x: dict(out=function(x, rows))), case
+    )
 
 
 def padded(x, rows):
@@ -63,7 +67,11 @@ def test_rows_behind_the_last_segment_are_left_out():
 
 @pytest.mark.parametrize(
     "wrong",
-    [lambda x, rows: x * 2, lambda x, rows: padded(x, rows) + 1, lambda x, rows: padded(x, rows) + 0 * x],
+    [
+        lambda x, rows: x * 2,
+        lambda x, rows: padded(x, rows) + 1,
+        lambda x, rows: padded(x, rows) + 0 * x,
+    ],
     ids=["rows", "a number", "NaN"],
 )
 def test_rows_behind_the_last_segment_must_be_zero(wrong):

@@ -1,4 +1,5 @@
-"""The fuzzer finds, shrinks and repeats failures. Its cases reach the whole supported space. One test fuzzes for a minute."""
+"""The fuzzer finds, shrinks and repeats failures. Its cases reach the whole supported space. One
+test fuzzes for a minute."""
 
 import collections
 import json
@@ -12,18 +13,23 @@ from cases import Case, legal, random_case, smaller_cases
 from space import OPERATORS, Range
 
 TESTS = Path(__file__).parent
-ENVIRONMENT = os.environ | dict(PYTHONPATH=os.pathsep.join(map(str, (TESTS, TESTS.parent, TESTS.parent / "kernels"))))
+ENVIRONMENT = os.environ | dict(
+    PYTHONPATH=os.pathsep.join(map(str, (TESTS, TESTS.parent, TESTS.parent / "kernels")))
+)
 
 MUTANTS = {  # what stands in a program before it fuzzes
-    "a wrong gradient": """
+    "a wrong gradient": (
+        """
 import jagged_modules.cpu.attention as cpu
 right = cpu.softmax_backward
 def softmax_backward(do, q, k, *others):
     dq, dk, dv = right(do, q, k, *others)
     return dq, dk * (1.002 if k.shape[2] > 16 else 1), dv  # of segments of more than 16 keys
 cpu.softmax_backward = softmax_backward
-""",
-    "a crash": """
+"""
+    ),
+    "a crash": (
+        """
 import os, signal
 from jagged_modules import functional as F
 right = F.jagged_softmax
@@ -32,27 +38,36 @@ def jagged_softmax(x, offsets, **options):
         os.kill(os.getpid(), signal.SIGSEGV)
     return right(x, offsets, **options)
 F.jagged_softmax = jagged_softmax
-""",
-    "a call that never ends": """
+"""
+    ),
+    "a call that never ends": (
+        """
 import time
 from jagged_modules import functional as F
 F.jagged_softmax = lambda x, offsets, **options: time.sleep(1000)
-""",
-    "a neighbour's NaN": """
+"""
+    ),
+    "a neighbour's NaN": (
+        """
 from jagged_modules import functional as F
 right = F.jagged_softmax
 F.jagged_softmax = lambda x, offsets, **options: right(x, offsets, **options) + 0 * x.sum()
-""",
-    "an ignored stride": """
+"""
+    ),
+    "an ignored stride": (
+        """
 from jagged_modules import functional as F
 right = F.jagged_softmax
 F.jagged_softmax = lambda x, offsets, **options: right(x, offsets.as_strided(offsets.shape, (1,)), **options)
-""",
+"""  # noqa: E501
+    ),
 }
 
 
 def run(command, **options):
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, **options)
+    return subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, **options
+    )
 
 
 @pytest.fixture
@@ -62,7 +77,20 @@ def fuzz_mutant(tmp_path):
     def fuzz(mutant, function, *arguments):
         program, report = tmp_path / "mutant.py", tmp_path / "summary.json"
         program.write_text(f"import sys\nimport fuzz\n{MUTANTS[mutant]}\nsys.exit(fuzz.main())\n")
-        flags = ["--device", "cpu", "--function", function, "--workers", "1", "--seed", "3", "--seconds", "120", "--json", str(report)]
+        flags = [
+            "--device",
+            "cpu",
+            "--function",
+            function,
+            "--workers",
+            "1",
+            "--seed",
+            "3",
+            "--seconds",
+            "120",
+            "--json",
+            str(report),
+        ]
         done = run([sys.executable, str(program), *flags, *arguments])
         assert done.returncode == 1, done.stdout + done.stderr
         return json.loads(report.read_text())
@@ -76,9 +104,15 @@ def test_a_wrong_gradient_is_found_made_small_and_repeated(fuzz_mutant):
     (failure,) = summary["failures"]
     case = failure["case"]
     assert failure["kind"] == "wrong" and "dk" in failure["message"]
-    assert max(map(max, case["lengths"])) == 17 and case["options"]["heads"] == [1, 1] and case["options"]["layout"] == "contiguous"
+    assert (
+        max(map(max, case["lengths"])) == 17
+        and case["options"]["heads"] == [1, 1]
+        and case["options"]["layout"] == "contiguous"
+    )
     again = run(failure["command"], shell=True)
-    assert again.returncode == 1 and failure["message"].splitlines()[0] in again.stdout, again.stdout + again.stderr
+    assert again.returncode == 1 and failure["message"].splitlines()[0] in again.stdout, (
+        again.stdout + again.stderr
+    )
 
 
 @pytest.mark.slow
@@ -93,9 +127,12 @@ def test_a_wrong_gradient_is_found_made_small_and_repeated(fuzz_mutant):
 )
 def test_other_failures(fuzz_mutant, mutant, kind, words):
     """Each failure occurs twice, because a lost worker is replaced."""
-    timeout = ["--timeout", "5"] if kind == "timeout" else []  # a busy machine's worker takes seconds to start
+    # a busy machine's worker takes seconds to start
+    timeout = ["--timeout", "5"] if kind == "timeout" else []
     shrink = "5" if kind == "crash" else "0"  # each attempt to shrink a timeout takes as long as it
-    summary = fuzz_mutant(mutant, "jagged_softmax", "--max-failures", "2", "--shrink-seconds", shrink, *timeout)
+    summary = fuzz_mutant(
+        mutant, "jagged_softmax", "--max-failures", "2", "--shrink-seconds", shrink, *timeout
+    )
     assert len(summary["failures"]) == 2
     for failure in summary["failures"]:
         assert failure["kind"] == kind and words in failure["message"], failure
@@ -106,13 +143,27 @@ def test_other_failures(fuzz_mutant, mutant, kind, words):
 @pytest.mark.slow
 def test_a_minute_on_the_cpu_and_in_the_interpreter():
     """A fixed number of cases, which take about a minute: the same cases on every machine."""
-    flags = ["--device", "cpu", "interpreter", "--workers", "1", "--seed", "1", "--cases", "260", "--seconds", "450"]
+    flags = [
+        "--device",
+        "cpu",
+        "interpreter",
+        "--workers",
+        "1",
+        "--seed",
+        "1",
+        "--cases",
+        "260",
+        "--seconds",
+        "450",
+    ]
     done = run([sys.executable, str(TESTS / "fuzz.py"), *flags])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function, device", [(f, d) for f, x in OPERATORS.items() for d in x.dtypes])
+@pytest.mark.parametrize(
+    "function, device", [(f, d) for f, x in OPERATORS.items() for d in x.dtypes]
+)
 def test_every_value_of_every_option_is_drawn(function, device):
     """In 1500 cases, most within the first hundreds."""
     operator, drawn = OPERATORS[function], collections.defaultdict(set)

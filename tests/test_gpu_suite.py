@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from .gpu_suite import in_order, matrix_lines, rotate_gpus  # noqa: E402
+from .gpu_suite import in_order, matrix_lines, rotate_gpus
 
 CONFTEST = """
     import sys
@@ -63,19 +63,45 @@ TESTS = """
         def raises():
             raise RuntimeError("an illegal memory access was encountered")
         torch.cuda.synchronize = raises
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     """What a run of TESTS in two workers prints."""
     folder = tmp_path_factory.mktemp("suite")
-    (folder / "conftest.py").write_text(textwrap.dedent(CONFTEST.format(folder=str(Path(__file__).parent))))
+    (folder / "conftest.py").write_text(
+        textwrap.dedent(CONFTEST.format(folder=str(Path(__file__).parent)))
+    )
     (folder / "test_of_the_cpu.py").write_text("import a_package_that_is_not_installed")
     (folder / "test_example.py").write_text(textwrap.dedent(TESTS))
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "load", "--maxschedchunk", "1", "-p", "no:cacheprovider", "-rf"]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0", "PYTHONUTF8": "1"}
-    process = subprocess.run([*command, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "load",
+        "--maxschedchunk",
+        "1",
+        "-p",
+        "no:cacheprovider",
+        "-rf",
+    ]
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "TRITON_INTERPRET": "0",
+        "PYTHONUTF8": "1",
+    }
+    process = subprocess.run(
+        [*command, str(folder)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return process.stdout + process.stderr
 
 
@@ -106,7 +132,11 @@ def test_the_matrix_shows_what_ran(output):
 
 
 def test_columns_are_in_the_order_of_types_and_head_dims():
-    outcomes = {f"a|{dtype}|D{dim}|x": Counter(passed=dim) for dtype in ("bf16", "fp32") for dim in (100, 16, 64)}
+    outcomes = {
+        f"a|{dtype}|D{dim}|x": Counter(passed=dim)
+        for dtype in ("bf16", "fp32")
+        for dim in (100, 16, 64)
+    }
     outcomes |= {"a|fp32|D128 Dv72|x": Counter(passed=1), "b|fp16|M64 K8 N65|y": Counter(passed=2)}
     lines = matrix_lines(outcomes, {"b|fp16|M1 K1 N1|y"})
     assert lines[2].split() == "a fp32 ≤16 fp32 ≤64 fp32 ≤128 bf16 ≤16 bf16 ≤64 bf16 ≤128".split()
@@ -123,14 +153,20 @@ def test_tests_that_compile_most_come_first_and_large_ones_apart():
         def get_closest_marker(self, name):
             return self.large or None
 
-    items = [Item("test_sum"), *(Item(f"test_sum_{n}") for n in range(7)), Item("big_1", True), Item("big_2", True)]
+    items = [
+        Item("test_sum"),
+        *(Item(f"test_sum_{n}") for n in range(7)),
+        Item("big_1", True),
+        Item("big_2", True),
+    ]
     ordered = [item.nodeid for item in in_order([*items, Item("test_attention[hopper]")])]
     assert ordered[0] == "test_attention[hopper]" and len(ordered) == len(items) + 1
     assert abs(ordered.index("big_1") - ordered.index("big_2")) > 2
 
 
 @pytest.mark.parametrize(
-    "visible, worker, expected", [("0,1", "gw0", "0,1"), ("0,1", "gw3", "1,0"), ("2,0,1", "gw4", "0,1,2"), ("5", "gw7", "5")]
+    "visible, worker, expected",
+    [("0,1", "gw0", "0,1"), ("0,1", "gw3", "1,0"), ("2,0,1", "gw4", "0,1,2"), ("5", "gw7", "5")],
 )
 def test_workers_take_turns_on_gpus(monkeypatch, visible, worker, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -7,7 +7,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "kernels/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "kernels/README.md",
+        )
+    ),
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
     *sorted((ROOT / "kernels" / "benchmarks" / "results").glob("*/README.md")),
 ]
@@ -16,7 +25,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives the headings."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -51,10 +62,14 @@ def test_each_page_is_in_the_documentation():
     for index in (ROOT / "docs" / "index.md", ROOT / "docs" / "api" / "index.md"):
         listed.add(index)
         for entries in re.findall(r"```\{toctree\}\n(.*?)```", index.read_text(), re.DOTALL):
-            for entry in (line for line in entries.splitlines() if line and not line.startswith(":")):
+            for entry in (
+                line for line in entries.splitlines() if line and not line.startswith(":")
+            ):
                 found = [index.parent / f"{entry}{suffix}" for suffix in (".md", ".ipynb")]
                 paths = {path.resolve() for name in found for path in name.parent.glob(name.name)}
                 assert paths, f"{index.name}: {entry}"
                 listed |= paths
-    pages = {path for path in DOCUMENTS if path != ROOT / "README.md"} | set((ROOT / "notebooks").glob("*.ipynb"))
+    pages = {path for path in DOCUMENTS if path != ROOT / "README.md"} | set(
+        (ROOT / "notebooks").glob("*.ipynb")
+    )
     assert pages == listed

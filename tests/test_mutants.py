@@ -1,4 +1,5 @@
-"""The runner of `make mutants`: which lists are errors, what counts as found, and that it never touches the source."""
+"""The runner of `make mutants`: which lists are errors, what counts as found, and that it never
+touches the source."""
 
 import os
 import subprocess
@@ -33,14 +34,30 @@ def run(tmp_path):
     def run(*listed, options=()):
         paragraphs = []
         for what, file, old, new, *tests in listed:
-            paragraphs.append("\n".join([what, file, f"- {old}", *(f"+ {line}" for line in new.split("\n")), *tests]))
+            paragraphs.append(
+                "\n".join(
+                    [what, file, f"- {old}", *(f"+ {line}" for line in new.split("\n")), *tests]
+                )
+            )
         (tmp_path / "tests" / "mutants" / "all.txt").write_text("\n\n".join(paragraphs) + "\n")
-        program = "import sys, mutants; sys.exit(mutants.main(sys.argv[1:]))"  # without torch, which takes seconds to import
+        # without torch, which takes seconds to import
+        program = "import sys, mutants; sys.exit(mutants.main(sys.argv[1:]))"
         command = [sys.executable, "-c", program, "--root", str(tmp_path), *options]
-        environment = os.environ | dict(PYTHONPATH=str(TESTS), PATH="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # no nvidia-smi
+        # no nvidia-smi
+        environment = os.environ | dict(
+            PYTHONPATH=str(TESTS), PATH="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"
+        )
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before  # the copy is changed, never the source
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        # the copy is changed, never the source
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
         assert (tmp_path / "core.py").read_text() == CORE
         return done.returncode, done.stdout
 
@@ -48,7 +65,8 @@ def run(tmp_path):
 
 
 def test_a_mutant_of_the_same_size_is_found(run):
-    """Python must not take the bytecode of the source for that of the mutant, nor that of one mutant for the next one's."""
+    """Python must not take the bytecode of the source for that of the mutant, nor that of one
+    mutant for the next one's."""
     other = ("A sum is a product", *FOUND[1:3], "x * y", FOUND[4])
     status, output = run(FOUND, other)
     assert status == 0 and "2 mutants: 2 killed, 0 survived, 0 broken, 0 timeout" in output
@@ -81,19 +99,31 @@ def test_what_fails_any_test_is_no_mutant(run, new):
 
 
 def test_a_module_that_cannot_be_imported_is_no_mutant(run):
-    status, output = run(("The import fails", "core.py", "def add(x, y):", "1 / 0\ndef add(x, y):", FOUND[4]))
+    status, output = run(
+        ("The import fails", "core.py", "def add(x, y):", "1 / 0\ndef add(x, y):", FOUND[4])
+    )
     assert status == 1 and "1 mutants: 0 killed, 0 survived, 1 broken, 0 timeout" in output
 
 
 def test_the_tests_must_pass_without_a_mutant(run, tmp_path):
-    (tmp_path / "tests" / "test_core.py").write_text(CHECKS + "\ndef test_wrong():\n    assert core.add(1, 1) == 3\n")
+    (tmp_path / "tests" / "test_core.py").write_text(
+        CHECKS + "\ndef test_wrong():\n    assert core.add(1, 1) == 3\n"
+    )
     status, output = run(FOUND[:4] + ("tests/test_core.py::test_wrong",))
-    assert status == 1 and "the tests must pass without a mutant: killed" in output and "mutants:" not in output
+    assert (
+        status == 1
+        and "the tests must pass without a mutant: killed" in output
+        and "mutants:" not in output
+    )
 
 
 def test_a_test_that_does_not_exist_is_an_error(run):
     status, output = run(FOUND[:4] + ("tests/test_core.py::test_that_was_renamed",))
-    assert status == 1 and "the tests must pass without a mutant: broken" in output and "test_that_was_renamed" in output
+    assert (
+        status == 1
+        and "the tests must pass without a mutant: broken" in output
+        and "test_that_was_renamed" in output
+    )
 
 
 def test_mutants_of_gpus_wait_for_one(run):
@@ -112,4 +142,9 @@ def test_the_lists_fit_the_project():
     listed = mutants.read(TESTS / "mutants")
     assert [x for x in listed if x.fault(TESTS.parent) or not x.new] == []
     assert len({x.what for x in listed}) == len(listed)
-    assert [test for x in listed for test in x.tests if not (TESTS.parent / test.split("::")[0]).is_file()] == []
+    assert [
+        test
+        for x in listed
+        for test in x.tests
+        if not (TESTS.parent / test.split("::")[0]).is_file()
+    ] == []

@@ -1,4 +1,5 @@
-"""What users get: the wheel, its metadata, an import that needs torch alone, and documents whose code and commands work."""
+"""What users get: the wheel, its metadata, an import that needs torch alone, and documents whose
+code and commands work."""
 
 import os
 import re
@@ -17,16 +18,36 @@ from readme import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PACKAGES = {"jagged_modules": ROOT / "jagged_modules", "jagged_kernels": ROOT / "kernels" / "jagged_kernels"}
+PACKAGES = {
+    "jagged_modules": ROOT / "jagged_modules",
+    "jagged_kernels": ROOT / "kernels" / "jagged_kernels",
+}
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
-# Hosts that the project may name in an address. Package indexes are the user's to choose, so none belongs here.
-HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org", "www.w3.org", "localhost", "127.0.0.1"}
+# Hosts that the project may name in an address. Package indexes are the user's to choose, so none
+# belongs here.
+HOSTS = {
+    "github.com",
+    "arxiv.org",
+    "pytorch.org",
+    "docs.pytorch.org",
+    "grouplens.org",
+    "www.w3.org",
+    "localhost",
+    "127.0.0.1",
+}
 
 
 def run(*command, cwd=ROOT, env=None):
     """Output of a command; its error text is the failure message."""
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -42,8 +63,19 @@ def sdist(tmp_path_factory):
     """The source distribution, without network."""
     pytest.importorskip("setuptools", "77")
     source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("dist")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "_build", "dist", "*.egg-info", "runs"))
-    run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=source)
+    shutil.copytree(
+        ROOT,
+        source,
+        ignore=shutil.ignore_patterns(
+            ".*", "__pycache__", "build", "_build", "dist", "*.egg-info", "runs"
+        ),
+    )
+    run(
+        sys.executable,
+        "-c",
+        f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})",
+        cwd=source,
+    )
     (sdist,) = out.glob("*.tar.gz")
     return sdist
 
@@ -53,7 +85,10 @@ def wheel(sdist):
     """A wheel built from the source distribution, as an index user gets it, without network."""
     out = sdist.parent
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
-    without_address = {name: value for name, value in os.environ.items() if name != "GITHUB_REPOSITORY"}  # a workflow sets it
+    # a workflow sets it
+    without_address = {
+        name: value for name, value in os.environ.items() if name != "GITHUB_REPOSITORY"
+    }
     run(sys.executable, "-m", "pip", "wheel", *options, sdist, env=without_address)
     (wheel,) = out.glob("*.whl")
     return wheel
@@ -76,17 +111,35 @@ def test_wheel_holds_exactly_the_two_packages(wheel):
 
 def test_sdist_holds_the_packages_and_what_describes_them(sdist):
     with tarfile.open(sdist) as archive:
-        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    described = {"README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "pyproject.toml", "setup.py"}
+        names = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+        }
+    described = {
+        "README.md",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "LICENSE",
+        "MANIFEST.in",
+        "pyproject.toml",
+        "setup.py",
+    }
     generated = {name for name in names if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
-    assert names - generated == files_of_packages(lambda package: PACKAGES[package].relative_to(ROOT).as_posix()) | described
+    assert (
+        names - generated
+        == files_of_packages(lambda package: PACKAGES[package].relative_to(ROOT).as_posix())
+        | described
+    )
 
 
 def test_each_file_names_the_same_version(metadata):
     import jagged_modules
 
-    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)[1]
-    changes = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = re.search(
+        r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE
+    )[1]
+    changes = re.findall(
+        r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert metadata["Version"] == jagged_modules.__version__ == cited
     assert changes[0] == "Unreleased" and cited in changes
 
@@ -99,10 +152,13 @@ def metadata(wheel):
 
 
 def test_wheel_metadata(wheel, metadata):
-    assert metadata.get_all("Project-URL") is None  # nothing here says where the project is published
+    # nothing here says where the project is published
+    assert metadata.get_all("Project-URL") is None
     requirements = metadata.get_all("Requires-Dist")
     assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
-    assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
+    assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == [
+        "torch"
+    ]
     assert set(metadata.get_all("Provides-Extra")) == {
         "torchrec",
         "triton",
@@ -117,12 +173,22 @@ def test_wheel_metadata(wheel, metadata):
 
 
 def test_links_lead_to_the_repository_where_its_address_is_known(sdist, tmp_path):
-    """As in the release workflow. A package index shows the README, and not the files that it links to."""
+    """As in the release workflow. A package index shows the README, and not the files that it links
+    to."""
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
-    command = f"from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
-    env = dict(os.environ, GITHUB_REPOSITORY="owner/name", GITHUB_REF_NAME="v9", GITHUB_SERVER_URL="https://github.com", DOCS_URL="")
+    command = (
+        "from setuptools import build_meta;"
+        f" build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+    )
+    env = dict(
+        os.environ,
+        GITHUB_REPOSITORY="owner/name",
+        GITHUB_REF_NAME="v9",
+        GITHUB_SERVER_URL="https://github.com",
+        DOCS_URL="",
+    )
     run(sys.executable, "-c", command, cwd=source, env=env)
     (path,) = tmp_path.glob("*.dist-info/METADATA")
     metadata = Parser().parsestr(path.read_text(encoding="utf-8"))
@@ -134,43 +200,83 @@ def test_links_lead_to_the_repository_where_its_address_is_known(sdist, tmp_path
     assert len(shown) == len(links)
     for link, absolute in zip(links, shown):
         kind = "raw" if link.endswith(".png") else "blob"
-        assert absolute == (link if link.startswith("https:") else f"https://github.com/owner/name/{kind}/v9/{link}")
+        assert absolute == (
+            link if link.startswith("https:") else f"https://github.com/owner/name/{kind}/v9/{link}"
+        )
 
 
 def test_torchrec_extra_allows_only_the_known_set(metadata):
-    """torchrec requires any fbgemm-gpu, and fbgemm-gpu any torch, though each release fits one release of torch."""
-    known = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints" / "cuda.txt").read_text(), re.MULTILINE))
-    extra = [item.partition(";") for item in metadata.get_all("Requires-Dist") if re.search(r"extra == .torchrec.", item)]
+    """torchrec requires any fbgemm-gpu, and fbgemm-gpu any torch, though each release fits one
+    release of torch."""
+    known = dict(
+        re.findall(
+            r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints" / "cuda.txt").read_text(), re.MULTILINE
+        )
+    )
+    extra = [
+        item.partition(";")
+        for item in metadata.get_all("Requires-Dist")
+        if re.search(r"extra == .torchrec.", item)
+    ]
     bounds = {re.split(r"[^\w-]", bound)[0]: bound.strip() for bound, _, _ in extra}
-    assert bounds == {name: f"{name}=={known[name]}.*" for name in ("torch", "torchrec", "fbgemm-gpu")}
+    assert bounds == {
+        name: f"{name}=={known[name]}.*" for name in ("torch", "torchrec", "fbgemm-gpu")
+    }
 
 
 def test_installed_wheel_runs_without_the_source_tree(wheel, tmp_path):
     target = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", target, wheel)
-    # -S: no site-packages, so no editable installation either; torch comes from there by an explicit path, after the target.
+    run(
+        sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", target, wheel
+    )
+    # -S: no site-packages, so no editable installation either; torch comes from there by an
+    # explicit path, after the target.
     paths = [str(target), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    script = f"import sys; sys.path += {paths!r}; import jagged_modules, jagged_kernels\n{examples('README.md')[0]}\n"
+    script = (
+        f"import sys; sys.path += {paths!r}; import jagged_modules,"
+        f" jagged_kernels\n{examples('README.md')[0]}\n"
+    )
     script += "print(jagged_modules.__file__, jagged_kernels.__file__, sep='\\n')"
     *_, modules, kernels = run(sys.executable, "-I", "-S", "-c", script, cwd=tmp_path).splitlines()
     assert Path(modules).is_relative_to(target) and Path(kernels).is_relative_to(target)
 
 
 def test_import_needs_torch_alone():
-    script = "import sys, torch; before = set(sys.modules); import jagged_modules; print(*(set(sys.modules) - before))"
-    imported = {name.split(".")[0] for name in run(sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); {script}").split()}
+    script = (
+        "import sys, torch; before = set(sys.modules); import jagged_modules;"
+        " print(*(set(sys.modules) - before))"
+    )
+    imported = {
+        name.split(".")[0]
+        for name in run(
+            sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); {script}"
+        ).split()
+    }
     assert "jagged_modules" in imported
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-GUIDES = ["hstu-gdpa", "serving", "linear-compression", "broadcast", "block-attention", "multihead-attention"]
-WITH_TORCH_ALONE = {"README": ["README.md"], "others": ["docs/operators.md", *(f"docs/guides/{name}.md" for name in GUIDES)]}
+GUIDES = [
+    "hstu-gdpa",
+    "serving",
+    "linear-compression",
+    "broadcast",
+    "block-attention",
+    "multihead-attention",
+]
+WITH_TORCH_ALONE = {
+    "README": ["README.md"],
+    "others": ["docs/operators.md", *(f"docs/guides/{name}.md" for name in GUIDES)],
+}
 
 
 @slow_after(1, "pages", WITH_TORCH_ALONE.values(), ids=WITH_TORCH_ALONE)
 def test_examples_are_short_and_run_with_torch_alone(pages):
     """One process for several pages: to import torch takes longer than an example."""
-    script = f"import sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None: an import raises
+    # None: an import raises
+    script = (
+        f"import sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
+    )
     for page in pages:
         blocks = examples(page)
         assert blocks and all(len(block.splitlines()) <= 20 for block in blocks)
@@ -180,26 +286,51 @@ def test_examples_are_short_and_run_with_torch_alone(pages):
 
 
 def test_documents_name_only_commands_of_the_makefile():
-    targets = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(
+            r"^([\w-]+)(?: [\w -]+)?:",
+            (ROOT / "Makefile").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
 
     def named(document):
-        return set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^(?:    )?make .*", document, re.MULTILINE))))
+        return set(
+            re.findall(
+                r"\bmake ([a-z-]+)",
+                " ".join(re.findall(r"`[^`]*`|^(?:    )?make .*", document, re.MULTILINE)),
+            )
+        )
 
     assert {"train", "test"} <= named(README) <= targets
-    assert {"train", "serve", "test"} <= named((ROOT / "docs" / "install.md").read_text(encoding="utf-8")) <= targets
+    assert (
+        {"train", "serve", "test"}
+        <= named((ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+        <= targets
+    )
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_call_targets_of_the_makefile(workflow):
     text = workflow.read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    called = set(re.findall(r"run: make ([\w-]+)", text)) | set(re.findall(r"[\w-]+", "".join(re.findall(r"target: \[(.*)\]", text))))
+    targets = set(
+        re.findall(
+            r"^([\w-]+)(?: [\w -]+)?:",
+            (ROOT / "Makefile").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
+    called = set(re.findall(r"run: make ([\w-]+)", text)) | set(
+        re.findall(r"[\w-]+", "".join(re.findall(r"target: \[(.*)\]", text)))
+    )
     assert called and called <= targets
 
 
 def test_continuous_integration_runs_the_tests():
     """The command that README.md gives for the tests is among those that every change must pass."""
-    assert re.search(r"^make .*\btest\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.search(
+        r"^make .*\btest\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 def test_no_folder_named_kernels_becomes_a_package():
@@ -213,8 +344,15 @@ def test_no_machine_paths_or_foreign_hosts():
         if path.suffix in {".png", ".svg"}:
             continue
         text = path.read_text(encoding="utf-8")
-        found += [f"{path.name}: {host}" for host in re.findall(r"https?://([\w.-]+)", text) if host not in HOSTS]
-        found += [f"{path.name}: {match}" for match in re.findall(r"(?<![\w.~])/(?:home|root|work|Users|opt)/\w+", text)]
+        found += [
+            f"{path.name}: {host}"
+            for host in re.findall(r"https?://([\w.-]+)", text)
+            if host not in HOSTS
+        ]
+        found += [
+            f"{path.name}: {match}"
+            for match in re.findall(r"(?<![\w.~])/(?:home|root|work|Users|opt)/\w+", text)
+        ]
     assert found == []
 
 

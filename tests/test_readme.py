@@ -1,4 +1,5 @@
-"""The Python examples of README.md and of each page of the documentation run. README.md is short, with the figures of the record."""
+"""The Python examples of README.md and of each page of the documentation run. README.md is short,
+with the figures of the record."""
 
 import json
 import re
@@ -29,21 +30,47 @@ def test_readme_is_short():
     assert len(example.splitlines()) <= 10
 
 
-SELF_128, SELF_64 = ("attention", "jagged self-attention", "B64 N2048 H4 D128"), ("attention", "jagged self-attention", "B64 N2048 H4 D64")
-TARGET, LINEAR = ("attention", "target attention", "history 1024"), ("linear_compress", "batch size, 70 candidates per user", "B=1024")
+SELF_128, SELF_64 = (
+    ("attention", "jagged self-attention", "B64 N2048 H4 D128"),
+    ("attention", "jagged self-attention", "B64 N2048 H4 D64"),
+)
+TARGET, LINEAR = (
+    ("attention", "target attention", "history 1024"),
+    ("linear_compress", "batch size, 70 candidates per user", "B=1024"),
+)
 HSTU = ("gdpa", "HSTU (silu, causal, 20 targets)", "B128 N2048 D64")
 
 
 @pytest.mark.parametrize(
     "claim, case, peer, time",
     [
-        ("**{}× faster** than cuDNN attention with K and V replicated", TARGET, "replicate + SDPA cuDNN", "forward_ms"),
-        ("**{}× faster** than cuDNN attention with candidates folded", TARGET, "SDPA cuDNN, folded", "forward_ms"),
-        ("**{}× faster** than padded flash attention", SELF_128, "SDPA flash, padded", "forward_backward_ms"),
+        (
+            "**{}× faster** than cuDNN attention with K and V replicated",
+            TARGET,
+            "replicate + SDPA cuDNN",
+            "forward_ms",
+        ),
+        (
+            "**{}× faster** than cuDNN attention with candidates folded",
+            TARGET,
+            "SDPA cuDNN, folded",
+            "forward_ms",
+        ),
+        (
+            "**{}× faster** than padded flash attention",
+            SELF_128,
+            "SDPA flash, padded",
+            "forward_backward_ms",
+        ),
         ("**{}×** than `varlen_attn`", SELF_128, "varlen_attn (FA2)", "forward_backward_ms"),
         ("**{}×** than FlashAttention-4", SELF_128, "FlashAttention-4", "forward_backward_ms"),
         ("{}×: FlashAttention-4 **is faster**", SELF_64, "FlashAttention-4", "forward_backward_ms"),
-        ("**{}× faster** than padded GEMMs in plain torch", HSTU, "bmm + silu + bmm, padded + mask", "forward_backward_ms"),
+        (
+            "**{}× faster** than padded GEMMs in plain torch",
+            HSTU,
+            "bmm + silu + bmm, padded + mask",
+            "forward_backward_ms",
+        ),
         ("**{}× faster** than users replicated per candidate", LINEAR, "replicated", "forward_ms"),
         ("**{}×** than separate GEMMs padded by hand", LINEAR, "padded", "forward_ms"),
     ],
@@ -54,10 +81,15 @@ def test_speed_ups_are_those_of_the_record(claim, case, peer, time):
     record = json.loads((ROOT / "kernels/benchmarks/results/nvidia-h200/record.json").read_text())
     rows = [row for row in record["rows"] if (row["op"], row["table"], row["case"]) == case]
     times = {row["implementation"]: row[time] for row in rows if row.get(time)}
-    assert float(stated) == round(times[peer] / times["jagged_modules"], len(stated.partition(".")[2]))
+    assert float(stated) == round(
+        times[peer] / times["jagged_modules"], len(stated.partition(".")[2])
+    )
 
 
 def test_results_repeat_the_speed_ups():
-    text, index, results = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/index.md", "docs/results.md"))
+    text, index, results = (
+        (ROOT / page).read_text(encoding="utf-8")
+        for page in ("README.md", "docs/index.md", "docs/results.md")
+    )
     stated = re.findall(r"[\d.]+×", re.search(r"\| what \|.*?\n\n", text, re.DOTALL)[0] + index)
     assert len(stated) > 10 and {ratio for ratio in stated if ratio not in results} == set()

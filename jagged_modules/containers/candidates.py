@@ -12,7 +12,13 @@ from torch import Tensor
 
 from ..scalars import check_kind, check_size
 from ..tracing import is_recording, one_call
-from ..validation import check_dense, check_index_values, check_integers, check_offsets, values_are_checkable
+from ..validation import (
+    check_dense,
+    check_index_values,
+    check_integers,
+    check_offsets,
+    values_are_checkable,
+)
 from .jagged import Jagged
 from .offsets import rows_and_segments
 from .segmentation import (
@@ -28,16 +34,20 @@ from .segmentation import (
 
 
 class CandidateIndex(Queries):
-    """The candidate → user map of a batch. Build it with `from_map`, `from_counts`, `from_offsets` or `from_jagged`.
+    """The candidate → user map of a batch. Build it with `from_map`, `from_counts`, `from_offsets`
+    or `from_jagged`.
 
     Attributes:
-        offsets: `[num_users + 1]`. Grouped by user, the candidates of user u are rows offsets[u] : offsets[u + 1].
-            What the index has computed from this tensor is computed anew after a write to it.
-        order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
+        offsets: `[num_users + 1]`. Grouped by user, the candidates of user u are rows offsets[u] :
+            offsets[u + 1]. What the index has computed from this tensor is computed anew after a
+            write to it.
+        order: `[num_candidates]` permutation that groups the candidates by user (stable), None if
+            they are grouped already.
         inverse: the permutation that undoes `order`, or None.
 
-    A model that torch.export makes with a sorted index as input takes no other index, because None is structure. To take
-    candidates in any order, give the model the map and make the index inside of it.
+    A model that torch.export makes with a sorted index as input takes no other index, because None
+    is structure. To take candidates in any order, give the model the map and make the index inside
+    of it.
 
     Example::
 
@@ -49,7 +59,13 @@ class CandidateIndex(Queries):
     order: Tensor | None
     inverse: Tensor | None
 
-    def __init__(self, offsets: Any, order: Any = None, inverse: Any = None, host_counts: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        offsets: Any,
+        order: Any = None,
+        inverse: Any = None,
+        host_counts: Tensor | None = None,
+    ) -> None:
         # No checks: a pytree is rebuilt from tensors, fake tensors or other objects.
         self.offsets, self.order, self.inverse = offsets, order, inverse
         self._known = segmentation_of(offsets, host_counts)
@@ -58,24 +74,34 @@ class CandidateIndex(Queries):
     @classmethod
     @one_call
     def wrap(cls, candidates: CandidateIndex | Tensor, num_users: int) -> CandidateIndex:
-        """A CandidateIndex as it is. A tensor of candidates, `[num_candidates]` indices below num_users in any order, through `from_map`.
+        """A CandidateIndex as it is. A tensor of candidates, `[num_candidates]` indices below
+        num_users in any order, through `from_map`.
 
         Raises:
             TypeError: neither a CandidateIndex nor an integer tensor.
-            ValueError: wrong shape, or host indices outside [0, num_users). Errors call the argument candidates.
+            ValueError: wrong shape, or host indices outside [0, num_users). Errors call the
+                argument candidates.
         """
         if isinstance(candidates, CandidateIndex):
             return candidates
-        check_kind("candidates", candidates, Tensor, "a CandidateIndex (from_jagged makes it of a container) or a torch.Tensor")
+        check_kind(
+            "candidates",
+            candidates,
+            Tensor,
+            "a CandidateIndex (from_jagged makes it of a container) or a torch.Tensor",
+        )
         return cls.from_map(candidates, num_users, name="candidates")
 
     @classmethod
     @one_call
-    def from_map(cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user") -> CandidateIndex:
-        """From candidate_to_user, `[num_candidates]` int32 or int64 user indices in any order, below num_users. Errors call them `name`.
+    def from_map(
+        cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user"
+    ) -> CandidateIndex:
+        """From candidate_to_user, `[num_candidates]` int32 or int64 user indices in any order,
+        below num_users. Errors call them `name`.
 
-        Where the values are not read, on a device and under torch.compile, a candidate whose index is out of range belongs to no user: as
-        if its user had no history, attention gives it 0.
+        Where the values are not read, on a device and under torch.compile, a candidate whose index
+        is out of range belongs to no user: as if its user had no history, attention gives it 0.
 
         Raises:
             TypeError: not an integer tensor, or num_users not an int.
@@ -88,29 +114,43 @@ class CandidateIndex(Queries):
             return cls._grouped(candidate_to_user, num_users, on_host, name)
 
     @classmethod
-    def _grouped(cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str) -> CandidateIndex:
+    def _grouped(
+        cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str
+    ) -> CandidateIndex:
         check_index_values(name, candidate_to_user, num_users, "num_users - 1 = {}")
-        if not values_are_checkable(candidate_to_user):  # a negative index belongs to no user: as one above, behind the last user
+        # a negative index belongs to no user: as one above, behind the last user
+        if not values_are_checkable(candidate_to_user):
             candidate_to_user = torch.where(candidate_to_user < 0, num_users, candidate_to_user)
         users, order = torch.sort(candidate_to_user, stable=True)
-        offsets = torch.searchsorted(users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device))
+        offsets = torch.searchsorted(
+            users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device)
+        )
         if on_host and torch.equal(users, candidate_to_user):
             return cls(offsets)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        inverse = torch.empty_like(order).scatter_(
+            0, order, torch.arange(order.shape[0], device=order.device)
+        )
         return cls(offsets, order, inverse)
 
     @classmethod
     @one_call
     def from_counts(cls, candidates_per_user: Tensor) -> CandidateIndex:
-        """From candidates_per_user, `[num_users]` int32 or int64. The candidates are grouped by user, in user order.
+        """From candidates_per_user, `[num_users]` int32 or int64. The candidates are grouped by
+        user, in user order.
 
         Raises:
             TypeError: not an integer tensor.
             ValueError: not 1-D, or (host tensors, or under `debug_checks`) a negative count.
         """
         check_integers("candidates_per_user", candidates_per_user)
-        if values_are_checkable(candidates_per_user) and candidates_per_user.numel() and int(candidates_per_user.min()) < 0:
-            raise ValueError(f"candidates_per_user must not be negative, got {int(candidates_per_user.min())}")
+        if (
+            values_are_checkable(candidates_per_user)
+            and candidates_per_user.numel()
+            and int(candidates_per_user.min()) < 0
+        ):
+            raise ValueError(
+                f"candidates_per_user must not be negative, got {int(candidates_per_user.min())}"
+            )
         counts = candidates_per_user.long()
         return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
@@ -121,7 +161,8 @@ class CandidateIndex(Queries):
 
         Raises:
             TypeError: not an integer tensor.
-            ValueError: not 1-D, empty, or (host tensors, or under `debug_checks`) offsets that do not start at 0 or decrease.
+            ValueError: not 1-D, empty, or (host tensors, or under `debug_checks`) offsets that do
+                not start at 0 or decrease.
         """
         check_offsets("candidate_offsets", candidate_offsets)
         return cls(candidate_offsets)
@@ -129,14 +170,18 @@ class CandidateIndex(Queries):
     @classmethod
     @one_call
     def from_jagged(cls, x: Any) -> CandidateIndex:
-        """From a container x whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
+        """From a container x whose segments are the users' candidates (JaggedTensor,
+        KeyedJaggedTensor of one key, nested, Jagged, pair).
 
         Raises:
-            TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor with several keys, whose segments are not users.
+            TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor with several keys,
+                whose segments are not users.
         """
         jagged = Jagged.wrap(x)
         if jagged.feature_keys is not None and len(jagged.feature_keys) != 1:
-            raise ValueError(f"x must have one key, the candidates, got {jagged.feature_keys}; pass x[key]")
+            raise ValueError(
+                f"x must have one key, the candidates, got {jagged.feature_keys}; pass x[key]"
+            )
         return cls(jagged.offsets, host_counts=jagged.host_lengths)
 
     @property
@@ -151,29 +196,39 @@ class CandidateIndex(Queries):
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the candidates are known to be grouped by user. False for a map on a device, whose values are not read."""
+        """Whether the candidates are known to be grouped by user. False for a map on a device,
+        whose values are not read."""
         return self.order is None
 
     @property
     def candidate_to_user(self) -> Tensor:
-        """`[num_candidates]` user of each candidate, in the candidates' own order. Synchronises if the index is sorted and on a device.
+        """`[num_candidates]` user of each candidate, in the candidates' own order. Synchronises if
+        the index is sorted and on a device.
 
         Raises:
-            ValueError: a sorted index on meta, whose number of candidates is unknown. `users` takes that number as an argument.
+            ValueError: a sorted index on meta, whose number of candidates is unknown. `users` takes
+                that number as an argument.
         """
         if self.order is not None:
             return self.users(self.order.shape[0])
         if self.offsets.device.type == "meta":
-            raise ValueError("candidate_to_user is unknown for a sorted index on meta: call users(num_candidates)")
-        return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
+            raise ValueError(
+                "candidate_to_user is unknown for a sorted index on meta: call"
+                " users(num_candidates)"
+            )
+        return torch.repeat_interleave(
+            torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff()
+        )
 
     def users(self, num_candidates: int) -> Tensor:
-        """`candidate_to_user`, `[num_candidates]`, without a sync. The result is cached, except in a recorded graph.
+        """`candidate_to_user`, `[num_candidates]`, without a sync. The result is cached, except in
+        a recorded graph.
 
         num_users stands for candidates that belong to no user.
 
         Raises:
-            ValueError: the index describes another number of candidates, as far as the host can tell.
+            ValueError: the index describes another number of candidates, as far as the host can
+                tell.
         """
 
         def find() -> Tensor:
@@ -184,7 +239,8 @@ class CandidateIndex(Queries):
         return self._derive(("users", num_candidates), find)
 
     def _derive(self, key: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
-        """What `make` computes from the index, once for each key; in a recorded graph and after a write to the offsets again."""
+        """What `make` computes from the index, once for each key; in a recorded graph and after a
+        write to the offsets again."""
         if is_recording(self.offsets.device):
             return make()
         segmentation, derived = self._segmentation, self._derived
@@ -196,7 +252,8 @@ class CandidateIndex(Queries):
         return derived[1][key]
 
     def ungrouped(self, x: Tensor) -> Tensor:
-        """x `[num_candidates, ...]`, rows of candidates grouped by user, in the candidates' own order.
+        """x `[num_candidates, ...]`, rows of candidates grouped by user, in the candidates' own
+        order.
 
         Raises:
             TypeError, ValueError: x is not a dense tensor, or has another number of rows.
@@ -204,7 +261,10 @@ class CandidateIndex(Queries):
         check_kind("x", x, Tensor, "a torch.Tensor")
         check_dense("x", x)
         if self.order is not None and x.shape[:1] != self.order.shape:
-            raise ValueError(f"x must have a row for each of the {self.order.shape[0]} candidates, got shape {list(x.shape)}")
+            raise ValueError(
+                f"x must have a row for each of the {self.order.shape[0]} candidates, got shape"
+                f" {list(x.shape)}"
+            )
         if self.order is None or self.inverse is None:
             return x
         if torch.compiler.is_compiling():  # one kernel, which needs no `inverse`
@@ -212,7 +272,8 @@ class CandidateIndex(Queries):
         return x.index_select(0, self.inverse)
 
     def query_offsets(self, rows_per_candidate: int) -> Tensor:
-        """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user.
+        """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate,
+        grouped by user.
 
         Raises:
             TypeError, ValueError: rows_per_candidate is not a non-negative integer.
@@ -223,19 +284,23 @@ class CandidateIndex(Queries):
 
         def make() -> Tensor:
             offsets, num_candidates = self.offsets * rows_per_candidate, rows_on_host(self.offsets)
-            note_rows(offsets, None if num_candidates is None else num_candidates * rows_per_candidate)
+            note_rows(
+                offsets, None if num_candidates is None else num_candidates * rows_per_candidate
+            )
             return offsets
 
         return self._derive(("query_offsets", rows_per_candidate), make)
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:
-        """Each user's candidates are one query segment, with rows_per_candidate rows for each of them."""
+        """Each user's candidates are one query segment, with rows_per_candidate rows for each of
+        them."""
         host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
         return QuerySegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CandidateIndex:
-        """The index with its tensors on `device`; self if they are there already. non_blocking is that of `Tensor.to`.
+        """The index with its tensors on `device`; self if they are there already. non_blocking is
+        that of `Tensor.to`.
 
         host_counts stay on the host.
         """
@@ -248,7 +313,8 @@ class CandidateIndex(Queries):
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """`Tensor.record_stream(stream)` of the tensors on a device. TorchRec's pipelines call it."""
+        """`Tensor.record_stream(stream)` of the tensors on a device. TorchRec's pipelines call
+        it."""
         record_stream(stream, self.offsets, self.order, self.inverse, *self._derived[1].values())
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:
@@ -268,7 +334,8 @@ class CandidateIndex(Queries):
         queries: str = "the queries have",
         history: str = "the history has",
     ) -> None:
-        """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell.
+        """ValueError unless the index describes `num_candidates` candidates of `num_users` users,
+        as far as the host can tell.
 
         Its text has the words `name`, `queries` and `history`.
         """
@@ -281,4 +348,7 @@ class CandidateIndex(Queries):
             raise ValueError(f"{name} describe {described} candidates, {queries} {num_candidates}")
 
     def __repr__(self) -> str:
-        return f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted}, device={self.offsets.device})"
+        return (
+            f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted},"
+            f" device={self.offsets.device})"
+        )

@@ -1,4 +1,5 @@
-"""Containers of torch and TorchRec to values and offsets, and back. No other file knows these containers."""
+"""Containers of torch and TorchRec to values and offsets, and back. No other file knows these
+containers."""
 
 from __future__ import annotations
 
@@ -17,58 +18,89 @@ def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
     if _is_torchrec(x):
         _refuse_weights(name, x)
         offsets = x.offsets()
-        return x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1)  # JaggedTensor.empty() has no offsets
+        # JaggedTensor.empty() has no offsets
+        return x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1)
     if _is_nested(x):
         if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
-            what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
-            raise ValueError(f"{name} must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
+            what = (
+                x.layout
+                if x.layout != torch.jagged
+                else "holes"
+                if x._lengths is not None
+                else f"dimension {x._ragged_idx} ragged"
+            )
+            raise ValueError(
+                f"{name} must have layout torch.jagged, its second dimension ragged and no holes,"
+                f" got {what}"
+            )
         return x.values(), x.offsets()
     if _is_pair(x):
         return x
     raise TypeError(
-        f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
-        f"got {type(x).__name__}"
+        f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor"
+        f" of jagged layout or Jagged, got {type(x).__name__}"
     )
 
 
 def longest_segment(x: Any) -> int | None:
-    """The rows of the longest segment, if the container knows them: a nested tensor may, as its max_seqlen."""
+    """The rows of the longest segment, if the container knows them: a nested tensor may, as its
+    max_seqlen."""
     return x._maybe_max_seqlen if _is_nested(x) else None
 
 
 def rebuild(x: Any, values: Tensor, offsets: Tensor) -> Any:
-    """The kind of container that x is, with other values in the same segments. offsets: those of x."""
+    """The kind of container that x is, with other values in the same segments. offsets: those of
+    x."""
     if isinstance(x, tuple):
         return values, offsets
     if isinstance(x, list):
         return [values, offsets]
     if _is_nested(x):  # without a max_seqlen, to_padded_tensor pads to the number of all rows
-        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=x._maybe_min_seqlen, max_seqlen=x._maybe_max_seqlen)
-    same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
+        return torch.nested.nested_tensor_from_jagged(
+            values, offsets, min_seqlen=x._maybe_min_seqlen, max_seqlen=x._maybe_max_seqlen
+        )
+    same = dict(
+        lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none()
+    )
     if hasattr(x, "keys"):
-        strides = dict(stride_per_key_per_rank=x.stride_per_key_per_rank()) if x.variable_stride_per_key() else dict(stride=x.stride())
-        if not torch.compiler.is_compiling():  # where each of these ints is an input, and 0 and 1 are compiled apart
-            strides.update(length_per_key=x.length_per_key_or_none(), offset_per_key=x.offset_per_key_or_none())
-        return type(x)(x.keys(), values, **same, **strides, inverse_indices=x.inverse_indices_or_none())
+        strides = (
+            dict(stride_per_key_per_rank=x.stride_per_key_per_rank())
+            if x.variable_stride_per_key()
+            else dict(stride=x.stride())
+        )
+        # where each of these ints is an input, and 0 and 1 are compiled apart
+        if not torch.compiler.is_compiling():
+            strides.update(
+                length_per_key=x.length_per_key_or_none(), offset_per_key=x.offset_per_key_or_none()
+            )
+        return type(x)(
+            x.keys(), values, **same, **strides, inverse_indices=x.inverse_indices_or_none()
+        )
     return type(x)(values, **same)
 
 
 def check_lengths(name: str, x: Any, offsets: Tensor) -> None:
-    """ValueError if x is a TorchRec container whose lengths contradict its offsets: TorchRec reads one or the other."""
+    """ValueError if x is a TorchRec container whose lengths contradict its offsets: TorchRec reads
+    one or the other."""
     lengths = x.lengths_or_none() if _is_torchrec(x) else None
     if lengths is None or not (values_are_checkable(lengths) and values_are_checkable(offsets)):
         return
     if not torch.equal(lengths, offsets.diff().to(lengths)):
         expected = to_ints(offsets.diff())
-        raise ValueError(f"{possessive(name)} lengths must be the differences of its offsets, {expected}, got {to_ints(lengths)}")
+        raise ValueError(
+            f"{possessive(name)} lengths must be the differences of its offsets, {expected}, got"
+            f" {to_ints(lengths)}"
+        )
 
 
 def wait_for(x: Any) -> Any:
-    """The result of a TorchRec LazyAwaitable, which sharded collections return; any other x unchanged."""
+    """The result of a TorchRec LazyAwaitable, which sharded collections return; any other x
+    unchanged."""
     torchrec: Any = sys.modules.get("torchrec.distributed.types")
     if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
         return x
-    return torchrec.LazyAwaitable._wait_async(x)  # keeps the result; a second wait() would communicate again
+    # keeps the result; a second wait() would communicate again
+    return torchrec.LazyAwaitable._wait_async(x)
 
 
 def is_keyed_tensor(x: Any) -> bool:
@@ -80,8 +112,9 @@ def _refuse_weights(name: str, x: Any) -> None:
     weights = x.weights_or_none()
     if weights is not None and weights.is_floating_point():
         raise ValueError(
-            f"{name} must have no floating-point weights, which would not be applied, got weights {list(weights.shape)}; multiply the "
-            "values by them, or make the container without them"
+            f"{name} must have no floating-point weights, which would not be applied, got weights"
+            f" {list(weights.shape)}; multiply the values by them, or make the container without"
+            " them"
         )
 
 
@@ -98,5 +131,6 @@ def _is_pair(x: Any) -> bool:
 
 
 def _is_one_of(x: Any, *names: str) -> bool:
-    torchrec: Any = sys.modules.get("torchrec.sparse.jagged_tensor")  # None: nobody imported it, so x cannot be one of its classes
+    # None: nobody imported it, so x cannot be one of its classes
+    torchrec: Any = sys.modules.get("torchrec.sparse.jagged_tensor")
     return torchrec is not None and isinstance(x, tuple(getattr(torchrec, name) for name in names))

@@ -20,13 +20,16 @@ from .offsets import concatenated_rows, rows_of_ranges
 class HistoryCache:
     """Keys and values of B histories. A layer's `cache` returns them and its `score` takes them.
 
-    `select` and `append` are differentiable. `PagedHistoryCache` keeps the rows of many users between requests.
+    `select` and `append` are differentiable. `PagedHistoryCache` keeps the rows of many users
+    between requests.
 
-    layers: one Jagged of the same B segments per layer, with values `[L, H, key width + value width]`: keys and values of the rows that
-        targets see. Its max_seqlen is that of the histories, or above. In a selection of a `PagedHistoryCache` whose pages attention reads,
-        `values` are copied at their first use.
+    layers: one Jagged of the same B segments per layer, with values
+        `[L, H, key width + value width]`: keys and values of the rows that targets see. Its
+        max_seqlen is that of the histories, or above. In a selection of a `PagedHistoryCache` whose
+        pages attention reads, `values` are copied at their first use.
     timestamps: int64 `[L]` of these rows, for an HSTU with config.relative_time; else None.
-    max_rows: how many of the latest rows of a history its next events and targets see; None: all. `append` keeps these.
+    max_rows: how many of the latest rows of a history its next events and targets see; None: all.
+    `append` keeps these.
 
     Example::
 
@@ -50,18 +53,21 @@ class HistoryCache:
     def select(self, segments: Sequence[int] | Tensor) -> HistoryCache:
         """The cache of these histories, in this order. Copies their rows.
 
-        The host must know the number of rows: segments, and lengths that only a device knows, are copied to it, which synchronises. For
-        the same reason, torch.compile breaks the graph here.
+        The host must know the number of rows: segments, and lengths that only a device knows, are
+        copied to it, which synchronises. For the same reason, torch.compile breaks the graph here.
 
         Args:
-            segments: `[S]` indices of histories, 0 to B - 1, repeats allowed: a sequence of ints, or an int32 or int64 tensor.
+            segments: `[S]` indices of histories, 0 to B - 1, repeats allowed: a sequence of ints,
+                or an int32 or int64 tensor.
 
         Returns:
-            S histories. max_seqlen stays as it is, so the scores of a history do not depend on which others are selected.
+            S histories. max_seqlen stays as it is, so the scores of a history do not depend on
+            which others are selected.
 
         Raises:
-            TypeError, ValueError: segments are no integers, not 1-D or out of range; the layers or the timestamps differ in their number of
-                rows; segments or lengths are on the meta device.
+            TypeError, ValueError: segments are no integers, not 1-D or out of range; the layers or
+                the timestamps differ in their number of rows; segments or lengths are on the meta
+                device.
         """
         first = self._first_layer("cache")
         indices = as_tensor("segments", segments)
@@ -71,10 +77,14 @@ class HistoryCache:
         indices, lengths = _on_host("segments", indices), _host_lengths(first)
         wrong = indices[(indices < 0) | (indices >= first.num_segments)]
         if wrong.numel():
-            raise ValueError(f"segments must be 0 to B - 1 = {first.num_segments - 1}, got {int(wrong[0])}")
+            raise ValueError(
+                f"segments must be 0 to B - 1 = {first.num_segments - 1}, got {int(wrong[0])}"
+            )
         begins, lengths = (lengths.cumsum(0) - lengths)[indices], lengths[indices]
         rows, offsets = rows_of_ranges(begins, lengths, first.values.device)
-        selected = Jagged(first.values.index_select(0, rows), offsets, first.max_seqlen, host_lengths=lengths)
+        selected = Jagged(
+            first.values.index_select(0, rows), offsets, first.max_seqlen, host_lengths=lengths
+        )
         others = (selected.with_values(x.values.index_select(0, rows)) for x in self.layers[1:])
         timestamps = None if self.timestamps is None else self.timestamps.index_select(0, rows)
         return HistoryCache((selected, *others), timestamps, self.max_rows)
@@ -82,19 +92,22 @@ class HistoryCache:
     def append(self, new: HistoryCache) -> HistoryCache:
         """The cache in which each history's rows are followed by its new rows. Copies both.
 
-        With max_rows, the last max_rows rows of each history are kept. If only a device knows the lengths, this synchronises.
+        With max_rows, the last max_rows rows of each history are kept. If only a device knows the
+        lengths, this synchronises.
 
         Args:
-            new: keys and values of the next events of the same B histories, in the same order: what the layer's `append` returns. An
-                HSTU's `cache` does not compute them, because they depend on the cached rows.
+            new: keys and values of the next events of the same B histories, in the same order: what
+                the layer's `append` returns. An HSTU's `cache` does not compute them, because they
+                depend on the cached rows.
 
         Returns:
-            B histories. max_seqlen is the sum of both, at most max_rows; None if one of them is None.
+            B histories. max_seqlen is the sum of both, at most max_rows; None if one of them is
+            None.
 
         Raises:
             TypeError: new is no HistoryCache.
-            ValueError: new has another number of segments or layers, another max_rows, or keys and values of another shape, dtype or
-                device; only one has timestamps.
+            ValueError: new has another number of segments or layers, another max_rows, or keys and
+                values of another shape, dtype or device; only one has timestamps.
         """
         check_kind("new", new, HistoryCache, "a HistoryCache")
         first, first_new = self._first_layer("cache"), new._first_layer("new")
@@ -108,24 +121,40 @@ class HistoryCache:
         max_seqlen = _sum(first.max_seqlen, first_new.max_seqlen)
         rows = concatenated_rows(parts, [x.values.shape[0] for x in (first, first_new)])
         # The inverse. Zeros: rows behind the last segment may have none.
-        rows = torch.zeros_like(rows).index_copy_(0, rows, torch.arange(rows.shape[0], device=device))
+        rows = torch.zeros_like(rows).index_copy_(
+            0, rows, torch.arange(rows.shape[0], device=device)
+        )
         if limit is not None:
             lengths = _on_host("offsets", offsets.diff()) if lengths is None else lengths
             kept = lengths.clamp(max=limit)
             last, offsets = rows_of_ranges(lengths.cumsum(0) - kept, kept, device)
-            rows, lengths, max_seqlen = rows[last], kept, None if max_seqlen is None else min(max_seqlen, limit)
+            rows, lengths, max_seqlen = (
+                rows[last],
+                kept,
+                None if max_seqlen is None else min(max_seqlen, limit),
+            )
 
         def joined(x: Tensor, y: Tensor) -> Tensor:
             return torch.cat([x, y]).index_select(0, rows)
 
-        grown = Jagged(joined(first.values, first_new.values), offsets, max_seqlen, host_lengths=lengths)
+        grown = Jagged(
+            joined(first.values, first_new.values), offsets, max_seqlen, host_lengths=lengths
+        )
         grown.feature_keys = first.feature_keys
-        others = (grown.with_values(joined(x.values, y.values)) for x, y in zip(self.layers[1:], new.layers[1:]))
-        timestamps = None if self.timestamps is None or new.timestamps is None else joined(self.timestamps, new.timestamps)
+        others = (
+            grown.with_values(joined(x.values, y.values))
+            for x, y in zip(self.layers[1:], new.layers[1:])
+        )
+        timestamps = (
+            None
+            if self.timestamps is None or new.timestamps is None
+            else joined(self.timestamps, new.timestamps)
+        )
         return HistoryCache((grown, *others), timestamps, limit)
 
     def _first_layer(self, name: str) -> Jagged:
-        """The first layer. TypeError or ValueError if a field is wrong, or numbers of rows differ. Errors call the cache `name`."""
+        """The first layer. TypeError or ValueError if a field is wrong, or numbers of rows differ.
+        Errors call the cache `name`."""
         check_kind(name, self.layers, tuple, "a HistoryCache with a tuple of layers")
         if not self.layers:
             raise ValueError(f"{name} must have at least 1 layer, got 0")
@@ -138,13 +167,19 @@ class HistoryCache:
         if self.max_rows is not None:
             check_size(f"{possessive(name)} max_rows", self.max_rows)
         if any(count != rows[0] for count in rows[1:]):
-            raise ValueError(f"{name} must have as many rows in each layer and in its timestamps, got {rows}")
+            raise ValueError(
+                f"{name} must have as many rows in each layer and in its timestamps, got {rows}"
+            )
         return self.layers[0]
 
     def _kind(self) -> tuple[object, ...]:
         """What the caches of one layer share: see _KIND."""
         values = [x.values for x in self.layers]
-        kinds = [[list(x.shape[1:]) for x in values], [x.dtype for x in values], [x.device for x in values]]
+        kinds = [
+            [list(x.shape[1:]) for x in values],
+            [x.dtype for x in values],
+            [x.device for x in values],
+        ]
         return len(values), *kinds, self.timestamps is not None, self.max_rows
 
 
@@ -157,11 +192,18 @@ def _sum(x: Any, y: Any) -> Any:
 
 
 def _host_lengths(x: Jagged) -> Tensor:
-    """int64 `[B]`, the lengths of the segments on the host. Waits for the device if only it knows them."""
-    return _on_host("cache's offsets", x.offsets.diff()) if x.host_lengths is None else x.host_lengths.long()
+    """int64 `[B]`, the lengths of the segments on the host. Waits for the device if only it knows
+    them."""
+    return (
+        _on_host("cache's offsets", x.offsets.diff())
+        if x.host_lengths is None
+        else x.host_lengths.long()
+    )
 
 
 def _on_host(name: str, x: Tensor) -> Tensor:
     if x.is_meta:
-        raise ValueError(f"{name} must be on a device with values: the number of rows depends on them, got meta")
+        raise ValueError(
+            f"{name} must be on a device with values: the number of rows depends on them, got meta"
+        )
     return x.long().cpu()

@@ -28,7 +28,14 @@ from ..validation import (
     values_are_checkable,
 )
 from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
-from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
+from .segmentation import (
+    Queries,
+    QuerySegments,
+    Segmentation,
+    record_stream,
+    remember,
+    segmentation_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,11 +49,12 @@ class Jagged(Queries):
         values: `[L, ...]`.
         offsets: `[B + 1]` int32 or int64, on the values' device or the host.
         max_seqlen: length of the longest segment, if known. Nothing is truncated to it.
-        host_lengths: `[B]` the segments' lengths on the host, if known. Schedules are then built on the host without a sync. Not needed
-            where the offsets are on the host.
+        host_lengths: `[B]` the segments' lengths on the host, if known. Schedules are then built on
+            the host without a sync. Not needed where the offsets are on the host.
 
     Raises:
-        TypeError, ValueError: offsets that do not describe L rows, or host_lengths that differ from the lengths in offsets.
+        TypeError, ValueError: offsets that do not describe L rows, or host_lengths that differ from
+            the lengths in offsets.
 
     Example::
 
@@ -56,13 +64,21 @@ class Jagged(Queries):
     values: Tensor  # torch's fully_shard finds tensors in dataclasses, but not in other pytrees
     offsets: Tensor
     max_seqlen: int | None
-    is_clean = False  # whether the caller of a layer sees to the rows behind the last segment: layers/tail.py
+    # whether the caller of a layer sees to the rows behind the last segment: layers/tail.py
+    is_clean = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         recorded = recorded_call(cls, args, kwargs)
         return super().__new__(cls) if recorded is None else recorded
 
-    def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        offsets: Tensor,
+        max_seqlen: int | None = None,
+        *,
+        host_lengths: Tensor | None = None,
+    ) -> None:
         _check_parts("", values, offsets, max_seqlen)
         if host_lengths is not None:
             host_lengths = as_tensor("host_lengths", host_lengths)
@@ -70,28 +86,32 @@ class Jagged(Queries):
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
         self._known = segmentation_of(offsets, host_lengths)
         self._container: Any = None  # the argument of wrap
-        self.feature_keys: list[str] | None = None  # of a KeyedJaggedTensor, whose segments are feature-major
+        # of a KeyedJaggedTensor, whose segments are feature-major
+        self.feature_keys: list[str] | None = None
 
-    # -- containers in and out ---------------------------------------------------------------------------------------------
+    # -- containers in and out ---------------------------------------------------------------------
 
     @classmethod
     @one_call
     def wrap(cls, x: Any, max_seqlen: int | None = None, *, name: str = "x") -> Jagged:
         """The Jagged of any container.
 
-        Layers do not apply the weights of TorchRec's containers, so floating-point weights are an error. Integer weights are the row ids
-        of an EmbeddingCollection with need_indices: `unwrap` passes them on.
+        Layers do not apply the weights of TorchRec's containers, so floating-point weights are an
+        error. Integer weights are the row ids of an EmbeddingCollection with need_indices: `unwrap`
+        passes them on.
 
         Args:
-            x: a JaggedTensor; a KeyedJaggedTensor (each pair of feature and sample is a segment, feature-major); a (values, offsets) pair;
-                a torch nested tensor of jagged layout; or a Jagged, which is returned unless max_seqlen differs.
+            x: a JaggedTensor; a KeyedJaggedTensor (each pair of feature and sample is a segment,
+                feature-major); a (values, offsets) pair; a torch nested tensor of jagged layout; or
+                a Jagged, which is returned unless max_seqlen differs.
             max_seqlen: as in `Jagged`; that of a nested tensor if None.
             name: what errors call x.
 
         Raises:
             TypeError: another kind of input.
-            ValueError: a nested tensor with another layout or with holes; offsets that do not fit the values, or that contradict the
-                lengths of a JaggedTensor; a segment longer than max_seqlen; floating-point weights.
+            ValueError: a nested tensor with another layout or with holes; offsets that do not fit
+                the values, or that contradict the lengths of a JaggedTensor; a segment longer than
+                max_seqlen; floating-point weights.
         """
         if isinstance(x, Jagged):
             if max_seqlen in (None, x.max_seqlen):
@@ -110,22 +130,32 @@ class Jagged(Queries):
         return jagged
 
     def unwrap(self, values: Tensor) -> Any:
-        """The kind of container that was given to `wrap`, with new values `[L, ...]` in the same segments.
+        """The kind of container that was given to `wrap`, with new values `[L, ...]` in the same
+        segments.
 
         Raises:
             TypeError, ValueError: values are no tensor, or have another number of rows.
         """
         self._check_rows(values)
-        return self.with_values(values) if self._container is None else rebuild(self._container, values, self.offsets)
+        return (
+            self.with_values(values)
+            if self._container is None
+            else rebuild(self._container, values, self.offsets)
+        )
 
     def with_values(self, values: Tensor) -> Jagged:
-        """A Jagged of the same segments with other values `[L, ...]` and with offsets on their device. It shares the schedules.
+        """A Jagged of the same segments with other values `[L, ...]` and with offsets on their
+        device. It shares the schedules.
 
         Raises:
             TypeError, ValueError: as `unwrap`.
         """
         self._check_rows(values)
-        offsets = self.offsets if self.offsets.device == values.device else self.offsets.to(values.device, non_blocking=True)
+        offsets = (
+            self.offsets
+            if self.offsets.device == values.device
+            else self.offsets.to(values.device, non_blocking=True)
+        )
         return self._copy(values, offsets)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Jagged:
@@ -133,7 +163,9 @@ class Jagged(Queries):
 
         It shares the schedules; their first use on the device copies them there.
         """
-        return self._copy(*(x.to(device, non_blocking=non_blocking) for x in (self.values, self.offsets)))
+        return self._copy(
+            *(x.to(device, non_blocking=non_blocking) for x in (self.values, self.offsets))
+        )
 
     def pin_memory(self) -> Jagged:
         """The Jagged and its schedules in page-locked memory. DataLoader calls it."""
@@ -143,7 +175,8 @@ class Jagged(Queries):
         return pinned
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """`Tensor.record_stream(stream)` of the tensors on a device, those of the schedules too. TorchRec's pipelines call it."""
+        """`Tensor.record_stream(stream)` of the tensors on a device, those of the schedules too.
+        TorchRec's pipelines call it."""
         record_stream(stream, self.values, self.offsets)
         for schedule in list(self._segmentation.schedules.values()):
             schedule.record_stream(stream)
@@ -157,22 +190,38 @@ class Jagged(Queries):
         return jagged
 
     @classmethod
-    def unchecked(cls, values: Any, offsets: Any, max_seqlen: int | None, segmentation: Segmentation | None = None) -> Jagged:
-        """A Jagged of values, offsets and max_seqlen without checks: a pytree is rebuilt from tensors, fake tensors or other objects.
+    def unchecked(
+        cls,
+        values: Any,
+        offsets: Any,
+        max_seqlen: int | None,
+        segmentation: Segmentation | None = None,
+    ) -> Jagged:
+        """A Jagged of values, offsets and max_seqlen without checks: a pytree is rebuilt from
+        tensors, fake tensors or other objects.
 
         segmentation: what another Jagged of the same segments knows of them.
         """
         jagged = object.__new__(cls)
-        jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged.feature_keys = values, offsets, max_seqlen, None, None
+        jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged.feature_keys = (
+            values,
+            offsets,
+            max_seqlen,
+            None,
+            None,
+        )
         jagged._known = segmentation_of(offsets) if segmentation is None else segmentation
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
         check_kind("values", values, Tensor, "a torch.Tensor")
         if values.dim() < 1 or values.shape[0] != self.num_rows:
-            raise ValueError(f"values must keep the number of rows, {self.num_rows}, got {values.shape[0] if values.dim() else 'a scalar'}")
+            raise ValueError(
+                f"values must keep the number of rows, {self.num_rows}, got"
+                f" {values.shape[0] if values.dim() else 'a scalar'}"
+            )
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
     @property
     def num_segments(self) -> int:
@@ -195,9 +244,12 @@ class Jagged(Queries):
         return self._segmentation.lengths_on_host(self.offsets)
 
     def __repr__(self) -> str:
-        return f"Jagged(values={list(self.values.shape)}, num_segments={self.num_segments}, device={self.values.device})"
+        return (
+            f"Jagged(values={list(self.values.shape)}, num_segments={self.num_segments},"
+            f" device={self.values.device})"
+        )
 
-    # -- schedules -------------------------------------------------------------------------------------------------------------
+    # -- schedules ---------------------------------------------------------------------------------
 
     def prepare(
         self,
@@ -210,29 +262,44 @@ class Jagged(Queries):
         rows_per_candidate: int = 1,
         mask: AttentionMask | None = None,
     ) -> Jagged:
-        """Build the schedule of an attention on the host, for example in a DataLoader worker, and keep it. Returns self.
+        """Build the schedule of an attention on the host, for example in a DataLoader worker, and
+        keep it. Returns self.
 
-        These segments are the keys. The attention finds the schedule if it has the same number of heads, head dim, queries, mask fields,
-        size of dtype and setting of `batch_invariant`. If one of them differs, the attention warns and builds another schedule.
+        These segments are the keys. The attention finds the schedule if it has the same number of
+        heads, head dim, queries, mask fields, size of dtype and setting of `batch_invariant`. If
+        one of them differs, the attention warns and builds another schedule.
 
         Args:
-            num_heads, head_dim, num_kv_heads: those of the attention; num_kv_heads is num_heads if None. For HSTU, head_dim is the larger
-                of the config's head_dim and linear_dim.
-            dtype: dtype of q, k and v: autocast's dtype under autocast; torch's default dtype if None.
-            queries: a Jagged whose rows are the queries; a CandidateIndex; a number of query rows, the same for every segment; None for
-                self-attention.
+            num_heads, head_dim, num_kv_heads: those of the attention; num_kv_heads is num_heads if
+                None. For HSTU, head_dim is the larger of the config's head_dim and linear_dim.
+            dtype: dtype of q, k and v: autocast's dtype under autocast; torch's default dtype if
+                None.
+            queries: a Jagged whose rows are the queries; a CandidateIndex; a number of query rows,
+                the same for every segment; None for self-attention.
             rows_per_candidate: query rows of each candidate, if queries is a CandidateIndex.
-            mask: the attention's mask. It changes only how evenly the schedule spreads the work. Its num_targets count if they are on the
-                host.
+            mask: the attention's mask. It changes only how evenly the schedule spreads the work.
+                Its num_targets count if they are on the host.
 
         Raises:
             TypeError: an argument of the wrong kind.
             ValueError: sizes below 1, or lengths that only the device knows.
         """
         if self.host_lengths is None:
-            raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
+            raise ValueError(
+                "prepare builds on the host, but the lengths are on a device only; pass"
+                " host_lengths to Jagged"
+            )
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        self._schedule(queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads, by_prepare=True)
+        self._schedule(
+            queries,
+            rows_per_candidate,
+            mask,
+            num_heads,
+            head_dim,
+            dtype,
+            num_kv_heads,
+            by_prepare=True,
+        )
         return self
 
     def schedule(
@@ -248,21 +315,25 @@ class Jagged(Queries):
     ) -> TileSchedule | None:
         """The schedule of an attention with these segments as keys, on the values' device.
 
-        Built once and kept: on the host if the host knows the lengths of queries and keys, else on the device without a sync. Under
-        `torch.no_grad()` always on the device, and for the forward alone: a host needs milliseconds for it, which is the latency of a
-        request. None if the caller needs none: on the CPU, which uses no schedule, and under torch.compile or in a CUDA graph, where the
-        operators build it inside the graph. None also if only the device knows the number of query rows; the operator then builds the
-        schedule.
+        Built once and kept: on the host if the host knows the lengths of queries and keys, else on
+        the device without a sync. Under `torch.no_grad()` always on the device, and for the forward
+        alone: a host needs milliseconds for it, which is the latency of a request. None if the
+        caller needs none: on the CPU, which uses no schedule, and under torch.compile or in a CUDA
+        graph, where the operators build it inside the graph. None also if only the device knows the
+        number of query rows; the operator then builds the schedule.
 
         Args:
-            num_heads, head_dim, dtype, num_kv_heads, queries, rows_per_candidate, mask: as in `prepare`.
+            num_heads, head_dim, dtype, num_kv_heads, queries, rows_per_candidate, mask: as in
+                `prepare`.
 
         Raises:
             TypeError, ValueError: as `prepare`.
         """
         if self.device.type == "cpu" or is_recording(self.device):
             return None
-        return self._schedule(queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads)
+        return self._schedule(
+            queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads
+        )
 
     def _schedule(
         self,
@@ -277,7 +348,10 @@ class Jagged(Queries):
     ) -> TileSchedule | None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, size in dict(
-            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rows_per_candidate=rows_per_candidate
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rows_per_candidate=rows_per_candidate,
         ).items():
             check_size(name, size)
         check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
@@ -294,10 +368,14 @@ class Jagged(Queries):
         if schedule is not None and schedule.tiles.device == self.device:
             return schedule
         if schedule is None:
-            segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
+            segmentation.note_build(
+                _description(queries, rows_per_candidate, mask, sizes), by_prepare
+            )
             has_backward = by_prepare or torch.is_grad_enabled()
             with torch.inference_mode(False):  # a later call may save it for its backward
-                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype, has_backward)
+                schedule = self._build_schedule(
+                    queries, rows_per_candidate, mask, sizes, dtype, has_backward
+                )
             if schedule is None:
                 return None
         schedule = schedule.to(self.device, non_blocking=True)
@@ -314,7 +392,10 @@ class Jagged(Queries):
         has_backward: bool,
     ) -> TileSchedule | None:
         if sizes.num_heads % sizes.num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {sizes.num_heads} and {sizes.num_kv_heads}")
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {sizes.num_heads} and"
+                f" {sizes.num_kv_heads}"
+            )
         if sizes.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {sizes.head_dim}")
         if dtype not in FLOATS:
@@ -324,10 +405,17 @@ class Jagged(Queries):
         else:
             segments = self._equal_query_segments(queries)
         num_segments = segments.offsets.shape[0] - 1
-        if num_segments != self.num_segments and (not self.num_segments or num_segments % self.num_segments):
-            raise ValueError(f"queries must have as many segments as the keys, {self.num_segments}, or a multiple, got {num_segments}")
+        if num_segments != self.num_segments and (
+            not self.num_segments or num_segments % self.num_segments
+        ):
+            raise ValueError(
+                f"queries must have as many segments as the keys, {self.num_segments}, or a"
+                f" multiple, got {num_segments}"
+            )
         if mask is not None:
-            check_num_targets("mask.num_targets", mask.num_targets, self.offsets, self.device, "the values'")
+            check_num_targets(
+                "mask.num_targets", mask.num_targets, self.offsets, self.device, "the values'"
+            )
         if segments.host_lengths is not None and self.host_lengths is not None and has_backward:
             return host_schedule(
                 segments.host_lengths,
@@ -343,11 +431,19 @@ class Jagged(Queries):
         if num_rows is None and segments.host_lengths is not None:
             num_rows = int(segments.host_lengths.sum())
         if num_rows is None:
-            return None  # candidates' offsets on a device: only the operator knows the number of rows, from q's shape
+            # candidates' offsets on a device: only the operator knows the number of rows, from q's
+            # shape
+            return None
         device = self.device
         targets = None if mask is None else mask.num_targets
         return device_schedule(
-            AttentionProblem(sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant),
+            AttentionProblem(
+                sizes.head_dim,
+                sizes.head_dim,
+                dtype,
+                masked=mask is not None,
+                batch_invariant=sizes.batch_invariant,
+            ),
             normal_form(segments.offsets, device),
             normal_form(self.offsets, device),
             num_rows,
@@ -360,14 +456,17 @@ class Jagged(Queries):
         )
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:
-        """The segments as those of queries. For schedules; rows_per_candidate is for the index of candidates."""
+        """The segments as those of queries. For schedules; rows_per_candidate is for the index of
+        candidates."""
         return QuerySegments(self.offsets, self.host_lengths, self.num_rows)
 
     def _equal_query_segments(self, rows: int) -> QuerySegments:
         """A query segment of `rows` rows for each segment."""
         check_size("queries", rows, at_least=0)
         offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * rows
-        return QuerySegments(offsets, torch.full((self.num_segments,), rows, device="cpu"), self.num_segments * rows)
+        return QuerySegments(
+            offsets, torch.full((self.num_segments,), rows, device="cpu"), self.num_segments * rows
+        )
 
 
 class _Sizes(NamedTuple):
@@ -380,16 +479,22 @@ class _Sizes(NamedTuple):
     batch_invariant: bool
 
 
-def _description(queries: Queries | int, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes) -> str:
+def _description(
+    queries: Queries | int, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes
+) -> str:
     """The attention that a schedule is built for, as text for a warning."""
-    parts = {**sizes._asdict(), "queries": queries if isinstance(queries, int) else type(queries).__name__}
+    parts = {
+        **sizes._asdict(),
+        "queries": queries if isinstance(queries, int) else type(queries).__name__,
+    }
     if rows_per_candidate != 1:
         parts["rows_per_candidate"] = rows_per_candidate
     return ", ".join(f"{name}={part}" for name, part in dict(parts, mask=mask).items())
 
 
 def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
-    """TypeError or ValueError unless the parts make a Jagged. prefix: of their names in errors, "x's " for a container x."""
+    """TypeError or ValueError unless the parts make a Jagged. prefix: of their names in errors,
+    "x's " for a container x."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{prefix}values must be a torch.Tensor, got {type(values).__name__}")
     check_dense(f"{prefix}values", values)
@@ -403,27 +508,41 @@ def as_tensor(name: str, x: Any) -> Tensor:
     try:
         return x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a tensor or a sequence of ints, got {type(x).__name__}") from None
+        raise TypeError(
+            f"{name} must be a tensor or a sequence of ints, got {type(x).__name__}"
+        ) from None
 
 
 def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> None:
     segments = offsets.shape[0] - 1
     if host_lengths.device.type != "cpu" or host_lengths.shape != (segments,):
-        raise ValueError(f"host_lengths must be [B] = [{segments}] on the host, got {list(host_lengths.shape)} on {host_lengths.device}")
+        raise ValueError(
+            f"host_lengths must be [B] = [{segments}] on the host, got {list(host_lengths.shape)}"
+            f" on {host_lengths.device}"
+        )
     check_integers("host_lengths", host_lengths)
     if not values_are_checkable(host_lengths):
         return
     if segments and int(host_lengths.min()) < 0:
         raise ValueError(f"host_lengths must not be negative, got {int(host_lengths.min())}")
     if int(host_lengths.sum()) != total:
-        raise ValueError(f"host_lengths must add up to the number of rows, {total}, got {int(host_lengths.sum())}")
-    if values_are_checkable(offsets) and not torch.equal(host_lengths, offsets.diff().to(host_lengths)):
+        raise ValueError(
+            f"host_lengths must add up to the number of rows, {total}, got"
+            f" {int(host_lengths.sum())}"
+        )
+    if values_are_checkable(offsets) and not torch.equal(
+        host_lengths, offsets.diff().to(host_lengths)
+    ):
         lengths = to_ints(offsets.diff())
-        raise ValueError(f"host_lengths must be the differences of offsets, {lengths}, got {to_ints(host_lengths)}")
+        raise ValueError(
+            f"host_lengths must be the differences of offsets, {lengths}, got"
+            f" {to_ints(host_lengths)}"
+        )
 
 
 def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:
-    """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]` and of the projection's dtype and device."""
+    """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]` and
+    of the projection's dtype and device."""
     jagged = x if isinstance(x, Jagged) else Jagged.wrap(x, name=name)
     values = f"{possessive(name)} values"
     if jagged.values.dim() != 2 or jagged.values.shape[1] != width:
@@ -433,13 +552,19 @@ def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:
 
 
 def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:
-    """ValueError unless both have as many segments and, if both are KeyedJaggedTensors, as many keys. The same keys must come in the same
-    order.
+    """ValueError unless both have as many segments and, if both are KeyedJaggedTensors, as many
+    keys. The same keys must come in the same order.
     """
     if x.num_segments != other.num_segments:
-        raise ValueError(f"{name} and {other_name} must have the same number of segments, got {x.num_segments} and {other.num_segments}")
+        raise ValueError(
+            f"{name} and {other_name} must have the same number of segments, got {x.num_segments}"
+            f" and {other.num_segments}"
+        )
     keys, other_keys = x.feature_keys, other.feature_keys
     if keys is None or other_keys is None or keys == other_keys:
         return
     if len(keys) != len(other_keys) or sorted(keys) == sorted(other_keys):
-        raise ValueError(f"{other_name} must have as many keys as {name}, in the same order, {keys}, got {other_keys}")
+        raise ValueError(
+            f"{other_name} must have as many keys as {name}, in the same order, {keys}, got"
+            f" {other_keys}"
+        )

@@ -9,13 +9,19 @@ from torch import Tensor
 
 
 def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
-    """Offsets `[total // block_size + B + 1]` that cut each segment into blocks of block_size rows, counted from the segment's start.
+    """Offsets `[total // block_size + B + 1]` that cut each segment into blocks of block_size rows,
+    counted from the segment's start.
 
-    Each block becomes a segment. Some new segments are empty: their number follows from total and B, so no length is read. The blocks of
-    segment b begin at new segment offsets[b] // block_size + b.
+    Each block becomes a segment. Some new segments are empty: their number follows from total and
+    B, so no length is read. The blocks of segment b begin at new segment offsets[b] // block_size +
+    b.
     """
-    firsts = offsets // block_size + torch.arange(offsets.shape[0], dtype=offsets.dtype, device=offsets.device)
-    blocks = torch.arange(total // block_size + offsets.shape[0], dtype=offsets.dtype, device=offsets.device)
+    firsts = offsets // block_size + torch.arange(
+        offsets.shape[0], dtype=offsets.dtype, device=offsets.device
+    )
+    blocks = torch.arange(
+        total // block_size + offsets.shape[0], dtype=offsets.dtype, device=offsets.device
+    )
     segments = torch.searchsorted(firsts, blocks, right=True) - 1
     ends = offsets[(segments + 1).clamp(max=offsets.shape[0] - 1)]
     return torch.minimum(offsets[segments] + (blocks - firsts[segments]) * block_size, ends)
@@ -39,7 +45,8 @@ def positions_in_segments(offsets: Tensor, total: int) -> Tensor:
 
 
 def rows_of_ranges(begins: Tensor, lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows begins[b] to begins[b] + lengths[b] of each b, one range after another, and the offsets `[B + 1]` of the ranges.
+    """Rows begins[b] to begins[b] + lengths[b] of each b, one range after another, and the offsets
+    `[B + 1]` of the ranges.
 
     Args:
         begins, lengths: int64 `[B]` on the host.
@@ -53,18 +60,22 @@ def rows_of_ranges(begins: Tensor, lengths: Tensor, device: torch.device) -> tup
 
 
 def concatenated_rows(offsets: Sequence[Tensor], totals: Sequence[int]) -> Tensor:
-    """int64 `[Σ totals]`: for each row of jagged tensors with these offsets, one tensor after another, its row in their concatenation
-    segment by segment. Rows behind the last segment get rows behind the last one there, not all different."""
+    """int64 `[Σ totals]`: for each row of jagged tensors with these offsets, one tensor after
+    another, its row in their concatenation segment by segment. Rows behind the last segment get
+    rows behind the last one there, not all different."""
     indices: list[Tensor] = []
     for k, total in enumerate(totals):
         rows, segment = rows_and_segments(offsets[k], total)
         for other, bounds in enumerate(offsets):
-            if other != k:  # its rows before this one: those of earlier segments, and those of this segment if it comes before k
+            # its rows before this one: those of earlier segments, and those of this segment if it
+            # comes before k
+            if other != k:
                 rows = rows + bounds[(segment + int(other < k)).clamp(max=bounds.shape[0] - 1)]
         indices.append(rows)
     return torch.cat(indices).long()
 
 
 def matrix_offsets(offsets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Offsets `[B + 1]` of B matrices of `width` rows each, and of B matrices of jagged rows by `width` columns in a flat buffer."""
+    """Offsets `[B + 1]` of B matrices of `width` rows each, and of B matrices of jagged rows by
+    `width` columns in a flat buffer."""
     return torch.arange(offsets.shape[0], device=offsets.device) * width, offsets.long() * width

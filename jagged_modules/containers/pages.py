@@ -14,15 +14,19 @@ from .segmentation import Segmentation
 
 
 class PagedRows(Jagged):
-    """A Jagged whose rows lie in pages. Attention reads them there (`paged_operands`); what asks for `values` gets a copy, made once.
+    """A Jagged whose rows lie in pages. Attention reads them there (`paged_operands`); what asks
+    for `values` gets a copy, made once.
 
     storage: `[num_pages · page_rows, ...]`, on the device of the pages' table and of offsets.
-    room: where an HSTU's `append` writes the keys and values of the events that follow; None: nowhere.
+    room: where an HSTU's `append` writes the keys and values of the events that follow; None:
+    nowhere.
     """
 
     room: Room | None = None
 
-    def __init__(self, storage: Tensor, offsets: Tensor, pages: Pages, segmentation: Segmentation) -> None:
+    def __init__(
+        self, storage: Tensor, offsets: Tensor, pages: Pages, segmentation: Segmentation
+    ) -> None:
         self.storage, self.pages, self.offsets, self.max_seqlen = storage, pages, offsets, None
         self._known, self._container, self.feature_keys = segmentation, None, None
 
@@ -48,23 +52,29 @@ class PagedRows(Jagged):
 class Room(NamedTuple):
     """Reserved rows for the events that follow those of `PagedRows`.
 
-    rows: int64 `[N]` of the storage, in the order of the events. grown: the rows and the events after them.
+    rows: int64 `[N]` of the storage, in the order of the events. grown: the rows and the events
+    after them.
     """
 
     rows: Tensor
     grown: PagedRows
 
     def write(self, events: Tensor) -> PagedRows:
-        """Write the events `[N, ...]`. Returns all rows. ValueError if the events have another dtype."""
+        """Write the events `[N, ...]`. Returns all rows. ValueError if the events have another
+        dtype."""
         storage = self.grown.storage
         if events.dtype != storage.dtype:
-            raise ValueError(f"the layer's keys and values must keep the dtype of the first put, {storage.dtype}, got {events.dtype}")
+            raise ValueError(
+                "the layer's keys and values must keep the dtype of the first put,"
+                f" {storage.dtype}, got {events.dtype}"
+            )
         storage.index_copy_(0, self.rows, events)
         return self.grown
 
 
 def paged_operands(rows: Jagged) -> tuple[Tensor, Pages | None]:
-    """What attention reads the keys and values of: `values`, or the storage and its pages where no gradient is computed."""
+    """What attention reads the keys and values of: `values`, or the storage and its pages where no
+    gradient is computed."""
     if isinstance(rows, PagedRows) and not torch.is_grad_enabled():
         return rows.storage, rows.pages
     return rows.values, None

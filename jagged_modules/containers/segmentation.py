@@ -21,7 +21,8 @@ class Segmentation:
 
     Attributes:
         host_lengths: `[B]` lengths on the host, None until they are known.
-        schedules: the attention schedules built so far. The key holds the sizes, the queries and the mask of the attention.
+        schedules: the attention schedules built so far. The key holds the sizes, the queries and
+            the mask of the attention.
         prepared: descriptions of the schedules that `Jagged.prepare` built.
     """
 
@@ -34,7 +35,8 @@ class Segmentation:
     def id(self) -> bytes:
         """Equal for all copies of this segmentation, in every process and thread.
 
-        Random: process ids are reused, and forked processes would continue a counter from the same number.
+        Random: process ids are reused, and forked processes would continue a counter from the same
+        number.
         """
         return vars(self).setdefault("_id", os.urandom(16))
 
@@ -46,29 +48,37 @@ class Segmentation:
         return self._num_rows
 
     def keep(self, key: tuple[object, ...], schedule: TileSchedule) -> None:
-        """Store a schedule. Drop the oldest beyond MAX_SCHEDULES: a cached history meets new queries in every batch.
+        """Store a schedule. Drop the oldest beyond MAX_SCHEDULES: a cached history meets new
+        queries in every batch.
 
-        There is no lock, because a forked process could inherit it locked. Concurrent calls are safe without one.
+        There is no lock, because a forked process could inherit it locked. Concurrent calls are
+        safe without one.
         """
         self.schedules[key] = schedule
         for oldest in list(self.schedules)[:-MAX_SCHEDULES]:
             self.schedules.pop(oldest, None)
 
     def note_build(self, description: str, by_prepare: bool) -> None:
-        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds one although others were prepared."""
+        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds one although
+        others were prepared."""
         if by_prepare:
             self.prepared[description] = None
         elif self.prepared:
             other = " of other queries" if description in self.prepared else ""
             warnings.warn(
-                f"no schedule that Jagged.prepare built fits this attention, so it builds one: it needs ({description}){other}, prepared "
-                f"are ({'; '.join(self.prepared)})",
+                "no schedule that Jagged.prepare built fits this attention, so it builds one: it"
+                f" needs ({description}){other}, prepared are ({'; '.join(self.prepared)})",
                 stacklevel=4,
             )
 
     def lengths_on_host(self, offsets: Tensor) -> Tensor | None:
-        """host_lengths; computed once from offsets that are on the host, None if offsets are on a device and nobody gave the lengths."""
-        if self.host_lengths is None and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        """host_lengths; computed once from offsets that are on the host, None if offsets are on a
+        device and nobody gave the lengths."""
+        if (
+            self.host_lengths is None
+            and offsets.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+        ):
             self.host_lengths = offsets.diff()
         return self.host_lengths
 
@@ -76,8 +86,8 @@ class Segmentation:
 class QuerySegments(NamedTuple):
     """Segments of the query rows of an attention.
 
-    offsets: `[B + 1]`. host_lengths: `[B]` on the host, None if only the device knows them. num_rows: rows of all segments together, None
-    if only the device knows it.
+    offsets: `[B + 1]`. host_lengths: `[B]` on the host, None if only the device knows them.
+    num_rows: rows of all segments together, None if only the device knows it.
     """
 
     offsets: Tensor
@@ -86,14 +96,16 @@ class QuerySegments(NamedTuple):
 
 
 class Queries:
-    """Base of the containers that can be the queries of an attention: `Jagged` and `CandidateIndex`."""
+    """Base of the containers that can be the queries of an attention: `Jagged` and
+    `CandidateIndex`."""
 
     offsets: Tensor
     _known: Segmentation  # of the offsets when they were last read
 
     @property
     def _segmentation(self) -> Segmentation:
-        """What is known of the segments. A write to the offsets, also through a view, makes a new one."""
+        """What is known of the segments. A write to the offsets, also through a view, makes a new
+        one."""
         self._known = segmentation_of(self.offsets, known=self._known)
         return self._known
 
@@ -103,22 +115,28 @@ class Queries:
         return self._segmentation.id
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:
-        """Segments of the query rows. rows_per_candidate: query rows of each candidate, where the container's rows are candidates."""
+        """Segments of the query rows. rows_per_candidate: query rows of each candidate, where the
+        container's rows are candidates."""
         raise NotImplementedError
 
 
 class _Kept(NamedTuple):
-    """A tensor's segmentation, and the state that shows later writes to the tensor: a copy of its values, or on a device its version."""
+    """A tensor's segmentation, and the state that shows later writes to the tensor: a copy of its
+    values, or on a device its version."""
 
     state: Tensor | int
     segmentation: Segmentation
 
 
-_segmentations: Any = WeakTensorKeyDictionary()  # offsets → _Kept. Not an attribute of the tensor, because torch.save would save it.
+# offsets → _Kept. Not an attribute of the tensor, because torch.save would save it.
+_segmentations: Any = WeakTensorKeyDictionary()
 
 
-def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None, known: Segmentation | None = None) -> Segmentation:
-    """The segmentation of this tensor object; a new one if the tensor was written to since the last call.
+def segmentation_of(
+    offsets: Tensor, host_lengths: Tensor | None = None, known: Segmentation | None = None
+) -> Segmentation:
+    """The segmentation of this tensor object; a new one if the tensor was written to since the last
+    call.
 
     known: that of a tensor of which no call or `remember` knows yet, for example an unpickled one.
     """
@@ -135,7 +153,8 @@ def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None, known: 
 
 
 def rows_on_host(offsets: Tensor) -> int | None:
-    """The number of rows of all segments, if a container has noted the lengths of this tensor object on the host."""
+    """The number of rows of all segments, if a container has noted the lengths of this tensor
+    object on the host."""
     kept: _Kept | None = _segmentations.get(offsets) if _is_tracked(offsets) else None
     if kept is None or not _is_unchanged(kept, offsets):
         return None
@@ -143,7 +162,8 @@ def rows_on_host(offsets: Tensor) -> int | None:
 
 
 def note_rows(offsets: Tensor, num_rows: int | None) -> None:
-    """Note that all segments have so many rows together, of offsets that were computed on a device from known ones. None: not known."""
+    """Note that all segments have so many rows together, of offsets that were computed on a device
+    from known ones. None: not known."""
     if num_rows is not None:
         remember(offsets, Segmentation(num_rows=num_rows))
 
@@ -151,16 +171,22 @@ def note_rows(offsets: Tensor, num_rows: int | None) -> None:
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
     """Assign the segmentation to this tensor too, for example to a copy on another device."""
     if _is_tracked(offsets):
-        _segmentations[offsets] = _Kept(offsets.clone() if _on_host(offsets) else offsets._version, segmentation)
+        _segmentations[offsets] = _Kept(
+            offsets.clone() if _on_host(offsets) else offsets._version, segmentation
+        )
 
 
 def _is_unchanged(kept: _Kept, offsets: Tensor) -> bool:
-    return torch.equal(kept.state, offsets) if isinstance(kept.state, Tensor) else kept.state == offsets._version
+    return (
+        torch.equal(kept.state, offsets)
+        if isinstance(kept.state, Tensor)
+        else kept.state == offsets._version
+    )
 
 
 def _is_tracked(offsets: Tensor) -> bool:
-    """Whether writes to the tensor can be detected: inference tensors on a device have no version counter. A pytree may have put another
-    object in the tensor's place."""
+    """Whether writes to the tensor can be detected: inference tensors on a device have no version
+    counter. A pytree may have put another object in the tensor's place."""
     if torch.compiler.is_compiling() or not isinstance(offsets, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         return False
     return _on_host(offsets) or not offsets.is_inference()

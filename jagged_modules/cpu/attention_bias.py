@@ -13,7 +13,8 @@ from ..bias import next_timestamps, position_index, time_buckets
 
 
 class _Entries(NamedTuple):
-    """The entries of a table that a block of scores uses: table `[H or 1, entries]`, and indices `[segments or 1, rows, columns]`."""
+    """The entries of a table that a block of scores uses: table `[H or 1, entries]`, and indices
+    `[segments or 1, rows, columns]`."""
 
     table: Tensor
     indices: Tensor
@@ -23,8 +24,8 @@ class _Entries(NamedTuple):
 class BlockBias:
     """The bias of segments of equal lengths.
 
-    params: with the tables. first: position of the first query row. t `[segments, keys]`: timestamps of the keys. u `[segments, rows]`: of
-    the queries; None: the default.
+    params: with the tables. first: position of the first query row. t `[segments, keys]`:
+    timestamps of the keys. u `[segments, rows]`: of the queries; None: the default.
     """
 
     params: AttentionParams
@@ -32,15 +33,26 @@ class BlockBias:
     t: Tensor | None
     u: Tensor | None
 
-    def add(self, scores: Tensor, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> None:
-        """Add the bias to scores `[some, group · rows, columns]` of some (segment, key head) pairs, in place. q, k: `unfused_forward`'s."""
+    def add(
+        self, scores: Tensor, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice
+    ) -> None:
+        """Add the bias to scores `[some, group · rows, columns]` of some (segment, key head) pairs,
+        in place. q, k: `unfused_forward`'s."""
         pairs = _Pairs.of(q, k, some)
-        blocks = scores.view(len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start)
-        for table, index in (entries for entries in self.entries(pairs, rows, columns) if entries is not None):
+        blocks = scores.view(
+            len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start
+        )
+        for table, index in (
+            entries for entries in self.entries(pairs, rows, columns) if entries is not None
+        ):
             for head in range(pairs.group):
-                blocks[:, head] += table.flatten()[pairs.flat_index(index, head, table)].to(scores.dtype)
+                blocks[:, head] += table.flatten()[pairs.flat_index(index, head, table)].to(
+                    scores.dtype
+                )
 
-    def entries(self, pairs: _Pairs, rows: slice, columns: slice) -> tuple[_Entries | None, _Entries | None]:
+    def entries(
+        self, pairs: _Pairs, rows: slice, columns: slice
+    ) -> tuple[_Entries | None, _Entries | None]:
         """The entries of the position table and of the time table."""
         params, position, time = self.params, None, None
         i = torch.arange(rows.start, rows.stop, device="cpu") + self.first
@@ -56,8 +68,8 @@ class BlockBias:
 
 
 class _Pairs(NamedTuple):
-    """Consecutive (segment, key head) pairs: the segments that they belong to, each pair's segment among these, its key head, and the
-    number of query heads of a key head."""
+    """Consecutive (segment, key head) pairs: the segments that they belong to, each pair's segment
+    among these, its key head, and the number of query heads of a key head."""
 
     segments: slice
     segment: Tensor
@@ -69,10 +81,16 @@ class _Pairs(NamedTuple):
         segments, kv_heads = k.shape[:2]
         pairs = torch.arange(some.start, min(some.stop, segments * kv_heads), device="cpu")
         first = some.start // kv_heads
-        return cls(slice(first, (int(pairs[-1]) // kv_heads) + 1), pairs // kv_heads - first, pairs % kv_heads, q.shape[1] // kv_heads)
+        return cls(
+            slice(first, (int(pairs[-1]) // kv_heads) + 1),
+            pairs // kv_heads - first,
+            pairs % kv_heads,
+            q.shape[1] // kv_heads,
+        )
 
     def flat_index(self, index: Tensor, head: int, table: Tensor) -> Tensor:
-        """Indices `[pairs, rows, columns]` into the flattened table, of one of the query heads of each pair's key head."""
+        """Indices `[pairs, rows, columns]` into the flattened table, of one of the query heads of
+        each pair's key head."""
         index = index if len(index) == 1 else index[self.segment]
         if len(table) == 1:
             return index
@@ -81,20 +99,39 @@ class _Pairs(NamedTuple):
 
 @dataclasses.dataclass
 class TableGradients:
-    """Sums of dS over all scores that use an entry, in fp64. None: the table is missing or gets no gradient."""
+    """Sums of dS over all scores that use an entry, in fp64. None: the table is missing or gets no
+    gradient."""
 
     position: Tensor | None
     time: Tensor | None
 
     @classmethod
     def of(cls, params: AttentionParams) -> TableGradients:
-        tables = (params.position_bias, params.time_bias) if params.table_gradients else (None, None)
-        return cls(*(None if table is None else table.new_zeros(table.numel(), dtype=torch.float64) for table in tables))
+        tables = (
+            (params.position_bias, params.time_bias) if params.table_gradients else (None, None)
+        )
+        return cls(
+            *(
+                None if table is None else table.new_zeros(table.numel(), dtype=torch.float64)
+                for table in tables
+            )
+        )
 
-    def add(self, ds: Tensor, bias: BlockBias, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> None:
+    def add(
+        self,
+        ds: Tensor,
+        bias: BlockBias,
+        q: Tensor,
+        k: Tensor,
+        some: slice,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         """Add dS `[some, group · rows, columns]` of a block to the entries that its scores used."""
         pairs = _Pairs.of(q, k, some)
-        blocks = ds.view(len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start)
+        blocks = ds.view(
+            len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start
+        )
         for total, entries in zip((self.position, self.time), bias.entries(pairs, rows, columns)):
             if total is None or entries is None:
                 continue

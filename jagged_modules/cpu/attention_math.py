@@ -1,6 +1,8 @@
-"""Attention on the CPU for segments of equal lengths, forward and backward. Operands are `[segments, heads, rows, dim]`, fp32 or fp64.
+"""Attention on the CPU for segments of equal lengths, forward and backward. Operands are
+`[segments, heads, rows, dim]`, fp32 or fp64.
 
-Query rows are computed in blocks. A block covers the columns that at least one of its rows sees. The backward recomputes the scores.
+Query rows are computed in blocks. A block covers the columns that at least one of its rows sees.
+The backward recomputes the scores.
 """
 
 from __future__ import annotations
@@ -16,20 +18,31 @@ from ..masks import AttentionMask
 from .attention_bias import BlockBias, TableGradients
 from .buckets import softmax_gradient
 
-ROWS = 128  # query rows of a block; fewer rows see fewer columns, more rows need fewer passes over k and v
+# query rows of a block; fewer rows see fewer columns, more rows need fewer passes over k and v
+ROWS = 128
 SCORES_AT_A_TIME = 2**18  # scores that fit a core's caches; a group is computed by one thread
-MOST_SCORES = 2**21  # limit of a block's scores, over the query heads of one key head; long segments get fewer than ROWS rows
+# limit of a block's scores, over the query heads of one key head; long segments get fewer than ROWS
+# rows
+MOST_SCORES = 2**21
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def softmax_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, finite: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    num_targets: int,
+    scale: float,
+    finite: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of the scores `[segments, heads, rows]`, by torch's fused attention. A row that sees no key gets 0.
+    """The output, and the log-sum-exp of the scores `[segments, heads, rows]`, by torch's fused
+    attention. A row that sees no key gets 0.
 
-    q, k and v must have the same head dim and a last stride of 1. finite: whether `dot_products_are_finite` is known to hold.
+    q, k and v must have the same head dim and a last stride of 1. finite: whether
+    `dot_products_are_finite` is known to hold.
     """
     options = mask, num_targets, scale
     if finite or dot_products_are_finite(scale, q, k, v):
@@ -37,20 +50,28 @@ def softmax_forward(
     if mask is None:
         out, lse = _fused_forward(q, k, v, *options)
         undefined = _undefined_rows(q, k, lse, scale)
-        return out.masked_fill_(undefined[..., None], math.nan), lse.masked_fill_(undefined, math.nan)
+        return out.masked_fill_(undefined[..., None], math.nan), lse.masked_fill_(
+            undefined, math.nan
+        )
     bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
-    fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *options)
+    fused_out, fused_lse = _fused_forward(
+        _clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *options
+    )
     exact_out, exact_lse = unfused_forward(q, k, v, *options, "softmax")
     assert exact_lse is not None  # "softmax" returns it
     # The bits of other rows do not change.
-    return torch.where(affected[..., None], exact_out, fused_out), torch.where(affected, exact_lse, fused_lse)
+    return torch.where(affected[..., None], exact_out, fused_out), torch.where(
+        affected, exact_lse, fused_lse
+    )
 
 
 def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Rows whose softmax is NaN, `[segments, heads, rows]`: a score is NaN or infinity, or no score is above -infinity.
+    """Rows whose softmax is NaN, `[segments, heads, rows]`: a score is NaN or infinity, or no score
+    is above -infinity.
 
-    torch's fused attention returns out = 0 and lse = 0 for a row without a score above -infinity, as if it saw no key.
+    torch's fused attention returns out = 0 and lse = 0 for a row without a score above -infinity,
+    as if it saw no key.
     """
     undefined = ~lse.isfinite()
     unseen = (lse == 0).flatten(1).any(1)
@@ -61,16 +82,31 @@ def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
 
 
 def softmax_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask | None, num_targets: int, scale: float,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: AttentionMask | None,
+    num_targets: int,
+    scale: float,
     finite: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for do, q, k and v."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for
+    do, q, k and v."""
     options = mask, num_targets, scale
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, *options)
-    bad_q, bad_kv = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v), _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
+    bad_q, bad_kv = (
+        _unsafe_rows(q, k, scale) | _unsafe_rows(do, v),
+        _unsafe_rows(k, q, scale) | _unsafe_rows(v, do),
+    )
     affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
-    (do_, q_, out_), (k_, v_) = (_clear(x, affected) for x in (do, q, out)), (_clear(x, bad_kv) for x in (k, v))
+    (do_, q_, out_), (k_, v_) = (
+        (_clear(x, affected) for x in (do, q, out)),
+        (_clear(x, bad_kv) for x in (k, v)),
+    )
     fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *options)
     unfused = unfused_backward(do, q, k, v, *options, "softmax")
     choices = (affected, affected_keys, affected_keys)
@@ -78,28 +114,49 @@ def softmax_backward(
     return dq, dk, dv
 
 
-def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
+def _fused_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """`softmax_forward` for operands whose dot products are finite."""
     if mask is None or _is_causal(mask, q, k):
         return _fused_attention(q, k, v, 0.0, mask is not None, scale=scale)
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
-        out[:, :, rows], lse[:, :, rows] = _fused_attention(*operands, attn_mask=_bias(hidden, q), scale=scale)
+        out[:, :, rows], lse[:, :, rows] = _fused_attention(
+            *operands, attn_mask=_bias(hidden, q), scale=scale
+        )
     return out, lse
 
 
 def _fused_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask | None, num_targets: int, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: AttentionMask | None,
+    num_targets: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax_backward` for operands whose dot products are finite."""
     if mask is None or _is_causal(mask, q, k):
         return _fused_attention_backward(do, q, k, v, out, lse, 0.0, mask is not None, scale=scale)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
-        operands = do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
+        operands = (
+            do[:, :, rows],
+            q[:, :, rows],
+            k[:, :, columns],
+            v[:, :, columns],
+            out[:, :, rows],
+            lse[:, :, rows],
+        )
         bias = _bias(hidden, q)
-        dq[:, :, rows], block_dk, block_dv = _fused_attention_backward(*operands, 0.0, False, attn_mask=bias, scale=scale)
+        dq[:, :, rows], block_dk, block_dv = _fused_attention_backward(
+            *operands, 0.0, False, attn_mask=bias, scale=scale
+        )
         dk[:, :, columns] += block_dk
         dv[:, :, columns] += block_dv
     return dq, dk, dv
@@ -111,10 +168,17 @@ def _is_causal(mask: AttentionMask, q: Tensor, k: Tensor) -> bool:
 
 
 def unfused_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    num_targets: int,
+    scale: float,
+    activation: str,
     bias: BlockBias | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """P v with P = act(scale · q kᵀ + bias), 0 where hidden. With softmax also the log-sum-exp of the scores `[segments, heads, rows]`."""
+) -> tuple[Tensor, Tensor | None]:
+    """P v with P = act(scale · q kᵀ + bias), 0 where hidden. With softmax also the log-sum-exp of
+    the scores `[segments, heads, rows]`."""
     finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
     out = queries.new_zeros(*queries.shape[:3], v.shape[3])
@@ -124,19 +188,39 @@ def unfused_forward(
         if bias is not None:
             bias.add(scores, q, k, some, rows, columns)
         if lse is not None:
-            lse[some, :, rows] = _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
+            lse[some, :, rows] = (
+                _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
+            )
         p, value = _weights(scores, hidden, activation), values[some, columns]
-        result = p @ value if finite or hidden is None else _visible_matmul(p, value, hidden.repeat(queries.shape[1], 1))
+        result = (
+            p @ value
+            if finite or hidden is None
+            else _visible_matmul(p, value, hidden.repeat(queries.shape[1], 1))
+        )
         out[some, :, rows] = result.view_as(out[some, :, rows])
     return _unfold(out, k), None if lse is None else _unfold(lse, k)
 
 
 def unfused_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str,
-    bias: BlockBias | None = None, dtables: TableGradients | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dV = Pᵀ dO,  dS = act'(S) ∘ dO Vᵀ,  dQ = scale · dS K,  dK = dSᵀ (scale · Q). dS is also added to the gradients of bias tables."""
-    queries, grads, keys, values = _fold(q * scale, k), _fold(do, k), k.flatten(0, 1), v.flatten(0, 1)
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    num_targets: int,
+    scale: float,
+    activation: str,
+    bias: BlockBias | None = None,
+    dtables: TableGradients | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dV = Pᵀ dO,  dS = act'(S) ∘ dO Vᵀ,  dQ = scale · dS K,  dK = dSᵀ (scale · Q). dS is also
+    added to the gradients of bias tables."""
+    queries, grads, keys, values = (
+        _fold(q * scale, k),
+        _fold(do, k),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+    )
     finite = mask is None or _are_finite(queries, grads, keys)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
@@ -177,29 +261,38 @@ def _ds(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation
 
 
 def _are_finite(*operands: Tensor) -> bool:
-    """False if an element is not finite, or if a norm overflows. The norm needs no temporary tensor."""
+    """False if an element is not finite, or if a norm overflows. The norm needs no temporary
+    tensor."""
     return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
 
 
 def dot_products_are_finite(scale: float, *operands: Tensor) -> bool:
     """False if an element, or a dot product of rows of two operands, may not be finite.
 
-    torch's fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives NaN for such values.
+    torch's fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives
+    NaN for such values.
     """
     bound = math.prod(1 + float(torch.linalg.vector_norm(x)) for x in operands)
     return bound * (1 + abs(scale)) < torch.finfo(operands[0].dtype).max
 
 
 def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Boolean `[..., rows]`: the row of x `[..., rows, D]`, or one of its dot products with finite rows of `other`, may not be finite."""
+    """Boolean `[..., rows]`: the row of x `[..., rows, D]`, or one of its dot products with finite
+    rows of `other`, may not be finite."""
     norms = torch.linalg.vector_norm(x, dim=-1)
     if other is not None:
-        norms = norms * ((1 + abs(scale)) * (1 + torch.linalg.vector_norm(other, dim=-1).nan_to_num(0.0, posinf=0.0).amax()))
+        norms = norms * (
+            (1 + abs(scale))
+            * (1 + torch.linalg.vector_norm(other, dim=-1).nan_to_num(0.0, posinf=0.0).amax())
+        )
     return ~norms.isfinite()
 
 
-def _affected(q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Booleans `[segments, heads, rows]`: queries that are bad or see a bad key, and keys that such a query sees."""
+def _affected(
+    q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int
+) -> tuple[Tensor, Tensor]:
+    """Booleans `[segments, heads, rows]`: queries that are bad or see a bad key, and keys that such
+    a query sees."""
     group = q.shape[1] // k.shape[1]
     rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
     keys_affected = torch.zeros_like(keys, dtype=torch.bool)
@@ -215,9 +308,11 @@ def _clear(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
-    """p `[some, M, N]` @ x `[some, N, D]` without the hidden pairs `[M, N]`: p is 0 there, but 0 · NaN and 0 · inf are NaN.
+    """p `[some, M, N]` @ x `[some, N, D]` without the hidden pairs `[M, N]`: p is 0 there, but 0 ·
+    NaN and 0 · inf are NaN.
 
-    The finite elements of x are multiplied. Then visible elements that are not finite set the result to +inf, -inf or NaN.
+    The finite elements of x are multiplied. Then visible elements that are not finite set the
+    result to +inf, -inf or NaN.
     """
     not_finite = ~x.isfinite()
     terms = (~hidden).to(x.dtype) @ not_finite.to(x.dtype)
@@ -227,18 +322,26 @@ def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:
-    """Slices of the query rows: at most `at_a_time` rows, and fewer if they have more than MOST_SCORES scores."""
+    """Slices of the query rows: at most `at_a_time` rows, and fewer if they have more than
+    MOST_SCORES scores."""
     num_queries = q.shape[2]
     at_a_time = max(1, min(at_a_time, MOST_SCORES * k.shape[1] // (q.shape[1] * k.shape[2])))
     for start in range(0, num_queries, at_a_time):
         yield slice(start, min(start + at_a_time, num_queries))
 
 
-def _blocks(q: Tensor, k: Tensor, mask: AttentionMask, num_targets: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks: query rows, the range of columns that at least one of them sees, and a boolean `[rows, columns]`, True where hidden."""
+def _blocks(
+    q: Tensor, k: Tensor, mask: AttentionMask, num_targets: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks: query rows, the range of columns that at least one of them sees, and a boolean
+    `[rows, columns]`, True where hidden."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     for rows in _row_blocks(q, k, ROWS):
-        keep = mask.rule(torch.arange(rows.start, rows.stop, device="cpu") + (num_keys - num_queries), num_keys, num_targets)
+        keep = mask.rule(
+            torch.arange(rows.start, rows.stop, device="cpu") + (num_keys - num_queries),
+            num_keys,
+            num_targets,
+        )
         seen = keep.any(0).nonzero()
         if len(seen):
             columns = slice(int(seen[0]), int(seen[-1]) + 1)
@@ -252,10 +355,15 @@ def _unmasked_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, None]
         yield rows, slice(0, num_keys), None
 
 
-def _pieces(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
-    """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the fields of a block."""
+def _pieces(
+    q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
+) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
+    """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the
+    fields of a block."""
     segments, kv_heads = k.shape[:2]
-    for rows, columns, hidden in _unmasked_blocks(q, k) if mask is None else _blocks(q, k, mask, num_targets):
+    for rows, columns, hidden in (
+        _unmasked_blocks(q, k) if mask is None else _blocks(q, k, mask, num_targets)
+    ):
         scores = q.shape[1] // kv_heads * (rows.stop - rows.start) * (columns.stop - columns.start)
         at_a_time = max(1, SCORES_AT_A_TIME // scores)
         for start in range(0, segments * kv_heads, at_a_time):
@@ -263,7 +371,8 @@ def _pieces(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) 
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:
-    """x as `[segments · key heads, group, rows, dim]`: query heads that share a key head are together, so keys are not repeated."""
+    """x as `[segments · key heads, group, rows, dim]`: query heads that share a key head are
+    together, so keys are not repeated."""
     return x.unflatten(1, (k.shape[1], -1)).flatten(0, 1)
 
 

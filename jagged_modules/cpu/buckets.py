@@ -1,4 +1,5 @@
-"""Groups of segments with equal lengths, which batched GEMMs compute together without padding. Shared by the CPU operators."""
+"""Groups of segments with equal lengths, which batched GEMMs compute together without padding.
+Shared by the CPU operators."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 
 softmax_gradient = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage] - torch's __init__ does not declare it
-GATHERED = 2048  # up to this many elements, gathering a scattered segment costs less than a GEMM of its own
+# up to this many elements, gathering a scattered segment costs less than a GEMM of its own
+GATHERED = 2048
 
 
 class Rows(NamedTuple):
-    """Rows of segments of equal length: a slice if the segments are adjacent, otherwise row indices.
+    """Rows of segments of equal length: a slice if the segments are adjacent, otherwise row
+    indices.
 
-    copied: `take` returns a contiguous copy. Otherwise the order of sums in a GEMM could depend on alignment and strides.
+    copied: `take` returns a contiguous copy. Otherwise the order of sums in a GEMM could depend on
+    alignment and strides.
     """
 
     rows: slice | Tensor
@@ -32,10 +36,17 @@ class Rows(NamedTuple):
     def of(cls, starts: tuple[int, ...], length: int, copied: bool = False) -> Rows:
         if _adjoin(starts, length):
             return cls(slice(starts[0], starts[-1] + length), length, copied)
-        return cls((torch.tensor(starts, device="cpu")[:, None] + torch.arange(length, device="cpu")).flatten(), length, copied)
+        return cls(
+            (
+                torch.tensor(starts, device="cpu")[:, None] + torch.arange(length, device="cpu")
+            ).flatten(),
+            length,
+            copied,
+        )
 
     def take(self, x: Tensor) -> Tensor:
-        """The rows of x `[rows, ...]` as `[segments, length, ...]`. A view if they are a slice and not copied."""
+        """The rows of x `[rows, ...]` as `[segments, length, ...]`. A view if they are a slice and
+        not copied."""
         x = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
         x = x.clone(memory_format=torch.contiguous_format) if self.copied else x
         return x.view(x.shape[0] // self.length, self.length, *x.shape[1:])
@@ -50,7 +61,8 @@ class Rows(NamedTuple):
 
 
 def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Rows, ...]]:
-    """Groups of segments whose lengths are equal in each of the offsets `[B + 1]`. A group is one `Rows` per offsets.
+    """Groups of segments whose lengths are equal in each of the offsets `[B + 1]`. A group is one
+    `Rows` per offsets.
 
     Segments with a length of 0 are left out. batch_invariant: one segment per group.
     """
@@ -61,9 +73,14 @@ def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Ro
         if all(lengths):
             starts[lengths].append(firsts)
     for lengths, segments in starts.items():
-        together = not batch_invariant and (max(lengths) <= GATHERED or all(map(_adjoin, zip(*segments), lengths)))
+        together = not batch_invariant and (
+            max(lengths) <= GATHERED or all(map(_adjoin, zip(*segments), lengths))
+        )
         for some in [segments] if together else zip(segments):
-            yield tuple(Rows.of(firsts, length, batch_invariant) for firsts, length in zip(zip(*some), lengths))
+            yield tuple(
+                Rows.of(firsts, length, batch_invariant)
+                for firsts, length in zip(zip(*some), lengths)
+            )
 
 
 def _adjoin(starts: tuple[int, ...], length: int) -> bool:

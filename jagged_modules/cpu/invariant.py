@@ -1,7 +1,8 @@
 """CPU operators for `batch_invariant`. They compute one matrix or one row at a time.
 
-For a whole batch, torch splits a GEMM or a pointwise function into blocks by its size, and the elements at a block's edge take other
-instructions than those inside. A matrix or row that is copied and computed alone has results that do not depend on the batch.
+For a whole batch, torch splits a GEMM or a pointwise function into blocks by its size, and the
+elements at a block's edge take other instructions than those inside. A matrix or row that is copied
+and computed alone has results that do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def _batched_matmul_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, Tenso
     """dW is a sum over the batch, so it is computed as one GEMM: it cannot be batch-invariant."""
     weight, x = ctx.saved_tensors
     wants_weight, wants_x = ctx.needs_input_grad
-    return weight_gradient(do, x) if wants_weight else None, batched_matmul_cpu(weight.mT, do) if wants_x else None
+    return weight_gradient(do, x) if wants_weight else None, batched_matmul_cpu(
+        weight.mT, do
+    ) if wants_x else None
 
 
 def _setup_pointwise(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Linear compression in plain torch, as one GEMM per level whose results are gathered and added. The CPU path."""
+"""Linear compression in plain torch, as one GEMM per level whose results are gathered and added.
+The CPU path."""
 
 from __future__ import annotations
 
@@ -14,14 +15,23 @@ from .invariant import batched_matmul_cpu, weight_gradient
 
 
 def linear_compress_decomposed(
-    weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor], align: int = 1, batch_invariant: bool = False
+    weights: Sequence[Tensor],
+    embeddings: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    align: int = 1,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """Σ_l (W_l @ E_l)[index_l]. See `functional.linear_compress` for shapes. K is padded with zeros to a multiple of `align`.
+    """Σ_l (W_l @ E_l)[index_l]. See `functional.linear_compress` for shapes. K is padded with zeros
+    to a multiple of `align`.
 
     batch_invariant: the matrices of a level are multiplied one by one.
     """
-    matmul: Callable[[Tensor, Tensor], Tensor] = batched_matmul_cpu if batch_invariant else _SharedWeightMatmul.apply
-    *shared, out = (matmul(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings))
+    matmul: Callable[[Tensor, Tensor], Tensor] = (
+        batched_matmul_cpu if batch_invariant else _SharedWeightMatmul.apply
+    )
+    *shared, out = (
+        matmul(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings)
+    )
     for level, index in zip(shared, indices):
         out = out + level.index_select(0, index)
     return out
@@ -29,11 +39,16 @@ def linear_compress_decomposed(
 
 def _pad(weight: Tensor, embedding: Tensor, align: int) -> tuple[Tensor, Tensor]:
     missing = -weight.shape[1] % align
-    return (functional.pad(weight, (0, missing)), functional.pad(embedding, (0, 0, 0, missing))) if missing else (weight, embedding)
+    return (
+        (functional.pad(weight, (0, missing)), functional.pad(embedding, (0, 0, 0, missing)))
+        if missing
+        else (weight, embedding)
+    )
 
 
 class _SharedWeightMatmul(torch.autograd.Function):
-    """W @ E[b] for each b. Autograd would compute dW as B matrices `[M, K]` and sum them; this class computes it as one GEMM."""
+    """W @ E[b] for each b. Autograd would compute dW as B matrices `[M, K]` and sum them; this
+    class computes it as one GEMM."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, embedding: Tensor) -> Tensor:
@@ -51,6 +66,7 @@ class _SharedWeightMatmul(torch.autograd.Function):
 
 
 def _multiply(weight: Tensor, x: Tensor) -> Tensor:
-    """weight @ x[b] for each b. torch.bmm would multiply expanded or strided matrices one by one, each of them in all threads."""
+    """weight @ x[b] for each b. torch.bmm would multiply expanded or strided matrices one by one,
+    each of them in all threads."""
     weight, x = contiguous_last_dim(weight), contiguous_last_dim(x)
     return torch.bmm(weight.expand(x.shape[0], -1, -1), x)

@@ -1,8 +1,10 @@
-"""The CPU path of the jagged matrix multiplications and softmaxes. Segments with equal lengths are computed together, without padding.
+"""The CPU path of the jagged matrix multiplications and softmaxes. Segments with equal lengths are
+computed together, without padding.
 
-All operators work on a flat buffer p. In it, segment b is a row-major matrix `[N_b, M_b]`: the scores of N_b rows of x with M_b rows of
-y. A flattened jagged tensor `[L, D]` is such a buffer too, with matrices of N_b rows and D columns. The gradients of the two matrix
-multiplications are again these operators. batch_invariant: segments are computed one by one.
+All operators work on a flat buffer p. In it, segment b is a row-major matrix `[N_b, M_b]`: the
+scores of N_b rows of x with M_b rows of y. A flattened jagged tensor `[L, D]` is such a buffer too,
+with matrices of N_b rows and D columns. The gradients of the two matrix multiplications are again
+these operators. batch_invariant: segments are computed one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ EXPONENTIAL = 16  # the time of an element of a softmax in multiplications of a 
 
 @host_operator("jagged_modules::outer_cpu")
 def outer_cpu(
-    x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int, batch_invariant: bool = False
+    x: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    total: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """p[b] = x[b] @ y[b]ᵀ: `[total]`."""
     p = x.new_zeros(total)
@@ -38,10 +46,17 @@ def outer_cpu(
 
 @host_operator("jagged_modules::matmul_cpu")
 def matmul_cpu(
-    p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, transposed: bool,
+    p: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    out_rows: int,
+    transposed: bool,
     batch_invariant: bool = False,
-) -> Tensor:  # fmt: skip
-    """out[b] = p[b] @ y[b]: `[out_rows, D]`. If transposed, out[b] = p[b]ᵀ @ y[b], where y has the rows of x."""
+) -> Tensor:
+    """out[b] = p[b] @ y[b]: `[out_rows, D]`. If transposed, out[b] = p[b]ᵀ @ y[b], where y has the
+    rows of x."""
     out = y.new_zeros(out_rows, y.shape[1])
 
     def compute(rows: Rows, columns: Rows, scores: Rows) -> None:
@@ -56,8 +71,16 @@ def matmul_cpu(
 
 
 @host_operator("jagged_modules::softmax_cpu")
-def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool, batch_invariant: bool = False) -> Tensor:
-    """Softmax of each row of p[b], or of each column if `columns`: `[total]`. 0 where all scores are -infinity."""
+def softmax_cpu(
+    p: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    columns: bool,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Softmax of each row of p[b], or of each column if `columns`: `[total]`. 0 where all scores
+    are -infinity."""
     out, dim = p.new_zeros(p.shape), 1 if columns else 2
 
     def compute(x_rows: Rows, y_rows: Rows, scores: Rows) -> None:
@@ -71,13 +94,21 @@ def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tens
 
 @host_operator("jagged_modules::softmax_backward_cpu")
 def softmax_backward_cpu(
-    grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool, batch_invariant: bool = False
+    grad: Tensor,
+    out: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    columns: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """dp = out ∘ (grad − Σ out ∘ grad), where Σ is over a row, or over a column if `columns`."""
     dp = out.new_zeros(out.shape)
 
     def compute(x_rows: Rows, y_rows: Rows, scores: Rows) -> None:
-        block, block_grad = (_take(x, scores).view(-1, x_rows.length, y_rows.length) for x in (out, grad))
+        block, block_grad = (
+            _take(x, scores).view(-1, x_rows.length, y_rows.length) for x in (out, grad)
+        )
         scores.put(dp, softmax_gradient(block_grad, block, 1 if columns else 2, block.dtype))
 
     _for_each_group(compute, EXPONENTIAL, x_offsets, y_offsets, p_offsets, batch_invariant)
@@ -85,9 +116,15 @@ def softmax_backward_cpu(
 
 
 def _for_each_group(
-    compute: Callable[[Rows, Rows, Rows], None], width: int, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, batch_invariant: bool
+    compute: Callable[[Rows, Rows, Rows], None],
+    width: int,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    batch_invariant: bool,
 ) -> None:
-    """compute(rows of x, rows of y, elements of p) for each group of segments. width: multiplications per element of p."""
+    """compute(rows of x, rows of y, elements of p) for each group of segments. width:
+    multiplications per element of p."""
 
     def compute_share(share: list[tuple[Rows, ...]]) -> None:
         for group in share:
@@ -103,12 +140,28 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
 
 
 @outer_cpu.register_fake
-def _(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int, *options: bool) -> Tensor:
+def _(
+    x: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    total: int,
+    *options: bool,
+) -> Tensor:
     return x.new_empty(total)
 
 
 @matmul_cpu.register_fake
-def _(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, *options: bool) -> Tensor:
+def _(
+    p: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    out_rows: int,
+    *options: bool,
+) -> Tensor:
     return y.new_empty(out_rows, y.shape[1])
 
 
@@ -142,12 +195,17 @@ def _setup_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _matmul_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-    """dp[b] = do[b] @ y[b]ᵀ and dy[b] = p[b]ᵀ @ do[b]. If transposed, dp[b] = y[b] @ do[b]ᵀ and dy[b] = p[b] @ do[b]."""
+    """dp[b] = do[b] @ y[b]ᵀ and dy[b] = p[b]ᵀ @ do[b]. If transposed, dp[b] = y[b] @ do[b]ᵀ and
+    dy[b] = p[b] @ do[b]."""
     p, y, *offsets = ctx.saved_tensors
     wants_p, wants_y, *_ = ctx.needs_input_grad
     pair = (y, do) if ctx.transposed else (do, y)
     dp = outer_cpu(*pair, *offsets, p.shape[0], ctx.batch_invariant) if wants_p else None
-    dy = matmul_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant) if wants_y else None
+    dy = (
+        matmul_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant)
+        if wants_y
+        else None
+    )
     return dp, dy, *[None] * 6
 
 
@@ -157,7 +215,9 @@ def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _softmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant), *[None] * 5
+    return softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant), *[
+        None
+    ] * 5
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> None:

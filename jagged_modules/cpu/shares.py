@@ -1,8 +1,9 @@
 """Divides the work of a CPU operator among threads.
 
-torch's threads meet at the end of every operator. On a busy machine each meeting waits until the system has run all of them, and
-OpenMP's threads keep a core busy while they wait. The many small operators on groups of segments then take longer than their work.
-So each operator runs in one thread, and the threads compute different groups. They meet once, and sleep while they wait.
+torch's threads meet at the end of every operator. On a busy machine each meeting waits until the
+system has run all of them, and OpenMP's threads keep a core busy while they wait. The many small
+operators on groups of segments then take longer than their work. So each operator runs in one
+thread, and the threads compute different groups. They meet once, and sleep while they wait.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import TypeVar
 import torch
 from jagged_kernels.common.one_thread import one_thread, set_threads
 
-SHARE = 2**24  # least cost of a thread's share in multiplications: 1 to 2 ms, some times as long as another thread takes to start
+# least cost of a thread's share in multiplications: 1 to 2 ms, some times as long as another thread
+# takes to start
+SHARE = 2**24
 LARGE = 2**27  # an item of this cost, about 10 ms, is worth a meeting of torch's threads
 
 Item = TypeVar("Item")
@@ -24,9 +27,14 @@ Result = TypeVar("Result")
 
 
 def in_shares(
-    compute: Callable[[list[Item]], Result], items: Sequence[Item], cost: Callable[[Item], int], threads: int, divisible: bool = True
+    compute: Callable[[list[Item]], Result],
+    items: Sequence[Item],
+    cost: Callable[[Item], int],
+    threads: int,
+    divisible: bool = True,
 ) -> list[Result]:
-    """Results of compute(items), called within `one_thread`, for up to `threads` shares of about equal cost. They depend on nothing else.
+    """Results of compute(items), called within `one_thread`, for up to `threads` shares of about
+    equal cost. They depend on nothing else.
 
     compute: may run in another thread. Items of a share keep their order.
     threads: the number outside of `one_thread`.
@@ -47,7 +55,8 @@ def in_shares(
 
 
 def _shares(items: list[Item], costs: list[int], threads: int) -> list[list[Item]]:
-    """Each item, the most expensive first, goes to the share with the least cost. Small costs are one share."""
+    """Each item, the most expensive first, goes to the share with the least cost. Small costs are
+    one share."""
     number = max(1, min(threads, len(items), sum(costs) // SHARE))
     shares: list[list[int]] = [[] for _ in range(number)]
     loads = [0] * number
@@ -67,6 +76,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not exist in
 
 
 def _in_a_thread(compute: Callable[[list[Item]], Result], share: list[Item]) -> Result:
-    # Modes belong to a thread. In inference mode, all tensors can be written, also those made in the caller's inference mode.
+    # Modes belong to a thread. In inference mode, all tensors can be written, also those made in
+    # the caller's inference mode.
     with torch.inference_mode(), one_thread():
         return compute(share)

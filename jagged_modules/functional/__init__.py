@@ -1,4 +1,5 @@
-"""The operators as functions of plain tensors. Each checks its arguments, selects an implementation by device, and calls it."""
+"""The operators as functions of plain tensors. Each checks its arguments, selects an implementation
+by device, and calls it."""
 
 import torch
 
@@ -9,8 +10,20 @@ from .block_attention import block_diagonal_attention, block_diagonal_attention_
 from .layer_norm import jagged_layer_norm
 from .linear import jagged_linear
 from .linear_compress import linear_compress
-from .matmul import array_jagged_bmm_jagged_out, jagged_dense_bmm, jagged_jagged_bmm, jagged_jagged_bmm_jagged_out
-from .rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
+from .matmul import (
+    array_jagged_bmm_jagged_out,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+)
+from .rows import (
+    jagged_concat,
+    jagged_dense_add,
+    jagged_dense_mul,
+    jagged_split,
+    jagged_to_padded,
+    padded_to_jagged,
+)
 from .score_plan import ScorePlan
 from .softmax import jagged2_softmax, jagged_softmax
 from .target_attention import self_target_attention, target_attention
@@ -41,4 +54,5 @@ __all__ = [
 ]
 __doc__ = f"{__doc__}\n\nSupported dtypes:\n\n{dtype_table()}\n"
 for _name in __all__[1:]:
-    torch.fx.wrap(_name)  # by name, because callers may call functions of other modules through this one
+    # by name, because callers may call functions of other modules through this one
+    torch.fx.wrap(_name)

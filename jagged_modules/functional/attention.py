@@ -23,7 +23,13 @@ from ..settings import backward_workspace, is_batch_invariant
 from ..tracing import is_symbolic
 from ..validation import check_tensor, normal_form, refuse_transforms, values_are_checkable
 from .attention_bias import check_bias, with_bias
-from .attention_checks import AttentionSegments, check_attention, check_output_scale, check_schedule, check_segments
+from .attention_checks import (
+    AttentionSegments,
+    check_attention,
+    check_output_scale,
+    check_schedule,
+    check_segments,
+)
 from .paged_keys import paged_keys
 from .segment_scale import expand_to_rows
 from .tail import may_have_tail, padded_to
@@ -42,67 +48,103 @@ def jagged_attention(
     max_seqlen_kv: int | None = None,
     activation: str = "softmax",
     scale: float | None = None,
-    output_scale: float | Tensor = 1,  # an int, because torch.compile makes a symbol of a float default
+    # an int, because torch.compile makes a symbol of a float default
+    output_scale: float | Tensor = 1,
     mask: AttentionMask | None = None,
     bias: RelativeBias | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
     pages: Pages | None = None,
 ) -> Tensor:
-    """Attention within the segments of jagged tensors: activation(scale · q kᵀ + bias) · output_scale · v for every segment and head.
+    """Attention within the segments of jagged tensors: activation(scale · q kᵀ + bias) ·
+    output_scale · v for every segment and head.
 
-    Gradients flow to q, k, v and a tensor output_scale. The result of a query row that sees no key is 0. Nothing is padded, and an operand
-    that all segments share is not replicated. Blocks of keys that the mask hides from a whole tile of queries are skipped.
+    Gradients flow to q, k, v and a tensor output_scale. The result of a query row that sees no key
+    is 0. Nothing is padded, and an operand that all segments share is not replicated. Blocks of
+    keys that the mask hides from a whole tile of queries are skipped.
 
     Args:
-        q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
-        k: `[Lk, Hkv, D]`, same dtype as q. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
+        q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of
+            a packed projection are read in place.
+        k: `[Lk, Hkv, D]`, same dtype as q. H is a multiple of Hkv; query head h reads key head h //
+            (H / Hkv).
         v: `[Lk, Hkv, Dv]`, same dtype. D and Dv are 1 to 256.
-        q_offsets: int32 or int64, on q's device or the host. One of: `[B + 1]`; "shared": all segments use all rows of q `[S, H, D]`;
-            `[n · B + 1]`: n query groups of B segments. Segments b, B + b, 2B + b, ... of q then read the keys and values of segment b,
-            which are not copied.
-        kv_offsets: the same for k and v. One of: `[B + 1]`; None: q_offsets (self-attention); "shared": all segments use all rows of k
-            and v.
-        max_seqlen_q, max_seqlen_kv: lengths of the longest segments, in rows. Host offsets are checked against them; nothing is truncated.
-        activation: "softmax", or a pointwise function of each score: "identity", "relu", "relu_squared", "leaky_relu" (slope 0.01), "silu",
-            "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
-        scale: factor of q kᵀ before the activation; 1/sqrt(D) if None. torch.compile recompiles for another number: multiply q by one that
-            changes from batch to batch.
-        output_scale: factor after the activation, for example HSTU's 1/N: a number, or a tensor `[B]`, one number for each segment of q.
-            Must be 1 with softmax. With a tensor, fp16 operands are computed in fp32 if segments share keys. In a graph of torch.compile, a
+        q_offsets: int32 or int64, on q's device or the host. One of: `[B + 1]`; "shared": all
+            segments use all rows of q `[S, H, D]`; `[n · B + 1]`: n query groups of B segments.
+            Segments b, B + b, 2B + b, ... of q then read the keys and values of segment b, which
+            are not copied.
+        kv_offsets: the same for k and v. One of: `[B + 1]`; None: q_offsets (self-attention);
+            "shared": all segments use all rows of k and v.
+        max_seqlen_q, max_seqlen_kv: lengths of the longest segments, in rows. Host offsets are
+            checked against them; nothing is truncated.
+        activation: "softmax", or a pointwise function of each score: "identity", "relu",
+            "relu_squared", "leaky_relu" (slope 0.01), "silu", "gelu", "gelu_tanh", "gelu_taylor"
+            (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
+        scale: factor of q kᵀ before the activation; 1/sqrt(D) if None. torch.compile recompiles for
+            another number: multiply q by one that changes from batch to batch.
+        output_scale: factor after the activation, for example HSTU's 1/N: a number, or a tensor
+            `[B]`, one number for each segment of q. Must be 1 with softmax. With a tensor, fp16
+            operands are computed in fp32 if segments share keys. In a graph of torch.compile, a
             number that changes from batch to batch becomes a tensor.
-        mask: which keys each query row sees; all if None. Must be None with shared keys or several query groups.
-        bias: learned biases of the scores by relative position and time, on q's device. Its tables get gradients. Must be None with shared
+        mask: which keys each query row sees; all if None. Must be None with shared keys or several
+            query groups.
+        bias: learned biases of the scores by relative position and time, on q's device. Its tables
+            get gradients. Must be None with shared
             queries or keys, or several query groups: their rows have no position.
-        schedule: the tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. If None, it is built from the offsets,
-            without a sync if they are on the device. Only the kernels use it.
-        implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability 9.0, a 16-bit dtype, D and Dv that are
-            multiples of 8, both in 40 to 64 or both in 72 to 128, and rows that start at 16-byte boundaries. "auto" on CUDA uses the
-            Hopper kernels if they support the inputs and are faster, otherwise the Triton kernels. They are not faster for
-            "gelu_taylor" above D = 64, and with a bias for very short segments, "gelu_taylor", and "gelu" up to D = 64. "auto" on the
-            CPU batches segments of equal lengths.
-        pages: where the keys of each segment lie, if k and v are a storage of pages `[num_pages · page_rows, Hkv, ...]` instead of the
-            segments' rows. kv_offsets and the bias's timestamps count the keys of the segments, as without pages. The kernels read the
-            pages; the CPU path, "reference", and an autocast that changes k's dtype gather the rows first. For inference: nothing may
-            require a gradient. Must be None with shared queries or keys, or several query groups.
+        schedule: the tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`.
+            If None, it is built from the offsets, without a sync if they are on the device. Only
+            the kernels use it.
+        implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability
+            9.0, a 16-bit dtype, D and Dv that are multiples of 8, both in 40 to 64 or both in 72 to
+            128, and rows that start at 16-byte boundaries. "auto" on CUDA uses the Hopper kernels
+            if they support the inputs and are faster, otherwise the Triton kernels. They are not
+            faster for "gelu_taylor" above D = 64, and with a bias for very short segments,
+            "gelu_taylor", and "gelu" up to D = 64. "auto" on the CPU batches segments of equal
+            lengths.
+        pages: where the keys of each segment lie, if k and v are a storage of pages
+            `[num_pages · page_rows, Hkv, ...]` instead of the segments' rows. kv_offsets and the
+            bias's timestamps count the keys of the segments, as without pages. The kernels read the
+            pages; the CPU path, "reference", and an autocast that changes k's dtype gather the rows
+            first. For inference: nothing may require a gradient. Must be None with shared queries
+                or keys, or several query groups.
 
     Returns:
-        `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q. Rows behind the last segment, which only offsets on a device can have, are 0. So are
-        the gradients of such rows of q, k and v, and NaN there reaches nothing.
+        `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q. Rows behind the last segment, which only
+        offsets on a device can have, are 0. So are the gradients of such rows of q, k and v, and
+        NaN there reaches nothing.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: shapes, dtypes, devices, heads, offsets or the schedule do not match; an unknown name.
-        RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference" supports both. Also pages with a tensor
-            that requires a gradient.
+        ValueError: shapes, dtypes, devices, heads, offsets or the schedule do not match; an unknown
+            name.
+        RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference"
+            supports both. Also pages with a tensor that requires a gradient.
     """
-    for name, x, shape in (("q", q, "[Lq, H, D]"), ("k", k, "[Lk, Hkv, D]"), ("v", v, "[Lk, Hkv, Dv]")):
+    for name, x, shape in (
+        ("q", q, "[Lq, H, D]"),
+        ("k", k, "[Lk, Hkv, D]"),
+        ("v", v, "[Lk, Hkv, Dv]"),
+    ):
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     if pages is not None:
-        k, v, pages = paged_keys(pages, q, k, v, q_offsets, kv_offsets, output_scale, bias, implementation)
+        k, v, pages = paged_keys(
+            pages, q, k, v, q_offsets, kv_offsets, output_scale, bias, implementation
+        )
     q, k, v = autocast_operands(q, k, v)
-    check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
+    check_attention(
+        q,
+        k,
+        v,
+        q_offsets,
+        kv_offsets,
+        scale,
+        activation,
+        output_scale,
+        mask,
+        schedule,
+        implementation,
+    )
     if bias is not None:
         check_kind("bias", bias, RelativeBias, "a RelativeBias")
     if implementation != "reference":
@@ -111,7 +153,10 @@ def jagged_attention(
     segments = check_segments(q, kv_rows, q_offsets, kv_offsets, max_seqlen_q, max_seqlen_kv, mask)
     if bias is not None:
         if segments.q_shared or segments.share_keys:
-            raise ValueError("bias must be None where segments share queries or keys, or with several query groups: rows have no position")
+            raise ValueError(
+                "bias must be None where segments share queries or keys, or with several query"
+                " groups: rows have no position"
+            )
         bias = check_bias(bias, q, kv_rows, segments.q_offsets, segments.kv_offsets)
     has_tail = _may_have_tail(q, kv_rows, segments, pages)
     segments = segments.on(q.device)
@@ -121,17 +166,26 @@ def jagged_attention(
 
     dtype, row_scale = q.dtype, None
     if not isinstance(output_scale, Tensor) and is_symbolic(output_scale):
-        output_scale = q.new_full((segments.num_segments,), output_scale, dtype=torch.promote_types(dtype, torch.float32))
+        output_scale = q.new_full(
+            (segments.num_segments,), output_scale, dtype=torch.promote_types(dtype, torch.float32)
+        )
     if isinstance(output_scale, Tensor):
         check_output_scale(output_scale, segments.num_segments, q.device)
         output_scale = normal_form(output_scale, q.device)
-        if segments.kv_shared or (segments.groups > 1 or output_scale.requires_grad) and implementation != "reference":
-            output_scale, row_scale = _split_scale(output_scale, q, segments, batch_invariant, has_tail)
-            if dtype == torch.float16 and segments.share_keys:  # before its segment's scale is applied, a result may overflow fp16
+        if (
+            segments.kv_shared
+            or (segments.groups > 1 or output_scale.requires_grad)
+            and implementation != "reference"
+        ):
+            output_scale, row_scale = _split_scale(
+                output_scale, q, segments, batch_invariant, has_tail
+            )
+            # before its segment's scale is applied, a result may overflow fp16
+            if dtype == torch.float16 and segments.share_keys:
                 if implementation == "hopper":
                     raise ValueError(
-                        "implementation 'hopper' takes no tensor output_scale in fp16 where segments share keys: "
-                        "use bf16, a number, or 'auto'"
+                        "implementation 'hopper' takes no tensor output_scale in fp16 where"
+                        " segments share keys: use bf16, a number, or 'auto'"
                     )
                 q, k, v, schedule = *(x.float() for x in (q, k, v)), None
     if segments.kv_shared:  # query rows do not interact, so all of them form one segment
@@ -147,7 +201,11 @@ def jagged_attention(
         output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale),
         batch_invariant=batch_invariant,
         table_gradients=False,
-        num_targets=None if mask is None or mask.num_targets is None else normal_form(mask.num_targets, q.device),
+        num_targets=(
+            None
+            if mask is None or mask.num_targets is None
+            else normal_form(mask.num_targets, q.device)
+        ),
         segment_scale=output_scale if isinstance(output_scale, Tensor) else None,
     )
     if bias is not None and implementation != "reference":
@@ -155,43 +213,73 @@ def jagged_attention(
     offsets = segments.q_offsets, segments.kv_offsets
     if implementation == "reference":
         out = attention_reference(
-            q, k, v, *offsets, scale=params.scale, q_shared=params.q_shared, activation=activation, mask=mask, output_scale=output_scale,
+            q,
+            k,
+            v,
+            *offsets,
+            scale=params.scale,
+            q_shared=params.q_shared,
+            activation=activation,
+            mask=mask,
+            output_scale=output_scale,
             bias=bias,
-        )  # fmt: skip
+        )
         out = out if segments.q_shared else padded_to(out, q.shape[0])
     elif implementation == "auto" and q.device.type != "cuda":
         out, _ = attention_cpu(q, k, v, *offsets, *params)
     else:
-        out = _attention_by_kernels(q, k, v, segments, params, schedule, implementation, workspace, has_tail, pages)
+        out = _attention_by_kernels(
+            q, k, v, segments, params, schedule, implementation, workspace, has_tail, pages
+        )
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
-def attend_unchecked(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float) -> Tensor:
-    """`jagged_attention` with softmax, of operands and offsets on one device that are known to match."""
+def attend_unchecked(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float
+) -> Tensor:
+    """`jagged_attention` with softmax, of operands and offsets on one device that are known to
+    match."""
     refuse_transforms("jagged_attention does")
     q, k, v = autocast_operands(q, k, v)
-    params = AttentionParams(scale, False, "softmax", None, 1.0, is_batch_invariant("auto"), False, None, None)
+    params = AttentionParams(
+        scale, False, "softmax", None, 1.0, is_batch_invariant("auto"), False, None, None
+    )
     if q.device.type != "cuda":
         return attention_cpu(q, k, v, q_offsets, kv_offsets, *params)[0]
     segments = AttentionSegments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
-    return _attention_by_kernels(q, k, v, segments, params, None, "auto", backward_workspace.current(), has_tail=False)
+    return _attention_by_kernels(
+        q, k, v, segments, params, None, "auto", backward_workspace.current(), has_tail=False
+    )
 
 
-def _may_have_tail(q: Tensor, kv_rows: int, segments: AttentionSegments, pages: Pages | None) -> bool:
-    """Whether there may be rows behind the last segment of queries or keys. Shared operands and pages have none."""
+def _may_have_tail(
+    q: Tensor, kv_rows: int, segments: AttentionSegments, pages: Pages | None
+) -> bool:
+    """Whether there may be rows behind the last segment of queries or keys. Shared operands and
+    pages have none."""
     sides = [] if segments.q_shared else [("q_offsets", segments.q_offsets, q.shape[0])]
-    if not segments.kv_shared and pages is None and not (sides and segments.kv_offsets is segments.q_offsets):
+    if (
+        not segments.kv_shared
+        and pages is None
+        and not (sides and segments.kv_offsets is segments.q_offsets)
+    ):
         sides += [("kv_offsets", segments.kv_offsets, kv_rows)]
     return any(may_have_tail(*side, q.device) for side in sides)
 
 
 def _split_scale(
-    output_scale: Tensor, q: Tensor, segments: AttentionSegments, batch_invariant: bool, has_tail: bool
+    output_scale: Tensor,
+    q: Tensor,
+    segments: AttentionSegments,
+    batch_invariant: bool,
+    has_tail: bool,
 ) -> tuple[Tensor, Tensor]:
-    """output_scale `[B]` as a product of two factors: one that the kernels apply before they round, and the rest, in fp32 or fp64.
+    """output_scale `[B]` as a product of two factors: one that the kernels apply before they round,
+    and the rest, in fp32 or fp64.
 
-    The kernels compute no gradient for their factor, so it is detached. Segments that share keys may be in one tile, for which the kernels
-    have one factor: a power of two above the largest finite scale of the batch, or 1 if batch-invariant.
+    The kernels compute no gradient for their factor, so it is detached. Segments that share keys
+    may be in one tile, for which the kernels have one factor: a power of two above the largest
+    finite scale of the batch, or 1 if batch-invariant.
 
     Returns:
         The kernels' factor, for each of their segments, and the rest for each row of the output.
@@ -201,7 +289,8 @@ def _split_scale(
     factor = output_scale.detach()
     if segments.share_keys and batch_invariant:
         factor = factor.new_ones(())
-    elif segments.share_keys:  # scaling by a power of two is exact, so no result depends on another segment's scale
+    # scaling by a power of two is exact, so no result depends on another segment's scale
+    elif segments.share_keys:
         largest = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
         factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
     factor = torch.where(factor == 0, 1, factor)
@@ -222,14 +311,24 @@ def _attention_by_kernels(
     has_tail: bool,
     pages: Pages | None = None,
 ) -> Tensor:
-    """Attention by the portable or the Hopper kernels, which `op.attention` selects. Makes what they take: operands with a contiguous last
-    dimension, a positive scale and a schedule."""
+    """Attention by the portable or the Hopper kernels, which `op.attention` selects. Makes what
+    they take: operands with a contiguous last dimension, a positive scale and a schedule."""
     from jagged_kernels.attention.op import attention, paged_attention
 
-    device, kv_shared, kv_rows = q.device, segments.kv_shared, k.shape[0] if pages is None else pages.num_rows
+    device, kv_shared, kv_rows = (
+        q.device,
+        segments.kv_shared,
+        k.shape[0] if pages is None else pages.num_rows,
+    )
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
-    # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by the scale.
-    if params.scale <= 0 and params.activation == "softmax" or params.has_bias and abs(params.scale) < SMALLEST_SCALE:
+    # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by
+    # the scale.
+    if (
+        params.scale <= 0
+        and params.activation == "softmax"
+        or params.has_bias
+        and abs(params.scale) < SMALLEST_SCALE
+    ):
         q, params = q * params.scale, params._replace(scale=1.0)
     q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
     if params.segment_scale is not None:
@@ -248,26 +347,65 @@ def _attention_by_kernels(
         )
         q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
         schedule = device_schedule(
-            problem, q_offsets, kv_offsets, q_rows, kv_rows, num_heads=q.shape[1], num_kv_heads=k.shape[1],
-            mask=params.mask, num_targets=params.num_targets, backward=False,
-        )  # fmt: skip
+            problem,
+            q_offsets,
+            kv_offsets,
+            q_rows,
+            kv_rows,
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            mask=params.mask,
+            num_targets=params.num_targets,
+            backward=False,
+        )
     else:
         schedule = schedule.to(device, non_blocking=True)
         if values_are_checkable(schedule.num_tiles):
             check_schedule(schedule, q_offsets, kv_offsets)
     if pages is not None:
         return paged_attention(
-            q, k, v, q_offsets, kv_offsets, normal_form(pages.table, device), pages.page_rows, pages.num_rows,
-            schedule.tiles, schedule.num_tiles, schedule.block_m, implementation, *params, has_tail,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            q_offsets,
+            kv_offsets,
+            normal_form(pages.table, device),
+            pages.page_rows,
+            pages.num_rows,
+            schedule.tiles,
+            schedule.num_tiles,
+            schedule.block_m,
+            implementation,
+            *params,
+            has_tail,
+        )
     keys = schedule.backward
     if keys is not None and not keys.ascending:
-        masked, causal = params.mask is not None, params.mask is not None and MaskParams(*params.mask).is_causal
+        masked, causal = (
+            params.mask is not None,
+            params.mask is not None and MaskParams(*params.mask).is_causal,
+        )
         num_segments = kv_offsets.shape[0] - 1
-        if one_pass_may_run(LoopedSide(*q.shape), k.shape[0], k.shape[1], num_segments, masked, causal):
+        if one_pass_may_run(
+            LoopedSide(*q.shape), k.shape[0], k.shape[1], num_segments, masked, causal
+        ):
             keys = None  # made for other sizes or another mask, so the backward lists its own tiles
     out, _ = attention(
-        q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,
-        schedule.block_m, keys and keys.block_m, kv_shared, implementation, workspace, *params, has_tail,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        q_offsets,
+        kv_offsets,
+        schedule.tiles,
+        schedule.num_tiles,
+        keys and keys.tiles,
+        keys and keys.num_tiles,
+        schedule.block_m,
+        keys and keys.block_m,
+        kv_shared,
+        implementation,
+        workspace,
+        *params,
+        has_tail,
+    )
     return out

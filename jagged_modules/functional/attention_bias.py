@@ -1,4 +1,5 @@
-"""The bias argument of attention: its checks, and its place among the arguments of the registered operators."""
+"""The bias argument of attention: its checks, and its place among the arguments of the registered
+operators."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from ..bias import RelativeBias
 from ..validation import normal_form, values_are_checkable
 
 
-def check_bias(bias: RelativeBias, q: Tensor, kv_rows: int, q_offsets: Tensor, kv_offsets: Tensor) -> RelativeBias:
-    """Check the bias against the operands and, if their values may be read, the offsets. Returns it with boundaries."""
+def check_bias(
+    bias: RelativeBias, q: Tensor, kv_rows: int, q_offsets: Tensor, kv_offsets: Tensor
+) -> RelativeBias:
+    """Check the bias against the operands and, if their values may be read, the offsets. Returns it
+    with boundaries."""
     bias = bias.with_boundaries()
     num_segments = q_offsets.shape[0] - 1
     for name in ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"):
@@ -20,28 +24,50 @@ def check_bias(bias: RelativeBias, q: Tensor, kv_rows: int, q_offsets: Tensor, k
             raise ValueError(f"bias.{name} must be on q's device, {q.device}, got {x.device}")
     for name, table in (("position", bias.position), ("time", bias.time)):
         if table is not None and table.dim() == 2 and table.shape[0] != q.shape[1]:
-            raise ValueError(f"bias.{name} must have one row for each of q's {q.shape[1]} heads, got {table.shape[0]}")
+            raise ValueError(
+                f"bias.{name} must have one row for each of q's {q.shape[1]} heads, got"
+                f" {table.shape[0]}"
+            )
     of_keys, of_queries = (bias.timestamps, "k", kv_rows), (bias.query_timestamps, "q", q.shape[0])
     for name, (x, owner, rows) in (("timestamps", of_keys), ("query_timestamps", of_queries)):
         if x is not None and x.shape[0] != rows:
-            raise ValueError(f"bias.{name} must have one element for each of {owner}'s rows, {rows}, got {x.shape[0]}")
+            raise ValueError(
+                f"bias.{name} must have one element for each of {owner}'s rows, {rows}, got"
+                f" {x.shape[0]}"
+            )
     if bias.query_shift is not None and bias.query_shift.shape[0] != num_segments:
-        raise ValueError(f"bias.query_shift must have shape [B] = [{num_segments}], got {list(bias.query_shift.shape)}")
+        raise ValueError(
+            f"bias.query_shift must have shape [B] = [{num_segments}], got"
+            f" {list(bias.query_shift.shape)}"
+        )
     if bias.max_seqlen is None:
         return bias
     for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
-        if values_are_checkable(offsets) and offsets.shape[0] > 1 and int(offsets.diff().max()) > bias.max_seqlen:
+        if (
+            values_are_checkable(offsets)
+            and offsets.shape[0] > 1
+            and int(offsets.diff().max()) > bias.max_seqlen
+        ):
             longest = int(offsets.diff().max())
-            raise ValueError(f"{name} must have segments of at most {bias.max_seqlen} rows, those of bias.position, got {longest}")
+            raise ValueError(
+                f"{name} must have segments of at most {bias.max_seqlen} rows, those of"
+                f" bias.position, got {longest}"
+            )
     return bias
 
 
 def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:
-    """params with the bias, its tables as `[H or 1, entries]` in fp32, or in fp64 with fp64 operands."""
+    """params with the bias, its tables as `[H or 1, entries]` in fp32, or in fp64 with fp64
+    operands."""
     dtype = torch.promote_types(dtype, torch.float32)
-    position, time = (None if x is None else _by_head(x.to(dtype).contiguous()) for x in (bias.position, bias.time))
+    position, time = (
+        None if x is None else _by_head(x.to(dtype).contiguous())
+        for x in (bias.position, bias.time)
+    )
     others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
-    timestamps, boundaries, query_timestamps, query_shift = (None if x is None else normal_form(x, x.device) for x in others)
+    timestamps, boundaries, query_timestamps, query_shift = (
+        None if x is None else normal_form(x, x.device) for x in others
+    )
     return params._replace(
         table_gradients=any(x is not None and x.requires_grad for x in (position, time)),
         position_bias=position,

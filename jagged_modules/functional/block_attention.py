@@ -31,22 +31,28 @@ def block_diagonal_attention(
     schedule: None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Softmax attention within blocks of `block_size` rows. Blocks are counted from the start of each segment; the last may be shorter.
+    """Softmax attention within blocks of `block_size` rows. Blocks are counted from the start of
+    each segment; the last may be shorter.
 
     Gradients flow to q, k and v.
 
     Args:
-        q: `[L, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
-        k, v: `[L, Hkv, D]`, same dtype as q. H is a multiple of Hkv. D is 1 to 256, and even with rotary.
+        q: `[L, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of
+            a packed projection are read in place.
+        k, v: `[L, Hkv, D]`, same dtype as q. H is a multiple of Hkv. D is 1 to 256, and even with
+            rotary.
         offsets: `[B + 1]` int32 or int64, on q's device or the host.
         block_size: rows of a block: 16, 32, 64 or 128.
         scale: factor of q kᵀ; 1/sqrt(D) if None.
-        rotary: rotary position embeddings of q and k, and of v if rotary.rotate is "qkv". None: no rotation.
+        rotary: rotary position embeddings of q and k, and of v if rotary.rotate is "qkv". None: no
+            rotation.
         schedule: must be None. The tiles follow from the offsets alone.
-        implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability 9.0, a 16-bit dtype, H = Hkv, and D a
-            multiple of 8 up to 128; "auto" uses it for these inputs. On the CPU, "auto" calls `jagged_attention` with one segment for each
-            block. It does the same on CUDA if a block needs more shared memory than the GPU has: blocks of 128 with D > 128 (fp32: > 32),
-            and fp32 blocks of 64 with D > 128. Before Hopper and on consumer GPUs: also all blocks of 128, and D > 128 (fp32: > 64). On
+        implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability
+            9.0, a 16-bit dtype, H = Hkv, and D a multiple of 8 up to 128; "auto" uses it for these
+            inputs. On the CPU, "auto" calls `jagged_attention` with one segment for each
+            block. It does the same on CUDA if a block needs more shared memory than the GPU has:
+            blocks of 128 with D > 128 (fp32: > 32), and fp32 blocks of 64 with D > 128. Before
+            Hopper and on consumer GPUs: also all blocks of 128, and D > 128 (fp32: > 64). On
             consumer GPUs: also fp32 with D > 32, and grouped heads with D > 64.
 
     Returns:
@@ -60,7 +66,9 @@ def block_diagonal_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]", "block_diagonal_attention", implementation)
     q, k, v = (autocast(x) for x in (q, k, v))
-    _check_block_attention(q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation)
+    _check_block_attention(
+        q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation
+    )
     factor = q.shape[2] ** -0.5 if scale is None else float(scale)
     has_tail = may_have_tail("offsets", offsets, q.shape[0], q.device)
     offsets = normal_form(offsets, q.device)
@@ -68,22 +76,36 @@ def block_diagonal_attention(
 
 
 def _block_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Rotary | None, implementation: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    block_size: int,
+    scale: float,
+    rotary: Rotary | None,
+    implementation: str,
     has_tail: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`block_diagonal_attention` without checks."""
     if _has_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention
 
         q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
         options = block_size, scale, implementation, is_batch_invariant(), has_tail
-        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), *options)
+        return triton_block_attention(
+            q, k, v, offsets, *kernel_arguments(rotary, q.device), *options
+        )
 
     dtype = q.dtype
     if rotary is not None:
-        if implementation == "reference" or not q.is_cuda:  # rotate in fp32 and round once, as the kernels do
+        # rotate in fp32 and round once, as the kernels do
+        if implementation == "reference" or not q.is_cuda:
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-        positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
+        positions = (
+            positions_in_segments(offsets, q.shape[0])
+            if rotary.positions is None
+            else rotary.positions.to(q.device)
+        )
         positions = positions.clamp(0, rotary.cos.shape[0] - 1) if has_tail else positions
         cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
@@ -93,13 +115,20 @@ def _block_attention(
 
 
 def block_diagonal_attention_packed(
-    qkv: Tensor, offsets: Tensor, *, block_size: int = 64, rotary: Rotary | None = None, implementation: str = "auto"
+    qkv: Tensor,
+    offsets: Tensor,
+    *,
+    block_size: int = 64,
+    rotary: Rotary | None = None,
+    implementation: str = "auto",
 ) -> Tensor:
-    """`block_diagonal_attention` of q, k and v packed in one tensor. The kernels write one packed gradient.
+    """`block_diagonal_attention` of q, k and v packed in one tensor. The kernels write one packed
+    gradient.
 
     Args:
         qkv: `[L, 3, H, D]`; dtypes, strides and D as for q.
-        offsets, block_size, rotary, implementation: as in `block_diagonal_attention`. The scale is 1/sqrt(D).
+        offsets, block_size, rotary, implementation: as in `block_diagonal_attention`. The scale is
+            1/sqrt(D).
 
     Returns:
         `[L, H, D]`.
@@ -116,29 +145,44 @@ def block_diagonal_attention_packed(
     has_tail = may_have_tail("offsets", offsets, qkv.shape[0], qkv.device)
     offsets, scale = normal_form(offsets, qkv.device), q.shape[2] ** -0.5
     if not _has_kernels(q, k, block_size, implementation):
-        return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation, has_tail)
+        return _block_attention(
+            q, k, v, offsets, block_size, scale, rotary, implementation, has_tail
+        )
 
     from jagged_kernels.block_attention.op import triton_block_attention_packed
 
     options = block_size, scale, implementation, is_batch_invariant(), has_tail
-    return triton_block_attention_packed(contiguous_last_dim(qkv), offsets, *kernel_arguments(rotary, qkv.device), *options)
+    return triton_block_attention_packed(
+        contiguous_last_dim(qkv), offsets, *kernel_arguments(rotary, qkv.device), *options
+    )
 
 
 def _has_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:
-    """Whether block attention runs its own kernels for these tensors, instead of `jagged_attention` with a segment for each block."""
+    """Whether block attention runs its own kernels for these tensors, instead of `jagged_attention`
+    with a segment for each block."""
     if not uses_kernels(q.device, implementation):
         return False
 
     from jagged_kernels.common.ops import capability
 
     group = q.shape[1] // k.shape[1]
-    return has_kernels(q.shape[2], q.element_size(), capability(q.device), block_size, group, implementation)
+    return has_kernels(
+        q.shape[2], q.element_size(), capability(q.device), block_size, group, implementation
+    )
 
 
 def _check_block_attention(
-    q: Tensor, k: Tensor, v: Tensor, name: str, offsets: Tensor, block_size: int, scale: float | None, rotary: Rotary | None,
-    schedule: None, implementation: str,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    name: str,
+    offsets: Tensor,
+    block_size: int,
+    scale: float | None,
+    rotary: Rotary | None,
+    schedule: None,
+    implementation: str,
+) -> None:
     """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`."""
     check_offsets("offsets", offsets, q.shape[0])
     check_device("offsets", offsets, q.device, possessive(name))
@@ -146,7 +190,10 @@ def _check_block_attention(
     if implementation != "reference":
         refuse_transforms("block_diagonal_attention does")
     if v.shape != k.shape or k.shape[0] != q.shape[0]:
-        raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
+        raise ValueError(
+            f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and"
+            f" {list(v.shape)}"
+        )
     check_size("block_size", block_size)
     if block_size not in BLOCKS:
         raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")

@@ -1,4 +1,5 @@
-"""Concatenation of two tensors along their rows, without a copy if they are adjacent in one buffer."""
+"""Concatenation of two tensors along their rows, without a copy if they are adjacent in one
+buffer."""
 
 from __future__ import annotations
 
@@ -11,21 +12,28 @@ from ..validation import transforms_are_active
 
 
 def joined_rows(x: Tensor, y: Tensor) -> Tensor:
-    """The rows of x `[N, ...]` followed by those of y `[M, ...]`. A view if y follows x in memory, otherwise a copy."""
+    """The rows of x `[N, ...]` followed by those of y `[M, ...]`. A view if y follows x in memory,
+    otherwise a copy."""
     if torch.compiler.is_compiling() or transforms_are_active() or not _adjoin(x, y):
         return torch.cat([x, y])
     return _JoinedRows.apply(x, y)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
 def _adjoin(x: Tensor, y: Tensor) -> bool:
-    same = x.dtype == y.dtype and x.device == y.device and x.shape[1:] == y.shape[1:] and x.stride() == y.stride()
+    same = (
+        x.dtype == y.dtype
+        and x.device == y.device
+        and x.shape[1:] == y.shape[1:]
+        and x.stride() == y.stride()
+    )
     if not same or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
         return False
     return x.stride(0) > 0 and y.storage_offset() == x.storage_offset() + x.shape[0] * x.stride(0)
 
 
 class _JoinedRows(torch.autograd.Function):
-    """A view over x and y. Needed because the gradient of torch's x.as_strided flows to x only, not to y."""
+    """A view over x and y. Needed because the gradient of torch's x.as_strided flows to x only, not
+    to y."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

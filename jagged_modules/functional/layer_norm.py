@@ -11,8 +11,11 @@ from ..scalars import check_number
 from ..validation import check_tensor
 
 
-def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """torch.nn.functional.layer_norm of each row of x, with HSTU's eps as default. Rows are independent, so it takes no offsets.
+def jagged_layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
+    """torch.nn.functional.layer_norm of each row of x, with HSTU's eps as default. Rows are
+    independent, so it takes no offsets.
 
     Args:
         x: `[L, D]` fp64, fp32, fp16 or bf16.
@@ -23,8 +26,8 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
         `[L, D]`.
 
     Raises:
-        TypeError, ValueError: x is not a floating-point tensor `[L, D]`; weight or bias is not `[D]` of x's dtype on x's device; eps is not
-            a number, or negative.
+        TypeError, ValueError: x is not a floating-point tensor `[L, D]`; weight or bias is not
+            `[D]` of x's dtype on x's device; eps is not a number, or negative.
     """
     check_tensor("x", x, 2, "[L, D]", "jagged_layer_norm")
     check_number("eps", eps, low=0)
@@ -32,7 +35,9 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
         if tensor is not None:
             check_tensor(name, tensor, 1, "[D]", "jagged_layer_norm")
             if tensor.shape[0] != x.shape[1]:
-                raise ValueError(f"{name} must have shape [D] = [{x.shape[1]}], got {list(tensor.shape)}")
+                raise ValueError(
+                    f"{name} must have shape [D] = [{x.shape[1]}], got {list(tensor.shape)}"
+                )
             if tensor.device != x.device:
                 raise ValueError(f"{name} must be on x's device, {x.device}, got {tensor.device}")
             if autocast_dtype(tensor) != autocast_dtype(x):
@@ -44,6 +49,9 @@ def layer_norm_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     """`jagged_layer_norm` of x `[..., D]`, without checks."""
     if x.device.type != "cpu":
         return nnf.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    # torch would sum the gradients of weight and bias in x's dtype. In bf16, a sum of ones stops growing at 256.
-    weight, bias = (None if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in (weight, bias))
+    # torch would sum the gradients of weight and bias in x's dtype. In bf16, a sum of ones stops
+    # growing at 256.
+    weight, bias = (
+        None if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in (weight, bias)
+    )
     return nnf.layer_norm(x.to(compute_dtype(x)), x.shape[-1:], weight, bias, eps).to(x.dtype)

@@ -32,26 +32,31 @@ def jagged_linear(
     max_seqlen: int | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """activation(x Wᵀ + bias) with one weight for all rows, or activation(x[b] @ W[b] + bias[b]) with one weight per segment.
+    """activation(x Wᵀ + bias) with one weight for all rows, or activation(x[b] @ W[b] + bias[b])
+    with one weight per segment.
 
-    One weight for all rows uses torch's matrix multiplication. The algorithm that torch selects depends on the number of rows, so under
-    `batch_invariant` this package computes it, as one segment. A weight per segment uses `jagged_dense_bmm` with bias and activation in the
-    same kernel, rounded once.
+    One weight for all rows uses torch's matrix multiplication. The algorithm that torch selects
+    depends on the number of rows, so under `batch_invariant` this package computes it, as one
+    segment. A weight per segment uses `jagged_dense_bmm` with bias and activation in the same
+    kernel, rounded once.
 
     Args:
         x: `[L, D]`, dtypes as in `jagged_dense_bmm` (one weight: fp64 on CUDA too).
         weight: `[T, D]`, as in nn.Linear, or `[B, D, T]`, same dtype.
         bias: `[T]`, or `[B, T]` with a weight per segment, or None; same dtype.
-        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows: they say which rows are behind the last segment.
+        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows: they say which
+            rows are behind the last segment.
         activation: None, or a pointwise activation of `jagged_attention` (any but softmax).
         max_seqlen: as in `jagged_dense_bmm`; used with a weight per segment only.
-        implementation: as in `jagged_dense_bmm`. With one weight it is ignored unless `batch_invariant` is on.
+        implementation: as in `jagged_dense_bmm`. With one weight it is ignored unless
+            `batch_invariant` is on.
 
     Returns:
         `[L, T]`. Rows behind the last segment are as in `jagged_dense_bmm`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also if offsets are missing with a weight per segment.
+        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also if offsets are missing with
+            a weight per segment.
     """
     check_choice("activation", activation, (None, *POINTWISE), f"None or one of {tuple(POINTWISE)}")
     check_kind("weight", weight, Tensor, "a torch.Tensor")
@@ -70,12 +75,21 @@ def jagged_linear(
         if offsets is not None:
             check_offsets("offsets", offsets, x.shape[0], max_seqlen)
             check_device("offsets", offsets, x.device, "x's")
-            end = normal_form(offsets, x.device) if may_have_tail("offsets", offsets, x.shape[0], x.device) else None
+            end = (
+                normal_form(offsets, x.device)
+                if may_have_tail("offsets", offsets, x.shape[0], x.device)
+                else None
+            )
         if weight.shape[1] != x.shape[1]:
-            raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
+            raise ValueError(
+                f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}"
+            )
         if bias is not None and bias.shape[0] != weight.shape[0]:
-            raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
-        if end is not None:  # the rows behind it must reach neither the weight's gradient nor the result
+            raise ValueError(
+                f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}"
+            )
+        # the rows behind it must reach neither the weight's gradient nor the result
+        if end is not None:
             x = without_tail(x, end, clears_gradient=False)
         if batch_invariant:
             out = _fixed_linear(x, weight, bias, activation, implementation)
@@ -86,14 +100,26 @@ def jagged_linear(
     offsets = checked_offsets("offsets", given, x.shape[0], x, "x's", max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
-        raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")
+        raise ValueError(
+            f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}"
+        )
     has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
     if implementation != "reference" and runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, weight, bias, activation, max_seqlen, batch_invariant, has_tail)
+        return triton_jagged_dense_bmm(
+            contiguous_last_dim(x),
+            offsets,
+            weight,
+            bias,
+            activation,
+            max_seqlen,
+            batch_invariant,
+            has_tail,
+        )
     dtype = x.dtype
-    x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # the sum with the bias is rounded once, at the end
+    # the sum with the bias is rounded once, at the end
+    x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))
     if implementation == "reference":
         out = padded_to(jagged_dense_bmm_reference(x, weight, offsets), x.shape[0])
     else:
@@ -109,13 +135,21 @@ def jagged_linear(
     return (without_tail(out, offsets) if has_tail else out).to(dtype)
 
 
-def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:
-    """activation(x Wᵀ + bias), weight `[T, D]`. A row of the result has the same bits whatever the other rows of x."""
+def _fixed_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str
+) -> Tensor:
+    """activation(x Wᵀ + bias), weight `[T, D]`. A row of the result has the same bits whatever the
+    other rows of x."""
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        offsets, bias = torch.arange(2, device=x.device) * x.shape[0], None if bias is None else bias[None]
-        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, weight.mT[None], bias, activation, None, True)
+        offsets, bias = (
+            torch.arange(2, device=x.device) * x.shape[0],
+            None if bias is None else bias[None],
+        )
+        return triton_jagged_dense_bmm(
+            contiguous_last_dim(x), offsets, weight.mT[None], bias, activation, None, True
+        )
     dtype = x.dtype
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))
     out = batched_matmul_cpu(weight, x[:, :, None]).squeeze(2)

@@ -46,32 +46,40 @@ def linear_compress(
     implementation: str = "auto",
     names: dict[str, list[str]] | None = None,
 ) -> Tensor:
-    """Linear compression of the embeddings of candidates and of entities that many candidates share (users, vendors).
+    """Linear compression of the embeddings of candidates and of entities that many candidates share
+    (users, vendors).
 
         out[b] = W @ E[b]                                                        one level
-        out[b] = W_user @ E_user[user_of[b]] + W_cand @ E_cand[b]                users and candidates
-        out[b] = Σ_l W_l @ E_l[index_l[b]]                                       any number of levels, the candidates last
+        out[b] = W_user @ E_user[user_of[b]] + W_cand @ E_cand[b]                users and
+        candidates
+        out[b] = Σ_l W_l @ E_l[index_l[b]]                                       any number of
+        levels, the candidates last
 
-    One GEMM per level has that level's own batch size, and its result is added to those of the candidates. No embedding is replicated,
-    forward or backward. Gradients flow to all weights and embeddings; those of a shared level are summed over its candidates first.
+    One GEMM per level has that level's own batch size, and its result is added to those of the
+    candidates. No embedding is replicated, forward or backward. Gradients flow to all weights and
+    embeddings; those of a shared level are summed over its candidates first.
 
     Args:
-        weights: W `[M, K]`, or one `[M, K_l]` per level, coarsest first. fp32, fp16 or bf16, on the CPU also fp64. Rows that start at
-            16-byte boundaries load fastest; other weights are copied to such rows.
+        weights: W `[M, K]`, or one `[M, K_l]` per level, coarsest first. fp32, fp16 or bf16, on the
+            CPU also fp64. Rows that start at 16-byte boundaries load fastest; other weights are
+            copied to such rows.
         embeddings: E `[B, K, N]`, or one `[B_l, K_l, N]` per level, the candidates' last.
-        indices: for each level but the last, the row of that level for each of the B candidates: `[B]` int32 or int64 in any order, or
-            a `CandidateIndex`. None with one level. A row may have no candidates. Where the values are not read, on a device and under
-            torch.compile, an index out of range counts as the nearest row. A candidate of a `CandidateIndex` that belongs to no user reads
-            the last row, and adds nothing to the gradients of that level.
+        indices: for each level but the last, the row of that level for each of the B candidates:
+            `[B]` int32 or int64 in any order, or a `CandidateIndex`. None with one level. A row may
+            have no candidates. Where the values are not read, on a device and under torch.compile,
+            an index out of range counts as the nearest row. A candidate of a `CandidateIndex` that
+            belongs to no user reads the last row, and adds nothing to the gradients of that level.
         implementation: one of
             "reference": replicates all levels and computes one GEMM;
             "decomposed": one GEMM per level in torch, then gather and add;
             "padded": "decomposed" with each K padded to a multiple of 8;
-            "triton": Triton. Adds the other levels to the accumulator of the candidates' GEMM, in fp32, and rounds once;
-            "hopper": the same for compute capability 9.0, in one launch for up to two levels. Needs a 16-bit dtype, N a multiple of 8, and
-            embeddings with rows that start at 16-byte boundaries;
-            "auto": on CUDA "hopper" if it supports the operands and N > 64, else "triton"; on other devices "decomposed".
-        names: names of the arguments in error messages, one per level: a dict with any of the keys "weights", "embeddings", "indices".
+            "triton": Triton. Adds the other levels to the accumulator of the candidates' GEMM, in
+            fp32, and rounds once; "hopper": the same for compute capability 9.0, in one launch for
+            up to two levels. Needs a 16-bit dtype, N a multiple of 8, and embeddings with rows that
+            start at 16-byte boundaries; "auto": on CUDA "hopper" if it supports the operands and N
+            > 64, else "triton"; on other devices "decomposed".
+        names: names of the arguments in error messages, one per level: a dict with any of the keys
+            "weights", "embeddings", "indices".
 
     Returns:
         `[B, M, N]`.
@@ -79,17 +87,28 @@ def linear_compress(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: shapes, dtypes, devices or indices do not match.
-        RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support it. A torch.func transform (vmap, grad,
-            jvp); "reference" supports it.
+        RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support
+            it. A torch.func transform (vmap, grad, jvp); "reference" supports it.
     """
     indices = [] if indices is None else indices
-    given = dict(weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings))
+    given = dict(
+        weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings)
+    )
     given |= dict(indices=_level_names("indices", indices))
     weights, embeddings, indices = _levels(weights), _levels(embeddings), _levels(indices)
-    _check_linear_compress(weights, embeddings, indices, implementation, given["weights"], LevelNames(**given | (names or {})))
+    _check_linear_compress(
+        weights,
+        embeddings,
+        indices,
+        implementation,
+        given["weights"],
+        LevelNames(**given | (names or {})),
+    )
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
-    maps = [_index_map(x, rows, embedding.shape[0], device) for x, embedding in zip(indices, embeddings)]
+    maps = [
+        _index_map(x, rows, embedding.shape[0], device) for x, embedding in zip(indices, embeddings)
+    ]
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return linear_compress_reference(weights, embeddings, maps)
@@ -99,33 +118,56 @@ def linear_compress(
     return _compress(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
 
 
-def compress_unchecked(weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor]) -> Tensor:
+def compress_unchecked(
+    weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor]
+) -> Tensor:
     """`linear_compress` of operands on one device that are known to match."""
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     ungrouped: list[Tensor | None] = [None] * len(indices)
-    return _compress(weights, embeddings, indices, ungrouped, ungrouped, "auto", is_batch_invariant("auto"))
+    return _compress(
+        weights, embeddings, indices, ungrouped, ungrouped, "auto", is_batch_invariant("auto")
+    )
 
 
 def _compress(
-    weights: list[Tensor], embeddings: list[Tensor], maps: list[Tensor], orders: list[Tensor | None], offsets: list[Tensor | None],
-    implementation: str, batch_invariant: bool,
-) -> Tensor:  # fmt: skip
-    """All implementations but "reference". orders, offsets: as `CandidateIndex` has them, None for a map."""
+    weights: list[Tensor],
+    embeddings: list[Tensor],
+    maps: list[Tensor],
+    orders: list[Tensor | None],
+    offsets: list[Tensor | None],
+    implementation: str,
+    batch_invariant: bool,
+) -> Tensor:
+    """All implementations but "reference". orders, offsets: as `CandidateIndex` has them, None for
+    a map."""
     refuse_transforms("linear_compress does")
-    if implementation in ("decomposed", "padded") or implementation == "auto" and embeddings[-1].device.type != "cuda":
-        return linear_compress_decomposed(weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant)
+    if (
+        implementation in ("decomposed", "padded")
+        or implementation == "auto"
+        and embeddings[-1].device.type != "cuda"
+    ):
+        return linear_compress_decomposed(
+            weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant
+        )
 
     from jagged_kernels.linear_compress.op import linear_compress as launch
 
     return launch(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
 
 
-def _index_map(index: Tensor | CandidateIndex, rows: int, size: int, device: torch.device) -> Tensor:
-    """The row of a shared level of `size` rows for each of `rows` candidates. The kernels would read other memory by an index out of range,
-    or wait for a row that nothing computes, so an index that the host has not checked is clamped."""
+def _index_map(
+    index: Tensor | CandidateIndex, rows: int, size: int, device: torch.device
+) -> Tensor:
+    """The row of a shared level of `size` rows for each of `rows` candidates. The kernels would
+    read other memory by an index out of range, or wait for a row that nothing computes, so an index
+    that the host has not checked is clamped."""
     if isinstance(index, CandidateIndex):
         users = index.to(device).users(rows)
-        return users.clamp(max=size - 1) if may_have_tail("indices", index.offsets, rows, device) else users
+        return (
+            users.clamp(max=size - 1)
+            if may_have_tail("indices", index.offsets, rows, device)
+            else users
+        )
     users = normal_form(index, device)
     return users if values_are_checkable(index) else users.clamp(0, size - 1)
 
@@ -135,10 +177,12 @@ def _levels(x: Any) -> list[Any]:
 
 
 def _level_names(name: str, x: Any) -> list[str]:
-    """The caller's name of each level: `name` or `name[level]`. TypeError unless x is one level or a sequence of levels."""
+    """The caller's name of each level: `name` or `name[level]`. TypeError unless x is one level or
+    a sequence of levels."""
     if isinstance(x, (Tensor, CandidateIndex)):
         return [name]
-    if type(x) in (str, dict, set) or not hasattr(x, "__len__") or hasattr(x, "dtype"):  # an object with a dtype is an array
+    # an object with a dtype is an array
+    if type(x) in (str, dict, set) or not hasattr(x, "__len__") or hasattr(x, "dtype"):
         raise TypeError(f"{name} must be a tensor or a sequence of them, got {type(x).__name__}")
     return [f"{name}[{level}]" for level in range(len(x))]
 
@@ -153,47 +197,82 @@ def _check_linear_compress(
 ) -> None:
     """Raise unless all arguments match.
 
-    Errors about a weight call it weight_names[level]. Errors that compare another argument with it call it names.weights[level].
+    Errors about a weight call it weight_names[level]. Errors that compare another argument with it
+    call it names.weights[level].
     """
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
-        raise ValueError(f"weights and embeddings must have one entry per level, and indices one less, got {sizes}")
+        raise ValueError(
+            "weights and embeddings must have one entry per level, and indices one less, got"
+            f" {sizes}"
+        )
     for name, weight in zip(weight_names, weights):
         check_tensor(name, weight, 2, "[M, K]", "linear_compress", implementation)
         _check_alike(name, weight, weight_names[0], weights[0])
         if weight.shape[0] != weights[0].shape[0]:
-            raise ValueError(f"{name} must have {weight_names[0]}'s M, {weights[0].shape[0]}, got {weight.shape[0]}")
+            raise ValueError(
+                f"{name} must have {weight_names[0]}'s M, {weights[0].shape[0]}, got"
+                f" {weight.shape[0]}"
+            )
     for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
         name, weight_name = names.embeddings[level], names.weights[level]
         check_tensor(name, embedding, 3, "[B, K, N]", "linear_compress", implementation)
         _check_alike(name, embedding, weight_name, weight)
-        for dimension, size, owner in (("K", weight.shape[1], weight_name), ("N", embeddings[0].shape[2], names.embeddings[0])):
+        for dimension, size, owner in (
+            ("K", weight.shape[1], weight_name),
+            ("N", embeddings[0].shape[2], names.embeddings[0]),
+        ):
             if embedding.shape["BKN".index(dimension)] != size:
                 shape = f"[B, K, N] with {dimension} = {size}, that of {owner}"
                 raise ValueError(f"{name} must have shape {shape}, got {list(embedding.shape)}")
-    check_implementation(implementation, COMPRESS_IMPLEMENTATIONS, embeddings[-1].device, reads_offsets=False)
+    check_implementation(
+        implementation, COMPRESS_IMPLEMENTATIONS, embeddings[-1].device, reads_offsets=False
+    )
     for level, index in enumerate(indices):
         candidates_name, shared_name = names.embeddings[-1], names.embeddings[level]
-        _check_index(names.indices[level], index, candidates_name, embeddings[-1], shared_name, embeddings[level].shape[0])
+        _check_index(
+            names.indices[level],
+            index,
+            candidates_name,
+            embeddings[-1],
+            shared_name,
+            embeddings[level].shape[0],
+        )
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """ValueError unless both have the same device and, possibly after autocast, the same dtype."""
     if x.device != other.device:
-        raise ValueError(f"{name} must be on {possessive(other_name)} device, {other.device}, got {x.device}")
+        raise ValueError(
+            f"{name} must be on {possessive(other_name)} device, {other.device}, got {x.device}"
+        )
     if x.dtype != other.dtype and autocast_dtype(x) != autocast_dtype(other):
-        raise WrongDtype(f"{name} must have {possessive(other_name)} dtype, {other.dtype}, got {x.dtype}")
+        raise WrongDtype(
+            f"{name} must have {possessive(other_name)} dtype, {other.dtype}, got {x.dtype}"
+        )
 
 
-def _check_index(name: str, index: Tensor | CandidateIndex, candidates_name: str, candidates: Tensor, shared_name: str, size: int) -> None:
-    """Raise unless the index maps each row of the candidates' embeddings to one of the `size` rows of a shared level's embeddings."""
+def _check_index(
+    name: str,
+    index: Tensor | CandidateIndex,
+    candidates_name: str,
+    candidates: Tensor,
+    shared_name: str,
+    size: int,
+) -> None:
+    """Raise unless the index maps each row of the candidates' embeddings to one of the `size` rows
+    of a shared level's embeddings."""
     rows = candidates.shape[0]
     if isinstance(index, CandidateIndex):
-        index.check(rows, size, name, queries=f"{candidates_name} has", history=f"{shared_name} has")
+        index.check(
+            rows, size, name, queries=f"{candidates_name} has", history=f"{shared_name} has"
+        )
         check_device(name, index.offsets, candidates.device, "the embeddings'")
         return
     check_integers(name, index)
     if index.shape[0] != rows:
-        raise ValueError(f"{name} must have one entry per row of {candidates_name}, {rows}, got {index.shape[0]}")
+        raise ValueError(
+            f"{name} must have one entry per row of {candidates_name}, {rows}, got {index.shape[0]}"
+        )
     check_device(name, index, candidates.device, "the embeddings'")
     check_index_values(name, index, size, f"{{}}, the rows of {shared_name}")

@@ -9,8 +9,11 @@ from ..dtypes import uses_kernels
 from ..validation import IMPLEMENTATIONS, check_implementation, check_tensor, refuse_transforms
 
 
-def checked_operands(function: str, implementation: str, cast: bool = True, /, **named: tuple[Tensor, str]) -> list[Tensor]:
-    """Check type, dtype, rank and device of tensors given as name=(tensor, shape). Return them, in autocast's dtype if `cast`."""
+def checked_operands(
+    function: str, implementation: str, cast: bool = True, /, **named: tuple[Tensor, str]
+) -> list[Tensor]:
+    """Check type, dtype, rank and device of tensors given as name=(tensor, shape). Return them, in
+    autocast's dtype if `cast`."""
     for name, (x, shape) in named.items():
         check_tensor(name, x, shape.count(",") + 1, shape, function, implementation)
         check_implementation(implementation, IMPLEMENTATIONS, x.device)
@@ -19,7 +22,9 @@ def checked_operands(function: str, implementation: str, cast: bool = True, /, *
         if x.dtype != tensors[0].dtype:
             raise ValueError(f"{name} must have {first}'s dtype, {tensors[0].dtype}, got {x.dtype}")
         if x.device != tensors[0].device:
-            raise ValueError(f"{name} must be on {first}'s device, {tensors[0].device}, got {x.device}")
+            raise ValueError(
+                f"{name} must be on {first}'s device, {tensors[0].device}, got {x.device}"
+            )
     return tensors
 
 
@@ -33,4 +38,6 @@ def check_segment_matrices(name: str, x: Tensor, offsets: Tensor, width: int) ->
     """ValueError unless x has one matrix `[width, T]` for each segment."""
     expected = offsets.shape[0] - 1, width
     if x.shape[:2] != expected:
-        raise ValueError(f"{name} must have shape [B, D, T] with B, D = {list(expected)}, got {list(x.shape)}")
+        raise ValueError(
+            f"{name} must have shape [B, D, T] with B, D = {list(expected)}, got {list(x.shape)}"
+        )

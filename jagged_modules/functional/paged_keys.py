@@ -14,11 +14,18 @@ from ..validation import check_device, check_offsets, check_offsets_shape, value
 
 
 def paged_keys(
-    pages: Pages, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | str, kv_offsets: Tensor | str, output_scale: object,
-    bias: RelativeBias | None, implementation: str,
-) -> tuple[Tensor, Tensor, Pages | None]:  # fmt: skip
-    """Check pages against the other arguments of attention. Returns k, v and pages; where no kernel reads pages, the gathered rows and
-    None."""
+    pages: Pages,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | str,
+    kv_offsets: Tensor | str,
+    output_scale: object,
+    bias: RelativeBias | None,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Pages | None]:
+    """Check pages against the other arguments of attention. Returns k, v and pages; where no kernel
+    reads pages, the gathered rows and None."""
     check_kind("pages", pages, Pages, "a Pages")
     check_size("pages.num_rows", pages.num_rows, at_least=0)
     if isinstance(q_offsets, str) or isinstance(kv_offsets, str):
@@ -28,32 +35,52 @@ def paged_keys(
     check_device("kv_offsets", kv_offsets, q.device, "q's")  # the gather below reads them
     if q_offsets.shape != kv_offsets.shape:
         raise ValueError(
-            f"pages must be None with several query groups, got {q_offsets.shape[0] - 1} and {kv_offsets.shape[0] - 1} segments"
+            f"pages must be None with several query groups, got {q_offsets.shape[0] - 1} and"
+            f" {kv_offsets.shape[0] - 1} segments"
         )
     if torch.is_grad_enabled():
         tables = () if bias is None else (bias.position, bias.time)
         if any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, output_scale, *tables)):
-            raise RuntimeError("attention with pages has no gradient: call it under torch.no_grad(), or gather the keys and values first")
+            raise RuntimeError(
+                "attention with pages has no gradient: call it under torch.no_grad(), or gather the"
+                " keys and values first"
+            )
     check_size("pages.page_rows", pages.page_rows, at_least=SMALLEST_PAGE)
     if pages.page_rows & (pages.page_rows - 1):
         raise ValueError(f"pages.page_rows must be a power of 2, got {pages.page_rows}")
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] % pages.page_rows:
-            raise ValueError(f"{name} must have a multiple of pages.page_rows, {pages.page_rows}, rows, got {x.shape[0]}")
+            raise ValueError(
+                f"{name} must have a multiple of pages.page_rows, {pages.page_rows}, rows, got"
+                f" {x.shape[0]}"
+            )
         if x.stride(2) != 1 and x.shape[2] > 1:
-            raise ValueError(f"{name}'s last dimension must be contiguous with pages, got strides {x.stride()}")
+            raise ValueError(
+                f"{name}'s last dimension must be contiguous with pages, got strides {x.stride()}"
+            )
     if v.shape[0] != k.shape[0]:
         raise ValueError(f"v must have k's rows, {k.shape[0]}, got {v.shape[0]}")
     table, entries = pages.table, pages.num_rows // pages.page_rows + kv_offsets.shape[0] - 1
     check_kind("pages.table", table, Tensor, "a torch.Tensor")
     if table.dtype != torch.int32 or table.shape != (entries,):
-        raise ValueError(f"pages.table must be int32 [num_rows // page_rows + B] = [{entries}], got {table.dtype} {list(table.shape)}")
+        raise ValueError(
+            f"pages.table must be int32 [num_rows // page_rows + B] = [{entries}], got"
+            f" {table.dtype} {list(table.shape)}"
+        )
     check_device("pages.table", table, k.device, "k's")
     if pages.num_rows and values_are_checkable(table):
         wrong = table[(table < 0) | (table >= k.shape[0] // pages.page_rows)]
         if wrong.numel():
-            raise ValueError(f"pages.table must have pages 0 to {k.shape[0] // pages.page_rows - 1}, got {int(wrong[0])}")
-    if implementation == "reference" or implementation == "auto" and not q.is_cuda or autocast_dtype(k) != k.dtype:
+            raise ValueError(
+                f"pages.table must have pages 0 to {k.shape[0] // pages.page_rows - 1}, got"
+                f" {int(wrong[0])}"
+            )
+    if (
+        implementation == "reference"
+        or implementation == "auto"
+        and not q.is_cuda
+        or autocast_dtype(k) != k.dtype
+    ):
         k, v = gather_pages(pages, kv_offsets, k, v)
         return k, v, None
     return k, v, pages

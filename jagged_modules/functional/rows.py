@@ -1,7 +1,8 @@
-"""Operators that move rows by index arithmetic: padding, arithmetic with a dense tensor, concatenation, splitting.
+"""Operators that move rows by index arithmetic: padding, arithmetic with a dense tensor,
+concatenation, splitting.
 
-They do not loop over segments and do not synchronise with a device. They have gradients of any order. For arithmetic of two jagged tensors
-with the same segments, use torch on their values.
+They do not loop over segments and do not synchronise with a device. They have gradients of any
+order. For arithmetic of two jagged tensors with the same segments, use torch on their values.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ def jagged_to_padded(
 ) -> Tensor:
     """Pad each segment with padding_value to max_seqlen rows.
 
-    Runs FBGEMM's operator if fbgemm_gpu has been imported (TorchRec does this) and values are `[L, D]` and need no gradient. FBGEMM's
-    second derivatives are wrong without a warning, it has no fp64, and it rounds padding values to fp64, also for integers. Otherwise runs
-    torch. The results are equal.
+    Runs FBGEMM's operator if fbgemm_gpu has been imported (TorchRec does this) and values are
+    `[L, D]` and need no gradient. FBGEMM's second derivatives are wrong without a warning, it has
+    no fp64, and it rounds padding values to fp64, also for integers. Otherwise runs torch. The
+    results are equal.
 
     Args:
         values: `[L, ...]`, any dtype of the dtype table.
         offsets: `[B + 1]` int32 or int64, on the values' device or the host.
-        max_seqlen: rows N of each padded segment. Host offsets are checked against it. With device offsets, a longer segment is truncated
-            to N rows.
+        max_seqlen: rows N of each padded segment. Host offsets are checked against it. With device
+            offsets, a longer segment is truncated to N rows.
         padding_value: the value of the rows after a segment's end.
 
     Returns:
@@ -55,44 +57,69 @@ def jagged_to_padded(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: values have no row dimension; offsets do not end at L, are on another device, or have a segment longer than max_seqlen.
+        ValueError: values have no row dimension; offsets do not end at L, are on another device, or
+            have a segment longer than max_seqlen.
     """
     _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
-    check_kind("padding_value", padding_value, (int, float, complex, torch.SymInt, torch.SymFloat), "a number")
+    check_kind(
+        "padding_value",
+        padding_value,
+        (int, float, complex, torch.SymInt, torch.SymFloat),
+        "a number",
+    )
     if isinstance(padding_value, complex) and not values.is_complex():
-        raise ValueError(f"padding_value must be a real number for values of {values.dtype}, got {padding_value}")
-    if isinstance(padding_value, float) and not values.is_floating_point() and not values.is_complex() and padding_value % 1:
-        raise ValueError(f"padding_value must be an integer for values of {values.dtype}, got {padding_value}")
-    offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
+        raise ValueError(
+            f"padding_value must be a real number for values of {values.dtype}, got {padding_value}"
+        )
+    if (
+        isinstance(padding_value, float)
+        and not values.is_floating_point()
+        and not values.is_complex()
+        and padding_value % 1
+    ):
+        raise ValueError(
+            f"padding_value must be an integer for values of {values.dtype}, got {padding_value}"
+        )
+    offsets = checked_offsets(
+        "offsets", offsets, values.shape[0], values, "the values'", max_seqlen
+    )
     if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values, padding_value):
-        return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
+        return torch.ops.fbgemm.jagged_to_padded_dense(
+            values, [offsets], [max_seqlen], padding_value
+        )
     segments = offsets.shape[0] - 1
     segment, position = segments_and_positions(offsets, values.shape[0])
     index = segment * max_seqlen + position
     # Truncated rows, and those behind the last segment, go to an extra last row, removed below.
-    index = torch.where((position < max_seqlen) & (segment < segments), index, segments * max_seqlen)
+    index = torch.where(
+        (position < max_seqlen) & (segment < segments), index, segments * max_seqlen
+    )
     padded = values.new_full((segments * max_seqlen + 1, *values.shape[1:]), padding_value)
     return torch.unflatten(padded.index_copy(0, index, values)[:-1], 0, (segments, max_seqlen))
 
 
 def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
-    """Remove the padding: concatenate the first rows of each padded segment, as many as the segment has.
+    """Remove the padding: concatenate the first rows of each padded segment, as many as the segment
+    has.
 
-    Runs torch's gather: the backward of FBGEMM's dense_to_jagged takes several times as long on the CPU.
+    Runs torch's gather: the backward of FBGEMM's dense_to_jagged takes several times as long on the
+    CPU.
 
     Args:
         dense: `[B, N, ...]`, any dtype of the dtype table.
         offsets: `[B + 1]` int32 or int64, on dense's device or the host.
-        total: the number of rows L = offsets[-1]. Required if the offsets are on a device, and under torch.compile.
+        total: the number of rows L = offsets[-1]. Required if the offsets are on a device, and
+            under torch.compile.
 
     Returns:
-        `[L, ...]`. Rows past N, and rows behind the last segment, are 0. Only offsets on a device can have them; host offsets raise an
-        error.
+        `[L, ...]`. Rows past N, and rows behind the last segment, are 0. Only offsets on a device
+        can have them; host offsets raise an error.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: shapes or offsets do not match, a segment is longer than N, or total is required and None.
+        ValueError: shapes or offsets do not match, a segment is longer than N, or total is required
+            and None.
     """
     return _padded_to_jagged("dense", dense, offsets, total)
 
@@ -102,17 +129,28 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | No
     if total is None:
         check_offsets("offsets", offsets)
         if not values_are_checkable(offsets):
-            raise ValueError("total must be the number of rows if offsets are on a device or in a traced graph, got None")
+            raise ValueError(
+                "total must be the number of rows if offsets are on a device or in a traced graph,"
+                " got None"
+            )
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
     segments, width = dense.shape[:2]
-    given, offsets = offsets, checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N")
+    given, offsets = (
+        offsets,
+        checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N"),
+    )
     if offsets.shape[0] - 1 != segments:
-        raise ValueError(f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got {list(dense.shape)}")
+        raise ValueError(
+            f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got"
+            f" {list(dense.shape)}"
+        )
     segment, position = segments_and_positions(offsets, total)
     if values_are_checkable(given):  # no segment is too long, and none ends too early
         return dense.flatten(0, 1).index_select(0, segment * width + position)
-    return _rows_or_zeros(dense.flatten(0, 1), segment * width + position, (position >= width) | (segment >= segments))
+    return _rows_or_zeros(
+        dense.flatten(0, 1), segment * width + position, (position >= width) | (segment >= segments)
+    )
 
 
 def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -124,8 +162,8 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
 
     Returns:
-        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Rows behind the last segment are 0. Host offsets raise an error
-        instead.
+        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Rows behind the last
+        segment are 0. Host offsets raise an error instead.
 
     Raises:
         TypeError, ValueError: as `padded_to_jagged`; also if dtypes, widths or devices differ.
@@ -134,7 +172,8 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply row i of each segment b of x by y[b, i]. Rows of y past a segment's end are not read.
+    """Multiply row i of each segment b of x by y[b, i]. Rows of y past a segment's end are not
+    read.
 
     Args:
         x: `[L, D]` fp64, fp32, fp16 or bf16.
@@ -142,8 +181,8 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
 
     Returns:
-        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Rows behind the last segment are 0. Host offsets raise an error
-        instead.
+        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Rows behind the last
+        segment are 0. Host offsets raise an error instead.
 
     Raises:
         TypeError, ValueError: as `jagged_dense_add`.
@@ -152,18 +191,21 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Concatenate jagged tensors along their rows: segment b of the result is segment b of values[0], then of values[1], and so on.
+    """Concatenate jagged tensors along their rows: segment b of the result is segment b of
+    values[0], then of values[1], and so on.
 
     Args:
         values: one or more tensors `[L_k, ...]` with the same dtype and row shape.
-        offsets: the offsets `[B + 1]` int32 or int64 of each of the values, on their device or the host.
+        offsets: the offsets `[B + 1]` int32 or int64 of each of the values, on their device or the
+            host.
 
     Returns:
-        `[Σ L_k, ...]` and offsets `[B + 1]`. If values have rows behind their last segment, which only offsets on a device can have, the
-        result has as many, all 0.
+        `[Σ L_k, ...]` and offsets `[B + 1]`. If values have rows behind their last segment, which
+        only offsets on a device can have, the result has as many, all 0.
 
     Raises:
-        TypeError, ValueError: there are no values, or not one offsets tensor for each; sizes, dtypes, devices or offsets do not match.
+        TypeError, ValueError: there are no values, or not one offsets tensor for each; sizes,
+            dtypes, devices or offsets do not match.
 
     Example::
 
@@ -176,7 +218,10 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         check_kind(name, given, (list, tuple), "a sequence of tensors")
     values, offsets = list(values), list(offsets)
     if not values or len(values) != len(offsets):
-        raise ValueError(f"values and offsets must have equal lengths, at least 1, got {len(values)} and {len(offsets)}")
+        raise ValueError(
+            f"values and offsets must have equal lengths, at least 1, got {len(values)} and"
+            f" {len(offsets)}"
+        )
     for k, (x, bounds) in enumerate(zip(values, offsets)):
         _check_rows("jagged_concat", f"values[{k}]", x)
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
@@ -184,7 +229,10 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         if may_have_tail(f"offsets[{k}]", bounds, x.shape[0], x.device):
             values[k] = without_tail(x, offsets[k])
         if bounds.shape != offsets[0].shape:
-            raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
+            raise ValueError(
+                f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got"
+                f" {list(bounds.shape)}"
+            )
     joined = torch.cat(values)
     rows = concatenated_rows(offsets, [x.shape[0] for x in values])
     return torch.zeros_like(joined).index_copy(0, rows, joined), sum(offsets[1:], offsets[0])
@@ -198,18 +246,20 @@ def jagged_split(
     Args:
         x: `[L, ...]`, any dtype of the dtype table.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
-        first_lengths: number of rows in the first part of each segment: `[B]` int32 or int64 on x's device or the host, or an int for all
-            segments.
-        total_first: Σ first_lengths. Required if first_lengths is a tensor on a device, or a tensor under torch.compile.
+        first_lengths: number of rows in the first part of each segment: `[B]` int32 or int64 on x's
+            device or the host, or an int for all segments.
+        total_first: Σ first_lengths. Required if first_lengths is a tensor on a device, or a tensor
+            under torch.compile.
 
     Returns:
-        A pair (values `[Σ first_lengths, ...]`, offsets `[B + 1]`) for the first rows, and such a pair for the rest. Rows behind a part's
-        last segment, which only offsets on a device can have, are 0.
+        A pair (values `[Σ first_lengths, ...]`, offsets `[B + 1]`) for the first rows, and such a
+        pair for the rest. Rows behind a part's last segment, which only offsets on a device can
+        have, are 0.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: first_lengths are negative or above a segment's length; shapes, offsets or devices do not match; total_first is required
-            and None.
+        ValueError: first_lengths are negative or above a segment's length; shapes, offsets or
+            devices do not match; total_first is required and None.
     """
     _check_rows("jagged_split", "x", x)
     given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's")
@@ -220,41 +270,60 @@ def jagged_split(
         if total_first is not None:
             check_size("total_first", total_first, at_least=0)
             if total_first != expected:
-                raise ValueError(f"total_first must be the sum of first_lengths, {expected}, got {total_first}")
+                raise ValueError(
+                    f"total_first must be the sum of first_lengths, {expected}, got {total_first}"
+                )
         total_first = expected
-        first_lengths = torch.full((segments,), first_lengths, dtype=given.dtype, device=given.device)
+        first_lengths = torch.full(
+            (segments,), first_lengths, dtype=given.dtype, device=given.device
+        )
     check_integers("first_lengths", first_lengths)
     if first_lengths.shape[0] != segments:
-        raise ValueError(f"first_lengths must have shape [B] = [{segments}], got {list(first_lengths.shape)}")
+        raise ValueError(
+            f"first_lengths must have shape [B] = [{segments}], got {list(first_lengths.shape)}"
+        )
     check_device("first_lengths", first_lengths, x.device, "x's")
     total_first = _checked_total(first_lengths, given, total_first)
     if total_first > x.shape[0]:
         raise ValueError(f"total_first must be at most x's rows, {x.shape[0]}, got {total_first}")
-    given_lengths, first_lengths = first_lengths, first_lengths.to(x.device, offsets.dtype, non_blocking=True)
+    given_lengths, first_lengths = (
+        first_lengths,
+        first_lengths.to(x.device, offsets.dtype, non_blocking=True),
+    )
     first = torch.cat([offsets.new_zeros(1), first_lengths.cumsum(0, dtype=offsets.dtype)])
     rest = offsets - first
-    has_tail = may_have_tail("offsets", given, x.shape[0], x.device) or not values_are_checkable(given_lengths)
+    has_tail = may_have_tail("offsets", given, x.shape[0], x.device) or not values_are_checkable(
+        given_lengths
+    )
     rows, segment = rows_and_segments(first, total_first)
     head = _rows_or_zeros(x, rows + rest[segment], segment >= segments if has_tail else None)
     rows, segment = rows_and_segments(rest, x.shape[0] - total_first)
     index = rows + first[(segment + 1).clamp(max=segments) if has_tail else segment + 1]
-    return (head, first), (_rows_or_zeros(x, index, segment >= segments if has_tail else None), rest)
+    return (head, first), (
+        _rows_or_zeros(x, index, segment >= segments if has_tail else None),
+        rest,
+    )
 
 
 def _fbgemm_is_right(values: Tensor, padding_value: float) -> bool:
     if torch.is_grad_enabled() and values.requires_grad or transforms_are_active():
         return False
-    exact = values.is_floating_point() or abs(padding_value) < 2**31  # as fp64, in every integer dtype
+    # as fp64, in every integer dtype
+    exact = values.is_floating_point() or abs(padding_value) < 2**31
     return values.dim() == 2 and values.dtype in _FBGEMM_DTYPES and exact
 
 
 def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) -> int:
-    """The sum of first_lengths: `total` if given, otherwise computed from values on the host. Never synchronises with a device."""
+    """The sum of first_lengths: `total` if given, otherwise computed from values on the host. Never
+    synchronises with a device."""
     if total is not None:
         check_size("total_first", total, at_least=0)
     if not values_are_checkable(first_lengths):
         if total is None:
-            raise ValueError("total_first must be the sum of first_lengths if they are on a device or in a traced graph, got None")
+            raise ValueError(
+                "total_first must be the sum of first_lengths if they are on a device or in a"
+                " traced graph, got None"
+            )
         return total
     if values_are_checkable(offsets):
         lengths = offsets.diff().to(first_lengths.device)
@@ -264,7 +333,9 @@ def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) ->
             found = f"{int(first_lengths[b])} of {int(lengths[b])} at segment {b}"
             raise ValueError(f"first_lengths must be 0 to the segment's length, got {found}")
     if total is not None and int(first_lengths.sum()) != total:
-        raise ValueError(f"total_first must be the sum of first_lengths, {int(first_lengths.sum())}, got {total}")
+        raise ValueError(
+            f"total_first must be the sum of first_lengths, {int(first_lengths.sum())}, got {total}"
+        )
     return int(first_lengths.sum())
 
 
@@ -274,7 +345,9 @@ def _rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
         return x.index_select(0, index)
     if x.shape[0] == 0:
         return padded_to(x, index.shape[0])
-    return x.index_select(0, torch.where(absent, 0, index)).masked_fill(absent.view(-1, *[1] * (x.dim() - 1)), 0)
+    return x.index_select(0, torch.where(absent, 0, index)).masked_fill(
+        absent.view(-1, *[1] * (x.dim() - 1)), 0
+    )
 
 
 def _without_tail(out: Tensor, offsets: Tensor) -> Tensor:
@@ -302,7 +375,11 @@ def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", di
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """ValueError unless both have the same dtype, device and row shape."""
-    kinds = {"dtype": (x.dtype, other.dtype), "device": (x.device, other.device), "row shape": (list(x.shape[1:]), list(other.shape[1:]))}
+    kinds = {
+        "dtype": (x.dtype, other.dtype),
+        "device": (x.device, other.device),
+        "row shape": (list(x.shape[1:]), list(other.shape[1:])),
+    }
     for what, (own, expected) in kinds.items():
         if own != expected:
             raise ValueError(f"{name} must have {other_name}'s {what}, {expected}, got {own}")

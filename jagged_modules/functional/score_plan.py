@@ -15,12 +15,15 @@ from ..validation import check_device, check_offsets, normal_form, values_are_ch
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScorePlan:
-    """The layout of the scores of all segments in one flat buffer: segment b has N_b · M_b scores, row-major, from p_offsets[b] on.
+    """The layout of the scores of all segments in one flat buffer: segment b has N_b · M_b scores,
+    row-major, from p_offsets[b] on.
 
-    `from_offsets` builds it once per batch on the host. All operators on these segments share it, forward and backward.
+    `from_offsets` builds it once per batch on the host. All operators on these segments share it,
+    forward and backward.
 
     Attributes:
-        x_offsets, y_offsets: `[B + 1]` int32 or int64: segment b has N_b rows of x and M_b rows of y.
+        x_offsets, y_offsets: `[B + 1]` int32 or int64: segment b has N_b rows of x and M_b rows of
+            y.
         p_offsets: `[B + 1]` int64: cumulative N_b · M_b.
         x_rows, y_rows, total: Σ N_b, Σ M_b and Σ N_b · M_b.
 
@@ -41,31 +44,48 @@ class ScorePlan:
 
     @classmethod
     def from_offsets(cls, x_offsets: Tensor, y_offsets: Tensor | None = None) -> ScorePlan:
-        """Build the plan. Call it outside of torch.compile and pass the plan into the compiled function.
+        """Build the plan. Call it outside of torch.compile and pass the plan into the compiled
+        function.
 
         Args:
-            x_offsets, y_offsets: `[B + 1]` int32 or int64, on the host: reading sizes from a device would synchronise. If y_offsets is
-                None, the scores are of x with itself.
+            x_offsets, y_offsets: `[B + 1]` int32 or int64, on the host: reading sizes from a device
+                would synchronise. If y_offsets is None, the scores are of x with itself.
 
         Raises:
             TypeError: x_offsets or y_offsets is not an integer tensor.
-            ValueError: they are not valid offsets, have different numbers of segments, are not on the host, or are traced.
+            ValueError: they are not valid offsets, have different numbers of segments, are not on
+                the host, or are traced.
         """
         y_offsets = x_offsets if y_offsets is None else y_offsets
         for name, offsets in (("x_offsets", x_offsets), ("y_offsets", y_offsets)):
             check_offsets(name, offsets)
             if offsets.device.type != "cpu":
-                raise ValueError(f"{name} must be on the host, then move the plan with plan.to(device), got {offsets.device}")
+                raise ValueError(
+                    f"{name} must be on the host, then move the plan with plan.to(device), got"
+                    f" {offsets.device}"
+                )
             if not values_are_checkable(offsets):
-                raise ValueError(f"{name} must have values, got traced offsets: build the plan outside of the compiled function")
+                raise ValueError(
+                    f"{name} must have values, got traced offsets: build the plan outside of the"
+                    " compiled function"
+                )
         if x_offsets.shape != y_offsets.shape:
             segments = x_offsets.shape[0] - 1, y_offsets.shape[0] - 1
-            raise ValueError("x_offsets and y_offsets must describe the same number of segments, got {} and {}".format(*segments))
+            raise ValueError(
+                "x_offsets and y_offsets must describe the same number of segments, "
+                "got {} and {}".format(*segments)
+            )
         same = y_offsets is x_offsets
-        x_offsets = x_offsets.clone(memory_format=torch.contiguous_format)  # no later write reaches the plan
+        # no later write reaches the plan
+        x_offsets = x_offsets.clone(memory_format=torch.contiguous_format)
         y_offsets = x_offsets if same else y_offsets.clone(memory_format=torch.contiguous_format)
         p_offsets = nnf.pad((x_offsets.diff().long() * y_offsets.diff()).cumsum(0), (1, 0))
-        return cls(x_offsets, y_offsets, p_offsets, *(int(x[-1]) for x in (x_offsets, y_offsets, p_offsets)))
+        return cls(
+            x_offsets,
+            y_offsets,
+            p_offsets,
+            *(int(x[-1]) for x in (x_offsets, y_offsets, p_offsets)),
+        )
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +103,9 @@ class ScorePlan:
     def _moved(self, move: Callable[[Tensor], Tensor]) -> ScorePlan:
         x_offsets = move(self.x_offsets)
         y_offsets = x_offsets if self.y_offsets is self.x_offsets else move(self.y_offsets)
-        return ScorePlan(x_offsets, y_offsets, move(self.p_offsets), self.x_rows, self.y_rows, self.total)
+        return ScorePlan(
+            x_offsets, y_offsets, move(self.p_offsets), self.x_rows, self.y_rows, self.total
+        )
 
 
 def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,4 +118,6 @@ def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> tuple[Tensor, Tensor,
 
 def check_plan_rows(name: str, x: Tensor, what: str, rows: int) -> None:
     if x.shape[0] != rows:
-        raise ValueError(f"{name} must have one entry for each of the plan's {rows} {what}, got {x.shape[0]}")
+        raise ValueError(
+            f"{name} must have one entry for each of the plan's {rows} {what}, got {x.shape[0]}"
+        )

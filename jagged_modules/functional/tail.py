@@ -1,4 +1,5 @@
-"""Rows behind the last segment, where only the device knows where that one ends: docs/decisions/rows-behind-the-end.md."""
+"""Rows behind the last segment, where only the device knows where that one ends:
+docs/decisions/rows-behind-the-end.md."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from ..validation import transforms_are_active, values_are_checkable
 
 
 def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:
-    """Whether only the device knows if there are rows behind offsets[-1]. Offsets whose values may be read are checked already.
+    """Whether only the device knows if there are rows behind offsets[-1]. Offsets whose values may
+    be read are checked already.
 
     Args:
-        offsets: as the caller gave them, before they are moved to `device`. Errors call them `name`.
+        offsets: as the caller gave them, before they are moved to `device`. Errors call them
+            `name`.
 
     Raises:
         ValueError: a container has noted the lengths on the host, and they do not add up to `rows`.
@@ -33,7 +36,8 @@ def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -
 
 
 def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Tensor:
-    """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, and 0 in the gradient of these rows. A NaN there is not read.
+    """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, and 0 in the gradient of
+    these rows. A NaN there is not read.
 
     Args:
         offsets: `[B + 1]` in their normal form.
@@ -46,7 +50,8 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
 
 
 def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
-    """`without_tail` of a tensor that the caller has just computed: the rows behind the end are overwritten in place."""
+    """`without_tail` of a tensor that the caller has just computed: the rows behind the end are
+    overwritten in place."""
     if not (_runs_kernels(x) and x.is_contiguous()):
         return without_tail(x, offsets)
     return _WithCleanTail.apply(x, offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
@@ -58,8 +63,8 @@ def padded_to(x: Tensor, rows: int) -> Tensor:
 
 
 def _runs_kernels(x: Tensor) -> bool:
-    """Whether one kernel of ours may run. Graphs take torch's operators, which compilers fuse with their neighbours. Triton has no complex
-    numbers."""
+    """Whether one kernel of ours may run. Graphs take torch's operators, which compilers fuse with
+    their neighbours. Triton has no complex numbers."""
     if torch.compiler.is_compiling() or transforms_are_active():
         return False
     return x.is_cuda and x.is_floating_point() and type(x) in (Tensor, torch.nn.Parameter)
@@ -80,8 +85,8 @@ class _WithoutTail(torch.autograd.Function):
 
 
 class _WithCleanTail(torch.autograd.Function):
-    """Autograd does not see the write. If the function that made x has saved it, that function's gradient is 0 in these rows all the same,
-    because this one's is."""
+    """Autograd does not see the write. If the function that made x has saved it, that function's
+    gradient is 0 in these rows all the same, because this one's is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offsets: Tensor) -> Tensor:

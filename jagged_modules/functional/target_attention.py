@@ -38,30 +38,42 @@ def target_attention(
     implementation: str = "auto",
     pages: Pages | None = None,
 ) -> Tensor:
-    """Attention of each candidate to its user's history. There is one copy of keys and values per user, forward and backward.
+    """Attention of each candidate to its user's history. There is one copy of keys and values per
+    user, forward and backward.
 
-    Query rows do not interact, so the candidates of a user form one long query segment. If candidates are not grouped by user, q is
-    gathered into groups first and the output is put back in order: one copy of q and one of the output, none of k or v.
+    Query rows do not interact, so the candidates of a user form one long query segment. If
+    candidates are not grouped by user, q is gathered into groups first and the output is put back
+    in order: one copy of q and one of the output, none of k or v.
 
     Args:
         q: `[num_candidates, n_q, H, D]`, n_q query rows per candidate.
         k: `[L, Hkv, D]`, the keys of the users' histories.
         v: `[L, Hkv, Dv]`, their values.
-        candidates: the user of each candidate: a `CandidateIndex`, or `[num_candidates]` int32 or int64 in any order. Must be a
-            CandidateIndex if kv_offsets is "shared", because the number of users is then unknown.
+        candidates: the user of each candidate: a `CandidateIndex`, or `[num_candidates]` int32 or
+            int64 in any order. Must be a CandidateIndex if kv_offsets is "shared", because the
+            number of users is then unknown.
         kv_offsets: `[num_users + 1]`, or "shared".
         max_seqlen_q: the largest number of query rows of a user.
-        schedule: the schedule of the grouped queries, from `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
-        mask: as in `jagged_attention`. It takes the query rows of a user, in the order of q, as the last rows of the history.
-        max_seqlen_kv, activation, scale, output_scale, implementation, pages: as in `jagged_attention`.
+        schedule: the schedule of the grouped queries, from
+            `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
+        mask: as in `jagged_attention`. It takes the query rows of a user, in the order of q, as the
+            last rows of the history.
+        max_seqlen_kv, activation, scale, output_scale, implementation, pages: as in
+            `jagged_attention`.
 
     Returns:
-        `[num_candidates, n_q, H, Dv]`, in the order of q. The result of a candidate whose user has no history is 0.
+        `[num_candidates, n_q, H, Dv]`, in the order of q. The result of a candidate whose user has
+        no history is 0.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `jagged_attention`; also if candidates do not match q or kv_offsets.
+        TypeError, ValueError, RuntimeError: as `jagged_attention`; also if candidates do not match
+            q or kv_offsets.
     """
-    for name, x, shape in (("q", q, "[num_candidates, n_q, H, D]"), ("k", k, "[L, Hkv, D]"), ("v", v, "[L, Hkv, Dv]")):
+    for name, x, shape in (
+        ("q", q, "[num_candidates, n_q, H, D]"),
+        ("k", k, "[L, Hkv, D]"),
+        ("v", v, "[L, Hkv, Dv]"),
+    ):
         check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
     num_users = None
     if isinstance(kv_offsets, str):
@@ -72,13 +84,21 @@ def target_attention(
     if num_users is not None:
         candidates = CandidateIndex.wrap(candidates, num_users)
     elif not isinstance(candidates, CandidateIndex):
-        raise TypeError(f'candidates must be a CandidateIndex where kv_offsets is "shared", got {type(candidates).__name__}')
+        raise TypeError(
+            'candidates must be a CandidateIndex where kv_offsets is "shared", got'
+            f" {type(candidates).__name__}"
+        )
     candidates.check(q.shape[0], num_users)
     check_device("candidates", candidates.offsets, q.device, "q's")
     candidates = candidates.to(q.device)
     num_candidates, rows = q.shape[:2]
     if max_seqlen_q is not None:
-        check_offsets("candidates", candidates.query_offsets(rows), max_seqlen=max_seqlen_q, longest="max_seqlen_q")
+        check_offsets(
+            "candidates",
+            candidates.query_offsets(rows),
+            max_seqlen=max_seqlen_q,
+            longest="max_seqlen_q",
+        )
     if candidates.order is not None:
         q = q.index_select(0, candidates.order)
     out = jagged_attention(
@@ -100,32 +120,49 @@ def target_attention(
 
 
 def self_target_attention(
-    q_user: Tensor, q_candidates: Tensor, k: Tensor, v: Tensor, offsets: Tensor, candidate_offsets: Tensor, **options: Any
+    q_user: Tensor,
+    q_candidates: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    candidate_offsets: Tensor,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of users' own rows and of their candidates to the users' histories, as two query groups of one `jagged_attention`.
+    """Attention of users' own rows and of their candidates to the users' histories, as two query
+    groups of one `jagged_attention`.
 
-    Each kernel is launched once for both groups. k and v are not copied, and the kernel sums dk and dv over both groups.
+    Each kernel is launched once for both groups. k and v are not copied, and the kernel sums dk and
+    dv over both groups.
 
     Args:
         q_user: `[L, H, D]`, with the same segments as k and v.
-        q_candidates: `[C, H, D]`, grouped by user. If its rows follow those of q_user in one buffer (`q[:L]` and `q[L:]`), both are read in
-            place; otherwise they are copied once.
+        q_candidates: `[C, H, D]`, grouped by user. If its rows follow those of q_user in one buffer
+            (`q[:L]` and `q[L:]`), both are read in place; otherwise they are copied once.
         k: `[L, Hkv, D]`, the keys of the users' histories.
         v: `[L, Hkv, Dv]`, their values.
         offsets: `[B + 1]` int32 or int64: the segments of q_user, k and v.
         candidate_offsets: `[B + 1]` int32 or int64: the segments of q_candidates.
-        options: keyword arguments of `jagged_attention` except mask. A tensor output_scale is `[2 · B]`, first the factors of q_user's
-            segments. A schedule is built for the lengths of q_user's segments followed by those of q_candidates.
+        options: keyword arguments of `jagged_attention` except mask. A tensor output_scale is
+            `[2 · B]`, first the factors of q_user's segments. A schedule is built for the lengths
+            of q_user's segments followed by those of q_candidates.
 
     Returns:
         `[L, H, Dv]` and `[C, H, Dv]`, views of one tensor.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `jagged_attention`; also if q_user and q_candidates, or their offsets, do not match.
+        TypeError, ValueError, RuntimeError: as `jagged_attention`; also if q_user and q_candidates,
+            or their offsets, do not match.
     """
-    operands = dict(q_user=(q_user, "[L, H, D]"), q_candidates=(q_candidates, "[C, H, D]"), k=(k, "[L, Hkv, D]"), v=(v, "[L, Hkv, Dv]"))
+    operands = dict(
+        q_user=(q_user, "[L, H, D]"),
+        q_candidates=(q_candidates, "[C, H, D]"),
+        k=(k, "[L, Hkv, D]"),
+        v=(v, "[L, Hkv, Dv]"),
+    )
     for name, (x, shape) in operands.items():
-        check_tensor(name, x, 3, shape, "self_target_attention", options.get("implementation", "auto"))
+        check_tensor(
+            name, x, 3, shape, "self_target_attention", options.get("implementation", "auto")
+        )
     for what, expected, given in (
         ("dtype", q_user.dtype, q_candidates.dtype),
         ("device", q_user.device, q_candidates.device),
@@ -134,23 +171,38 @@ def self_target_attention(
         if given != expected:
             raise ValueError(f"q_candidates must have q_user's {what}, {expected}, got {given}")
     q_user, q_candidates, k, v = autocast(q_user), autocast(q_candidates), autocast(k), autocast(v)
-    check_attention(q_user, k, v, None, None, None, "softmax", 1, None, None, "auto", q_name="q_user")
+    check_attention(
+        q_user, k, v, None, None, None, "softmax", 1, None, None, "auto", q_name="q_user"
+    )
     rows = q_user.shape[0], q_candidates.shape[0]
     if k.shape[0] != rows[0]:
         raise ValueError(f"k must have q_user's rows, {rows[0]}, got {k.shape[0]}")
-    for name, x, total in (("offsets", offsets, rows[0]), ("candidate_offsets", candidate_offsets, rows[1])):
+    for name, x, total in (
+        ("offsets", offsets, rows[0]),
+        ("candidate_offsets", candidate_offsets, rows[1]),
+    ):
         check_offsets(name, x, total)
         check_device(name, x, q_user.device, "q_user's")
     if offsets.shape != candidate_offsets.shape:
         segments = offsets.shape[0] - 1, candidate_offsets.shape[0] - 1
-        raise ValueError("offsets and candidate_offsets must describe the same number of segments, got {} and {}".format(*segments))
+        raise ValueError(
+            "offsets and candidate_offsets must describe the same number of segments, "
+            "got {} and {}".format(*segments)
+        )
     if offsets.device != candidate_offsets.device:
-        offsets, candidate_offsets = (x.to(q_user.device, non_blocking=True) for x in (offsets, candidate_offsets))
+        offsets, candidate_offsets = (
+            x.to(q_user.device, non_blocking=True) for x in (offsets, candidate_offsets)
+        )
     device = q_user.device
-    if may_have_tail("offsets", offsets, rows[0], device) or may_have_tail("candidate_offsets", candidate_offsets, rows[1], device):
-        q_offsets, offsets, options = _with_rows_between(offsets, candidate_offsets, rows, device, options)
+    if may_have_tail("offsets", offsets, rows[0], device) or may_have_tail(
+        "candidate_offsets", candidate_offsets, rows[1], device
+    ):
+        q_offsets, offsets, options = _with_rows_between(
+            offsets, candidate_offsets, rows, device, options
+        )
     else:
-        q_offsets = torch.cat([offsets, (candidate_offsets + rows[0])[1:]])  # torch.export: a sum of [B] would exclude B = 1
+        # torch.export: a sum of [B] would exclude B = 1
+        q_offsets = torch.cat([offsets, (candidate_offsets + rows[0])[1:]])
         note_rows(q_offsets, sum(rows))
     out = jagged_attention(joined_rows(q_user, q_candidates), k, v, q_offsets, offsets, **options)
     of_user, of_candidates = torch.split_with_sizes(out, rows)
@@ -158,14 +210,21 @@ def self_target_attention(
 
 
 def _with_rows_between(
-    offsets: Tensor, candidate_offsets: Tensor, rows: tuple[int, int], device: torch.device, options: dict[str, Any]
+    offsets: Tensor,
+    candidate_offsets: Tensor,
+    rows: tuple[int, int],
+    device: torch.device,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """q_offsets, kv_offsets and options of `self_target_attention` where rows may follow the last user's, or the last candidate.
+    """q_offsets, kv_offsets and options of `self_target_attention` where rows may follow the last
+    user's, or the last candidate.
 
-    The rows between the users' and the candidates' are one more query segment, and those behind the candidates another. They are the
-    queries of one more segment of keys, which is empty, so their results and gradients are 0.
+    The rows between the users' and the candidates' are one more query segment, and those behind the
+    candidates another. They are the queries of one more segment of keys, which is empty, so their
+    results and gradients are 0.
     """
-    ends = candidate_offsets.narrow(0, 0, 1) + sum(rows)  # a sum: a graph would be compiled for each number that pads or fills
+    # a sum: a graph would be compiled for each number that pads or fills
+    ends = candidate_offsets.narrow(0, 0, 1) + sum(rows)
     q_offsets = torch.cat([offsets, candidate_offsets + rows[0], ends])
     options = options | dict(schedule=None)  # another number of segments
     output_scale = options.get("output_scale")

@@ -24,31 +24,37 @@ C = TypeVar("C")  # a container
 
 
 class BlockDiagonalSelfAttention(nn.Module):
-    """Multi-head softmax attention within blocks of rows, with rotary positions. Blocks are counted from the start of each segment.
+    """Multi-head softmax attention within blocks of rows, with rotary positions. Blocks are counted
+    from the start of each segment.
 
         [q | k | v] = x W + b        out = block_diagonal_attention(q, k, v) W_o + b_o
 
-    Time and memory are linear in the number of rows. The kernels read q, k and v in place from the packed projection, rotate them in fp32,
-    and write the gradients into one packed tensor. They save only the packed projection for the backward.
+    Time and memory are linear in the number of rows. The kernels read q, k and v in place from the
+    packed projection, rotate them in fp32, and write the gradients into one packed tensor. They
+    save only the packed projection for the backward.
 
     Args:
-        embedding_dim: width E of the rows; a multiple of num_heads, and of 2 · num_heads with rotary.
+        embedding_dim: width E of the rows; a multiple of num_heads, and of 2 · num_heads with
+            rotary.
         num_heads: attention heads.
         block_size: rows of a block: 16, 32, 64 or 128. The last block of a segment may be shorter.
-        rotary: what is rotated by the position in the segment: "qk" (queries and keys), "qkv" (values too), or None.
+        rotary: what is rotated by the position in the segment: "qk" (queries and keys), "qkv"
+            (values too), or None.
         device: device of the parameters and tables.
         dtype: dtype of the parameters; torch.get_default_dtype() if None. The tables are fp32.
-        max_seqlen: the longest segment allowed with rotary. It is the number of rows of the cos and sin tables, which are fp32 for every
-            dtype of the layer.
+        max_seqlen: the longest segment allowed with rotary. It is the number of rows of the cos and
+            sin tables, which are fp32 for every dtype of the layer.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256, or odd
-            with rotary; block_size or rotary is not one of the values above.
+        TypeError, ValueError: a size is not a positive integer; num_heads does not divide
+            embedding_dim; the head dim is above 256, or odd with rotary; block_size or rotary is
+            not one of the values above.
 
     Example::
 
         attention = jm.BlockDiagonalSelfAttention(32, num_heads=4, block_size=16)
-        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # 16, 4; 16, 14 rows
+        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # 16, 4; 16,
+        14 rows
     """
 
     def __init__(
@@ -71,15 +77,21 @@ class BlockDiagonalSelfAttention(nn.Module):
         check_choice("rotary", rotary, ("qk", "qkv", None), '"qk", "qkv" or None')
         check_size("max_seqlen", max_seqlen)
         if rotary is not None and self.head_dim % 2:
-            raise ValueError(f"embedding_dim / num_heads must be even with rotary, got {embedding_dim} and {num_heads}")
+            raise ValueError(
+                f"embedding_dim / num_heads must be even with rotary, got {embedding_dim} and"
+                f" {num_heads}"
+            )
         self.embedding_dim, self.num_heads, self.block_size = embedding_dim, num_heads, block_size
         self.rotary, self.max_seqlen = rotary, max_seqlen
         self.qkv_proj = nn.Linear(embedding_dim, 3 * embedding_dim, device=device, dtype=dtype)
-        self.tables = None if rotary is None else _RotaryTables(self.head_dim, max_seqlen, device=device)
+        self.tables = (
+            None if rotary is None else _RotaryTables(self.head_dim, max_seqlen, device=device)
+        )
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
+        built on the meta device."""
         reset_all(self.children())
 
     @one_module
@@ -88,22 +100,32 @@ class BlockDiagonalSelfAttention(nn.Module):
         """Attend within the blocks of each segment.
 
         Args:
-            x: any container of `[L, E]` values. With rotary, no segment may be longer than max_seqlen.
+            x: any container of `[L, E]` values. With rotary, no segment may be longer than
+                max_seqlen.
 
         Returns:
             x's kind of container, with `[L, E]` values in the dtype of the projections.
 
         Raises:
-            TypeError, ValueError: x has another type, shape, dtype or device, or a segment that is too long.
+            TypeError, ValueError: x has another type, shape, dtype or device, or a segment that is
+                too long.
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
         end = end_of("x", jagged)
-        qkv = in_heads("qkv_proj", self.qkv_proj(entering(jagged.values, end)), 3, self.num_heads, self.head_dim)
+        qkv = in_heads(
+            "qkv_proj",
+            self.qkv_proj(entering(jagged.values, end)),
+            3,
+            self.num_heads,
+            self.head_dim,
+        )
         rotary = None
         if self.tables is not None and self.rotary is not None:
             check_offsets("x's offsets", jagged.offsets, max_seqlen=self.max_seqlen)
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
-        out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
+        out = block_diagonal_attention_packed(
+            qkv, jagged.offsets, block_size=self.block_size, rotary=rotary
+        )
         return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
@@ -111,15 +133,20 @@ class BlockDiagonalSelfAttention(nn.Module):
         def __call__(self, x: C) -> C: ...
 
     def extra_repr(self) -> str:
-        sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, block_size={self.block_size}"
+        sizes = (
+            f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
+            f" block_size={self.block_size}"
+        )
         return f"{sizes}, rotary={self.rotary!r}, max_seqlen={self.max_seqlen}"
 
 
 class _RotaryTables(nn.Module):
-    """The buffers cos and sin `[max_seqlen, head_dim / 2]`. They stay fp32 when the layer's dtype changes; only their device changes.
+    """The buffers cos and sin `[max_seqlen, head_dim / 2]`. They stay fp32 when the layer's dtype
+    changes; only their device changes.
 
-    If the layer is built on the meta device, they are on the host: DistributedModelParallel zeroes buffers on meta and resets only modules
-    that own parameters. It moves host buffers to the device with the rest of the model.
+    If the layer is built on the meta device, they are on the host: DistributedModelParallel zeroes
+    buffers on meta and resets only modules that own parameters. It moves host buffers to the device
+    with the rest of the model.
     """
 
     cos: Tensor
@@ -140,7 +167,8 @@ class _RotaryTables(nn.Module):
         self._make(self.cos.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _RotaryTables:
-        device = fn(self.cos[:0]).device  # only fn's device is used: fn may also round the values (half) or drop them (to_empty)
+        # only fn's device is used: fn may also round the values (half) or drop them (to_empty)
+        device = fn(self.cos[:0]).device
         if device.type != "meta":
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)
         return self

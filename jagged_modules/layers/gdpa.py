@@ -1,4 +1,5 @@
-"""JaggedGDPA: attention with any activation: self-attention, cross-attention, pooling by learned queries, or a feed-forward."""
+"""JaggedGDPA: attention with any activation: self-attention, cross-attention, pooling by learned
+queries, or a feed-forward."""
 
 from __future__ import annotations
 
@@ -34,17 +35,20 @@ class GDPAConfig:
     Args:
         head_dim: width D of each head; embedding_dim / num_heads if None.
         num_kv_heads: heads of keys and values, a divisor of num_heads; num_heads if None.
-        qk_norm: apply RMSNorm, in fp32 and with learned weights, over the head dim of queries and keys.
+        qk_norm: apply RMSNorm, in fp32 and with learned weights, over the head dim of queries and
+            keys.
         scale: factor of q kᵀ before the activation; 1/sqrt(D) if None.
         output_scale: factor after the activation; must be 1 with softmax.
-        dropout: dropout probability, applied to the attention's result before the output projection. Attention weights have no dropout,
-            because they are never materialised.
-        num_seeds: number of learned queries, the same for every segment (pooling by multi-head attention, PMA). 0: x gives the queries.
-        num_weights: number of learned keys and values, the same for every segment (a feed-forward: activation(q Kᵀ) V). 0: x or context
-            gives keys and values.
+        dropout: dropout probability, applied to the attention's result before the output
+            projection. Attention weights have no dropout, because they are never materialised.
+        num_seeds: number of learned queries, the same for every segment (pooling by multi-head
+            attention, PMA). 0: x gives the queries.
+        num_weights: number of learned keys and values, the same for every segment (a feed-forward:
+            activation(q Kᵀ) V). 0: x or context gives keys and values.
 
     Raises:
-        TypeError, ValueError: a field has another type or is out of range; both num_seeds and num_weights are given.
+        TypeError, ValueError: a field has another type or is out of range; both num_seeds and
+            num_weights are given.
     """
 
     head_dim: int | None = None
@@ -68,15 +72,21 @@ class GDPAConfig:
         check_size("num_seeds", self.num_seeds, at_least=0)
         check_size("num_weights", self.num_weights, at_least=0)
         if self.num_seeds and self.num_weights:
-            raise ValueError(f"num_seeds and num_weights must not both be given, got {self.num_seeds} and {self.num_weights}")
+            raise ValueError(
+                f"num_seeds and num_weights must not both be given, got {self.num_seeds} and"
+                f" {self.num_weights}"
+            )
 
 
 class JaggedGDPA(nn.Module):
-    """Generalised dot-product attention within each segment: any activation may replace softmax. It adds no norm and no residual.
+    """Generalised dot-product attention within each segment: any activation may replace softmax. It
+    adds no norm and no residual.
 
-        out = W_o · activation(scale · q kᵀ) · output_scale · v        q = W_q x,  [k | v] = W_kv x or W_kv context, per head
+        out = W_o · activation(scale · q kᵀ) · output_scale · v        q = W_q x,  [k | v] = W_kv x
+        or W_kv context, per head
 
-    With `activation="gelu_tanh"` and `GDPAConfig(qk_norm=True)` this is "Generalized Dot-Product Attention" (PyTorch blog, Meta).
+    With `activation="gelu_tanh"` and `GDPAConfig(qk_norm=True)` this is "Generalized Dot-Product
+    Attention" (PyTorch blog, Meta).
 
     | config | queries | keys and values |
     |---|---|---|
@@ -90,15 +100,17 @@ class JaggedGDPA(nn.Module):
         embedding_dim: width E of the rows, in and out.
         num_heads: query heads.
         activation: "softmax" or any other of `functional.jagged_attention`.
-        mask: which keys each row sees; all if None. Must be None with learned rows, which have no position.
+        mask: which keys each row sees; all if None. Must be None with learned rows, which have no
+            position.
         config: the other options; `GDPAConfig()` if None.
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
-        TypeError, ValueError: an argument has another type; num_heads does not divide embedding_dim and config.head_dim is None; the head
-            dim is above 256; num_kv_heads does not divide num_heads; the activation is unknown; softmax with an output_scale; a mask with
-            learned rows.
+        TypeError, ValueError: an argument has another type; num_heads does not divide embedding_dim
+            and config.head_dim is None; the head dim is above 256; num_kv_heads does not divide
+            num_heads; the activation is unknown; softmax with an output_scale; a mask with learned
+            rows.
 
     Example::
 
@@ -121,22 +133,37 @@ class JaggedGDPA(nn.Module):
         check_parameter_dtype(dtype)
         config = GDPAConfig() if config is None else config
         check_kind("config", config, GDPAConfig, "a GDPAConfig")
-        self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
+        self.head_dim = resolve_head_dim(
+            "head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM
+        )
         self.num_kv_heads = num_heads if config.num_kv_heads is None else config.num_kv_heads
         if num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and"
+                f" {self.num_kv_heads}"
+            )
         check_choice("activation", activation, ACTIVATIONS)
         if activation == "softmax" and config.output_scale != 1:
             raise ValueError(f"output_scale must be 1 with softmax, got {config.output_scale}")
         if mask is not None:
             check_kind("mask", mask, AttentionMask, "an AttentionMask")
         if mask is not None and (config.num_seeds or config.num_weights):
-            raise ValueError("mask must be None with num_seeds or num_weights: learned rows have no position")
-        self.embedding_dim, self.num_heads, self.activation, self.mask, self.config = embedding_dim, num_heads, activation, mask, config
+            raise ValueError(
+                "mask must be None with num_seeds or num_weights: learned rows have no position"
+            )
+        self.embedding_dim, self.num_heads, self.activation, self.mask, self.config = (
+            embedding_dim,
+            num_heads,
+            activation,
+            mask,
+            config,
+        )
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
         def learned_rows(count: int, heads: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(count, heads, self.head_dim, device=device, dtype=dtype))
+            return nn.Parameter(
+                torch.empty(count, heads, self.head_dim, device=device, dtype=dtype)
+            )
 
         if config.num_seeds:
             self.seeds = learned_rows(config.num_seeds, num_heads)
@@ -148,17 +175,19 @@ class JaggedGDPA(nn.Module):
         else:
             self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device, dtype=dtype)
         self.q_norm, self.k_norm = (
-            _RMSNorm(self.head_dim, device=device, dtype=dtype) if config.qk_norm else nn.Identity() for _ in range(2)
+            _RMSNorm(self.head_dim, device=device, dtype=dtype) if config.qk_norm else nn.Identity()
+            for _ in range(2)
         )
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = nn.Linear(width, embedding_dim, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device.
+        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta
+        device.
 
-        Projections are initialised as by nn.Linear and norms with 1. Seeds and learned keys have variance 1, learned values variance
-        1 / num_weights.
+        Projections are initialised as by nn.Linear and norms with 1. Seeds and learned keys have
+        variance 1, learned values variance 1 / num_weights.
         """
         reset_all(self.children())
         if self.config.num_seeds:
@@ -168,7 +197,8 @@ class JaggedGDPA(nn.Module):
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
     def cache(self, context: Any) -> HistoryCache:
-        """Compute the keys and values of the context's rows, for any number of later calls of `score`.
+        """Compute the keys and values of the context's rows, for any number of later calls of
+        `score`.
 
         Args:
             context: any container of `[M, E]` values in B segments, for example users' histories.
@@ -182,30 +212,42 @@ class JaggedGDPA(nn.Module):
         return self(None, context, return_cache=True)
 
     def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
-        """Compute the keys and values of the next rows of cached contexts. Those of the earlier rows do not change.
+        """Compute the keys and values of the next rows of cached contexts. Those of the earlier
+        rows do not change.
 
         Args:
             events: any container of `[N, E]` values; segment b has the next rows of context b.
             cache: keys and values of the contexts, of which only the number is read.
 
         Returns:
-            None, because `score` computes outputs, and the keys and values of the events. `cache.append` adds them to the cache.
+            None, because `score` computes outputs, and the keys and values of the events.
+            `cache.append` adds them to the cache.
 
         Raises:
-            TypeError, ValueError: as `cache`; the cache has another number of segments or another shape.
+            TypeError, ValueError: as `cache`; the cache has another number of segments or another
+                shape.
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return None, self(None, events, cache=cache, return_cache=True)
 
-    def score(self, x: C, cache: HistoryCache, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> C:
-        """Attend from x to cached contexts: `forward(x, context, num_targets, bias)` without projecting the contexts.
+    def score(
+        self,
+        x: C,
+        cache: HistoryCache,
+        num_targets: Tensor | None = None,
+        bias: RelativeBias | None = None,
+    ) -> C:
+        """Attend from x to cached contexts: `forward(x, context, num_targets, bias)` without
+        projecting the contexts.
 
-        A mask takes the rows of x for the last rows of the context. So in a causal self-attention the outputs of new events are
-        `score(events, cache)`, after the events were appended to the cache.
+        A mask takes the rows of x for the last rows of the context. So in a causal self-attention
+        the outputs of new events are `score(events, cache)`, after the events were appended to the
+        cache.
 
         Args:
             x, num_targets, bias: as in `forward`.
-            cache: the result of `cache` for the contexts, or of `PagedHistoryCache.select`. It is valid until the parameters change.
+            cache: the result of `cache` for the contexts, or of `PagedHistoryCache.select`. It is
+                valid until the parameters change.
 
         Returns:
             As `forward`.
@@ -234,42 +276,68 @@ class JaggedGDPA(nn.Module):
 
         Args:
             x: any container of `[L, E]` values in B segments.
-            context: any container of `[M, E]` values in B segments; its rows replace those of x as keys and values.
-            num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that are targets. Replaces the mask's.
+            context: any container of `[M, E]` values in B segments; its rows replace those of x as
+                keys and values.
+            num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that
+                are targets. Replaces the mask's.
             bias: biases of the scores by relative position and time, on the values' device.
-            cache: if given, the call is `score(x, cache, num_targets, bias)`, and context must be None.
-            return_cache: if True, the call is `cache(context)`, and x, num_targets and bias must be None. With cache too, context has the
-                events of `append`.
+            cache: if given, the call is `score(x, cache, num_targets, bias)`, and context must be
+                None.
+            return_cache: if True, the call is `cache(context)`, and x, num_targets and bias must be
+                None. With cache too, context has the events of `append`.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`; with return_cache, a HistoryCache.
-            The dtype is that of the projections. The result of a row that sees no key is out_proj's bias. Type checkers, which do not know
-            the config, take the dense tensor for x's kind of container: use `typing.cast`.
+            x's kind of container, with `[L, E]` values; with seeds, a dense tensor
+            `[B, num_seeds, E]`; with return_cache, a HistoryCache. The dtype is that of the
+            projections. The result of a row that sees no key is out_proj's bias. Type checkers,
+            which do not know the config, take the dense tensor for x's kind of container: use
+            `typing.cast`.
 
         Raises:
-            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is given
-                with learned rows.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
+                match; context, num_targets or bias is given with learned rows.
         """
         check_flag("return_cache", return_cache)
         if return_cache:
             return self._cache(context, cache, x=x, num_targets=num_targets, bias=bias)
         config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         if config.num_seeds or config.num_weights:
-            for name, argument in (("context", context), ("num_targets", num_targets), ("bias", bias)):
+            for name, argument in (
+                ("context", context),
+                ("num_targets", num_targets),
+                ("bias", bias),
+            ):
                 if argument is not None:
-                    raise ValueError(f"{name} must be None with num_seeds or num_weights, got {type(argument).__name__}")
+                    raise ValueError(
+                        f"{name} must be None with num_seeds or num_weights, got"
+                        f" {type(argument).__name__}"
+                    )
         keys = self._keys(jagged, context, cache)
         mask, name = self.mask, "mask.num_targets"
         if num_targets is not None:
-            mask, name = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets), "num_targets"
+            mask, name = (
+                dataclasses.replace(
+                    AttentionMask() if mask is None else mask, num_targets=num_targets
+                ),
+                "num_targets",
+            )
         if mask is not None:
             check_num_targets(name, mask.num_targets, keys.offsets, keys.device, "the layer's")
         if bias is not None:
-            self._check_bias(bias, jagged, keys, "cache" if cache is not None else "x" if context is None else "context")
+            self._check_bias(
+                bias,
+                jagged,
+                keys,
+                "cache" if cache is not None else "x" if context is None else "context",
+            )
 
         end = end_of("x", jagged)
         rows = entering(jagged.values, end)
-        q = self.seeds if config.num_seeds else in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
+        q = (
+            self.seeds
+            if config.num_seeds
+            else in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
+        )
         if not config.num_weights:
             if cache is None:
                 rows = rows if keys is jagged else entering(keys.values, end_of("context", keys))
@@ -310,21 +378,35 @@ class JaggedGDPA(nn.Module):
 
         @overload
         def __call__(
-            self, x: C, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None, *,
-            cache: HistoryCache | None = None, return_cache: Literal[False] = False,
-        ) -> C: ...  # fmt: skip
+            self,
+            x: C,
+            context: Any = None,
+            num_targets: Tensor | None = None,
+            bias: RelativeBias | None = None,
+            *,
+            cache: HistoryCache | None = None,
+            return_cache: Literal[False] = False,
+        ) -> C: ...
 
         @overload
         def __call__(
-            self, x: None, context: Any, num_targets: None = None, bias: None = None, *, cache: HistoryCache | None = None,
+            self,
+            x: None,
+            context: Any,
+            num_targets: None = None,
+            bias: None = None,
+            *,
+            cache: HistoryCache | None = None,
             return_cache: Literal[True],
-        ) -> HistoryCache: ...  # fmt: skip
+        ) -> HistoryCache: ...
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Normed keys and values `[M, num_kv_heads, head_dim]`."""
-        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_kv_heads, self.head_dim).unbind(1)
+        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_kv_heads, self.head_dim).unbind(
+            1
+        )
         return self.k_norm(k), v
 
     def _cache(self, rows: Any, cache: HistoryCache | None, **others: Any) -> HistoryCache:
@@ -332,7 +414,9 @@ class JaggedGDPA(nn.Module):
         self._check_cacheable()
         for name, argument in others.items():
             if argument is not None:
-                raise ValueError(f"{name} must be None with return_cache, got {type(argument).__name__}")
+                raise ValueError(
+                    f"{name} must be None with return_cache, got {type(argument).__name__}"
+                )
         name = "context" if cache is None else "events"
         keys = wrap_rows(name, rows, self.embedding_dim, self.out_proj)
         if cache is not None:
@@ -344,7 +428,10 @@ class JaggedGDPA(nn.Module):
     def _check_cacheable(self) -> None:
         for name in ("num_seeds", "num_weights"):
             if getattr(self.config, name):
-                raise ValueError(f"config.{name} must be 0 to cache keys and values of a context, got {getattr(self.config, name)}")
+                raise ValueError(
+                    f"config.{name} must be 0 to cache keys and values of a context, got"
+                    f" {getattr(self.config, name)}"
+                )
 
     def _keys(self, x: Jagged, context: Any, cache: HistoryCache | None) -> Jagged:
         """The rows of keys: of x, of the context, or the cache's keys and values."""
@@ -353,7 +440,11 @@ class JaggedGDPA(nn.Module):
                 raise ValueError(f"context must be None with cache, got {type(context).__name__}")
             self._check_cacheable()
             return layer_of_cache(cache, "x", x, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
-        keys = x if context is None else wrap_rows("context", context, self.embedding_dim, self.out_proj)
+        keys = (
+            x
+            if context is None
+            else wrap_rows("context", context, self.embedding_dim, self.out_proj)
+        )
         check_same_segments("x", x, "context", keys)
         return keys
 
@@ -364,10 +455,16 @@ class JaggedGDPA(nn.Module):
         for field in dataclasses.fields(bias):
             tensor = getattr(bias, field.name)
             if tensor is not None and tensor.device != device:
-                raise ValueError(f"bias.{field.name} must be on the layer's device, {device}, got {tensor.device}")
+                raise ValueError(
+                    f"bias.{field.name} must be on the layer's device, {device}, got"
+                    f" {tensor.device}"
+                )
         for name, table in (("position", bias.position), ("time", bias.time)):
             if table is not None and table.dim() == 2 and table.shape[0] != self.num_heads:
-                raise ValueError(f"bias.{name} must have one row for each of the layer's {self.num_heads} heads, got {table.shape[0]}")
+                raise ValueError(
+                    f"bias.{name} must have one row for each of the layer's {self.num_heads} heads,"
+                    f" got {table.shape[0]}"
+                )
         for name, times, owner, rows in (
             ("timestamps", bias.timestamps, keys_name, keys.num_rows),
             ("query_timestamps", bias.query_timestamps, "x", x.values.shape[0]),
@@ -375,13 +472,19 @@ class JaggedGDPA(nn.Module):
         ):
             if times is not None and times.shape[0] != rows:
                 what = "segment" if name == "query_shift" else "row"
-                raise ValueError(f"bias.{name} must have one element for each {what} of {owner}, {rows}, got {times.shape[0]}")
+                raise ValueError(
+                    f"bias.{name} must have one element for each {what} of {owner}, {rows}, got"
+                    f" {times.shape[0]}"
+                )
         for name, offsets in (("x", x.offsets), (keys_name, keys.offsets)):
             if bias.max_seqlen is None or not values_are_checkable(offsets) or offsets.shape[0] < 2:
                 continue
             longest = int(offsets.diff().max())
             if longest > bias.max_seqlen:
-                raise ValueError(f"bias.position has entries for {bias.max_seqlen} rows, but {name} has a segment of {longest} rows")
+                raise ValueError(
+                    f"bias.position has entries for {bias.max_seqlen} rows, but {name} has a"
+                    f" segment of {longest} rows"
+                )
 
     def extra_repr(self) -> str:
         sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}"
@@ -403,7 +506,8 @@ class GDPABlock(nn.Module):
         encoder = torch.nn.Sequential(
             jm.GDPABlock(32, num_heads=4),  # self-attention,
             jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),  # a feed-forward,
-            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),  # pooling by 2 queries
+            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),  # pooling by 2
+            queries
         )
         encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # [2, 2, 32]
     """
@@ -419,17 +523,29 @@ class GDPABlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.attention = JaggedGDPA(embedding_dim, num_heads, activation, mask, config, device, dtype)
+        self.attention = JaggedGDPA(
+            embedding_dim, num_heads, activation, mask, config, device, dtype
+        )
         if self.attention.config.num_seeds:
-            raise ValueError(f"num_seeds must be 0: pooled rows have no residual, got {self.attention.config.num_seeds}")
+            raise ValueError(
+                "num_seeds must be 0: pooled rows have no residual, got"
+                f" {self.attention.config.num_seeds}"
+            )
         self.norm = _RMSNorm(embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a block built on the meta device."""
+        """Initialise all parameters, for instance after `to_empty` of a block built on the meta
+        device."""
         reset_all(self.children())
 
     @one_module
-    def forward(self, x: C, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> C:
+    def forward(
+        self,
+        x: C,
+        context: Any = None,
+        num_targets: Tensor | None = None,
+        bias: RelativeBias | None = None,
+    ) -> C:
         """Update all rows.
 
         Args:
@@ -453,11 +569,18 @@ class GDPABlock(nn.Module):
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
-        def __call__(self, x: C, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> C: ...
+        def __call__(
+            self,
+            x: C,
+            context: Any = None,
+            num_targets: Tensor | None = None,
+            bias: RelativeBias | None = None,
+        ) -> C: ...
 
 
 class _RMSNorm(nn.RMSNorm):
-    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels need equal dtypes."""
+    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels
+    need equal dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)

@@ -24,17 +24,21 @@ class HSTUConfig:
         head_dim: width of q and k per head; embedding_dim / num_heads if None.
         linear_dim: width of u and v per head; embedding_dim / num_heads if None.
         dropout: dropout probability, applied to the input of the output projection.
-        scaling_seqlen: attention weights are divided by this length. If None, they are divided by the container's max_seqlen, which the
-            host must know. A fixed number makes a row's result independent of the rest of the batch.
-        contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size, global_prefix, recent_history: parameters of the causal
-            mask, see `AttentionMask`.
-        relative_position: the most rows N of a segment. Each layer then learns a bias of attention scores by relative position, see
-            `RelativeBias`. 0: none.
-        relative_time: number K of boundaries between buckets of time differences. Each layer then learns a bias by these buckets, with the
-            boundaries of `RelativeBias.log_boundaries(K)`, and needs timestamps. 0: none.
+        scaling_seqlen: attention weights are divided by this length. If None, they are divided by
+            the container's max_seqlen, which the host must know. A fixed number makes a row's
+            result independent of the rest of the batch.
+        contextual_seqlen, max_attn_len, min_full_attn_seqlen: parameters of the causal mask, see
+            `AttentionMask`.
+        target_group_size, global_prefix, recent_history: more of them.
+        relative_position: the most rows N of a segment. Each layer then learns a bias of attention
+            scores by relative position, see `RelativeBias`. 0: none.
+        relative_time: number K of boundaries between buckets of time differences. Each layer then
+            learns a bias by these buckets, with the boundaries of `RelativeBias.log_boundaries(K)`,
+            and needs timestamps. 0: none.
 
-    Both biases are the published ones and cost a lookup for each score. Production models often add embeddings of a row's position, and of
-    the time since the previous row, to the input instead, at no cost in attention.
+    Both biases are the published ones and cost a lookup for each score. Production models often add
+    embeddings of a row's position, and of the time since the previous row, to the input instead, at
+    no cost in attention.
 
     Raises:
         TypeError, ValueError: a field has another type or is out of range.
@@ -69,54 +73,96 @@ class HSTUConfig:
             num_targets: as in `AttentionMask`.
         """
         names = (
-            "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "target_group_size", "global_prefix", "recent_history",
-        )  # fmt: skip
-        return AttentionMask(causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names})
+            "contextual_seqlen",
+            "max_attn_len",
+            "min_full_attn_seqlen",
+            "target_group_size",
+            "global_prefix",
+            "recent_history",
+        )
+        return AttentionMask(
+            causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names}
+        )
 
 
 def check_appendable(config: HSTUConfig) -> None:
     """ValueError unless the rows of a history stay the same when later events follow it."""
     why = "to append events to a cache: otherwise "
     if config.scaling_seqlen is None:
-        raise ValueError(f"config.scaling_seqlen must be given {why}all rows change with the length, got None")
+        raise ValueError(
+            f"config.scaling_seqlen must be given {why}all rows change with the length, got None"
+        )
     for name in ("contextual_seqlen", "recent_history"):
         if getattr(config, name):
-            raise ValueError(f"config.{name} must be 0 {why}later events change earlier rows, got {getattr(config, name)}")
-    effects = dict(min_full_attn_seqlen="later events change earlier rows", global_prefix="cached rows have gaps between their positions")
+            raise ValueError(
+                f"config.{name} must be 0 {why}later events change earlier rows, got"
+                f" {getattr(config, name)}"
+            )
+    effects = dict(
+        min_full_attn_seqlen="later events change earlier rows",
+        global_prefix="cached rows have gaps between their positions",
+    )
     for name, effect in effects.items():
         if config.max_attn_len and getattr(config, name):
-            raise ValueError(f"config.{name} must be 0 with max_attn_len {why}{effect}, got {getattr(config, name)}")
+            raise ValueError(
+                f"config.{name} must be 0 with max_attn_len {why}{effect}, got"
+                f" {getattr(config, name)}"
+            )
 
 
 def check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:
-    """ValueError if a segment, with these parts, has more rows than config.relative_position and the host knows the lengths."""
-    if not config.relative_position or not all(values_are_checkable(x) for x in offsets) or offsets[0].shape[0] < 2:
+    """ValueError if a segment, with these parts, has more rows than config.relative_position and
+    the host knows the lengths."""
+    if (
+        not config.relative_position
+        or not all(values_are_checkable(x) for x in offsets)
+        or offsets[0].shape[0] < 2
+    ):
         return
     longest = int(torch.stack([x.diff().long().cpu() for x in offsets]).sum(0).max())
     if longest > config.relative_position:
         verb = "has" if len(offsets) == 1 else "have"
-        raise ValueError(f"{name} {verb} a segment of {longest} rows, more than config.relative_position, {config.relative_position}")
+        raise ValueError(
+            f"{name} {verb} a segment of {longest} rows, more than config.relative_position,"
+            f" {config.relative_position}"
+        )
 
 
-def check_times(owner: str, rows: Jagged, config: HSTUConfig, timestamps: Tensor | None, query_timestamps: Tensor | None) -> None:
+def check_times(
+    owner: str,
+    rows: Jagged,
+    config: HSTUConfig,
+    timestamps: Tensor | None,
+    query_timestamps: Tensor | None,
+) -> None:
     """Check the timestamps of rows, whose owner errors call `owner`."""
     check_row_timestamps("timestamps", timestamps, owner, rows, config)
     if query_timestamps is not None:
         check_row_timestamps("query_timestamps", query_timestamps, owner, rows, config)
 
 
-def check_row_timestamps(name: str, x: Tensor | None, owner: str, rows: Jagged, config: HSTUConfig) -> None:
+def check_row_timestamps(
+    name: str, x: Tensor | None, owner: str, rows: Jagged, config: HSTUConfig
+) -> None:
     if not config.relative_time:
         if x is not None:
-            raise ValueError(f"{name} must be None without config.relative_time, got a {type(x).__name__}")
+            raise ValueError(
+                f"{name} must be None without config.relative_time, got a {type(x).__name__}"
+            )
         return
     if x is None:
         raise ValueError(f"{name} must be given with config.relative_time, got None")
     check_timestamps(name, x)
     if x.shape[0] != rows.num_rows:
-        raise ValueError(f"{name} must have one element for each row of {owner}, {rows.num_rows}, got {x.shape[0]}")
+        raise ValueError(
+            f"{name} must have one element for each row of {owner}, {rows.num_rows}, got"
+            f" {x.shape[0]}"
+        )
     if x.device != rows.device:
-        raise ValueError(f"{name} must be on the device of {possessive(owner)} values, {rows.device}, got {x.device}")
+        raise ValueError(
+            f"{name} must be on the device of {possessive(owner)} values, {rows.device}, got"
+            f" {x.device}"
+        )
 
 
 def next_timestamps(timestamps: Tensor, offsets: Tensor) -> Tensor:
@@ -126,29 +172,39 @@ def next_timestamps(timestamps: Tensor, offsets: Tensor) -> Tensor:
     return timestamps[torch.minimum(rows + 1, offsets[1:][segments] - 1)]
 
 
-def rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | slice, Tensor | None]:
-    """The rows of the histories that later targets see, and the offsets of these rows. All rows and None if the mask hides none.
+def rows_seen_by_targets(
+    history: Jagged, config: HSTUConfig
+) -> tuple[Tensor | slice, Tensor | None]:
+    """The rows of the histories that later targets see, and the offsets of these rows. All rows and
+    None if the mask hides none.
 
-    Without a global prefix they are the last rows of a history, so the relative positions of targets to cached rows are those in the whole
-    history.
+    Without a global prefix they are the last rows of a history, so the relative positions of
+    targets to cached rows are those in the whole history.
 
-    All context rows have position id 0, so the context counts as one row here. Targets see all rows of a history of at most max_attn_len
-    rows, and the last max_attn_len rows of a longer one. They see nothing of a history that is shorter than the context: its rows have
-    the same id as the targets. Of these rows they see the last recent_history ones. Besides, they see the rows of the global prefix.
+    All context rows have position id 0, so the context counts as one row here. Targets see all rows
+    of a history of at most max_attn_len rows, and the last max_attn_len rows of a longer one. They
+    see nothing of a history that is shorter than the context: its rows have the same id as the
+    targets. Of these rows they see the last recent_history ones. Besides, they see the rows of the
+    global prefix.
     """
-    context, limit = config.contextual_seqlen, 0 if config.min_full_attn_seqlen else config.max_attn_len
+    context, limit = (
+        config.contextual_seqlen,
+        0 if config.min_full_attn_seqlen else config.max_attn_len,
+    )
     if not (context or limit or config.recent_history):
         return slice(None), None
     if config.relative_position and config.global_prefix:
         raise ValueError(
-            "config.global_prefix must be 0 to cache with relative_position and a limit of the visible rows (contextual_seqlen, "
-            f"max_attn_len, recent_history): cached rows would have gaps between their positions; got {config.global_prefix}"
+            "config.global_prefix must be 0 to cache with relative_position and a limit of the"
+            " visible rows (contextual_seqlen, max_attn_len, recent_history): cached rows would"
+            f" have gaps between their positions; got {config.global_prefix}"
         )
     lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
     if lengths.is_meta:
         raise ValueError(
-            "history's offsets must be on the host if the config has max_attn_len, recent_history or contextual_seqlen, got meta offsets: "
-            "the number of cached rows depends on their values"
+            "history's offsets must be on the host if the config has max_attn_len, recent_history"
+            " or contextual_seqlen, got meta offsets: the number of cached rows depends on their"
+            " values"
         )
     seen = torch.where(lengths < context, 0, lengths)
     if limit:

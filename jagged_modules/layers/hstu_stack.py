@@ -51,17 +51,25 @@ class HSTUStack(nn.Module):
     """
 
     def __init__(
-        self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device: Device = None,
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        num_layers: int,
+        config: HSTUConfig | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         check_size("num_layers", num_layers)
-        layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device, dtype) for _ in range(num_layers))
+        layers = nn.ModuleList(
+            HSTULayer(embedding_dim, num_heads, config, device, dtype) for _ in range(num_layers)
+        )
         self.layers: Sequence[HSTULayer] = layers  # type: ignore[assignment]  # torch's ModuleList has no type of element
         self.config = self.layers[0].config
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a stack built on the meta device."""
+        """Initialise all parameters, for instance after `to_empty` of a stack built on the meta
+        device."""
         reset_all(self.layers)
 
     @one_module
@@ -80,23 +88,30 @@ class HSTUStack(nn.Module):
         Args:
             x, num_targets, timestamps, query_timestamps: as in `HSTULayer.forward`.
             cache: if given, the call is `score(x, cache)`, with the timestamps.
-            return_cache: if True, the call is `cache(x)`, with the timestamps; with cache too, it is `append(x, cache)`.
+            return_cache: if True, the call is `cache(x)`, with the timestamps; with cache too, it
+                is `append(x, cache)`.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with return_cache, a HistoryCache; with both, the container and a HistoryCache.
+            x's kind of container, with `[L, E]` values; with return_cache, a HistoryCache; with
+            both, the container and a HistoryCache.
 
         Raises:
-            TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or return_cache; the cache does not fit the
-                layers.
+            TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or
+                return_cache; the cache does not fit the layers.
         """
         check_flag("return_cache", return_cache)
         if cache is None and not return_cache:
             jagged = _without_container(x, self.config)
             for layer in self.layers:
-                jagged = layer(jagged, num_targets, timestamps=timestamps, query_timestamps=query_timestamps)
+                jagged = layer(
+                    jagged, num_targets, timestamps=timestamps, query_timestamps=query_timestamps
+                )
             return _in_container_of(x, jagged)
         if num_targets is not None:
-            raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
+            raise ValueError(
+                "num_targets must be None with cache or return_cache, got"
+                f" {type(num_targets).__name__}"
+            )
         if cache is None:
             return self._cache(x, timestamps, query_timestamps)
         if return_cache:
@@ -107,48 +122,83 @@ class HSTUStack(nn.Module):
 
         @overload
         def __call__(
-            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
-            cache: HistoryCache | None = None, return_cache: Literal[False] = False,
-        ) -> C: ...  # fmt: skip
+            self,
+            x: C,
+            num_targets: Tensor | None = None,
+            *,
+            timestamps: Tensor | None = None,
+            query_timestamps: Tensor | None = None,
+            cache: HistoryCache | None = None,
+            return_cache: Literal[False] = False,
+        ) -> C: ...
 
         @overload
         def __call__(
-            self, x: Any, num_targets: None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
-            cache: None = None, return_cache: Literal[True],
-        ) -> HistoryCache: ...  # fmt: skip
+            self,
+            x: Any,
+            num_targets: None = None,
+            *,
+            timestamps: Tensor | None = None,
+            query_timestamps: Tensor | None = None,
+            cache: None = None,
+            return_cache: Literal[True],
+        ) -> HistoryCache: ...
 
         @overload
         def __call__(
-            self, x: C, num_targets: None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
-            cache: HistoryCache, return_cache: Literal[True],
-        ) -> tuple[C, HistoryCache]: ...  # fmt: skip
+            self,
+            x: C,
+            num_targets: None = None,
+            *,
+            timestamps: Tensor | None = None,
+            query_timestamps: Tensor | None = None,
+            cache: HistoryCache,
+            return_cache: Literal[True],
+        ) -> tuple[C, HistoryCache]: ...
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def cache(self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> HistoryCache:
-        """Compute each layer's keys and values of the histories, for any number of later calls of `score`.
+    def cache(
+        self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
+    ) -> HistoryCache:
+        """Compute each layer's keys and values of the histories, for any number of later calls of
+        `score`.
 
         Args:
-            history: any container of `[L, E]` values. The rows of a segment are context, then history.
-            timestamps, query_timestamps: int64 `[L]`, as in `HSTULayer.forward`. A cache does not know the targets. By default, the last
-                row of a history takes its own timestamp for the time of the next event, and `forward` the first target's. For equal
-                results pass query_timestamps: of each row the timestamp of the next one, and of the last that of the request.
+            history: any container of `[L, E]` values. The rows of a segment are context, then
+                history.
+            timestamps, query_timestamps: int64 `[L]`, as in `HSTULayer.forward`. A cache does not
+                know the targets. By default, the last row of a history takes its own timestamp for
+                the time of the next event, and `forward` the first target's. For equal
+                results pass query_timestamps: of each row the timestamp of the next one, and of the
+                    last that of the request.
 
         Returns:
-            The cache, with a copy of the keys and values of the rows that targets see. If the config has max_attn_len, recent_history or
-            contextual_seqlen, and the lengths are on the device only, finding these rows synchronises with the device.
+            The cache, with a copy of the keys and values of the rows that targets see. If the
+            config has max_attn_len, recent_history or contextual_seqlen, and the lengths are on the
+            device only, finding these rows synchronises with the device.
 
         Raises:
-            TypeError, ValueError: as `HSTULayer.forward`; the config has relative_position, a global_prefix and a limit of the rows that
+            TypeError, ValueError: as `HSTULayer.forward`; the config has relative_position, a
+                global_prefix and a limit of the rows that
                 targets see: the cached rows would have gaps between their positions.
         """
-        return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
+        return self(
+            history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True
+        )
 
-    def score(self, targets: C, cache: HistoryCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> C:
+    def score(
+        self,
+        targets: C,
+        cache: HistoryCache,
+        *,
+        timestamps: Tensor | None = None,
+        query_timestamps: Tensor | None = None,
+    ) -> C:
         """Score targets against cached histories.
 
-        The result equals the targets' rows of `forward` over the history and the targets of each user, with equal query_timestamps. The
-        cost is that of the targets.
+        The result equals the targets' rows of `forward` over the history and the targets of each
+        user, with equal query_timestamps. The cost is that of the targets.
 
         Args:
             targets: any container of `[N, E]` values; segment b has the targets of history b.
@@ -165,27 +215,36 @@ class HSTUStack(nn.Module):
         return self(targets, cache=cache, timestamps=timestamps, query_timestamps=query_timestamps)
 
     def append(
-        self, events: C, cache: HistoryCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
+        self,
+        events: C,
+        cache: HistoryCache,
+        *,
+        timestamps: Tensor | None = None,
+        query_timestamps: Tensor | None = None,
     ) -> tuple[C, HistoryCache]:
         """Process the next events of cached histories.
 
-        The result equals the events' rows of `forward` over the history and the events of each user. Keys and values of earlier rows do not
-        change. The cost is that of the events, and with config.max_attn_len per layer a copy of the cached rows. A `PagedHistoryCache` with
+        The result equals the events' rows of `forward` over the history and the events of each
+        user. Keys and values of earlier rows do not change. The cost is that of the events, and
+        with config.max_attn_len per layer a copy of the cached rows. A `PagedHistoryCache` with
         long pages saves this copy.
 
         Args:
-            events: any container of `[N, E]` values; segment b has the next events of history b, from oldest to newest.
-            cache: keys and values of the histories: of all rows, or with config.max_attn_len of at least the last max_attn_len rows. It is
-                valid until the parameters change.
-            timestamps, query_timestamps: int64 `[N]` of the events, as in `cache`. The query timestamps of earlier rows do not change.
+            events: any container of `[N, E]` values; segment b has the next events of history b,
+                from oldest to newest.
+            cache: keys and values of the histories: of all rows, or with config.max_attn_len of at
+                least the last max_attn_len rows. It is valid until the parameters change.
+            timestamps, query_timestamps: int64 `[N]` of the events, as in `cache`. The query
+                timestamps of earlier rows do not change.
 
         Returns:
-            The events' kind of container, with `[N, E]` values, and the keys and values of the events' rows. `cache.append` adds them to
-            the cache.
+            The events' kind of container, with `[N, E]` values, and the keys and values of the
+            events' rows. `cache.append` adds them to the cache.
 
         Raises:
-            TypeError, ValueError: as `score`; later events change earlier rows under the config: it has contextual_seqlen, recent_history,
-                or max_attn_len with min_full_attn_seqlen or global_prefix, or no scaling_seqlen.
+            TypeError, ValueError: as `score`; later events change earlier rows under the config: it
+                has contextual_seqlen, recent_history, or max_attn_len with min_full_attn_seqlen or
+                global_prefix, or no scaling_seqlen.
 
         Example::
 
@@ -197,13 +256,21 @@ class HSTUStack(nn.Module):
             cache = cache.append(new)  # 2 and 4 events
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
-        return self(events, timestamps=timestamps, query_timestamps=query_timestamps, cache=cache, return_cache=True)
+        return self(
+            events,
+            timestamps=timestamps,
+            query_timestamps=query_timestamps,
+            cache=cache,
+            return_cache=True,
+        )
 
-    append_reads_cache = True  # for PagedHistoryCache: keys and values of new events depend on cached rows
+    # for PagedHistoryCache: keys and values of new events depend on cached rows
+    append_reads_cache = True
 
     @property
     def append_writes_pages(self) -> bool:
-        """Whether `append` can write behind cached rows in pages, and hides those before the last max_cached_rows.
+        """Whether `append` can write behind cached rows in pages, and hides those before the last
+        max_cached_rows.
 
         Not with relative positions, whose number bounds the hidden rows too.
         """
@@ -211,30 +278,48 @@ class HSTUStack(nn.Module):
 
     @property
     def max_cached_rows(self) -> int | None:
-        """How many of the latest rows of a history its next events and targets see, if `append` is possible; None: all."""
+        """How many of the latest rows of a history its next events and targets see, if `append` is
+        possible; None: all."""
         return self.config.max_attn_len or None
 
     def _wrap(self, name: str, x: Any) -> Jagged:
         first = self.layers[0]
         return wrap_rows(name, x, first.embedding_dim, first.uvqk_proj)
 
-    def _cache(self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None) -> HistoryCache:
+    def _cache(
+        self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None
+    ) -> HistoryCache:
         wrapped = self._wrap("history", history)
         check_lengths("history", self.config, wrapped.offsets)
         check_times("history", wrapped, self.config, timestamps, query_timestamps)
-        segments = jagged = wrapped.with_values(wrapped.values)  # offsets on the device, for all layers
+        # offsets on the device, for all layers
+        segments = jagged = wrapped.with_values(wrapped.values)
         kept: list[Tensor] = []
         rows, offsets = rows_seen_by_targets(jagged, self.config)
         for layer in self.layers:
-            options: dict[str, Any] = dict(timestamps=timestamps, query_timestamps=query_timestamps, update=layer is not self.layers[-1])
+            options: dict[str, Any] = dict(
+                timestamps=timestamps,
+                query_timestamps=query_timestamps,
+                update=layer is not self.layers[-1],
+            )
             jagged, keys_and_values = layer(jagged, cache_rows=rows, **options)
             kept.append(keys_and_values)
         if offsets is not None:
             segments = Jagged(kept[0], offsets, wrapped.max_seqlen)
         layers = tuple(segments.with_values(x) for x in kept)
-        return HistoryCache(layers, None if timestamps is None else torch.cat([timestamps[rows]]), self.max_cached_rows)
+        return HistoryCache(
+            layers,
+            None if timestamps is None else torch.cat([timestamps[rows]]),
+            self.max_cached_rows,
+        )
 
-    def _score(self, targets: Any, cache: HistoryCache, timestamps: Tensor | None, query_timestamps: Tensor | None) -> Any:
+    def _score(
+        self,
+        targets: Any,
+        cache: HistoryCache,
+        timestamps: Tensor | None,
+        query_timestamps: Tensor | None,
+    ) -> Any:
         wrapped = self._wrap("targets", targets)
         times = self._check_cache("targets", wrapped, cache, timestamps, query_timestamps)
         jagged: Any = wrapped.with_values(wrapped.values)
@@ -244,7 +329,11 @@ class HSTUStack(nn.Module):
         return wrapped.unwrap(jagged.values)
 
     def _append(
-        self, events: Any, cache: HistoryCache, timestamps: Tensor | None, query_timestamps: Tensor | None
+        self,
+        events: Any,
+        cache: HistoryCache,
+        timestamps: Tensor | None,
+        query_timestamps: Tensor | None,
     ) -> tuple[Any, HistoryCache]:
         check_appendable(self.config)
         wrapped = self._wrap("events", events)
@@ -252,14 +341,24 @@ class HSTUStack(nn.Module):
         jagged: Any = wrapped.with_values(wrapped.values)
         added: list[Jagged] = []
         for layer, history in zip(self.layers, cache.layers):
-            jagged, keys_and_values = layer(jagged, cache=history, cache_rows=slice(None), append=True, **times)
+            jagged, keys_and_values = layer(
+                jagged, cache=history, cache_rows=slice(None), append=True, **times
+            )
             added.append(jagged.with_values(keys_and_values))
-        return wrapped.unwrap(jagged.values), HistoryCache(tuple(added), timestamps, self.max_cached_rows)
+        return wrapped.unwrap(jagged.values), HistoryCache(
+            tuple(added), timestamps, self.max_cached_rows
+        )
 
     def _check_cache(
-        self, name: str, x: Jagged, cache: HistoryCache, timestamps: Tensor | None, query_timestamps: Tensor | None
+        self,
+        name: str,
+        x: Jagged,
+        cache: HistoryCache,
+        timestamps: Tensor | None,
+        query_timestamps: Tensor | None,
     ) -> dict[str, Any]:
-        """Check x, which errors call `name`, against the cache. Returns the timestamps of both, as arguments of the layers."""
+        """Check x, which errors call `name`, against the cache. Returns the timestamps of both, as
+        arguments of the layers."""
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
@@ -267,14 +366,25 @@ class HSTUStack(nn.Module):
             layer.check_cache(name, x, history)
         check_times(name, x, self.config, timestamps, query_timestamps)
         if timestamps is not None:
-            check_row_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config)
-            query_timestamps = next_timestamps(timestamps, x.offsets) if query_timestamps is None else query_timestamps
-        return dict(timestamps=timestamps, query_timestamps=query_timestamps, cache_timestamps=cache.timestamps)
+            check_row_timestamps(
+                "cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config
+            )
+            query_timestamps = (
+                next_timestamps(timestamps, x.offsets)
+                if query_timestamps is None
+                else query_timestamps
+            )
+        return dict(
+            timestamps=timestamps,
+            query_timestamps=query_timestamps,
+            cache_timestamps=cache.timestamps,
+        )
 
 
 @torch.fx.wrap
 def _without_container(x: Any, config: HSTUConfig) -> Jagged:
-    """x as a Jagged: torch's fully_shard finds the tensors in a Jagged that layers pass on, but not those in TorchRec's containers."""
+    """x as a Jagged: torch's fully_shard finds the tensors in a Jagged that layers pass on, but not
+    those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
     check_lengths("x", config, jagged.offsets)  # before they are copied to a device
     end = end_of("x", jagged)

@@ -1,4 +1,5 @@
-"""Layers under `batch_invariant`: replacements of torch functions whose results for a row depend on the number of rows."""
+"""Layers under `batch_invariant`: replacements of torch functions whose results for a row depend on
+the number of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ R = TypeVar("R")
 
 
 def fixed_rows(forward: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for a layer's method: under `batch_invariant`, the results of its modules for a row do not depend on the other rows.
+    """Decorator for a layer's method: under `batch_invariant`, the results of its modules for a row
+    do not depend on the other rows.
 
     The modules are still called. Their hooks run, and callers may replace them.
     """
@@ -37,9 +39,14 @@ def fixed_rows(forward: Callable[P, R]) -> Callable[P, R]:
 
 class _FixedRows(TorchFunctionMode):
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.unflatten:  # torch.compile cannot trace the method inside a TorchFunctionMode
+        # torch.compile cannot trace the method inside a TorchFunctionMode
+        if func is Tensor.unflatten:
             func = torch.unflatten
         return _FIXED.get(func, func)(*args, **(kwargs or {}))
 
@@ -51,7 +58,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
-    """The function applied row by row on the CPU: there, the elements left over after full SIMD vectors take other instructions.
+    """The function applied row by row on the CPU: there, the elements left over after full SIMD
+    vectors take other instructions.
 
     On GPUs the function is unchanged.
     """

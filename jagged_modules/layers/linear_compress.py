@@ -1,4 +1,5 @@
-"""LinearCompressEmbedding: a learned linear map from the embeddings of a candidate and its user to fewer embeddings."""
+"""LinearCompressEmbedding: a learned linear map from the embeddings of a candidate and its user to
+fewer embeddings."""
 
 from __future__ import annotations
 
@@ -24,25 +25,30 @@ class LinearCompressEmbedding(nn.Module):
 
         out[b] = W_cand @ E_cand[b] + W_user @ E_user[user_of[b]]
 
-    The user's part is computed once per user (or vendor, ...) and added to the part of each candidate. User embeddings are not replicated.
+    The user's part is computed once per user (or vendor, ...) and added to the part of each
+    candidate. User embeddings are not replicated.
 
     Args:
         num_candidate_embeddings: number K of embeddings of each candidate.
         num_compressed: number M of output embeddings.
-        num_user_embeddings: number of embeddings of each user. For several shared levels (for example users and vendors), a sequence of
+        num_user_embeddings: number of embeddings of each user. For several shared levels (for
+            example users and vendors), a sequence of
             one number per level, coarsest first. 0: no shared embeddings.
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
-        candidate_features: the names of the K features in the order of the weights' columns. Required if candidate_embeddings is a
+        candidate_features: the names of the K features in the order of the weights' columns.
+            Required if candidate_embeddings is a
             KeyedTensor: the order of its keys may depend on the sharding plan and is ignored.
-        user_features: the same for user_embeddings. For several shared levels, a sequence of one entry per level, None for a level whose
-            embeddings are a tensor.
+        user_features: the same for user_embeddings. For several shared levels, a sequence of one
+            entry per level, None for a level whose embeddings are a tensor.
 
-    `weights[l]` is the weight `[M, K_l]` of level l, coarsest level first, the candidates last. Weights are contiguous for every K_l: fused
-    optimizers reject parameters with gaps between their rows, or update them wrongly.
+    `weights[l]` is the weight `[M, K_l]` of level l, coarsest level first, the candidates last.
+    Weights are contiguous for every K_l: fused optimizers reject parameters with gaps between their
+    rows, or update them wrongly.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer; feature names are not distinct, or not one per embedding.
+        TypeError, ValueError: a size is not a positive integer; feature names are not distinct, or
+            not one per embedding.
 
     Example::
 
@@ -77,19 +83,32 @@ class LinearCompressEmbedding(nn.Module):
         else:
             check_size("num_user_embeddings", num_user_embeddings, at_least=0)
             shared = [num_user_embeddings] if num_user_embeddings else []
-        self.num_embeddings, self.num_compressed = [*shared, num_candidate_embeddings], num_compressed
+        self.num_embeddings, self.num_compressed = (
+            [*shared, num_candidate_embeddings],
+            num_compressed,
+        )
         features: Sequence[Sequence[object] | None] = [user_features]
         if user_features is None:
             features = [None] * len(shared)
         elif isinstance(num_user_embeddings, Sequence):
             if not is_sequence(user_features):
-                raise TypeError(f"user_features must be a sequence of one entry per shared level, got {type(user_features).__name__}")
+                raise TypeError(
+                    "user_features must be a sequence of one entry per shared level, got"
+                    f" {type(user_features).__name__}"
+                )
             features = user_features
         if len(features) != len(shared):
-            raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {features}")
+            raise ValueError(
+                f"user_features must have one entry per shared level, {len(shared)}, got {features}"
+            )
         names = [*_names("user_features", len(shared)), "candidate_features"]
-        self.features = [*map(_checked_features, names, [*features, candidate_features], self.num_embeddings)]
-        self.weights = _Weights(torch.empty(num_compressed, size, device=device, dtype=dtype) for size in self.num_embeddings)
+        self.features = [
+            *map(_checked_features, names, [*features, candidate_features], self.num_embeddings)
+        ]
+        self.weights = _Weights(
+            torch.empty(num_compressed, size, device=device, dtype=dtype)
+            for size in self.num_embeddings
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -97,43 +116,62 @@ class LinearCompressEmbedding(nn.Module):
         self.weights.reset_parameters()
 
     @one_module
-    def forward(self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None) -> Tensor:
+    def forward(
+        self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None
+    ) -> Tensor:
         """Compress the embeddings of B candidates.
 
         Args:
-            candidate_embeddings: `[B, K, N]`, or a TorchRec KeyedTensor of the K candidate_features, each of width N. A KeyedTensor is
-                copied only if its features are in another order. A LazyAwaitable of either is waited for.
-            user_embeddings: `[U, K_user, N]` or a KeyedTensor, as above; for several shared levels, a sequence of them, coarsest first.
-            candidates: the row of user_embeddings of each candidate: a `CandidateIndex`, or `[B]` int32 or int64 in any order. For several
-                shared levels, a sequence of them.
+            candidate_embeddings: `[B, K, N]`, or a TorchRec KeyedTensor of the K
+                candidate_features, each of width N. A KeyedTensor is copied only if its features
+                are in another order. A LazyAwaitable of either is waited for.
+            user_embeddings: `[U, K_user, N]` or a KeyedTensor, as above; for several shared levels,
+                a sequence of them, coarsest first.
+            candidates: the row of user_embeddings of each candidate: a `CandidateIndex`, or `[B]`
+                int32 or int64 in any order. For several shared levels, a sequence of them.
 
         Returns:
             `[B, M, N]`, in the dtype of the weights.
 
         Raises:
-            TypeError, ValueError: types, shapes, dtypes, devices, levels or feature names do not match; the message names the argument.
+            TypeError, ValueError: types, shapes, dtypes, devices, levels or feature names do not
+                match; the message names the argument.
         """
         shared, indices = _levels(user_embeddings), _levels(candidates)
         levels = len(self.num_embeddings) - 1
         for name, given in (("user_embeddings", shared), ("candidates", indices)):
             if len(given) != levels:
-                raise ValueError(f"{name} must have one entry per shared level, {levels}, got {len(given)}")
+                raise ValueError(
+                    f"{name} must have one entry per shared level, {levels}, got {len(given)}"
+                )
         names = [*_names("user_embeddings", levels), "candidate_embeddings"]
-        tensors = [_dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)]
-        of_levels = dict(weights=["the layer"] * len(names), embeddings=names, indices=_names("candidates", levels))
+        tensors = [
+            _dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)
+        ]
+        of_levels = dict(
+            weights=["the layer"] * len(names),
+            embeddings=names,
+            indices=_names("candidates", levels),
+        )
         return linear_compress(list(self.weights), tensors, indices, names=of_levels)
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
-        def __call__(self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None) -> Tensor: ...
+        def __call__(
+            self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None
+        ) -> Tensor: ...
 
     def extra_repr(self) -> str:
         *shared, candidate = self.num_embeddings
-        return f"num_candidate_embeddings={candidate}, num_compressed={self.num_compressed}, num_user_embeddings={shared}"
+        return (
+            f"num_candidate_embeddings={candidate}, num_compressed={self.num_compressed},"
+            f" num_user_embeddings={shared}"
+        )
 
 
 class _Weights(nn.ParameterList):
-    """The weights of all levels. It defines `reset_parameters` because DistributedModelParallel resets the module that owns parameters."""
+    """The weights of all levels. It defines `reset_parameters` because DistributedModelParallel
+    resets the module that owns parameters."""
 
     def reset_parameters(self) -> None:
         bound = 1 / math.sqrt(sum(weight.shape[1] for weight in self))
@@ -151,10 +189,14 @@ def _names(argument: str, levels: int) -> list[str]:
     return [argument] if levels == 1 else [f"{argument}[{level}]" for level in range(levels)]
 
 
-def _checked_features(name: str, features: Sequence[object] | None, size: int) -> tuple[str, ...] | None:
+def _checked_features(
+    name: str, features: Sequence[object] | None, size: int
+) -> tuple[str, ...] | None:
     if features is None:
         return None
-    if not isinstance(features, (list, tuple)) or not all(isinstance(feature, str) for feature in features):
+    if not isinstance(features, (list, tuple)) or not all(
+        isinstance(feature, str) for feature in features
+    ):
         raise TypeError(f"{name} must be a sequence of names, got {features!r}")
     if not len(features) == len(set(features)) == size:
         raise ValueError(f"{name} must be {size} different names, got {list(features)}")
@@ -163,23 +205,31 @@ def _checked_features(name: str, features: Sequence[object] | None, size: int) -
 
 @torch.fx.wrap
 def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
-    """x itself, or the values `[B, K · N]` of a KeyedTensor as `[B, K, N]`: a view if its features are in the order of `features`."""
+    """x itself, or the values `[B, K · N]` of a KeyedTensor as `[B, K, N]`: a view if its features
+    are in the order of `features`."""
     x = wait_for(x)
     if not is_keyed_tensor(x):
         return x
     if features is None:
         option = name.partition("_")[0] + "_features"
         raise ValueError(
-            f"{name} must be a torch.Tensor if the layer has no {option}, got a KeyedTensor of {x.keys()}: the order of its features "
-            f"depends on how its collection is sharded; construct the layer with {option}=[...] in the order of the weights' columns"
+            f"{name} must be a torch.Tensor if the layer has no {option}, got a KeyedTensor of"
+            f" {x.keys()}: the order of its features depends on how its collection is sharded;"
+            f" construct the layer with {option}=[...] in the order of the weights' columns"
         )
     if x.key_dim() != 1:
-        raise ValueError(f"{name} must be a KeyedTensor with key_dim 1, one row per example, got key_dim {x.key_dim()}")
+        raise ValueError(
+            f"{name} must be a KeyedTensor with key_dim 1, one row per example, got key_dim"
+            f" {x.key_dim()}"
+        )
     keys, widths, values = tuple(x.keys()), x.length_per_key(), x.values()
     if len(set(widths)) != 1:
         raise ValueError(f"{name} must have features of one width, got {widths}")
     if values.dim() != 2 or values.shape[1] != sum(widths):
-        raise ValueError(f"{possessive(name)} values must have shape [B, {sum(widths)}], that of its features, got {list(values.shape)}")
+        raise ValueError(
+            f"{possessive(name)} values must have shape [B, {sum(widths)}], that of its features,"
+            f" got {list(values.shape)}"
+        )
     if keys != features:
         _check_same_features(name, keys, features)
         columns = dict(zip(keys, values.split(widths, dim=1)))
@@ -189,6 +239,12 @@ def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
 
 def _check_same_features(name: str, keys: tuple[str, ...], features: tuple[str, ...]) -> None:
     if sorted(keys) != sorted(features):
-        missing, unexpected = ([key for key in some if key not in others] for some, others in ((features, keys), (keys, features)))
+        missing, unexpected = (
+            [key for key in some if key not in others]
+            for some, others in ((features, keys), (keys, features))
+        )
         found = f"missing {missing}, unexpected {unexpected}"
-        raise ValueError(f"{name} must have each of the layer's {len(features)} features once, got {len(keys)}: {found}")
+        raise ValueError(
+            f"{name} must have each of the layer's {len(features)} features once, got {len(keys)}:"
+            f" {found}"
+        )

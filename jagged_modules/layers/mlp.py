@@ -23,7 +23,8 @@ C = TypeVar("C")  # a container
 class JaggedMLP(nn.Module):
     """Linear layers, each followed by an activation, the last one too, as in TorchRec's MLP.
 
-    All rows use the same weights, and segments do not affect the result. Append an nn.Linear if the output must not end with an activation.
+    All rows use the same weights, and segments do not affect the result. Append an nn.Linear if the
+    output must not end with an activation.
 
     Args:
         dims: width of the input rows, then of each layer's output: two sizes or more.
@@ -32,7 +33,8 @@ class JaggedMLP(nn.Module):
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
-        TypeError, ValueError: dims are not positive integers, or fewer than two; the activation is unknown.
+        TypeError, ValueError: dims are not positive integers, or fewer than two; the activation is
+            unknown.
 
     Example::
 
@@ -40,7 +42,13 @@ class JaggedMLP(nn.Module):
         values, offsets = mlp((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # values [5, 16]
     """
 
-    def __init__(self, dims: Sequence[int], activation: str = "relu", device: Device = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        dims: Sequence[int],
+        activation: str = "relu",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
         if isinstance(dims, str):
@@ -52,10 +60,13 @@ class JaggedMLP(nn.Module):
             check_size(f"dims[{i}]", size)
         check_choice("activation", activation, tuple(POINTWISE))
         self.dims, self.activation = list(dims), activation
-        self.layers = nn.ModuleList(nn.Linear(*widths, device=device, dtype=dtype) for widths in zip(dims, dims[1:]))
+        self.layers = nn.ModuleList(
+            nn.Linear(*widths, device=device, dtype=dtype) for widths in zip(dims, dims[1:])
+        )
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
+        built on the meta device."""
         reset_all(self.layers)
 
     @one_module
@@ -75,7 +86,8 @@ class JaggedMLP(nn.Module):
         jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
         end = end_of("x", jagged)
         values, activation = entering(jagged.values, end), POINTWISE[self.activation].function
-        for layer in self.layers:  # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
+        # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
+        for layer in self.layers:
             values = activation(layer(values))
         return jagged.unwrap(leaving(values, end))
 

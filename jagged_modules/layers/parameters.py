@@ -26,13 +26,15 @@ def check_parameter_dtype(dtype: torch.dtype | None) -> None:
 
 
 def in_heads(name: str, x: Tensor, *sizes: int) -> Tensor:
-    """x, the result of the projection `name`, as `[..., *sizes]`: parts, heads and head dim. Raises as `check_columns`."""
+    """x, the result of the projection `name`, as `[..., *sizes]`: parts, heads and head dim. Raises
+    as `check_columns`."""
     check_columns(name, x, math.prod(sizes))
     return torch.unflatten(x, -1, sizes)
 
 
 def check_columns(name: str, x: Tensor, columns: int) -> None:
-    """ValueError unless x, the result of the projection `name`, has all columns in a plain tensor. Tensor parallel plans may shard them.
+    """ValueError unless x, the result of the projection `name`, has all columns in a plain tensor.
+    Tensor parallel plans may shard them.
 
     A shard does not hold whole heads, because projections are packed: half of `[k | v]` is k.
     """
@@ -40,14 +42,16 @@ def check_columns(name: str, x: Tensor, columns: int) -> None:
     is_sharded = distributed is not None and isinstance(x, distributed.DTensor)
     if is_sharded or x.shape[-1] != columns:
         raise ValueError(
-            f"{name} must give {columns} columns, got {'a DTensor' if is_sharded else x.shape[-1]}; a tensor parallel plan must gather "
-            "them, by ColwiseParallel(output_layouts=Replicate()), and take out_proj's input whole, by "
-            "RowwiseParallel(input_layouts=Replicate())"
+            f"{name} must give {columns} columns, got {'a DTensor' if is_sharded else x.shape[-1]};"
+            " a tensor parallel plan must gather them, by"
+            " ColwiseParallel(output_layouts=Replicate()), and take out_proj's input whole, by"
+            " RowwiseParallel(input_layouts=Replicate())"
         )
 
 
 def reset_all(modules: Iterable[nn.Module]) -> None:
-    """Call each module's `reset_parameters`. If a module has none (for example a LoRA wrapper around a Linear), call its children's."""
+    """Call each module's `reset_parameters`. If a module has none (for example a LoRA wrapper
+    around a Linear), call its children's."""
     for module in modules:
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
@@ -57,12 +61,22 @@ def reset_all(modules: Iterable[nn.Module]) -> None:
 
 
 def xavier_linear(
-    in_features: int, out_features: int, bias: bool = True, device: Device = None, dtype: torch.dtype | None = None
+    in_features: int,
+    out_features: int,
+    bias: bool = True,
+    device: Device = None,
+    dtype: torch.dtype | None = None,
 ) -> nn.Linear:
-    """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
+    """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not
+    support subclasses."""
     linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
-    for name, parameter in [*linear.named_parameters()]:  # to_empty of torch 2.13 fails in a FakeTensorMode
-        setattr(linear, name, nn.Parameter(torch.empty_like(parameter, device=torch.empty(0, device=device).device)))
+    # to_empty of torch 2.13 fails in a FakeTensorMode
+    for name, parameter in [*linear.named_parameters()]:
+        setattr(
+            linear,
+            name,
+            nn.Parameter(torch.empty_like(parameter, device=torch.empty(0, device=device).device)),
+        )
     vars(linear)["reset_parameters"] = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
     return linear

@@ -1,4 +1,5 @@
-"""JaggedSelfTargetAttention: a history attends to itself, and targets attend to it, in one launch."""
+"""JaggedSelfTargetAttention: a history attends to itself, and targets attend to it, in one
+launch."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ T = TypeVar("T")  # the container of the targets
 
 
 class JaggedSelfTargetAttention(nn.Module):
-    """Multi-head softmax attention of each event of a history to the whole history, and of targets to the same history.
+    """Multi-head softmax attention of each event of a history to the whole history, and of targets
+    to the same history.
 
-    Both share the projection of keys and values. Each kernel runs once for events and targets, and reads keys and values in place.
-    Targets do not see one another.
+    Both share the projection of keys and values. Each kernel runs once for events and targets, and
+    reads keys and values in place. Targets do not see one another.
 
     Args:
         embedding_dim: width E of the history and of the outputs; a multiple of num_heads.
@@ -38,7 +40,8 @@ class JaggedSelfTargetAttention(nn.Module):
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256.
+        TypeError, ValueError: a size is not a positive integer; num_heads does not divide
+            embedding_dim; the head dim is above 256.
 
     Example::
 
@@ -49,7 +52,12 @@ class JaggedSelfTargetAttention(nn.Module):
     """
 
     def __init__(
-        self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device: Device = None, dtype: torch.dtype | None = None
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        target_dim: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
@@ -64,39 +72,52 @@ class JaggedSelfTargetAttention(nn.Module):
         self.target_out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
+        built on the meta device."""
         reset_all(self.children())
 
     @one_module
     @fixed_rows
-    def forward(self, history: Any, targets: Any, candidates: CandidateIndex | Tensor | None = None) -> tuple[Any, Any]:
+    def forward(
+        self, history: Any, targets: Any, candidates: CandidateIndex | Tensor | None = None
+    ) -> tuple[Any, Any]:
         """Attend from the history and from the targets to the history.
 
         Args:
             history: any container of `[L, E]` values in B segments, one per user.
-            targets: any container of `[N, E_t]` values in B segments; with `candidates`, a dense tensor `[num_candidates, n_q, E_t]`, n_q
-                query rows for each candidate.
-            candidates: the user of each candidate: a `CandidateIndex`, which several layers may share, or `[num_candidates]` int32 or
-                int64 in any order.
+            targets: any container of `[N, E_t]` values in B segments; with `candidates`, a dense
+                tensor `[num_candidates, n_q, E_t]`, n_q query rows for each candidate.
+            candidates: the user of each candidate: a `CandidateIndex`, which several layers may
+                share, or `[num_candidates]` int32 or int64 in any order.
 
         Returns:
-            The history's kind of container with `[L, E]` values, and the targets' kind of container with `[N, E]` values, or
-            `[num_candidates, n_q, E]` as targets are. The result of a target whose history is empty is target_out_proj's bias.
+            The history's kind of container with `[L, E]` values, and the targets' kind of container
+            with `[N, E]` values, or `[num_candidates, n_q, E]` as targets are. The result of a
+            target whose history is empty is target_out_proj's bias.
 
         Raises:
-            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
+                match; the message names the argument.
         """
         targets = wait_for(targets)
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         if candidates is None:
-            jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
+            jagged_targets = (
+                targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
+            )
             check_same_segments("targets", jagged_targets, "history", history)
             end = end_of("targets", jagged_targets)
-            rows = checked_targets(jagged_targets.values, self.target_proj, self.target_dim, 2, "[N, E_t]")
-            values, out = self._attend(history, self._project(entering(rows, end)), jagged_targets.offsets)
+            rows = checked_targets(
+                jagged_targets.values, self.target_proj, self.target_dim, 2, "[N, E_t]"
+            )
+            values, out = self._attend(
+                history, self._project(entering(rows, end)), jagged_targets.offsets
+            )
             return history.unwrap(values), jagged_targets.unwrap(leaving(out, end))
         candidates = CandidateIndex.wrap(candidates, history.num_segments)
-        targets = checked_candidates(targets, self.target_proj, self.target_dim, candidates, history)
+        targets = checked_candidates(
+            targets, self.target_proj, self.target_dim, candidates, history
+        )
         end, candidates = end_of_candidates(candidates, targets), candidates.to(targets.device)
         q = self._project(entering(targets, end))
         if candidates.order is not None:
@@ -108,7 +129,9 @@ class JaggedSelfTargetAttention(nn.Module):
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
         @overload
-        def __call__(self, history: C, targets: Tensor, candidates: CandidateIndex | Tensor) -> tuple[C, Tensor]: ...
+        def __call__(
+            self, history: C, targets: Tensor, candidates: CandidateIndex | Tensor
+        ) -> tuple[C, Tensor]: ...
 
         @overload
         def __call__(self, history: C, targets: T, candidates: None = None) -> tuple[C, T]: ...
@@ -119,13 +142,19 @@ class JaggedSelfTargetAttention(nn.Module):
         return in_heads("target_proj", self.target_proj(targets), self.num_heads, self.head_dim)
 
     def _attend(self, history: Jagged, queries: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of the events `[L, E]` and of the targets `[N, E]`, whose queries `[N, H, D]` are grouped by user."""
+        """The results of the events `[L, E]` and of the targets `[N, E]`, whose queries `[N, H, D]`
+        are grouped by user."""
         end = end_of("history", history)
         rows = entering(history.values, end)
         own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
         k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
         of_events, of_targets = self_target_attention(own, queries, k, v, history.offsets, offsets)
-        return leaving(self.out_proj(of_events.flatten(1)), end), self.target_out_proj(of_targets.flatten(1))
+        return leaving(self.out_proj(of_events.flatten(1)), end), self.target_out_proj(
+            of_targets.flatten(1)
+        )
 
     def extra_repr(self) -> str:
-        return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, target_dim={self.target_dim}"
+        return (
+            f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
+            f" target_dim={self.target_dim}"
+        )

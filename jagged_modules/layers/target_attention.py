@@ -18,7 +18,13 @@ from ..containers.segmentation import note_rows
 from ..functional import jagged_attention, target_attention
 from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
+from ..validation import (
+    MAX_HEAD_DIM,
+    check_dense,
+    check_device,
+    check_layer_input,
+    resolve_head_dim,
+)
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
@@ -30,8 +36,8 @@ T = TypeVar("T")  # the container of the targets, or a dense tensor
 class JaggedTargetAttention(nn.Module):
     """Multi-head softmax attention of targets (queries) to each user's history (keys and values).
 
-    The history is projected once per user. All of the user's candidates read it in place: neither the forward nor the backward makes a copy
-    per candidate.
+    The history is projected once per user. All of the user's candidates read it in place: neither
+    the forward nor the backward makes a copy per candidate.
 
     Args:
         embedding_dim: width E of the history and of the output; a multiple of num_heads.
@@ -39,12 +45,13 @@ class JaggedTargetAttention(nn.Module):
         target_dim: width E_t of the targets; embedding_dim if None.
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
-        dropout: dropout probability, applied to the attention's result before the output projection. Attention weights have no dropout,
-            because they are never materialised.
+        dropout: dropout probability, applied to the attention's result before the output
+            projection. Attention weights have no dropout, because they are never materialised.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256; dropout
-            is not in 0 to 1; the dtype is not a floating-point one.
+        TypeError, ValueError: a size is not a positive integer; num_heads does not divide
+            embedding_dim; the head dim is above 256; dropout is not in 0 to 1; the dtype is not a
+            floating-point one.
 
     Example::
 
@@ -77,7 +84,8 @@ class JaggedTargetAttention(nn.Module):
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
+        built on the meta device."""
         reset_all(self.children())
 
     def cache(self, history: Any) -> HistoryCache:
@@ -95,27 +103,34 @@ class JaggedTargetAttention(nn.Module):
         return self(None, history, return_cache=True)
 
     def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
-        """Compute the keys and values of the next events of cached histories. Those of the earlier events do not change.
+        """Compute the keys and values of the next events of cached histories. Those of the earlier
+        events do not change.
 
         Args:
             events: any container of `[N, E]` values; segment b has the next events of history b.
             cache: keys and values of the histories, of which only the number is read.
 
         Returns:
-            None, because events have no output, and the keys and values of the events. `cache.append` adds them to the cache.
+            None, because events have no output, and the keys and values of the events.
+            `cache.append` adds them to the cache.
 
         Raises:
-            TypeError, ValueError: as `forward`; the cache has another number of segments or another shape.
+            TypeError, ValueError: as `forward`; the cache has another number of segments or another
+                shape.
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return None, self(None, events, cache=cache, return_cache=True)
 
-    def score(self, targets: T, cache: HistoryCache, candidates: CandidateIndex | Tensor | None = None) -> T:
-        """Attend from the targets to cached histories: `forward(targets, history, candidates)` without projecting the histories.
+    def score(
+        self, targets: T, cache: HistoryCache, candidates: CandidateIndex | Tensor | None = None
+    ) -> T:
+        """Attend from the targets to cached histories: `forward(targets, history, candidates)`
+        without projecting the histories.
 
         Args:
             targets, candidates: as in `forward`.
-            cache: the result of `cache` for the histories, or of `PagedHistoryCache.select`. It is valid until the parameters change.
+            cache: the result of `cache` for the histories, or of `PagedHistoryCache.select`. It is
+                valid until the parameters change.
 
         Returns:
             As `forward`.
@@ -127,7 +142,8 @@ class JaggedTargetAttention(nn.Module):
 
             attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
             cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
-            out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))  # [4, 1, 32]
+            out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))  # [4,
+            1, 32]
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
         return self(targets, None, candidates, cache=cache)
@@ -148,22 +164,26 @@ class JaggedTargetAttention(nn.Module):
         """Attend from the targets to the history of their user.
 
         Args:
-            targets: one of: a dense tensor `[B, T, E_t]`, T targets for each of B users; any container of `[N, E_t]` values in B segments;
-                with `candidates`, a dense tensor `[num_candidates, n_q, E_t]`, n_q query rows for each candidate.
+            targets: one of: a dense tensor `[B, T, E_t]`, T targets for each of B users; any
+                container of `[N, E_t]` values in B segments; with `candidates`, a dense tensor
+                `[num_candidates, n_q, E_t]`, n_q query rows for each candidate.
             history: any container of `[L, E]` values in B segments, one per user.
-            candidates: the user of each candidate: a `CandidateIndex`, which several layers may share, or `[num_candidates]` int32 or
-                int64 in any order.
-            cache: if given, the call is `score(targets, cache, candidates)`, and history must be None.
-            return_cache: if True, the call is `cache(history)`, and targets must be None. With cache too, history has the events of
-                `append`.
+            candidates: the user of each candidate: a `CandidateIndex`, which several layers may
+                share, or `[num_candidates]` int32 or int64 in any order.
+            cache: if given, the call is `score(targets, cache, candidates)`, and history must be
+                None.
+            return_cache: if True, the call is `cache(history)`, and targets must be None. With
+                cache too, history has the events of `append`.
 
         Returns:
-            `[B, T, E]`, the targets' kind of container with `[N, E]` values, or `[num_candidates, n_q, E]`, as targets are. With
-            return_cache, a HistoryCache. The dtype is that of the projections. The result of a target whose history is empty is out_proj's
+            `[B, T, E]`, the targets' kind of container with `[N, E]` values, or
+            `[num_candidates, n_q, E]`, as targets are. With return_cache, a HistoryCache. The dtype
+            is that of the projections. The result of a target whose history is empty is out_proj's
             bias.
 
         Raises:
-            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
+                match; the message names the argument.
         """
         check_flag("return_cache", return_cache)
         if return_cache:
@@ -175,10 +195,14 @@ class JaggedTargetAttention(nn.Module):
         else:
             if history is not None:
                 raise ValueError(f"history must be None with cache, got {type(history).__name__}")
-            history = layer_of_cache(cache, "targets", None, self.num_heads, 2 * self.head_dim, self.kv_proj)
+            history = layer_of_cache(
+                cache, "targets", None, self.num_heads, 2 * self.head_dim, self.kv_proj
+            )
             values, pages = paged_operands(history)
             k, v = values.chunk(2, dim=2)
-        schedule_for = functools.partial(history.schedule, num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
+        schedule_for = functools.partial(
+            history.schedule, num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype
+        )
 
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
@@ -186,48 +210,81 @@ class JaggedTargetAttention(nn.Module):
             end = end_of_candidates(candidates, targets)
             q = self._project(entering(targets, end))
             schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
-            out = target_attention(q, k, v, candidates, history.offsets, schedule=schedule, pages=pages)
+            out = target_attention(
+                q, k, v, candidates, history.offsets, schedule=schedule, pages=pages
+            )
             return leaving(self._output(out.flatten(2)), end)
 
         if isinstance(targets, Tensor) and not targets.is_nested:
-            q = self._project(checked_targets(targets, self.q_proj, self.target_dim, 3, "[B, T, E_t]"))
+            q = self._project(
+                checked_targets(targets, self.q_proj, self.target_dim, 3, "[B, T, E_t]")
+            )
             if q.shape[0] != history.num_segments:
-                raise ValueError(f"targets without candidates must be one per history segment, {history.num_segments}, got {q.shape[0]}")
+                raise ValueError(
+                    "targets without candidates must be one per history segment,"
+                    f" {history.num_segments}, got {q.shape[0]}"
+                )
             rows = q.shape[1]
-            offsets = torch.arange(q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device) * rows
+            offsets = (
+                torch.arange(
+                    q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device
+                )
+                * rows
+            )
             note_rows(offsets, q.shape[0] * rows)
             schedule = schedule_for(queries=rows)
-            out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule, pages=pages)
+            out = jagged_attention(
+                q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule, pages=pages
+            )
             return torch.unflatten(self._output(out.flatten(1)), 0, (q.shape[0], rows))
 
-        jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
-        check_same_segments("targets", jagged_targets, "history" if cache is None else "cache", history)
+        jagged_targets = (
+            targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
+        )
+        check_same_segments(
+            "targets", jagged_targets, "history" if cache is None else "cache", history
+        )
         end = end_of("targets", jagged_targets)
         values = checked_targets(jagged_targets.values, self.q_proj, self.target_dim, 2, "[N, E_t]")
         q = self._project(entering(values, end))
         schedule = schedule_for(queries=jagged_targets)
-        out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule, pages=pages)
+        out = jagged_attention(
+            q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule, pages=pages
+        )
         return jagged_targets.unwrap(leaving(self._output(out.flatten(1)), end))
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
         @overload
         def __call__(
-            self, targets: T, history: Any, candidates: CandidateIndex | Tensor | None = None, *, cache: HistoryCache | None = None,
+            self,
+            targets: T,
+            history: Any,
+            candidates: CandidateIndex | Tensor | None = None,
+            *,
+            cache: HistoryCache | None = None,
             return_cache: Literal[False] = False,
-        ) -> T: ...  # fmt: skip
+        ) -> T: ...
 
         @overload
         def __call__(
-            self, targets: None, history: Any, candidates: None = None, *, cache: HistoryCache | None = None, return_cache: Literal[True],
-        ) -> HistoryCache: ...  # fmt: skip
+            self,
+            targets: None,
+            history: Any,
+            candidates: None = None,
+            *,
+            cache: HistoryCache | None = None,
+            return_cache: Literal[True],
+        ) -> HistoryCache: ...
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _cache(self, targets: Any, rows: Any, cache: HistoryCache | None) -> HistoryCache:
         """Keys and values of a history's rows, or with the history's cache, of the next events."""
         if targets is not None:
-            raise ValueError(f"targets must be None with return_cache, got {type(targets).__name__}")
+            raise ValueError(
+                f"targets must be None with return_cache, got {type(targets).__name__}"
+            )
         name = "history" if cache is None else "events"
         jagged = wrap_rows(name, rows, self.embedding_dim, self.kv_proj)
         if cache is not None:
@@ -246,21 +303,35 @@ class JaggedTargetAttention(nn.Module):
         return in_heads("q_proj", self.q_proj(targets), self.num_heads, self.head_dim)
 
     def extra_repr(self) -> str:
-        return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, target_dim={self.target_dim}"
+        return (
+            f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
+            f" target_dim={self.target_dim}"
+        )
 
 
-def checked_targets(targets: Any, projection: nn.Module, target_dim: int, dim: int, shape: str) -> Tensor:
-    """Targets with `dim` dimensions, which the projection takes. Errors give `shape` as the expected shape."""
+def checked_targets(
+    targets: Any, projection: nn.Module, target_dim: int, dim: int, shape: str
+) -> Tensor:
+    """Targets with `dim` dimensions, which the projection takes. Errors give `shape` as the
+    expected shape."""
     if not isinstance(targets, Tensor):
         raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
     check_dense("targets", targets)
     if targets.dim() != dim or targets.shape[-1] != target_dim:
-        raise ValueError(f"targets must have shape {shape} with E_t = {target_dim}, got {list(targets.shape)}")
+        raise ValueError(
+            f"targets must have shape {shape} with E_t = {target_dim}, got {list(targets.shape)}"
+        )
     check_layer_input("targets", targets, projection)
     return targets
 
 
-def checked_candidates(targets: Any, projection: nn.Module, target_dim: int, candidates: CandidateIndex, history: Jagged) -> Tensor:
+def checked_candidates(
+    targets: Any,
+    projection: nn.Module,
+    target_dim: int,
+    candidates: CandidateIndex,
+    history: Jagged,
+) -> Tensor:
     """Targets of the candidates of the history's users, which the projection takes."""
     targets = checked_targets(targets, projection, target_dim, 3, "[num_candidates, n_q, E_t]")
     candidates.check(targets.shape[0], history.num_segments, queries="targets have")

@@ -28,10 +28,12 @@ __all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
 
 
 class CachingLayer(Protocol):
-    """A layer with a cache: `HSTUStack`, `JaggedTargetAttention`, `JaggedGDPA`, or any module with these methods.
+    """A layer with a cache: `HSTUStack`, `JaggedTargetAttention`, `JaggedGDPA`, or any module with
+    these methods.
 
-    append_reads_cache: whether the keys and values of new events depend on the cached rows. A layer may also have `append_writes_pages`:
-        whether its `append` then writes them into the rows that a `PagedRows` with room reserves.
+    append_reads_cache: whether the keys and values of new events depend on the cached rows. A layer
+        may also have `append_writes_pages`: whether its `append` then writes them into the rows
+        that a `PagedRows` with room reserves.
     max_cached_rows: how many of the latest rows the next events and targets see; None: all.
     """
 
@@ -67,27 +69,33 @@ class CacheStatistics:
 
 
 class PagedHistoryCache:
-    """Keys and values of many users' histories, in pages, with a budget of bytes and least-recently-used eviction.
+    """Keys and values of many users' histories, in pages, with a budget of bytes and
+    least-recently-used eviction.
 
-    The cache belongs to one layer. A user's rows are valid for the weights that computed them: after a change of the layer's parameters
-    (also in place), all users count as not cached until `put` computes their histories anew. Only writes through `.data`, and in-place
-    ones to parameters that were made in inference mode, leave no trace in torch: call `clear` after them.
+    The cache belongs to one layer. A user's rows are valid for the weights that computed them:
+    after a change of the layer's parameters (also in place), all users count as not cached until
+    `put` computes their histories anew. Only writes through `.data`, and in-place ones to
+    parameters that were made in inference mode, leave no trace in torch: call `clear` after them.
 
-    With page_rows of 128, 256, 512, ..., attention reads the rows of a batch in their pages, without a copy. Otherwise, and where a history
-    begins within a page (after max_attn_len has cut it), `select` gathers the rows into one jagged tensor with one index_select. It reads
-    and writes each selected row once: for R rows, 2 · R · layers · H · (key width + value width) elements.
+    With page_rows of 128, 256, 512, ..., attention reads the rows of a batch in their pages,
+    without a copy. Otherwise, and where a history begins within a page (after max_attn_len has cut
+    it), `select` gathers the rows into one jagged tensor with one index_select. It reads and writes
+    each selected row once: for R rows, 2 · R · layers · H · (key width + value width) elements.
 
-    All methods are safe to call from several threads. Later calls do not change the result of `select`: the pages that it reads are not
-    written to as long as it exists, and count as used. Calls that write (`put`, `append`, `evict`, `clear`) wait for one another; `select`
-    waits for their page table and their copies, not for their layers.
+    All methods are safe to call from several threads. Later calls do not change the result of
+    `select`: the pages that it reads are not written to as long as it exists, and count as used.
+    Calls that write (`put`, `append`, `evict`, `clear`) wait for one another; `select` waits for
+    their page table and their copies, not for their layers.
 
     Gradients are not supported.
 
     Args:
-        layer: an `HSTUStack`, `JaggedTargetAttention` or `JaggedGDPA`. Call its `eval()` first if it has dropout.
-        max_bytes: budget of the pages, which are allocated at the first write, on the device and in the dtype of the layer's keys.
-        page_rows: rows of a page. A user's last page is filled in part, on average by half. From 128 on, in powers of 2, attention reads
-            the pages.
+        layer: an `HSTUStack`, `JaggedTargetAttention` or `JaggedGDPA`. Call its `eval()` first if
+            it has dropout.
+        max_bytes: budget of the pages, which are allocated at the first write, on the device and in
+            the dtype of the layer's keys.
+        page_rows: rows of a page. A user's last page is filled in part, on average by half. From
+            128 on, in powers of 2, attention reads the pages.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range.
@@ -107,21 +115,30 @@ class PagedHistoryCache:
         check_kind("layer", layer, nn.Module, "a layer with cache and append")
         for name in ("cache", "append", "append_reads_cache", "max_cached_rows"):
             if not hasattr(layer, name):
-                raise TypeError(f"layer must be an HSTUStack, JaggedTargetAttention or JaggedGDPA, got {type(layer).__name__}")
+                raise TypeError(
+                    "layer must be an HSTUStack, JaggedTargetAttention or JaggedGDPA, got"
+                    f" {type(layer).__name__}"
+                )
         check_size("max_bytes", max_bytes)
         check_size("page_rows", page_rows)
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
-        self._columns: list[Tensor] = []  # keys and values [rows, layers, H, width], and timestamps [rows] if the layer has them
+        # keys and values [rows, layers, H, width], and timestamps [rows] if the layer has them
+        self._columns: list[Tensor] = []
         self._table: PageTable | None = None
         self._hits = self._misses = 0
-        self._writer, self._lock = threading.Lock(), threading.Lock()  # the second guards all attributes
+        # the second guards all attributes
+        self._writer, self._lock = threading.Lock(), threading.Lock()
         self._last_copy: torch.Event | None = None
-        # Pinned pages of selected histories that exist no more, with the stream that read them; and such streams, for the next write.
-        self._read, self._readers = deque[tuple[list[int], torch.Stream | None]](), set[torch.Stream]()
+        # Pinned pages of selected histories that exist no more, with the stream that read them; and
+        # such streams, for the next write.
+        self._read, self._readers = (
+            deque[tuple[list[int], torch.Stream | None]](),
+            set[torch.Stream](),
+        )
 
-    # -- users -----------------------------------------------------------------------------------------------------------------
+    # -- users -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         with self._lock:
@@ -133,13 +150,19 @@ class PagedHistoryCache:
             return self._is_cached(user, self._current_weights())
 
     def users(self) -> list[Hashable]:
-        """The users that are cached with the layer's present weights, from the least to the most recently used one."""
+        """The users that are cached with the layer's present weights, from the least to the most
+        recently used one."""
         with self._lock:
             weights = self._current_weights()
-            return [] if self._table is None else [user for user, x in self._table.users.items() if x.weights == weights]
+            return (
+                []
+                if self._table is None
+                else [user for user, x in self._table.users.items() if x.weights == weights]
+            )
 
     def missing(self, users: Iterable[Hashable]) -> list[Hashable]:
-        """The users of these that are not cached with the layer's present weights, in their order. Counts hits and misses.
+        """The users of these that are not cached with the layer's present weights, in their order.
+        Counts hits and misses.
 
         The other users become the most recently used ones, so the next `put` evicts them last.
 
@@ -165,9 +188,17 @@ class PagedHistoryCache:
             if table is None:
                 return CacheStatistics(0, 0, 0, self.max_bytes, self._hits, self._misses, 0)
             size = (table.num_pages - table.num_free) * self._page_bytes()
-            return CacheStatistics(len(table.users), table.num_rows, size, self.max_bytes, self._hits, self._misses, table.evictions)
+            return CacheStatistics(
+                len(table.users),
+                table.num_rows,
+                size,
+                self.max_bytes,
+                self._hits,
+                self._misses,
+                table.evictions,
+            )
 
-    # -- rows ------------------------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def put(self, users: Sequence[Hashable], history: Any, **timestamps: Tensor | None) -> None:
@@ -175,18 +206,21 @@ class PagedHistoryCache:
 
         Args:
             users: one hashable key per segment of the history, without repetition.
-            history, timestamps: arguments of the layer's `cache`. A segment may be empty: `append` then adds all its events.
+            history, timestamps: arguments of the layer's `cache`. A segment may be empty: `append`
+                then adds all its events.
 
         Raises:
-            TypeError, ValueError: as the layer's `cache`; users are repeated, or not one per segment.
+            TypeError, ValueError: as the layer's `cache`; users are repeated, or not one per
+                segment.
             ValueError: the layer's dtype, device or sizes are no longer those of the first put.
-            CacheFull: the histories, and the pages that selected histories read, need more than max_bytes. Nothing has changed; a part of
-                the users may fit.
+            CacheFull: the histories, and the pages that selected histories read, need more than
+                max_bytes. Nothing has changed; a part of the users may fit.
         """
         with self._writer:
             with self._lock:
                 weights = self._current_weights()
-            if self._table is not None and isinstance(history, Jagged) and not history.num_rows:  # nothing to compute
+            # nothing to compute
+            if self._table is not None and isinstance(history, Jagged) and not history.num_rows:
                 self._check_users(users, history.num_segments, "history")
                 with self._ordered():
                     self._table.replace(users, [0] * len(users), weights)
@@ -202,23 +236,33 @@ class PagedHistoryCache:
         """Compute and keep the next events of cached users.
 
         Args:
-            users: one key per segment of the events, without repetition. All must be cached: `put` the histories of others first.
+            users: one key per segment of the events, without repetition. All must be cached: `put`
+                the histories of others first.
             events, timestamps: arguments of the layer's `append`.
 
         Returns:
-            What the layer's `append` returns for the events, which for an HSTUStack is the container with the updated rows, else None.
+            What the layer's `append` returns for the events, which for an HSTUStack is the
+            container with the updated rows, else None.
 
         Raises:
             KeyError: a user is not cached with the layer's present weights.
-            TypeError, ValueError: as the layer's `append`; users are repeated, or not one per segment.
-            CacheFull: the histories, and the pages that selected histories read, need more than max_bytes. Nothing has changed.
+            TypeError, ValueError: as the layer's `append`; users are repeated, or not one per
+                segment.
+            CacheFull: the histories, and the pages that selected histories read, need more than
+                max_bytes. Nothing has changed.
         """
         with self._writer:
-            if self.layer.append_reads_cache and self._reads_pages() and getattr(self.layer, "append_writes_pages", False):
+            if (
+                self.layer.append_reads_cache
+                and self._reads_pages()
+                and getattr(self.layer, "append_writes_pages", False)
+            ):
                 return self._append_in_pages(users, events, timestamps)
             self._check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
             if self.layer.append_reads_cache:
-                cached = self._select(users, self._reads_pages() and self.layer.max_cached_rows is None)
+                cached = self._select(
+                    users, self._reads_pages() and self.layer.max_cached_rows is None
+                )
             else:
                 cached = self._empty(users)
             outputs, added = self.layer.append(events, cached, **timestamps)
@@ -229,8 +273,11 @@ class PagedHistoryCache:
                 self._keep_last(table, users)
             return outputs
 
-    def _append_in_pages(self, users: Sequence[Hashable], events: Any, timestamps: dict[str, Tensor | None]) -> Any:
-        """`append` of a layer that writes the keys and values of the events into reserved rows before it attends to them."""
+    def _append_in_pages(
+        self, users: Sequence[Hashable], events: Any, timestamps: dict[str, Tensor | None]
+    ) -> Any:
+        """`append` of a layer that writes the keys and values of the events into reserved rows
+        before it attends to them."""
         lengths = _lengths(Jagged.wrap(events, name="events"))
         with self._ordered():
             table = self._check_cached(users)
@@ -254,15 +301,18 @@ class PagedHistoryCache:
 
     @torch.no_grad()
     def select(self, users: Sequence[Hashable]) -> HistoryCache:
-        """The keys and values of these users, for the layer's `score`. They become the most recently used ones.
+        """The keys and values of these users, for the layer's `score`. They become the most
+        recently used ones.
 
         Args:
             users: keys of cached users, in any order, also repeated.
 
         Returns:
-            One segment per user. If page_rows is a power of 2 from 128 on, its layers are in pages. A `score` under `torch.no_grad()` reads
-            them there. A layer's `values`, and a score that computes gradients, copy the rows at their first use. On a GPU, use it on the
-            stream that is current now. Drop it after the score: until then its pages are used, also if their users are evicted.
+            One segment per user. If page_rows is a power of 2 from 128 on, its layers are in pages.
+            A `score` under `torch.no_grad()` reads them there. A layer's `values`, and a score that
+            computes gradients, copy the rows at their first use. On a GPU, use it on the stream
+            that is current now. Drop it after the score: until then its pages are used, also if
+            their users are evicted.
 
         Raises:
             KeyError: a user is not cached with the layer's present weights.
@@ -289,7 +339,7 @@ class PagedHistoryCache:
                 for user in list(self._table.users):
                     self._table.drop(user)
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _reads_pages(self) -> bool:
         """Whether attention can read the pages."""
@@ -306,7 +356,8 @@ class PagedHistoryCache:
 
     @contextlib.contextmanager
     def _ordered(self) -> Generator[None]:
-        """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which may be on another stream."""
+        """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which
+        may be on another stream."""
         with self._lock:
             self._unpin()
             if self._last_copy is not None:
@@ -315,21 +366,33 @@ class PagedHistoryCache:
                 yield
             finally:
                 if self._columns and self._columns[0].is_cuda:
-                    self._last_copy = torch.cuda.current_stream(self._columns[0].device).record_event()
+                    self._last_copy = torch.cuda.current_stream(
+                        self._columns[0].device
+                    ).record_event()
 
     def _current_weights(self) -> int:
-        """The version of the layer's parameters and buffers: equal while nobody writes to them or replaces them."""
+        """The version of the layer's parameters and buffers: equal while nobody writes to them or
+        replaces them."""
         layer: Any = self.layer
-        parts = (vars(x)[kind].values() for x in submodules(layer) for kind in ("_parameters", "_buffers"))
+        parts = (
+            vars(x)[kind].values()
+            for x in submodules(layer)
+            for kind in ("_parameters", "_buffers")
+        )
         tensors: list[Tensor] = [x for part in parts for x in part if x is not None]
         weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
         if weights != self._weights:
             self._version, self._weights = self._version + 1, weights
-            self._storages = [x.untyped_storage() for x in tensors]  # kept, or new weights could get the addresses of these
+            # kept, or new weights could get the addresses of these
+            self._storages = [x.untyped_storage() for x in tensors]
         return self._version
 
     def _is_cached(self, user: Hashable, weights: int) -> bool:
-        return self._table is not None and user in self._table.users and self._table.users[user].weights == weights
+        return (
+            self._table is not None
+            and user in self._table.users
+            and self._table.users[user].weights == weights
+        )
 
     def _check_cached(self, users: Sequence[Hashable]) -> PageTable:
         _check_sequence(users)
@@ -338,7 +401,10 @@ class PagedHistoryCache:
             if self._is_cached(user, weights):
                 continue
             stale = self._table is not None and user in self._table.users
-            raise KeyError(f"user {user!r} {'was cached with other weights' if stale else 'is not cached'}: put the history first")
+            raise KeyError(
+                f"user {user!r} {'was cached with other weights' if stale else 'is not cached'}:"
+                " put the history first"
+            )
         if self._table is None:
             raise KeyError("no user is given, and nothing is cached yet: put a history first")
         return self._table
@@ -346,7 +412,9 @@ class PagedHistoryCache:
     def _check_users(self, users: Sequence[Hashable], segments: int, name: str) -> None:
         _check_sequence(users)
         if len(users) != segments:
-            raise ValueError(f"users must be one per segment of {name}, {segments}, got {len(users)}")
+            raise ValueError(
+                f"users must be one per segment of {name}, {segments}, got {len(users)}"
+            )
         if len(set(users)) != len(users):
             repeated = next(user for i, user in enumerate(users) if user in users[:i])
             raise ValueError(f"users must not be repeated, got {repeated!r} twice")
@@ -355,27 +423,37 @@ class PagedHistoryCache:
         return self.page_rows * sum(x[0].numel() * x.element_size() for x in self._columns)
 
     def _allocate(self, rows: HistoryCache) -> PageTable:
-        """The page table, for a write; the first call allocates it and the pages. ValueError if the rows do not fit the pages."""
+        """The page table, for a write; the first call allocates it and the pages. ValueError if the
+        rows do not fit the pages."""
         self._check_kind(rows)
         self._wait_for_readers()
         if self._table is None:
             first = rows.layers[0].values
-            shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((len(rows.layers), *first.shape[1:]), first.dtype)]
+            shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+                ((len(rows.layers), *first.shape[1:]), first.dtype)
+            ]
             if rows.timestamps is not None:
                 shapes.append(((), torch.int64))
             with torch.inference_mode(False):  # later calls may write outside of it
-                row_bytes = sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in shapes)
+                row_bytes = sum(
+                    torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in shapes
+                )
                 num_pages = self.max_bytes // (row_bytes * self.page_rows)
                 if not num_pages:
                     raise CacheFull(
-                        f"max_bytes must be at least a page of {self.page_rows} rows, {row_bytes * self.page_rows}, got {self.max_bytes}"
+                        f"max_bytes must be at least a page of {self.page_rows} rows,"
+                        f" {row_bytes * self.page_rows}, got {self.max_bytes}"
                     )
-                self._columns = [torch.empty(num_pages * self.page_rows, *x, dtype=dtype, device=first.device) for x, dtype in shapes]
+                self._columns = [
+                    torch.empty(num_pages * self.page_rows, *x, dtype=dtype, device=first.device)
+                    for x, dtype in shapes
+                ]
             self._table = PageTable(num_pages, self.page_rows)
         return self._table
 
     def _wait_for_readers(self) -> None:
-        """Before a write: wait for the streams that read the pages of histories that exist no more."""
+        """Before a write: wait for the streams that read the pages of histories that exist no
+        more."""
         while self._readers:
             stream = self._readers.pop()
             torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -389,14 +467,25 @@ class PagedHistoryCache:
         if self._table is None:
             return
         pages, first = self._columns[0], rows.layers[0].values
-        found = (len(rows.layers), *first.shape[1:]), first.dtype, first.device, rows.timestamps is not None
+        found = (
+            (len(rows.layers), *first.shape[1:]),
+            first.dtype,
+            first.device,
+            rows.timestamps is not None,
+        )
         expected = tuple(pages.shape[1:]), pages.dtype, pages.device, len(self._columns) > 1
         for name, x, own in zip(("shape", "dtype", "device", "timestamps"), found, expected):
             if x != own:
-                raise ValueError(f"the layer's keys and values must keep the {name} of the first put, {own}, got {x}")
+                raise ValueError(
+                    f"the layer's keys and values must keep the {name} of the first put, {own},"
+                    f" got {x}"
+                )
 
-    def _write(self, users: Sequence[Hashable], rows: HistoryCache, ranges: Sequence[RowRange]) -> None:
-        """Copy the rows to these ranges. If that fails, for example without memory, the users are forgotten."""
+    def _write(
+        self, users: Sequence[Hashable], rows: HistoryCache, ranges: Sequence[RowRange]
+    ) -> None:
+        """Copy the rows to these ranges. If that fails, for example without memory, the users are
+        forgotten."""
         try:
             index, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
             for i, layer in enumerate(rows.layers):
@@ -415,10 +504,15 @@ class PagedHistoryCache:
         layers = values.unbind(1)
         first = Jagged(layers[0], offsets, host_lengths=lengths)
         timestamps = times[0] if times else None
-        return HistoryCache((first, *(first.with_values(x) for x in layers[1:])), timestamps, self.layer.max_cached_rows)
+        return HistoryCache(
+            (first, *(first.with_values(x) for x in layers[1:])),
+            timestamps,
+            self.layer.max_cached_rows,
+        )
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
-        """The rows of these users in their pages, which are pinned as long as the result, or a layer of it, exists."""
+        """The rows of these users in their pages, which are pinned as long as the result, or a
+        layer of it, exists."""
         layers = self._in_pages(known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
         table.pin(pinned)
@@ -428,7 +522,8 @@ class PagedHistoryCache:
         return self._history(layers)
 
     def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
-        """The rows of these users from the start of their pages, with these ranges after them as room."""
+        """The rows of these users from the start of their pages, with these ranges after them as
+        room."""
         layers = self._in_pages(known, [x.begin for x in ranges])
         grown = self._in_pages(known, [x.begin + x.length for x in ranges])
         rows, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
@@ -440,8 +535,12 @@ class PagedHistoryCache:
         """So many rows of each user, from the start of the pages, of each layer."""
         storage = self._columns[0]
         pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(storage.device)
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu").to(storage.device, non_blocking=True)
-        segmentation = segmentation_of(offsets, torch.tensor(lengths, dtype=torch.int64, device="cpu"))
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu").to(
+            storage.device, non_blocking=True
+        )
+        segmentation = segmentation_of(
+            offsets, torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        )
         return tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
 
     def _history(self, layers: tuple[PagedRows, ...]) -> HistoryCache:
@@ -449,7 +548,8 @@ class PagedHistoryCache:
         return HistoryCache(layers, times[0] if times else None, self.layer.max_cached_rows)
 
     def _unpin(self) -> None:
-        """Unpin the pages of selected histories that exist no more. Not where these are destroyed: that may be anywhere in any thread."""
+        """Unpin the pages of selected histories that exist no more. Not where these are destroyed:
+        that may be anywhere in any thread."""
         while self._read and self._table is not None:
             pages, stream = self._read.popleft()
             self._table.unpin(pages)
@@ -489,5 +589,7 @@ def _check_keys(users: Sequence[object]) -> None:
 def _lengths(rows: Jagged) -> list[int]:
     lengths = rows.offsets.diff() if rows.host_lengths is None else rows.host_lengths
     if lengths.is_meta:
-        raise ValueError("offsets must be on a device with values, because the cache counts rows, got meta")
+        raise ValueError(
+            "offsets must be on a device with values, because the cache counts rows, got meta"
+        )
     return to_ints(lengths)

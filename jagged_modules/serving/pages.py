@@ -1,8 +1,11 @@
-"""Pages: rows of many users in pages of fixed size, with a page table on the host and least-recently-used eviction.
+"""Pages: rows of many users in pages of fixed size, with a page table on the host and
+least-recently-used eviction.
 
-    user → the pages of the user          row r of a user is row  page[(first + r) // page_rows] · page_rows + (first + r) % page_rows
+    user → the pages of the user          row r of a user is row  page[(first + r) // page_rows] ·
+    page_rows + (first + r) % page_rows
 
-A user's rows need not be adjacent, so that they can grow, and the pages of an evicted user serve any other user.
+A user's rows need not be adjacent, so that they can grow, and the pages of an evicted user serve
+any other user.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ class RowRange(NamedTuple):
 class PageTable:
     """Which pages hold the rows of which user. Users are ordered by their last use.
 
-    Pinned pages are being read: users may lose them, but they are not free until they are unpinned. Rows after a user's last one may be
-    written in a pinned page, as no reader of the page reads these.
+    Pinned pages are being read: users may lose them, but they are not free until they are unpinned.
+    Rows after a user's last one may be written in a pinned page, as no reader of the page reads
+    these.
 
     Args:
         num_pages: number of pages.
@@ -60,7 +64,8 @@ class PageTable:
         self.num_pages, self.page_rows, self.num_rows, self.evictions = num_pages, page_rows, 0, 0
         self.users: OrderedDict[Hashable, UserPages] = OrderedDict()
         self._unused, self._freed = 0, list[int]()  # pages from _unused on were never used
-        self._pins, self._waiting = Counter[int](), set[int]()  # readers of a page; pinned pages of no user
+        # readers of a page; pinned pages of no user
+        self._pins, self._waiting = Counter[int](), set[int]()
 
     @property
     def num_free(self) -> int:
@@ -96,8 +101,11 @@ class PageTable:
         self._free(x.pages)
         self.num_rows -= x.length
 
-    def replace(self, users: Sequence[Hashable], lengths: Sequence[int], weights: int) -> list[RowRange]:
-        """Give each user pages for a history of this length in place of those that the user has. Returns the rows to write."""
+    def replace(
+        self, users: Sequence[Hashable], lengths: Sequence[int], weights: int
+    ) -> list[RowRange]:
+        """Give each user pages for a history of this length in place of those that the user has.
+        Returns the rows to write."""
         self._check(sum(self._pages_of(length) for length in lengths), len(users), len(self._pins))
         for user in users:
             if user in self.users:
@@ -116,12 +124,18 @@ class PageTable:
         known = [self.touch(user) for user in users]
         ends = [x.first + x.length + length for x, length in zip(known, lengths)]
         counts = [self._pages_of(end) for end in ends]
-        self._check(sum(counts), len(users), len(self._pins.keys() - itertools.chain.from_iterable(x.pages for x in known)))
+        self._check(
+            sum(counts),
+            len(users),
+            len(self._pins.keys() - itertools.chain.from_iterable(x.pages for x in known)),
+        )
         self._make_room(sum(counts) - sum(len(x.pages) for x in known), set(users))
         for x, count in zip(known, counts):
             while len(x.pages) < count:
                 x.pages.append(self._take())
-        return [RowRange(x.pages, end - length, length) for x, length, end in zip(known, lengths, ends)]
+        return [
+            RowRange(x.pages, end - length, length) for x, length, end in zip(known, lengths, ends)
+        ]
 
     def count(self, users: Sequence[Hashable], lengths: Sequence[int]) -> None:
         """The users have so many more rows, for which they have pages."""
@@ -152,12 +166,13 @@ class PageTable:
         return -(-rows // self.page_rows)
 
     def _check(self, pages: int, users: int, pinned: int) -> None:
-        """CacheFull unless so many pages can be had for these users. pinned: pages that they cannot have."""
+        """CacheFull unless so many pages can be had for these users. pinned: pages that they cannot
+        have."""
         if pages > self.num_pages - pinned:
             read = f" of which selected histories read {pinned}," if pinned else ""
             raise CacheFull(
-                f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows,{read} but the histories of these {users} users "
-                f"need {pages}"
+                f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows,{read} but the"
+                f" histories of these {users} users need {pages}"
             )
 
     def _make_room(self, pages: int, keep: Collection[Hashable]) -> None:
@@ -173,16 +188,26 @@ class PageTable:
         return self._unused - 1
 
 
-def row_indices(ranges: Sequence[RowRange], page_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of storage of these ranges, one after another: int64 `[L]`; the offsets `[B + 1]` of the ranges, both on the device; and
-    their lengths `[B]` on the host."""
+def row_indices(
+    ranges: Sequence[RowRange], page_rows: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of storage of these ranges, one after another: int64 `[L]`; the offsets `[B + 1]` of
+    the ranges, both on the device; and their lengths `[B]` on the host."""
     pages, ends, shifts = array("q"), array("q", [0]), array("q")
     for x in ranges:
-        shifts.append(len(pages) * page_rows + x.begin - ends[-1])  # from the row among the ranges to that in the concatenated pages
+        # from the row among the ranges to that in the concatenated pages
+        shifts.append(len(pages) * page_rows + x.begin - ends[-1])
         ends.append(ends[-1] + x.length)
         pages.extend(x.pages)
     on_host = torch.frombuffer(ends + shifts + pages, dtype=torch.int64)
-    offsets, shift, table = on_host.to(device, non_blocking=True).split([len(ends), len(shifts), len(pages)])  # one copy to a device
+    # one copy to a device
+    offsets, shift, table = on_host.to(device, non_blocking=True).split(
+        [len(ends), len(shifts), len(pages)]
+    )
     rows, segments = rows_and_segments(offsets, ends[-1])
     rows += shift[segments]
-    return table[rows // page_rows] * page_rows + rows % page_rows, offsets, on_host[: len(ends)].diff()
+    return (
+        table[rows // page_rows] * page_rows + rows % page_rows,
+        offsets,
+        on_host[: len(ends)].diff(),
+    )

@@ -1,4 +1,5 @@
-"""The lineage of each value of a captured graph, if every operator that has a rule moved to the smaller side."""
+"""The lineage of each value of a captured graph, if every operator that has a rule moved to the
+smaller side."""
 
 from __future__ import annotations
 
@@ -27,8 +28,10 @@ class Analysis:
         lineages: of all values that have one.
         moves: for results of operators: how they are computed from bases.
         sources: where rows are repeated. Inputs of the caller's are in `lineages` only.
-        refused: why an operator whose operands have lineages cannot be moved, or one of `whole` is not written in parts.
-        whole: operators that have no lineage, but could be written in parts of which some have: the lineage of a part.
+        refused: why an operator whose operands have lineages cannot be moved, or one of `whole` is
+            not written in parts.
+        whole: operators that have no lineage, but could be written in parts of which some have: the
+            lineage of a part.
     """
 
     lineages: dict[fx.Node, Lineage] = field(default_factory=dict)
@@ -38,21 +41,32 @@ class Analysis:
     whole: dict[fx.Node, Lineage] = field(default_factory=dict)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The operands of a node that have a lineage, without those that it uses in full where it moves."""
+        """The operands of a node that have a lineage, without those that it uses in full where it
+        moves."""
         in_full = self.moves[node].in_full if node in self.moves else ()
         return [x for x in node.all_input_nodes if x in self.lineages and x not in in_full]
 
     def permutes_gathered(self, node: fx.Node) -> bool:
-        """Whether a moved value is needed in full as the permutation of its gathered operand, which costs nothing: of a permuted base,
-        elements would be gathered one by one.
+        """Whether a moved value is needed in full as the permutation of its gathered operand, which
+        costs nothing: of a permuted base, elements would be gathered one by one.
         """
-        return node in self.moves and node.target in PERMUTATIONS and positional(node)[0] in self.lineages
+        return (
+            node in self.moves
+            and node.target in PERMUTATIONS
+            and positional(node)[0] in self.lineages
+        )
 
 
-def analyse(graph: fx.Graph, inputs: dict[fx.Node, Lineage], estimate: Callable[[Size], int], known: Set[Size]) -> Analysis:
+def analyse(
+    graph: fx.Graph,
+    inputs: dict[fx.Node, Lineage],
+    estimate: Callable[[Size], int],
+    known: Set[Size],
+) -> Analysis:
     """The lineages of all values, from those of the inputs and from operators that repeat rows.
 
-    known: the symbols that are a size of an input. A lineage that needs another size for its gather is none.
+    known: the symbols that are a size of an input. A lineage that needs another size for its gather
+    is none.
     """
     result = Analysis(lineages=dict(inputs))
     for node in graph.nodes:
@@ -68,40 +82,64 @@ def analyse(graph: fx.Graph, inputs: dict[fx.Node, Lineage], estimate: Callable[
 def _item(node: fx.Node, result: Analysis) -> None:
     parent, position = positional(node)
     if parent in result.lineages:
-        lineage, dims = result.lineages[parent], result.moves[parent].dims if parent in result.moves else ()
+        lineage, dims = (
+            result.lineages[parent],
+            result.moves[parent].dims if parent in result.moves else (),
+        )
         result.lineages[node] = lineage.at(dims[position]) if dims else lineage
         result.moves[node] = Moved(result.lineages[node])
 
 
-def _operator(node: fx.Node, result: Analysis, estimate: Callable[[Size], int], known: Set[Size]) -> None:
+def _operator(
+    node: fx.Node, result: Analysis, estimate: Callable[[Size], int], known: Set[Size]
+) -> None:
     call, rule = Call(node, result.lineages), rule_of(node.target)
     operands = result.operands(node)
     source = find_source(call, estimate)
-    if source is not None and (len(source.lineage.maps) > 1 or source.operand not in result.lineages):
+    if source is not None and (
+        len(source.lineage.maps) > 1 or source.operand not in result.lineages
+    ):
         result.sources[node], result.lineages[node] = source, source.lineage
         return
     moved = _apply(rule, node, result) if rule is not None and operands else None
-    if moved is not None and node.target in FIRST_RESULT_ONLY and any(user.args[1] != 0 for user in node.users):
+    if (
+        moved is not None
+        and node.target in FIRST_RESULT_ONLY
+        and any(user.args[1] != 0 for user in node.users)
+    ):
         moved = None
     if moved is None:
         moved = find_uniform(call)
     if moved is not None and all(is_known(size, known) for size in _needed(moved.lineage)):
         result.moves[node], result.lineages[node] = moved, moved.lineage
     elif operands:
-        result.refused[node] = "no rule for this operator" if rule is None else "it mixes rows, or its operands do not share one map"
+        result.refused[node] = (
+            "no rule for this operator"
+            if rule is None
+            else "it mixes rows, or its operands do not share one map"
+        )
 
 
 def _apply(rule: Rule, node: fx.Node, result: Analysis) -> Moved | None:
-    """The rule's answer. A repeated constant along another dimension than the rows' must not prevent a move, so it may be used in full."""
+    """The rule's answer. A repeated constant along another dimension than the rows' must not
+    prevent a move, so it may be used in full."""
     moved = rule(Call(node, result.lineages))
     uniform = frozenset(x for x in result.operands(node) if result.lineages[x].is_uniform)
     if moved is not None or not uniform:
         return moved
-    moved = rule(Call(node, {x: lineage for x, lineage in result.lineages.items() if x not in uniform}))
+    moved = rule(
+        Call(node, {x: lineage for x, lineage in result.lineages.items() if x not in uniform})
+    )
     return moved and replace(moved, in_full=uniform)
 
 
 def _needed(lineage: Lineage) -> list[Size]:
     """The sizes that a gather from a base, or a smaller base, needs besides the map."""
-    symbols = [lineage.rows] if lineage.is_uniform else [lineage.base_rows] if not lineage.base_rows.is_Symbol else []
+    symbols = (
+        [lineage.rows]
+        if lineage.is_uniform
+        else [lineage.base_rows]
+        if not lineage.base_rows.is_Symbol
+        else []
+    )
     return [lineage.pre, lineage.post, *symbols]

@@ -1,7 +1,8 @@
 """Attention of candidates to their user's keys and values, found in a captured graph.
 
-It is one operator (scaled_dot_product_attention), or softmax(scale · q kᵀ + mask) v, as nn.MultiheadAttention computes it if it returns its
-weights. Keys and values that are G[map] are then read in place by `target_attention`.
+It is one operator (scaled_dot_product_attention), or softmax(scale · q kᵀ + mask) v, as
+nn.MultiheadAttention computes it if it returns its weights. Keys and values that are G[map] are
+then read in place by `target_attention`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ class TargetAttention:
     Attributes:
         node: its result, `[B, H, Lq, D]` or with dimensions 0 and 1 as one, as all operands.
         query, key, value: operands; the key is transposed if `transposed`.
-        hidden: `[B, T]`, which keys are hidden; visible ones if `hidden_is_visible`. None: all are visible.
+        hidden: `[B, T]`, which keys are hidden; visible ones if `hidden_is_visible`. None: all are
+            visible.
         scale: of the scores.
-        empty: the result of a query that sees no key: scaled_dot_product_attention gives 0, a softmax NaN.
-        reads: pairs of a value and the operator of the captured graph that reads it, which will not be computed.
+        empty: the result of a query that sees no key: scaled_dot_product_attention gives 0, a
+            softmax NaN.
+        reads: pairs of a value and the operator of the captured graph that reads it, which will not
+            be computed.
         lineage: of key and value.
     """
 
@@ -72,8 +76,11 @@ class TargetAttention:
         return [self.key, self.value, *([] if self.hidden is None else [self.hidden])]
 
 
-def find_attentions(graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size], int]) -> dict[fx.Node, TargetAttention]:
-    """All attentions with keys and values of fewer than half as many users as there are candidates, by the node of their result."""
+def find_attentions(
+    graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size], int]
+) -> dict[fx.Node, TargetAttention]:
+    """All attentions with keys and values of fewer than half as many users as there are candidates,
+    by the node of their result."""
     found = {}
     for node in graph.nodes:
         match = _operator(node, estimate) or _softmax(node, estimate)
@@ -87,15 +94,27 @@ def _is_supported(match: TargetAttention, analysis: Analysis) -> bool:
     """Whether the lineages fit. Sets `match.lineage`."""
     lineages = [analysis.lineages.get(x) for x in match.operands]
     own = analysis.lineages.get(match.node)
-    if own is not None or any(x is None or x.dim != 0 or x.is_uniform or x.pre != 1 for x in lineages):
+    if own is not None or any(
+        x is None or x.dim != 0 or x.is_uniform or x.pre != 1 for x in lineages
+    ):
         return False
     key, value, *hidden = [x for x in lineages if x is not None]
     if key.post != value.post or not key.post.is_Integer or any(x.is_folded for x in hidden):
         return False
-    if len({x.meta["val"].dtype for x in (match.node, match.query, match.key, match.value)}) > 1:  # softmax can convert
+    # softmax can convert
+    if len({x.meta["val"].dtype for x in (match.node, match.query, match.key, match.value)}) > 1:
         return False
-    queries, keys, values = (shape_of(x.meta["val"])[:-2] for x in (match.query, match.key, match.value))
-    if len(queries) == 2 and key.post != 1 or keys != values or keys != queries and keys != (*queries[:1], 1):  # torch would broadcast
+    queries, keys, values = (
+        shape_of(x.meta["val"])[:-2] for x in (match.query, match.key, match.value)
+    )
+    # torch would broadcast
+    if (
+        len(queries) == 2
+        and key.post != 1
+        or keys != values
+        or keys != queries
+        and keys != (*queries[:1], 1)
+    ):
         return False
     match.lineage = common([Lineage(x.maps, 0) for x in (key, value, *hidden)])
     return match.lineage is not None
@@ -106,38 +125,61 @@ def _operator(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention
         return None
     call = Call(node, {})
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
-    if call["dropout_p"] or call["is_causal"] or call["enable_gqa"] or not _is_dense(query, key, value):
+    if (
+        call["dropout_p"]
+        or call["is_causal"]
+        or call["enable_gqa"]
+        or not _is_dense(query, key, value)
+    ):
         return None
-    scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(int(call.shape(query)[-1]))
-    match = TargetAttention(node, query, key, value, False, scale, 0.0, reads={(key, node), (value, node)})
+    scale = (
+        call["scale"] if call["scale"] is not None else 1 / math.sqrt(int(call.shape(query)[-1]))
+    )
+    match = TargetAttention(
+        node, query, key, value, False, scale, 0.0, reads={(key, node), (value, node)}
+    )
     return match if mask is None or _add_mask(match, mask, node, estimate) else None
 
 
 def _softmax(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention | None:
-    """softmax(scores) v, where the scores are q kᵀ times numbers, plus a mask of 0 and -inf, or with keys set to -inf."""
+    """softmax(scores) v, where the scores are q kᵀ times numbers, plus a mask of 0 and -inf, or
+    with keys set to -inf."""
     if node.target not in (aten.bmm.default, aten.matmul.default):
         return None
     weights, value = positional(node)[:2]
     softmax = _through(weights)
-    if softmax.target is not aten.softmax.int or softmax.args[1] not in (-1, softmax.meta["val"].dim() - 1) or not _has_one_use(softmax):
+    if (
+        softmax.target is not aten.softmax.int
+        or softmax.args[1] not in (-1, softmax.meta["val"].dim() - 1)
+        or not _has_one_use(softmax)
+    ):
         return None
     scores, scale, masks = _through(softmax.args[0]), 1.0, []
     while _has_one_use(scores):
         call = Call(scores, {}) if is_operator(scores) else None
         if call is None:
             return None
-        if scores.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(call["other"], (int, float)):
+        if scores.target in (aten.mul.Tensor, aten.div.Tensor) and isinstance(
+            call["other"], (int, float)
+        ):
             scale *= call["other"] if scores.target is aten.mul.Tensor else 1 / call["other"]
             scores = _through(call["self"])
         elif scores.target is aten.masked_fill.Scalar and call["value"] == -math.inf:
             masks.append((call["mask"], scores))
             scores = _through(call["self"])
-        elif scores.target is aten.add.Tensor and call["alpha"] == 1 and isinstance(call["other"], fx.Node):
+        elif (
+            scores.target is aten.add.Tensor
+            and call["alpha"] == 1
+            and isinstance(call["other"], fx.Node)
+        ):
             masks.append((call["other"], scores))
             scores = _through(call["self"])
         else:
             break
-    if scores.target is aten.baddbmm.default and Call(scores, {})["beta"] == Call(scores, {})["alpha"] == 1:
+    if (
+        scores.target is aten.baddbmm.default
+        and Call(scores, {})["beta"] == Call(scores, {})["alpha"] == 1
+    ):
         masks.append((positional(scores)[0], scores))
         query, key = positional(scores)[1:3]
     elif scores.target in (aten.bmm.default, aten.matmul.default):
@@ -146,7 +188,9 @@ def _softmax(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention 
         return None
     if not _has_one_use(scores) or len(masks) > 1 or scale <= 0 or not _is_dense(query, key, value):
         return None
-    match = TargetAttention(node, query, key, value, True, scale, math.nan, reads={(key, scores), (value, node)})
+    match = TargetAttention(
+        node, query, key, value, True, scale, math.nan, reads={(key, scores), (value, node)}
+    )
     return match if not masks or _add_mask(match, masks[0][0], masks[0][1], estimate) else None
 
 
@@ -169,23 +213,41 @@ def _is_dense(query: Any, key: Any, value: Any) -> bool:
     return same and all(isinstance(width, int) and width <= MAX_HEAD_DIM for width in widths)
 
 
-# -- masks ---------------------------------------------------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------
 
 
-def _add_mask(match: TargetAttention, mask: fx.Node, reader: fx.Node, estimate: Callable[[Size], int]) -> bool:
-    """Whether the mask hides keys of a row alike from all heads and queries. Then it becomes part of the match."""
+def _add_mask(
+    match: TargetAttention, mask: fx.Node, reader: fx.Node, estimate: Callable[[Size], int]
+) -> bool:
+    """Whether the mask hides keys of a row alike from all heads and queries. Then it becomes part
+    of the match."""
     chain: list[fx.Node] = []
-    source, visible = _skip_views(mask, chain), reader.target is aten.scaled_dot_product_attention.default
+    source, visible = (
+        _skip_views(mask, chain),
+        reader.target is aten.scaled_dot_product_attention.default,
+    )
     if source.meta["val"].dtype != torch.bool:  # added to the scores: must be 0 or -inf
-        call, visible = Call(source, {}) if source.target is aten.masked_fill.Scalar else None, False
-        if call is None or call["value"] != -math.inf or call["self"].target not in ZEROS or call.shape(call["mask"]) != call.shape():
+        call, visible = (
+            Call(source, {}) if source.target is aten.masked_fill.Scalar else None,
+            False,
+        )
+        if (
+            call is None
+            or call["value"] != -math.inf
+            or call["self"].target not in ZEROS
+            or call.shape(call["mask"]) != call.shape()
+        ):
             return False
         source = _skip_views(call["mask"], chain)
     elif reader.target not in (aten.scaled_dot_product_attention.default, aten.masked_fill.Scalar):
         return False
     while source.target in (aten.bitwise_not.default, aten.logical_not.default):
         source, visible = _skip_views(source.args[0], chain), not visible
-    if source.meta["val"].dim() != 2 or source.meta["val"].dtype != torch.bool or not _hides_keys(match, source, chain, estimate):
+    if (
+        source.meta["val"].dim() != 2
+        or source.meta["val"].dtype != torch.bool
+        or not _hides_keys(match, source, chain, estimate)
+    ):
         return False
     match.hidden, match.hidden_is_visible = source, visible
     match.reads.add((mask, reader))
@@ -200,8 +262,11 @@ def _skip_views(x: Any, chain: list[fx.Node]) -> Any:
     return x
 
 
-def _hides_keys(match: TargetAttention, source: fx.Node, chain: list[fx.Node], estimate: Callable[[Size], int]) -> bool:
-    """Whether the views `chain` of source give mask[b, h, q, t] = source[b, t] for all b, h, q, t. Runs them for two batches."""
+def _hides_keys(
+    match: TargetAttention, source: fx.Node, chain: list[fx.Node], estimate: Callable[[Size], int]
+) -> bool:
+    """Whether the views `chain` of source give mask[b, h, q, t] = source[b, t] for all b, h, q, t.
+    Runs them for two batches."""
     batch, keys = shape_of(source.meta["val"])
     scores = shape_of(match.query.meta["val"])[:-1]
     if not batch.is_Symbol:
@@ -231,6 +296,10 @@ def _run(chain: list[fx.Node], numbers: torch.Tensor, size: Callable[[Any], int]
         if node.target in KEEPS_VALUES:
             continue
         args = map_arg(node.args[1:], lambda x: size(size_of(x.meta["val"])))
-        target: Any = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
+        target: Any = (
+            aten.reshape.default
+            if node.target in (aten.view.default, aten._unsafe_view.default)
+            else node.target
+        )
         numbers = target(numbers, *args)
     return numbers

@@ -1,8 +1,9 @@
-"""Inputs of the caller's that are TorchRec KeyedJaggedTensors: their embedding bags run on the users' rows.
+"""Inputs of the caller's that are TorchRec KeyedJaggedTensors: their embedding bags run on the
+users' rows.
 
-Replicating a KeyedJaggedTensor repeats segments, so its values are no G[map]. But a bag's sum depends on its own segment alone. All
-operators that read nothing but such an input (offsets from lengths, values by key, the bags) run on the users' input, and the bags' results
-are G[map].
+Replicating a KeyedJaggedTensor repeats segments, so its values are no G[map]. But a bag's sum
+depends on its own segment alone. All operators that read nothing but such an input (offsets from
+lengths, values by key, the bags) run on the users' input, and the bags' results are G[map].
 """
 
 from __future__ import annotations
@@ -55,8 +56,16 @@ def find_bags(captured: Captured, names: list[str]) -> Bags | None:
     inputs: dict[fx.Node, str] = dict(leaves)
     constants, results, lengths = set[fx.Node](), set[fx.Node](), None
     for node in captured.graph.nodes:
-        read = [x for x in node.all_input_nodes if x not in constants and (x in inputs or not is_size(x))]
-        if node.op == "get_attr" or node.op == "call_function" and constants.issuperset(node.all_input_nodes):
+        read = [
+            x
+            for x in node.all_input_nodes
+            if x not in constants and (x in inputs or not is_size(x))
+        ]
+        if (
+            node.op == "get_attr"
+            or node.op == "call_function"
+            and constants.issuperset(node.all_input_nodes)
+        ):
             constants.add(node)
         elif node.op == "call_function" and read and all(x in inputs for x in read):
             if node.target is operator.getitem and read[0].target in BAGS:
@@ -66,11 +75,27 @@ def find_bags(captured: Captured, names: list[str]) -> Bags | None:
                 inputs[node] = inputs[read[0]]
     for node, name in inputs.items():
         for user in node.users:
-            if not is_size(node) and not is_size(user) and user not in inputs and user not in results and user.target not in ASSERTIONS:
-                raise ValueError(f"request_only input {name!r} must be read by embedding bags only, but {user.target} reads it too")
+            if (
+                not is_size(node)
+                and not is_size(user)
+                and user not in inputs
+                and user not in results
+                and user.target not in ASSERTIONS
+            ):
+                raise ValueError(
+                    f"request_only input {name!r} must be read by embedding bags only, but"
+                    f" {user.target} reads it too"
+                )
     if lengths is None:
-        raise ValueError(f"request_only inputs {names} must be read by embedding bags, but there are none")
-    return Bags(frozenset(leaves), frozenset({*inputs, *results}) - frozenset(leaves), frozenset(results), lengths)
+        raise ValueError(
+            f"request_only inputs {names} must be read by embedding bags, but there are none"
+        )
+    return Bags(
+        frozenset(leaves),
+        frozenset({*inputs, *results}) - frozenset(leaves),
+        frozenset(results),
+        lengths,
+    )
 
 
 def is_size(node: fx.Node) -> bool:
@@ -79,58 +104,93 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _check_bag(bag: fx.Node, name: str, leaves: dict[fx.Node, str]) -> tuple[fx.Node, int]:
-    """The lengths of a bag, and their number of keys. ValueError unless bag b of the result reads segment b of one key of the input."""
+    """The lengths of a bag, and their number of keys. ValueError unless bag b of the result reads
+    segment b of one key of the input."""
     call = Call(bag, {})
     key, offsets = _item(call["offsets"], aten.unbind.int)
     joined = _cat(offsets)
-    view = positional(joined[1])[0] if joined is not None and joined[1].target is aten.cumsum.default else None
+    view = (
+        positional(joined[1])[0]
+        if joined is not None and joined[1].target is aten.cumsum.default
+        else None
+    )
     lengths = positional(view)[0] if view is not None and view.target is aten.view.default else None
-    values = [call["indices"], *([] if call["per_sample_weights"] is None else [call["per_sample_weights"]])]
+    values = [
+        call["indices"],
+        *([] if call["per_sample_weights"] is None else [call["per_sample_weights"]]),
+    ]
     splits = [_item(x, aten.split_with_sizes.default) for x in values]
     matches = lengths in leaves and bool(call["include_last_offset"])
     for own, split in splits:
         whole, sizes = positional(split)[:2] if split is not None else (None, [])
         matches &= own == key and whole in leaves and _sums_by_key(sizes, lengths)
     if not matches or lengths is None or view is None:
-        raise ValueError(f"request_only input {name!r} must be read by the embedding bags of an EmbeddingBagCollection, got {bag.target}")
+        raise ValueError(
+            f"request_only input {name!r} must be read by the embedding bags of an"
+            f" EmbeddingBagCollection, got {bag.target}"
+        )
     return lengths, int(shape_of(view.meta["val"])[0])
 
 
 def _item(x: Any, target: Any) -> tuple[int, fx.Node | None]:
     """(index, call) if x is one result of a call of the operator."""
-    matches = isinstance(x, fx.Node) and x.target is operator.getitem and positional(x)[0].target is target
+    matches = (
+        isinstance(x, fx.Node)
+        and x.target is operator.getitem
+        and positional(x)[0].target is target
+    )
     return (positional(x)[1], positional(x)[0]) if matches else (-1, None)
 
 
 def _cat(unbind: fx.Node | None) -> list[Any] | None:
     """[zeros, sums] if the operand of unbind is their concatenation along the last dimension."""
     cat = positional(unbind)[0] if unbind is not None else None
-    parts = positional(cat)[0] if cat is not None and cat.target is aten.cat.default and positional(cat)[1:] in ([-1], [1]) else []
+    parts = (
+        positional(cat)[0]
+        if cat is not None and cat.target is aten.cat.default and positional(cat)[1:] in ([-1], [1])
+        else []
+    )
     return parts if len(parts) == 2 and parts[0].target is aten.new_zeros.default else None
 
 
 def _sums_by_key(sizes: list[Any], lengths: Any) -> bool:
     """Whether sizes[k] is the sum of the lengths of key k."""
     for key, size in enumerate(sizes):
-        number = positional(size)[0] if isinstance(size, fx.Node) and size.target is aten.item.default else None
+        number = (
+            positional(size)[0]
+            if isinstance(size, fx.Node) and size.target is aten.item.default
+            else None
+        )
         index, unbind = _item(number, aten.unbind.int)
         total = positional(unbind)[0] if unbind is not None else None
-        if index != key or total is None or total.target is not aten.sum.dim_IntList or positional(total)[1] != [1]:
+        if (
+            index != key
+            or total is None
+            or total.target is not aten.sum.dim_IntList
+            or positional(total)[1] != [1]
+        ):
             return False
         if positional(positional(total)[0])[0] is not lengths:
             return False
     return True
 
 
-def with_checked_entries(fused: fx.GraphModule, example: Mapping[str, Any], names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Let `fused` refuse containers with other entries than the example's, KeyedJaggedTensors with other keys, which the graph has by
-    position, and another number of samples: those of `names` (request_only) have one per user, others that have one per row in the example
-    one per candidate.
+def with_checked_entries(
+    fused: fx.GraphModule,
+    example: Mapping[str, Any],
+    names: Sequence[str],
+    arguments: Sequence[str],
+) -> None:
+    """Let `fused` refuse containers with other entries than the example's, KeyedJaggedTensors with
+    other keys, which the graph has by position, and another number of samples: those of `names`
+    (request_only) have one per user, others that have one per row in the example one per candidate.
 
     example: its entries by name. arguments: of forward, by position.
     """
     keys = {name: list(x.keys()) for name, x in example.items() if is_keyed_jagged(x)}
-    containers = {argument: _inside(argument, example) for argument in arguments if argument not in example}
+    containers = {
+        argument: _inside(argument, example) for argument in arguments if argument not in example
+    }
     if not keys and not containers:
         return
     rows = num_rows(example[names[0]])[0] if names else 0
@@ -142,17 +202,29 @@ def with_checked_entries(fused: fx.GraphModule, example: Mapping[str, Any], name
         given = named(dict(zip(arguments, args)) | kwargs)
         for argument, expected in containers.items():
             if (own := _inside(argument, given)) != expected:
-                raise ValueError(f"{argument} must have the entries of example_inputs, {expected}, got {own}")
+                raise ValueError(
+                    f"{argument} must have the entries of example_inputs, {expected}, got {own}"
+                )
         for name, expected in keys.items():
             x: Any = given.get(name)
             if not is_keyed_jagged(x) or list(x.keys()) != expected:
                 found = list(x.keys()) if is_keyed_jagged(x) else type(x).__name__
-                raise ValueError(f"{name} must be a KeyedJaggedTensor with the keys of example_inputs, {expected}, got {found}")
+                raise ValueError(
+                    f"{name} must be a KeyedJaggedTensor with the keys of example_inputs,"
+                    f" {expected}, got {found}"
+                )
         for name in () if torch.compiler.is_compiling() else sampled:
-            row, owner = ("user", given.get(names[0])) if name in names else ("candidate", given.get(MAP_NAME))
+            row, owner = (
+                ("user", given.get(names[0]))
+                if name in names
+                else ("candidate", given.get(MAP_NAME))
+            )
             numbers = num_rows(owner)[:1]
             if numbers and given[name].stride() != numbers[0]:
-                raise ValueError(f"{name} must have one sample per {row}, {numbers[0]}, got {given[name].stride()}")
+                raise ValueError(
+                    f"{name} must have one sample per {row}, {numbers[0]}, got"
+                    f" {given[name].stride()}"
+                )
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward
@@ -163,7 +235,7 @@ def _inside(argument: str, entries: Iterable[str]) -> list[str]:
     return sorted(name for name in entries if name.partition(".")[0] == argument)
 
 
-# -- KeyedJaggedTensors in examples --------------------------------------------------------------------------------------------------------
+# -- KeyedJaggedTensors in examples ----------------------------------------------------------------
 
 
 def num_rows(x: Any) -> list[int]:
@@ -184,4 +256,6 @@ def select_rows(x: Any, rows: Tensor) -> Any:
     first = (chosen.cumsum(0) - chosen).repeat_interleave(chosen)
     index = starts.repeat_interleave(chosen) + torch.arange(len(first), device=first.device) - first
     weights = x.weights_or_none()
-    return type(x)(x.keys(), x.values()[index], None if weights is None else weights[index], lengths=chosen)
+    return type(x)(
+        x.keys(), x.values()[index], None if weights is None else weights[index], lengths=chosen
+    )

@@ -20,9 +20,12 @@ class Moved:
 
     Attributes:
         lineage: of the result.
-        edits: arguments, by name, that differ in the call on the bases: sizes, where -1 stands for the rows of the base.
-        target: another operator or function for the call on the bases, with arguments of the same names.
-        broadcasts: an operand of one row (a uniform one) need not be expanded to the rows of the others.
+        edits: arguments, by name, that differ in the call on the bases: sizes, where -1 stands for
+            the rows of the base.
+        target: another operator or function for the call on the bases, with arguments of the same
+            names.
+        broadcasts: an operand of one row (a uniform one) need not be expanded to the rows of the
+            others.
         in_full: operands that are used in full although they have a lineage.
         dims: the rows' dimension of each of several results, if they differ.
     """
@@ -50,7 +53,8 @@ class Call:
         return self._lineages.get(x) if isinstance(x, fx.Node) else None
 
     def shape(self, x: Any = None) -> tuple[Size, ...]:
-        """The shape of a tensor argument, or of the result, or of a multiple result's first tensor."""
+        """The shape of a tensor argument, or of the result, or of a multiple result's first
+        tensor."""
         return shape_of(first_of((self.node if x is None else x).meta["val"]))
 
     def dim(self, name: str, ndim: int) -> int:
@@ -59,19 +63,28 @@ class Call:
 
     def only(self, *names: str) -> bool:
         """Whether no other argument has a lineage."""
-        return not any(self.lineage(x) for name, x in self.arguments.items() if name not in names for x in flat(x))
+        return not any(
+            self.lineage(x)
+            for name, x in self.arguments.items()
+            if name not in names
+            for x in flat(x)
+        )
 
     def broadcast(self, operands: Sequence[Any], skip: int = 0) -> Lineage | None:
-        """The lineage of a result to which the operands broadcast. Their last `skip` dimensions do not take part.
+        """The lineage of a result to which the operands broadcast. Their last `skip` dimensions do
+        not take part.
 
-        f(x[m], y[m], c) = f(x, y, c)[m] if f computes each row of the dimension from the same row of its operands, and c has one row.
+        f(x[m], y[m], c) = f(x, y, c)[m] if f computes each row of the dimension from the same row
+        of its operands, and c has one row.
         """
         ndim = len(self.shape())
         tensors = [x for x in operands if is_tensor(x)]
         moved = [(x, lineage) for x in tensors if (lineage := self.lineage(x)) is not None]
         if not moved or any(lineage.dim >= len(self.shape(x)) - skip for x, lineage in moved):
             return None
-        result = common([lineage.at(lineage.dim + ndim - len(self.shape(x))) for x, lineage in moved])
+        result = common(
+            [lineage.at(lineage.dim + ndim - len(self.shape(x))) for x, lineage in moved]
+        )
         if result is None:
             return None
         for x in tensors:
@@ -91,7 +104,8 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 
 def unbind(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call. Keyword arguments that equal their default are left out."""
+    """Positional and keyword arguments of a call. Keyword arguments that equal their default are
+    left out."""
     args, kwargs = [], {}
     for argument in target._schema.arguments:
         if argument.name not in arguments:
@@ -99,7 +113,11 @@ def unbind(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dic
         value = arguments[argument.name]
         if not argument.kwarg_only:
             args.append(value)
-        elif not argument.has_default_value() or isinstance(value, fx.Node) or value is not argument.default_value:
+        elif (
+            not argument.has_default_value()
+            or isinstance(value, fx.Node)
+            or value is not argument.default_value
+        ):
             kwargs[argument.name] = value
     return tuple(args), kwargs
 
@@ -129,7 +147,8 @@ def is_operator(node: fx.Node) -> bool:
 
 Rule = Callable[[Call], "Moved | None"]
 RULES: dict[Any, Rule] = {}
-OWN_RULES: dict[str, Rule] = {}  # by name: operators of this project are registered when their modules are imported
+# by name: operators of this project are registered when their modules are imported
+OWN_RULES: dict[str, Rule] = {}
 
 
 def rule_of(target: Any) -> Rule | None:
@@ -148,7 +167,8 @@ def own_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for aten operators `name.overload`. Operators that this version of torch lacks are skipped."""
+    """Registers a rule for aten operators `name.overload`. Operators that this version of torch
+    lacks are skipped."""
 
     def register(function: Rule) -> Rule:
         for name in names:
@@ -166,7 +186,11 @@ def equal_segments(offsets: fx.Node) -> tuple[Size, int] | None:
     step = 1
     if offsets.target is aten.mul.Tensor and isinstance(offsets.args[1], int):
         offsets, step = positional(offsets)
-    if not is_operator(offsets) or offsets.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+    if not is_operator(offsets) or offsets.target not in (
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+    ):
         return None
     call = Call(offsets, {})
     start, stride = call.arguments.get("start", 0), call.arguments.get("step", 1)

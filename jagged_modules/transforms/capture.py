@@ -57,13 +57,20 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None, replicated: Sequence[str] = ()
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any = None,
+    replicated: Sequence[str] = (),
 ) -> Captured:
-    """Export the model, without its in-place writes. Attention stays one operator where the model calls it as one.
+    """Export the model, without its in-place writes. Attention stays one operator where the model
+    calls it as one.
 
-    The first dimension of each tensor is dynamic unless dynamic_shapes, in torch.export's format, says otherwise. The fused operators that
-    nn.MultiheadAttention and nn.TransformerEncoder use in eval mode are off during the capture: they have no rules. So is the caller's
-    autocast, whose casts would become part of the graph: it acts on the calls of the result, as on those of the model.
+    The first dimension of each tensor is dynamic unless dynamic_shapes, in torch.export's format,
+    says otherwise. The fused operators that nn.MultiheadAttention and nn.TransformerEncoder use in
+    eval mode are off during the capture: they have no rules. So is the caller's autocast, whose
+    casts would become part of the graph: it acts on the calls of the result, as on those of the
+    model.
     """
     if dynamic_shapes is None:
         dynamic_shapes = _first_dims(model, args, kwargs, replicated)
@@ -74,34 +81,51 @@ def capture(
         for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             outside_autocast.enter_context(torch.autocast(device, enabled=False))
         root = _with_one_batch(model, replicated) if replicated else model
-        exported = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic_shapes).run_decompositions({})
+        exported = torch.export.export(
+            root, args, kwargs, dynamic_shapes=dynamic_shapes
+        ).run_decompositions({})
     except Exception as error:
-        raise ValueError(f"model must be one that torch.export captures, got {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"model must be one that torch.export captures, got {type(error).__name__}: {error}"
+        ) from error
     finally:
         outside_autocast.close()
         torch.backends.mha.set_fastpath_enabled(fastpath)
     signature = exported.graph_signature
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     if written:
-        raise ValueError(f"model must not write to its buffers or inputs, but forward writes to {sorted(map(str, written.values()))}")
+        raise ValueError(
+            "model must not write to its buffers or inputs, but forward writes to"
+            f" {sorted(map(str, written.values()))}"
+        )
     sizes = _first_sizes(model, args, kwargs)
     rows = {x.size for x in sizes if x.name in replicated}
     batch = [x.guard for x in sizes if x.size in rows]
-    branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard, batch)]
+    branches = [
+        guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard, batch)
+    ]
     if branches:
-        raise ValueError(f"model must compute the same for all sizes, but the capture holds only for {', '.join(branches)}")
+        raise ValueError(
+            "model must compute the same for all sizes, but the capture holds only for"
+            f" {', '.join(branches)}"
+        )
     if exported.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
-        raise ValueError("model must not call as_strided: its result depends on the strides of its operand, which the result does not keep")
+        raise ValueError(
+            "model must not call as_strided: its result depends on the strides of its operand,"
+            " which the result does not keep"
+        )
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
-    module._forward_pre_hooks.clear()  # they compare inputs with the example, and wrap the attributes in one more call
+    # they compare inputs with the example, and wrap the attributes in one more call
+    module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
     _drop_assertions(module.graph)
     hints, labels = dict[Size, int](), dict[Size, str]()
     names, inputs = _input_names(model, args, kwargs), dict[str, list[fx.Node]]()
     for name, node in zip(names, module.graph.find_nodes(op="placeholder")):
         inputs.setdefault(name, []).append(node)
-        node.meta["input"] = name if names.count(name) == 1 else node.name  # a KeyedJaggedTensor has several
+        # a KeyedJaggedTensor has several
+        node.meta["input"] = name if names.count(name) == 1 else node.name
         if isinstance(node.meta.get("val"), torch.Tensor):
             for dim, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, torch.SymInt) and size_of(size).is_Symbol:
@@ -111,21 +135,29 @@ def capture(
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Remove the assertions that a size is at least 2. They are torch.export's own, for sizes that are no input's."""
+    """Remove the assertions that a size is at least 2. They are torch.export's own, for sizes that
+    are no input's."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]
-        if isinstance(condition, fx.Node) and condition.target is operator.ge and condition.args[1] == 2:
+        if (
+            isinstance(condition, fx.Node)
+            and condition.target is operator.ge
+            and condition.args[1] == 2
+        ):
             graph.erase_node(node)
 
 
-def bound_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound_inputs(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The inputs by the names of forward's parameters."""
     return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
 
 
 def named(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of the inputs: tensors, KeyedJaggedTensors and values of other types. Their names are those of forward's parameters, with
-    the keys, positions and fields that lead to an entry of a container: "features.user.age".
+    """The entries of the inputs: tensors, KeyedJaggedTensors and values of other types. Their names
+    are those of forward's parameters, with the keys, positions and fields that lead to an entry of
+    a container: "features.user.age".
     """
     entries: dict[str, Any] = {}
     for name, x in inputs.items():
@@ -135,14 +167,20 @@ def named(inputs: Mapping[str, Any]) -> dict[str, Any]:
         for path, entry in pytree.tree_flatten_with_path(x, is_leaf=is_keyed_jagged)[0]:
             own = _name((pytree.MappingKey(name), *path))
             if own in entries:
-                raise ValueError(f"inputs must have entries of different names, but two are {own!r}")
+                raise ValueError(
+                    f"inputs must have entries of different names, but two are {own!r}"
+                )
             entries[own] = entry
     return entries
 
 
-def map_named(function: Callable[[Any], Any], inputs: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def map_named(
+    function: Callable[[Any], Any], inputs: dict[str, Any], names: Collection[str]
+) -> dict[str, Any]:
     """The inputs with the function of those entries that `names` has."""
-    return pytree.tree_map_with_path(lambda path, x: function(x) if _name(path) in names else x, inputs, is_leaf=is_keyed_jagged)
+    return pytree.tree_map_with_path(
+        lambda path, x: function(x) if _name(path) in names else x, inputs, is_leaf=is_keyed_jagged
+    )
 
 
 def _name(path: Iterable[Any]) -> str:
@@ -154,18 +192,24 @@ def _name(path: Iterable[Any]) -> str:
 def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The name of the entry for each leaf of the inputs."""
     positional = inspect.signature(model.forward).bind_partial(*args).arguments
-    return [name for name, x in named({**positional, **kwargs}).items() for _ in pytree.tree_leaves(x)]
+    return [
+        name for name, x in named({**positional, **kwargs}).items() for _ in pytree.tree_leaves(x)
+    ]
 
 
-def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]) -> Any:
-    """dynamic_shapes in which the first dimension of each tensor is dynamic. KeyedJaggedTensors of `replicated` have one batch."""
+def _first_dims(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]
+) -> Any:
+    """dynamic_shapes in which the first dimension of each tensor is dynamic. KeyedJaggedTensors of
+    `replicated` have one batch."""
     inputs = bound_inputs(model, args, kwargs)
     of_users = [x for name, x in named(inputs).items() if name in replicated and is_keyed_jagged(x)]
     return {name: _dims(x, of_users) for name, x in inputs.items()}
 
 
 def _dims(x: Any, of_users: Sequence[Any]) -> Any:
-    """dynamic_shapes of an input. Containers other than Python's are given as lists of their entries."""
+    """dynamic_shapes of an input. Containers other than Python's are given as lists of their
+    entries."""
     if isinstance(x, torch.Tensor):
         return {0: torch.export.Dim.AUTO} if x.dim() else None
     if isinstance(x, Mapping):
@@ -179,18 +223,26 @@ def _dims(x: Any, of_users: Sequence[Any]) -> Any:
     shapes, leaves = [], container.flatten_fn(x)[0]
     for leaf in leaves:
         is_lengths = any(x is other for other in of_users) and leaf is x.lengths()
-        shapes.append({0: len(x.keys()) * torch.export.Dim("batch", min=2)} if is_lengths else _dims(leaf, of_users))
+        shapes.append(
+            {0: len(x.keys()) * torch.export.Dim("batch", min=2)}
+            if is_lengths
+            else _dims(leaf, of_users)
+        )
     return shapes
 
 
 def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
-    """The model, with its own parts, for torch.export: all plain inputs with the rows of the `replicated` ones have one symbol for them.
+    """The model, with its own parts, for torch.export: all plain inputs with the rows of the
+    `replicated` ones have one symbol for them.
 
-    torch.export would find out only where an operator compares them, and otherwise compute with fractions of two symbols.
+    torch.export would find out only where an operator compares them, and otherwise compute with
+    fractions of two symbols.
     """
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        symbols = [x for x in _first_sizes(module, args, kwargs) if isinstance(x.size, torch.SymInt)]
+        symbols = [
+            x for x in _first_sizes(module, args, kwargs) if isinstance(x.size, torch.SymInt)
+        ]
         batch = next((x.size for x in symbols if x.name in replicated), None)
         for x in symbols:
             if batch is not None and x.size.node.hint == batch.node.hint:
@@ -204,32 +256,46 @@ def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:
 
 
 class FirstSize(NamedTuple):
-    """The first size of a tensor: the input that has it, its name in the guards of a capture, and its value."""
+    """The first size of a tensor: the input that has it, its name in the guards of a capture, and
+    its value."""
 
     name: str
     guard: str
     size: Any
 
 
-def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[FirstSize]:
+def _first_sizes(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[FirstSize]:
     """Of the tensors of all inputs but KeyedJaggedTensors."""
-    entries = pytree.tree_flatten_with_path(bound_inputs(model, args, kwargs), is_leaf=is_keyed_jagged)[0]
+    entries = pytree.tree_flatten_with_path(
+        bound_inputs(model, args, kwargs), is_leaf=is_keyed_jagged
+    )[0]
     tensors = [(path, x) for path, x in entries if isinstance(x, torch.Tensor) and x.dim()]
-    return [FirstSize(_name(path), f"L{pytree.keystr(path)}.size()[0]", x.shape[0]) for path, x in tensors]
+    return [
+        FirstSize(_name(path), f"L{pytree.keystr(path)}.size()[0]", x.shape[0])
+        for path, x in tensors
+    ]
 
 
 def is_keyed_jagged(x: Any) -> bool:
-    """Whether it is TorchRec's KeyedJaggedTensor, whose lengths have one row per key and sample. TorchRec need not be installed."""
-    plain = (torch.Tensor, dict, list, tuple, int, float, str, type(None))  # torch.compile cannot iterate over the bases of Python's types
-    return not isinstance(x, plain) and any(kind.__name__ == "KeyedJaggedTensor" for kind in type(x).__mro__)
+    """Whether it is TorchRec's KeyedJaggedTensor, whose lengths have one row per key and sample.
+    TorchRec need not be installed."""
+    # torch.compile cannot iterate over the bases of Python's types
+    plain = (torch.Tensor, dict, list, tuple, int, float, str, type(None))
+    return not isinstance(x, plain) and any(
+        kind.__name__ == "KeyedJaggedTensor" for kind in type(x).__mro__
+    )
 
 
 def _is_branch(guard: str, batch: Sequence[str]) -> bool:
-    """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
+    """Whether a guard of the capture is a choice that the model made by a size, such as
+    `size > 20`.
 
-    A guard of the batch alone is one unless it holds for all batches. Of the others, equations are conditions of the operators, such as
-    equal sizes of operands, except for remainders other than 0. Comparisons with 0, 1 and 2 are torch.export's own.
-    batch: the names in guards of the sizes that are the batch.
+    A guard of the batch alone is one unless it holds for all batches. Of the others, equations are
+    conditions of the operators, such as equal sizes of operands, except for remainders other than
+    0. Comparisons with 0, 1 and 2 are torch.export's own. batch: the names in guards of the sizes
+      that are the batch.
     """
     for size in batch:
         guard = guard.replace(size, "batch")
@@ -242,10 +308,14 @@ def _is_branch(guard: str, batch: Sequence[str]) -> bool:
 
 
 def _holds_for_every_batch(guard: str) -> bool:
-    """Whether a guard, in which "batch" is the only name, holds for 3 to 1024, and up to 2³¹ for powers of two and their neighbours."""
+    """Whether a guard, in which "batch" is the only name, holds for 3 to 1024, and up to 2³¹ for
+    powers of two and their neighbours."""
     code = compile(guard, "guard", "eval")
     try:
-        return all(eval(code, {"max": max, "min": min, "batch": size}) for size in (*range(3, 1025), *LARGE_BATCHES))
+        return all(
+            eval(code, {"max": max, "min": min, "batch": size})
+            for size in (*range(3, 1025), *LARGE_BATCHES)
+        )
     except (NameError, ArithmeticError):  # another function of torch's; a division by zero
         return False
 

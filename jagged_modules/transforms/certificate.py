@@ -15,26 +15,40 @@ from .bags import num_rows, select_rows
 from .calls import flat
 from .capture import bound_inputs, map_named, named
 
-# The model and its fused form round differently. Roundings of n operators add up like a random walk, to sqrt(n) eps of the largest element.
-# The largest of many elements has several times as much.
+# The model and its fused form round differently. Roundings of n operators add up like a random
+# walk, to sqrt(n) eps of the largest element. The largest of many elements has several times as
+# much.
 ROUNDINGS = 8
 
 
 def coarsest_eps(graph: fx.Graph) -> float:
-    """The largest eps of the dtypes of a captured graph's values: results in float32 may come from bfloat16."""
-    values = [x for node in graph.nodes for x in flat(node.meta.get("val")) if isinstance(x, Tensor) and x.is_floating_point()]
+    """The largest eps of the dtypes of a captured graph's values: results in float32 may come from
+    bfloat16."""
+    values = [
+        x
+        for node in graph.nodes
+        for x in flat(node.meta.get("val"))
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
     return max((torch.finfo(x.dtype).eps for x in values), default=0.0)
 
 
 def certify(
-    model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], eps: float = 0.0
+    model: nn.Module,
+    fused: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: tuple[str, ...],
+    eps: float = 0.0,
 ) -> str:
-    """Compare both on the example inputs. A sentence for the report. eps: of the coarsest dtype that is computed in.
+    """Compare both on the example inputs. A sentence for the report. eps: of the coarsest dtype
+    that is computed in.
 
-    With request_only (`names` of entries of the inputs), the example's first rows become users, of which each has several candidates or
-    none. Then the rows of one user are replaced by other rows of the example, which should change the results of this user's candidates
-    and of no other. Numbers that the example does not have may be out of a model's range: an input in floating point may hold ids, counts,
-    probabilities or masks.
+    With request_only (`names` of entries of the inputs), the example's first rows become users, of
+    which each has several candidates or none. Then the rows of one user are replaced by other rows
+    of the example, which should change the results of this user's candidates and of no other.
+    Numbers that the example does not have may be out of a model's range: an input in floating point
+    may hold ids, counts, probabilities or masks.
 
     Raises:
         ValueError: results differ by more than rounding.
@@ -42,26 +56,37 @@ def certify(
     roundings = ROUNDINGS * math.sqrt(sum(node.op == "call_function" for node in fused.graph.nodes))
     with torch.no_grad():
         if not names:
-            error = _compare(_seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), roundings, eps)
+            error = _compare(
+                _seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), roundings, eps
+            )
             return f"results equal on the example inputs, largest relative difference {error:.1e}"
         given = bound_inputs(model, args, kwargs)
         rows = num_rows(named(given)[names[0]])[0]
         num_users = max(rows // 2, 1)
-        chosen = num_users if num_users < 3 else num_users - 1  # with more than two, the last one has no candidate
+        # with more than two, the last one has no candidate
+        chosen = num_users if num_users < 3 else num_users - 1
         users = torch.arange(rows, device="cpu") * 7 % chosen
-        expected, found = _both(model, fused, _of_rows(given, names, range(num_users)), names, users)
+        expected, found = _both(
+            model, fused, _of_rows(given, names, range(num_users)), names, users
+        )
         error = _compare(expected, found, roundings, eps)
-        other, changes = _other_row(given, names, rows), "example_inputs have the rows of one user only, so no others were tried"
+        other, changes = (
+            _other_row(given, names, rows),
+            "example_inputs have the rows of one user only, so no others were tried",
+        )
         if other is not None:
             changed = _of_rows(given, names, [other, *range(1, num_users)])
             expected_after, found_after = _both(model, fused, changed, names, users)
             error = max(error, _compare(expected_after, found_after, roundings, eps))
             own, others = _changed_rows(found, found_after, users == 0)
             changes = (
-                f"other rows of one user change {own} of its {int((users == 0).sum())} candidates and {others} of "
-                f"{int((users != 0).sum())} others"
+                f"other rows of one user change {own} of its {int((users == 0).sum())} candidates"
+                f" and {others} of {int((users != 0).sum())} others"
             )
-    return f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; {changes}"
+    return (
+        f"results equal for {rows} candidates of {num_users} users, largest relative difference"
+        f" {error:.1e}; {changes}"
+    )
 
 
 def _of_rows(given: dict[str, Any], names: tuple[str, ...], rows: Sequence[int]) -> dict[str, Any]:
@@ -77,7 +102,10 @@ def _other_row(given: dict[str, Any], names: tuple[str, ...], rows: int) -> int 
         return pytree.tree_leaves([one[name] for name in names])
 
     first = leaves(0)
-    return next((row for row in range(rows - 1, 0, -1) if not all(map(_are_equal, first, leaves(row)))), None)
+    return next(
+        (row for row in range(rows - 1, 0, -1) if not all(map(_are_equal, first, leaves(row)))),
+        None,
+    )
 
 
 def _are_equal(x: Any, y: Any) -> bool:
@@ -94,7 +122,13 @@ def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
     return int((changed & own).sum()), int((changed & ~own).sum())
 
 
-def _both(model: nn.Module, fused: fx.GraphModule, shared: dict[str, Any], names: tuple[str, ...], users: Tensor) -> tuple[Any, Any]:
+def _both(
+    model: nn.Module,
+    fused: fx.GraphModule,
+    shared: dict[str, Any],
+    names: tuple[str, ...],
+    users: Tensor,
+) -> tuple[Any, Any]:
     """The results of the model with replicated rows, and of the fused model."""
     replicated = map_named(lambda x: select_rows(x, users), shared, names)
     device = next(x.device for x in pytree.tree_leaves(shared) if isinstance(x, Tensor))
@@ -110,19 +144,30 @@ def _seeded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _call(module: nn.Module, inputs: dict[str, Any], **more: Any) -> Any:
     parameters = inspect.signature(module.forward).parameters
-    positional = [name for name in inputs if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+    positional = [
+        name for name in inputs if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
     return _seeded(
-        module, *(inputs[name] for name in positional), **{name: x for name, x in inputs.items() if name not in positional}, **more
+        module,
+        *(inputs[name] for name in positional),
+        **{name: x for name, x in inputs.items() if name not in positional},
+        **more,
     )
 
 
 def _compare(expected: Any, found: Any, roundings: float, eps: float) -> float:
-    """The largest difference, relative to the largest element of its tensor. ValueError if it is more than rounding."""
+    """The largest difference, relative to the largest element of its tensor. ValueError if it is
+    more than rounding."""
     largest = 0.0
     for position, (x, y) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(found))):
         if x.shape != y.shape or x.dtype != y.dtype:
-            raise ValueError(f"output {position} must be {list(x.shape)} {x.dtype}, got {list(y.shape)} {y.dtype} from the fused model")
-        finite = torch.isfinite(x) if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
+            raise ValueError(
+                f"output {position} must be {list(x.shape)} {x.dtype}, got {list(y.shape)}"
+                f" {y.dtype} from the fused model"
+            )
+        finite = (
+            torch.isfinite(x) if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
+        )
         same = torch.equal(x[~finite].nan_to_num(), y[~finite].nan_to_num())
         if not x.is_floating_point():
             same, error, allowed = torch.equal(x, y), 0.0, 0.0
@@ -132,7 +177,8 @@ def _compare(expected: Any, found: Any, roundings: float, eps: float) -> float:
             allowed = roundings * max(torch.finfo(x.dtype).eps, eps)
         if not same or not error <= allowed:
             raise ValueError(
-                f"output {position} of the fused model must equal the model's within {allowed:.1e}, got a difference of {error:.1e}"
+                f"output {position} of the fused model must equal the model's within {allowed:.1e},"
+                f" got a difference of {error:.1e}"
             )
         largest = max(largest, error)
     return largest

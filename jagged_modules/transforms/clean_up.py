@@ -1,8 +1,11 @@
-"""Clean-ups of a captured graph: operators that change nothing, views of views, and operators that were computed before.
+"""Clean-ups of a captured graph: operators that change nothing, views of views, and operators that
+were computed before.
 
-A chain of views is what it does to the factors of its operand's dimensions: each view takes factors apart, puts them in another order, or
-together again. So it is one reshape, one permutation and one reshape, or fewer. As linear works on each row, the views that order its rows
-can follow it, where they often cancel with others. nn.MultiheadAttention is captured with 3 to 6 views for each projection.
+A chain of views is what it does to the factors of its operand's dimensions: each view takes factors
+apart, puts them in another order, or together again. So it is one reshape, one permutation and one
+reshape, or fewer. As linear works on each row, the views that order its rows can follow it, where
+they often cancel with others. nn.MultiheadAttention is captured with 3 to 6 views for each
+projection.
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ from .shape_rules import WHOLE
 aten = torch.ops.aten
 PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
 RESHAPES = (
-    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    *(
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    ),
     *(aten.flatten.using_ints, aten.unflatten.int),
 )
 VIEWS = (*PERMUTATIONS, *RESHAPES)
@@ -30,7 +40,8 @@ READ_STRIDES = (aten.view.dtype, aten.view_as_complex.default)
 
 
 def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
-    """Do all in place. Nodes of `keep` stay as they are. Operands of views may have other strides, so emit.py writes views as reshapes."""
+    """Do all in place. Nodes of `keep` stay as they are. Operands of views may have other strides,
+    so emit.py writes views as reshapes."""
     _drop_identities(graph, keep)
     _fold_views(graph, keep)
     _drop_duplicates(graph, keep)
@@ -38,12 +49,19 @@ def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
 
 
 def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
-    """Replace copies, slices of everything, views to the same shape and layers' clearing of no row by their operand.
+    """Replace copies, slices of everything, views to the same shape and layers' clearing of no row
+    by their operand.
 
-    A copy stays if the caller, or an operator of another library, gets it or a view of it: they may write to it or need its strides.
+    A copy stays if the caller, or an operator of another library, gets it or a view of it: they may
+    write to it or need its strides.
     """
     for node in _operators(graph, keep):
-        if node.target in COPIES and not _is_handed_out(node) or _is_whole(node) or _clears_no_row(node):
+        if (
+            node.target in COPIES
+            and not _is_handed_out(node)
+            or _is_whole(node)
+            or _clears_no_row(node)
+        ):
             node.replace_all_uses_with(positional(node)[0])
             graph.erase_node(node)
 
@@ -59,11 +77,14 @@ def _is_whole(node: fx.Node) -> bool:
         )
     if _squeezes_any_size(node):
         return False
-    return node.target in (*RESHAPES, aten.expand.default) and shape_of(node.meta["val"]) == shape_of(positional(node)[0].meta["val"])
+    return node.target in (*RESHAPES, aten.expand.default) and shape_of(
+        node.meta["val"]
+    ) == shape_of(positional(node)[0].meta["val"])
 
 
 def _clears_no_row(node: fx.Node) -> bool:
-    """Whether rows behind the last segment are filled (functional/tail.py), of segments that have all rows."""
+    """Whether rows behind the last segment are filled (functional/tail.py), of segments that have
+    all rows."""
     if node.target is not aten.masked_fill.Scalar:
         return False
     x, behind, _ = positional(node)
@@ -75,13 +96,21 @@ def _clears_no_row(node: fx.Node) -> bool:
     if end.target is not aten.select.int:
         return False
     offsets, dim, index = positional(end)
-    segments, counted = equal_segments(offsets) if (dim, index) == (0, -1) else None, equal_segments(rows)
+    segments, counted = (
+        equal_segments(offsets) if (dim, index) == (0, -1) else None,
+        equal_segments(rows),
+    )
     num_rows = shape_of(x.meta["val"])[0]
-    return segments is not None and counted == (num_rows - 1, 1) and segments[0] * segments[1] == num_rows
+    return (
+        segments is not None
+        and counted == (num_rows - 1, 1)
+        and segments[0] * segments[1] == num_rows
+    )
 
 
 def _squeezes_any_size(node: Any) -> bool:
-    """Whether a dimension that is squeezed may have any size. It goes in calls where the size is 1, unlike in the captured shape."""
+    """Whether a dimension that is squeezed may have any size. It goes in calls where the size is 1,
+    unlike in the captured shape."""
     if node.target not in (aten.squeeze.dim, aten.squeeze.dims):
         return False
     x, dims = positional(node)
@@ -90,18 +119,27 @@ def _squeezes_any_size(node: Any) -> bool:
 
 
 def _is_handed_out(node: fx.Node) -> bool:
-    """Whether a tensor in the memory of this one is a result, or the operand of an operator that reads strides or is not torch's."""
+    """Whether a tensor in the memory of this one is a result, or the operand of an operator that
+    reads strides or is not torch's."""
     for user in node.users:
         target: Any = user.target
-        if user.op == "output" or target in READ_STRIDES or is_operator(user) and target.namespace != "aten":
+        if (
+            user.op == "output"
+            or target in READ_STRIDES
+            or is_operator(user)
+            and target.namespace != "aten"
+        ):
             return True
-        if (not is_operator(user) or any(x.alias_info for x in target._schema.returns)) and _is_handed_out(user):
+        if (
+            not is_operator(user) or any(x.alias_info for x in target._schema.returns)
+        ) and _is_handed_out(user):
             return True
     return False
 
 
 def _drop_duplicates(graph: fx.Graph, keep: Set[fx.Node]) -> None:
-    """Replace each operator by an earlier one with the same arguments. Results that the caller gets stay tensors of their own."""
+    """Replace each operator by an earlier one with the same arguments. Results that the caller gets
+    stay tensors of their own."""
     seen: dict[Any, fx.Node] = {}
     for node in _operators(graph, keep):
         if torch.Tag.nondeterministic_seeded in node.target.tags or _is_handed_out(node):
@@ -122,10 +160,14 @@ def _key(x: Any) -> Any:
 
 
 def _operators(graph: fx.Graph, keep: Set[fx.Node]) -> Iterable[Any]:
-    return [node for node in graph.nodes if is_operator(node) and node not in keep and not node.is_impure()]
+    return [
+        node
+        for node in graph.nodes
+        if is_operator(node) and node not in keep and not node.is_impure()
+    ]
 
 
-# -- views ---------------------------------------------------------------------------------------------------------------------------------
+# -- views -----------------------------------------------------------------------------------------
 
 
 class Factor:
@@ -184,22 +226,33 @@ class Chain:
         return second
 
     def views(self) -> list[tuple[Any, list[Any]]] | None:
-        """The fewest operators that do the same, with their arguments. None if more than one size of a reshape is unknown."""
+        """The fewest operators that do the same, with their arguments. None if more than one size
+        of a reshape is unknown."""
         rank = {factor: i for i, factor in enumerate(sum(self.factors, []))}
         runs = [_runs(dim, rank) for dim in self.dims]
-        if all(len(dim) < 2 for dim in runs):  # no second reshape: the first one makes the dimensions of size 1
+        # no second reshape: the first one makes the dimensions of size 1
+        if all(len(dim) < 2 for dim in runs):
             runs = [dim or [[]] for dim in runs]
         parts = [run for dim in runs for run in dim]
         sizes = [product([factor.size for factor in run]) for run in parts]
-        order = sorted(range(len(parts)), key=lambda i: rank[parts[i][0]] if parts[i] else len(rank))
-        before, after = [sizes[i] for i in order], [product([factor.size for factor in dim]) for dim in self.dims]
+        order = sorted(
+            range(len(parts)), key=lambda i: rank[parts[i][0]] if parts[i] else len(rank)
+        )
+        before, after = (
+            [sizes[i] for i in order],
+            [product([factor.size for factor in dim]) for dim in self.dims],
+        )
         permutation = [order.index(i) for i in range(len(order))]
         moved = [i for i, dim in enumerate(permutation) if i != dim]
         filled = [i for i in order if parts[i]]
         shape, result = list(shape_of(self.base.meta["val"])), list[tuple[Any, list[Any]]]()
         for wanted in (after,) if filled == sorted(filled) else (before, None, after):
             if wanted is None:
-                result.append((aten.transpose.int, moved) if len(moved) == 2 else (aten.permute.default, [permutation]))
+                result.append(
+                    (aten.transpose.int, moved)
+                    if len(moved) == 2
+                    else (aten.permute.default, [permutation])
+                )
             elif shape != wanted:
                 known = [int(size) if size.is_Integer else -1 for size in wanted]
                 if known.count(-1) > 1:
@@ -245,7 +298,9 @@ def _fold_views(graph: fx.Graph, keep: Set[fx.Node]) -> None:
                 _fold(graph, node, keep)
         graph.eliminate_dead_code()
         for node in _operators(graph, keep):
-            if node.target in PERMUTATIONS and all(user.target is aten.select.int for user in node.users):
+            if node.target in PERMUTATIONS and all(
+                user.target is aten.select.int for user in node.users
+            ):
                 for user in [user for user in node.users if user not in keep]:
                     _select_first(graph, user)
 
@@ -268,9 +323,12 @@ def _is_view(node: Any) -> bool:
 
 
 def _chain(end: Any, keep: Set[fx.Node]) -> Chain | None:
-    """The longest chain of views to `end` that factors describe, and whose other results nothing else reads."""
+    """The longest chain of views to `end` that factors describe, and whose other results nothing
+    else reads."""
     nodes: list[fx.Node] = []
-    while is_tensor(end) and _is_view(end) and end not in keep and (not nodes or len(end.users) == 1):
+    while (
+        is_tensor(end) and _is_view(end) and end not in keep and (not nodes or len(end.users) == 1)
+    ):
         nodes.append(end)
         end = end.args[0]
     while nodes:
@@ -287,12 +345,18 @@ def _order_rows_later(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> Non
     if chain is None or len(positional(node)[0].users) > 1:
         return
     *leading, last = chain.dims
-    rows = [[factor for factor in factors if factor not in last] for factors in chain.factors]  # dimension by dimension of the base
+    # dimension by dimension of the base
+    rows = [[factor for factor in factors if factor not in last] for factors in chain.factors]
     rows = [factors for factors in rows if factors]
     before = Chain(chain.base)
     before.factors, before.dims = chain.factors, [*rows, last]
     views = before.views()
-    if not rows or views is None or sum(rows, []) == sum(leading, []) and len(views) >= len(chain.nodes):
+    if (
+        not rows
+        or views is None
+        or sum(rows, []) == sum(leading, [])
+        and len(views) >= len(chain.nodes)
+    ):
         return
     with graph.inserting_before(node):
         x = _call_all(graph, views, chain.base, node)
@@ -312,11 +376,17 @@ def _select_first(graph: fx.Graph, node: fx.Node) -> None:
     order = [i - (i > chosen) for i in order]
     with graph.inserting_before(node):
         new = call(graph, aten.select.int, permuted.args[0], chosen, index, like=node)
-        new = new if order == sorted(order) else call(graph, aten.permute.default, new, order, like=node)
+        new = (
+            new
+            if order == sorted(order)
+            else call(graph, aten.permute.default, new, order, like=node)
+        )
     _replace(graph, node, new)
 
 
-def _call_all(graph: fx.Graph, views: list[tuple[Any, list[Any]]], x: fx.Node, like: fx.Node) -> fx.Node:
+def _call_all(
+    graph: fx.Graph, views: list[tuple[Any, list[Any]]], x: fx.Node, like: fx.Node
+) -> fx.Node:
     for target, args in views:
         x = call(graph, target, x, *args, like=like)
     return x
@@ -334,8 +404,9 @@ def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any)
 
 
 def _shape_of_product(target: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The shape of a product, None of other operators. In torch 2.11, linear and matmul read sizes of fake operands as numbers, and symbols
-    become these. Batches of both operands are the same, or one has none.
+    """The shape of a product, None of other operators. In torch 2.11, linear and matmul read sizes
+    of fake operands as numbers, and symbols become these. Batches of both operands are the same, or
+    one has none.
     """
     if target is aten.linear.default:
         return (*given[0].shape[:-1], given[1].shape[0])
@@ -346,7 +417,8 @@ def _shape_of_product(target: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | 
 
 
 def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
-    """Unless torch finds another shape, for instance because it does not simplify a quotient of sizes."""
+    """Unless torch finds another shape, for instance because it does not simplify a quotient of
+    sizes."""
     if shape_of(new.meta["val"]) == shape_of(node.meta["val"]):
         node.replace_all_uses_with(new)
         graph.erase_node(node)

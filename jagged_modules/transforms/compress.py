@@ -47,7 +47,8 @@ class Compression:
 
     @property
     def reads(self) -> set[tuple[fx.Node, fx.Node]]:
-        """As of `TargetAttention`: none, because the product with the users' embeddings has a lineage itself."""
+        """As of `TargetAttention`: none, because the product with the users' embeddings has a
+        lineage itself."""
         return set()
 
 
@@ -60,13 +61,32 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
         first, second, *_ = positional(node)
         for own, shared in ((first, second), (second, first)):
             lineage = analysis.lineages.get(shared)
-            if lineage is None or own in analysis.lineages or not _is_product(own) or not _is_product(shared):
+            if (
+                lineage is None
+                or own in analysis.lineages
+                or not _is_product(own)
+                or not _is_product(shared)
+            ):
                 continue
             values = [x.meta["val"] for x in (node, own, shared)]
-            if len({x.dtype for x in values}) == len({shape_of(x) for x in values}) == 1:  # the sum does not broadcast
+            # the sum does not broadcast
+            if len({x.dtype for x in values}) == len({shape_of(x) for x in values}) == 1:
                 embeddings = analysis.lineages.get(shared.args[1])
-                if embeddings is not None and embeddings.dim == 0 and not embeddings.is_folded and not embeddings.is_uniform:
-                    found[node] = Compression(node, shared.args[0], shared.args[1], own.args[0], own.args[1], (own, shared), embeddings)
+                if (
+                    embeddings is not None
+                    and embeddings.dim == 0
+                    and not embeddings.is_folded
+                    and not embeddings.is_uniform
+                ):
+                    found[node] = Compression(
+                        node,
+                        shared.args[0],
+                        shared.args[1],
+                        own.args[0],
+                        own.args[1],
+                        (own, shared),
+                        embeddings,
+                    )
                     break
     return found
 

@@ -1,8 +1,9 @@
-"""Calls for which the result of fuse_broadcasts runs the model itself, so that there is no loss: with no fewer users than candidates, or
-all calls if nothing moved, or too little to save time.
+"""Calls for which the result of fuse_broadcasts runs the model itself, so that there is no loss:
+with no fewer users than candidates, or all calls if nothing moved, or too little to save time.
 
-The fused graph was placed for many candidates per user. With one, its gathers and additions of parts save nothing. A graph in which nothing
-moved has more operators than the model, whose layers it shows as torch's.
+The fused graph was placed for many candidates per user. With one, its gathers and additions of
+parts save nothing. A graph in which nothing moved has more operators than the model, whose layers
+it shows as torch's.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Replication:
 
 
 def own_replication(captured: Captured, analysis: Analysis) -> Replication | None:
-    """The replication of a model that does it itself. None unless all numbers of rows are sizes of its inputs."""
+    """The replication of a model that does it itself. None unless all numbers of rows are sizes of
+    its inputs."""
     sizes: dict[Size, Rows] = {}
     for name, nodes in captured.inputs.items():
         value = nodes[0].meta.get("val") if len(nodes) == 1 else None
@@ -54,14 +56,16 @@ def own_replication(captured: Captured, analysis: Analysis) -> Replication | Non
             for dim, size in enumerate(shape_of(value)):
                 sizes.setdefault(size, (name, dim))
     maps = [source.lineage.maps[-1] for source in analysis.sources.values()]
-    if not maps or any(not size.is_Symbol or size not in sizes for x in maps for size in (x.rows_in, x.rows_out)):
+    if not maps or any(
+        not size.is_Symbol or size not in sizes for x in maps for size in (x.rows_in, x.rows_out)
+    ):
         return None
     return Replication(pairs=tuple({(sizes[x.rows_in], sizes[x.rows_out]): None for x in maps}))
 
 
 def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replication) -> None:
-    """Let `fused` run the model if there are no fewer users than candidates, or always. Not in exported programs: their sizes are
-    symbols, and their operators those of the graph.
+    """Let `fused` run the model if there are no fewer users than candidates, or always. Not in
+    exported programs: their sizes are symbols, and their operators those of the graph.
 
     Calls that are no valid ones run the graph, which raises the errors.
     """
@@ -89,14 +93,24 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
 
 
 def _is_exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which torch.compile traces as True in torch 2.11 whether or not it exports."""
+    """`torch.compiler.is_exporting()`, which torch.compile traces as True in torch 2.11 whether or
+    not it exports."""
     return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
 
 
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
     """The inputs of a model that replicates rows itself, None with fewer users than candidates."""
     entries = named(given)
-    return given if all([_size(entries, before) >= _size(entries, after) > 0 for before, after in replication.pairs]) else None
+    return (
+        given
+        if all(
+            [
+                _size(entries, before) >= _size(entries, after) > 0
+                for before, after in replication.pairs
+            ]
+        )
+        else None
+    )
 
 
 def _size(entries: Mapping[str, Any], rows: Rows) -> int:
@@ -106,15 +120,22 @@ def _size(entries: Mapping[str, Any], rows: Rows) -> int:
 
 
 def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
-    """The inputs of a model whose caller replicates rows, None if the graph is better or a number of rows is wrong. Writes to `given`."""
+    """The inputs of a model whose caller replicates rows, None if the graph is better or a number
+    of rows is wrong. Writes to `given`."""
     index = given.pop(MAP_NAME, None)
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in INDEX_DTYPES:
         return None
     entries, num_candidates, num_users = named(given), index.shape[0], 0
     for name in replication.shared:
-        rows = _samples(entries.get(name)) if name in replication.keyed else _rows(entries.get(name))
+        rows = (
+            _samples(entries.get(name)) if name in replication.keyed else _rows(entries.get(name))
+        )
         num_users = num_users or rows
-        if rows < 1 or rows != num_users or (rows < num_candidates and not replication.for_all_calls):
+        if (
+            rows < 1
+            or rows != num_users
+            or (rows < num_candidates and not replication.for_all_calls)
+        ):
             return None
     for name in replication.per_candidate:
         if _rows(entries.get(name)) != num_candidates:
@@ -136,7 +157,8 @@ def _select(x: Any, index: Tensor) -> Any:
 
 
 def _samples(x: Any) -> int:
-    """The number of samples of a KeyedJaggedTensor; -1 under torch.compile, where select_rows has sizes that depend on data."""
+    """The number of samples of a KeyedJaggedTensor; -1 under torch.compile, where select_rows has
+    sizes that depend on data."""
     return x.stride() if not torch.compiler.is_compiling() and is_keyed_jagged(x) else -1
 
 
@@ -146,7 +168,8 @@ def _rows(x: Any) -> int:
 
 
 def _sharing_state(model: nn.Module, fused: nn.Module | None) -> nn.Module:
-    """A copy of the model whose parameters and buffers are those of `fused`, also after they are replaced, as `fused.to(...)` does."""
+    """A copy of the model whose parameters and buffers are those of `fused`, also after they are
+    replaced, as `fused.to(...)` does."""
     copy = object.__new__(type(model))
     vars(copy).update(vars(model))
     for kind in ("_parameters", "_buffers"):
@@ -154,6 +177,7 @@ def _sharing_state(model: nn.Module, fused: nn.Module | None) -> nn.Module:
         vars(copy)[kind] = other if own.keys() == other.keys() else dict(own)
     children = {} if fused is None else vars(fused)["_modules"]
     vars(copy)["_modules"] = {
-        name: None if x is None else _sharing_state(x, children.get(name)) for name, x in vars(model)["_modules"].items()
+        name: None if x is None else _sharing_state(x, children.get(name))
+        for name, x in vars(model)["_modules"].items()
     }
     return copy

@@ -1,13 +1,15 @@
 """Operators on a concatenation, written as a sum or a concatenation of operators on its parts.
 
-    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])         the same for matmul with a weight on either side
-    [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
+    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])         the same for matmul with
+    a weight on either side [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
     Σ [x | y]           = Σ x + Σ y
-    [x | [z | y]]       = [[x | z] | y]                                     x and z with one map: one gather, and one large copy less
+    [x | [z | y]]       = [[x | z] | y]                                     x and z with one map:
+    one gather, and one large copy less
 
-If x = A[map] and y has one row per candidate, the concatenation has no lineage, but the terms of x alone do. They are then moved as any
-other operator. The rewrites change the captured graph, before it is analysed again. Parts are more operators, so a rewrite must clearly
-cost less by the estimates.
+If x = A[map] and y has one row per candidate, the concatenation has no lineage, but the terms of x
+alone do. They are then moved as any other operator. The rewrites change the captured graph, before
+it is analysed again. Parts are more operators, so a rewrite must clearly cost less by the
+estimates.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Distributor:
         costs: of this graph.
 
     Attributes:
-        whole, reasons: operators that could be written in parts: the lineage of a part, and why they are not.
+        whole, reasons: operators that could be written in parts: the lineage of a part, and why
+            they are not.
     """
 
     def __init__(self, graph: fx.Graph, analysis: Analysis, costs: Costs) -> None:
@@ -65,7 +68,8 @@ class Distributor:
         self.whole: dict[fx.Node, Lineage] = {}
         self.reasons: dict[fx.Node, str] = {}
         self._rewriting: fx.Node | None = None
-        self._sources: dict[fx.Node, Lineage] = {}  # of parts that the rewrites made: their maps are those of what they were made of
+        # of parts that the rewrites made: their maps are those of what they were made of
+        self._sources: dict[fx.Node, Lineage] = {}
 
     def run(self) -> bool:
         """Rewrite what is cheaper in parts. Whether something was."""
@@ -93,17 +97,34 @@ class Distributor:
             if self._is_weight(left):
                 return self._sum_of_products(node, right, -2, left, 1)
             return self._self_interaction(node, left, right)
-        if node.target is aten.addmm.default and call["beta"] == call["alpha"] == 1 and self._is_weight(call["mat2"]):
+        if (
+            node.target is aten.addmm.default
+            and call["beta"] == call["alpha"] == 1
+            and self._is_weight(call["mat2"])
+        ):
             return self._sum_of_products(node, call["mat1"], -1, call["mat2"], 0, call["self"])
-        if str(node.target) == LINEAR_COMPRESS and len(call["weights"]) == 1 and self._is_weight(call["weights"][0]):
+        if (
+            str(node.target) == LINEAR_COMPRESS
+            and len(call["weights"]) == 1
+            and self._is_weight(call["weights"][0])
+        ):
             return self._sum_of_products(node, call["embeddings"][0], -2, call["weights"][0], 1)
         if node.target is aten.sum.dim_IntList:
             return self._sum_of_sums(node, call)
-        return self._fewer_gathers(node, call.dim("dim", node.meta["val"].dim())) if node.target is aten.cat.default else None
+        return (
+            self._fewer_gathers(node, call.dim("dim", node.meta["val"].dim()))
+            if node.target is aten.cat.default
+            else None
+        )
 
     def _unexpanded(self, x: Any) -> Any:
         """The weight that is expanded to a batch of matrices, else x itself."""
-        expanded = is_tensor(x) and x.target is aten.expand.default and x.meta["val"].dim() == 3 and self._is_weight(x.args[0])
+        expanded = (
+            is_tensor(x)
+            and x.target is aten.expand.default
+            and x.meta["val"].dim() == 3
+            and self._is_weight(x.args[0])
+        )
         return x.args[0] if expanded else x
 
     def _is_weight(self, x: Any) -> bool:
@@ -114,25 +135,34 @@ class Distributor:
             and all(s.is_Integer for s in shape_of(x.meta["val"]))
         )
 
-    # -- parts -------------------------------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     def partitions(self, x: fx.Node, dim: int) -> list[list[Part]]:
-        """Parts by all maps, and, if there are several, by that to the fewest rows alone: lookups in small tables have maps of their own,
-        and each part costs an addition.
+        """Parts by all maps, and, if there are several, by that to the fewest rows alone: lookups
+        in small tables have maps of their own, and each part costs an addition.
         """
         parts = self.parts(x, dim)
-        maps = {self._maps(part.node): self.costs.share(part.lineage) for part in parts if part.lineage}
-        return [parts] if len(maps) < 2 else [parts, self.parts(x, dim, min(maps, key=lambda key: maps[key]))]
+        maps = {
+            self._maps(part.node): self.costs.share(part.lineage) for part in parts if part.lineage
+        }
+        return (
+            [parts]
+            if len(maps) < 2
+            else [parts, self.parts(x, dim, min(maps, key=lambda key: maps[key]))]
+        )
 
     def parts(self, x: fx.Node, dim: int, only: Any = None) -> list[Part]:
-        """The parts of x along a dimension, neighbours of one lineage as one. Empty unless some but not all of them have one lineage.
+        """The parts of x along a dimension, neighbours of one lineage as one. Empty unless some but
+        not all of them have one lineage.
 
         only: the maps of which parts are set apart; None for all.
         """
         ndim = x.meta["val"].dim()
         groups = self._groups(self._pieces(x, dim % ndim), only)
         sizes = [[shape_of(node.meta["val"])[dim % ndim] for node in group] for group in groups]
-        if len({self._maps(group[0], only) for group in groups}) < 2 or not all(size.is_Integer for group in sizes for size in group):
+        if len({self._maps(group[0], only) for group in groups}) < 2 or not all(
+            size.is_Integer for group in sizes for size in group
+        ):
             return []
         return [
             Part(
@@ -156,23 +186,35 @@ class Distributor:
 
     def _joined(self, group: list[fx.Node], dim: int, only: Any = None) -> fx.Node:
         first = group[0]
-        return first if len(group) == 1 else self._new(aten.cat.default, group, dim, lineage_of=first if self._maps(first, only) else None)
+        return (
+            first
+            if len(group) == 1
+            else self._new(
+                aten.cat.default, group, dim, lineage_of=first if self._maps(first, only) else None
+            )
+        )
 
     def _lineage(self, node: fx.Node) -> Lineage | None:
         return self.analysis.lineages.get(node) or self._sources.get(node)
 
     def _maps(self, node: fx.Node, only: Any = None) -> Any:
         lineage = self._lineage(node)
-        return None if lineage is None or lineage.is_uniform or lineage.maps != (only or lineage.maps) else lineage.maps
+        return (
+            None
+            if lineage is None or lineage.is_uniform or lineage.maps != (only or lineage.maps)
+            else lineage.maps
+        )
 
     def _pieces(self, x: fx.Node, dim: int) -> list[fx.Node]:
-        """Values whose concatenation along `dim` is x. Views and unary operators are applied to each."""
+        """Values whose concatenation along `dim` is x. Views and unary operators are applied to
+        each."""
         if not is_operator(x) or self._lineage(x) is not None:
             return [x]
         call, shape = Call(x, {}), shape_of(x.meta["val"])
         if x.target is aten.cat.default:
             own = call.dim("dim", len(shape))
-            if own != dim or len({part.meta["val"].dtype for part in call["tensors"]}) > 1:  # a concatenation may convert
+            # a concatenation may convert
+            if own != dim or len({part.meta["val"].dtype for part in call["tensors"]}) > 1:
                 return [x]
             return [piece for part in call["tensors"] for piece in self._pieces(part, dim)]
         if (
@@ -203,7 +245,10 @@ class Distributor:
             if len(pieces) == 1 or not before[2].is_Integer:
                 return [x]
             widths = [shape_of(piece.meta["val"])[1] * before[2] for piece in pieces]
-            return [self._new(aten.reshape.default, piece, [-1, int(width)], lineage_of=piece) for piece, width in zip(pieces, widths)]
+            return [
+                self._new(aten.reshape.default, piece, [-1, int(width)], lineage_of=piece)
+                for piece, width in zip(pieces, widths)
+            ]
         return [x]
 
     def _unsqueezed(self, x: fx.Node, dim: int) -> fx.Node:
@@ -218,7 +263,9 @@ class Distributor:
         args, kwargs = map_arg((x.args, x.kwargs), lambda node: piece if node is operand else node)
         return self._new(x.target, *args, lineage_of=piece, **kwargs)
 
-    def _new(self, target: Any, *args: Any, lineage_of: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    def _new(
+        self, target: Any, *args: Any, lineage_of: fx.Node | None = None, **kwargs: Any
+    ) -> fx.Node:
         """A new operator, with its fake result."""
         assert self._rewriting is not None
         node = call(self.graph, target, *args, like=self._rewriting, **kwargs)
@@ -227,16 +274,30 @@ class Distributor:
             self._sources[node] = lineage
         return node
 
-    # -- rewrites ----------------------------------------------------------------------------------------------------------------------
+    # -- rewrites ----------------------------------------------------------------------------------
 
-    def _sum_of_products(self, node: fx.Node, x: fx.Node, dim: int, weight: fx.Node, weight_dim: int, bias: Any = None) -> fx.Node | None:
+    def _sum_of_products(
+        self,
+        node: fx.Node,
+        x: fx.Node,
+        dim: int,
+        weight: fx.Node,
+        weight_dim: int,
+        bias: Any = None,
+    ) -> fx.Node | None:
         partitions = self.partitions(x, dim) if is_tensor(x) else []
-        found = [(cost, parts) for parts in partitions if parts and (cost := self._saves(node, x, parts, weight, dim == -2)) is not None]
+        found = [
+            (cost, parts)
+            for parts in partitions
+            if parts and (cost := self._saves(node, x, parts, weight, dim == -2)) is not None
+        ]
         if not found:
             return None
         _, parts = min(found, key=operator.itemgetter(0))
         terms = []
-        pieces = self._new(aten.split_with_sizes.default, weight, [part.width for part in parts], weight_dim)
+        pieces = self._new(
+            aten.split_with_sizes.default, weight, [part.width for part in parts], weight_dim
+        )
         weights = [self._new(operator.getitem, pieces, position) for position in range(len(parts))]
         for part, columns in sorted(
             zip(parts, weights), key=lambda pair: pair[0].lineage is not None
@@ -259,7 +320,11 @@ class Distributor:
 
     def _self_interaction(self, node: fx.Node, left: Any, right: Any) -> fx.Node | None:
         """x xᵀ in blocks. The block of a part with a lineage and itself has that lineage."""
-        if right.target is not aten.transpose.int or right.args[0] is not left or left.meta["val"].dim() != 3:
+        if (
+            right.target is not aten.transpose.int
+            or right.args[0] is not left
+            or left.meta["val"].dim() != 3
+        ):
             return None
         if {d % 3 for d in right.args[1:3]} != {1, 2}:
             return None
@@ -274,7 +339,10 @@ class Distributor:
                 if column > row:
                     blocks[column, row] = self._new(aten.transpose.int, blocks[row, column], 1, 2)
         count = range(len(parts))
-        rows = [self._new(aten.cat.default, [blocks[row, column] for column in count], 2) for row in count]
+        rows = [
+            self._new(aten.cat.default, [blocks[row, column] for column in count], 2)
+            for row in count
+        ]
         return self._new(aten.cat.default, rows, 1)
 
     def _sum_of_sums(self, node: fx.Node, call: Call) -> fx.Node | None:
@@ -284,30 +352,50 @@ class Distributor:
         parts = self.parts(call["self"], dim)
         if not parts or self._saves(node, call["self"], parts) is None:
             return None
-        return self._added([self._new(aten.sum.dim_IntList, part.node, [dim], call["keepdim"]) for part in parts])
+        return self._added(
+            [self._new(aten.sum.dim_IntList, part.node, [dim], call["keepdim"]) for part in parts]
+        )
 
     def _fewer_gathers(self, node: fx.Node, dim: int) -> fx.Node | None:
-        """A concatenation of concatenations as one, in which neighbours with one map are concatenated before they are gathered."""
+        """A concatenation of concatenations as one, in which neighbours with one map are
+        concatenated before they are gathered."""
         operands: list[fx.Node] = []
         for group in self._groups(self._operands(node, dim)):
             lineages = [lineage for x in group if self._maps(x) and (lineage := self._lineage(x))]
-            kinds = {(x.dim, x.pre, x.post, x.base_rows) for x in lineages}  # bases of different sizes would be narrowed
-            operands += [self._joined(group, dim)] if len(kinds) == 1 and lineages[0].dim != dim else group
-        return None if operands == positional(node)[0] else self._new(aten.cat.default, operands, dim)
+            # bases of different sizes would be narrowed
+            kinds = {(x.dim, x.pre, x.post, x.base_rows) for x in lineages}
+            operands += (
+                [self._joined(group, dim)] if len(kinds) == 1 and lineages[0].dim != dim else group
+            )
+        return (
+            None if operands == positional(node)[0] else self._new(aten.cat.default, operands, dim)
+        )
 
     def _operands(self, node: fx.Node, dim: int) -> list[fx.Node]:
         """Those of a concatenation, and of concatenations that are its operands alone."""
         operands: list[fx.Node] = []
         for x in positional(node)[0]:
-            nested = x.target is aten.cat.default and len(x.users) == 1 and x not in self.analysis.lineages
+            nested = (
+                x.target is aten.cat.default
+                and len(x.users) == 1
+                and x not in self.analysis.lineages
+            )
             nested = nested and Call(x, {}).dim("dim", x.meta["val"].dim()) == dim
             operands += self._operands(x, dim) if nested else [x]
         return operands
 
-    # -- costs -------------------------------------------------------------------------------------------------------------------------
+    # -- costs -------------------------------------------------------------------------------------
 
-    def _saves(self, node: fx.Node, x: fx.Node, parts: list[Part], weight: fx.Node | None = None, compresses: bool = False) -> float | None:
-        """The cost in parts of a product with a weight, or of a sum, if it is less. compresses: two parts are one operator."""
+    def _saves(
+        self,
+        node: fx.Node,
+        x: fx.Node,
+        parts: list[Part],
+        weight: fx.Node | None = None,
+        compresses: bool = False,
+    ) -> float | None:
+        """The cost in parts of a product with a weight, or of a sum, if it is less. compresses: two
+        parts are one operator."""
         costs, whole, result = self.costs, self.costs.full(node), self.costs.bytes(node)
         width, of_weight = sum(part.width for part in parts), costs.bytes(weight) if weight else 0
         shares = [costs.share(part.lineage) for part in parts]
@@ -325,50 +413,103 @@ class Distributor:
             after = [costs.of(node, whole.flops * rows, rows * costs.bytes(x) + of_weight + result)]
         return self._pays(node, parts, whole.least + self._concatenation(x, parts), after)
 
-    def _saves_blocks(self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]) -> float | None:
-        costs, whole, operand, result = self.costs, self.costs.full(node), self.costs.bytes(left), self.costs.bytes(node)
-        width, element, after = sum(part.width for part in parts), node.meta["val"].element_size(), list[Cost]()
+    def _saves_blocks(
+        self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]
+    ) -> float | None:
+        costs, whole, operand, result = (
+            self.costs,
+            self.costs.full(node),
+            self.costs.bytes(left),
+            self.costs.bytes(node),
+        )
+        width, element, after = (
+            sum(part.width for part in parts),
+            node.meta["val"].element_size(),
+            list[Cost](),
+        )
 
         def copy(part: float, are_vectors: bool) -> Cost:
-            return costs.of(node, 0, 2 * part * result, 0 if are_vectors else part * result / element)
+            return costs.of(
+                node, 0, 2 * part * result, 0 if are_vectors else part * result / element
+            )
 
         for row, part in enumerate(parts):
             for other in parts[row:]:
                 a, b = part.width / width, other.width / width
-                share = costs.share(part.lineage) if part.lineage and other.lineage and part.lineage.maps == other.lineage.maps else 1
-                after.append(costs.of(node, a * b * share * whole.flops, share * ((a + b) * operand + a * b * result)))
+                share = (
+                    costs.share(part.lineage)
+                    if part.lineage and other.lineage and part.lineage.maps == other.lineage.maps
+                    else 1
+                )
+                after.append(
+                    costs.of(
+                        node,
+                        a * b * share * whole.flops,
+                        share * ((a + b) * operand + a * b * result),
+                    )
+                )
                 if share < 1:
-                    after.append(copy(a * b, part.width * other.width * element % VECTOR_BYTES == 0))
+                    after.append(
+                        copy(a * b, part.width * other.width * element % VECTOR_BYTES == 0)
+                    )
             # rows of blocks but the first one have a transposed block
-            after.append(copy(part.width / width, not row and all(x.width * element % VECTOR_BYTES == 0 for x in parts)))
-        after.append(copy(1, all(part.width * width * element % VECTOR_BYTES == 0 for part in parts)))
+            after.append(
+                copy(
+                    part.width / width,
+                    not row and all(x.width * element % VECTOR_BYTES == 0 for x in parts),
+                )
+            )
+        after.append(
+            copy(1, all(part.width * width * element % VECTOR_BYTES == 0 for part in parts))
+        )
         is_dropped = left.target is aten.cat.default and left.users.keys() == {node, right}
-        return self._pays(node, parts, whole.least + (costs.full(left).least if is_dropped else 0), after)
+        return self._pays(
+            node, parts, whole.least + (costs.full(left).least if is_dropped else 0), after
+        )
 
-    def _pays(self, node: fx.Node, parts: list[Part], whole: float, after: list[Cost]) -> float | None:
-        """The cost in parts if it is less. whole: the least cost of the operator, and of operands that it alone needs."""
+    def _pays(
+        self, node: fx.Node, parts: list[Part], whole: float, after: list[Cost]
+    ) -> float | None:
+        """The cost in parts if it is less. whole: the least cost of the operator, and of operands
+        that it alone needs."""
         total = sum(after, Cost()).total
         if total < whole:
             return total
         self.whole[node] = next(part.lineage for part in parts if part.lineage)
-        self.reasons[node] = f"in parts it costs {total / 1e6:.3g} MB, whole at least {whole / 1e6:.3g} MB"
+        self.reasons[node] = (
+            f"in parts it costs {total / 1e6:.3g} MB, whole at least {whole / 1e6:.3g} MB"
+        )
         return None
 
     def _concatenation(self, x: fx.Node, parts: list[Part]) -> float:
-        """Its cost for each reader, if all of them can be written in parts. Then it is not written, nor are its parts gathered for it."""
+        """Its cost for each reader, if all of them can be written in parts. Then it is not written,
+        nor are its parts gathered for it."""
         while x.target not in (aten.cat.default, aten.stack.default):
             x = positional(x)[0]
-        gathers = [self.costs.of(part.node, 0, 2 * self.costs.bytes(part.node)) for part in parts if part.lineage]
+        gathers = [
+            self.costs.of(part.node, 0, 2 * self.costs.bytes(part.node))
+            for part in parts
+            if part.lineage
+        ]
         readers = self._readers(x)
         return sum(gathers, self.costs.full(x)).least / readers if readers else 0
 
     def _readers(self, x: fx.Node) -> int:
-        """The operators that read x, a view of it, or x after a unary operator. 0 if one of them cannot be written in parts."""
+        """The operators that read x, a view of it, or x after a unary operator. 0 if one of them
+        cannot be written in parts."""
         numbers = []
         for user in x.users:
             target, operands = user.target, [y for y in user.all_input_nodes if is_tensor(y)]
-            if target is aten.sum.dim_IntList or target in PRODUCTS and any(self._is_weight(self._unexpanded(y)) for y in operands):
+            if (
+                target is aten.sum.dim_IntList
+                or target in PRODUCTS
+                and any(self._is_weight(self._unexpanded(y)) for y in operands)
+            ):
                 numbers.append(1)
             else:
-                numbers.append(self._readers(user) if operands == [x] and (target in VIEWS or RULES.get(target) is pointwise) else 0)
+                numbers.append(
+                    self._readers(user)
+                    if operands == [x] and (target in VIEWS or RULES.get(target) is pointwise)
+                    else 0
+                )
         return sum(numbers) if all(numbers) else 0

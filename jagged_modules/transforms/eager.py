@@ -1,7 +1,8 @@
 """The form of a fused graph that eager calls run.
 
-It computes the same, in less time of the host: it reads the parameters from the dicts of their modules, and calls torch's functions. An
-`nn.Module` takes 0.5 µs for each level of `self.encoder.layers.0.norm1.weight`, and an operator of `torch.ops` 1 µs more than its function.
+It computes the same, in less time of the host: it reads the parameters from the dicts of their
+modules, and calls torch's functions. An `nn.Module` takes 0.5 µs for each level of
+`self.encoder.layers.0.norm1.weight`, and an operator of `torch.ops` 1 µs more than its function.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from torch import fx, nn
 
 aten = torch.ops.aten
 # Operators whose functions take the same arguments in the same order.
-NAMES = "relu sigmoid tanh matmul mm bmm addmm baddbmm cat layer_norm index_select reshape permute unsqueeze split_with_sizes"
-FUNCTIONS: dict[Any, Any] = {getattr(aten, name).default: getattr(torch, name) for name in NAMES.split()}
+NAMES = (
+    "relu sigmoid tanh matmul mm bmm addmm baddbmm cat layer_norm index_select reshape permute"
+    " unsqueeze split_with_sizes"
+)
+FUNCTIONS: dict[Any, Any] = {
+    getattr(aten, name).default: getattr(torch, name) for name in NAMES.split()
+}
 FUNCTIONS |= {
     aten.add.Tensor: torch.add,
     aten.mul.Tensor: torch.mul,
@@ -33,17 +39,22 @@ FUNCTIONS |= {
 
 
 class State:
-    """Parameters and buffers of a module by their paths. They are read again in each call, because they may be replaced."""
+    """Parameters and buffers of a module by their paths. They are read again in each call, because
+    they may be replaced."""
 
     def __init__(self, root: nn.Module, paths: list[str]) -> None:
         self.root, self.paths = root, paths
         self._modules = {"": 0}
-        self._steps: list[tuple[int, str]] = []  # for each module but the root: its parent, and its name there
+        # for each module but the root: its parent, and its name there
+        self._steps: list[tuple[int, str]] = []
         self._leaves: list[tuple[int, str, str]] = []
         for path in paths:
             parent, _, name = path.rpartition(".")
             module = root.get_submodule(parent)
-            kind = next((kind for kind in ("_parameters", "_buffers") if name in getattr(module, kind)), "__dict__")
+            kind = next(
+                (kind for kind in ("_parameters", "_buffers") if name in getattr(module, kind)),
+                "__dict__",
+            )
             self._leaves.append((self._add(parent), kind, name))
 
     def _add(self, path: str) -> int:
@@ -65,7 +76,8 @@ class State:
 
 
 def with_eager_form(fused: fx.GraphModule) -> None:
-    """Let eager calls of `fused` run this form. torch.compile, torch.export and copies have the graph."""
+    """Let eager calls of `fused` run this form. torch.compile, torch.export and copies have the
+    graph."""
     eager = _eager_form(fused)
     of_graph, of_eager = type(fused).forward, type(eager).forward
 
@@ -76,7 +88,8 @@ def with_eager_form(fused: fx.GraphModule) -> None:
         return of_eager(eager, *args, **kwargs)
 
     type(fused).forward = forward
-    del type(fused).__call__  # that of fx shows the graph's code in tracebacks, and takes 4 µs more than nn.Module's
+    # that of fx shows the graph's code in tracebacks, and takes 4 µs more than nn.Module's
+    del type(fused).__call__
 
 
 def _eager_form(fused: fx.GraphModule) -> fx.GraphModule:
@@ -87,7 +100,10 @@ def _eager_form(fused: fx.GraphModule) -> fx.GraphModule:
     for node in fused.graph.find_nodes(op="placeholder"):
         new[node] = graph.node_copy(node)
     state = graph.call_function(State(fused, [str(node.target) for node in attributes]).read)
-    new |= {node: graph.call_function(operator.getitem, (state, position)) for position, node in enumerate(attributes)}
+    new |= {
+        node: graph.call_function(operator.getitem, (state, position))
+        for position, node in enumerate(attributes)
+    }
     for node in fused.graph.nodes:
         if node not in new:
             new[node] = graph.node_copy(node, new.__getitem__)

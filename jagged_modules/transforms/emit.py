@@ -1,4 +1,5 @@
-"""Writes the fused graph: moved operators on the bases of their operands, gathers where a value is needed in full."""
+"""Writes the fused graph: moved operators on the bases of their operands, gathers where a value is
+needed in full."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, ter
 from .own_operators import SegmentAttention
 from .placement import Fusion
 from .report import Decisions
-from .runtime import attend_in_place, attend_segments_in_place, check_inputs, checked_map, compress, group_candidates, without_negative
+from .runtime import (
+    attend_in_place,
+    attend_segments_in_place,
+    check_inputs,
+    checked_map,
+    compress,
+    group_candidates,
+    without_negative,
+)
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
@@ -51,7 +60,12 @@ class Batch:
         """Each of the users' inputs and bags, as the captured graph sees it."""
         bags = self.bags.results if self.bags else ()
         values = [*self.users, *bags, *(positional(x)[0] for x in bags)]
-        return {x: Lineage((Map("index", self.map, 0, num_users, shape_of(first_of(x.meta["val"]))[0]),), 0) for x in values}
+        return {
+            x: Lineage(
+                (Map("index", self.map, 0, num_users, shape_of(first_of(x.meta["val"]))[0]),), 0
+            )
+            for x in values
+        }
 
 
 class Emitter:
@@ -61,7 +75,8 @@ class Emitter:
         graph: the captured graph.
         analysis: of this graph.
         moved: operators and sources to compute on the smaller side.
-        fusions: attentions and compressions to compute from bases, by their result, if these bases are computed.
+        fusions: attentions and compressions to compute from bases, by their result, if these bases
+            are computed.
         batch: inputs that the caller replicates.
     """
 
@@ -74,10 +89,14 @@ class Emitter:
         batch: Batch | None,
     ) -> None:
         self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
-        self._per_user = batch.bags.nodes if batch is not None and batch.bags is not None else frozenset()
+        self._per_user = (
+            batch.bags.nodes if batch is not None and batch.bags is not None else frozenset()
+        )
         self._of_users: dict[fx.Node, Any] = {}
         given = {*moved, *(batch.users if batch else ())}
-        self.fusions = {node: match for node, match in fusions.items() if given.issuperset(match.operands)}
+        self.fusions = {
+            node: match for node, match in fusions.items() if given.issuperset(match.operands)
+        }
         self.graph = fx.Graph()
         self.graph._codegen = graph._codegen
         self._plain: dict[fx.Node, Any] = {}
@@ -99,7 +118,9 @@ class Emitter:
                 self._check_inputs(placeholders)
             for new in list(self.graph.nodes)[before:]:
                 new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
-        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in (checked_map, check_inputs))
+        self.graph.eliminate_dead_code(
+            lambda node: node.is_impure() or node.target in (checked_map, check_inputs)
+        )
         self.graph.lint()
         return self.graph
 
@@ -112,20 +133,27 @@ class Emitter:
             if node in lineages:
                 self._bases[node] = self._of_users[node]
         elif node in self.moved:
-            self._bases[node] = self._source(node) if node in self.analysis.sources else self._base(node)
+            self._bases[node] = (
+                self._source(node) if node in self.analysis.sources else self._base(node)
+            )
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
             self._plain[node] = self._size(*positional(node))
         elif node in self.fusions:
             self._plain[node] = self._fused(self.fusions[node])
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
-            if node.target in (aten.view.default, aten._unsafe_view.default):  # the strides of a gathered operand may be others
+            # the strides of a gathered operand may be others
+            if node.target in (aten.view.default, aten._unsafe_view.default):
                 self._plain[node].target = aten.reshape.default
 
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node)
         lineage = self.analysis.lineages.get(node)
-        if self.batch is not None and self.batch.bags is not None and node in self.batch.bags.leaves:
+        if (
+            self.batch is not None
+            and self.batch.bags is not None
+            and node in self.batch.bags.leaves
+        ):
             self._of_users[node] = new
             return
         (self._plain if lineage is None else self._bases)[node] = new
@@ -138,7 +166,8 @@ class Emitter:
                 self._symbols.setdefault(USERS, (users[lengths.name], 0))
             candidates = {name: self._plain[x] for x, name in self.batch.candidates.items()}
             self._plain[node] = self.call(checked_map, new, users, candidates)
-            for x in self.batch.users:  # inputs that the model never joins have sizes of their own in the captured graph
+            # inputs that the model never joins have sizes of their own in the captured graph
+            for x in self.batch.users:
                 self._symbols.setdefault(shape_of(x.meta["val"])[0], (new, 0))
         if is_tensor(node):
             for dim, size in enumerate(shape_of(node.meta["val"])):
@@ -147,44 +176,81 @@ class Emitter:
                     self._symbols.setdefault(own, (new, dim))
 
     def _check_inputs(self, placeholders: Sequence[fx.Node]) -> None:
-        """Check what the capture holds for: numbers among the inputs and their sizes, and sizes that occur twice. Those of the batch are
-        compared by checked_map.
+        """Check what the capture holds for: numbers among the inputs and their sizes, and sizes
+        that occur twice. Those of the batch are compared by checked_map.
         """
-        batch = [] if self.batch is None else [self.batch.map, *self.batch.users, *self.batch.candidates]
+        batch = (
+            []
+            if self.batch is None
+            else [self.batch.map, *self.batch.users, *self.batch.candidates]
+        )
         of_batch = {shape_of(x.meta["val"])[0] for x in batch}
         shapes = {node: shape_of(node.meta["val"]) for node in placeholders if is_tensor(node)}
-        often = {x for x, times in Counter(x for shape in shapes.values() for x in shape).items() if times > 1} - of_batch
+        often = {
+            x
+            for x, times in Counter(x for shape in shapes.values() for x in shape).items()
+            if times > 1
+        } - of_batch
         expected = {
-            node: [int(x) if x.is_Integer else str(x) if x.is_Symbol and x in often else None for x in shapes[node]]
+            node: [
+                int(x) if x.is_Integer else str(x) if x.is_Symbol and x in often else None
+                for x in shapes[node]
+            ]
             if node in shapes
             else node.meta.get("val")
             for node in placeholders
         }
-        given = {x.meta.get("input", x.name): self._of_users.get(x) or self._bases.get(x) or self._plain[x] for x in placeholders}
-        self.call(check_inputs, given, {x.meta.get("input", x.name): value for x, value in expected.items()})
+        given = {
+            x.meta.get("input", x.name): self._of_users.get(x)
+            or self._bases.get(x)
+            or self._plain[x]
+            for x in placeholders
+        }
+        self.call(
+            check_inputs,
+            given,
+            {x.meta.get("input", x.name): value for x, value in expected.items()},
+        )
 
     def decisions(self) -> Decisions:
         """What `emit` did."""
         alive = set(self.graph.nodes)
-        new = {**self._plain, **self._of_users, **{x: self._bases[x] for x in self.moved if x in self._bases}}
+        new = {
+            **self._plain,
+            **self._of_users,
+            **{x: self._bases[x] for x in self.moved if x in self._bases},
+        }
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
         gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
-        fused = {x: match for node, match in self.fusions.items() for x in (node, *(reader for _, reader in match.reads))}
+        fused = {
+            x: match
+            for node, match in self.fusions.items()
+            for x in (node, *(reader for _, reader in match.reads))
+        }
         return Decisions(self.moved | self._per_user, fused, dead, gathered)
 
     def _value_of_users(self, x: fx.Node) -> Any:
-        """What an embedding bag of the users reads: values of their input, sizes with U for C, and weights."""
+        """What an embedding bag of the users reads: values of their input, sizes with U for C, and
+        weights."""
         if x in self._of_users:
             return self._of_users[x]
         assert self.batch is not None
         size = x.meta.get("val")
-        return self._expression(size_of(size).subs(self.batch.rows, USERS)) if isinstance(size, torch.SymInt) else self.value(x)
+        return (
+            self._expression(size_of(size).subs(self.batch.rows, USERS))
+            if isinstance(size, torch.SymInt)
+            else self.value(x)
+        )
 
-    # -- values in full ----------------------------------------------------------------------------------------------------------------
+    # -- values in full ----------------------------------------------------------------------------
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node of the captured graph, gathered from its base at the first use."""
-        if node not in self._plain and node in self._per_user and isinstance(node.meta["val"], torch.SymInt):
+        if (
+            node not in self._plain
+            and node in self._per_user
+            and isinstance(node.meta["val"], torch.SymInt)
+        ):
             self._plain[node] = self._expression(size_of(node.meta["val"]))
         elif node not in self._plain and self.analysis.permutes_gathered(node):
             self._plain[node] = self.graph.node_copy(node, self.value)
@@ -197,13 +263,22 @@ class Emitter:
         key = node, levels
         if key not in self._advanced:
             lineage, x = self.analysis.lineages[node], self._bases[node]
-            self._advanced[key] = self._gather(x, lineage, lineage.maps[:levels], node) if levels else x
+            self._advanced[key] = (
+                self._gather(x, lineage, lineage.maps[:levels], node) if levels else x
+            )
         return self._advanced[key]
 
-    def _gather(self, x: fx.Node, lineage: Lineage, maps: tuple[Map, ...], node: fx.Node) -> fx.Node:
+    def _gather(
+        self, x: fx.Node, lineage: Lineage, maps: tuple[Map, ...], node: fx.Node
+    ) -> fx.Node:
         dim = lineage.dim
         if lineage.is_folded:
-            x = self.call(aten.unflatten.int, x, dim, [self._expression(lineage.pre), -1, self._expression(lineage.post)])
+            x = self.call(
+                aten.unflatten.int,
+                x,
+                dim,
+                [self._expression(lineage.pre), -1, self._expression(lineage.post)],
+            )
             dim += 1
         outermost = next(iter(maps))
         if outermost.kind == "one":
@@ -232,15 +307,25 @@ class Emitter:
         return self.call(aten.where.self, self.call(aten.lt.Scalar, index, 0), from_end, index)
 
     def select(self, x: fx.Node, dim: int, index: fx.Node, wraps: bool) -> fx.Node:
-        """x[index] along a dimension. wraps: whether negative indices count from the end, as they do for index.Tensor."""
-        return self.call(aten.index.Tensor, x, [None] * dim + [index]) if wraps else self.call(aten.index_select.default, x, dim, index)
+        """x[index] along a dimension. wraps: whether negative indices count from the end, as they
+        do for index.Tensor."""
+        return (
+            self.call(aten.index.Tensor, x, [None] * dim + [index])
+            if wraps
+            else self.call(aten.index_select.default, x, dim, index)
+        )
 
     def _may_wrap(self, map_: Map) -> bool:
-        return map_.kind == "base" or map_.node is not None and any(user.target is aten.index.Tensor for user in map_.node.users)
+        return (
+            map_.kind == "base"
+            or map_.node is not None
+            and any(user.target is aten.index.Tensor for user in map_.node.users)
+        )
 
     def index(self, map_: Map, like: fx.Node) -> fx.Node:
         """The rows of G for each row of the value."""
-        key = map_, map_.rows_out, map_.is_narrowed  # equal repeats of tensors of different sizes are different maps
+        # equal repeats of tensors of different sizes are different maps
+        key = map_, map_.rows_out, map_.is_narrowed
         if key not in self._indices:
             self._indices[key] = self._index(map_, flat(like.meta["val"])[0].device)
         return self._indices[key]
@@ -253,22 +338,36 @@ class Emitter:
         if map_.kind == "counts":
             known = is_known(map_.rows_out, self._symbols.keys())
             return self.call(
-                aten.repeat_interleave.Tensor, self.value(map_.node), output_size=self._expression(map_.rows_out) if known else None
+                aten.repeat_interleave.Tensor,
+                self.value(map_.node),
+                output_size=self._expression(map_.rows_out) if known else None,
             )
         index = self._bases[map_.node] if map_.kind == "base" else self.value(map_.node)
-        return self.call(without_negative, index, map_.node.name) if map_.is_narrowed and self._may_wrap(map_) else index
+        return (
+            self.call(without_negative, index, map_.node.name)
+            if map_.is_narrowed and self._may_wrap(map_)
+            else index
+        )
 
     def _fused(self, match: Fusion) -> fx.Node:
         if isinstance(match, TargetAttention):
             return self._attention(match)
-        return self._segment_attention(match) if isinstance(match, SegmentAttention) else self._compression(match)
+        return (
+            self._segment_attention(match)
+            if isinstance(match, SegmentAttention)
+            else self._compression(match)
+        )
 
     def _segment_attention(self, match: SegmentAttention) -> fx.Node:
         """As `_attention`, of this project's operator."""
         key, value = (self.operand(x, match.lineage) for x in match.operands)
-        candidates = self._candidates(match.lineage.maps, match.node, value, self.analysis.lineages[match.key])
+        candidates = self._candidates(
+            match.lineage.maps, match.node, value, self.analysis.lineages[match.key]
+        )
         options = {name: x for name, x in match.options.items() if name != "mask"}
-        return self.call(attend_segments_in_place, self.value(match.query), key, value, candidates, **options)
+        return self.call(
+            attend_segments_in_place, self.value(match.query), key, value, candidates, **options
+        )
 
     def _attention(self, match: TargetAttention) -> fx.Node:
         """The attention on the bases of its keys, values and mask."""
@@ -281,27 +380,57 @@ class Emitter:
             hidden = [self.call(aten.bitwise_not.default, hidden[0])]
         candidates = self._candidates(match.lineage.maps, match.node, value, own)
         heads = None if len(shape_of(match.query.meta["val"])) == 4 else int(own.post)
-        return self.call(attend_in_place, query, key, value, candidates, hidden[0] if hidden else None, heads, match.scale, match.empty)
+        return self.call(
+            attend_in_place,
+            query,
+            key,
+            value,
+            candidates,
+            hidden[0] if hidden else None,
+            heads,
+            match.scale,
+            match.empty,
+        )
 
     def _compression(self, match: Compression) -> fx.Node:
-        users, index = self.operand(match.user_embeddings, match.lineage), self._row_numbers(match.lineage.maps, match.user_embeddings)
-        return self.call(compress, self.value(match.user_weight), users, self.value(match.weight), self.value(match.embeddings), index)
+        users, index = (
+            self.operand(match.user_embeddings, match.lineage),
+            self._row_numbers(match.lineage.maps, match.user_embeddings),
+        )
+        return self.call(
+            compress,
+            self.value(match.user_weight),
+            users,
+            self.value(match.weight),
+            self.value(match.embeddings),
+            index,
+        )
 
-    def _candidates(self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage) -> fx.Node:
+    def _candidates(
+        self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage
+    ) -> fx.Node:
         """The index of the candidates by user, one for all attentions with these maps."""
         key = tuple((x, x.rows_in, x.rows_out) for x in maps)
         if key not in self._groups:
             index = self._row_numbers(maps, node)
-            users = value if own.post == 1 else self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
+            users = (
+                value
+                if own.post == 1
+                else self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
+            )
             self._groups[key] = self.call(group_candidates, index, users)
         return self._groups[key]
 
-    # -- bases -------------------------------------------------------------------------------------------------------------------------
+    # -- bases -------------------------------------------------------------------------------------
 
     def _source(self, node: fx.Node) -> fx.Node:
         source = self.analysis.sources[node]
         own = self.analysis.lineages.get(source.operand)
-        extends = own is not None and source.lineage.maps[: len(own.maps)] == own.maps and len(source.lineage.maps) > len(own.maps)
+        extends = (
+            own is not None
+            and source.lineage.maps[: len(own.maps)] == own.maps
+            and len(source.lineage.maps) > len(own.maps)
+        )
         return self._bases[source.operand] if extends else self.value(source.operand)
 
     def _base(self, node: fx.Node) -> Any:
@@ -314,16 +443,22 @@ class Emitter:
         rows = self._rows_node(node, moved.lineage) if not moved.broadcasts else None
         target: Any = moved.target or node.target
         in_full = moved.in_full
-        arguments = map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
+        arguments = map_arg(
+            arguments,
+            lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows),
+        )
         if not isinstance(target, torch._ops.OpOverload):
-            return self.call(target, **{name: arguments[name] for name in inspect.signature(target).parameters})
+            return self.call(
+                target, **{name: arguments[name] for name in inspect.signature(target).parameters}
+            )
         if moved.target is not None:
             arguments = {x.name: arguments[x.name] for x in target._schema.arguments}
         args, kwargs = unbind(target, arguments)
         return self.call(target, *args, **kwargs)
 
     def operand(self, x: fx.Node, lineage: Lineage, rows: Any = None) -> Any:
-        """The base of an operand at the level and with the rows of the result's lineage. Operands without a lineage are as they are."""
+        """The base of an operand at the level and with the rows of the result's lineage. Operands
+        without a lineage are as they are."""
         own = self.analysis.lineages.get(x)
         if own is None or not is_tensor(x):
             return self.value(x) if own is None else self._bases[x]
@@ -340,7 +475,13 @@ class Emitter:
         if own.maps[levels].rows_in != lineage.base_rows:
             key = x, levels, lineage.base_rows
             if key not in self._narrowed:
-                self._narrowed[key] = self.call(aten.slice.Tensor, base, own.dim, 0, self._expression(lineage.base_rows * own.post))
+                self._narrowed[key] = self.call(
+                    aten.slice.Tensor,
+                    base,
+                    own.dim,
+                    0,
+                    self._expression(lineage.base_rows * own.post),
+                )
             return self._narrowed[key]
         return base
 
@@ -350,9 +491,11 @@ class Emitter:
         if lineage.is_uniform or not any(self.analysis.lineages[x].is_uniform for x in operands):
             return None
         real = next(x for x in operands if not self.analysis.lineages[x].is_uniform)
-        return self.call(aten.sym_size.int, self.operand(real, lineage), self.analysis.lineages[real].dim)
+        return self.call(
+            aten.sym_size.int, self.operand(real, lineage), self.analysis.lineages[real].dim
+        )
 
-    # -- sizes -------------------------------------------------------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
     def _size(self, x: fx.Node, dim: int) -> Any:
         """A size of a value: along other dimensions, its base's."""
@@ -362,7 +505,11 @@ class Emitter:
         if dim % ndim != lineage.dim and x in self._bases:
             return self.call(aten.sym_size.int, self._bases[x], dim)
         size = shape_of(x.meta["val"])[dim]
-        return self._expression(size) if is_known(size, self._symbols.keys()) else self.call(aten.sym_size.int, self.value(x), dim)
+        return (
+            self._expression(size)
+            if is_known(size, self._symbols.keys())
+            else self.call(aten.sym_size.int, self.value(x), dim)
+        )
 
     def _expression(self, size: Size) -> Any:
         """A size as an int or a node."""
@@ -375,8 +522,12 @@ class Emitter:
     def _new_size(self, size: Size) -> fx.Node:
         if size.is_Symbol:
             return self.call(aten.sym_size.int, *self._symbols[size])
-        function = {"Mul": operator.mul, "Add": operator.add, "Min": torch.sym_min}[size.func.__name__]
-        return functools.reduce(lambda x, y: self.call(function, x, y), map(self._expression, terms(size)))
+        function = {"Mul": operator.mul, "Add": operator.add, "Min": torch.sym_min}[
+            size.func.__name__
+        ]
+        return functools.reduce(
+            lambda x, y: self.call(function, x, y), map(self._expression, terms(size))
+        )
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)

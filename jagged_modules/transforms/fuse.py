@@ -31,7 +31,9 @@ from .report import Decisions, Report, make_report
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
-WORTHWHILE = 0.01  # share of the estimated cost of the whole model. Calls that save less take as long as the model, or longer
+# share of the estimated cost of the whole model. Calls that save less take as long as the model, or
+# longer
+WORTHWHILE = 0.01
 
 
 if TYPE_CHECKING:  # torch makes a class for each graph
@@ -48,39 +50,49 @@ def fuse_broadcasts(
     max_batch: int | tuple[int, int] | None = None,
     dynamic_shapes: Any = None,
 ) -> FusedModel:
-    """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
+    """The model with everything that depends only on a user computed once per user instead of once
+    per candidate. For inference.
 
-    An operator moves to the users' rows if a rule proves that its result is the same there, and if it is clearly cheaper by the estimated
-    bytes, FLOPs and kernels on the model's device. All others stay as they are. The model itself is not changed. A call with no fewer users
-    than candidates runs the model's own forward, and so does every call if less than 1 % of the estimated cost is saved. Copies of the
-    result and exported programs always run the new graph. train() does not change what the result computes. To save it, export it: it
-    cannot be pickled.
+    An operator moves to the users' rows if a rule proves that its result is the same there, and if
+    it is clearly cheaper by the estimated bytes, FLOPs and kernels on the model's device. All
+    others stay as they are. The model itself is not changed. A call with no fewer users than
+    candidates runs the model's own forward, and so does every call if less than 1 % of the
+    estimated cost is saved. Copies of the result and exported programs always run the new graph.
+    train() does not change what the result computes. To save it, export it: it cannot be pickled.
 
     Args:
-        model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
-            `x[map]`, `embedding`, `repeat_interleave`, `expand` and `reshape`, or `gather`; or its caller does, see request_only.
-        example_inputs: the inputs of forward: a tuple of positional ones, or a dict of keyword ones. At least two rows in each dimension
-            that may vary, except with request_only.
-        request_only: names of forward's inputs whose rows the caller replicates, one per candidate. "features" names all entries of an
-            argument that is a dict or another container, "features.user.0" one of them, by keys, positions and fields. The result takes
-            them with one row per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of
-            all these inputs is the batch. A KeyedJaggedTensor, read by an EmbeddingBagCollection alone, gets one sample per user. For any
-            numbers U >= 1 and C >= 1 afterwards.
-        max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C), where U <= C. By default C is
-            the example's and U = C / 16. Without request_only, sizes are the example's, and max_batch must be None.
-        dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic. Calls with other sizes of constant
-            dimensions, or other values of inputs that are no tensors, are an error, unless they run the model.
+        model: in eval mode. torch.export must be able to capture it. It replicates the rows of
+            users itself, by `index_select`, `x[map]`, `embedding`, `repeat_interleave`, `expand`
+            and `reshape`, or `gather`; or its caller does, see request_only.
+        example_inputs: the inputs of forward: a tuple of positional ones, or a dict of keyword
+            ones. At least two rows in each dimension that may vary, except with request_only.
+        request_only: names of forward's inputs whose rows the caller replicates, one per candidate.
+            "features" names all entries of an argument that is a dict or another container,
+            "features.user.0" one of them, by keys, positions and fields. The result takes them with
+            one row per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword)
+            besides. The first dimension of all these inputs is the batch. A KeyedJaggedTensor, read
+            by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
+            C >= 1 afterwards.
+        max_batch: sizes that the estimates are for, with request_only: the number of candidates C,
+            or (U, C), where U <= C. By default C is the example's and U = C / 16. Without
+            request_only, sizes are the example's, and max_batch must be None.
+        dynamic_shapes: as in torch.export. By default the first dimension of each tensor is
+            dynamic. Calls with other sizes of constant dimensions, or other values of inputs that
+            are no tensors, are an error, unless they run the model.
 
     Returns:
-        A GraphModule with the parameters and buffers of the model under the same names. They are shared with the model. Buffers that are
-        replaced later are not, as by to(): convert the model first, or fuse it again. `.report` is a printable `Report`.
+        A GraphModule with the parameters and buffers of the model under the same names. They are
+        shared with the model. Buffers that are replaced later are not, as by to(): convert the
+        model first, or fuse it again. `.report` is a printable `Report`.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an unknown name in request_only; inputs without rows; max_batch with U > C, or without request_only; a model in training
-            mode, that torch.export cannot capture, that branches on sizes, that writes to its buffers or inputs, or that returns something
-            other than tensors; with request_only, a model that takes variadic arguments; a KeyedJaggedTensor with another use; the result
-            differs from the model on the example inputs.
+        ValueError: an unknown name in request_only; inputs without rows; max_batch with U > C, or
+            without request_only; a model in training mode, that torch.export cannot capture, that
+            branches on sizes, that writes to its buffers or inputs, or that returns something other
+            than tensors; with request_only, a model that takes variadic arguments; a
+            KeyedJaggedTensor with another use; the result differs from the model on the example
+            inputs.
     """
     args, kwargs = _contiguous(_checked_inputs(model, example_inputs))
     names = _checked_names(model, args, kwargs, request_only)
@@ -106,22 +118,34 @@ def fuse_broadcasts(
     with_eager_form(module)
     with_checked_entries(module, given, names, list(arguments))
     certificate = certify(model, module, args, kwargs, names, eps)
-    sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
+    sizes = ", ".join(
+        f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items()
+    )
     module.report = plan.report(decisions, sizes, certificate)
     nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
-    runs_model = nothing_moved or module.report.saved < WORTHWHILE and not keyed  # the model's KeyedJaggedTensors take longer to replicate
+    # the model's KeyedJaggedTensors take longer to replicate
+    runs_model = nothing_moved or module.report.saved < WORTHWHILE and not keyed
     if batch is None:
-        replication = Replication(for_all_calls=True) if runs_model else own_replication(captured, plan.analysis)
+        replication = (
+            Replication(for_all_calls=True)
+            if runs_model
+            else own_replication(captured, plan.analysis)
+        )
     else:
-        replication = Replication(names, tuple(batch.candidates.values()), keyed, for_all_calls=runs_model)
+        replication = Replication(
+            names, tuple(batch.candidates.values()), keyed, for_all_calls=runs_model
+        )
     if replication is not None:
         with_fallback(module, model, replication)
     return module
 
 
 def _refuse_to_pickle(self: fx.GraphModule) -> Any:
-    raise TypeError("a result of fuse_broadcasts cannot be pickled: save it with torch.export, or save the model and fuse it again")
+    raise TypeError(
+        "a result of fuse_broadcasts cannot be pickled: save it with torch.export, or save the"
+        " model and fuse it again"
+    )
 
 
 @dataclass
@@ -153,7 +177,15 @@ class Plan:
         return cast("FusedModel", self.captured.module), emitter.decisions()
 
     def report(self, decisions: Decisions, sizes: str, certificate: str) -> Report:
-        return make_report(self.captured.graph, self.analysis, self.costs, decisions, self.before, sizes, certificate)
+        return make_report(
+            self.captured.graph,
+            self.analysis,
+            self.costs,
+            decisions,
+            self.before,
+            sizes,
+            certificate,
+        )
 
 
 def make_plan(
@@ -180,32 +212,46 @@ def make_plan(
         costs = Costs(analysis, estimate)
     analysis.refused |= distributor.reasons
     analysis.whole = distributor.whole
-    fusions: dict[fx.Node, Fusion] = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
+    fusions: dict[fx.Node, Fusion] = {
+        **find_attentions(captured.graph, analysis, estimate),
+        **find_compressions(captured.graph, analysis),
+    }
     fusions |= find_segment_attentions(captured.graph, analysis, estimate)
     read_in_place = {read for match in fusions.values() for read in match.reads}
-    return Plan(captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place))
+    return Plan(
+        captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place)
+    )
 
 
-# -- arguments -----------------------------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
-def _checked_inputs(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _checked_inputs(
+    model: nn.Module, example_inputs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and the keyword inputs."""
     check_kind("model", model, nn.Module, "an nn.Module")
     training = [name or "the model" for name, module in model.named_modules() if module.training]
     if training:
         raise ValueError(f"model must be in eval mode, got {training[0]} in training mode")
     if example_inputs is None:
-        raise ValueError("example_inputs must be the inputs of forward, which the capture of the model needs, got None")
+        raise ValueError(
+            "example_inputs must be the inputs of forward, which the capture of the model needs,"
+            " got None"
+        )
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (tuple, list)):
-        raise TypeError(f"example_inputs must be a tuple of inputs or a dict of them by name, got {type(example_inputs).__name__}")
+        raise TypeError(
+            "example_inputs must be a tuple of inputs or a dict of them by name, got"
+            f" {type(example_inputs).__name__}"
+        )
     return tuple(example_inputs), {}
 
 
 def _contiguous(inputs: Any) -> Any:
-    """The inputs without gaps between rows: torch.export would take strides of the example for conditions of the model."""
+    """The inputs without gaps between rows: torch.export would take strides of the example for
+    conditions of the model."""
 
     def dense(x: Any) -> Any:
         return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
@@ -213,29 +259,54 @@ def _contiguous(inputs: Any) -> Any:
     return pytree.tree_map(dense, inputs, is_leaf=is_keyed_jagged)
 
 
-def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request_only: Sequence[str] | None) -> tuple[str, ...]:
+def _checked_names(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request_only: Sequence[str] | None,
+) -> tuple[str, ...]:
     """The names of all entries of the inputs that request_only names."""
     if request_only is None:
         return ()
-    if isinstance(request_only, str) or not isinstance(request_only, Iterable) or not all(isinstance(name, str) for name in request_only):
-        raise TypeError(f"request_only must be a sequence of names of forward's inputs, got {request_only!r}")
+    if (
+        isinstance(request_only, str)
+        or not isinstance(request_only, Iterable)
+        or not all(isinstance(name, str) for name in request_only)
+    ):
+        raise TypeError(
+            f"request_only must be a sequence of names of forward's inputs, got {request_only!r}"
+        )
     given, names = bound_inputs(model, args, kwargs), dict[str, None]()
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     for name, x in inspect.signature(model.forward).parameters.items():
         if name in given and x.kind in stars:
-            raise ValueError(f"request_only needs a model whose inputs have names, but forward takes {stars[x.kind]}{name}")
+            raise ValueError(
+                "request_only needs a model whose inputs have names, but forward takes"
+                f" {stars[x.kind]}{name}"
+            )
     entries = named(given)
     for name in request_only:
         found = [x for x in entries if x == name or x.startswith(f"{name}.")]
         if not found:
-            raise ValueError(f"request_only must have names of forward's inputs, {list(entries)}, got {name!r}")
-        tensors = [x for x in found if isinstance(entries[x], torch.Tensor) or is_keyed_jagged(entries[x])]
-        if not tensors or any(isinstance(entries[x], torch.Tensor) and not entries[x].dim() for x in tensors):
-            raise ValueError(f"request_only must name inputs that are tensors with rows, got {name!r} without")
+            raise ValueError(
+                f"request_only must have names of forward's inputs, {list(entries)}, got {name!r}"
+            )
+        tensors = [
+            x for x in found if isinstance(entries[x], torch.Tensor) or is_keyed_jagged(entries[x])
+        ]
+        if not tensors or any(
+            isinstance(entries[x], torch.Tensor) and not entries[x].dim() for x in tensors
+        ):
+            raise ValueError(
+                f"request_only must name inputs that are tensors with rows, got {name!r} without"
+            )
         names |= dict.fromkeys(tensors)
     rows = {name: size for name in names for size in num_rows(entries[name])}
     if len(set(rows.values())) > 1:
-        raise ValueError(f"request_only inputs must have one row per candidate in example_inputs, as the model takes them, got rows {rows}")
+        raise ValueError(
+            "request_only inputs must have one row per candidate in example_inputs, as the model"
+            f" takes them, got rows {rows}"
+        )
     if MAP_NAME in given:
         raise ValueError(f"request_only adds an input {MAP_NAME!r}, which forward has already")
     return tuple(names)
@@ -245,35 +316,50 @@ def _check_max_batch(max_batch: int | tuple[int, int] | None, names: tuple[str, 
     if max_batch is None:
         return
     if not names:
-        raise ValueError(f"max_batch needs request_only: without it, sizes are those of example_inputs. Got max_batch={max_batch!r}")
+        raise ValueError(
+            "max_batch needs request_only: without it, sizes are those of example_inputs. Got"
+            f" max_batch={max_batch!r}"
+        )
     if not isinstance(max_batch, tuple):
         return check_size("max_batch", max_batch)
     if len(max_batch) != 2:
-        raise ValueError(f"max_batch must be a number of candidates or a pair (users, candidates), got {max_batch}")
+        raise ValueError(
+            "max_batch must be a number of candidates or a pair (users, candidates), got"
+            f" {max_batch}"
+        )
     for position, size in enumerate(max_batch):
         check_size(f"max_batch[{position}]", size)
     users, candidates = max_batch
     if users > candidates:
         raise ValueError(
-            f"max_batch must be (users, candidates) with no more users than candidates, got {users} users and {candidates} candidates"
+            f"max_batch must be (users, candidates) with no more users than candidates, got {users}"
+            f" users and {candidates} candidates"
         )
 
 
-def _several_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _several_rows(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of one row repeated: torch.export would take a size of 1 for a constant."""
     if any(map(is_keyed_jagged, pytree.tree_leaves((args, kwargs), is_leaf=is_keyed_jagged))):
         return args, kwargs
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.repeat(3, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x, (args, kwargs))
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda x: x.repeat(3, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x,
+        (args, kwargs),
+    )
 
 
 def _check_outputs(captured: Captured) -> None:
     (output,) = captured.graph.find_nodes(op="output")
     for position, x in enumerate(output.args[0]):
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
-            raise ValueError(f"model must return tensors, got {type(x).__name__} {x} as output {position}")
+            raise ValueError(
+                f"model must return tensors, got {type(x).__name__} {x} as output {position}"
+            )
 
 
-# -- replication by the caller -------------------------------------------------------------------------------------------------------------
+# -- replication by the caller ---------------------------------------------------------------------
 
 
 def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) -> Batch:
@@ -285,20 +371,27 @@ def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) ->
     for x, name in shared.items():
         if not shape_of(x.meta["val"])[0].is_Symbol:
             raise ValueError(
-                f"request_only input {name!r} must have a batch of any size, but the model takes {x.meta['val'].shape[0]} only"
+                f"request_only input {name!r} must have a batch of any size, but the model takes"
+                f" {x.meta['val'].shape[0]} only"
             )
     map_node = captured.add_map(torch.int64, first)
-    rows = {shape_of(x.meta["val"])[0] for x in (first, *shared)}  # inputs that the model never joins have sizes of their own
+    # inputs that the model never joins have sizes of their own
+    rows = {shape_of(x.meta["val"])[0] for x in (first, *shared)}
     others = {
         x: name
         for name, nodes in captured.inputs.items()
         for x in nodes
-        if x not in shared and name not in keyed and is_tensor(x) and rows.intersection(shape_of(x.meta["val"])[:1])
+        if x not in shared
+        and name not in keyed
+        and is_tensor(x)
+        and rows.intersection(shape_of(x.meta["val"])[:1])
     }
     return Batch(map_node, shared, others, bags, shape_of(first.meta["val"])[0])
 
 
-def _batch_hints(captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None) -> dict[Size, int]:
+def _batch_hints(
+    captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None
+) -> dict[Size, int]:
     """The numbers of users and candidates to estimate costs for."""
     rows = {batch.rows, *(shape_of(x.meta["val"])[0] for x in (*batch.users, *batch.candidates))}
     users, candidates = max_batch if isinstance(max_batch, tuple) else (None, max_batch)

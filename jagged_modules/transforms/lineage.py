@@ -1,7 +1,8 @@
 """Lineage of a value: which rows of a smaller tensor it repeats, and by which map.
 
-A value with a lineage is G[map] along one dimension. Sizes are sympy expressions: two sizes that happen to be equal in an example prove
-nothing. The dimension may be folded with others, as batch × heads is: its size is then pre · rows · post.
+A value with a lineage is G[map] along one dimension. Sizes are sympy expressions: two sizes that
+happen to be equal in an example prove nothing. The dimension may be folded with others, as batch ×
+heads is: its size is then pre · rows · post.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import fx
 
 Size: TypeAlias = sympy.Expr
-USERS = sympy.Symbol("users", integer=True, positive=True)  # rows of the inputs that the caller no longer replicates
+# rows of the inputs that the caller no longer replicates
+USERS = sympy.Symbol("users", integer=True, positive=True)
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,15 @@ class Map:
     """A map from rows of a value to rows of a smaller tensor.
 
     Attributes:
-        kind: "index": `node` holds the row of G for each row of the value; "base": the same, but `node` has a lineage and its base holds
-            the rows; "counts": `node` holds how often each row of G is repeated; "repeat": each row is repeated `times` times; "one": G
-            has one row.
+        kind: "index": `node` holds the row of G for each row of the value; "base": the same, but
+            `node` has a lineage and its base holds the rows; "counts": `node` holds how often each
+            row of G is repeated; "repeat": each row is repeated `times` times; "one": G has one
+            row.
         node: the tensor of the original graph that defines the map.
         times: for "repeat".
         rows_in, rows_out: numbers of rows of G and of the value.
-        is_narrowed: whether the map is shared by tensors of different sizes. Then negative entries would count from different ends.
+        is_narrowed: whether the map is shared by tensors of different sizes. Then negative entries
+            would count from different ends.
     """
 
     kind: str
@@ -44,9 +48,11 @@ class Map:
 @final
 @dataclass(frozen=True)
 class Lineage:
-    """The value is base[maps[0]][maps[1]]... along dimension `dim`, whose size is pre · rows · post.
+    """The value is base[maps[0]][maps[1]]... along dimension `dim`, whose size is pre · rows ·
+    post.
 
-    `base` has `maps[0].rows_in` rows, the value `maps[-1].rows_out`. Several maps are nested levels: vendors of users of candidates.
+    `base` has `maps[0].rows_in` rows, the value `maps[-1].rows_out`. Several maps are nested
+    levels: vendors of users of candidates.
     """
 
     maps: tuple[Map, ...]
@@ -89,7 +95,8 @@ def product(sizes: Sequence[Size]) -> Size:
 
 
 def exact_quotient(a: Size, b: Size) -> Size | None:
-    """a / b if it is an integer for all values of the symbols, as far as algebra shows; else None."""
+    """a / b if it is an integer for all values of the symbols, as far as algebra shows; else
+    None."""
     if a == b:
         return sympy.Integer(1)
     quotient = sympy.cancel(a / b)
@@ -97,10 +104,12 @@ def exact_quotient(a: Size, b: Size) -> Size | None:
 
 
 def refold(lineage: Lineage, before: Sequence[Size], after: Sequence[Size]) -> Lineage | None:
-    """The lineage after a view from shape `before` to shape `after`, or None if the view splits rows.
+    """The lineage after a view from shape `before` to shape `after`, or None if the view splits
+    rows.
 
-    A view keeps the row-major order of elements. The elements before the rows in this order (all outer indices) and behind them (all inner
-    ones) must be whole dimensions, or factors of the dimension that holds the rows. Only the value's own shape is used.
+    A view keeps the row-major order of elements. The elements before the rows in this order (all
+    outer indices) and behind them (all inner ones) must be whole dimensions, or factors of the
+    dimension that holds the rows. Only the value's own shape is used.
     """
     outer, prefix = product(before[: lineage.dim]) * lineage.pre, sympy.Integer(1)
     for dim, size in enumerate(after):
@@ -118,7 +127,9 @@ def is_known(size: Size, known: Set[Size]) -> bool:
     """Whether a size is a sum, product or minimum of known symbols and numbers."""
     if size.is_Integer or size in known:
         return True
-    return size.func.__name__ in ("Add", "Mul", "Min") and all(is_known(x, known) for x in terms(size))
+    return size.func.__name__ in ("Add", "Mul", "Min") and all(
+        is_known(x, known) for x in terms(size)
+    )
 
 
 def terms(size: Size) -> list[Size]:
@@ -127,10 +138,11 @@ def terms(size: Size) -> list[Size]:
 
 
 def common(lineages: Sequence[Lineage]) -> Lineage | None:
-    """The lineage of a result whose operands have these lineages, given by dimensions of the result; None if they do not match.
+    """The lineage of a result whose operands have these lineages, given by dimensions of the
+    result; None if they do not match.
 
-    Of nested maps, the common inner levels remain. A uniform operand matches any other. Bases of different sizes match if the map is the
-    same: no index is past the smaller one.
+    Of nested maps, the common inner levels remain. A uniform operand matches any other. Bases of
+    different sizes match if the map is the same: no index is past the smaller one.
     """
     real = [x for x in lineages if not x.is_uniform]
     if not real:
@@ -141,7 +153,10 @@ def common(lineages: Sequence[Lineage]) -> Lineage | None:
     if real[0].is_folded and len(real) < len(lineages):
         return None
     depth = 0
-    while all(len(x.maps) > depth for x in real) and len({x.maps[len(x.maps) - 1 - depth] for x in real}) == 1:
+    while (
+        all(len(x.maps) > depth for x in real)
+        and len({x.maps[len(x.maps) - 1 - depth] for x in real}) == 1
+    ):
         depth += 1
     if not depth:
         return None
@@ -151,4 +166,6 @@ def common(lineages: Sequence[Lineage]) -> Lineage | None:
     if len(rows) > 1 and (outer.kind in ("counts", "repeat") or real[0].is_folded):
         return None
     is_narrowed = len(rows) > 1 or any(x.is_narrowed for x in outermost)
-    return replace(real[0], maps=(replace(outer, rows_in=sympy.Min(*rows), is_narrowed=is_narrowed), *inner))
+    return replace(
+        real[0], maps=(replace(outer, rows_in=sympy.Min(*rows), is_narrowed=is_narrowed), *inner)
+    )

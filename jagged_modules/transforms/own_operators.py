@@ -1,8 +1,10 @@
-"""Rules for this project's own operators, and attention of candidates to their user's keys found in them.
+"""Rules for this project's own operators, and attention of candidates to their user's keys found in
+them.
 
-The rows of a dense batch `[B, n, E]` are segments of equal length: their offsets are arange(B + 1) * n. Attention computes each segment by
-itself. So if queries, keys and values are G[map], it moves. If only keys and values are, `target_attention` reads them in place.
-Offsets that the graph does not make in this way say nothing about the segments, and keep the operator.
+The rows of a dense batch `[B, n, E]` are segments of equal length: their offsets are arange(B + 1)
+* n. Attention computes each segment by itself. So if queries, keys and values are G[map], it moves.
+If only keys and values are, `target_attention` reads them in place. Offsets that the graph does not
+make in this way say nothing about the segments, and keep the operator.
 
 jagged_linear, jagged_layer_norm and JaggedMLP are captured as aten operators, which have rules.
 """
@@ -23,12 +25,16 @@ from .runtime import attend_equal_segments
 
 ATTENTIONS = ("jagged_modules.attention_cpu.default", "jagged_kernels.attention.default")
 LINEAR_COMPRESS = "jagged_kernels.linear_compress.default"
-PER_SEGMENT = "num_targets segment_scale position_bias time_bias timestamps boundaries query_timestamps query_shift".split()
+PER_SEGMENT = (
+    "num_targets segment_scale position_bias time_bias timestamps boundaries query_timestamps"
+    " query_shift".split()
+)
 
 
 @dataclass(frozen=True)
 class SegmentAttention:
-    """Attention of candidates' queries to keys and values that are G[map], in segments of equal length.
+    """Attention of candidates' queries to keys and values that are G[map], in segments of equal
+    length.
 
     Attributes:
         node: of the operator, with its result and its log-sum-exp.
@@ -61,15 +67,27 @@ class SegmentAttention:
         return {(self.key, self.node), (self.value, self.node)}
 
 
-def find_segment_attentions(graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size], int]) -> dict[fx.Node, SegmentAttention]:
-    """All such attentions without masks, with fewer than half as many users as there are candidates, by their node."""
+def find_segment_attentions(
+    graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size], int]
+) -> dict[fx.Node, SegmentAttention]:
+    """All such attentions without masks, with fewer than half as many users as there are
+    candidates, by their node."""
     found = {}
     for node in graph.nodes:
-        if str(node.target) not in ATTENTIONS or node in analysis.lineages or any(user.args[1] != 0 for user in node.users):
+        if (
+            str(node.target) not in ATTENTIONS
+            or node in analysis.lineages
+            or any(user.args[1] != 0 for user in node.users)
+        ):
             continue
         call = Call(node, analysis.lineages)
         options, lineage = _options(call), _of_segments(call, ("k", "v"))
-        if options is None or lineage is None or options["mask"] is not None or call.lineage(call["q"]) is not None:
+        if (
+            options is None
+            or lineage is None
+            or options["mask"] is not None
+            or call.lineage(call["q"]) is not None
+        ):
             continue
         if 2 * estimate(lineage.base_rows) <= estimate(lineage.rows):
             found[node] = SegmentAttention(node, call["q"], call["k"], call["v"], options, lineage)
@@ -77,23 +95,41 @@ def find_segment_attentions(graph: fx.Graph, analysis: Analysis, estimate: Calla
 
 
 def _options(call: Call) -> dict[str, Any] | None:
-    """The arguments of `attend_equal_segments` besides the operands. None if segments differ otherwise than by their rows."""
+    """The arguments of `attend_equal_segments` besides the operands. None if segments differ
+    otherwise than by their rows."""
     queries, keys = equal_segments(call["q_offsets"]), equal_segments(call["kv_offsets"])
-    if call["q_shared"] or call.arguments.get("kv_shared") or call["batch_invariant"] or queries is None or keys is None:
+    if (
+        call["q_shared"]
+        or call.arguments.get("kv_shared")
+        or call["batch_invariant"]
+        or queries is None
+        or keys is None
+    ):
         return None
     if queries[0] != keys[0] or any(call.arguments.get(name) is not None for name in PER_SEGMENT):
         return None
     names = ("scale", "activation", "mask", "output_scale")
-    options = {name: call[name] for name in names} | dict(implementation=call.arguments.get("implementation", "auto"))
+    options = {name: call[name] for name in names} | dict(
+        implementation=call.arguments.get("implementation", "auto")
+    )
     return options | dict(q_rows=queries[1], kv_rows=keys[1])
 
 
 def _of_segments(call: Call, names: tuple[str, ...]) -> Lineage | None:
-    """The common lineage of operands, whose rows are segments of the lengths that the offsets say."""
+    """The common lineage of operands, whose rows are segments of the lengths that the offsets
+    say."""
     lineages = []
     for name in names:
-        own, segments = call.lineage(call[name]), equal_segments(call["q_offsets" if name == "q" else "kv_offsets"])
-        if own is None or segments is None or own.is_uniform or (own.dim, own.pre, own.post, own.rows) != (0, 1, segments[1], segments[0]):
+        own, segments = (
+            call.lineage(call[name]),
+            equal_segments(call["q_offsets" if name == "q" else "kv_offsets"]),
+        )
+        if (
+            own is None
+            or segments is None
+            or own.is_uniform
+            or (own.dim, own.pre, own.post, own.rows) != (0, 1, segments[1], segments[0])
+        ):
             return None
         lineages.append(Lineage(own.maps, 0))
     return common(lineages)
@@ -105,16 +141,29 @@ def attention(call: Call) -> Moved | None:
     options, lineage = _options(call), _of_segments(call, ("q", "k", "v"))
     if options is None or lineage is None or any(user.args[1] != 0 for user in call.node.users):
         return None
-    return Moved(replace(lineage, post=sympy.Integer(options["q_rows"])), options, target=attend_equal_segments)
+    return Moved(
+        replace(lineage, post=sympy.Integer(options["q_rows"])),
+        options,
+        target=attend_equal_segments,
+    )
 
 
 @own_rule(LINEAR_COMPRESS)
 def linear_compress(call: Call) -> Moved | None:
-    """Each candidate is computed by itself, from its embedding and its rows of the shared levels, which are the same for all."""
+    """Each candidate is computed by itself, from its embedding and its rows of the shared levels,
+    which are the same for all."""
     *shared, finest = call["embeddings"]
-    given = [*call["weights"], *shared, *(x for x in (*call["orders"], *call["offsets"]) if x is not None)]
+    given = [
+        *call["weights"],
+        *shared,
+        *(x for x in (*call["orders"], *call["offsets"]) if x is not None),
+    ]
     lineages = [call.lineage(x) for x in (finest, *call["indices"])]
-    if any(x is None or x.dim or x.is_folded for x in lineages) or any(call.lineage(x) for x in given) or len(given) > 2 * len(shared) + 1:
+    if (
+        any(x is None or x.dim or x.is_folded for x in lineages)
+        or any(call.lineage(x) for x in given)
+        or len(given) > 2 * len(shared) + 1
+    ):
         return None
     lineage = common([x for x in lineages if x])
     return lineage and Moved(lineage)

@@ -1,8 +1,9 @@
 """Which operators run on the smaller side: a minimum cut of estimated costs.
 
-A value is either computed from bases, or from gathered operands. The estimate of a choice is the bytes that operators and gathers read and
-write, plus their FLOPs, kernels and slow copies, in bytes that the `Processor` moves in the same time. An operator can only be moved if all
-its operands with a lineage are, so the choice is a closure with costs, which a minimum cut solves exactly.
+A value is either computed from bases, or from gathered operands. The estimate of a choice is the
+bytes that operators and gathers read and write, plus their FLOPs, kernels and slow copies, in bytes
+that the `Processor` moves in the same time. An operator can only be moved if all its operands with
+a lineage are, so the choice is a closure with costs, which a minimum cut solves exactly.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attent
 
 Fusion = TargetAttention | SegmentAttention | Compression
 
-ERROR = 0.25  # of estimates of work, at least: values that were just written are read from a cache. A smaller gain may be a loss
-VECTOR_BYTES = 16  # that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a multiple of it
+# of estimates of work, at least: values that were just written are read from a cache. A smaller
+# gain may be a loss
+ERROR = 0.25
+# that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a
+# multiple of it
+VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Processor:
     Attributes:
         flops_16_bit, flops: FLOPs per byte of operators on elements of 16 bits, and on others.
         kernel: bytes per call of an operator, however small.
-        element: bytes per element that is copied by itself, as torch's index_select, gather and cat do on CUDA unless slices are vectors.
+        element: bytes per element that is copied by itself, as torch's index_select, gather and cat
+            do on CUDA unless slices are vectors.
     """
 
     flops: float
@@ -47,25 +53,76 @@ class Processor:
     element: float
 
 
-# CPU, one thread: 73 GFLOP/s of a GEMM, 3 µs a call of a small operator, 5 GB/s of a copy that misses the caches. Its copies are by rows.
-# GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32, 4.24 TB/s of a copy, 2 µs a small kernel in a CUDA graph. Element by element,
-# index_select copied 8.4 million elements in 40 µs and cat 11.2 million in 34 µs: 3.8 ps each.
+# CPU, one thread: 73 GFLOP/s of a GEMM, 3 µs a call of a small operator, 5 GB/s of a copy that
+# misses the caches. Its copies are by rows. GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32,
+# 4.24 TB/s of a copy, 2 µs a small kernel in a CUDA graph. Element by element, index_select copied
+# 8.4 million elements in 40 µs and cat 11.2 million in 34 µs: 3.8 ps each.
 CPU = Processor(flops=16, flops_16_bit=16, kernel=16e3, element=0)
 GPU = Processor(flops=16, flops_16_bit=170, kernel=8e6, element=16)
 
 ONE = sympy.Integer(1)
 aten = torch.ops.aten
 VIEWS = {
-    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim),
-    *(aten.squeeze.dims, aten.transpose.int, aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.t.default),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.alias.default, aten.detach.default),
-    *(aten.flatten.using_ints, aten.unflatten.int, aten.lift_fresh_copy.default, aten.diagonal.default),
+    *(
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+    ),
+    *(
+        aten.squeeze.dims,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.t.default,
+    ),
+    *(
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.unbind.int,
+        aten.alias.default,
+        aten.detach.default,
+    ),
+    *(
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.lift_fresh_copy.default,
+        aten.diagonal.default,
+    ),
 }
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-LOOKUPS = {aten.index_select.default, aten.index.Tensor, aten.embedding.default, aten.embedding_bag.padding_idx, aten.gather.default}
-PRODUCTS = {aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
-GEMMS = {*PRODUCTS, aten.scaled_dot_product_attention.default, aten.einsum.default, aten.tensordot.default, aten.inner.default}
-GEMMS |= {getattr(getattr(aten, f"conv{dims}d"), overload) for dims in (1, 2, 3) for overload in ("default", "padding")}
+LOOKUPS = {
+    aten.index_select.default,
+    aten.index.Tensor,
+    aten.embedding.default,
+    aten.embedding_bag.padding_idx,
+    aten.gather.default,
+}
+PRODUCTS = {
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+}
+GEMMS = {
+    *PRODUCTS,
+    aten.scaled_dot_product_attention.default,
+    aten.einsum.default,
+    aten.tensordot.default,
+    aten.inner.default,
+}
+GEMMS |= {
+    getattr(getattr(aten, f"conv{dims}d"), overload)
+    for dims in (1, 2, 3)
+    for overload in ("default", "padding")
+}
 GEMMS |= {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
 RECURRENCES = {aten.gru.input, aten.lstm.input}
 
@@ -75,7 +132,8 @@ class Cost:
     """Estimated work.
 
     Attributes:
-        flops: floating-point operations of GEMMs, a multiplication and an addition as two, as torch's FlopCounterMode counts them.
+        flops: floating-point operations of GEMMs, a multiplication and an addition as two, as
+            torch's FlopCounterMode counts them.
         bytes: read and written.
         kernels: calls of operators other than views.
         work: FLOPs, bytes and slow copies, in bytes that the processor moves in the same time.
@@ -99,7 +157,9 @@ class Cost:
         return (1 - ERROR) * self.work + self.starts
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Cost)))
+        return Cost(
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(Cost))
+        )
 
 
 class Costs:
@@ -115,22 +175,39 @@ class Costs:
         self._counted: dict[fx.Node, float] = {}
 
     def of(self, node: fx.Node, flops: float, bytes: float, one_by_one: float = 0) -> Cost:
-        """Of one kernel, on the device and in the dtype of a node. one_by_one: elements that are copied by themselves."""
+        """Of one kernel, on the device and in the dtype of a node. one_by_one: elements that are
+        copied by themselves."""
         value = flat(node.meta["val"])[0]
         processor = CPU if value.device.type == "cpu" else GPU
         rate = processor.flops_16_bit if value.element_size() == 2 else processor.flops
-        return Cost(flops, bytes, 1, max(bytes, one_by_one * processor.element) + flops / rate, processor.kernel)
+        return Cost(
+            flops,
+            bytes,
+            1,
+            max(bytes, one_by_one * processor.element) + flops / rate,
+            processor.kernel,
+        )
 
     def bytes(self, node: Any) -> float:
         value = node.meta.get("val")
-        return float(sum(self.elements(x) * x.element_size() for x in flat(value) if isinstance(x, torch.Tensor)))
+        return float(
+            sum(
+                self.elements(x) * x.element_size()
+                for x in flat(value)
+                if isinstance(x, torch.Tensor)
+            )
+        )
 
     def elements(self, value: torch.Tensor) -> int:
         return self.estimate(product(shape_of(value)))
 
     def share(self, lineage: Lineage | None) -> float:
         """Rows of the base per row of the value."""
-        return 1.0 if lineage is None else self.estimate(lineage.base_rows) / max(self.estimate(lineage.rows), 1)
+        return (
+            1.0
+            if lineage is None
+            else self.estimate(lineage.base_rows) / max(self.estimate(lineage.rows), 1)
+        )
 
     def full(self, node: fx.Node) -> Cost:
         """Of a value that is computed from gathered operands."""
@@ -141,12 +218,18 @@ class Costs:
         return self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)))
 
     def fused(self, node: fx.Node, fusion: Fusion) -> Cost:
-        """Of what a fusion does for an operator that it replaces: the FLOPs, and, for its result, all that it reads and writes."""
+        """Of what a fusion does for an operator that it replaces: the FLOPs, and, for its result,
+        all that it reads and writes."""
         flops = self._fused_flops(node)
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
-        read = sum(self.bytes(x) * (self.share(fusion.lineage) if x in fusion.operands else 1.0) for x in fusion.inputs)
-        return self.of(node, flops + sum(map(self._fused_flops, fusion.products)), read + self.bytes(node))
+        read = sum(
+            self.bytes(x) * (self.share(fusion.lineage) if x in fusion.operands else 1.0)
+            for x in fusion.inputs
+        )
+        return self.of(
+            node, flops + sum(map(self._fused_flops, fusion.products)), read + self.bytes(node)
+        )
 
     def _fused_flops(self, node: fx.Node) -> float:
         """On the base, if there is one."""
@@ -155,7 +238,8 @@ class Costs:
     def gather(self, node: fx.Node) -> Cost:
         """Of the gather from a base to the value."""
         lineage = self.analysis.lineages[node]
-        return Cost() if lineage.is_uniform else self.gather_along(node, lineage)  # an expansion: a view, or the model copies it too
+        # an expansion: a view, or the model copies it too
+        return Cost() if lineage.is_uniform else self.gather_along(node, lineage)
 
     def gather_along(self, node: fx.Node, lineage: Lineage) -> Cost:
         """Of a gather of the rows of a value, whose position the lineage tells."""
@@ -165,13 +249,19 @@ class Costs:
         return self.of(node, 0, 2 * self.bytes(node), 0 if vectors else self.elements(value))
 
     def is_vector(self, value: torch.Tensor, dim: int, times: Size = ONE) -> bool:
-        """Whether slices over the dimensions from `dim` on are contiguous and whole vectors. times: slices that follow one another."""
+        """Whether slices over the dimensions from `dim` on are contiguous and whole vectors. times:
+        slices that follow one another."""
         size = product(shape_of(value)[dim:]) * times
-        return is_contiguous(value, dim) and self.estimate(size) * value.element_size() % VECTOR_BYTES == 0
+        return (
+            is_contiguous(value, dim)
+            and self.estimate(size) * value.element_size() % VECTOR_BYTES == 0
+        )
 
     def whole(self, graph: fx.Graph) -> Cost:
         """Of the captured model as it is, and of the gathers of its inputs."""
-        given = {x for x in self.analysis.lineages if x in self.analysis.sources or x.op == "placeholder"}
+        given = {
+            x for x in self.analysis.lineages if x in self.analysis.sources or x.op == "placeholder"
+        }
         return sum((self.gather(x) if x in given else self.full(x) for x in graph.nodes), Cost())
 
     def _operator(self, node: fx.Node, share: Callable[[fx.Node], float]) -> Cost:
@@ -180,7 +270,8 @@ class Costs:
         if node.target in VIEWS:
             operand = positional(node)[0].meta["val"]
             expanded = any(size_of(stride) == 0 for stride in operand.stride())
-            copies = node.target in RESHAPES and not is_contiguous(operand) and not expanded  # of an expansion, see gather
+            # of an expansion, see gather
+            copies = node.target in RESHAPES and not is_contiguous(operand) and not expanded
             return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             return self.of(node, 0, 2 * self.bytes(node) * share(node))
@@ -204,12 +295,18 @@ class Costs:
             return self._measured(node)
         if node.target in RECURRENCES:  # not measured: torch would run all steps
             *steps, _ = shape_of(arguments["input"].meta["val"])
-            return 2 * self.estimate(product(steps)) * sum(self.elements(x) for x in _values(arguments["params"]) if x.dim() == 2)
+            return (
+                2
+                * self.estimate(product(steps))
+                * sum(self.elements(x) for x in _values(arguments["params"]) if x.dim() == 2)
+            )
         if str(node.target) in ATTENTIONS:
             return attention_flops(node, self.estimate)
         if str(node.target) == LINEAR_COMPRESS:
             pairs = zip(_values(arguments["weights"]), _values(arguments["embeddings"]))
-            return 2 * sum(weight.shape[0] * self.elements(embedding) for weight, embedding in pairs)
+            return 2 * sum(
+                weight.shape[0] * self.elements(embedding) for weight, embedding in pairs
+            )
         return 0
 
     def _measured(self, node: fx.Node) -> int:
@@ -219,7 +316,9 @@ class Costs:
             value = x.meta["val"]
             if not isinstance(value, torch.Tensor):
                 return self.estimate(size_of(value))
-            return torch.empty([self.estimate(size) for size in shape_of(value)], dtype=value.dtype, device="meta")
+            return torch.empty(
+                [self.estimate(size) for size in shape_of(value)], dtype=value.dtype, device="meta"
+            )
 
         target: Any = node.target
         args, kwargs = map_arg((node.args, node.kwargs), sized)
@@ -235,22 +334,29 @@ def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
 def is_contiguous(value: torch.Tensor, dim: int = 0) -> bool:
     """Whether slices over the dimensions from `dim` on are."""
     length = ONE
-    for size, stride in reversed(list(zip(shape_of(value)[dim:], map(size_of, value.stride()[dim:])))):
+    for size, stride in reversed(
+        list(zip(shape_of(value)[dim:], map(size_of, value.stride()[dim:])))
+    ):
         if size != 1 and stride != length:
             return False
         length *= size
     return True
 
 
-def everything(analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()) -> set[fx.Node]:
+def everything(
+    analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()
+) -> set[fx.Node]:
     """Moves all operators that can be moved. For tests of the rules."""
     return set(analysis.moves) | set(analysis.sources)
 
 
-def by_cost(analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()) -> set[fx.Node]:
+def by_cost(
+    analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()
+) -> set[fx.Node]:
     """The nodes to compute on the smaller side, sources included, at the least estimated cost.
 
-    read_in_place: pairs of a value and an operator that reads its base if there is one, instead of the gathered value.
+    read_in_place: pairs of a value and an operator that reads its base if there is one, instead of
+    the gathered value.
     """
     import networkx
 
@@ -263,8 +369,15 @@ def by_cost(analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, 
     return {node for node in (*analysis.moves, *analysis.sources) if node not in full}
 
 
-def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]]) -> None:
-    """Edges of a node, which is on the side "base" or "full" of the cut. An edge is paid if it goes from base to full."""
+def _add_choice(
+    graph: Any,
+    node: fx.Node,
+    analysis: Analysis,
+    costs: Costs,
+    read_in_place: Set[tuple[fx.Node, fx.Node]],
+) -> None:
+    """Edges of a node, which is on the side "base" or "full" of the cut. An edge is paid if it goes
+    from base to full."""
 
     def add(start: Any, end: Any, cost: float) -> None:
         if graph.has_edge(start, end):
@@ -278,7 +391,12 @@ def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, rea
             add(node, operand, math.inf)
     else:
         add("base", node, costs.full(node).least)
-        add(node, "full", costs.base(node).total + 1e-3 if costs.share(analysis.lineages[node]) < 1 else math.inf)  # equal costs: it stays
+        # equal costs: it stays
+        add(
+            node,
+            "full",
+            costs.base(node).total + 1e-3 if costs.share(analysis.lineages[node]) < 1 else math.inf,
+        )
         for operand in analysis.operands(node):
             add(node, operand, math.inf)
     several = not isinstance(node.meta.get("val"), torch.Tensor)
@@ -288,7 +406,9 @@ def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, rea
     else:
         add(node, gather, math.inf if several else costs.gather(node).total)
     for user in node.users:
-        moves = user in analysis.lineages and (user not in analysis.moves or node not in analysis.moves[user].in_full)
+        moves = user in analysis.lineages and (
+            user not in analysis.moves or node not in analysis.moves[user].in_full
+        )
         if (node, user) not in read_in_place and user.target is not aten.sym_size.int:
             add(gather, user if moves else "full", math.inf)
 

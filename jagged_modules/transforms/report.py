@@ -25,7 +25,8 @@ class Site:
         decision: "moved", "fused" or "kept".
         reason: why it was kept, or what it was fused with.
         rows_before, rows_after: rows that it computes.
-        before, after: estimated costs, without gathers. Those of a sum of two products that became `linear_compress` have the products'.
+        before, after: estimated costs, without gathers. Those of a sum of two products that became
+            `linear_compress` have the products'.
     """
 
     node: str
@@ -41,11 +42,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Report:
-    """Printable. The sites in the order of the graph, the whole model's estimated costs, and the certificate.
+    """Printable. The sites in the order of the graph, the whole model's estimated costs, and the
+    certificate.
 
     Attributes:
         sites: operators that read replicated rows, views left out.
-        before, after: estimated costs of the whole model, gathers included. A key that a mask hides counts as any other.
+        before, after: estimated costs of the whole model, gathers included. A key that a mask hides
+            counts as any other.
         sizes: the sizes that the estimates are for.
         certificate: what was checked on the example inputs.
     """
@@ -64,11 +67,16 @@ class Report:
     def __str__(self) -> str:
         rows = [HEADER, *(_cells(site) for site in self.sites)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+            for row in rows
+        ]
         lines.append(
-            f"whole model, {self.sizes}: {_change(self.before.flops, self.after.flops)} MFLOP, "
-            f"{_change(self.before.bytes, self.after.bytes)} MB read and written, {self.before.kernels} → {self.after.kernels} kernels, "
-            f"cost {_change(self.before.total, self.after.total)} MB (estimates; the cost has FLOPs, kernels and slow copies as bytes)"
+            f"whole model, {self.sizes}: {_change(self.before.flops, self.after.flops)} MFLOP,"
+            f" {_change(self.before.bytes, self.after.bytes)} MB read and written,"
+            f" {self.before.kernels} → {self.after.kernels} kernels, cost"
+            f" {_change(self.before.total, self.after.total)} MB (estimates; the cost has FLOPs,"
+            " kernels and slow copies as bytes)"
         )
         return "\n".join([*lines, f"certificate: {self.certificate}"])
 
@@ -91,11 +99,19 @@ class Decisions:
 
 
 def make_report(
-    graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions, before: Cost, sizes: str, certificate: str
+    graph: fx.Graph,
+    analysis: Analysis,
+    costs: Costs,
+    decisions: Decisions,
+    before: Cost,
+    sizes: str,
+    certificate: str,
 ) -> Report:
     """The report on a captured graph. `before` is the cost of the model as it was."""
     sites = [site for node in graph.nodes if (site := _site(node, analysis, costs, decisions))]
-    computed = (_after(node, costs, decisions) for node in graph.nodes if node not in analysis.sources)
+    computed = (
+        _after(node, costs, decisions) for node in graph.nodes if node not in analysis.sources
+    )
     gathered = (costs.gather(node) for node in decisions.gathered)
     return Report(tuple(sites), before, sum((*computed, *gathered), Cost()), sizes, certificate)
 
@@ -120,10 +136,19 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     if lineage is not None and lineage.is_uniform:
         return None
     source = node in analysis.sources
-    given = lineage is not None and not source and node not in analysis.moves  # the users' embedding bags
-    operands = [x for x in map(analysis.lineages.get, analysis.operands(node)) if x and not x.is_uniform]
+    # the users' embedding bags
+    given = lineage is not None and not source and node not in analysis.moves
+    operands = [
+        x for x in map(analysis.lineages.get, analysis.operands(node)) if x and not x.is_uniform
+    ]
     lineage = lineage or analysis.whole.get(node) or next(iter(operands), None)
-    if lineage is None or not source and not given and node not in analysis.whole and (node.target in VIEWS or not operands):
+    if (
+        lineage is None
+        or not source
+        and not given
+        and node not in analysis.whole
+        and (node.target in VIEWS or not operands)
+    ):
         return None
     full, base = costs.estimate(lineage.rows), costs.estimate(lineage.base_rows)
     reason = analysis.refused.get(node) or _not_worth_it(node, costs)
@@ -138,19 +163,42 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     before = costs.gather(node) if source else costs.full(node)
     if decision == "fused" and node is decisions.fused[node].node:
         before = sum(map(costs.full, decisions.fused[node].products), before)
-    after = costs.gather(node) if source and node in decisions.gathered else Cost() if source else _after(node, costs, decisions)
-    return Site(node.name, name, _line(node), decision, reason, full, base if decision == "moved" else full, before, after)
+    after = (
+        costs.gather(node)
+        if source and node in decisions.gathered
+        else Cost()
+        if source
+        else _after(node, costs, decisions)
+    )
+    return Site(
+        node.name,
+        name,
+        _line(node),
+        decision,
+        reason,
+        full,
+        base if decision == "moved" else full,
+        before,
+        after,
+    )
 
 
 def _not_worth_it(node: fx.Node, costs: Costs) -> str:
     saved = costs.full(node).least - costs.base(node).total
     gather = costs.gather(node).total if node in costs.analysis.moves else 0
-    return f"it saves at least {saved / 1e6:.3g} MB, and its result costs {gather / 1e6:.3g} MB to gather"
+    return (
+        f"it saves at least {saved / 1e6:.3g} MB, and its result costs {gather / 1e6:.3g} MB to"
+        " gather"
+    )
 
 
 def _line(node: fx.Node) -> str:
     """The innermost line outside of torch that called the operator, else the innermost one."""
-    frames = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    frames = [
+        line.strip()
+        for line in (node.stack_trace or "").splitlines()
+        if line.strip().startswith("File ")
+    ]
     own = [frame for frame in frames if "/torch/" not in frame] or frames
     if not own:
         return "-"
@@ -161,7 +209,11 @@ def _line(node: fx.Node) -> str:
 
 def _cells(site: Site) -> tuple[str, ...]:
     decision = f"{site.decision}: {site.reason}" if site.reason else site.decision
-    rows = f"{site.rows_before} → {site.rows_after}" if site.rows_after != site.rows_before else str(site.rows_before)
+    rows = (
+        f"{site.rows_before} → {site.rows_after}"
+        if site.rows_after != site.rows_before
+        else str(site.rows_before)
+    )
     return (
         site.operator,
         site.line,

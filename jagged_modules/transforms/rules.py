@@ -1,7 +1,9 @@
-"""The table of rules for arithmetic: how the rows' dimension moves through an operator, and why f(x[m]) = f(x)[m].
+"""The table of rules for arithmetic: how the rows' dimension moves through an operator, and why
+f(x[m]) = f(x)[m].
 
-An operator without a rule, or whose rule returns None, gets gathered operands. So a missing rule costs time and is never wrong. There is
-none for random operators, batch norm in training, in-place operators (capture removes them), and operators with data-dependent shapes.
+An operator without a rule, or whose rule returns None, gets gathered operands. So a missing rule
+costs time and is never wrong. There is none for random operators, batch norm in training, in-place
+operators (capture removes them), and operators with data-dependent shapes.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ from .calls import Call, Moved, flat, is_tensor, rule
 from .lineage import Lineage, common
 from .runtime import gru, lstm
 
-UNARY = """abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clone cos cosh deg2rad detach elu erf erfc erfinv exp exp2
-expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2
-log_sigmoid logical_not logit mish nan_to_num neg rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin
-sinc sinh softplus sqrt square tan tanh trunc _to_copy""".split()
+UNARY = """abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clone cos cosh
+deg2rad detach elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardsigmoid hardswish
+hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid
+logical_not logit mish nan_to_num neg rad2deg reciprocal relu relu6 round rsqrt selu sgn
+sigmoid sign signbit silu sin sinc sinh softplus sqrt square tan tanh trunc _to_copy""".split()
 LIKE = "zeros_like ones_like full_like".split()
-SCALAR = """add sub mul div rsub remainder fmod eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor""".split()
-BINARY = """add sub mul div remainder fmod eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor""".split()
-OTHERS = """maximum.default minimum.default fmax.default fmin.default atan2.default hypot.default logaddexp.default logical_and.default
-logical_or.default logical_xor.default where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor
-clamp.Tensor clamp_min.default clamp_min.Tensor clamp_max.default clamp_max.Tensor lerp.Tensor lerp.Scalar addcmul.default addcdiv.default
-threshold.default pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode
+BINARY = """add sub mul div remainder fmod eq ne lt le gt ge bitwise_and bitwise_or
+bitwise_xor""".split()
+SCALAR = [*BINARY, "rsub"]
+OTHERS = """maximum.default minimum.default fmax.default fmin.default atan2.default hypot.default
+logaddexp.default logical_and.default logical_or.default logical_xor.default where.self
+where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor
+clamp.Tensor clamp_min.default clamp_min.Tensor clamp_max.default clamp_max.Tensor
+lerp.Tensor lerp.Scalar addcmul.default addcdiv.default threshold.default
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode
 copysign.Tensor xlogy.Tensor heaviside.default floor_divide.default""".split()
 
 
@@ -34,25 +40,34 @@ copysign.Tensor xlogy.Tensor heaviside.default floor_divide.default""".split()
     *OTHERS,
 )
 def pointwise(call: Call) -> Moved | None:
-    """Each element of the result depends on the elements at the same place of the broadcast operands."""
+    """Each element of the result depends on the elements at the same place of the broadcast
+    operands."""
     lineage = call.broadcast([x for argument in call.arguments.values() for x in flat(argument)])
     return lineage and Moved(lineage, broadcasts=True)
 
 
 @rule("type_as.default")
 def type_as(call: Call) -> Moved | None:
-    """Converts each element. The second operand tells the dtype and the device, by any of its rows and in any shape."""
+    """Converts each element. The second operand tells the dtype and the device, by any of its rows
+    and in any shape."""
     lineage, other = call.lineage(call["self"]), call.lineage(call["other"])
     return Moved(lineage) if lineage and (other is None or other.maps == lineage.maps) else None
 
 
 @rule(
-    *(f"{name}.default" for name in "softmax log_softmax cumsum cumprod flip glu sort argsort".split()),
+    *(
+        f"{name}.default"
+        for name in "softmax log_softmax cumsum cumprod flip glu sort argsort".split()
+    ),
     *(f"{name}.int" for name in "softmax log_softmax".split()),
-    *(f"{name}.default" for name in "_softmax _log_softmax logcumsumexp topk cummax cummin roll".split()),
+    *(
+        f"{name}.default"
+        for name in "_softmax _log_softmax logcumsumexp topk cummax cummin roll".split()
+    ),
 )
 def along_dim(call: Call) -> Moved | None:
-    """Works along one other dimension, for each row by itself: softmax, cumsum, sort, topk, flip, glu. The dimensions stay in place."""
+    """Works along one other dimension, for each row by itself: softmax, cumsum, sort, topk, flip,
+    glu. The dimensions stay in place."""
     x = call["input"] if "input" in call.arguments else call["self"]
     lineage, ndim = call.lineage(x), len(call.shape(x))
     names = [name for name in ("dim", "dims") if name in call.arguments]
@@ -66,11 +81,15 @@ def along_dim(call: Call) -> Moved | None:
     *(f"{name}.dim" for name in "mean var std max min all any median".split()),
     *(f"{name}.dims" for name in ("all", "any")),
     *(f"{name}.correction" for name in ("var", "std", "var_mean", "std_mean")),
-    *(f"{name}.default" for name in "amax amin logsumexp argmax argmin linalg_vector_norm mode nansum".split()),
+    *(
+        f"{name}.default"
+        for name in "amax amin logsumexp argmax argmin linalg_vector_norm mode nansum".split()
+    ),
     *("sum.dim_IntList", "prod.dim_int", "norm.ScalarOpt_dim"),
 )
 def reduction(call: Call) -> Moved | None:
-    """Reduces other dimensions, for each row by itself. Without keepdim, the dimensions behind the reduced ones move forward."""
+    """Reduces other dimensions, for each row by itself. Without keepdim, the dimensions behind the
+    reduced ones move forward."""
     x = call["self"]
     lineage, ndim = call.lineage(x), len(call.shape(x))
     dims = call.arguments.get("dim")
@@ -87,7 +106,11 @@ def reduction(call: Call) -> Moved | None:
 def norm_of_last_dims(call: Call) -> Moved | None:
     """Normalises the last dimensions of each row by itself."""
     lineage = call.lineage(call["input"])
-    if lineage is None or not call.only("input") or lineage.dim >= len(call.shape(call["input"])) - len(call["normalized_shape"]):
+    if (
+        lineage is None
+        or not call.only("input")
+        or lineage.dim >= len(call.shape(call["input"])) - len(call["normalized_shape"])
+    ):
         return None
     return Moved(lineage)
 
@@ -101,33 +124,49 @@ def group_norm(call: Call) -> Moved | None:
 
 @rule("_native_batch_norm_legit_no_training.default")
 def batch_norm_in_eval(call: Call) -> Moved | None:
-    """With running statistics, an affine function of each element that depends on its channel only."""
+    """With running statistics, an affine function of each element that depends on its channel
+    only."""
     lineage = call.lineage(call["input"])
     return Moved(lineage) if lineage and call.only("input") and lineage.dim != 1 else None
 
 
 @rule("linear.default")
 def linear(call: Call) -> Moved | None:
-    """Each row of the result depends on the same row of the input. The last dimension is the one that is contracted."""
+    """Each row of the result depends on the same row of the input. The last dimension is the one
+    that is contracted."""
     lineage = call.lineage(call["input"])
-    if lineage is None or not call.only("input") or lineage.dim == len(call.shape(call["input"])) - 1:
+    if (
+        lineage is None
+        or not call.only("input")
+        or lineage.dim == len(call.shape(call["input"])) - 1
+    ):
         return None
     return Moved(lineage)
 
 
 @rule("matmul.default", "bmm.default", "mm.default", "baddbmm.default", "addmm.default")
 def matmul(call: Call) -> Moved | None:
-    """Rows of the left operand, columns of the right one, or matrices of a batch are computed by themselves."""
+    """Rows of the left operand, columns of the right one, or matrices of a batch are computed by
+    themselves."""
     left, right = (
-        (call["mat1"], call["mat2"]) if "mat1" in call.arguments else (call["self"], call["mat2"] if "mat2" in call.arguments else None)
+        (call["mat1"], call["mat2"])
+        if "mat1" in call.arguments
+        else (call["self"], call["mat2"] if "mat2" in call.arguments else None)
     )
     if right is None:
-        left, right = (call["batch1"], call["batch2"]) if "batch1" in call.arguments else (call["self"], call["other"])
+        left, right = (
+            (call["batch1"], call["batch2"])
+            if "batch1" in call.arguments
+            else (call["self"], call["other"])
+        )
     bias = call["self"] if left is not call["self"] else None
     ndim, left_dims, right_dims = len(call.shape()), len(call.shape(left)), len(call.shape(right))
     if left_dims < 2 or right_dims < 2:
         return _matrix_vector(call, left, right)
-    own = [x and x.at(x.dim + ndim - dims) for x, dims in ((call.lineage(left), left_dims), (call.lineage(right), right_dims))]
+    own = [
+        x and x.at(x.dim + ndim - dims)
+        for x, dims in ((call.lineage(left), left_dims), (call.lineage(right), right_dims))
+    ]
     row, column = ndim - 2, ndim - 1
     if own[0] and own[0].dim == column or own[1] and own[1].dim == row:  # the contracted dimension
         return None
@@ -142,13 +181,21 @@ def matmul(call: Call) -> Moved | None:
 
 def _matrix_vector(call: Call, left: Any, right: Any) -> Moved | None:
     lineage = call.lineage(left)
-    if lineage is None or call.lineage(right) or lineage.dim == len(call.shape(left)) - 1 or len(call.shape(right)) != 1:
+    if (
+        lineage is None
+        or call.lineage(right)
+        or lineage.dim == len(call.shape(left)) - 1
+        or len(call.shape(right)) != 1
+    ):
         return None
     return Moved(lineage)
 
 
-def _batches(call: Call, operands: Sequence[Any], own: Sequence[Lineage | None], ndim: int) -> list[Lineage]:
-    """The lineages of operands along a batch dimension, where those without one must have size 1."""
+def _batches(
+    call: Call, operands: Sequence[Any], own: Sequence[Lineage | None], ndim: int
+) -> list[Lineage]:
+    """The lineages of operands along a batch dimension, where those without one must have size
+    1."""
     lineages = [x for x in own if x]
     for x, lineage in zip(operands, own):
         dim = lineages[0].dim - ndim + len(call.shape(x)) if lineages else -1
@@ -173,14 +220,19 @@ def _with_bias(call: Call, bias: Any, lineages: list[Lineage], ndim: int) -> Mov
 
 @rule("einsum.default")
 def einsum(call: Call) -> Moved | None:
-    """A letter of the result that labels the rows of all operands that have it is a batch, row or column index of a sum of products."""
+    """A letter of the result that labels the rows of all operands that have it is a batch, row or
+    column index of a sum of products."""
     if "..." in call["equation"] or "->" not in call["equation"]:
         return None
     inputs, output = call["equation"].replace(" ", "").split("->")
     terms, operands = inputs.split(","), call["tensors"]
     moved = [(term, call.lineage(x)) for term, x in zip(terms, operands) if call.lineage(x)]
     letters = {term[lineage.dim] for term, lineage in moved if lineage}
-    if len(letters) != 1 or output.count(letter := letters.pop()) != 1 or any(term.count(letter) > 1 for term in terms):
+    if (
+        len(letters) != 1
+        or output.count(letter := letters.pop()) != 1
+        or any(term.count(letter) > 1 for term in terms)
+    ):
         return None
     if any(letter in term and call.lineage(x) is None for term, x in zip(terms, operands)):
         return None
@@ -191,12 +243,29 @@ def einsum(call: Call) -> Moved | None:
 @rule("scaled_dot_product_attention.default")
 def attention(call: Call) -> Moved | None:
     """Query rows and batches are computed by themselves. Active dropout has no rule."""
-    if call["dropout_p"] != 0 or call.shape(call["query"])[:-2] != call.shape(call["key"])[:-2] and not call["enable_gqa"]:
+    if (
+        call["dropout_p"] != 0
+        or call.shape(call["query"])[:-2] != call.shape(call["key"])[:-2]
+        and not call["enable_gqa"]
+    ):
         return None
-    operands = [call["query"], call["key"], call["value"], *([call["attn_mask"]] if is_tensor(call["attn_mask"]) else [])]
-    if call.lineage(call["query"]) is None or call.lineage(call["key"]) is None or call.lineage(call["value"]) is None:
+    operands = [
+        call["query"],
+        call["key"],
+        call["value"],
+        *([call["attn_mask"]] if is_tensor(call["attn_mask"]) else []),
+    ]
+    if (
+        call.lineage(call["query"]) is None
+        or call.lineage(call["key"]) is None
+        or call.lineage(call["value"]) is None
+    ):
         return None
-    if any(x.dim >= len(call.shape(operand)) - (3 if call["enable_gqa"] else 2) for operand in operands if (x := call.lineage(operand))):
+    if any(
+        x.dim >= len(call.shape(operand)) - (3 if call["enable_gqa"] else 2)
+        for operand in operands
+        if (x := call.lineage(operand))
+    ):
         return None
     lineage = call.broadcast(operands, skip=2)
     return lineage and Moved(lineage)
@@ -214,7 +283,9 @@ def similarity(call: Call) -> Moved | None:
     lineage = common([x for x in lineages if x])
     if lineage is None or lineage.dim == dim:
         return None
-    return Moved(lineage.at(lineage.dim - (lineage.dim > dim and not call.arguments.get("keepdim"))))
+    return Moved(
+        lineage.at(lineage.dim - (lineage.dim > dim and not call.arguments.get("keepdim")))
+    )
 
 
 @rule("prelu.default")
@@ -226,7 +297,8 @@ def prelu(call: Call) -> Moved | None:
 
 @rule("bilinear.default")
 def bilinear(call: Call) -> Moved | None:
-    """Each row of the result depends on the same row of both inputs, whose last dimensions are contracted."""
+    """Each row of the result depends on the same row of both inputs, whose last dimensions are
+    contracted."""
     lineage = call.broadcast([call["input1"], call["input2"]], skip=1)
     return lineage and Moved(lineage) if call.only("input1", "input2") else None
 
@@ -240,19 +312,35 @@ def look_up_elements(call: Call) -> Moved | None:
 
 @rule("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding")
 def convolution(call: Call) -> Moved | None:
-    """Works on each sample by itself. Without a dimension of samples, the first one is that of the channels."""
-    lineage, same_dims = call.lineage(call["input"]), len(call.shape(call["input"])) == len(call.shape(call["weight"]))
-    return Moved(lineage) if lineage and call.only("input") and same_dims and lineage.dim == 0 else None
+    """Works on each sample by itself. Without a dimension of samples, the first one is that of the
+    channels."""
+    lineage, same_dims = (
+        call.lineage(call["input"]),
+        len(call.shape(call["input"])) == len(call.shape(call["weight"])),
+    )
+    return (
+        Moved(lineage)
+        if lineage and call.only("input") and same_dims and lineage.dim == 0
+        else None
+    )
 
 
 @rule(
-    *(f"{name}{dims}d.default" for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool") for dims in (1, 2)),
+    *(
+        f"{name}{dims}d.default"
+        for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
+        for dims in (1, 2)
+    ),
     *(f"max_pool{dims}d_with_indices.default" for dims in (1, 2)),
 )
 def pooling(call: Call) -> Moved | None:
     """Works on the last dimensions, for each channel of each sample by itself."""
     lineage, spatial = call.lineage(call["self"]), 1 if "1d" in str(call.target) else 2
-    return Moved(lineage) if lineage and lineage.dim < len(call.shape(call["self"])) - spatial else None
+    return (
+        Moved(lineage)
+        if lineage and lineage.dim < len(call.shape(call["self"])) - spatial
+        else None
+    )
 
 
 @rule("gru.input", "lstm.input")
@@ -260,8 +348,14 @@ def recurrence(call: Call) -> Moved | None:
     """Each sequence is computed by itself, from its own first state. Active dropout has no rule."""
     states, batch = flat(call["hx"]), 0 if call["batch_first"] else 1
     lineages = [x for operand in (call["input"], *states) if (x := call.lineage(operand))]
-    dims = (batch, *[1] * len(states))  # of the input's and the states' rows, and of the result's and its states'
-    if call["train"] or len(call.shape(call["input"])) != 3 or not call.only("input", "hx") or [x.dim for x in lineages] != [*dims]:
+    # of the input's and the states' rows, and of the result's and its states'
+    dims = (batch, *[1] * len(states))
+    if (
+        call["train"]
+        or len(call.shape(call["input"])) != 3
+        or not call.only("input", "hx")
+        or [x.dim for x in lineages] != [*dims]
+    ):
         return None
     lineage = common([x.at(batch) for x in lineages])
     return lineage and Moved(lineage, target=gru if len(states) == 1 else lstm, dims=dims)

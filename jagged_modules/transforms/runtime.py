@@ -17,12 +17,16 @@ from ..masks import AttentionMask
 from ..validation import check_index_values, check_integers, check_tensor, values_are_checkable
 
 
-def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidates: Mapping[str, Tensor]) -> Tensor:
-    """candidate_to_user itself, if it and the inputs' numbers of rows match. torch.compile and torch.export do not trace the checks.
+def checked_map(
+    candidate_to_user: Tensor, users: Mapping[str, Tensor], candidates: Mapping[str, Tensor]
+) -> Tensor:
+    """candidate_to_user itself, if it and the inputs' numbers of rows match. torch.compile and
+    torch.export do not trace the checks.
 
     Raises:
         TypeError: candidate_to_user is no integer tensor; `users` or `candidates` are no tensors.
-        ValueError: it has not one entry per candidate; `users` or `candidates` differ in their rows; a host map is out of range.
+        ValueError: it has not one entry per candidate; `users` or `candidates` differ in their
+            rows; a host map is out of range.
     """
     if torch.compiler.is_compiling():
         return candidate_to_user
@@ -35,11 +39,18 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
     owner, num_users = next((name, x.shape[0]) for name, x in users.items())
     for name, x in users.items():
         if x.shape[0] != num_users:
-            raise ValueError(f"{name} must have one row per user, {num_users} as {owner}, got {x.shape[0]}")
+            raise ValueError(
+                f"{name} must have one row per user, {num_users} as {owner}, got {x.shape[0]}"
+            )
     for name, x in candidates.items():
         if x.shape[0] != candidate_to_user.shape[0]:
-            raise ValueError(f"{name} must have one row per candidate, {candidate_to_user.shape[0]} as candidate_to_user, got {x.shape[0]}")
-    check_index_values("candidate_to_user", candidate_to_user, num_users, f"{{}}, the rows of {owner}")
+            raise ValueError(
+                f"{name} must have one row per candidate, {candidate_to_user.shape[0]} as"
+                f" candidate_to_user, got {x.shape[0]}"
+            )
+    check_index_values(
+        "candidate_to_user", candidate_to_user, num_users, f"{{}}, the rows of {owner}"
+    )
     return candidate_to_user
 
 
@@ -47,8 +58,8 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
     """That the inputs are such as the graph was captured for.
 
     Args:
-        expected: of a tensor, its sizes: numbers; names of sizes that are the same wherever they occur; None for any size. Of another
-            input, its value.
+        expected: of a tensor, its sizes: numbers; names of sizes that are the same wherever they
+            occur; None for any size. Of another input, its value.
 
     Raises:
         TypeError: an input is no tensor, but was one.
@@ -64,18 +75,27 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
                 raise ValueError(f"{name} must be as in example_inputs, {sizes}, got {x}")
             continue
         if x.dim() != len(sizes):
-            raise ValueError(f"{name} must have {len(sizes)} dimensions, as in example_inputs, got {list(x.shape)}")
+            raise ValueError(
+                f"{name} must have {len(sizes)} dimensions, as in example_inputs, got"
+                f" {list(x.shape)}"
+            )
         for dim, (size, own) in enumerate(zip(sizes, x.shape)):
-            if size is None or size == own or isinstance(size, str) and found.setdefault(size, own) == own:
+            if (
+                size is None
+                or size == own
+                or isinstance(size, str)
+                and found.setdefault(size, own) == own
+            ):
                 continue
             raise ValueError(
-                f"{name} must have size {found.get(str(size), size)} in dimension {dim}, which example_inputs and dynamic_shapes fix, "
-                f"got {list(x.shape)}"
+                f"{name} must have size {found.get(str(size), size)} in dimension {dim}, which"
+                f" example_inputs and dynamic_shapes fix, got {list(x.shape)}"
             )
 
 
 def without_negative(index: Tensor, name: str) -> Tensor:
-    """The map itself. It is shared by tensors of different sizes, from whose ends negative entries would count.
+    """The map itself. It is shared by tensors of different sizes, from whose ends negative entries
+    would count.
 
     Raises:
         ValueError: an entry of a host map is negative.
@@ -89,7 +109,13 @@ def without_negative(index: Tensor, name: str) -> Tensor:
     return index
 
 
-def compress(user_weight: Tensor, users: Tensor, weight: Tensor, candidates: Tensor, candidate_to_user: Tensor) -> Tensor:
+def compress(
+    user_weight: Tensor,
+    users: Tensor,
+    weight: Tensor,
+    candidates: Tensor,
+    candidate_to_user: Tensor,
+) -> Tensor:
     """user_weight @ users[candidate_to_user] + weight @ candidates."""
     return compress_unchecked([user_weight, weight], [users, candidates], [candidate_to_user])
 
@@ -102,17 +128,43 @@ def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex
     return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0] + 1)
 
 
-def gru(input: Tensor, hx: Tensor, params: list[Tensor], has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool) -> Any:
+def gru(
+    input: Tensor,
+    hx: Tensor,
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
     """torch's, in eval mode, with a first state that may be expanded: cuDNN takes none."""
-    return torch.ops.aten.gru.input(input, hx.contiguous(), params, has_biases, num_layers, 0.0, False, bidirectional, batch_first)
+    return torch.ops.aten.gru.input(
+        input,
+        hx.contiguous(),
+        params,
+        has_biases,
+        num_layers,
+        0.0,
+        False,
+        bidirectional,
+        batch_first,
+    )
 
 
 def lstm(
-    input: Tensor, hx: list[Tensor], params: list[Tensor], has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool
+    input: Tensor,
+    hx: list[Tensor],
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
 ) -> Any:
     """As `gru`."""
     states = [x.contiguous() for x in hx]
-    return torch.ops.aten.lstm.input(input, states, params, has_biases, num_layers, 0.0, False, bidirectional, batch_first)
+    return torch.ops.aten.lstm.input(
+        input, states, params, has_biases, num_layers, 0.0, False, bidirectional, batch_first
+    )
 
 
 def attend_in_place(
@@ -131,14 +183,17 @@ def attend_in_place(
         query: `[C, H, Lq, D]`, or `[C · H, Lq, D]` with num_heads = H.
         key, value: `[U, H, T, D]` or `[U · H, T, D]`.
         candidates: of the users and of one more, see `group_candidates`.
-        hidden: bool `[U, T]`, keys that no query sees. A mask need not be a prefix. None: all are visible.
+        hidden: bool `[U, T]`, keys that no query sees. A mask need not be a prefix. None: all are
+            visible.
         empty: the result of the candidates of a user without visible keys.
 
     Returns:
         In the shape of query.
     """
     check_tensor("query", query, query.dim(), "[C, H, Lq, D]", "target_attention")
-    query, key, value = (x.unflatten(0, (-1, num_heads)) if num_heads else x for x in (query, key, value))
+    query, key, value = (
+        x.unflatten(0, (-1, num_heads)) if num_heads else x for x in (query, key, value)
+    )
     num_users, num_keys = key.shape[0], key.shape[2]
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     if hidden is None:
@@ -147,8 +202,14 @@ def attend_in_place(
         rows, offsets = visible_first(hidden)
         key, value = key.index_select(0, rows), value.index_select(0, rows)
     num_candidates, num_rows = query.shape[0], query.shape[2]
-    q = query.transpose(1, 2) if candidates.order is None else query.index_select(0, candidates.order).transpose(1, 2)
-    out = attend_unchecked(q.flatten(0, 1), key, value, candidates.query_offsets(num_rows), offsets, scale)
+    q = (
+        query.transpose(1, 2)
+        if candidates.order is None
+        else query.index_select(0, candidates.order).transpose(1, 2)
+    )
+    out = attend_unchecked(
+        q.flatten(0, 1), key, value, candidates.query_offsets(num_rows), offsets, scale
+    )
     out = out.unflatten(0, (num_candidates, num_rows)).transpose(1, 2)
     out = candidates.ungrouped(out)
     if empty != 0:  # target_attention gives 0
@@ -169,7 +230,8 @@ def attend_equal_segments(
     output_scale: float,
     implementation: str,
 ) -> tuple[Tensor]:
-    """`jagged_attention` of segments of q_rows queries `[B · q_rows, H, D]` and kv_rows keys each. mask: `MaskParams`."""
+    """`jagged_attention` of segments of q_rows queries `[B · q_rows, H, D]` and kv_rows keys each.
+    mask: `MaskParams`."""
     num_segments = k.shape[0] // kv_rows
     kv_offsets = _equal_segments(num_segments, kv_rows, k.device)
     q_offsets = kv_offsets if q_rows == kv_rows else _equal_segments(num_segments, q_rows, k.device)
@@ -190,11 +252,22 @@ def attend_equal_segments(
 
 
 def attend_segments_in_place(
-    q: Tensor, k: Tensor, v: Tensor, candidates: CandidateIndex, q_rows: int, kv_rows: int, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    candidates: CandidateIndex,
+    q_rows: int,
+    kv_rows: int,
+    **options: Any,
 ) -> tuple[Tensor]:
-    """Attention of q_rows queries of each candidate, `[C · q_rows, H, D]`, to its user's kv_rows keys, `[U · kv_rows, H, D]`."""
+    """Attention of q_rows queries of each candidate, `[C · q_rows, H, D]`, to its user's kv_rows
+    keys, `[U · kv_rows, H, D]`."""
     offsets = _with_one_more(k.shape[0] // kv_rows, kv_rows, k.device)
-    return (target_attention(q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options).flatten(0, 1),)
+    return (
+        target_attention(
+            q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options
+        ).flatten(0, 1),
+    )
 
 
 def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:
@@ -208,17 +281,20 @@ def _with_one_more(number: int, rows: int, device: torch.device) -> Tensor:
 
 
 def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """An order of keys in which each user's visible ones follow one another, and the users' offsets in it. All sizes are known.
+    """An order of keys in which each user's visible ones follow one another, and the users' offsets
+    in it. All sizes are known.
 
     Args:
         hidden: bool `[U, T]`.
 
     Returns:
-        rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 2]`: of the users, and of the others.
+        rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 2]`: of the
+        users, and of the others.
     """
     num_users, num_keys = hidden.shape
     counts = (~hidden).flatten().cumsum(0)
     ends = counts.view(num_users, num_keys)[:, -1] if num_keys else counts.new_zeros(num_users)
     total = counts.shape[0]
-    rows = torch.searchsorted(counts[:-1], torch.arange(1, total + 1, device=counts.device))  # without the last one, the result is a row
+    # without the last one, the result is a row
+    rows = torch.searchsorted(counts[:-1], torch.arange(1, total + 1, device=counts.device))
     return rows, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), total)])

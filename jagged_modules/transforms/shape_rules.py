@@ -1,7 +1,7 @@
 """The table of rules for views, selections, concatenations and look-ups. See rules.py.
 
-Sizes in the arguments of a view may have been computed from another tensor, so they are never used: the size of the rows' dimension becomes
--1, which the operator infers from its own operand.
+Sizes in the arguments of a view may have been computed from another tensor, so they are never used:
+the size of the rows' dimension becomes -1, which the operator infers from its own operand.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ WHOLE = 2**62  # an end of a slice that no dimension reaches
 
 @rule("view.default", "_unsafe_view.default", "reshape.default")
 def view(call: Call) -> Moved | None:
-    """Keeps the order of elements: the rows stay one factor of one dimension, or there is no rule."""
+    """Keeps the order of elements: the rows stay one factor of one dimension, or there is no
+    rule."""
     lineage = call.lineage(call["self"])
     after = lineage and refold(lineage, call.shape(call["self"]), call.shape())
     if after is None or any(size == 0 for size in call.shape()):  # -1 would be any size
         return None
     sizes = _sizes(call, call["shape"] if "shape" in call.arguments else call["size"], after.dim)
-    return None if sizes is None else Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
+    return (
+        None
+        if sizes is None
+        else Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
+    )
 
 
 def _sizes(call: Call, sizes: Any, dim: int) -> list[Any] | None:
@@ -45,12 +50,15 @@ def _sizes(call: Call, sizes: Any, dim: int) -> list[Any] | None:
 def unsqueeze(call: Call) -> Moved | None:
     """Dimensions from `dim` on move back."""
     lineage = call.lineage(call["self"])
-    return lineage and Moved(lineage.at(lineage.dim + (call.dim("dim", len(call.shape())) <= lineage.dim)))
+    return lineage and Moved(
+        lineage.at(lineage.dim + (call.dim("dim", len(call.shape())) <= lineage.dim))
+    )
 
 
 @rule("squeeze.dim", "squeeze.dims")
 def squeeze(call: Call) -> Moved | None:
-    """Named dimensions of size 1 go. A named one of any size has no rule, nor has squeeze() without names: it goes where its size is 1."""
+    """Named dimensions of size 1 go. A named one of any size has no rule, nor has squeeze() without
+    names: it goes where its size is 1."""
     lineage, shape = call.lineage(call["self"]), call.shape(call["self"])
     if lineage is None:
         return None
@@ -110,7 +118,9 @@ def slice_(call: Call) -> Moved | None:
     if call.dim("dim", len(call.shape())) != lineage.dim:
         return Moved(lineage)
     whole = (
-        call["start"] in (None, 0) and call["step"] == 1 and (call["end"] is None or isinstance(call["end"], int) and call["end"] > WHOLE)
+        call["start"] in (None, 0)
+        and call["step"] == 1
+        and (call["end"] is None or isinstance(call["end"], int) and call["end"] > WHOLE)
     )
     return Moved(lineage) if whole else None
 
@@ -142,9 +152,12 @@ def unbind(call: Call) -> Moved | None:
 
 @rule("cat.default")
 def cat(call: Call) -> Moved | None:
-    """Concatenates along another dimension, row by row. All operands need the same map, or one row that is repeated."""
+    """Concatenates along another dimension, row by row. All operands need the same map, or one row
+    that is repeated."""
     dim, ndim = call.dim("dim", len(call.shape())), len(call.shape())
-    return _join(call, dim, [call.lineage(x) for x in call["tensors"] if len(call.shape(x)) == ndim])
+    return _join(
+        call, dim, [call.lineage(x) for x in call["tensors"] if len(call.shape(x)) == ndim]
+    )
 
 
 @rule("stack.default")
@@ -182,12 +195,17 @@ def diagonal(call: Call) -> Moved | None:
     """Takes the diagonal of two other dimensions, which go; it is appended."""
     lineage, ndim = call.lineage(call["self"]), len(call.shape(call["self"]))
     gone = {call["dim1"] % ndim, call["dim2"] % ndim}
-    return Moved(lineage.at(lineage.dim - sum(d < lineage.dim for d in gone))) if lineage and lineage.dim not in gone else None
+    return (
+        Moved(lineage.at(lineage.dim - sum(d < lineage.dim for d in gone)))
+        if lineage and lineage.dim not in gone
+        else None
+    )
 
 
 @rule("index_select.default")
 def index_select(call: Call) -> Moved | None:
-    """Selects indices of another dimension, the same for all rows; or rows of a constant by indices that have a lineage."""
+    """Selects indices of another dimension, the same for all rows; or rows of a constant by indices
+    that have a lineage."""
     lineage, index = call.lineage(call["self"]), call.lineage(call["index"])
     dim = call.dim("dim", len(call.shape(call["self"])))
     if lineage is None and index is not None and len(call.shape(call["index"])) == 1:
@@ -197,7 +215,8 @@ def index_select(call: Call) -> Moved | None:
 
 @rule("index.Tensor")
 def index(call: Call) -> Moved | None:
-    """As index_select, for indices of one or several other dimensions, or rows of a constant by one index that has a lineage."""
+    """As index_select, for indices of one or several other dimensions, or rows of a constant by one
+    index that has a lineage."""
     indices, lineage = call["indices"], call.lineage(call["self"])
     used = [dim for dim, x in enumerate(indices) if x is not None]
     moved = [call.lineage(indices[dim]) for dim in used]
@@ -205,9 +224,15 @@ def index(call: Call) -> Moved | None:
         return None
     if lineage is None:
         return Moved(moved[0].at(used[0] + moved[0].dim)) if len(used) == 1 and moved[0] else None
-    if any(moved) or lineage.dim in used or lineage.dim < len(indices) and indices[lineage.dim] is not None:
+    if (
+        any(moved)
+        or lineage.dim in used
+        or lineage.dim < len(indices)
+        and indices[lineage.dim] is not None
+    ):
         return None
-    width = max(len(call.shape(indices[dim])) for dim in used)  # dimensions of the broadcast indices
+    # dimensions of the broadcast indices
+    width = max(len(call.shape(indices[dim])) for dim in used)
     adjacent = used == list(range(used[0], used[-1] + 1))
     if not adjacent:  # the indices' dimensions go to the front
         return Moved(lineage.at(width + lineage.dim - sum(d < lineage.dim for d in used)))
@@ -220,10 +245,16 @@ def _is_mask(x: fx.Node) -> bool:
 
 @rule("embedding.default", "one_hot.default")
 def embedding(call: Call) -> Moved | None:
-    """Looks up each index by itself in a table that is the same for all rows. The dimensions of a row are appended."""
+    """Looks up each index by itself in a table that is the same for all rows. The dimensions of a
+    row are appended."""
     indices = call["indices"] if "indices" in call.arguments else call["self"]
     lineage = call.lineage(indices)
-    return Moved(lineage) if lineage and (not is_tensor(call.arguments.get("weight")) or call.lineage(call["weight"]) is None) else None
+    return (
+        Moved(lineage)
+        if lineage
+        and (not is_tensor(call.arguments.get("weight")) or call.lineage(call["weight"]) is None)
+        else None
+    )
 
 
 @rule("gather.default")
@@ -238,8 +269,13 @@ def gather(call: Call) -> Moved | None:
 
 @rule("scatter.value", "scatter.src", "scatter_add.default")
 def scatter(call: Call) -> Moved | None:
-    """Writes to indices of another dimension, row by row. The result has all rows of `self`, of which the index may have fewer."""
+    """Writes to indices of another dimension, row by row. The result has all rows of `self`, of
+    which the index may have fewer."""
     operands = [call[name] for name in ("self", "index", "src") if name in call.arguments]
     lineages = [x for operand in operands if (x := call.lineage(operand))]
-    lineage = common(lineages) if len(lineages) == len(operands) and len({x.rows for x in lineages}) == 1 else None
+    lineage = (
+        common(lineages)
+        if len(lineages) == len(operands) and len({x.rows for x in lineages}) == 1
+        else None
+    )
     return Moved(lineage) if lineage and call.dim("dim", len(call.shape())) != lineage.dim else None

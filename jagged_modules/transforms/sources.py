@@ -15,7 +15,14 @@ from .shape_rules import WHOLE
 
 aten = torch.ops.aten
 INDEX_DTYPES = (torch.int32, torch.int64)
-CREATORS = ("aten::zeros", "aten::ones", "aten::full", "aten::new_zeros", "aten::new_ones", "aten::new_full")
+CREATORS = (
+    "aten::zeros",
+    "aten::ones",
+    "aten::full",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+)
 
 
 class Source:
@@ -23,7 +30,8 @@ class Source:
 
     Attributes:
         operand: the tensor whose rows are repeated.
-        lineage: of the value. It extends the operand's own lineage, if that is along the same dimension.
+        lineage: of the value. It extends the operand's own lineage, if that is along the same
+            dimension.
     """
 
     def __init__(self, operand: fx.Node, lineage: Lineage) -> None:
@@ -31,20 +39,33 @@ class Source:
 
 
 def find_source(call: Call, estimate: Callable[[Size], int]) -> Source | None:
-    """The source that a call is, or None. Maps to more rows than they have are none: all computations move to the smaller side."""
+    """The source that a call is, or None. Maps to more rows than they have are none: all
+    computations move to the smaller side."""
     found = _repeated(call)
     if found is None:
         return None
     operand, dim, kind, node, times = found
     rows_in, rows_out = call.shape(operand)[dim], call.shape()[dim]
     own, index = call.lineage(operand), call.lineage(node)
-    if kind == "index" and index is not None:  # nested: the rows that the map holds are themselves repeated
-        if own is not None or index.is_folded or index.is_uniform or estimate(rows_in) >= estimate(index.base_rows):
+    # nested: the rows that the map holds are themselves repeated
+    if kind == "index" and index is not None:
+        if (
+            own is not None
+            or index.is_folded
+            or index.is_uniform
+            or estimate(rows_in) >= estimate(index.base_rows)
+        ):
             return None
-        return Source(operand, Lineage((Map("base", node, 0, rows_in, index.base_rows), *index.maps), dim))
+        return Source(
+            operand, Lineage((Map("base", node, 0, rows_in, index.base_rows), *index.maps), dim)
+        )
     if estimate(rows_in) >= estimate(rows_out):
         return None
-    nested = own.maps if own is not None and own.dim == dim and not own.is_folded and not own.is_uniform else ()
+    nested = (
+        own.maps
+        if own is not None and own.dim == dim and not own.is_folded and not own.is_uniform
+        else ()
+    )
     return Source(operand, Lineage((*nested, Map(kind, node, times, rows_in, rows_out)), dim))
 
 
@@ -55,14 +76,20 @@ def _repeated(call: Call) -> tuple[fx.Node, int, str, fx.Node | None, int] | Non
         return _by_index(arguments["self"], call.dim("dim", len(call.shape())), arguments["index"])
     if target is aten.index.Tensor:
         used = [dim for dim, x in enumerate(arguments["indices"]) if x is not None]
-        return _by_index(arguments["self"], used[0], arguments["indices"][used[0]]) if len(used) == 1 else None
+        return (
+            _by_index(arguments["self"], used[0], arguments["indices"][used[0]])
+            if len(used) == 1
+            else None
+        )
     if target is aten.embedding.default:
         return _by_index(arguments["weight"], 0, arguments["indices"])
     if target is aten.gather.default:
         dim = call.dim("dim", len(call.shape()))
         index = _expanded_from(arguments["index"], dim)
         others = [d for d in range(len(call.shape())) if d != dim]
-        if index is None or any(call.shape()[d] != call.shape(arguments["self"])[d] for d in others):
+        if index is None or any(
+            call.shape()[d] != call.shape(arguments["self"])[d] for d in others
+        ):
             return None
         return _by_index(arguments["self"], dim, index)
     if target in (aten.repeat_interleave.self_Tensor, aten.repeat_interleave.self_int):
@@ -71,12 +98,18 @@ def _repeated(call: Call) -> tuple[fx.Node, int, str, fx.Node | None, int] | Non
         dim, repeats = call.dim("dim", len(call.shape())), arguments["repeats"]
         if isinstance(repeats, fx.Node):
             one_each = is_tensor(repeats) and len(call.shape(repeats)) == 1
-            return (arguments["self"], dim, "counts", repeats, 0) if one_each and call.shape(repeats)[0] != 1 else None
+            return (
+                (arguments["self"], dim, "counts", repeats, 0)
+                if one_each and call.shape(repeats)[0] != 1
+                else None
+            )
         return arguments["self"], dim, "repeat", None, repeats
     return None
 
 
-def _by_index(operand: fx.Node, dim: int, index: fx.Node) -> tuple[fx.Node, int, str, fx.Node, int] | None:
+def _by_index(
+    operand: fx.Node, dim: int, index: fx.Node
+) -> tuple[fx.Node, int, str, fx.Node, int] | None:
     value = index.meta["val"]
     if value.dim() != 1 or value.dtype not in INDEX_DTYPES:
         return None
@@ -84,7 +117,8 @@ def _by_index(operand: fx.Node, dim: int, index: fx.Node) -> tuple[fx.Node, int,
 
 
 def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
-    """The 1-D tensor m with index[..., i, ...] = m[i], where i is along `dim`, as far as expand, unsqueeze and whole slices show it."""
+    """The 1-D tensor m with index[..., i, ...] = m[i], where i is along `dim`, as far as expand,
+    unsqueeze and whole slices show it."""
     while is_operator(index) and index.meta["val"].dim() > 1:
         call = Call(index, {})
         operand: Any = call.arguments.get("self")
@@ -98,7 +132,12 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
                 return None
             dim -= added < dim
         elif index.target is aten.slice.Tensor:
-            if call["start"] not in (None, 0) or call["step"] != 1 or not isinstance(call["end"], int) or call["end"] < WHOLE:
+            if (
+                call["start"] not in (None, 0)
+                or call["step"] != 1
+                or not isinstance(call["end"], int)
+                or call["end"] < WHOLE
+            ):
                 return None
         elif index.target in (aten.view.default, aten.reshape.default):
             if len(call.shape(operand)) != 1 or call.shape()[dim] != call.shape(operand)[0]:
@@ -111,14 +150,16 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
 
 
 def find_uniform(call: Call) -> Moved | None:
-    """A result whose rows are all the same along a dimension: expand, zeros, ones, full. Its base has one row. x.new_zeros and the like
-    read the dtype and the device of x alone.
+    """A result whose rows are all the same along a dimension: expand, zeros, ones, full. Its base
+    has one row. x.new_zeros and the like read the dtype and the device of x alone.
     """
     name, shape = str(call.target._schema.name), call.shape()
     if name == "aten::expand" and call.only():
         own = call.shape(call["self"])
         shift = len(shape) - len(own)
-        dims = [d for d, size in enumerate(shape) if size != 1 and (d < shift or own[d - shift] == 1)]
+        dims = [
+            d for d, size in enumerate(shape) if size != 1 and (d < shift or own[d - shift] == 1)
+        ]
     elif name in CREATORS and call.only("self"):
         dims = [d for d, size in enumerate(shape) if not size.is_Integer]
     else:
@@ -128,4 +169,6 @@ def find_uniform(call: Call) -> Moved | None:
     dim = next((d for d in dims if not shape[d].is_Integer), dims[0])
     sizes: list[Any] = list(call["size"])
     sizes[dim] = 1
-    return Moved(Lineage((Map("one", rows_in=sympy.Integer(1), rows_out=shape[dim]),), dim), dict(size=sizes))
+    return Moved(
+        Lineage((Map("one", rows_in=sympy.Integer(1), rows_out=shape[dim]),), dim), dict(size=sizes)
+    )

@@ -1,4 +1,5 @@
-"""Attention within segments of any lengths: inputs, this project's forms of it, peers, and the definition."""
+"""Attention within segments of any lengths: inputs, this project's forms of it, peers, and the
+definition."""
 
 import dataclasses
 import math
@@ -31,7 +32,8 @@ from jagged_modules import functional as F
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Lengths of the segments, and the attention within them. kv_lengths: None for self-attention."""
+    """Lengths of the segments, and the attention within them. kv_lengths: None for
+    self-attention."""
 
     q_lengths: Tensor
     num_heads: int
@@ -58,8 +60,13 @@ class Attention:
         return int((q * (q + 1) // 2 if self.causal else q * kv).sum())
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """On ``[..., N, D]`` in plain torch. Padded keys count with softmax, but not with silu(0) = 0."""
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril() if self.causal else None
+        """On ``[..., N, D]`` in plain torch. Padded keys count with softmax, but not with silu(0) =
+        0."""
+        seen = (
+            torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            if self.causal
+            else None
+        )
         if self.activation == "softmax":
             return plain_attention(q, k, v, seen)
         weights = silu((q / math.sqrt(self.head_dim)) @ k.transpose(-1, -2))
@@ -77,13 +84,20 @@ class Problem:
         q_offsets, kv_offsets = offsets_of(q_lengths), offsets_of(kv_lengths)
         self.q_offsets = q_offsets.to(device)
         self.kv_offsets = self.q_offsets if attention.kv_lengths is None else kv_offsets.to(device)
-        q_shape, kv_shape = ((int(x.sum()), attention.num_heads, attention.head_dim) for x in attention.lengths)
+        q_shape, kv_shape = (
+            (int(x.sum()), attention.num_heads, attention.head_dim) for x in attention.lengths
+        )
         q, k, v, self.grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
         self.inputs = leaves(q=q, k=k, v=v)
-        samples = [b for b in sample_segments(kv_lengths) if kv_lengths[b] > 1]  # with one key, softmax's dq and dk are 0
-        self.q_rows, self.kv_rows = ({b: slice(*x[b : b + 2].tolist()) for b in samples} for x in (q_offsets, kv_offsets))
+        # with one key, softmax's dq and dk are 0
+        samples = [b for b in sample_segments(kv_lengths) if kv_lengths[b] > 1]
+        self.q_rows, self.kv_rows = (
+            {b: slice(*x[b : b + 2].tolist()) for b in samples} for x in (q_offsets, kv_offsets)
+        )
 
-    def setup(self, implementations: dict[str, Callable[[], Implementation]], baseline: str = "") -> Setup:
+    def setup(
+        self, implementations: dict[str, Callable[[], Implementation]], baseline: str = ""
+    ) -> Setup:
         q_bytes, kv_bytes = (self.inputs[name].numel() * self.dtype.itemsize for name in ("q", "k"))
         flops = 4.0 * self.attention.num_heads * self.attention.head_dim * self.attention.pairs
         return Setup(
@@ -102,47 +116,87 @@ class Problem:
         results = {}
         for b in self.q_rows:
             rows = {"q": self.q_rows[b], "k": self.kv_rows[b], "v": self.kv_rows[b]}
-            sample = {name: x.detach()[rows[name]].to(dtype).requires_grad_() for name, x in self.inputs.items()}
-            out = self.attention.plain(*(x.transpose(0, 1) for x in sample.values())).transpose(0, 1)
-            gradients = torch.autograd.grad(out, tuple(sample.values()), self.grad[rows["q"]].to(dtype))
-            results |= {f"{name}/{b}": x for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))}
+            sample = {
+                name: x.detach()[rows[name]].to(dtype).requires_grad_()
+                for name, x in self.inputs.items()
+            }
+            out = self.attention.plain(*(x.transpose(0, 1) for x in sample.values())).transpose(
+                0, 1
+            )
+            gradients = torch.autograd.grad(
+                out, tuple(sample.values()), self.grad[rows["q"]].to(dtype)
+            )
+            results |= {
+                f"{name}/{b}": x
+                for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
+            }
         return results
 
-    def implementation(self, forward, inputs=None, grad=None, rows_of=lambda x, b, rows: x[rows], **extra) -> Implementation:
-        """``rows_of(x, b, rows)`` returns segment b's ``[N, H, D]`` of a result in the layout of ``inputs``."""
+    def implementation(
+        self, forward, inputs=None, grad=None, rows_of=lambda x, b, rows: x[rows], **extra
+    ) -> Implementation:
+        """``rows_of(x, b, rows)`` returns segment b's ``[N, H, D]`` of a result in the layout of
+        ``inputs``."""
 
         def pick(name, x):
             rows = self.q_rows if name in ("out", "dq") else self.kv_rows
             return {b: rows_of(x, b, rows[b]) for b in rows}
 
         inputs = self.inputs if inputs is None else inputs
-        return Implementation(lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra)
+        return Implementation(
+            lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra
+        )
 
     def schedule(self, kernels: str = "auto") -> tuple[jm.TileSchedule, dict[str, float]]:
-        return timed_schedule(*self.attention.lengths, self.inputs["q"], self.attention.options["mask"], kernels)
+        return timed_schedule(
+            *self.attention.lengths, self.inputs["q"], self.attention.options["mask"], kernels
+        )
 
     def ours(self, kernels: str = "auto") -> Implementation:
         schedule, build_ms = self.schedule(kernels)
         return self.scheduled(schedule, kernels, host_ms=build_ms)
 
     def our_implementations(self) -> dict[str, Callable[[], Implementation]]:
-        return {name: partial(self.ours, kernels) for name, kernels in our_kernels(self.device).items()}
+        return {
+            name: partial(self.ours, kernels) for name, kernels in our_kernels(self.device).items()
+        }
 
-    def scheduled(self, schedule: jm.TileSchedule | None, kernels: str = "auto", **extra) -> Implementation:
+    def scheduled(
+        self, schedule: jm.TileSchedule | None, kernels: str = "auto", **extra
+    ) -> Implementation:
         """With a given schedule. None: the operator lists the tiles on the device."""
-        options = {"max_seqlen_q": self.max_q, "max_seqlen_kv": self.max_kv, "schedule": schedule, "implementation": kernels}
+        options = {
+            "max_seqlen_q": self.max_q,
+            "max_seqlen_kv": self.max_kv,
+            "schedule": schedule,
+            "implementation": kernels,
+        }
         offsets = {"q_offsets": self.q_offsets, "kv_offsets": self.kv_offsets}
-        return self.implementation(partial(F.jagged_attention, **offsets, **options, **self.attention.options), **extra)
+        return self.implementation(
+            partial(F.jagged_attention, **offsets, **options, **self.attention.options), **extra
+        )
 
     def schedule_in_each_call(self) -> Implementation:
-        """Self-attention whose schedule is built on the host, as layers do it. Offsets are another tensor each time, so none is kept."""
-        sizes = {"num_heads": self.attention.num_heads, "head_dim": self.attention.head_dim, "dtype": self.dtype}
+        """Self-attention whose schedule is built on the host, as layers do it. Offsets are another
+        tensor each time, so none is kept."""
+        sizes = {
+            "num_heads": self.attention.num_heads,
+            "head_dim": self.attention.head_dim,
+            "dtype": self.dtype,
+        }
         sizes["mask"] = self.attention.options["mask"]
 
         def forward(q, k, v):
-            segments = jm.Jagged(q.detach(), self.q_offsets.detach(), self.max_q, host_lengths=self.attention.q_lengths)
+            segments = jm.Jagged(
+                q.detach(),
+                self.q_offsets.detach(),
+                self.max_q,
+                host_lengths=self.attention.q_lengths,
+            )
             schedule = segments.schedule(**sizes)
-            return F.jagged_attention(q, k, v, segments.offsets, schedule=schedule, **self.attention.options)
+            return F.jagged_attention(
+                q, k, v, segments.offsets, schedule=schedule, **self.attention.options
+            )
 
         return self.implementation(forward)
 
@@ -152,13 +206,27 @@ class Problem:
 
     def flash(self) -> dict[str, Callable[[], Implementation]]:
         """FlashAttention with offsets; on CUDA only."""
-        causal, modules = self.attention.causal, peers.FLASH_ATTENTION if self.device == "cuda" else {}
-        newer = {name: lambda module=module: self.varlen(peers.flash_attention(module, causal)) for name, module in modules.items()}
-        return ({FA2: lambda: self.varlen(partial(varlen_attention, causal=causal))} | newer) if modules else {}
+        causal, modules = (
+            self.attention.causal,
+            peers.FLASH_ATTENTION if self.device == "cuda" else {},
+        )
+        newer = {
+            name: lambda module=module: self.varlen(peers.flash_attention(module, causal))
+            for name, module in modules.items()
+        }
+        return (
+            ({FA2: lambda: self.varlen(partial(varlen_attention, causal=causal))} | newer)
+            if modules
+            else {}
+        )
 
     def padded(self) -> Implementation:
-        """On ``[B, H, N, D]``. Under a causal mask no valid query sees padding, as it comes later."""
-        q_valid, kv_valid = ((torch.arange(int(x.max())) < x[:, None]).to(self.device) for x in self.attention.lengths)
+        """On ``[B, H, N, D]``. Under a causal mask no valid query sees padding, as it comes
+        later."""
+        q_valid, kv_valid = (
+            (torch.arange(int(x.max())) < x[:, None]).to(self.device)
+            for x in self.attention.lengths
+        )
         valid = {"q": q_valid, "k": kv_valid, "v": kv_valid}
         if self.attention.activation != "softmax":
             forward = self.attention.plain
@@ -168,7 +236,9 @@ class Problem:
             forward = partial(scaled_dot_product_attention, attn_mask=kv_valid[:, None, None, :])
         return self.implementation(
             lambda q, k, v: forward(q, k, v),
-            leaves(**{name: pad(x, valid[name]).transpose(1, 2) for name, x in self.inputs.items()}),
+            leaves(
+                **{name: pad(x, valid[name]).transpose(1, 2) for name, x in self.inputs.items()}
+            ),
             pad(self.grad, q_valid).transpose(1, 2).contiguous(),
             lambda x, b, rows: x[b, :, : rows.stop - rows.start].transpose(0, 1),
             note="padded inputs",

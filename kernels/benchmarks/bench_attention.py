@@ -1,11 +1,15 @@
-"""Jagged attention against torch and peers: self-attention over jagged sequences, target attention with shared users.
+"""Jagged attention against torch and peers: self-attention over jagged sequences, target attention
+with shared users.
 
-    python kernels/benchmarks/bench_attention.py                    # on a CUDA device: both tables, the memory sweep, the ladder
-    python kernels/benchmarks/bench_attention.py --device cpu       # the CPU path against padded attention
+    # on a CUDA device: both tables, the memory sweep, the ladder
+    python kernels/benchmarks/bench_attention.py
+    # the CPU path against padded attention
+    python kernels/benchmarks/bench_attention.py --device cpu
     python kernels/benchmarks/bench_attention.py --tiny --device cpu
 
-TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike. The floor is the time
-of that work at the rate that long GEMMs attain on an H200.
+TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every
+implementation alike. The floor is the time of that work at the rate that long GEMMs attain on an
+H200.
 """
 
 import dataclasses
@@ -40,30 +44,47 @@ from torch.nn.functional import scaled_dot_product_attention
 import jagged_modules as jm
 from jagged_modules import functional as F
 
-# -- the definition, and padded forms of it ------------------------------------------------------------------------
+# -- the definition, and padded forms of it --------------------------------------------------------
 
 
 def reference(samples: dict, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients of sampled segments: ``samples[part]`` holds their q, k, v and output gradient, each ``[N, H, D]``."""
+    """Output and gradients of sampled segments: ``samples[part]`` holds their q, k, v and output
+    gradient, each ``[N, H, D]``."""
     results = {}
     for part, tensors in samples.items():
         *qkv, grad = (x.detach().to(dtype) for x in tensors)
         qkv = [x.requires_grad_() for x in qkv]
         out = plain_attention(*(x.transpose(0, 1) for x in qkv)).transpose(0, 1)
         gradients = torch.autograd.grad(out, qkv, grad)
-        results |= {f"{name}/{part}": x for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))}
+        results |= {
+            f"{name}/{part}": x
+            for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
+        }
     return results
 
 
 def setup_of(
-    implementations: dict[str, Callable[[], Implementation]], samples: dict, dtype: torch.dtype, device: str, flops: float
+    implementations: dict[str, Callable[[], Implementation]],
+    samples: dict,
+    dtype: torch.dtype,
+    device: str,
+    flops: float,
 ) -> Setup:
     attainable = ATTAINABLE.get(device_name(device))
     backward_flops = BACKWARD_FLOPS * flops
-    return Setup(implementations, partial(reference, samples), dtype, flops=flops, backward_flops=backward_flops, attainable=attainable)
+    return Setup(
+        implementations,
+        partial(reference, samples),
+        dtype,
+        flops=flops,
+        backward_flops=backward_flops,
+        attainable=attainable,
+    )
 
 
-def sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def sdpa(
+    backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """torch's scaled_dot_product_attention, by one backend or (None) the one it chooses."""
     if backend is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -71,34 +92,60 @@ def sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tens
         return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-# -- self-attention ------------------------------------------------------------------------------------------------
+# -- self-attention --------------------------------------------------------------------------------
 
 
-def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: int, head_dim: int, cpu_table: bool = False) -> Setup:
-    """Jagged self-attention. ``cpu_table``: the peers pad and unpad in the measured call, as models on a CPU do."""
+def self_attention(
+    device: str,
+    dtype: torch.dtype,
+    lengths: Tensor,
+    num_heads: int,
+    head_dim: int,
+    cpu_table: bool = False,
+) -> Setup:
+    """Jagged self-attention. ``cpu_table``: the peers pad and unpad in the measured call, as models
+    on a CPU do."""
     max_seqlen, total = int(lengths.max()), int(lengths.sum())
     host_offsets = offsets_of(lengths)
     offsets = host_offsets.to(device)
     valid = (torch.arange(max_seqlen) < lengths[:, None]).to(device)
     q, k, v, grad = random_tensors(device, dtype, *[(total, num_heads, head_dim)] * 4)
     inputs = leaves(q=q, k=k, v=v)
-    parts = {segment: slice(*host_offsets[segment : segment + 2].tolist()) for segment in sample_segments(lengths)}
+    parts = {
+        segment: slice(*host_offsets[segment : segment + 2].tolist())
+        for segment in sample_segments(lengths)
+    }
 
     def jagged(forward, **extra):
-        return Implementation(lambda: forward(**inputs), inputs, lambda name, x: {b: x[rows] for b, rows in parts.items()}, grad, **extra)
+        return Implementation(
+            lambda: forward(**inputs),
+            inputs,
+            lambda name, x: {b: x[rows] for b, rows in parts.items()},
+            grad,
+            **extra,
+        )
 
     def ours(kernels: str):
         schedule, build_ms = timed_schedule(lengths, lengths, q, implementation=kernels)
-        forward = partial(F.jagged_attention, q_offsets=offsets, max_seqlen_q=max_seqlen, schedule=schedule, implementation=kernels)
+        forward = partial(
+            F.jagged_attention,
+            q_offsets=offsets,
+            max_seqlen_q=max_seqlen,
+            schedule=schedule,
+            implementation=kernels,
+        )
         return jagged(forward, host_ms=build_ms)
 
     def unfused():
-        """Composed of jagged operators, which have no heads. q is scaled, as it is smaller than the scores."""
+        """Composed of jagged operators, which have no heads. q is scaled, as it is smaller than the
+        scores."""
         plan = F.ScorePlan.from_offsets(host_offsets).to(device)
 
         def forward(q, k, v):
             scores = F.jagged_jagged_bmm_jagged_out(q[:, 0] / math.sqrt(head_dim), k[:, 0], plan)
-            return F.array_jagged_bmm_jagged_out(F.jagged2_softmax(scores, plan), v[:, 0], plan)[:, None]
+            return F.array_jagged_bmm_jagged_out(F.jagged2_softmax(scores, plan), v[:, 0], plan)[
+                :, None
+            ]
 
         return jagged(forward)
 
@@ -106,10 +153,13 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         return jagged(lambda q, k, v: attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
 
     def sll():
-        """FBGEMM's computes softmax(q kᵀ) v / max_seqlen, so q, v and their gradients are scaled to match."""
+        """FBGEMM's computes softmax(q kᵀ) v / max_seqlen, so q, v and their gradients are scaled to
+        match."""
         attention = peers.sll("multi_head_jagged_flash_attention")
         factors = {"q": head_dim**-0.5, "k": 1.0, "v": float(max_seqlen)}
-        heads_first = leaves(**{name: factors[name] * x.transpose(0, 1) for name, x in inputs.items()})
+        heads_first = leaves(
+            **{name: factors[name] * x.transpose(0, 1) for name, x in inputs.items()}
+        )
 
         def pick(name, x):
             x = x * factors.get(name.removeprefix("d"), 1.0)
@@ -124,7 +174,8 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         )
 
     def padded(attention, masked: bool):
-        """On inputs that are already padded, ``[B, H, N, D]``: padding and unpadding are not measured."""
+        """On inputs that are already padded, ``[B, H, N, D]``: padding and unpadding are not
+        measured."""
         dense = leaves(**{name: pad(x, valid).transpose(1, 2) for name, x in inputs.items()})
         right = [b for b in parts if masked or lengths[b] == max_seqlen]
         return Implementation(
@@ -132,7 +183,9 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
             dense,
             lambda name, x: {b: x[b, :, : lengths[b]].transpose(0, 1) for b in right},
             pad(grad, valid).transpose(1, 2).contiguous(),
-            note="padded inputs" if masked else "padded inputs, no mask: right for segments of full length only",
+            note="padded inputs"
+            if masked
+            else "padded inputs, no mask: right for segments of full length only",
         )
 
     def pad_and_unpad(attention):
@@ -150,7 +203,10 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
     else:
         others = {
             FA2: varlen,
-            **{name: lambda module=module: varlen(peers.flash_attention(module)) for name, module in peers.FLASH_ATTENTION.items()},
+            **{
+                name: lambda module=module: varlen(peers.flash_attention(module))
+                for name, module in peers.FLASH_ATTENTION.items()
+            },
             peers.SLL: sll,
             DENSE_FLASH: partial(padded, partial(sdpa, SDPBackend.FLASH_ATTENTION), False),
             "SDPA cuDNN, padded": partial(padded, partial(sdpa, SDPBackend.CUDNN_ATTENTION), False),
@@ -163,24 +219,41 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
     return setup_of(implementations, samples, dtype, device, flops)
 
 
-# -- target attention ----------------------------------------------------------------------------------------------
+# -- target attention ------------------------------------------------------------------------------
 
 
 def target_attention(
-    device: str, dtype: torch.dtype, counts: Tensor, histories: Tensor, num_queries: int, num_heads: int, head_dim: int
+    device: str,
+    dtype: torch.dtype,
+    counts: Tensor,
+    histories: Tensor,
+    num_queries: int,
+    num_heads: int,
+    head_dim: int,
 ) -> Setup:
-    """Candidates (``counts`` per user) of ``num_queries`` rows each attend to their user's history (``histories`` rows).
+    """Candidates (``counts`` per user) of ``num_queries`` rows each attend to their user's history
+    (``histories`` rows).
 
-    "Folded" treats a user's candidates as one query sequence. "replicate" copies the history to each candidate, as models without in-kernel
-    broadcast do; it pads jagged histories and masks the padding.
+    "Folded" treats a user's candidates as one query sequence. "replicate" copies the history to
+    each candidate, as models without in-kernel broadcast do; it pads jagged histories and masks the
+    padding.
     """
     num_users, num_candidates, max_history = len(counts), int(counts.sum()), int(histories.max())
-    equal_histories, equal_counts = bool((histories == max_history).all()), bool((counts == counts[0]).all())
+    equal_histories, equal_counts = (
+        bool((histories == max_history).all()),
+        bool((counts == counts[0]).all()),
+    )
     max_rows = int(counts.max()) * num_queries
     host_candidate_offsets, host_kv_offsets = offsets_of(counts), offsets_of(histories)
-    q_offsets, kv_offsets = (host_candidate_offsets * num_queries).to(device), host_kv_offsets.to(device)
+    q_offsets, kv_offsets = (
+        (host_candidate_offsets * num_queries).to(device),
+        host_kv_offsets.to(device),
+    )
     candidate_to_user = torch.arange(num_users).repeat_interleave(counts).to(device)
-    q_shape, kv_shape = (num_candidates, num_queries, num_heads, head_dim), (int(histories.sum()), num_heads, head_dim)
+    q_shape, kv_shape = (
+        (num_candidates, num_queries, num_heads, head_dim),
+        (int(histories.sum()), num_heads, head_dim),
+    )
     q, k, v, grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
     inputs = leaves(q=q, k=k, v=v)
     users = sample_segments(histories)
@@ -197,24 +270,42 @@ def target_attention(
 
     def ours(kernels: str):
         candidates = jm.CandidateIndex.from_counts(counts.to(device))
-        schedule, build_ms = timed_schedule(counts * num_queries, histories, q, implementation=kernels)
-        shared = {"candidates": candidates, "kv_offsets": kv_offsets, "max_seqlen_kv": max_history, "schedule": schedule}
-        return folded(partial(F.target_attention, **shared, implementation=kernels), host_ms=build_ms)
+        schedule, build_ms = timed_schedule(
+            counts * num_queries, histories, q, implementation=kernels
+        )
+        shared = {
+            "candidates": candidates,
+            "kv_offsets": kv_offsets,
+            "max_seqlen_kv": max_history,
+            "schedule": schedule,
+        }
+        return folded(
+            partial(F.target_attention, **shared, implementation=kernels), host_ms=build_ms
+        )
 
     def varlen(attention=varlen_attention):
         def forward(q, k, v):
-            return attention(q.flatten(0, 1), k, v, q_offsets, kv_offsets, max_rows, max_history).view(q_shape)
+            return attention(
+                q.flatten(0, 1), k, v, q_offsets, kv_offsets, max_rows, max_history
+            ).view(q_shape)
 
         return folded(forward)
 
     def ikbo():
         attention = peers.ikbo_attention()
         detached = {name: x.detach() for name, x in inputs.items()}
-        return Implementation(lambda: attention(*detached.values(), candidate_to_user, max_history), detached, pick, note="forward only")
+        return Implementation(
+            lambda: attention(*detached.values(), candidate_to_user, max_history),
+            detached,
+            pick,
+            note="forward only",
+        )
 
     def cudnn_folded():
         def forward(q, k, v):
-            users_first = (x.view(num_users, -1, num_heads, head_dim).transpose(1, 2) for x in (q, k, v))
+            users_first = (
+                x.view(num_users, -1, num_heads, head_dim).transpose(1, 2) for x in (q, k, v)
+            )
             return sdpa(SDPBackend.CUDNN_ATTENTION, *users_first).transpose(1, 2).reshape(q_shape)
 
         return folded(forward)
@@ -237,15 +328,25 @@ def target_attention(
         def pick_replicated(name, x):
             if name in ("out", "dq"):
                 return pick(name, x)
-            per_user = {u: x[u] if in_measured_call else x[candidates_of[u]].double().sum(0) for u in users}
+            per_user = {
+                u: x[u] if in_measured_call else x[candidates_of[u]].double().sum(0) for u in users
+            }
             return {u: rows[: histories[u]] for u, rows in per_user.items()}
 
-        return Implementation(forward, own, pick_replicated, grad, note="" if in_measured_call else "K and V come replicated")
+        return Implementation(
+            forward,
+            own,
+            pick_replicated,
+            grad,
+            note="" if in_measured_call else "K and V come replicated",
+        )
 
     implementations = our_implementations(device, head_dim, ours)
     implementations[f"{FA2}, folded"] = varlen
     for name, module in peers.FLASH_ATTENTION.items():
-        implementations[f"{name}, folded"] = lambda module=module: varlen(peers.flash_attention(module))
+        implementations[f"{name}, folded"] = lambda module=module: varlen(
+            peers.flash_attention(module)
+        )
     if equal_histories and equal_counts:
         implementations |= {"SDPA cuDNN, folded": cudnn_folded, peers.IKBO: ikbo}
     kind = "cuDNN" if equal_histories else "with key mask"
@@ -253,22 +354,37 @@ def target_attention(
     implementations[f"SDPA {kind}, replicated"] = partial(replicated, False)
     flops = 4.0 * num_heads * head_dim * num_queries * float((counts * histories).sum())
     samples = {
-        u: (q[candidates_of[u]].flatten(0, 1), k[history_of[u]], v[history_of[u]], grad[candidates_of[u]].flatten(0, 1)) for u in users
+        u: (
+            q[candidates_of[u]].flatten(0, 1),
+            k[history_of[u]],
+            v[history_of[u]],
+            grad[candidates_of[u]].flatten(0, 1),
+        )
+        for u in users
     }
     return setup_of(implementations, samples, dtype, device, flops)
 
 
 def self_and_target_attention(
-    device: str, dtype: torch.dtype, counts: Tensor, histories: Tensor, num_queries: int, num_heads: int, head_dim: int
+    device: str,
+    dtype: torch.dtype,
+    counts: Tensor,
+    histories: Tensor,
+    num_queries: int,
+    num_heads: int,
+    head_dim: int,
 ) -> Setup:
-    """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history.
+    """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend
+    to the user's history.
 
-    Measured in one launch of each kernel, and for each kind of query alone. The two times alone add up to those of two launches, without
-    adding two dk and two dv.
+    Measured in one launch of each kernel, and for each kind of query alone. The two times alone add
+    up to those of two launches, without adding two dk and two dv.
     """
     lengths = {"own rows": histories, "candidates": counts * num_queries}
     shapes = {kind: (int(rows.sum()), num_heads, head_dim) for kind, rows in lengths.items()}
-    k, v, *queries = random_tensors(device, dtype, *[shapes["own rows"]] * 2, *shapes.values(), *shapes.values())
+    k, v, *queries = random_tensors(
+        device, dtype, *[shapes["own rows"]] * 2, *shapes.values(), *shapes.values()
+    )
     q_of, grad_of = dict(zip(lengths, queries[:2])), dict(zip(lengths, queries[2:]))
     users, host_kv_offsets = sample_segments(histories), offsets_of(histories)
     kv_offsets = host_kv_offsets.to(device)
@@ -282,36 +398,63 @@ def self_and_target_attention(
         return torch.cat([torch.arange(*offsets[i : i + 2].tolist()) for i in starts]).to(device)
 
     def sample(kinds: tuple[str, ...]) -> dict:
-        q, grad, offsets = joined(q_of, kinds), joined(grad_of, kinds), offsets_of(joined(lengths, kinds))
+        q, grad, offsets = (
+            joined(q_of, kinds),
+            joined(grad_of, kinds),
+            offsets_of(joined(lengths, kinds)),
+        )
         rows = {u: (rows_of(u, offsets), rows_of(u, host_kv_offsets)) for u in users}
-        return {f"{' and '.join(kinds)} of {u}": (q[own], k[history], v[history], grad[own]) for u, (own, history) in rows.items()}
+        return {
+            f"{' and '.join(kinds)} of {u}": (q[own], k[history], v[history], grad[own])
+            for u, (own, history) in rows.items()
+        }
 
     def implementation(kernels: str, kinds: tuple[str, ...]) -> Implementation:
         inputs, rows = leaves(q=joined(q_of, kinds), k=k, v=v), joined(lengths, kinds)
         offsets = offsets_of(rows)
         schedule, build_ms = timed_schedule(rows, histories, inputs["q"], implementation=kernels)
         options = {"schedule": schedule, "implementation": kernels}
-        forward = partial(F.jagged_attention, *inputs.values(), offsets.to(device), kv_offsets, **options)
+        forward = partial(
+            F.jagged_attention, *inputs.values(), offsets.to(device), kv_offsets, **options
+        )
 
         def pick(name, x):
-            return {f"{' and '.join(kinds)} of {u}": x[rows_of(u, host_kv_offsets if name in ("dk", "dv") else offsets)] for u in users}
+            return {
+                f"{' and '.join(kinds)} of {u}": x[
+                    rows_of(u, host_kv_offsets if name in ("dk", "dv") else offsets)
+                ]
+                for u in users
+            }
 
-        return Implementation(forward, inputs, pick, joined(grad_of, kinds), host_ms=build_ms, whole=len(kinds) == len(lengths))
+        return Implementation(
+            forward,
+            inputs,
+            pick,
+            joined(grad_of, kinds),
+            host_ms=build_ms,
+            whole=len(kinds) == len(lengths),
+        )
 
     both = tuple(lengths)
-    implementations = {name: partial(implementation, kernels, both) for name, kernels in our_kernels(device).items()}
-    implementations |= {f"{OURS}, {kind} alone": partial(implementation, "auto", (kind,)) for kind in both}
+    implementations = {
+        name: partial(implementation, kernels, both)
+        for name, kernels in our_kernels(device).items()
+    }
+    implementations |= {
+        f"{OURS}, {kind} alone": partial(implementation, "auto", (kind,)) for kind in both
+    }
     samples = sample(both) | {part: x for kind in both for part, x in sample((kind,)).items()}
     flops = 4.0 * num_heads * head_dim * float((sum(lengths.values()) * histories).sum())
     return setup_of(implementations, samples, dtype, device, flops)
 
 
-# -- cases ---------------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of the tables. ``self_shapes``, ``ladder`` and ``cpu_shapes`` hold (B, maximum length, H, D)."""
+    """The sizes of the tables. ``self_shapes``, ``ladder`` and ``cpu_shapes`` hold (B, maximum
+    length, H, D)."""
 
     self_shapes: list[tuple[int, int, int, int]]
     ladder: list[tuple[int, int, int, int]]
@@ -362,31 +505,64 @@ def odd_counts(num_candidates: int, num_users: int) -> Tensor:
     return uniform_lengths(num_users, 1, 2 * num_candidates // num_users - 1) | 1
 
 
-def keep_implementations(setup: Callable[[], Setup], prefixes: tuple[str, ...], without: tuple[str, ...] = ()) -> Setup:
-    """The setup with only the implementations whose name starts with one of ``prefixes``, without those named in ``without``."""
+def keep_implementations(
+    setup: Callable[[], Setup], prefixes: tuple[str, ...], without: tuple[str, ...] = ()
+) -> Setup:
+    """The setup with only the implementations whose name starts with one of ``prefixes``, without
+    those named in ``without``."""
     whole = setup()
-    kept = {name: build for name, build in whole.implementations.items() if name.startswith(prefixes) and name not in without}
+    kept = {
+        name: build
+        for name, build in whole.implementations.items()
+        if name.startswith(prefixes) and name not in without
+    }
     return dataclasses.replace(whole, implementations=kept)
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
-    """CUDA: both tables, the memory sweep and the ladder, bf16. CPU: the table of the CPU path, fp32. ``tiny``: everything, small."""
+    """CUDA: both tables, the memory sweep and the ladder, bf16. CPU: the table of the CPU path,
+    fp32. ``tiny``: everything, small."""
     sizes = TINY if tiny else FULL
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cases = []
     if device == "cpu":
         for batch, longest, heads, dim in sizes.cpu_shapes:
-            setup = partial(self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim, cpu_table=True)
-            cases.append(Case("jagged self-attention, padding included", f"B{batch} N{longest} H{heads} D{dim}", setup))
+            setup = partial(
+                self_attention,
+                device,
+                dtype,
+                uniform_lengths(batch, 1, longest),
+                heads,
+                dim,
+                cpu_table=True,
+            )
+            cases.append(
+                Case(
+                    "jagged self-attention, padding included",
+                    f"B{batch} N{longest} H{heads} D{dim}",
+                    setup,
+                )
+            )
         if not tiny:
             return cases
 
     for batch, longest, heads, dim in sizes.self_shapes:
-        setup = partial(self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim)
+        setup = partial(
+            self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim
+        )
         cases.append(Case("jagged self-attention", f"B{batch} N{longest} H{heads} D{dim}", setup))
 
     def target(counts: Tensor, histories: Tensor):
-        return partial(target_attention, device, dtype, counts, histories, sizes.num_queries, sizes.num_heads, sizes.head_dim)
+        return partial(
+            target_attention,
+            device,
+            dtype,
+            counts,
+            histories,
+            sizes.num_queries,
+            sizes.num_heads,
+            sizes.head_dim,
+        )
 
     def equal_groups(num_candidates: int) -> Tensor:
         return torch.full((sizes.num_users,), num_candidates // sizes.num_users)
@@ -396,25 +572,72 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
         cases.append(Case("target attention", f"history {history}", setup))
     for history in sizes.long_histories:
         setup = target(equal_groups(sizes.num_candidates), torch.full((sizes.num_users,), history))
-        setup = partial(keep_implementations, setup, (OURS, "varlen_attn", "SDPA cuDNN, folded", "Flash", peers.IKBO))
+        setup = partial(
+            keep_implementations,
+            setup,
+            (OURS, "varlen_attn", "SDPA cuDNN, folded", "Flash", peers.IKBO),
+        )
         cases.append(Case("target attention", f"history {history}", setup))
     for history in sizes.histories:
         lengths = uniform_lengths(sizes.num_users, int(0.4 * history), history)  # mean/max 0.7
         setup = target(odd_counts(sizes.num_candidates, sizes.num_users), lengths)
-        cases.append(Case("target attention, jagged histories, odd groups", f"history {int(0.4 * history)}..{history}", setup))
+        cases.append(
+            Case(
+                "target attention, jagged histories, odd groups",
+                f"history {int(0.4 * history)}..{history}",
+                setup,
+            )
+        )
     for history in sizes.histories[:3]:
-        lengths, candidates = uniform_lengths(sizes.num_users, 1, history), sizes.num_candidates // 4
-        shape = odd_counts(candidates, sizes.num_users), lengths, sizes.num_queries, sizes.num_heads, sizes.head_dim
+        lengths, candidates = (
+            uniform_lengths(sizes.num_users, 1, history),
+            sizes.num_candidates // 4,
+        )
+        shape = (
+            odd_counts(candidates, sizes.num_users),
+            lengths,
+            sizes.num_queries,
+            sizes.num_heads,
+            sizes.head_dim,
+        )
         setup = partial(self_and_target_attention, device, dtype, *shape)
-        cases.append(Case("self and target attention in one launch", f"history 1..{history}, {candidates} candidates", setup))
+        cases.append(
+            Case(
+                "self and target attention in one launch",
+                f"history 1..{history}, {candidates} candidates",
+                setup,
+            )
+        )
     for candidates in sizes.sweep:
-        setup = target(equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history))
-        setup = partial(keep_implementations, setup, (OURS, "replicate + SDPA"), without=(PORTABLE,))
-        cases.append(Case("target attention, memory of a training step", f"{candidates} candidates", setup, timed=False))
+        setup = target(
+            equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history)
+        )
+        setup = partial(
+            keep_implementations, setup, (OURS, "replicate + SDPA"), without=(PORTABLE,)
+        )
+        cases.append(
+            Case(
+                "target attention, memory of a training step",
+                f"{candidates} candidates",
+                setup,
+                timed=False,
+            )
+        )
     for batch, longest, heads, dim in sizes.ladder:
-        setup = partial(self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim)
-        setup = partial(keep_implementations, setup, (DENSE, UNFUSED, DENSE_FLASH, OURS), without=(PORTABLE,))
-        cases.append(Case("ladder: dense, jagged, each unfused and fused", f"B{batch} N{longest} H{heads} D{dim}", setup, picture="ms"))
+        setup = partial(
+            self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim
+        )
+        setup = partial(
+            keep_implementations, setup, (DENSE, UNFUSED, DENSE_FLASH, OURS), without=(PORTABLE,)
+        )
+        cases.append(
+            Case(
+                "ladder: dense, jagged, each unfused and fused",
+                f"B{batch} N{longest} H{heads} D{dim}",
+                setup,
+                picture="ms",
+            )
+        )
     return cases
 
 

@@ -1,7 +1,7 @@
 """The cost of `jm.batch_invariant(True)`: each case runs with and without it.
 
-Cases are the first of each table of the other benchmarks, the first of each jagged operator, and a layer's projection, which is torch's own
-matrix multiplication by default.
+Cases are the first of each table of the other benchmarks, the first of each jagged operator, and a
+layer's projection, which is torch's own matrix multiplication by default.
 
     python kernels/benchmarks/bench_batch_invariant.py                        # on a CUDA device
     python kernels/benchmarks/bench_batch_invariant.py --only "attention"     # some of the tables
@@ -28,7 +28,13 @@ from runner import Case, Implementation, Setup, main
 import jagged_modules as jm
 from jagged_modules import functional as F
 
-BENCHMARKS = bench_attention, bench_gdpa, bench_block_attention, bench_jagged_ops, bench_linear_compress
+BENCHMARKS = (
+    bench_attention,
+    bench_gdpa,
+    bench_block_attention,
+    bench_jagged_ops,
+    bench_linear_compress,
+)
 
 
 def invariant(build: Callable[[], Implementation]) -> Implementation:
@@ -41,7 +47,9 @@ def in_both_modes(case: Case) -> Case:
     def setup() -> Setup:
         made = case.setup()
         build = made.implementations[OURS]
-        return dataclasses.replace(made, implementations={OURS: build, INVARIANT: partial(invariant, build)}, baseline=OURS)
+        return dataclasses.replace(
+            made, implementations={OURS: build, INVARIANT: partial(invariant, build)}, baseline=OURS
+        )
 
     return dataclasses.replace(case, setup=setup, picture="")
 
@@ -49,11 +57,15 @@ def in_both_modes(case: Case) -> Case:
 def projection(device: str, rows: int, width: int, columns: int) -> Setup:
     """`[rows, width]` times the weight `[columns, width]` of a layer."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x, weight, grad = random_tensors(device, dtype, (rows, width), (columns, width), (rows, columns))
+    x, weight, grad = random_tensors(
+        device, dtype, (rows, width), (columns, width), (rows, columns)
+    )
     inputs = leaves(x=x, weight=weight)
 
     def build() -> Implementation:
-        return Implementation(lambda: F.jagged_linear(**inputs), inputs, lambda name, x: {"all": x}, grad)
+        return Implementation(
+            lambda: F.jagged_linear(**inputs), inputs, lambda name, x: {"all": x}, grad
+        )
 
     def reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         x, weight, g = (tensor.detach().to(dtype) for tensor in (*inputs.values(), grad))
@@ -69,7 +81,10 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     for benchmark in BENCHMARKS:
         for case in benchmark.make_cases(device, tiny):
             if case.timed:
-                first.setdefault((case.table, case.name.split()[0] if benchmark is bench_jagged_ops else ""), case)
+                first.setdefault(
+                    (case.table, case.name.split()[0] if benchmark is bench_jagged_ops else ""),
+                    case,
+                )
     sizes = (64, 16, 24) if tiny else (65536 if device == "cuda" else 4096, 256, 768)
     linear = Case("projections", "L{} D{} T{}".format(*sizes), partial(projection, device, *sizes))
     return [in_both_modes(case) for case in (*first.values(), linear)]

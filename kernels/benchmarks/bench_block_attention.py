@@ -1,12 +1,15 @@
-"""Attention within blocks of rows of jagged segments, without and with rotary, against torch's fused attention.
+"""Attention within blocks of rows of jagged segments, without and with rotary, against torch's
+fused attention.
 
     python kernels/benchmarks/bench_block_attention.py                        # on a CUDA device
     python kernels/benchmarks/bench_block_attention.py --only "rotary|bf16"   # some of the tables
-    python kernels/benchmarks/bench_block_attention.py --device cpu           # the CPU path, smaller shapes
+    # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_block_attention.py --device cpu
     python kernels/benchmarks/bench_block_attention.py --tiny --device cpu
 
-GB count q, k, v and the output once; in the backward q, k, v, the output's gradient and theirs. The floor is the time of these bytes or of
-the FLOPs on an H200. TFLOP/s count 4·H·D for each pair of rows of a block and 2.5 times that backward. Speed-ups are over FlashAttention-2.
+GB count q, k, v and the output once; in the backward q, k, v, the output's gradient and theirs. The
+floor is the time of these bytes or of the FLOPs on an H200. TFLOP/s count 4·H·D for each pair of
+rows of a block and 2.5 times that backward. Speed-ups are over FlashAttention-2.
 """
 
 import dataclasses
@@ -50,32 +53,57 @@ def rotate_all(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def rotate_in_bf16(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Rotary as models without a kernel compute it: every operation is rounded, in the backward too."""
+    """Rotary as models without a kernel compute it: every operation is rounded, in the backward
+    too."""
     cos, sin = (table.bfloat16()[:, None] for table in (cos, sin))
     pairs = [x.unflatten(-1, (-1, 2)).unbind(-1) for x in tensors]
-    return [torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2) for first, second in pairs]
+    return [
+        torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+        for first, second in pairs
+    ]
 
 
 def compiled(function: Callable, **options) -> Callable:
-    """torch.compile without donated buffers: the backward is timed repeatedly on one retained graph."""
+    """torch.compile without donated buffers: the backward is timed repeatedly on one retained
+    graph."""
     torch._functorch.config.donated_buffer = False
     return torch.compile(function, **options)
 
 
-# -- one shape -----------------------------------------------------------------------------------------------------
+# -- one shape -------------------------------------------------------------------------------------
 
 
 class Problem:
-    """Inputs of one shape, implementations of attention on them, and the definition on sampled segments (``whole``: on all)."""
+    """Inputs of one shape, implementations of attention on them, and the definition on sampled
+    segments (``whole``: on all)."""
 
     def __init__(
-        self, device: str, dtype: torch.dtype, lengths: Tensor, num_heads: int, head_dim: int, block_size: int, rotate="", whole=False
+        self,
+        device: str,
+        dtype: torch.dtype,
+        lengths: Tensor,
+        num_heads: int,
+        head_dim: int,
+        block_size: int,
+        rotate="",
+        whole=False,
     ):
-        self.device, self.dtype, self.block_size, self.total = device, dtype, block_size, int(lengths.sum())
+        self.device, self.dtype, self.block_size, self.total = (
+            device,
+            dtype,
+            block_size,
+            int(lengths.sum()),
+        )
         host_offsets = offsets_of(lengths)
         self.offsets = host_offsets.to(device)
-        self.blocks = block_offsets(host_offsets, block_size, self.total).unique_consecutive().to(device)
-        self.rotary = jm.Rotary.from_frequencies(head_dim, int(lengths.max()), rotate, device=device) if rotate else None
+        self.blocks = (
+            block_offsets(host_offsets, block_size, self.total).unique_consecutive().to(device)
+        )
+        self.rotary = (
+            jm.Rotary.from_frequencies(head_dim, int(lengths.max()), rotate, device=device)
+            if rotate
+            else None
+        )
         q, k, v, self.grad = random_tensors(device, dtype, *[(self.total, num_heads, head_dim)] * 4)
         self.inputs = leaves(q=q, k=k, v=v)
         samples = range(len(lengths)) if whole else sample_segments(lengths)
@@ -85,7 +113,9 @@ class Problem:
     def precise(self) -> jm.Rotary:
         return dataclasses.replace(self.rotary, precise=True)
 
-    def setup(self, implementations: dict[str, Callable[[], Implementation]], baseline: str) -> Setup:
+    def setup(
+        self, implementations: dict[str, Callable[[], Implementation]], baseline: str
+    ) -> Setup:
         flops = 4.0 * self.grad[0].numel() * float(self.blocks.diff().double().square().sum())
         return Setup(
             implementations,
@@ -104,50 +134,86 @@ class Problem:
         for rows in self.rows:
             sample = [x.detach()[rows].to(dtype).requires_grad_() for x in self.inputs.values()]
             positions = torch.arange(len(sample[0]), device=self.device)
-            blocks = zip(*(x.split(self.block_size) for x in self.rotated(rotate_all, self.tables(positions), *sample)))
-            out = torch.cat([plain_attention(*(x.transpose(0, 1) for x in block)).transpose(0, 1) for block in blocks])
-            results.append((out.detach(), *torch.autograd.grad(out, sample, self.grad[rows].to(dtype))))
-        return {f"{name}/sampled": torch.cat(parts) for name, parts in zip(("out", "dq", "dk", "dv"), zip(*results))}
+            blocks = zip(
+                *(
+                    x.split(self.block_size)
+                    for x in self.rotated(rotate_all, self.tables(positions), *sample)
+                )
+            )
+            out = torch.cat(
+                [
+                    plain_attention(*(x.transpose(0, 1) for x in block)).transpose(0, 1)
+                    for block in blocks
+                ]
+            )
+            results.append(
+                (out.detach(), *torch.autograd.grad(out, sample, self.grad[rows].to(dtype)))
+            )
+        return {
+            f"{name}/sampled": torch.cat(parts)
+            for name, parts in zip(("out", "dq", "dk", "dv"), zip(*results))
+        }
 
     def tables(self, positions: Tensor) -> tuple[Tensor, ...]:
-        return () if self.rotary is None else (self.rotary.cos[positions], self.rotary.sin[positions])
+        return (
+            () if self.rotary is None else (self.rotary.cos[positions], self.rotary.sin[positions])
+        )
 
-    def rotated(self, rotate: Callable, tables: tuple[Tensor, ...], *qkv: Tensor) -> tuple[Tensor, ...]:
+    def rotated(
+        self, rotate: Callable, tables: tuple[Tensor, ...], *qkv: Tensor
+    ) -> tuple[Tensor, ...]:
         """q, k and v. Those that ``self.rotary`` names are rotated by ``tables``."""
         if self.rotary is None:
             return qkv
         count = len(self.rotary.rotate)
         return *rotate(*tables, *qkv[:count]), *qkv[count:]
 
-    def implementation(self, forward, inputs=None, grad=None, rows_of=lambda x, rows: x[rows], **extra) -> Implementation:
-        """``rows_of(x, rows)`` returns rows ``[N, H, D]`` of a result in the layout of ``inputs``."""
+    def implementation(
+        self, forward, inputs=None, grad=None, rows_of=lambda x, rows: x[rows], **extra
+    ) -> Implementation:
+        """``rows_of(x, rows)`` returns rows ``[N, H, D]`` of a result in the layout of
+        ``inputs``."""
 
         def pick(name, x):
             return {"sampled": torch.cat([rows_of(x, rows) for rows in self.rows])}
 
         inputs = self.inputs if inputs is None else inputs
-        return Implementation(lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra)
+        return Implementation(
+            lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra
+        )
 
     def ours(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        return F.block_diagonal_attention(q, k, v, self.offsets, block_size=self.block_size, **options)
+        return F.block_diagonal_attention(
+            q, k, v, self.offsets, block_size=self.block_size, **options
+        )
 
     def our_implementations(self, **options) -> dict[str, Callable[[], Implementation]]:
         kernels = our_kernels(self.device).items()
-        return {name: partial(self.implementation, partial(self.ours, implementation=x, **options)) for name, x in kernels}
+        return {
+            name: partial(self.implementation, partial(self.ours, implementation=x, **options))
+            for name, x in kernels
+        }
 
     def varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return varlen_attention(q, k, v, self.blocks, self.blocks, self.block_size, self.block_size)
 
-    def separate_rotary(self, attention: Callable, note: str = TABLES_NOTE, rotate: Callable = rotate_all) -> Implementation:
+    def separate_rotary(
+        self, attention: Callable, note: str = TABLES_NOTE, rotate: Callable = rotate_all
+    ) -> Implementation:
         """Rotary in one separate kernel before ``attention``; on the CPU in plain torch."""
         tables = self.tables(positions_in_segments(self.offsets, self.total))
         if self.device == "cuda" and rotate is rotate_all:
-            torch.compiler.reset()  # static shapes are fastest, and dynamo caches only a few graphs of a function
-            rotate = compiled(rotate_all, dynamic=False, options={"force_pointwise_cat": True})  # no fp32 intermediate
-        return self.implementation(lambda q, k, v: attention(*self.rotated(rotate, tables, q, k, v)), note=note)
+            # static shapes are fastest, and dynamo caches only a few graphs of a function
+            torch.compiler.reset()
+            # no fp32 intermediate
+            rotate = compiled(rotate_all, dynamic=False, options={"force_pointwise_cat": True})
+        return self.implementation(
+            lambda q, k, v: attention(*self.rotated(rotate, tables, q, k, v)), note=note
+        )
 
     def flex(self) -> Implementation:
-        """flex_attention, compiled, with all blocks in one sequence; the block mask separates them."""
+        """flex_attention, compiled, with all blocks in one sequence; the block mask separates
+        them."""
         from torch.nn.attention.flex_attention import flex_attention
 
         attention = partial(compiled(flex_attention, dynamic=True), block_mask=self.flex_mask())
@@ -160,13 +226,16 @@ class Problem:
         )
 
     def flex_mask(self, tile: int = 128):
-        """The block mask, from the first and last tile that each tile sees: create_block_mask would evaluate all total² pairs of rows."""
+        """The block mask, from the first and last tile that each tile sees: create_block_mask would
+        evaluate all total² pairs of rows."""
         from torch.nn.attention.flex_attention import BlockMask
 
         rows = torch.arange(self.total, dtype=torch.int32, device=self.device)
         block = torch.searchsorted(self.blocks, rows, right=True, out_int32=True) - 1
         first = self.blocks[block[::tile]] // tile
-        last = (self.blocks[block[(rows[::tile] + tile - 1).clamp(max=self.total - 1)] + 1] - 1) // tile
+        last = (
+            self.blocks[block[(rows[::tile] + tile - 1).clamp(max=self.total - 1)] + 1] - 1
+        ) // tile
         tiles = torch.arange(len(first), dtype=torch.int32, device=self.device)
         seen = (first[:, None] + tiles).clamp(max=len(first) - 1)[None, None]
 
@@ -174,10 +243,12 @@ class Problem:
             return block[i] == block[j]
 
         count, lengths = (last - first + 1)[None, None], (self.total, self.total)
-        return BlockMask.from_kv_blocks(count, seen, BLOCK_SIZE=tile, mask_mod=same_block, seq_lengths=lengths)
+        return BlockMask.from_kv_blocks(
+            count, seen, BLOCK_SIZE=tile, mask_mod=same_block, seq_lengths=lengths
+        )
 
 
-# -- tables --------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def without_rotary(problem: Callable[[], Problem], flex: bool = False) -> Setup:
@@ -196,7 +267,9 @@ def with_rotary(problem: Callable[[], Problem]) -> Setup:
         f"{SEPARATE} + {OURS}": partial(problem.separate_rotary, problem.ours),
     }
     if problem.device == "cuda":
-        implementations[f"{SEPARATE} + {FA2}"] = partial(problem.separate_rotary, problem.varlen, f"{TABLES_NOTE}; {BLOCKS_NOTE}")
+        implementations[f"{SEPARATE} + {FA2}"] = partial(
+            problem.separate_rotary, problem.varlen, f"{TABLES_NOTE}; {BLOCKS_NOTE}"
+        )
     return problem.setup(implementations, f"{SEPARATE} + {FA2}")
 
 
@@ -206,18 +279,42 @@ def accuracy(device: str, tiny: bool) -> list[dict]:
     batch, longest = sizes.accuracy
     lengths = uniform_lengths(batch, 1, longest)
     for rotate in ("qk", "qkv"):
-        problem = Problem(device, torch.bfloat16, lengths, sizes.num_heads, sizes.head_dim, sizes.block_size, rotate, whole=True)
+        problem = Problem(
+            device,
+            torch.bfloat16,
+            lengths,
+            sizes.num_heads,
+            sizes.head_dim,
+            sizes.block_size,
+            rotate,
+            whole=True,
+        )
         exact = problem.reference(torch.float64)
-        peer, attention = (FA2, problem.varlen) if device == "cuda" else (REFERENCE, partial(problem.ours, implementation="reference"))
-        ours, precise = (problem.implementation(partial(problem.ours, rotary=x)) for x in (problem.rotary, problem.precise))
+        peer, attention = (
+            (FA2, problem.varlen)
+            if device == "cuda"
+            else (REFERENCE, partial(problem.ours, implementation="reference"))
+        )
+        ours, precise = (
+            problem.implementation(partial(problem.ours, rotary=x))
+            for x in (problem.rotary, problem.precise)
+        )
         in_bf16 = problem.separate_rotary(attention, rotate=rotate_in_bf16)
-        separate = {f"{SEPARATE} + {peer}": problem.separate_rotary(attention), f"{SEPARATE} in bf16 + {peer}": in_bf16}
+        separate = {
+            f"{SEPARATE} + {peer}": problem.separate_rotary(attention),
+            f"{SEPARATE} in bf16 + {peer}": in_bf16,
+        }
         rows = []
         for name, implementation in ({OURS: ours, PRECISE: precise} | separate).items():
             row = {"rotary": rotate, "implementation": name}
             for result, x in implementation.run(backward=True).items():
-                errors = (implementation.pick(result, x)["sampled"] - exact[f"{result}/sampled"]).abs()
-                row |= {f"max {result}": errors.max().item(), f"mean {result}": errors.mean().item()}
+                errors = (
+                    implementation.pick(result, x)["sampled"] - exact[f"{result}/sampled"]
+                ).abs()
+                row |= {
+                    f"max {result}": errors.max().item(),
+                    f"mean {result}": errors.mean().item(),
+                }
             rows.append(row)
         largest = {row["implementation"]: row["max dq"] for row in rows}
         for row in rows:
@@ -227,7 +324,7 @@ def accuracy(device: str, tiny: bool) -> list[dict]:
     return table
 
 
-# -- cases ---------------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 def lengths_of_total(count: int, total: int) -> Tensor:
@@ -237,8 +334,14 @@ def lengths_of_total(count: int, total: int) -> Tensor:
 
 
 def lengths_of_mean(count: int, longest: int, mean: float) -> Tensor:
-    """Lengths up to ``longest`` with a mean of ``mean * longest``: uniform for 0.5, all equal for 1."""
-    return (longest * (uniform_lengths(count, 1, longest).double() / longest) ** (1 / mean - 1)).round().long().clamp(min=1)
+    """Lengths up to ``longest`` with a mean of ``mean * longest``: uniform for 0.5, all equal for
+    1."""
+    return (
+        (longest * (uniform_lengths(count, 1, longest).double() / longest) ** (1 / mean - 1))
+        .round()
+        .long()
+        .clamp(min=1)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +360,9 @@ class Sizes:
 
 
 SWEEP = [(128, 2048, mean) for mean in (0.3, 0.5, 0.7, 1.0)]
-SWEEP += [(128, longest, 0.5) for longest in (512, 1024, 4096, 7168)] + [(64, longest, 0.5) for longest in (512, 2048, 7168)]
+SWEEP += [(128, longest, 0.5) for longest in (512, 1024, 4096, 7168)] + [
+    (64, longest, 0.5) for longest in (512, 2048, 7168)
+]
 FULL = Sizes(
     num_heads=4,
     head_dim=128,
@@ -302,28 +407,57 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     sizes = sizes_of(device, tiny)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
-    def case(table, name, setup, lengths, rotate="", head_dim=sizes.head_dim, block_size=sizes.block_size, heads=sizes.num_heads) -> Case:
+    def case(
+        table,
+        name,
+        setup,
+        lengths,
+        rotate="",
+        head_dim=sizes.head_dim,
+        block_size=sizes.block_size,
+        heads=sizes.num_heads,
+    ) -> Case:
         problem = partial(Problem, device, dtype, lengths, heads, head_dim, block_size, rotate)
         return Case(table, name, partial(setup, problem), backward_alone=True, picture="ms")
 
-    shape, block = f"B={sizes.batch} H={sizes.num_heads} D={sizes.head_dim}", f"blocks of {sizes.block_size}"
+    shape, block = (
+        f"B={sizes.batch} H={sizes.num_heads} D={sizes.head_dim}",
+        f"blocks of {sizes.block_size}",
+    )
     by_total = {total: lengths_of_total(sizes.batch, total) for total in sizes.totals}
     alone = partial(without_rotary, flex=True)
-    cases = [case(f"block attention, {shape}, {block}", f"{total} rows", alone, by_total[total]) for total in sizes.totals]
+    cases = [
+        case(f"block attention, {shape}, {block}", f"{total} rows", alone, by_total[total])
+        for total in sizes.totals
+    ]
     for total in sizes.totals:
         table = f"with rotary, {shape}, {block}"
-        cases += [case(table, f"{total} rows, {rotate}", with_rotary, by_total[total], rotate) for rotate in ("qk", "qkv")]
+        cases += [
+            case(table, f"{total} rows, {rotate}", with_rotary, by_total[total], rotate)
+            for rotate in ("qk", "qkv")
+        ]
     total, heads = sizes.rotary_backward
-    table, lengths = f"backward of rotary, B={sizes.batch} H={heads} D={sizes.head_dim}, {block}", lengths_of_total(sizes.batch, total)
+    table, lengths = (
+        f"backward of rotary, B={sizes.batch} H={heads} D={sizes.head_dim}, {block}",
+        lengths_of_total(sizes.batch, total),
+    )
     cases.append(case(table, f"{total} rows, no rotary", without_rotary, lengths, heads=heads))
     cases.append(case(table, f"{total} rows, qkv", with_rotary, lengths, "qkv", heads=heads))
     for head_dim, longest, mean in sizes.sweep:
         lengths = lengths_of_mean(round(sizes.sweep_total / (mean * longest)), longest, mean)
-        table, name = f"lengths, about {sizes.sweep_total} rows, {block}", f"D={head_dim}, N={longest}, mean {mean} N, B={len(lengths)}"
+        table, name = (
+            f"lengths, about {sizes.sweep_total} rows, {block}",
+            f"D={head_dim}, N={longest}, mean {mean} N, B={len(lengths)}",
+        )
         cases.append(case(table, name, without_rotary, lengths, head_dim=head_dim))
     table, lengths = f"block sizes, {shape}, {sizes.totals[0]} rows", by_total[sizes.totals[0]]
-    return cases + [case(table, f"blocks of {size}", without_rotary, lengths, block_size=size) for size in (16, 32, 64, 128)]
+    return cases + [
+        case(table, f"blocks of {size}", without_rotary, lengths, block_size=size)
+        for size in (16, 32, 64, 128)
+    ]
 
 
 if __name__ == "__main__":
-    sys.exit(main("block_attention", make_cases, other_tables={"absolute errors in bf16": accuracy}))
+    sys.exit(
+        main("block_attention", make_cases, other_tables={"absolute errors in bf16": accuracy})
+    )

@@ -1,17 +1,26 @@
-"""Latency of ranking models whose callers repeat the rows of users for their candidates: as they are, split by hand, and fused.
+"""Latency of ranking models whose callers repeat the rows of users for their candidates: as they
+are, split by hand, and fused.
 
-    python kernels/benchmarks/bench_broadcast.py --only "^models" --rep 5 --warmup 2 --pause 0.02   # one table of all forms and modes
-    ... --only "^models" --impl "left in|fused" --rep 5 --warmup 2 --pause 0.02                     # without split: less to compile
-    python kernels/benchmarks/bench_broadcast.py --impl "eager|graphs" --rep 10 --pause 0.05        # more ratios, nothing compiled
-    python kernels/benchmarks/bench_broadcast.py --only "^one candidate"                            # fused against left in, call by call
-    python kernels/benchmarks/bench_broadcast.py --device cpu                                       # smaller models
-    python kernels/benchmarks/bench_broadcast.py --tiny --device cpu
+    # one table of all forms and modes; "..." below is this command
+    python kernels/benchmarks/bench_broadcast.py --only "^models" --rep 5 --warmup 2 --pause 0.02
+    # without split: less to compile
+    ... --only "^models" --impl "left in|fused" --rep 5 --warmup 2 --pause 0.02
+    # more ratios, nothing compiled
+    ... --impl "eager|graphs" --rep 10 --pause 0.05
+    # fused against left in, call by call
+    ... --only "^one candidate"
+    # smaller models
+    ... --device cpu
+    ... --tiny --device cpu
 
-"left in": the rows of users are gathered for the candidates, then the model runs. "split": a net of users and a net of candidates, cut by
-hand where the rows were repeated. "fused": jm.transforms.fuse_broadcasts of the model, placed for 1,024 candidates of 15 users in all
-cases. Each form is measured eager, under torch.compile with dynamic sizes, and as a CUDA graph of the eager call. Times are wall times of
-host and device together; the first table also has the time in which the host issues a call, with nothing else to do on the device. The
-speed-ups in tables are over "left in, eager"; the first table compares within each mode. Models come without embedding lookups.
+"left in": the rows of users are gathered for the candidates, then the model runs. "split": a net of
+users and a net of candidates, cut by hand where the rows were repeated. "fused":
+jm.transforms.fuse_broadcasts of the model, placed for 1,024 candidates of 15 users in all cases.
+Each form is measured eager, under torch.compile with dynamic sizes, and as a CUDA graph of the
+eager call. Times are wall times of host and device together; the first table also has the time in
+which the host issues a call, with nothing else to do on the device. The speed-ups in tables are
+over "left in, eager"; the first table compares within each mode. Models come without embedding
+lookups.
 """
 
 import copy
@@ -44,12 +53,19 @@ EXAMPLE_ROWS = 32  # of the export
 
 @dataclass(frozen=True)
 class Scale:
-    """sizes: of the models. batch: users and candidates that all are placed for. ratios: candidates per user of tables of one model."""
+    """sizes: of the models. batch: users and candidates that all are placed for. ratios: candidates
+    per user of tables of one model."""
 
     sizes: Sizes
     batch: tuple[int, int]
     ratios: tuple[int, ...]
-    swept: tuple[str, ...] = ("DIN, nn.MultiheadAttention", "nn.TransformerEncoder", "Wukong", "TorchRec DLRM", "TorchRec DLRM_Projection")
+    swept: tuple[str, ...] = (
+        "DIN, nn.MultiheadAttention",
+        "nn.TransformerEncoder",
+        "Wukong",
+        "TorchRec DLRM",
+        "TorchRec DLRM_Projection",
+    )
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
@@ -101,22 +117,35 @@ def made(name: str, scale: Scale, device: str, dtype: torch.dtype) -> tuple[Net,
         example = moved(net.inputs(*scale.batch), device, dtype)
         return net, jm.transforms.fuse_broadcasts(net.model, example)
     example = moved(net.inputs(EXAMPLE_ROWS, EXAMPLE_ROWS), device, dtype)
-    return net, jm.transforms.fuse_broadcasts(net.model, example, request_only=net.shared, max_batch=scale.batch)
+    return net, jm.transforms.fuse_broadcasts(
+        net.model, example, request_only=net.shared, max_batch=scale.batch
+    )
 
 
 def forms(name: str, scale: Scale, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
     net, fused = made(name, scale, device, dtype)
-    return {LEFT_IN: LeftIn(net) if net.shared else net.model, **({SPLIT: net.split} if net.split else {}), FUSED: fused}
+    return {
+        LEFT_IN: LeftIn(net) if net.shared else net.model,
+        **({SPLIT: net.split} if net.split else {}),
+        FUSED: fused,
+    }
 
 
 @functools.lru_cache(maxsize=1)
-def compiled_forms(name: str, scale: Scale, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+def compiled_forms(
+    name: str, scale: Scale, device: str, dtype: torch.dtype
+) -> dict[str, nn.Module]:
     """For all batches of a model, whose cases follow one another."""
     torch._dynamo.reset()
-    return {form: torch.compile(module, dynamic=True, fullgraph=True) for form, module in forms(name, scale, device, dtype).items()}
+    return {
+        form: torch.compile(module, dynamic=True, fullgraph=True)
+        for form, module in forms(name, scale, device, dtype).items()
+    }
 
 
-def given(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def given(
+    name: str, scale: Scale, batch: tuple[int, int], device: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The inputs of all forms."""
     net = made(name, scale, device, dtype)[0]
     index = {"candidate_to_user": candidates_of(batch).to(device)} if net.shared else {}
@@ -132,17 +161,26 @@ def compile_forms(name: str, scale: Scale, device: str, dtype: torch.dtype) -> N
 
 @functools.cache
 def fill_caches(scale: Scale, device: str, dtype: torch.dtype) -> None:
-    """Compiles all models at the same time, in processes that leave their results in inductor's caches."""
+    """Compiles all models at the same time, in processes that leave their results in inductor's
+    caches."""
     code = "import torch; from bench_broadcast import *; compile_forms({!r}, {!r}, {!r}, {!r})"
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     commands = [[sys.executable, "-c", code.format(name, scale, device, dtype)] for name in NETS]
-    processes = [subprocess.Popen(x, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for x in commands]
+    processes = [
+        subprocess.Popen(x, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for x in commands
+    ]
     for process in processes:
         process.wait()
 
 
 def moved(inputs: dict[str, Tensor], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in inputs.items()}
+    return {
+        name: x.to(device, dtype if x.is_floating_point() else None) for name, x in inputs.items()
+    }
 
 
 def graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -176,7 +214,9 @@ def host_ms(call: Callable[[], Tensor], calls: int = 50) -> float:
     return statistics.median(times[calls // 5 :])
 
 
-def compare(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype: torch.dtype) -> Setup:
+def compare(
+    name: str, scale: Scale, batch: tuple[int, int], device: str, dtype: torch.dtype
+) -> Setup:
     """All forms of a model in all modes, for a number of users and of candidates."""
     net, inputs = made(name, scale, device, dtype)[0], given(name, scale, batch, device, dtype)
     rows = torch.linspace(0, batch[1] - 1, SAMPLED).long().to(device)
@@ -188,12 +228,18 @@ def compare(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype:
         call = partial(module, **inputs)
         host = {"host issues it in": host_ms(call)} if device == "cuda" and mode != GRAPHS else {}
         call = graphed(call) if mode == GRAPHS else call
-        return Implementation(call, inputs, lambda _, x: {"sampled": x.reshape(-1, 1)[rows]}, host_ms=host)
+        return Implementation(
+            call, inputs, lambda _, x: {"sampled": x.reshape(-1, 1)[rows]}, host_ms=host
+        )
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         """On the host if the model repeats rows itself: this project's kernels have no fp64."""
         where = device if net.shared else "cpu"
-        model, x, chosen = copy.deepcopy(net.model).to(where, dtype), moved(inputs, where, dtype), rows.to(where)
+        model, x, chosen = (
+            copy.deepcopy(net.model).to(where, dtype),
+            moved(inputs, where, dtype),
+            rows.to(where),
+        )
         if net.shared:
             of_users = x.pop("candidate_to_user")[rows]
             x = {key: value[of_users if key in net.shared else rows] for key, value in x.items()}
@@ -202,28 +248,51 @@ def compare(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype:
         return {"out/sampled": (out if net.shared else out[chosen]).to(device)}
 
     names = forms(name, scale, device, dtype)
-    implementations = {f"{form}, {mode}": partial(implementation, form, mode) for form in names for mode in modes_on(device)}
+    implementations = {
+        f"{form}, {mode}": partial(implementation, form, mode)
+        for form in names
+        for mode in modes_on(device)
+    }
     return Setup(implementations, reference, dtype, baseline=f"{LEFT_IN}, {EAGER}")
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
-    """CUDA: bf16, 1,024 candidates of 15 users, one per user, and 10 to 10,000 per user. CPU: fp32, smaller models. ``tiny``: all small."""
+    """CUDA: bf16, 1,024 candidates of 15 users, one per user, and 10 to 10,000 per user. CPU: fp32,
+    smaller models. ``tiny``: all small."""
     scale, dtype = setting(device, tiny)
     total = scale.batch[1]
 
     def case(table: str, label: str, name: str, batch: tuple[int, int]) -> Case:
-        return Case(table, label, partial(compare, name, scale, batch, device, dtype), wall=True, picture="ms")
+        return Case(
+            table,
+            label,
+            partial(compare, name, scale, batch, device, dtype),
+            wall=True,
+            picture="ms",
+        )
 
-    cases = [case(f"{MODELS}, {total} candidates of {batch[0]} users", name, name, batch) for name in NETS for batch in scale.batches]
+    cases = [
+        case(f"{MODELS}, {total} candidates of {batch[0]} users", name, name, batch)
+        for name in NETS
+        for batch in scale.batches
+    ]
     for name in scale.swept:
         for ratio in scale.ratios if name in NETS else ():
             users = max(1, total // ratio)
-            cases.append(case(f"{PER_USER}: {name}", f"{ratio} each of {users} users", name, (users, users * ratio)))
+            cases.append(
+                case(
+                    f"{PER_USER}: {name}",
+                    f"{ratio} each of {users} users",
+                    name,
+                    (users, users * ratio),
+                )
+            )
     return cases
 
 
 def compare_in_turn(device: str, tiny: bool) -> list[dict]:
-    """Wall times with one candidate per user: the model and its fused form are called in turn, so that both see the same machine."""
+    """Wall times with one candidate per user: the model and its fused form are called in turn, so
+    that both see the same machine."""
     scale, dtype = setting(device, tiny)
     if device == "cuda":
         fill_caches(scale, device, dtype)
@@ -237,10 +306,21 @@ def in_turn(name: str, mode: str, device: str, tiny: bool) -> dict:
     made_forms = (compiled_forms if mode == COMPILED else forms)(name, scale, device, dtype)
     calls = [partial(made_forms[form], **inputs) for form in (LEFT_IN, FUSED)]
     try:
-        left, fused = medians_in_turn([graphed(x) for x in calls] if mode == GRAPHS else calls, device, turns=2 if tiny else 400)
-    except torch._dynamo.exc.Unsupported as error:  # nested tensors of nn.TransformerEncoder on CUDA
+        left, fused = medians_in_turn(
+            [graphed(x) for x in calls] if mode == GRAPHS else calls,
+            device,
+            turns=2 if tiny else 400,
+        )
+    # nested tensors of nn.TransformerEncoder on CUDA
+    except torch._dynamo.exc.Unsupported as error:
         return {"model": name, "mode": mode, "error": str(error).splitlines()[0]}
-    return {"model": name, "mode": mode, "left in, ms": left, "fused, ms": fused, "more, %": 100 * (fused / left - 1)}
+    return {
+        "model": name,
+        "mode": mode,
+        "left in, ms": left,
+        "fused, ms": fused,
+        "more, %": 100 * (fused / left - 1),
+    }
 
 
 def medians_in_turn(calls: list[Callable[[], Tensor]], device: str, turns: int) -> list[float]:
@@ -258,11 +338,28 @@ def medians_in_turn(calls: list[Callable[[], Tensor]], device: str, turns: int) 
 
 
 def table_of_forms(rows: list[dict]) -> list[str]:
-    """One line per case: ms of each form in each mode, and what the fused form saves of the time of "left in". On CUDA "wall / host"."""
-    measured = {(row["table"], row["case"], *row["implementation"].rsplit(", ", 1)): row for row in rows if "forward_ms" in row}
-    cells = {key: " / ".join(f"{ms:.3f}" for ms in (row["forward_ms"], *row.get("host_ms", {}).values())) for key, row in measured.items()}
+    """One line per case: ms of each form in each mode, and what the fused form saves of the time of
+    "left in". On CUDA "wall / host"."""
+    measured = {
+        (row["table"], row["case"], *row["implementation"].rsplit(", ", 1)): row
+        for row in rows
+        if "forward_ms" in row
+    }
+    cells = {
+        key: " / ".join(f"{ms:.3f}" for ms in (row["forward_ms"], *row.get("host_ms", {}).values()))
+        for key, row in measured.items()
+    }
     modes = [mode for mode in (EAGER, GRAPHS, COMPILED) if any(key[3] == mode for key in measured)]
-    lines = [["case", *(f"{form}, {mode}" for mode in modes for form in ("left in", "split", "fused", "saves"))]]
+    lines = [
+        [
+            "case",
+            *(
+                f"{form}, {mode}"
+                for mode in modes
+                for form in ("left in", "split", "fused", "saves")
+            ),
+        ]
+    ]
     for table, case in dict.fromkeys(key[:2] for key in measured):
         lines.append([f"{table.removeprefix(MODELS + ', ')}: {case}"])
         for mode in modes:
@@ -275,4 +372,8 @@ def table_of_forms(rows: list[dict]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("broadcast", make_cases, summary=table_of_forms, other_tables={IN_TURN: compare_in_turn}))
+    sys.exit(
+        main(
+            "broadcast", make_cases, summary=table_of_forms, other_tables={IN_TURN: compare_in_turn}
+        )
+    )

@@ -1,15 +1,21 @@
-"""Attention where users are: many short segments of lognormal lengths, one query row per candidate, segments of medium length.
+"""Attention where users are: many short segments of lognormal lengths, one query row per candidate,
+segments of medium length.
 
-    python kernels/benchmarks/bench_everyday.py                                    # on a CUDA device
-    python kernels/benchmarks/bench_everyday.py --only "self-attention.*B2048"     # some of the cases
-    python kernels/benchmarks/bench_everyday.py --lengths FILE --only "from FILE"  # lengths of FILE, integers between white space
-    python kernels/benchmarks/bench_everyday.py --device cpu                       # the CPU path, smaller shapes
+    # on a CUDA device
+    python kernels/benchmarks/bench_everyday.py
+    # some of the cases
+    python kernels/benchmarks/bench_everyday.py --only "self-attention.*B2048"
+    # lengths of FILE, integers between white space
+    python kernels/benchmarks/bench_everyday.py --lengths FILE --only "from FILE"
+    # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_everyday.py --device cpu
     python kernels/benchmarks/bench_everyday.py --tiny --device cpu
 
-TFLOP/s count 4·H·D forward for each pair of a query and a key it sees and 2.5 times that backward, for every implementation alike. GB count
-q, k, v and the output once; in the backward q, k, v, the output's gradient and theirs. The floor is the time of these bytes or, where it is
-longer, of the FLOPs on an H200. Padded peers get padded inputs. The tables of wall time measure training steps with autograd's own
-threads, as by default, and with the backward in the caller's thread.
+TFLOP/s count 4·H·D forward for each pair of a query and a key it sees and 2.5 times that backward,
+for every implementation alike. GB count q, k, v and the output once; in the backward q, k, v, the
+output's gradient and theirs. The floor is the time of these bytes or, where it is longer, of the
+FLOPs on an H200. Padded peers get padded inputs. The tables of wall time measure training steps
+with autograd's own threads, as by default, and with the backward in the caller's thread.
 """
 
 import argparse
@@ -21,7 +27,15 @@ from pathlib import Path
 
 import torch
 from attention_problem import Attention, Problem
-from inputs import leaves, lognormal_lengths, offsets_of, pad, plain_attention, random_tensors, uniform_lengths
+from inputs import (
+    leaves,
+    lognormal_lengths,
+    offsets_of,
+    pad,
+    plain_attention,
+    random_tensors,
+    uniform_lengths,
+)
 from names import FA2, OURS
 from runner import Case, Implementation, Setup, main
 from torch import Tensor, nn
@@ -47,7 +61,7 @@ ORDER = "order of tiles"
 WALL = "wall time of a training step"
 
 
-# -- kernel time ---------------------------------------------------------------------------------------------------
+# -- kernel time -----------------------------------------------------------------------------------
 
 
 def everyday(problem: Callable[[], Problem]) -> Setup:
@@ -62,11 +76,15 @@ def everyday(problem: Callable[[], Problem]) -> Setup:
 def with_and_without_schedule(problem: Callable[[], Problem]) -> Setup:
     """The schedule is given; built from lengths that the host knows; listed by the device."""
     problem = problem()
-    ours = {OURS: problem.ours, HOST: problem.schedule_in_each_call, DEVICE: partial(problem.scheduled, None)}
+    ours = {
+        OURS: problem.ours,
+        HOST: problem.schedule_in_each_call,
+        DEVICE: partial(problem.scheduled, None),
+    }
     return problem.setup(ours | problem.flash() | {PADDED: problem.padded}, baseline=OURS)
 
 
-# -- the order of tiles --------------------------------------------------------------------------------------------
+# -- the order of tiles ----------------------------------------------------------------------------
 
 
 def unsorted(schedule: jm.TileSchedule) -> Tensor:
@@ -78,19 +96,25 @@ def unsorted(schedule: jm.TileSchedule) -> Tensor:
 
 
 def round_robin(schedule: jm.TileSchedule) -> Tensor:
-    """Undoes the zigzag: each full odd wave is reversed, so that tile i goes to worker i mod num_workers.
+    """Undoes the zigzag: each full odd wave is reversed, so that tile i goes to worker i mod
+    num_workers.
 
-    Hopper's kernels with large tiles have that many workers. Others have several on a multiprocessor, so for them this is another order.
+    Hopper's kernels with large tiles have that many workers. Others have several on a
+    multiprocessor, so for them this is another order.
     """
     position = torch.arange(len(schedule.tiles), device=schedule.tiles.device)
     wave, lane = position // schedule.num_workers, position % schedule.num_workers
     full = wave < len(position) // schedule.num_workers
-    return torch.where((wave % 2 == 1) & full, position - lane + schedule.num_workers - 1 - lane, position)
+    return torch.where(
+        (wave % 2 == 1) & full, position - lane + schedule.num_workers - 1 - lane, position
+    )
 
 
-def reordered(schedule: jm.TileSchedule, order: Callable[[jm.TileSchedule], Tensor]) -> jm.TileSchedule:
-    """The schedule, and its backward, with the tiles of long segments in another order. Those of short segments stay behind them: packed
-    tiles may replace them."""
+def reordered(
+    schedule: jm.TileSchedule, order: Callable[[jm.TileSchedule], Tensor]
+) -> jm.TileSchedule:
+    """The schedule, and its backward, with the tiles of long segments in another order. Those of
+    short segments stay behind them: packed tiles may replace them."""
     long, backward = int(schedule.num_tiles[1]), schedule.backward
     first = order(dataclasses.replace(schedule, tiles=schedule.tiles[:long]))
     positions = torch.cat([first, torch.arange(long, len(schedule.tiles), device=first.device)])
@@ -103,7 +127,8 @@ def reordered(schedule: jm.TileSchedule, order: Callable[[jm.TileSchedule], Tens
 
 
 def orders(problem: Callable[[], Problem]) -> Setup:
-    """Workers take tiles by position: as they come, longest first in turn, longest first in a zigzag (ours)."""
+    """Workers take tiles by position: as they come, longest first in turn, longest first in a
+    zigzag (ours)."""
     problem = problem()
 
     def ordered(order: Callable[[jm.TileSchedule], Tensor]) -> Implementation:
@@ -114,27 +139,36 @@ def orders(problem: Callable[[], Problem]) -> Setup:
     return problem.setup(others | {OURS: problem.ours}, baseline=UNSORTED)
 
 
-# -- wall time -----------------------------------------------------------------------------------------------------
+# -- wall time -------------------------------------------------------------------------------------
 
 
 def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup:
-    """The layer step, with the gradients of all parameters, and new offsets in each call; also from CUDA graphs, and compiled.
-    nn.MultiheadAttention has the same parameters."""
+    """The layer step, with the gradients of all parameters, and new offsets in each call; also from
+    CUDA graphs, and compiled. nn.MultiheadAttention has the same parameters."""
     counts, histories = attention.lengths
     width = attention.num_heads * attention.head_dim
     torch.manual_seed(0)
     layer = jm.JaggedTargetAttention(width, attention.num_heads).to(device, dtype)
     candidate_offsets, history_offsets = (offsets_of(x).to(device) for x in attention.lengths)
     shape = (int(counts.sum()), width)
-    targets, history, grad = random_tensors(device, dtype, shape, (int(histories.sum()), width), shape)
+    targets, history, grad = random_tensors(
+        device, dtype, shape, (int(histories.sum()), width), shape
+    )
     inputs = leaves(targets=targets[:, None], history=history) | dict(layer.named_parameters())
 
     def ours(module: nn.Module = layer) -> Implementation:
         def forward():
             candidates = jm.CandidateIndex.from_offsets(candidate_offsets.detach())
-            return module(inputs["targets"], (inputs["history"], history_offsets.detach()), candidates)
+            return module(
+                inputs["targets"], (inputs["history"], history_offsets.detach()), candidates
+            )
 
-        return Implementation(forward, inputs, lambda name, x: {"all": x[:, 0] if name in ("out", "dtargets") else x}, grad[:, None])
+        return Implementation(
+            forward,
+            inputs,
+            lambda name, x: {"all": x[:, 0] if name in ("out", "dtargets") else x},
+            grad[:, None],
+        )
 
     def graphed() -> Implementation:
         return ours(jm.graphed(layer))
@@ -144,9 +178,16 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
 
     def padded() -> Implementation:
         peer = nn.MultiheadAttention(width, attention.num_heads, batch_first=True).to(device, dtype)
-        joined = {f"in_proj_{kind}": torch.cat([inputs[f"{x}.{kind}"] for x in ("q_proj", "kv_proj")]) for kind in ("weight", "bias")}
-        peer.load_state_dict(joined | {f"out_proj.{kind}": inputs[f"out_proj.{kind}"] for kind in ("weight", "bias")})
-        q_valid, kv_valid = ((torch.arange(int(x.max())) < x[:, None]).to(device) for x in attention.lengths)
+        joined = {
+            f"in_proj_{kind}": torch.cat([inputs[f"{x}.{kind}"] for x in ("q_proj", "kv_proj")])
+            for kind in ("weight", "bias")
+        }
+        peer.load_state_dict(
+            joined | {f"out_proj.{kind}": inputs[f"out_proj.{kind}"] for kind in ("weight", "bias")}
+        )
+        q_valid, kv_valid = (
+            (torch.arange(int(x.max())) < x[:, None]).to(device) for x in attention.lengths
+        )
         dense = leaves(targets=pad(targets, q_valid), history=pad(history, kv_valid))
         rows_of = {"out": q_valid, "dtargets": q_valid, "dhistory": kv_valid}
 
@@ -157,25 +198,47 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
         def pick(name, x):
             return {"all": x[rows_of[name]] if name in rows_of else x}
 
-        return Implementation(forward, dense | dict(peer.named_parameters()), pick, pad(grad, q_valid), note="padded inputs")
+        return Implementation(
+            forward,
+            dense | dict(peer.named_parameters()),
+            pick,
+            pad(grad, q_valid),
+            note="padded inputs",
+        )
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         x = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
         q = linear(x["targets"][:, 0], x["q_proj.weight"], x["q_proj.bias"])
         k, v = linear(x["history"], x["kv_proj.weight"], x["kv_proj.bias"]).chunk(2, dim=1)
-        heads = [y.unflatten(1, (attention.num_heads, -1)).transpose(0, 1) for y in (q, k, v)]  # [H, L, D]
-        users = zip(*(y.split(n.tolist(), dim=1) for y, n in zip(heads, (counts, histories, histories))))
-        out = torch.cat([plain_attention(*user) for user in users], dim=1).transpose(0, 1).flatten(1)
+        # [H, L, D]
+        heads = [y.unflatten(1, (attention.num_heads, -1)).transpose(0, 1) for y in (q, k, v)]
+        users = zip(
+            *(y.split(n.tolist(), dim=1) for y, n in zip(heads, (counts, histories, histories)))
+        )
+        out = (
+            torch.cat([plain_attention(*user) for user in users], dim=1).transpose(0, 1).flatten(1)
+        )
         out = linear(out, x["out_proj.weight"], x["out_proj.bias"])
         d = dict(zip(x, torch.autograd.grad(out, tuple(x.values()), grad.to(dtype))))
-        joined = {f"in_proj_{kind}": torch.cat([d[f"q_proj.{kind}"], d[f"kv_proj.{kind}"]]) for kind in ("weight", "bias")}
-        return {"out/all": out.detach()} | {f"d{name}/all": y for name, y in (d | joined | {"targets": d["targets"][:, 0]}).items()}
+        joined = {
+            f"in_proj_{kind}": torch.cat([d[f"q_proj.{kind}"], d[f"kv_proj.{kind}"]])
+            for kind in ("weight", "bias")
+        }
+        return {"out/all": out.detach()} | {
+            f"d{name}/all": y for name, y in (d | joined | {"targets": d["targets"][:, 0]}).items()
+        }
 
-    return Setup({LAYER: ours, GRAPHED: graphed, COMPILED: compiled, PADDED_LAYER: padded}, reference, dtype, baseline=PADDED_LAYER)
+    return Setup(
+        {LAYER: ours, GRAPHED: graphed, COMPILED: compiled, PADDED_LAYER: padded},
+        reference,
+        dtype,
+        baseline=PADDED_LAYER,
+    )
 
 
 def in_both_threads(setup: Callable[[], Setup]) -> Setup:
-    """Each implementation with and without autograd's own threads. Times only: kernels have tables of their own."""
+    """Each implementation with and without autograd's own threads. Times only: kernels have tables
+    of their own."""
     setup = setup()
     without_threads = partial(torch.autograd.set_multithreading_enabled, False)
 
@@ -188,7 +251,7 @@ def in_both_threads(setup: Callable[[], Setup]) -> Setup:
     return Setup(implementations, setup.reference, setup.dtype, baseline=setup.baseline)
 
 
-# -- cases ---------------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +266,9 @@ class Lognormal:
 
     @property
     def name(self) -> str:
-        return f"B{self.batch} mean {self.mean} max {self.longest} sigma {self.sigma} D{self.head_dim}"
+        return (
+            f"B{self.batch} mean {self.mean} max {self.longest} sigma {self.sigma} D{self.head_dim}"
+        )
 
     def lengths(self) -> Tensor:
         return lognormal_lengths(self.batch, self.mean, self.longest, self.sigma)
@@ -227,7 +292,9 @@ class Uniform:
 
     def full(self) -> Tensor:
         """Segments of length ``longest`` with as many pairs of rows in total."""
-        return torch.full((max(1, round(self.lengths().square().sum().item() / self.longest**2)),), self.longest)
+        return torch.full(
+            (max(1, round(self.lengths().square().sum().item() / self.longest**2)),), self.longest
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +323,12 @@ FULL = Sizes(
     hstu=2,
     histories=[Lognormal(512, 300, 3000, dim) for dim in (64, 128)],
     max_candidates=200,
-    medium=[Uniform(768, 1, 1000, 64), Uniform(1536, 1, 512, 64), Uniform(768, 1, 1000, 128), Uniform(1536, 1, 512, 128)],
+    medium=[
+        Uniform(768, 1, 1000, 64),
+        Uniform(1536, 1, 512, 64),
+        Uniform(768, 1, 1000, 128),
+        Uniform(1536, 1, 512, 128),
+    ],
     long=[Uniform(8, 4096, 8192, 64)],
     host_bound=Uniform(32, 96, 96, 128),
     host_bound_histories=Lognormal(64, 100, 1000, 64),
@@ -297,13 +369,22 @@ def read_lengths(path: str) -> Tensor:
 
 
 def make_cases(device: str, tiny: bool, measured: Tensor | None = None) -> list[Case]:
-    """CUDA: bf16. CPU: fp32 and smaller shapes. ``tiny``: everything, small. ``measured``: lengths to draw a batch from."""
+    """CUDA: bf16. CPU: fp32 and smaller shapes. ``tiny``: everything, small. ``measured``: lengths
+    to draw a batch from."""
     sizes = TINY if tiny else FULL if device == "cuda" else CPU
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cases = []
 
-    def add(table: str, name: str, setup: Callable[[Callable[[], Problem]], Setup], attention: Attention, **options) -> None:
-        cases.append(Case(table, name, partial(setup, partial(Problem, device, dtype, attention)), **options))
+    def add(
+        table: str,
+        name: str,
+        setup: Callable[[Callable[[], Problem]], Setup],
+        attention: Attention,
+        **options,
+    ) -> None:
+        cases.append(
+            Case(table, name, partial(setup, partial(Problem, device, dtype, attention)), **options)
+        )
 
     def attention(lengths: Tensor, head_dim: int, **options) -> Attention:
         return Attention(lengths, sizes.num_heads, head_dim, **options)
@@ -313,22 +394,51 @@ def make_cases(device: str, tiny: bool, measured: Tensor | None = None) -> list[
         add(table, f"{name}, causal", everyday, attention(lengths, head_dim, causal=True))
 
     if measured is not None:
-        drawn = measured[torch.randint(len(measured), (sizes.file_batch,), generator=torch.Generator().manual_seed(0))]
+        drawn = measured[
+            torch.randint(
+                len(measured), (sizes.file_batch,), generator=torch.Generator().manual_seed(0)
+            )
+        ]
         for dim in sizes.file_dims:
-            add_both_masks(MEASURED, f"B{len(drawn)} mean {drawn.double().mean():.0f} max {drawn.max()} D{dim}", drawn, dim)
+            add_both_masks(
+                MEASURED,
+                f"B{len(drawn)} mean {drawn.double().mean():.0f} max {drawn.max()} D{dim}",
+                drawn,
+                dim,
+            )
     for shape in sizes.self_attention:
         add_both_masks(SELF, shape.name, shape.lengths(), shape.head_dim)
     for shape in sizes.self_attention[: sizes.hstu]:
-        add(HSTU, shape.name, everyday, attention(shape.lengths(), shape.head_dim, causal=True, activation="silu"))
-    counts = {shape: uniform_lengths(shape.batch, 1, sizes.max_candidates) for shape in sizes.histories}
-    targets = {shape: attention(counts[shape], shape.head_dim, kv_lengths=shape.lengths()) for shape in sizes.histories}
+        add(
+            HSTU,
+            shape.name,
+            everyday,
+            attention(shape.lengths(), shape.head_dim, causal=True, activation="silu"),
+        )
+    counts = {
+        shape: uniform_lengths(shape.batch, 1, sizes.max_candidates) for shape in sizes.histories
+    }
+    targets = {
+        shape: attention(counts[shape], shape.head_dim, kv_lengths=shape.lengths())
+        for shape in sizes.histories
+    }
     for shape, target in targets.items():
         add(TARGET, f"{shape.name}, 1..{sizes.max_candidates} candidates", everyday, target)
     for shape in sizes.medium:
         for kind, lengths in (("jagged", shape.lengths()), ("full", shape.full())):
-            add(MEDIUM, f"{kind} N{shape.longest} D{shape.head_dim}", everyday, attention(lengths, shape.head_dim))
+            add(
+                MEDIUM,
+                f"{kind} N{shape.longest} D{shape.head_dim}",
+                everyday,
+                attention(lengths, shape.head_dim),
+            )
     for shape in sizes.long:
-        add(LONG, shape.name, with_and_without_schedule, attention(shape.lengths(), shape.head_dim, causal=True))
+        add(
+            LONG,
+            shape.name,
+            with_and_without_schedule,
+            attention(shape.lengths(), shape.head_dim, causal=True),
+        )
     for shape in sizes.self_attention[:2]:
         add(ORDER, shape.name, orders, attention(shape.lengths(), shape.head_dim), picture="ms")
 
@@ -336,30 +446,60 @@ def make_cases(device: str, tiny: bool, measured: Tensor | None = None) -> list[
         cases.append(Case(WALL, name, partial(in_both_threads, setup), wall=True, picture="ms"))
 
     for shape in (sizes.self_attention[1], sizes.host_bound):
-        for causal, what, setup in ((False, "attention", everyday), (True, "causal attention", with_and_without_schedule)):
-            problem = partial(Problem, device, dtype, attention(shape.lengths(), shape.head_dim, causal=causal))
+        for causal, what, setup in (
+            (False, "attention", everyday),
+            (True, "causal attention", with_and_without_schedule),
+        ):
+            problem = partial(
+                Problem, device, dtype, attention(shape.lengths(), shape.head_dim, causal=causal)
+            )
             add_wall(f"{what}, {shape.name}", partial(setup, problem))
     few = sizes.host_bound_histories
-    few_targets = attention(uniform_lengths(few.batch, 1, sizes.max_candidates), few.head_dim, kv_lengths=few.lengths())
+    few_targets = attention(
+        uniform_lengths(few.batch, 1, sizes.max_candidates), few.head_dim, kv_lengths=few.lengths()
+    )
     for history, target in (next(iter(targets.items())), (few, few_targets)):
-        add_wall(f"target attention layer, new offsets, {history.name}", partial(target_layer, device, dtype, target))
+        add_wall(
+            f"target attention layer, new offsets, {history.name}",
+            partial(target_layer, device, dtype, target),
+        )
     return cases
 
 
 def summary(rows: list[dict]) -> list[str]:
-    """Our TFLOP/s on medium segments of uniform lengths in % of those on full segments of the same work."""
-    ours = {row["case"]: row for row in rows if row["table"] == MEDIUM and row["implementation"] == OURS}
+    """Our TFLOP/s on medium segments of uniform lengths in % of those on full segments of the same
+    work."""
+    ours = {
+        row["case"]: row for row in rows if row["table"] == MEDIUM and row["implementation"] == OURS
+    }
     lines = []
     for case, row in ours.items():
         full = ours.get(case.replace("jagged", "full"), row)
         if full is not row and all(x.get("forward_backward_tflops") for x in (row, full)):
-            forward, both = (100 * row[key] / full[key] for key in ("forward_tflops", "forward_backward_tflops"))
-            lines.append(f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {both:.0f} % forward+backward ({OURS}).")
+            forward, both = (
+                100 * row[key] / full[key] for key in ("forward_tflops", "forward_backward_tflops")
+            )
+            lines.append(
+                f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {both:.0f} %"
+                f" forward+backward ({OURS})."
+            )
     return lines
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--lengths", type=read_lengths, metavar="FILE", help=f"adds cases, {MEASURED!r}: integers between white space")
+    parser.add_argument(
+        "--lengths",
+        type=read_lengths,
+        metavar="FILE",
+        help=f"adds cases, {MEASURED!r}: integers between white space",
+    )
     own, _ = parser.parse_known_args()
-    sys.exit(main("everyday", partial(make_cases, measured=own.lengths), summary=summary, own_options=[parser]))
+    sys.exit(
+        main(
+            "everyday",
+            partial(make_cases, measured=own.lengths),
+            summary=summary,
+            own_options=[parser],
+        )
+    )

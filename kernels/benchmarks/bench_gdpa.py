@@ -1,12 +1,15 @@
-"""Jagged attention with pointwise activations and masks: GDPA, HSTU, and operands that all segments share (PMA, PFFN).
+"""Jagged attention with pointwise activations and masks: GDPA, HSTU, and operands that all segments
+share (PMA, PFFN).
 
     python kernels/benchmarks/bench_gdpa.py                                   # on a CUDA device
     python kernels/benchmarks/bench_gdpa.py --only "GDPA|activations"         # some of the tables
-    python kernels/benchmarks/bench_gdpa.py --device cpu                      # the CPU path, smaller shapes
+    # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_gdpa.py --device cpu
     python kernels/benchmarks/bench_gdpa.py --tiny --device cpu
 
-TFLOP/s count the useful work, 4·H·D forward for each pair of a query and a key it sees and 2.5 times that backward, for every
-implementation alike. torch's fused attention computes softmax only; it is checked against softmax, and its rows say so.
+TFLOP/s count the useful work, 4·H·D forward for each pair of a query and a key it sees and 2.5
+times that backward, for every implementation alike. torch's fused attention computes softmax only;
+it is checked against softmax, and its rows say so.
 """
 
 import dataclasses
@@ -46,17 +49,21 @@ SWEPT = ("softmax", "identity", "relu", "silu", "gelu", "gelu_tanh", "gelu_taylo
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """The weights: activation(scale · q kᵀ) · output_scale. The fields are arguments of jagged_attention."""
+    """The weights: activation(scale · q kᵀ) · output_scale. The fields are arguments of
+    jagged_attention."""
 
     activation: str
     scale: float = 1.0
     output_scale: float = 1.0
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """On ``[..., N, D]`` in plain torch. True in ``hidden`` hides a key; every query must see at least one."""
+        """On ``[..., N, D]`` in plain torch. True in ``hidden`` hides a key; every query must see
+        at least one."""
         scores = (q if self.scale == 1 else self.scale * q) @ k.transpose(-1, -2)
         if self.activation == "softmax":
-            return (scores if hidden is None else scores.masked_fill(hidden, float("-inf"))).softmax(-1) @ v
+            return (
+                scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+            ).softmax(-1) @ v
         weights = POINTWISE[self.activation].function(scores)
         out = (weights if hidden is None else weights.masked_fill(hidden, 0.0)) @ v
         return out if self.output_scale == 1 else self.output_scale * out
@@ -65,13 +72,15 @@ class Function:
 GELU = Function("gelu_tanh")
 
 
-# -- jagged queries, jagged keys -----------------------------------------------------------------------------------
+# -- jagged queries, jagged keys -------------------------------------------------------------------
 
 
 class Problem:
-    """Inputs of one shape, implementations of attention on them, and the definition on sampled segments.
+    """Inputs of one shape, implementations of attention on them, and the definition on sampled
+    segments.
 
-    q and k are ``magnitude``·N(0,1). With ``num_targets`` ``[B]``, the mask is causal, and each segment ends with that many targets.
+    q and k are ``magnitude``·N(0,1). With ``num_targets`` ``[B]``, the mask is causal, and each
+    segment ends with that many targets.
     """
 
     def __init__(
@@ -89,18 +98,27 @@ class Problem:
         self.max_q, self.max_kv = int(q_lengths.max()), int(kv_lengths.max())
         host_offsets = [offsets_of(lengths) for lengths in self.lengths]
         self.q_offsets, self.kv_offsets = (offsets.to(device) for offsets in host_offsets)
-        self.mask = None if num_targets is None else jm.AttentionMask(causal=True, num_targets=num_targets.to(device))
+        self.mask = (
+            None
+            if num_targets is None
+            else jm.AttentionMask(causal=True, num_targets=num_targets.to(device))
+        )
         q_shape, kv_shape = ((int(lengths.sum()), num_heads, head_dim) for lengths in self.lengths)
         q, k, v, self.grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
         self.inputs = leaves(q=magnitude * q, k=magnitude * k, v=v)
         self.samples = sample_segments(q_lengths)
-        self.q_rows, self.kv_rows = ({b: slice(*offsets[b : b + 2].tolist()) for b in self.samples} for offsets in host_offsets)
+        self.q_rows, self.kv_rows = (
+            {b: slice(*offsets[b : b + 2].tolist()) for b in self.samples}
+            for offsets in host_offsets
+        )
 
     @cached_property
     def keep(self) -> Tensor:
         """``[B, max_q, max_kv]``: True for the keys that a query sees, False in the padding."""
         sizes = list(zip(*(x.tolist() for x in (*self.lengths, self.mask.num_targets))))
-        keep = torch.zeros(len(sizes), self.max_q, self.max_kv, dtype=torch.bool, device=self.device)
+        keep = torch.zeros(
+            len(sizes), self.max_q, self.max_kv, dtype=torch.bool, device=self.device
+        )
         for b, (rows, columns, targets) in enumerate(sizes):
             keep[b, :rows, :columns] = self.mask.keep(rows, columns, targets, self.device)
         return keep
@@ -109,7 +127,11 @@ class Problem:
     def softmax(self) -> Function:
         return Function("softmax", self.inputs["q"].shape[-1] ** -0.5)
 
-    def setup(self, functions: tuple[Function, ...], implementations: dict[str, Callable[[], Implementation]]) -> Setup:
+    def setup(
+        self,
+        functions: tuple[Function, ...],
+        implementations: dict[str, Callable[[], Implementation]],
+    ) -> Setup:
         """``functions``: all functions that the implementations compute."""
         q_lengths, kv_lengths = self.lengths
         pairs = int((q_lengths * kv_lengths).sum() if self.mask is None else self.keep.sum())
@@ -129,23 +151,46 @@ class Problem:
         for function in functions:
             for b in self.samples:
                 rows = {"q": self.q_rows[b], "k": self.kv_rows[b], "v": self.kv_rows[b]}
-                sample = {name: x.detach()[rows[name]].to(dtype).requires_grad_() for name, x in self.inputs.items()}
-                hidden = None if self.mask is None else ~self.keep[b, : q_lengths[b], : kv_lengths[b]]
-                out = function.plain(*(x.transpose(0, 1) for x in sample.values()), hidden).transpose(0, 1)
-                gradients = torch.autograd.grad(out, tuple(sample.values()), self.grad[rows["q"]].to(dtype))
+                sample = {
+                    name: x.detach()[rows[name]].to(dtype).requires_grad_()
+                    for name, x in self.inputs.items()
+                }
+                hidden = (
+                    None if self.mask is None else ~self.keep[b, : q_lengths[b], : kv_lengths[b]]
+                )
+                out = function.plain(
+                    *(x.transpose(0, 1) for x in sample.values()), hidden
+                ).transpose(0, 1)
+                gradients = torch.autograd.grad(
+                    out, tuple(sample.values()), self.grad[rows["q"]].to(dtype)
+                )
                 part = f"{function.activation} {b}"
-                results |= {f"{name}/{part}": x for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))}
+                results |= {
+                    f"{name}/{part}": x
+                    for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
+                }
         return results
 
-    def implementation(self, function: Function, forward, inputs=None, grad=None, rows_of=lambda x, b, rows: x[rows], **extra):
-        """``rows_of(x, b, rows)`` returns segment b's ``[N, H, D]`` of a result in the layout of ``inputs``."""
+    def implementation(
+        self,
+        function: Function,
+        forward,
+        inputs=None,
+        grad=None,
+        rows_of=lambda x, b, rows: x[rows],
+        **extra,
+    ):
+        """``rows_of(x, b, rows)`` returns segment b's ``[N, H, D]`` of a result in the layout of
+        ``inputs``."""
 
         def pick(name, x):
             rows = self.q_rows if name in ("out", "dq") else self.kv_rows
             return {f"{function.activation} {b}": rows_of(x, b, rows[b]) for b in self.samples}
 
         inputs = self.inputs if inputs is None else inputs
-        return Implementation(lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra)
+        return Implementation(
+            lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra
+        )
 
     def ours(self, function: Function, note: str = "", kernels: str = "auto") -> Implementation:
         schedule, build_ms = timed_schedule(*self.lengths, self.inputs["q"], self.mask, kernels)
@@ -162,23 +207,36 @@ class Problem:
         )
         return self.implementation(function, forward, host_ms=build_ms, note=note)
 
-    def our_implementations(self, function: Function, note: str = "") -> dict[str, Callable[[], Implementation]]:
-        return {name: partial(self.ours, function, note, kernels) for name, kernels in our_kernels(self.device).items()}
+    def our_implementations(
+        self, function: Function, note: str = ""
+    ) -> dict[str, Callable[[], Implementation]]:
+        return {
+            name: partial(self.ours, function, note, kernels)
+            for name, kernels in our_kernels(self.device).items()
+        }
 
     def varlen(self) -> Implementation:
         return self.by_offsets(self.softmax, varlen_attention, SOFTMAX_NOTE)
 
-    def by_offsets(self, function: Function, attention: Callable[..., Tensor], note: str = "") -> Implementation:
+    def by_offsets(
+        self, function: Function, attention: Callable[..., Tensor], note: str = ""
+    ) -> Implementation:
         def forward(q, k, v):
             return attention(q, k, v, self.q_offsets, self.kv_offsets, self.max_q, self.max_kv)
 
         return self.implementation(function, forward, note=note)
 
     def padded(self, function: Function) -> Implementation:
-        """Plain torch on ``[B, H, N, D]``, with the mask made beforehand. Without a mask, padded keys have weight activation(0) = 0."""
-        q_valid, kv_valid = ((torch.arange(n) < x[:, None]).to(self.device) for n, x in zip((self.max_q, self.max_kv), self.lengths))
+        """Plain torch on ``[B, H, N, D]``, with the mask made beforehand. Without a mask, padded
+        keys have weight activation(0) = 0."""
+        q_valid, kv_valid = (
+            (torch.arange(n) < x[:, None]).to(self.device)
+            for n, x in zip((self.max_q, self.max_kv), self.lengths)
+        )
         valid = {"q": q_valid, "k": kv_valid, "v": kv_valid}
-        dense = leaves(**{name: pad(x, valid[name]).transpose(1, 2) for name, x in self.inputs.items()})
+        dense = leaves(
+            **{name: pad(x, valid[name]).transpose(1, 2) for name, x in self.inputs.items()}
+        )
         masked = {} if self.mask is None else {"hidden": ~self.keep[:, None]}
         return self.implementation(
             function,
@@ -190,7 +248,8 @@ class Problem:
         )
 
     def flex(self) -> Implementation:
-        """flex_attention, compiled, with all segments in one sequence; the block mask, made beforehand, separates them."""
+        """flex_attention, compiled, with all segments in one sequence; the block mask, made
+        beforehand, separates them."""
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         host_lengths, _ = self.lengths
@@ -201,7 +260,9 @@ class Problem:
         def sees(batch, head, i, j):
             return (segment[i] == segment[j]) & ((i == j) | (j < i) & (j < first_target[i]))
 
-        block_mask = torch.compile(create_block_mask, dynamic=True)(sees, None, None, total, total, device=self.device)
+        block_mask = torch.compile(create_block_mask, dynamic=True)(
+            sees, None, None, total, total, device=self.device
+        )
         attention = partial(torch.compile(flex_attention, dynamic=True), block_mask=block_mask)
         dense = leaves(**{name: x.transpose(0, 1)[None] for name, x in self.inputs.items()})
         return self.implementation(
@@ -231,11 +292,12 @@ def one_activation(problem: Callable[[], Problem], activation: str) -> Setup:
 
 
 def hstu(problem: Callable[[], Problem], softmax: bool) -> Setup:
-    """SiLU, causal, targets. ``softmax``: also softmax under the same mask, which flex_attention computes; it has no SiLU."""
+    """SiLU, causal, targets. ``softmax``: also softmax under the same mask, which flex_attention
+    computes; it has no SiLU."""
     problem = problem()
     silu = Function("silu", problem.softmax.scale, output_scale=1 / problem.max_kv)
     implementations = problem.our_implementations(silu) | {
-        "bmm + silu + bmm, padded + mask": partial(problem.padded, silu),
+        "bmm + silu + bmm, padded + mask": partial(problem.padded, silu)
     }
     if not softmax:
         return problem.setup((silu,), implementations)
@@ -245,66 +307,102 @@ def hstu(problem: Callable[[], Problem], softmax: bool) -> Setup:
     return problem.setup((silu, problem.softmax), implementations)
 
 
-# -- an operand all segments share ---------------------------------------------------------------------------------
+# -- an operand all segments share -----------------------------------------------------------------
 
 
-def shared_operand(device: str, dtype: torch.dtype, lengths: Tensor, num_shared: int, num_heads: int, head_dim: int, pma: bool) -> Setup:
-    """``pma``: ``num_shared`` seeds query every segment. Otherwise PFFN: every row attends to ``num_shared`` rows of weights.
+def shared_operand(
+    device: str,
+    dtype: torch.dtype,
+    lengths: Tensor,
+    num_shared: int,
+    num_heads: int,
+    head_dim: int,
+    pma: bool,
+) -> Setup:
+    """``pma``: ``num_shared`` seeds query every segment. Otherwise PFFN: every row attends to
+    ``num_shared`` rows of weights.
 
-    The replicated forms copy the shared operand to each segment in the measured call. All rows are checked, because a shared operand's
-    gradient is a sum over all segments.
+    The replicated forms copy the shared operand to each segment in the measured call. All rows are
+    checked, because a shared operand's gradient is a sum over all segments.
     """
     num_segments, total = len(lengths), int(lengths.sum())
     offsets = offsets_of(lengths).to(device)
     copies = torch.arange(num_segments + 1, dtype=torch.int32, device=device) * num_shared
     jagged, shared = (total, num_heads, head_dim), (num_shared, num_heads, head_dim)
-    q_shape, kv_shape, out_shape = (shared, jagged, (num_segments * num_shared, *shared[1:])) if pma else (jagged, shared, jagged)
+    q_shape, kv_shape, out_shape = (
+        (shared, jagged, (num_segments * num_shared, *shared[1:]))
+        if pma
+        else (jagged, shared, jagged)
+    )
     q, k, v, grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, out_shape)
     inputs = leaves(q=0.3 * q, k=0.3 * k, v=v)
     copy_lengths = torch.full_like(lengths, num_shared)
-    schedule, build_ms = timed_schedule(*((copy_lengths, lengths) if pma else (lengths, copy_lengths)), q)
+    schedule, build_ms = timed_schedule(
+        *((copy_lengths, lengths) if pma else (lengths, copy_lengths)), q
+    )
     attention = partial(F.jagged_attention, **dataclasses.asdict(GELU))
 
     def implementation(forward, **extra):
-        return lambda: Implementation(lambda: forward(**inputs), inputs, lambda name, x: {"all": x}, grad, **extra)
+        return lambda: Implementation(
+            lambda: forward(**inputs), inputs, lambda name, x: {"all": x}, grad, **extra
+        )
 
     def replicated(q, k, v):
         if pma:
             return attention(q.repeat(num_segments, 1, 1), k, v, copies, offsets, schedule=schedule)
-        return attention(q, *(x.repeat(num_segments, 1, 1) for x in (k, v)), offsets, copies, schedule=schedule)
+        return attention(
+            q, *(x.repeat(num_segments, 1, 1) for x in (k, v)), offsets, copies, schedule=schedule
+        )
 
     def plain(q, k, v):
         if not pma:
             return GELU.plain(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
         seeds = q.expand(num_segments, *shared).unbind()
         segments = zip(seeds, *(x.split(lengths.tolist()) for x in (k, v)))
-        return torch.cat([GELU.plain(*(x.transpose(0, 1) for x in segment)).transpose(0, 1) for segment in segments])
+        return torch.cat(
+            [
+                GELU.plain(*(x.transpose(0, 1) for x in segment)).transpose(0, 1)
+                for segment in segments
+            ]
+        )
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         sample = [x.detach().to(dtype).requires_grad_() for x in inputs.values()]
         out = plain(*sample)
         gradients = torch.autograd.grad(out, sample, grad.to(dtype))
-        return {f"{name}/all": x for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))}
+        return {
+            f"{name}/all": x
+            for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))
+        }
 
     if pma:
-        ours = implementation(partial(attention, q_offsets="shared", kv_offsets=offsets, schedule=schedule), host_ms=build_ms)
+        ours = implementation(
+            partial(attention, q_offsets="shared", kv_offsets=offsets, schedule=schedule),
+            host_ms=build_ms,
+        )
     else:  # one segment of all rows, whose schedule is built in the call
         ours = implementation(partial(attention, q_offsets=offsets, kv_offsets="shared"))
-    implementations = {OURS: ours, f"replicate + {OURS}": implementation(replicated, host_ms=build_ms)}
+    implementations = {
+        OURS: ours,
+        f"replicate + {OURS}": implementation(replicated, host_ms=build_ms),
+    }
     if not pma:
         implementations["bmm + gelu_tanh + bmm"] = implementation(plain)
     flops = 4.0 * num_heads * head_dim * num_shared * total
-    return Setup(implementations, reference, dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops)
+    return Setup(
+        implementations, reference, dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops
+    )
 
 
-# -- cases ---------------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """A row of the GDPA table.
 
-    ``jagged``: lengths that are uniform over 1..maximum: "q", or "both" for equal lengths of q and kv. The others are full.
+    ``jagged``: lengths that are uniform over 1..maximum: "q", or "both" for equal lengths of q and
+    kv. The others are full.
     """
 
     name: str
@@ -313,7 +411,8 @@ class Shape:
     max_kv: int
     jagged: str = ""
     padded: bool = False
-    meta: str = ""  # forward / backward TFLOP/s of Meta's Triton kernel, measured earlier on an H200
+    # forward / backward TFLOP/s of Meta's Triton kernel, measured earlier on an H200
+    meta: str = ""
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         q, kv = (torch.full((self.batch,), length) for length in (self.max_q, self.max_kv))
@@ -331,7 +430,8 @@ class Sizes:
     gdpa: list[Shape]
     sweep: tuple[int, int]  # B, N
     hstu: list[tuple[int, int, int]]  # B, N, D
-    softmax_dim: int  # D for which HSTU's mask is also measured with softmax; flex_attention takes long to compile
+    # D for which HSTU's mask is also measured with softmax; flex_attention takes long to compile
+    softmax_dim: int
     num_targets: int
     shared: tuple[int, int, int, int]  # B, N, seeds, rows of weights
 
@@ -345,10 +445,16 @@ FULL = Sizes(
         Shape("q and kv full L=512", 1152, 512, 512, padded=True, meta="345 / 279"),
         Shape("q and kv full L=256", 1152, 256, 256, meta="242 / 243"),
         Shape("q jagged, kv full L=512", 1152, 512, 512, jagged="q", padded=True, meta="265 / 240"),
-        Shape("q jagged, kv full L=1024", 1152, 1024, 1024, jagged="q", padded=True, meta="360 / 286"),
+        Shape(
+            "q jagged, kv full L=1024", 1152, 1024, 1024, jagged="q", padded=True, meta="360 / 286"
+        ),
         Shape("q and kv jagged L=256", 1152, 256, 256, jagged="both"),
-        Shape("q and kv jagged L=512", 1152, 512, 512, jagged="both", padded=True, meta="203 / 218"),
-        Shape("q and kv jagged L=1024", 1152, 1024, 1024, jagged="both", padded=True, meta="339 / 283"),
+        Shape(
+            "q and kv jagged L=512", 1152, 512, 512, jagged="both", padded=True, meta="203 / 218"
+        ),
+        Shape(
+            "q and kv jagged L=1024", 1152, 1024, 1024, jagged="both", padded=True, meta="339 / 283"
+        ),
         Shape("q and kv jagged L=2048", 576, 2048, 2048, jagged="both"),
         Shape("cross, q=512 kv=256 full", 1152, 512, 256, meta="241 / 268"),
         Shape("cross, q=1024 kv=256 full", 1152, 1024, 256),
@@ -399,40 +505,76 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     cases = []
     for shape in sizes.gdpa:
         problem = partial(Problem, device, dtype, *shape.lengths(), heads, dim, magnitude=0.3)
-        note = shape.meta and f"Meta's Triton kernel, not measured in this run but earlier on an H200: {shape.meta} TFLOP/s"
-        cases.append(Case(GDPA, shape.name, partial(gdpa, problem, shape.padded, note), backward_alone=True))
+        note = (
+            shape.meta
+            and "Meta's Triton kernel, not measured in this run but earlier on an H200: "
+            f"{shape.meta} TFLOP/s"
+        )
+        cases.append(
+            Case(GDPA, shape.name, partial(gdpa, problem, shape.padded, note), backward_alone=True)
+        )
 
     batch, longest = sizes.sweep
     lengths = uniform_lengths(batch, 1, longest)
     for activation in SWEPT:
         problem = partial(Problem, device, dtype, lengths, lengths, heads, dim, magnitude=0.3)
         table = f"activations, q and kv jagged L={longest} B={batch}"
-        cases.append(Case(table, activation, partial(one_activation, problem, activation), backward_alone=True))
+        cases.append(
+            Case(
+                table, activation, partial(one_activation, problem, activation), backward_alone=True
+            )
+        )
 
     for batch, longest, head_dim in sizes.hstu:
         lengths = uniform_lengths(batch, 1, longest)
-        problem = partial(Problem, device, dtype, lengths, lengths, heads, head_dim, num_targets=lengths.clamp(max=sizes.num_targets))
+        problem = partial(
+            Problem,
+            device,
+            dtype,
+            lengths,
+            lengths,
+            heads,
+            head_dim,
+            num_targets=lengths.clamp(max=sizes.num_targets),
+        )
         setup = partial(hstu, problem, head_dim == sizes.softmax_dim)
-        cases.append(Case(f"HSTU (silu, causal, {sizes.num_targets} targets)", f"B{batch} N{longest} D{head_dim}", setup))
+        cases.append(
+            Case(
+                f"HSTU (silu, causal, {sizes.num_targets} targets)",
+                f"B{batch} N{longest} D{head_dim}",
+                setup,
+            )
+        )
 
     batch, longest, num_seeds, num_weights = sizes.shared
     lengths = uniform_lengths(batch, 1, longest)
     for name, num_shared, pma in (("PMA", num_seeds, True), ("PFFN", num_weights, False)):
         setup = partial(shared_operand, device, dtype, lengths, num_shared, heads, dim, pma)
         what = "seeds" if pma else "rows of weights"
-        cases.append(Case("shared operands", f"{name}, {num_shared} {what}, B{batch} N{longest}", setup))
+        cases.append(
+            Case("shared operands", f"{name}, {num_shared} {what}, B{batch} N{longest}", setup)
+        )
     return cases
 
 
 def summary(rows: list[dict]) -> list[str]:
     """Our throughput on jagged segments in % of that on full ones."""
-    ours = {row["case"]: row for row in rows if row["table"] == GDPA and row["implementation"] == OURS and row.get("backward_tflops")}
+    ours = {
+        row["case"]: row
+        for row in rows
+        if row["table"] == GDPA and row["implementation"] == OURS and row.get("backward_tflops")
+    }
     lines = []
     for case, row in ours.items():
         full = ours.get(case.replace("jagged", "full"))
         if full is not None and full is not row:
-            forward, backward = (100 * row[column] / full[column] for column in ("forward_tflops", "backward_tflops"))
-            lines.append(f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {backward:.0f} % backward ({OURS}).")
+            forward, backward = (
+                100 * row[column] / full[column] for column in ("forward_tflops", "backward_tflops")
+            )
+            lines.append(
+                f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {backward:.0f} %"
+                f" backward ({OURS})."
+            )
     return lines
 
 

@@ -1,12 +1,15 @@
 """GEMMs and softmaxes within jagged segments, against torch on padded tensors.
 
-    python kernels/benchmarks/bench_jagged_ops.py                       # on a CUDA device, fp32 with tf32 GEMMs
+    # on a CUDA device, fp32 with tf32 GEMMs
+    python kernels/benchmarks/bench_jagged_ops.py
     python kernels/benchmarks/bench_jagged_ops.py --only "operators"    # one of the tables
-    python kernels/benchmarks/bench_jagged_ops.py --device cpu          # the CPU path, smaller shapes
+    # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_jagged_ops.py --device cpu
     python kernels/benchmarks/bench_jagged_ops.py --tiny --device cpu
 
-GB count every input and the output once; in the backward the inputs, the output's gradient and theirs. TFLOP/s count the GEMMs of real
-rows, twice that backward. The floor is the longer of the times of both on an H200. Speed-ups are over "torch, padded".
+GB count every input and the output once; in the backward the inputs, the output's gradient and
+theirs. TFLOP/s count the GEMMs of real rows, twice that backward. The floor is the longer of the
+times of both on an H200. Speed-ups are over "torch, padded".
 """
 
 import dataclasses
@@ -25,26 +28,32 @@ from torch import Tensor, bmm
 from jagged_modules import functional as F
 
 CONVERTED = "torch, padded with conversions"
-ATTAINABLE = {"NVIDIA H200": (4.24e12, 350e12)}  # bytes/s of large copies, FLOP/s of dense tf32 GEMMs
-PRECISION = 'fp32; on CUDA GEMMs use tf32 (torch.set_float32_matmul_precision("high")), also those that give the bound.'
+# bytes/s of large copies, FLOP/s of dense tf32 GEMMs
+ATTAINABLE = {"NVIDIA H200": (4.24e12, 350e12)}
+PRECISION = (
+    'fp32; on CUDA GEMMs use tf32 (torch.set_float32_matmul_precision("high")), also those that'
+    " give the bound."
+)
 
 
-# -- operators -----------------------------------------------------------------------------------------------------
+# -- operators -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
     """An operator on jagged and on padded tensors.
 
-    Dimensions are letters: L rows of all segments, B segments, P scores of all segments (N_b² each, in one flat buffer), widths D, T, H.
-    In padded tensors, L is ``[B, N]`` and P is ``[B, N, N]``.
+    Dimensions are letters: L rows of all segments, B segments, P scores of all segments (N_b² each,
+    in one flat buffer), widths D, T, H. In padded tensors, L is ``[B, N]`` and P is ``[B, N, N]``.
 
     Args:
-        ours: ``ours(*inputs, plan)`` for operators with scores, else ``ours(*inputs, offsets, max_seqlen=...)``.
+        ours: ``ours(*inputs, plan)`` for operators with scores, else ``ours(*inputs, offsets,
+            max_seqlen=...)``.
         padded: ``padded(hidden, *inputs)``, where ``hidden`` ``[B, N]`` is True in the padding.
         inputs: dimensions of the inputs by name.
         out: dimensions of the output.
-        gemm: dimensions of the GEMM, whose product is the number of multiplications; empty for a softmax.
+        gemm: dimensions of the GEMM, whose product is the number of multiplications; empty for a
+            softmax.
     """
 
     ours: Callable[..., Tensor]
@@ -61,18 +70,39 @@ class Operator:
 OUTER = "jagged_jagged_bmm_jagged_out, x with"
 outer, array = F.jagged_jagged_bmm_jagged_out, F.array_jagged_bmm_jagged_out
 OPERATORS = {
-    "jagged_dense_bmm": Operator(F.jagged_dense_bmm, lambda _, x, y: bmm(x, y), {"x": "LD", "y": "BDT"}, "LT", "LDT"),
-    "jagged_jagged_bmm": Operator(F.jagged_jagged_bmm, lambda _, x, y: bmm(x.mT, y), {"x": "LD", "y": "LT"}, "BDT", "LDT"),
-    f"{OUTER} itself": Operator(lambda x, plan: outer(x, x, plan), lambda _, x: bmm(x, x.mT), {"x": "LD"}, "P", "PD"),
-    f"{OUTER} another": Operator(outer, lambda _, x, y: bmm(x, y.mT), {"x": "LD", "y": "LD"}, "P", "PD"),
-    "array_jagged_bmm_jagged_out": Operator(array, lambda _, p, y: bmm(p, y), {"p": "P", "y": "LD"}, "LD", "PD"),
-    "jagged_softmax": Operator(F.jagged_softmax, lambda gap, x: x.masked_fill(gap[:, :, None], -inf).softmax(1), {"x": "LH"}, "LH"),
-    "jagged2_softmax": Operator(F.jagged2_softmax, lambda gap, p: p.masked_fill(gap[:, None, :], -inf).softmax(2), {"p": "P"}, "P"),
+    "jagged_dense_bmm": Operator(
+        F.jagged_dense_bmm, lambda _, x, y: bmm(x, y), {"x": "LD", "y": "BDT"}, "LT", "LDT"
+    ),
+    "jagged_jagged_bmm": Operator(
+        F.jagged_jagged_bmm, lambda _, x, y: bmm(x.mT, y), {"x": "LD", "y": "LT"}, "BDT", "LDT"
+    ),
+    f"{OUTER} itself": Operator(
+        lambda x, plan: outer(x, x, plan), lambda _, x: bmm(x, x.mT), {"x": "LD"}, "P", "PD"
+    ),
+    f"{OUTER} another": Operator(
+        outer, lambda _, x, y: bmm(x, y.mT), {"x": "LD", "y": "LD"}, "P", "PD"
+    ),
+    "array_jagged_bmm_jagged_out": Operator(
+        array, lambda _, p, y: bmm(p, y), {"p": "P", "y": "LD"}, "LD", "PD"
+    ),
+    "jagged_softmax": Operator(
+        F.jagged_softmax,
+        lambda gap, x: x.masked_fill(gap[:, :, None], -inf).softmax(1),
+        {"x": "LH"},
+        "LH",
+    ),
+    "jagged2_softmax": Operator(
+        F.jagged2_softmax,
+        lambda gap, p: p.masked_fill(gap[:, None, :], -inf).softmax(2),
+        {"p": "P"},
+        "P",
+    ),
 }
 
 
 class Conversion(torch.autograd.Function):
-    """Converts between jagged and padded. torch's kernels for that have no derivatives; each is the other's backward."""
+    """Converts between jagged and padded. torch's kernels for that have no derivatives; each is the
+    other's backward."""
 
     @staticmethod
     def forward(ctx, x, there, back):
@@ -85,15 +115,17 @@ class Conversion(torch.autograd.Function):
 
 
 def mantissa_of_tf32(x: Tensor) -> Tensor:
-    """x as tensor cores read it in tf32, without the lower 13 bits of fp32's mantissa. torch may compute small GEMMs in fp32."""
+    """x as tensor cores read it in tf32, without the lower 13 bits of fp32's mantissa. torch may
+    compute small GEMMs in fp32."""
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-# -- one shape -----------------------------------------------------------------------------------------------------
+# -- one shape -------------------------------------------------------------------------------------
 
 
 class Problem:
-    """Inputs of an operator in one shape, implementations of it, and its definition on sampled segments, padded."""
+    """Inputs of an operator in one shape, implementations of it, and its definition on sampled
+    segments, padded."""
 
     def __init__(self, device: str, lengths: Tensor, operator: str, width: int, columns: int):
         if device == "cuda":
@@ -105,9 +137,18 @@ class Problem:
         self.offsets, self.plan = host_offsets.to(device), plan.to(device)
         self.starts = {"L": host_offsets.tolist(), "P": plan.p_offsets.tolist()}
         self.hidden = (torch.arange(self.longest) >= lengths[:, None]).to(device)
-        self.sizes = {"L": plan.x_rows, "P": plan.total, "B": len(lengths), "D": width, "T": columns, "H": width}
+        self.sizes = {
+            "L": plan.x_rows,
+            "P": plan.total,
+            "B": len(lengths),
+            "D": width,
+            "T": columns,
+            "H": width,
+        }
         layouts = [*self.operator.inputs.values(), self.operator.out]
-        *inputs, self.grad = random_tensors(device, torch.float32, *(tuple(self.sizes[d] for d in layout) for layout in layouts))
+        *inputs, self.grad = random_tensors(
+            device, torch.float32, *(tuple(self.sizes[d] for d in layout) for layout in layouts)
+        )
         self.inputs = leaves(**dict(zip(self.operator.inputs, inputs)))
         self.samples = sorted(sample_segments(lengths), key=lambda b: -self.lengths[b])
 
@@ -118,7 +159,11 @@ class Problem:
             if "P" not in self.operator.dimensions:  # torch has no conversion of scores
                 implementations[CONVERTED] = self.converted
             implementations |= self.sll() if self.device == "cuda" else {}
-        operands, out, flops = sum(x.nbytes for x in self.inputs.values()), self.grad.nbytes, self.flops()
+        operands, out, flops = (
+            sum(x.nbytes for x in self.inputs.values()),
+            self.grad.nbytes,
+            self.flops(),
+        )
         return Setup(
             implementations,
             self.reference,
@@ -153,7 +198,8 @@ class Problem:
     def sampled(self, layout: str, x: Tensor) -> dict[str, Tensor]:
         """The sampled segments of a padded tensor, with zeros in the padding.
 
-        The longest one is a part of its own: errors are relative, and a softmax over many rows has smaller values.
+        The longest one is a part of its own: errors are relative, and a softmax over many rows has
+        smaller values.
         """
         if layout[0] != "B":
             hidden = self.hidden[self.samples][:, :, None]
@@ -175,7 +221,11 @@ class Problem:
         out = self.operator.padded(self.hidden[self.samples], *inputs)
         gradients = torch.autograd.grad(out, inputs, operand(self.operator.out, self.grad))
         results = {"out": out.detach()} | {f"d{name}": x for name, x in zip(layouts, gradients)}
-        return {f"{name}/{part}": rows for name, x in results.items() for part, rows in self.sampled(self.layout(name), x).items()}
+        return {
+            f"{name}/{part}": rows
+            for name, x in results.items()
+            for part, rows in self.sampled(self.layout(name), x).items()
+        }
 
     def note(self, flops: float) -> str:
         return f"{flops / 1e6:.0f} MFLOP forward" if flops else ""
@@ -184,13 +234,18 @@ class Problem:
         def pick(name, x):
             return self.sampled(self.layout(name), self.pad(self.layout(name), x, self.samples))
 
-        return Implementation(lambda: forward(*self.inputs.values()), self.inputs, pick, self.grad, self.note(flops))
+        return Implementation(
+            lambda: forward(*self.inputs.values()), self.inputs, pick, self.grad, self.note(flops)
+        )
 
     def ours(self) -> Implementation:
         operator = self.operator
         if "P" in operator.dimensions:
             return self.jagged(lambda *inputs: operator.ours(*inputs, self.plan), self.flops())
-        return self.jagged(lambda *inputs: operator.ours(*inputs, self.offsets, max_seqlen=self.longest), self.flops())
+        return self.jagged(
+            lambda *inputs: operator.ours(*inputs, self.offsets, max_seqlen=self.longest),
+            self.flops(),
+        )
 
     def sll(self) -> dict[str, Callable[[], Implementation]]:
         """FBGEMM's operators, forward only."""
@@ -201,15 +256,30 @@ class Problem:
 
         def implementation(forward: Callable[..., Tensor]) -> Implementation:
             whole = self.jagged(lambda *_: forward(*inputs), self.flops())
-            return dataclasses.replace(whole, inputs=dict(enumerate(inputs)), note="; ".join(filter(None, ["forward only", whole.note])))
+            return dataclasses.replace(
+                whole,
+                inputs=dict(enumerate(inputs)),
+                note="; ".join(filter(None, ["forward only", whole.note])),
+            )
 
-        peer_operators = peers.sll_operators(offsets.diff(), offsets, self.plan.p_offsets.to(offsets), self.longest)
-        return {peer: partial(implementation, of[name]) for peer, of in peer_operators.items() if name in of}
+        peer_operators = peers.sll_operators(
+            offsets.diff(), offsets, self.plan.p_offsets.to(offsets), self.longest
+        )
+        return {
+            peer: partial(implementation, of[name])
+            for peer, of in peer_operators.items()
+            if name in of
+        }
 
     def padded(self) -> Implementation:
         """On inputs that are already padded; the output stays padded."""
         operator, segments = self.operator, range(len(self.lengths))
-        inputs = leaves(**{name: self.pad(operator.inputs[name], x.detach(), segments) for name, x in self.inputs.items()})
+        inputs = leaves(
+            **{
+                name: self.pad(operator.inputs[name], x.detach(), segments)
+                for name, x in self.inputs.items()
+            }
+        )
         return Implementation(
             lambda: operator.padded(self.hidden, *inputs.values()),
             inputs,
@@ -222,13 +292,16 @@ class Problem:
         operator, offsets = self.operator, self.offsets.long()
 
         def pad(x, fill=0.0):
-            return torch.ops.aten._jagged_to_padded_dense_forward(x, [offsets], [self.longest], fill)
+            return torch.ops.aten._jagged_to_padded_dense_forward(
+                x, [offsets], [self.longest], fill
+            )
 
         def unpad(x):
             return torch.ops.aten._padded_dense_to_jagged_forward(x, [offsets], self.sizes["L"])
 
         def forward(*inputs):
-            to_padded = pad if operator.gemm else partial(pad, fill=-inf)  # makes a mask unnecessary for softmax
+            # makes a mask unnecessary for softmax
+            to_padded = pad if operator.gemm else partial(pad, fill=-inf)
             inputs = [Conversion.apply(x, to_padded, unpad) if x.dim() == 2 else x for x in inputs]
             out = operator.padded(self.hidden, *inputs) if operator.gemm else inputs[0].softmax(1)
             return Conversion.apply(out, unpad, pad) if operator.out[0] == "L" else out
@@ -236,7 +309,7 @@ class Problem:
         return self.jagged(forward, self.flops(padded=True))
 
 
-# -- cases ---------------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,17 +322,38 @@ class Sizes:
     width: int  # D and T of the skewed
 
 
-def table_of(batch: int, shorter: int, longer: int, narrow: int, wide: int, deep: int) -> list[tuple[str, int, int, int, int]]:
+def table_of(
+    batch: int, shorter: int, longer: int, narrow: int, wide: int, deep: int
+) -> list[tuple[str, int, int, int, int]]:
     gemms = [(shorter, narrow, narrow), (longer, wide, wide)]
-    shapes = [(name, batch, *shape) for name in ("jagged_dense_bmm", "jagged_jagged_bmm") for shape in gemms]
+    shapes = [
+        (name, batch, *shape)
+        for name in ("jagged_dense_bmm", "jagged_jagged_bmm")
+        for shape in gemms
+    ]
     scores = [f"{OUTER} itself", f"{OUTER} another", "array_jagged_bmm_jagged_out"]
     shapes += [(name, batch, shorter, deep, 0) for name in scores]
-    return shapes + [("jagged_softmax", batch, shorter, narrow, 0), ("jagged2_softmax", batch, shorter, 0, 0)]
+    return shapes + [
+        ("jagged_softmax", batch, shorter, narrow, 0),
+        ("jagged2_softmax", batch, shorter, 0, 0),
+    ]
 
 
-FULL = Sizes(table_of(1024, 100, 200, narrow=64, wide=128, deep=1024), (1024, 200, 256, 8), skewed=(1000, 20, 60_000), width=64)
-CPU = Sizes(table_of(64, 100, 200, narrow=64, wide=128, deep=256), (64, 200, 256, 8), skewed=(200, 20, 6_000), width=64)
-TINY = Sizes(table_of(6, 10, 14, narrow=8, wide=16, deep=24), (6, 14, 24, 8), skewed=(10, 4, 60), width=8)
+FULL = Sizes(
+    table_of(1024, 100, 200, narrow=64, wide=128, deep=1024),
+    (1024, 200, 256, 8),
+    skewed=(1000, 20, 60_000),
+    width=64,
+)
+CPU = Sizes(
+    table_of(64, 100, 200, narrow=64, wide=128, deep=256),
+    (64, 200, 256, 8),
+    skewed=(200, 20, 6_000),
+    width=64,
+)
+TINY = Sizes(
+    table_of(6, 10, 14, narrow=8, wide=16, deep=24), (6, 14, 24, 8), skewed=(10, 4, 60), width=8
+)
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
@@ -269,9 +363,13 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     def case(table: str, name: str, *problem, peers: bool = True) -> Case:
         return Case(table, name, lambda: Problem(device, *problem).setup(peers), picture="ms")
 
-    def uniform(table: str, operator: str, batch: int, longest: int, width: int, columns: int) -> Case:
+    def uniform(
+        table: str, operator: str, batch: int, longest: int, width: int, columns: int
+    ) -> Case:
         widths = zip("DTH", (width, columns, width))
-        widths = [f"{letter}{size}" for letter, size in widths if letter in OPERATORS[operator].dimensions]
+        widths = [
+            f"{letter}{size}" for letter, size in widths if letter in OPERATORS[operator].dimensions
+        ]
         name = " ".join([operator, f"B{batch}", f"N≤{longest}", *widths])
         return case(table, name, uniform_lengths(batch, 1, longest), operator, width, columns)
 
@@ -279,27 +377,43 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     batch, longest, width, columns = sizes.paper
     table = f"Table 1 of the paper: B={batch}, N≤{longest}, D={width}, T={columns}"
     cases += [uniform(table, name, *sizes.paper) for name in OPERATORS if name != f"{OUTER} itself"]
-    cases.append(uniform(table, "jagged_softmax", batch, longest, columns, columns))  # the paper's has as many columns as T
+    # the paper's has as many columns as T
+    cases.append(uniform(table, "jagged_softmax", batch, longest, columns, columns))
     count, short, long = sizes.skewed
     skewed = torch.cat([uniform_lengths(count, 1, short), torch.tensor([long])])
     even = (torch.arange(count + 2) * skewed.sum() // (count + 1)).diff()
-    table = f"skewed: {skewed.sum()} rows, D=T={sizes.width}, {count} segments of 1..{short} and one of {long}, or all even"
+    table = (
+        f"skewed: {skewed.sum()} rows, D=T={sizes.width}, {count} segments of 1..{short} and one of"
+        f" {long}, or all even"
+    )
     for name in ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax"):
         for kind, lengths in (("skewed", skewed), ("even", even)):
-            cases.append(case(table, f"{name}, {kind}", lengths, name, sizes.width, sizes.width, peers=False))
+            cases.append(
+                case(table, f"{name}, {kind}", lengths, name, sizes.width, sizes.width, peers=False)
+            )
     return cases
 
 
 def summary(rows: list[dict]) -> list[str]:
     """The precision, and the time per row of skewed segments beside that of even ones."""
-    lines, rows = [PRECISION], {row["case"]: row for row in rows if row["table"].startswith("skewed") and "forward_backward_ms" in row}
+    lines, rows = (
+        [PRECISION],
+        {
+            row["case"]: row
+            for row in rows
+            if row["table"].startswith("skewed") and "forward_backward_ms" in row
+        },
+    )
     for name in (case.removesuffix(", even") for case in rows if case.endswith(", even")):
         both = [rows[f"{name}, {kind}"] for kind in ("skewed", "even") if f"{name}, {kind}" in rows]
         forward, training = (
             " and ".join(f"{row[key] / int(row['table'].split()[1]) * 1e6:.3g}" for row in both)
             for key in ("forward_ms", "forward_backward_ms")
         )
-        lines.append(f"{name}, skewed and even, ns per row: forward {forward}, forward + backward {training}.")
+        lines.append(
+            f"{name}, skewed and even, ns per row: forward {forward}, forward + backward"
+            f" {training}."
+        )
     return lines
 
 

@@ -1,12 +1,16 @@
-"""Linear compression of user and candidate embeddings against plain torch, in the stages of the published ablation.
+"""Linear compression of user and candidate embeddings against plain torch, in the stages of the
+published ablation.
 
-    python kernels/benchmarks/bench_linear_compress.py                        # on a CUDA device, fp16
+    # on a CUDA device, fp16
+    python kernels/benchmarks/bench_linear_compress.py
     python kernels/benchmarks/bench_linear_compress.py --only "B=1024: 10 "   # one case
-    python kernels/benchmarks/bench_linear_compress.py --device cpu           # the CPU path, smaller shapes
+    # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_linear_compress.py --device cpu
     python kernels/benchmarks/bench_linear_compress.py --tiny --device cpu
 
-TFLOP/s count the useful work, 2·M·N·(Kc·B + Ku·U) forward and twice that backward, without padding. GB count every operand, result and
-gradient once. The floor is the longer of the times of both on an H200. Speed-ups are over "replicated".
+TFLOP/s count the useful work, 2·M·N·(Kc·B + Ku·U) forward and twice that backward, without padding.
+GB count every operand, result and gradient once. The floor is the longer of the times of both on an
+H200. Speed-ups are over "replicated".
 """
 
 import dataclasses
@@ -27,8 +31,11 @@ from jagged_modules import functional as F
 
 REPLICATED = "replicated"
 CUBLAS = "cuBLAS candidate GEMM alone"
-ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}  # bytes/s of the data sheet, FLOP/s of long fp16 GEMMs
-PEERS = {  # (B, candidates per user) -> ms forward of FBGEMM's Triton kernel and Meta's TLX kernel, measured earlier on an H200
+# bytes/s of the data sheet, FLOP/s of long fp16 GEMMs
+ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}
+# (B, candidates per user) -> ms forward of FBGEMM's Triton kernel and Meta's TLX kernel, measured
+# earlier on an H200
+PEERS = {
     (1024, 70): (0.567, 0.494),
     (2048, 70): (1.198, 1.077),
     (3072, 70): (1.822, 1.880),
@@ -41,22 +48,28 @@ def peers_note(batch: int, ratio: int) -> str:
     if (batch, ratio) not in PEERS:
         return ""
     fbgemm, tlx = PEERS[batch, ratio]
-    return f"not measured in this run but earlier on an H200, forward: FBGEMM Triton {fbgemm} ms, Meta TLX {tlx} ms"
+    return (
+        f"not measured in this run but earlier on an H200, forward: FBGEMM Triton {fbgemm} ms, Meta"
+        f" TLX {tlx} ms"
+    )
 
 
-# -- plain torch ---------------------------------------------------------------------------------------------------
+# -- plain torch -----------------------------------------------------------------------------------
 
 
 def gemm(weight: Tensor, embedding: Tensor) -> Tensor:
-    """W @ E[b] for every b, without a copy of E. Autograd computes a weight gradient for every b and sums them."""
+    """W @ E[b] for every b, without a copy of E. Autograd computes a weight gradient for every b
+    and sums them."""
     return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
 
 
-def decomposed(multiply: Callable[[Tensor, Tensor], Tensor], index: Tensor, w_user, w_cand, e_user, e_cand) -> Tensor:
+def decomposed(
+    multiply: Callable[[Tensor, Tensor], Tensor], index: Tensor, w_user, w_cand, e_user, e_cand
+) -> Tensor:
     return multiply(w_user, e_user).index_select(0, index) + multiply(w_cand, e_cand)
 
 
-# -- one shape -----------------------------------------------------------------------------------------------------
+# -- one shape -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +87,24 @@ class Sizes:
 
 
 class Problem:
-    """Inputs of one shape, ways to compress them, and the definition on a sample: all candidates of the first and of the last user, and
-    three rows of the weights. Candidates are sorted by user, ``ratio`` of each."""
+    """Inputs of one shape, ways to compress them, and the definition on a sample: all candidates of
+    the first and of the last user, and three rows of the weights. Candidates are sorted by user,
+    ``ratio`` of each."""
 
     def __init__(self, device: str, dtype: torch.dtype, sizes: Sizes, batch: int, ratio: int):
         self.device, self.dtype = device, dtype
         users = torch.arange(batch) // ratio
         counts = users.bincount()
-        self.index, self.candidates = users.to(device), jm.CandidateIndex.from_counts(counts).to(device)
+        self.index, self.candidates = (
+            users.to(device),
+            jm.CandidateIndex.from_counts(counts).to(device),
+        )
         shapes = [(sizes.m, k) for k in (sizes.k_user, sizes.k_cand)]
-        shapes += [(len(counts), sizes.k_user, sizes.n), (batch, sizes.k_cand, sizes.n), (batch, sizes.m, sizes.n)]
+        shapes += [
+            (len(counts), sizes.k_user, sizes.n),
+            (batch, sizes.k_cand, sizes.n),
+            (batch, sizes.m, sizes.n),
+        ]
         w_user, w_cand, e_user, e_cand, self.grad = random_tensors(device, dtype, *shapes)
         w_user, w_cand = w_user * sizes.k_user**-0.5, w_cand * sizes.k_cand**-0.5
         self.inputs = leaves(w_user=w_user, w_cand=w_cand, e_user=e_user, e_cand=e_cand)
@@ -113,8 +134,15 @@ class Problem:
         if self.device == "cuda":
             implementations |= {CUBLAS: self.candidate_gemm, peers.IKBO: self.ikbo}
         else:  # the stages of ours that run everywhere
-            implementations |= {f"{OURS}, {stage}": partial(self.ours, stage) for stage in ("reference", "decomposed", "padded")}
-        flops = 2.0 * self.grad[0].numel() * sum(self.inputs[name].shape[:2].numel() for name in ("e_user", "e_cand"))
+            implementations |= {
+                f"{OURS}, {stage}": partial(self.ours, stage)
+                for stage in ("reference", "decomposed", "padded")
+            }
+        flops = (
+            2.0
+            * self.grad[0].numel()
+            * sum(self.inputs[name].shape[:2].numel() for name in ("e_user", "e_cand"))
+        )
         operands, out = sum(x.nbytes for x in self.inputs.values()), self.grad.nbytes
         return Setup(
             implementations,
@@ -129,18 +157,24 @@ class Problem:
         )
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        (candidates,), (users, _), (rows,) = (self.sampled[name] for name in ("out", "de_user", "dw"))
+        (candidates,), (users, _), (rows,) = (
+            self.sampled[name] for name in ("out", "de_user", "dw")
+        )
         w_user, w_cand, e_user, e_cand = (x.detach() for x in self.inputs.values())
 
         def differentiate(index, wanted, operands, grad):
             operands = [x.to(dtype).requires_grad_(i in wanted) for i, x in enumerate(operands)]
             out = decomposed(torch.matmul, index, *operands)
-            return out.detach(), *torch.autograd.grad(out, [operands[i] for i in wanted], grad.to(dtype))
+            return out.detach(), *torch.autograd.grad(
+                out, [operands[i] for i in wanted], grad.to(dtype)
+            )
 
         index = torch.searchsorted(users, self.index[candidates])
         sample = (w_user, w_cand, e_user[users], e_cand[candidates])
         out, de_user, de_cand = differentiate(index, (2, 3), sample, self.grad[candidates])
-        _, dw_user, dw_cand = differentiate(self.index, (0, 1), (w_user[rows], w_cand[rows], e_user, e_cand), self.grad[:, rows])
+        _, dw_user, dw_cand = differentiate(
+            self.index, (0, 1), (w_user[rows], w_cand[rows], e_user, e_cand), self.grad[:, rows]
+        )
         return {
             "out/sampled": out,
             "out/gemm": w_cand.to(dtype) @ e_cand[candidates].to(dtype),
@@ -151,18 +185,38 @@ class Problem:
             "de_cand/sampled": de_cand,
         }
 
-    def implementation(self, forward: Callable[..., Tensor], inputs: dict[str, Tensor], part: str = "sampled", **extra) -> Implementation:
-        return Implementation(lambda: forward(**inputs), inputs, lambda name, x: {part: x[self.sampled[name]]}, self.grad, **extra)
+    def implementation(
+        self,
+        forward: Callable[..., Tensor],
+        inputs: dict[str, Tensor],
+        part: str = "sampled",
+        **extra,
+    ) -> Implementation:
+        return Implementation(
+            lambda: forward(**inputs),
+            inputs,
+            lambda name, x: {part: x[self.sampled[name]]},
+            self.grad,
+            **extra,
+        )
 
     @cached_property
     def padded_inputs(self) -> dict[str, Tensor]:
-        """The inputs with K padded with zeros to a multiple of 8: the last dimension of a weight, the last but one of embeddings."""
+        """The inputs with K padded with zeros to a multiple of 8: the last dimension of a weight,
+        the last but one of embeddings."""
         k = {name: x.shape[1] for name, x in self.inputs.items()}
-        return leaves(**{name: pad(x, (0, -k[name] % 8) if x.dim() == 2 else (0, 0, 0, -k[name] % 8)) for name, x in self.inputs.items()})
+        return leaves(
+            **{
+                name: pad(x, (0, -k[name] % 8) if x.dim() == 2 else (0, 0, 0, -k[name] % 8))
+                for name, x in self.inputs.items()
+            }
+        )
 
     def ours(self, stage: str, note: str = "") -> Implementation:
         def forward(w_user, w_cand, e_user, e_cand):
-            return F.linear_compress([w_user, w_cand], [e_user, e_cand], self.candidates, implementation=stage)
+            return F.linear_compress(
+                [w_user, w_cand], [e_user, e_cand], self.candidates, implementation=stage
+            )
 
         return self.implementation(forward, self.inputs, note=note)
 
@@ -171,38 +225,79 @@ class Problem:
             return gemm(w, torch.cat([e_user.index_select(0, self.index), e_cand], dim=1))
 
         w_user, w_cand, e_user, e_cand = self.inputs.values()
-        return self.implementation(forward, leaves(w=torch.cat([w_user, w_cand], dim=1)) | {"e_user": e_user, "e_cand": e_cand})
+        return self.implementation(
+            forward,
+            leaves(w=torch.cat([w_user, w_cand], dim=1)) | {"e_user": e_user, "e_cand": e_cand},
+        )
 
     def input_replicated(self) -> Implementation:
         """As the published baseline is measured: without the copies of users to candidates."""
         w_user, w_cand, e_user, e_cand = (x.detach() for x in self.inputs.values())
-        inputs = {"w": torch.cat([w_user, w_cand], dim=1), "e": torch.cat([e_user.index_select(0, self.index), e_cand], dim=1)}
+        inputs = {
+            "w": torch.cat([w_user, w_cand], dim=1),
+            "e": torch.cat([e_user.index_select(0, self.index), e_cand], dim=1),
+        }
         return self.implementation(lambda w, e: gemm(w, e), inputs, note="forward only")
 
     def ikbo(self) -> Implementation:
-        compress, inputs = peers.ikbo_linear_compress(), {name: x.detach() for name, x in self.padded_inputs.items()}
+        compress, inputs = (
+            peers.ikbo_linear_compress(),
+            {name: x.detach() for name, x in self.padded_inputs.items()},
+        )
         index = self.index.int()
-        return self.implementation(lambda **inputs: compress(**inputs, index=index), inputs, note="forward only; padded inputs")
+        return self.implementation(
+            lambda **inputs: compress(**inputs, index=index),
+            inputs,
+            note="forward only; padded inputs",
+        )
 
-    def plain(self, multiply: Callable[[Tensor, Tensor], Tensor], inputs: dict[str, Tensor] | None = None) -> Implementation:
+    def plain(
+        self, multiply: Callable[[Tensor, Tensor], Tensor], inputs: dict[str, Tensor] | None = None
+    ) -> Implementation:
         """Decomposed. ``inputs``: default padded."""
         notes = [] if inputs else ["padded inputs"]
         if multiply is torch.matmul:
             notes.append("transposes a copy of E; one GEMM for a weight's gradient")
-        return self.implementation(partial(decomposed, multiply, self.index), inputs or self.padded_inputs, note="; ".join(notes))
+        return self.implementation(
+            partial(decomposed, multiply, self.index),
+            inputs or self.padded_inputs,
+            note="; ".join(notes),
+        )
 
     def candidate_gemm(self) -> Implementation:
         inputs = {name: self.padded_inputs[name].detach() for name in ("w_cand", "e_cand")}
         note = "a part of the work; padded inputs"
-        return self.implementation(lambda w_cand, e_cand: gemm(w_cand, e_cand), inputs, "gemm", note=note, whole=False)
+        return self.implementation(
+            lambda w_cand, e_cand: gemm(w_cand, e_cand), inputs, "gemm", note=note, whole=False
+        )
 
 
-# -- cases ---------------------------------------------------------------------------------------------------------
+# -- cases -----------------------------------------------------------------------------------------
 
 RATIOS = [2, 5, 10, 50, 100, 1000]
-FULL = Sizes(m=433, n=256, k_user=1178, k_cand=866, batches=[512, 1024, 2048, 3072], ratio=70, ratios=RATIOS, ratio_batch=1024)
-CPU = Sizes(m=109, n=64, k_user=294, k_cand=218, batches=[128, 256], ratio=70, ratios=RATIOS, ratio_batch=128)
-TINY = Sizes(m=13, n=8, k_user=22, k_cand=18, batches=[10, 20], ratio=7, ratios=[2, 100], ratio_batch=10)
+FULL = Sizes(
+    m=433,
+    n=256,
+    k_user=1178,
+    k_cand=866,
+    batches=[512, 1024, 2048, 3072],
+    ratio=70,
+    ratios=RATIOS,
+    ratio_batch=1024,
+)
+CPU = Sizes(
+    m=109,
+    n=64,
+    k_user=294,
+    k_cand=218,
+    batches=[128, 256],
+    ratio=70,
+    ratios=RATIOS,
+    ratio_batch=128,
+)
+TINY = Sizes(
+    m=13, n=8, k_user=22, k_cand=18, batches=[10, 20], ratio=7, ratios=[2, 100], ratio_batch=10
+)
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
@@ -216,9 +311,15 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
 
         return Case(table, name, setup, picture=picture)
 
-    by_batch, by_ratio = f"batch size, {sizes.ratio} candidates per user", f"candidates per user, B={sizes.ratio_batch}"
+    by_batch, by_ratio = (
+        f"batch size, {sizes.ratio} candidates per user",
+        f"candidates per user, B={sizes.ratio_batch}",
+    )
     cases = [case(by_batch, f"B={batch}", batch, sizes.ratio, "ms") for batch in sizes.batches]
-    return cases + [case(by_ratio, f"{ratio} per user", sizes.ratio_batch, ratio, "speedup") for ratio in sizes.ratios]
+    return cases + [
+        case(by_ratio, f"{ratio} per user", sizes.ratio_batch, ratio, "speedup")
+        for ratio in sizes.ratios
+    ]
 
 
 if __name__ == "__main__":

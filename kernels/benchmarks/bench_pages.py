@@ -1,17 +1,21 @@
-"""Cached histories: keys and values read in pages, against rows that are gathered first, and against histories that are encoded anew.
+"""Cached histories: keys and values read in pages, against rows that are gathered first, and
+against histories that are encoded anew.
 
     python kernels/benchmarks/bench_pages.py                                  # on a CUDA device
     python kernels/benchmarks/bench_pages.py --only "attention"               # one of the tables
-    python kernels/benchmarks/bench_pages.py --tiny --device cpu              # the CPU gathers in both cases
+    # the CPU gathers in both cases
+    python kernels/benchmarks/bench_pages.py --tiny --device cpu
 
-The pages of a batch lie in random places, and a row has the keys and values of LAYERS layers. "attention" is that of one layer: its share
-of the gather, and the kernel. "scores" is what a server computes per batch, `layer.score(targets, cache.select(users))` of a target
-attention; its time is that of host and device together. Speed-ups are over the gather.
+The pages of a batch lie in random places, and a row has the keys and values of LAYERS layers.
+"attention" is that of one layer: its share of the gather, and the kernel. "scores" is what a server
+computes per batch, `layer.score(targets, cache.select(users))` of a target attention; its time is
+that of host and device together. Speed-ups are over the gather.
 
-"HSTU stack" is what a server of a stack of LAYERS layers computes per batch: scores of each user's targets after a new event. Either the
-event is appended to the cached history, which targets then read in its pages, or the history is encoded anew, with event and targets in one
-forward; speed-ups are over that. Times are those of host and device together. Containers are made in each call, as a server has to, so
-that no schedule of an earlier call fits.
+"HSTU stack" is what a server of a stack of LAYERS layers computes per batch: scores of each user's
+targets after a new event. Either the event is appended to the cached history, which targets then
+read in its pages, or the history is encoded anew, with event and targets in one forward; speed-ups
+are over that. Times are those of host and device together. Containers are made in each call, as a
+server has to, so that no schedule of an earlier call fits.
 """
 
 import copy
@@ -20,7 +24,16 @@ import sys
 from functools import partial
 
 import torch
-from inputs import ATTAINABLE, offsets_of, our_kernels, plain_attention, random_tensors, sample_segments, timed_schedule, uniform_lengths
+from inputs import (
+    ATTAINABLE,
+    offsets_of,
+    our_kernels,
+    plain_attention,
+    random_tensors,
+    sample_segments,
+    timed_schedule,
+    uniform_lengths,
+)
 from names import OURS
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
@@ -31,16 +44,23 @@ from jagged_modules import functional as F
 
 LAYERS = 4
 PAGE_ROWS = 128
-GATHERED, IN_PAGES, NO_GATHER = f"{OURS}, gathered", f"{OURS}, in pages", f"{OURS}, rows gathered before"
+GATHERED, IN_PAGES, NO_GATHER = (
+    f"{OURS}, gathered",
+    f"{OURS}, in pages",
+    f"{OURS}, rows gathered before",
+)
 APPENDED, ANEW = f"{OURS}, event appended", f"{OURS}, encoded anew"
 
 
 def pages_of(lengths: Tensor, device: str) -> tuple[jm.Pages, Tensor]:
-    """Pages in random order for segments of these lengths, and the storage's row of each of their rows."""
+    """Pages in random order for segments of these lengths, and the storage's row of each of their
+    rows."""
     counts = ((lengths + PAGE_ROWS - 1) // PAGE_ROWS).tolist()
     numbers = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).split(counts)
     within = [torch.arange(n) for n in lengths.tolist()]
-    rows = torch.cat([own[i // PAGE_ROWS] * PAGE_ROWS + i % PAGE_ROWS for own, i in zip(numbers, within)])
+    rows = torch.cat(
+        [own[i // PAGE_ROWS] * PAGE_ROWS + i % PAGE_ROWS for own, i in zip(numbers, within)]
+    )
     pages = jm.Pages.of([own.tolist() for own in numbers], lengths.tolist(), PAGE_ROWS)
     return pages.to(torch.device(device)), rows.to(device)
 
@@ -59,19 +79,34 @@ class Sizes:
         return uniform_lengths(self.num_users, int(0.4 * history), history)
 
 
-FULL = Sizes(num_users=64, histories=(256, 1024, 4096), num_targets=(10, 100, 1000), num_heads=4, head_dims=(64, 128))
+FULL = Sizes(
+    num_users=64,
+    histories=(256, 1024, 4096),
+    num_targets=(10, 100, 1000),
+    num_heads=4,
+    head_dims=(64, 128),
+)
 SCORES = dataclasses.replace(FULL, head_dims=(128,))
-STACK = Sizes(num_users=32, histories=(1024, 4096, 8192), num_targets=(10,), num_heads=4, head_dims=(64, 128))
+STACK = Sizes(
+    num_users=32, histories=(1024, 4096, 8192), num_targets=(10,), num_heads=4, head_dims=(64, 128)
+)
 TINY = Sizes(num_users=3, histories=(150,), num_targets=(2,), num_heads=2, head_dims=(16,))
 
 
-def attention(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targets: int, head_dim: int) -> Setup:
+def attention(
+    device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targets: int, head_dim: int
+) -> Setup:
     """One layer's attention of each user's targets to the user's history."""
     lengths, heads = sizes.lengths(history), sizes.num_heads
     counts = torch.full_like(lengths, num_targets)
     pages, index = pages_of(lengths, device)
     storage_rows = len(pages.table) * PAGE_ROWS
-    q, storage = random_tensors(device, dtype, (int(counts.sum()), heads, head_dim), (storage_rows, LAYERS, heads, 2 * head_dim))
+    q, storage = random_tensors(
+        device,
+        dtype,
+        (int(counts.sum()), heads, head_dim),
+        (storage_rows, LAYERS, heads, 2 * head_dim),
+    )
     layer, q_offsets, kv_offsets = storage[:, 1], offsets_of(counts), offsets_of(lengths)
     gathered, segments = layer.index_select(0, index), (q_offsets.to(device), kv_offsets.to(device))
     samples = sample_segments(lengths)
@@ -83,7 +118,9 @@ def attention(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_t
         outs = {}
         for user in samples:
             k, v = rows_of(gathered, kv_offsets, user).to(dtype).transpose(0, 1).chunk(2, dim=2)
-            outs[f"out/{user}"] = plain_attention(rows_of(q, q_offsets, user).to(dtype).transpose(0, 1), k, v).transpose(0, 1)
+            outs[f"out/{user}"] = plain_attention(
+                rows_of(q, q_offsets, user).to(dtype).transpose(0, 1), k, v
+            ).transpose(0, 1)
         return outs
 
     def implementation(rows_now, kernels: str, **extra) -> Implementation:
@@ -93,13 +130,20 @@ def attention(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_t
         def forward() -> Tensor:
             return F.jagged_attention(q, *rows_now().chunk(2, dim=2), *segments, **options)
 
-        return Implementation(forward, {"q": q}, lambda _, x: {user: rows_of(x, q_offsets, user) for user in samples}, host_ms=build_ms)
+        return Implementation(
+            forward,
+            {"q": q},
+            lambda _, x: {user: rows_of(x, q_offsets, user) for user in samples},
+            host_ms=build_ms,
+        )
 
     implementations = {}
     for name, kernels in our_kernels(device).items():
         suffix = name.removeprefix(OURS)
         implementations |= {
-            GATHERED + suffix: partial(implementation, lambda: layer.index_select(0, index), kernels),
+            GATHERED + suffix: partial(
+                implementation, lambda: layer.index_select(0, index), kernels
+            ),
             IN_PAGES + suffix: partial(implementation, lambda: layer, kernels, pages=pages),
             NO_GATHER + suffix: partial(implementation, lambda: gathered, kernels),
         }
@@ -114,14 +158,21 @@ def attention(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_t
     )
 
 
-def scores(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targets: int, head_dim: int) -> Setup:
-    """Scores of a batch of cached users by a target attention, from a cache that holds four times as many."""
+def scores(
+    device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targets: int, head_dim: int
+) -> Setup:
+    """Scores of a batch of cached users by a target attention, from a cache that holds four times
+    as many."""
     width, users = sizes.num_heads * head_dim, list(range(4 * sizes.num_users))
     lengths = sizes.lengths(history).repeat(4)
     offsets = offsets_of(lengths)
     layer = jm.JaggedTargetAttention(width, sizes.num_heads, device=device, dtype=dtype)
-    rows, targets = random_tensors(device, dtype, (int(lengths.sum()), width), (sizes.num_users, num_targets, width))
-    batch = torch.randperm(len(users), generator=torch.Generator().manual_seed(1))[: sizes.num_users].tolist()
+    rows, targets = random_tensors(
+        device, dtype, (int(lengths.sum()), width), (sizes.num_users, num_targets, width)
+    )
+    batch = torch.randperm(len(users), generator=torch.Generator().manual_seed(1))[
+        : sizes.num_users
+    ].tolist()
     samples = sample_segments(lengths[batch])
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -134,18 +185,32 @@ def scores(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targ
         for i in samples:
             history_rows = rows[int(offsets[batch[i]]) : int(offsets[batch[i] + 1])]
             q, kv = project(targets[i], "q_proj"), project(history_rows, "kv_proj")
-            parts = (x.unflatten(1, (sizes.num_heads, head_dim)).transpose(0, 1) for x in (q, *kv.chunk(2, dim=1)))
-            outs[f"out/{i}"] = project(plain_attention(*parts).transpose(0, 1).flatten(1), "out_proj")
+            parts = (
+                x.unflatten(1, (sizes.num_heads, head_dim)).transpose(0, 1)
+                for x in (q, *kv.chunk(2, dim=1))
+            )
+            outs[f"out/{i}"] = project(
+                plain_attention(*parts).transpose(0, 1).flatten(1), "out_proj"
+            )
         return outs
 
     def implementation(page_rows: int) -> Implementation:
-        cache = jm.PagedHistoryCache(layer, int((lengths + page_rows).sum()) * 2 * width * dtype.itemsize, page_rows)
+        cache = jm.PagedHistoryCache(
+            layer, int((lengths + page_rows).sum()) * 2 * width * dtype.itemsize, page_rows
+        )
         cache.put(users, jm.Jagged(rows, offsets.to(device), host_lengths=lengths))
         return Implementation(
-            lambda: layer.score(targets, cache.select(batch)), {"targets": targets}, lambda _, x: {i: x[i] for i in samples}
+            lambda: layer.score(targets, cache.select(batch)),
+            {"targets": targets},
+            lambda _, x: {i: x[i] for i in samples},
         )
 
-    return Setup({GATHERED: partial(implementation, 16), IN_PAGES: partial(implementation, PAGE_ROWS)}, reference, dtype, baseline=GATHERED)
+    return Setup(
+        {GATHERED: partial(implementation, 16), IN_PAGES: partial(implementation, PAGE_ROWS)},
+        reference,
+        dtype,
+        baseline=GATHERED,
+    )
 
 
 def batch_of(values: Tensor, lengths: Tensor) -> jm.Jagged:
@@ -154,15 +219,23 @@ def batch_of(values: Tensor, lengths: Tensor) -> jm.Jagged:
 
 @torch.no_grad()
 def plain_stack(stack: jm.HSTUStack, x: Tensor, num_targets: int) -> Tensor:
-    """The targets' rows of a stack over one user's rows x ``[N, E]``, of which the last are targets, in x's dtype."""
+    """The targets' rows of a stack over one user's rows x ``[N, E]``, of which the last are
+    targets, in x's dtype."""
     row = torch.arange(len(x), device=x.device)
     seen = (row <= row[:, None]) & (row < len(x) - num_targets) | (row == row[:, None])
     for layer in copy.deepcopy(stack).to(x.dtype).layers:
-        projected = linear(plain_norm(x, layer.input_norm), layer.uvqk_proj.weight, layer.uvqk_proj.bias)
-        u, v, q, k = projected.unflatten(1, (4, layer.num_heads, layer.head_dim)).permute(1, 2, 0, 3)  # [H, N, D]
+        projected = linear(
+            plain_norm(x, layer.input_norm), layer.uvqk_proj.weight, layer.uvqk_proj.bias
+        )
+        # [H, N, D]
+        u, v, q, k = projected.unflatten(1, (4, layer.num_heads, layer.head_dim)).permute(
+            1, 2, 0, 3
+        )
         scores = silu(q @ k.mT * layer.head_dim**-0.5) / layer.config.scaling_seqlen
         u, a = (y.transpose(0, 1).flatten(1) for y in (silu(u), scores.masked_fill(~seen, 0) @ v))
-        x = x + linear(torch.cat([u, a, u * plain_norm(a, layer.output_norm)], dim=1), layer.out_proj.weight)
+        x = x + linear(
+            torch.cat([u, a, u * plain_norm(a, layer.output_norm)], dim=1), layer.out_proj.weight
+        )
     return x[-num_targets:]
 
 
@@ -170,8 +243,11 @@ def plain_norm(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
     return layer_norm(x, x.shape[1:], norm.weight, norm.bias, norm.eps)
 
 
-def hstu_stack(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targets: int, head_dim: int) -> Setup:
-    """Scores of each user's targets after a new event, from cached histories without it, and from whole histories."""
+def hstu_stack(
+    device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targets: int, head_dim: int
+) -> Setup:
+    """Scores of each user's targets after a new event, from cached histories without it, and from
+    whole histories."""
     width, users = sizes.num_heads * head_dim, list(range(sizes.num_users))
     lengths = sizes.lengths(history)
     counts = torch.full_like(lengths, num_targets)
@@ -187,7 +263,11 @@ def hstu_stack(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_
         return {f"out/{i}": plain_stack(stack, by_user[i].to(dtype), num_targets) for i in samples}
 
     def appended() -> Implementation:
-        cache = jm.PagedHistoryCache(stack, int((lengths + 1 + PAGE_ROWS).sum()) * LAYERS * 2 * width * dtype.itemsize, PAGE_ROWS)
+        cache = jm.PagedHistoryCache(
+            stack,
+            int((lengths + 1 + PAGE_ROWS).sum()) * LAYERS * 2 * width * dtype.itemsize,
+            PAGE_ROWS,
+        )
         cache.put(users, batch_of(known, lengths))
 
         def forward() -> Tensor:
@@ -197,7 +277,11 @@ def hstu_stack(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_
                 pages.length -= 1
             return out
 
-        return Implementation(forward, {"events": events, "targets": targets}, lambda _, x: {i: x.split(num_targets)[i] for i in samples})
+        return Implementation(
+            forward,
+            {"events": events, "targets": targets},
+            lambda _, x: {i: x.split(num_targets)[i] for i in samples},
+        )
 
     def anew() -> Implementation:
         num_targets_now, ends = counts.to(device), (lengths + 1 + counts).cumsum(0).tolist()
@@ -224,7 +308,15 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
             for num_targets in sizes.num_targets:
                 for head_dim in sizes.head_dims:
                     made = partial(setup, device, dtype, sizes, history, num_targets, head_dim)
-                    cases.append(Case(table, f"history {history}, {num_targets} targets, D{head_dim}", made, wall=wall, picture="ms"))
+                    cases.append(
+                        Case(
+                            table,
+                            f"history {history}, {num_targets} targets, D{head_dim}",
+                            made,
+                            wall=wall,
+                            picture="ms",
+                        )
+                    )
     return cases
 
 

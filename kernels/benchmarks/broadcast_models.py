@@ -1,4 +1,5 @@
-"""Ranking models written for one batch, in which the rows of users are repeated for their candidates: for bench_broadcast.py.
+"""Ranking models written for one batch, in which the rows of users are repeated for their
+candidates: for bench_broadcast.py.
 
 TorchRec's models are not edited. Their nets behind the embedding lookups are called on embeddings.
 """
@@ -21,7 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of the models. events: of a history. profile: dense features of a user. *_features: embeddings of a user and of an item."""
+    """Widths of the models. events: of a history. profile: dense features of a user. *_features:
+    embeddings of a user and of an item."""
 
     dim: int
     heads: int
@@ -38,10 +40,12 @@ class Net:
 
     Args:
         model: forward takes one row per candidate of each input, or repeats rows itself.
-        inputs: random inputs of a number of users and of candidates, by name, in which the shared ones have one row per user.
+        inputs: random inputs of a number of users and of candidates, by name, in which the shared
+            ones have one row per user.
         shared: inputs that the caller repeats for each candidate; none if the model does.
-        split: the model as a net of users and a net of candidates, cut by hand where the rows were repeated; takes one row per user of the
-            shared inputs, and candidate_to_user. None where nothing is computed from the user alone.
+        split: the model as a net of users and a net of candidates, cut by hand where the rows were
+            repeated; takes one row per user of the shared inputs, and candidate_to_user. None where
+            nothing is computed from the user alone.
     """
 
     model: nn.Module
@@ -51,9 +55,14 @@ class Net:
 
 
 def random_rows(
-    shapes: dict[str, tuple[int, ...]], shared: tuple[str, ...], masks: tuple[str, ...], users: int, candidates: int
+    shapes: dict[str, tuple[int, ...]],
+    shared: tuple[str, ...],
+    masks: tuple[str, ...],
+    users: int,
+    candidates: int,
 ) -> dict[str, Tensor]:
-    """Inputs with rows of these shapes. masks: True for the last fifth of each row, which is padding."""
+    """Inputs with rows of these shapes. masks: True for the last fifth of each row, which is
+    padding."""
     generator, inputs = torch.Generator().manual_seed(0), {}
     for name, shape in shapes.items():
         rows = users if name in shared else candidates
@@ -65,7 +74,11 @@ def random_rows(
 
 
 def make_net(
-    model: nn.Module, split: nn.Module | None, shared: tuple[str, ...], masks: tuple[str, ...] = (), **shapes: tuple[int, ...]
+    model: nn.Module,
+    split: nn.Module | None,
+    shared: tuple[str, ...],
+    masks: tuple[str, ...] = (),
+    **shapes: tuple[int, ...],
 ) -> Net:
     """A Net whose split form has the model's parameters."""
     if split is not None:
@@ -81,11 +94,12 @@ def mlp(widths: tuple[int, ...]) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-# -- DIN -----------------------------------------------------------------------------------------------------------
+# -- DIN -------------------------------------------------------------------------------------------
 
 
 class Din(nn.Module):
-    """Attention of the item to the history on nn.MultiheadAttention, and a tower of the user's profile."""
+    """Attention of the item to the history on nn.MultiheadAttention, and a tower of the user's
+    profile."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -96,27 +110,48 @@ class Din(nn.Module):
     def forward(self, history: Tensor, padding: Tensor, profile: Tensor, item: Tensor) -> Tensor:
         return self.behind_profile(history, padding, self.profile(profile), item)
 
-    def behind_profile(self, history: Tensor, padding: Tensor, user: Tensor, item: Tensor) -> Tensor:
-        interest, _ = self.attention(item[:, None], history, history, key_padding_mask=padding, need_weights=False)
+    def behind_profile(
+        self, history: Tensor, padding: Tensor, user: Tensor, item: Tensor
+    ) -> Tensor:
+        interest, _ = self.attention(
+            item[:, None], history, history, key_padding_mask=padding, need_weights=False
+        )
         return self.over(torch.cat([interest[:, 0], user, item], 1))
 
 
 class SplitDin(Din):
-    def forward(self, history: Tensor, padding: Tensor, profile: Tensor, item: Tensor, candidate_to_user: Tensor) -> Tensor:
+    def forward(
+        self,
+        history: Tensor,
+        padding: Tensor,
+        profile: Tensor,
+        item: Tensor,
+        candidate_to_user: Tensor,
+    ) -> Tensor:
         user = self.profile(profile)
-        return self.behind_profile(*(x.index_select(0, candidate_to_user) for x in (history, padding, user)), item)
+        return self.behind_profile(
+            *(x.index_select(0, candidate_to_user) for x in (history, padding, user)), item
+        )
 
 
 def din(sizes: Sizes) -> Net:
-    shapes = dict(history=(sizes.events, sizes.dim), padding=(sizes.events,), profile=(sizes.profile,), item=(sizes.dim,))
-    return make_net(Din(sizes), SplitDin(sizes), ("history", "padding", "profile"), ("padding",), **shapes)
+    shapes = dict(
+        history=(sizes.events, sizes.dim),
+        padding=(sizes.events,),
+        profile=(sizes.profile,),
+        item=(sizes.dim,),
+    )
+    return make_net(
+        Din(sizes), SplitDin(sizes), ("history", "padding", "profile"), ("padding",), **shapes
+    )
 
 
-# -- a user encoder ------------------------------------------------------------------------------------------------
+# -- a user encoder --------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
-    """An nn.TransformerEncoder over the history and a tower of the profile: most of the work is the user's."""
+    """An nn.TransformerEncoder over the history and a tower of the profile: most of the work is the
+    user's."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -133,8 +168,12 @@ class Encoder(nn.Module):
 
 
 class SplitEncoder(Encoder):
-    def forward(self, history: Tensor, profile: Tensor, item: Tensor, candidate_to_user: Tensor) -> Tensor:
-        return self.over(torch.cat([self.user(history, profile).index_select(0, candidate_to_user), item], 1))
+    def forward(
+        self, history: Tensor, profile: Tensor, item: Tensor, candidate_to_user: Tensor
+    ) -> Tensor:
+        return self.over(
+            torch.cat([self.user(history, profile).index_select(0, candidate_to_user), item], 1)
+        )
 
 
 def encoder(sizes: Sizes) -> Net:
@@ -142,15 +181,19 @@ def encoder(sizes: Sizes) -> Net:
     return make_net(Encoder(sizes), SplitEncoder(sizes), ("history", "profile"), **shapes)
 
 
-# -- Wukong --------------------------------------------------------------------------------------------------------
+# -- Wukong ----------------------------------------------------------------------------------------
 
 
 class WukongLayer(nn.Module):
-    """A linear compression beside a factorization machine's MLP, and a residual, on plain matmul."""
+    """A linear compression beside a factorization machine's MLP, and a residual, on plain
+    matmul."""
 
     def __init__(self, num_inputs: int, num_outputs: int, sizes: Sizes, rank: int = 8):
         super().__init__()
-        self.compress, self.residual = (nn.Parameter(torch.randn(n, num_inputs) / num_inputs) for n in (num_outputs // 2, num_outputs))
+        self.compress, self.residual = (
+            nn.Parameter(torch.randn(n, num_inputs) / num_inputs)
+            for n in (num_outputs // 2, num_outputs)
+        )
         self.project = nn.Parameter(torch.randn(num_inputs, rank) / num_inputs)
         self.mlp = mlp((num_inputs * rank, *sizes.hidden, num_outputs // 2 * sizes.dim))
         self.norm = nn.LayerNorm(sizes.dim)
@@ -158,7 +201,9 @@ class WukongLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         interactions = torch.matmul(x, torch.matmul(x.transpose(1, 2), self.project))
         machine = self.mlp(interactions.flatten(1)).unflatten(1, (-1, x.shape[2]))
-        return self.norm(torch.cat([machine, torch.matmul(self.compress, x)], 1) + torch.matmul(self.residual, x))
+        return self.norm(
+            torch.cat([machine, torch.matmul(self.compress, x)], 1) + torch.matmul(self.residual, x)
+        )
 
 
 class Wukong(nn.Module):
@@ -167,7 +212,9 @@ class Wukong(nn.Module):
     def __init__(self, sizes: Sizes, width: int = 16):
         super().__init__()
         inputs = sizes.user_features + sizes.item_features
-        self.layers = nn.Sequential(WukongLayer(inputs, width, sizes), WukongLayer(width, width, sizes))
+        self.layers = nn.Sequential(
+            WukongLayer(inputs, width, sizes), WukongLayer(width, width, sizes)
+        )
         self.over = mlp((width * sizes.dim, *sizes.hidden, 1))
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
@@ -179,7 +226,7 @@ def wukong(sizes: Sizes) -> Net:
     return make_net(Wukong(sizes), None, ("user",), **shapes)
 
 
-# -- TorchRec ------------------------------------------------------------------------------------------------------
+# -- TorchRec --------------------------------------------------------------------------------------
 
 
 class BehindLookups(nn.Module):
@@ -187,20 +234,34 @@ class BehindLookups(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.dense_arch, self.inter_arch, self.over_arch = model.dense_arch, model.inter_arch, model.over_arch
-        self.by_feature: list[str] | None = getattr(model.inter_arch, "sparse_feature_names", None)  # SimpleDeepFMNN
+        self.dense_arch, self.inter_arch, self.over_arch = (
+            model.dense_arch,
+            model.inter_arch,
+            model.over_arch,
+        )
+        # SimpleDeepFMNN
+        self.by_feature: list[str] | None = getattr(model.inter_arch, "sparse_feature_names", None)
 
     def forward(self, profile: Tensor, user: Tensor, item: Tensor) -> Tensor:
         return self.behind_dense(self.dense_arch(profile), user, item)
 
     def behind_dense(self, dense: Tensor, user: Tensor, item: Tensor) -> Tensor:
         embeddings = torch.cat([user, item], 1)
-        return self.over_arch(self.inter_arch(dense, dict(zip(self.by_feature, embeddings.unbind(1))) if self.by_feature else embeddings))
+        return self.over_arch(
+            self.inter_arch(
+                dense,
+                dict(zip(self.by_feature, embeddings.unbind(1))) if self.by_feature else embeddings,
+            )
+        )
 
 
 class SplitBehindLookups(BehindLookups):
-    def forward(self, profile: Tensor, user: Tensor, item: Tensor, candidate_to_user: Tensor) -> Tensor:
-        dense, user = (x.index_select(0, candidate_to_user) for x in (self.dense_arch(profile), user))
+    def forward(
+        self, profile: Tensor, user: Tensor, item: Tensor, candidate_to_user: Tensor
+    ) -> Tensor:
+        dense, user = (
+            x.index_select(0, candidate_to_user) for x in (self.dense_arch(profile), user)
+        )
         return self.behind_dense(dense, user, item)
 
 
@@ -211,43 +272,77 @@ def torchrec_net(name: str) -> Callable[[Sizes], Net]:
 
         features = [f"feature_{i}" for i in range(sizes.user_features + sizes.item_features)]
         bags = EmbeddingBagCollection(
-            [EmbeddingBagConfig(name=f"t_{x}", embedding_dim=sizes.dim, num_embeddings=2, feature_names=[x]) for x in features]
+            [
+                EmbeddingBagConfig(
+                    name=f"t_{x}", embedding_dim=sizes.dim, num_embeddings=2, feature_names=[x]
+                )
+                for x in features
+            ]
         )
         options: dict[str, dict[str, object]] = {
             "DLRM": {},
             "DLRM_DCN": dict(dcn_num_layers=2, dcn_low_rank_dim=sizes.dim),
-            "DLRM_Projection": {f"interaction_branch{i}_layer_sizes": [sizes.dim, 8 * sizes.dim] for i in (1, 2)},
+            "DLRM_Projection": {
+                f"interaction_branch{i}_layer_sizes": [sizes.dim, 8 * sizes.dim] for i in (1, 2)
+            },
         }
         if name in options:
             arguments = bags, sizes.profile, [*sizes.hidden, sizes.dim], [*sizes.hidden, 1]
             model = getattr(dlrm, name)(*arguments, **options[name])
         else:
-            model = deepfm.SimpleDeepFMNN(sizes.profile, bags, hidden_layer_size=sizes.hidden[0], deep_fm_dimension=sizes.dim)
-        shapes = dict(profile=(sizes.profile,), user=(sizes.user_features, sizes.dim), item=(sizes.item_features, sizes.dim))
-        return make_net(BehindLookups(model), SplitBehindLookups(copy.deepcopy(model)), ("profile", "user"), **shapes)
+            model = deepfm.SimpleDeepFMNN(
+                sizes.profile, bags, hidden_layer_size=sizes.hidden[0], deep_fm_dimension=sizes.dim
+            )
+        shapes = dict(
+            profile=(sizes.profile,),
+            user=(sizes.user_features, sizes.dim),
+            item=(sizes.item_features, sizes.dim),
+        )
+        return make_net(
+            BehindLookups(model),
+            SplitBehindLookups(copy.deepcopy(model)),
+            ("profile", "user"),
+            **shapes,
+        )
 
     return make
 
 
-# -- this project's example ----------------------------------------------------------------------------------------
+# -- this project's example ------------------------------------------------------------------------
 
 
 class ExampleHead(nn.Module):
-    """The net behind the lookups of examples/ranking_model.py. It repeats the users' vectors itself."""
+    """The net behind the lookups of examples/ranking_model.py. It repeats the users' vectors
+    itself."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
         from ranking_model import Inputs, RankingConfig, RankingHead
 
         config = RankingConfig(
-            embedding_dim=sizes.dim, num_heads=sizes.heads, max_history=sizes.events, max_candidates=MAX_CANDIDATES, parts=("gdpa",)
+            embedding_dim=sizes.dim,
+            num_heads=sizes.heads,
+            max_history=sizes.events,
+            max_candidates=MAX_CANDIDATES,
+            parts=("gdpa",),
         )
-        self.head, self.inputs = RankingHead(config, sizes.user_features, sizes.item_features), Inputs
+        self.head, self.inputs = (
+            RankingHead(config, sizes.user_features, sizes.item_features),
+            Inputs,
+        )
 
     def forward(
-        self, history: Tensor, history_offsets: Tensor, items: Tensor, item_features: Tensor, item_offsets: Tensor, users: Tensor
+        self,
+        history: Tensor,
+        history_offsets: Tensor,
+        items: Tensor,
+        item_features: Tensor,
+        item_offsets: Tensor,
+        users: Tensor,
     ) -> Tensor:
-        inputs = self.inputs(history, history_offsets, None, None, items, item_features, item_offsets, users)
+        inputs = self.inputs(
+            history, history_offsets, None, None, items, item_features, item_offsets, users
+        )
         return self.head(inputs)[:, None]
 
 
@@ -270,7 +365,14 @@ def example_head(sizes: Sizes) -> Net:
     return Net(ExampleHead(sizes).eval(), inputs)
 
 
-NETS: dict[str, Callable[[Sizes], Net]] = {"DIN, nn.MultiheadAttention": din, "nn.TransformerEncoder": encoder, "Wukong": wukong}
+NETS: dict[str, Callable[[Sizes], Net]] = {
+    "DIN, nn.MultiheadAttention": din,
+    "nn.TransformerEncoder": encoder,
+    "Wukong": wukong,
+}
 if HAS_TORCHREC:
-    NETS |= {f"TorchRec {name}": torchrec_net(name) for name in ("DLRM", "DLRM_DCN", "DLRM_Projection", "SimpleDeepFMNN")}
+    NETS |= {
+        f"TorchRec {name}": torchrec_net(name)
+        for name in ("DLRM", "DLRM_DCN", "DLRM_Projection", "SimpleDeepFMNN")
+    }
     NETS["examples/ranking_model.py"] = example_head

@@ -1,10 +1,13 @@
-"""First-call latency: the kernels that the first training step of each layer compiles, and its time.
+"""First-call latency: the kernels that the first training step of each layer compiles, and its
+time.
 
-    python kernels/benchmarks/first_call.py                                # every layer in bf16 and fp32
+    # every layer in bf16 and fp32
+    python kernels/benchmarks/first_call.py
     python kernels/benchmarks/first_call.py --only "HSTU.*bfloat16"
 
-Each layer is measured in two processes: one starts with an empty Triton cache, the other with the cache of the first. Writes
-<date>-first_call.json and .md among the runs. Exit status 1: a later step compiled a kernel. Needs a GPU.
+Each layer is measured in two processes: one starts with an empty Triton cache, the other with the
+cache of the first. Writes <date>-first_call.json and .md among the runs. Exit status 1: a later
+step compiled a kernel. Needs a GPU.
 """
 
 import argparse
@@ -26,18 +29,22 @@ from training_steps import training_steps
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 BATCH = [200] * 64, [20] * 64  # rows of each user's history, candidates
 TEXT = (
-    "One training step (forward, backward, SGD) of 64 users with 200 rows of history and 20 candidates each, in a process whose CUDA "
-    "context and cuBLAS are ready. Empty cache: Triton compiles every kernel; warm cache: it loads them from disk. Kernels are chosen by "
-    "the mean length of segments: batches of very different means compile others at their first step, once."
+    "One training step (forward, backward, SGD) of 64 users with 200 rows of history and 20"
+    " candidates each, in a process whose CUDA context and cuBLAS are ready. Empty cache: Triton"
+    " compiles every kernel; warm cache: it loads them from disk. Kernels are chosen by the mean"
+    " length of segments: batches of very different means compile others at their first step, once."
 )
 
 
 def measure(name: str, dtype: torch.dtype) -> dict:
-    """Measure in this process: kernels and seconds of the first step, milliseconds of a later one."""
+    """Measure in this process: kernels and seconds of the first step, milliseconds of a later
+    one."""
     from triton import knobs
 
     compiled = []
-    knobs.compilation.listener = lambda *, cache_hit, times, **_: compiled.append((cache_hit, times.total / 1e6))
+    knobs.compilation.listener = lambda *, cache_hit, times, **_: compiled.append(
+        (cache_hit, times.total / 1e6)
+    )
     warm = torch.randn(64, 64, device="cuda", dtype=dtype, requires_grad=True)
     (warm @ warm).sum().backward()
     step = training_steps("cuda", dtype)[name]()
@@ -80,14 +87,31 @@ def measure_in_two_processes(name: str, dtype: str) -> dict:
 
 def _in_a_process(name: str, dtype: str, cache: str) -> dict:
     command = [sys.executable, __file__, "--layer", name, "--dtype", dtype]
-    process = subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, text=True, check=True)
+    process = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_CACHE_DIR": cache},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return json.loads(process.stdout.splitlines()[-1])
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", type=re.compile, help="regular expression: layers and dtypes to measure (default: all)")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/runs/ beside this file)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        type=re.compile,
+        help="regular expression: layers and dtypes to measure (default: all)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the results (default: results/<device>/runs/ beside this file)",
+    )
     parser.add_argument("--layer", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -97,16 +121,24 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(measure(options.layer, DTYPES[options.dtype])))
         return 0
     names = training_steps("cpu", torch.float32)
-    cases = choose(parser, options, {f"{name}, {dtype}": (name, dtype) for dtype in DTYPES for name in names})
+    cases = choose(
+        parser, options, {f"{name}, {dtype}": (name, dtype) for dtype in DTYPES for name in names}
+    )
     start = time.perf_counter()
     rows = []
-    results = dict(op="first_call", environment=runner.environment("cuda"), protocol=dict(text=TEXT), rows=[])
+    results = dict(
+        op="first_call", environment=runner.environment("cuda"), protocol=dict(text=TEXT), rows=[]
+    )
     folder = options.out or report.runs_folder(runner.device_name("cuda"))
     folder.mkdir(parents=True, exist_ok=True)
     stem = runner.free_stem(folder, results["environment"]["date"][:10], "first_call")
     for case in cases.values():
         rows.append(measure_in_two_processes(*case))
-        results |= dict(complete=len(rows) == len(cases), seconds=time.perf_counter() - start, other_tables={"first call": rows})
+        results |= dict(
+            complete=len(rows) == len(cases),
+            seconds=time.perf_counter() - start,
+            other_tables={"first call": rows},
+        )
         report.save(results, stem)
     print(report.markdown(results))
     return int(any(row["compiled in later steps"] for row in rows))

@@ -18,7 +18,8 @@ class Column:
     """A column of a table.
 
     Args:
-        value: key of a measured row, such as "forward_ms", or several separated by "/"; empty if all cells are literals.
+        value: key of a measured row, such as "forward_ms", or several separated by "/"; empty if
+            all cells are literals.
         implementation: the implementation whose value is shown; empty: the row's.
         over: another implementation; its value divided by this one's is shown.
     """
@@ -69,7 +70,7 @@ class Headline:
     rows: Sequence[Row]
 
 
-# -- values of measured rows -------------------------------------------------------------------------------------------
+# -- values of measured rows -----------------------------------------------------------------------
 
 
 def microseconds(key: str) -> Callable[[Mapping], float | None]:
@@ -96,7 +97,8 @@ def value_of(row: Mapping | None, key: str) -> float | None:
 
 
 def cell(headline: Headline, row: Row, column: Column, measured: Mapping[Key, Mapping]) -> str:
-    """The text of a measured column: numbers, "missing", "not installed", or the status of a failure."""
+    """The text of a measured column: numbers, "missing", "not installed", or the status of a
+    failure."""
     if not row.case:
         return ""
 
@@ -104,13 +106,19 @@ def cell(headline: Headline, row: Row, column: Column, measured: Mapping[Key, Ma
         return measured.get((headline.op, row.table or headline.table, row.case, implementation))
 
     found = find(column.implementation or row.implementation)
-    if found is not None and found["status"] != "ok" and value_of(found, column.value.split("/")[0]) is None:
+    if (
+        found is not None
+        and found["status"] != "ok"
+        and value_of(found, column.value.split("/")[0]) is None
+    ):
         missing = found["status"].startswith("unavailable: ModuleNotFoundError")
         return "not installed" if missing else shorten(found["status"], 40).replace("|", "\\|")
     values = [value_of(found, key) for key in column.value.split("/")]
     if column.over:
         others = [value_of(find(column.over), key) for key in column.value.split("/")]
-        values = [other / value if value and other else None for value, other in zip(values, others)]
+        values = [
+            other / value if value and other else None for value, other in zip(values, others)
+        ]
     if all(value is None for value in values):
         return MISSING
     return " / ".join("–" if value is None else number(value) for value in values)
@@ -120,7 +128,10 @@ def cells(headline: Headline, row: Row, measured: Mapping[Key, Mapping]) -> list
     """The cells of a row after the first."""
     literals = [*row.cells, *[""] * (len(headline.columns) - len(row.cells))]
     pairs = zip(literals, headline.columns)
-    texts = [literal or (cell(headline, row, column, measured) if column.value else "") for literal, column in pairs]
+    texts = [
+        literal or (cell(headline, row, column, measured) if column.value else "")
+        for literal, column in pairs
+    ]
     if row.instead:
         texts[next(i for i, column in enumerate(headline.columns) if column.value)] = row.instead
     return texts
@@ -131,4 +142,6 @@ def markdown(headline: Headline, measured: Mapping[Key, Mapping]) -> list[str]:
     lines += [f"Caveat: {headline.caveat}", ""]
     headings = ["", *(column.heading for column in headline.columns)]
     lines += [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
-    return lines + [f"| {row.what} | {' | '.join(cells(headline, row, measured))} |" for row in headline.rows]
+    return lines + [
+        f"| {row.what} | {' | '.join(cells(headline, row, measured))} |" for row in headline.rows
+    ]

@@ -1,4 +1,5 @@
-"""What the benchmarks share: random jagged inputs, this project's kernels to measure, attention in plain torch and FlashAttention-2."""
+"""What the benchmarks share: random jagged inputs, this project's kernels to measure, attention in
+plain torch and FlashAttention-2."""
 
 import dataclasses
 import math
@@ -14,21 +15,26 @@ import jagged_modules as jm
 from jagged_modules.schedule import host_schedule
 
 BACKWARD_FLOPS = 2.5  # attention's forward has two GEMMs, its backward five of the same size
-ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}  # bytes/s of large copies, FLOP/s of long 16-bit GEMMs
+# bytes/s of large copies, FLOP/s of long 16-bit GEMMs
+ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}
 
 
-# -- inputs --------------------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------
 
 
 def uniform_lengths(count: int, low: int, high: int) -> Tensor:
-    """Host lengths spread evenly over low..high, both included, in random order. The mean is not random."""
+    """Host lengths spread evenly over low..high, both included, in random order. The mean is not
+    random."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     return torch.linspace(low, high, count, dtype=torch.float64).round().long()[order]
 
 
 def lognormal_lengths(count: int, mean: float, longest: int, sigma: float) -> Tensor:
-    """Random host lengths, proportional to exp(sigma · N(0, 1)): scaled to the mean, then clipped to 1..longest."""
-    lengths = (sigma * torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).exp()
+    """Random host lengths, proportional to exp(sigma · N(0, 1)): scaled to the mean, then clipped
+    to 1..longest."""
+    lengths = (
+        sigma * torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ).exp()
     return (lengths * (mean / lengths.mean())).round().long().clamp(1, longest)
 
 
@@ -60,42 +66,78 @@ def pad(values: Tensor, valid: Tensor) -> Tensor:
     return padded
 
 
-# -- implementations -----------------------------------------------------------------------------------------------
+# -- implementations -------------------------------------------------------------------------------
 
 
 def our_kernels(device: str) -> dict[str, str]:
-    """Name -> ``implementation``: "auto", and on compute capability 9.0 also the portable kernels."""
-    both = device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    """Name -> ``implementation``: "auto", and on compute capability 9.0 also the portable
+    kernels."""
+    both = (
+        device == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability() == (9, 0)
+    )
     return {OURS: "auto", PORTABLE: "triton"} if both else {OURS: "auto"}
 
 
-def our_implementations(device: str, head_dim: int, build: Callable[[str], Implementation]) -> dict[str, Callable[[], Implementation]]:
-    """``build`` for each of our kernels, and on Hopper also without the workspace in which the backward stores dS."""
-    implementations = {name: partial(build, kernels) for name, kernels in our_kernels(device).items()}
+def our_implementations(
+    device: str, head_dim: int, build: Callable[[str], Implementation]
+) -> dict[str, Callable[[], Implementation]]:
+    """``build`` for each of our kernels, and on Hopper also without the workspace in which the
+    backward stores dS."""
+    implementations = {
+        name: partial(build, kernels) for name, kernels in our_kernels(device).items()
+    }
     if PORTABLE in implementations and head_dim > 64:
-        implementations[NO_WORKSPACE] = lambda: dataclasses.replace(build("auto"), around=partial(jm.backward_workspace, 0))
+        implementations[NO_WORKSPACE] = lambda: dataclasses.replace(
+            build("auto"), around=partial(jm.backward_workspace, 0)
+        )
     return implementations
 
 
 def timed_schedule(
-    q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None, implementation: str = "auto"
+    q_lengths: Tensor,
+    kv_lengths: Tensor,
+    q: Tensor,
+    mask: jm.AttentionMask | None = None,
+    implementation: str = "auto",
 ) -> tuple[jm.TileSchedule, dict[str, float]]:
-    """The schedule of forward and backward on q's device, and ``{name: ms}`` of building it on the host."""
-    sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "dtype": q.dtype}
-    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, implementation=implementation, **sizes)
+    """The schedule of forward and backward on q's device, and ``{name: ms}`` of building it on the
+    host."""
+    sizes = {
+        "num_heads": q.shape[-2],
+        "num_kv_heads": q.shape[-2],
+        "head_dim": q.shape[-1],
+        "dtype": q.dtype,
+    }
+    build = partial(
+        host_schedule, q_lengths, kv_lengths, mask=mask, implementation=implementation, **sizes
+    )
     return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(D)) v on ``[..., N, D]`` in plain torch; False in ``mask`` hides a key."""
+    """softmax(q kᵀ / sqrt(D)) v on ``[..., N, D]`` in plain torch; False in ``mask`` hides a
+    key."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(-1) @ v
 
 
-def varlen_attention(q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int, causal: bool = False) -> Tensor:
+def varlen_attention(
+    q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int, causal: bool = False
+) -> Tensor:
     """FlashAttention-2 with offsets, as torch ships it."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(q, k, v, q_offsets, kv_offsets, max_q, max_kv, **({"window_size": (-1, 0)} if causal else {}))
+    return varlen_attn(
+        q,
+        k,
+        v,
+        q_offsets,
+        kv_offsets,
+        max_q,
+        max_kv,
+        **({"window_size": (-1, 0)} if causal else {}),
+    )

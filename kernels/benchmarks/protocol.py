@@ -1,4 +1,5 @@
-"""The measurement protocol, and the command line of the benchmarks and compare.py: protocol and choice of cases."""
+"""The measurement protocol, and the command line of the benchmarks and compare.py: protocol and
+choice of cases."""
 
 import argparse
 import re
@@ -15,7 +16,7 @@ and the device waits until the host has issued the whole call, so that launch ga
 its own column. Tables of wall time measure host and device together, from one synchronisation to the next, {wall_factor} times as long.
 On the CPU: time.perf_counter. Forward runs without autograd. Forward+backward is forward, then torch.autograd.grad for all inputs; backward
 alone is the latter on a retained graph. Peak memory is what one call allocates above its inputs at most. Errors are relative, of the worst
-sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's dtype."""
+sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's dtype."""  # noqa: E501
 ERROR_FACTOR = 3.0
 WALL_FACTOR = 10  # the host's times scatter more than the device's
 
@@ -36,27 +37,62 @@ class Protocol:
 
 
 def add_options(parser: argparse.ArgumentParser, implementations: str = "") -> None:
-    """Adds the options for device, cases and protocol. ``implementations``: the default of --impl."""
+    """Adds the options for device, cases and protocol. ``implementations``: the default of
+    --impl."""
     protocol = Protocol("cpu")
     cuda, default = torch.cuda.is_available(), "(default: %(default)s)"
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu", help=f"device to measure {default}")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the benchmark itself")
     parser.add_argument(
-        "--only", default="", type=re.compile, help="regular expression: tables and cases to run, as 'table: case' (default: all)"
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda" if cuda else "cpu",
+        help=f"device to measure {default}",
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes, to try the benchmark itself"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        type=re.compile,
+        help="regular expression: tables and cases to run, as 'table: case' (default: all)",
     )
     text = f"regular expression: implementations to run (default: {implementations or 'all'})"
     parser.add_argument("--impl", default=implementations, type=re.compile, help=text)
-    parser.add_argument("--rounds", type=int, default=protocol.rounds, help=f"rounds, in each of which every implementation runs {default}")
-    parser.add_argument("--pause", type=float, default=protocol.pause_s, help=f"seconds before each measurement {default}")
-    parser.add_argument("--warmup", type=float, default=protocol.warmup_ms, help=f"ms of calls before each measurement {default}")
-    parser.add_argument("--rep", type=float, default=protocol.rep_ms, help=f"ms of calls that are measured {default}")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=protocol.rounds,
+        help=f"rounds, in each of which every implementation runs {default}",
+    )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=protocol.pause_s,
+        help=f"seconds before each measurement {default}",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=float,
+        default=protocol.warmup_ms,
+        help=f"ms of calls before each measurement {default}",
+    )
+    parser.add_argument(
+        "--rep",
+        type=float,
+        default=protocol.rep_ms,
+        help=f"ms of calls that are measured {default}",
+    )
 
 
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argparse.Namespace, Protocol]:
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> tuple[argparse.Namespace, Protocol]:
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
-    return options, Protocol(options.device, options.rounds, options.pause, options.warmup, options.rep)
+    return options, Protocol(
+        options.device, options.rounds, options.pause, options.warmup, options.rep
+    )
 
 
 def named(cases: list) -> dict:

@@ -1,8 +1,8 @@
 """The published figures, and the measured rows beside them: the tables of the record.
 
-Sources: the PyTorch blog posts on In-Kernel Broadcast Optimization (IKBO) and Generalized Dot-Product Attention (GDPA), the blog post on
-TLX Block Attention, and the paper on Jagged Feature Interaction. "Earlier": figures of peers measured on an H200 in an earlier run than
-the record's.
+Sources: the PyTorch blog posts on In-Kernel Broadcast Optimization (IKBO) and Generalized
+Dot-Product Attention (GDPA), the blog post on TLX Block Attention, and the paper on Jagged Feature
+Interaction. "Earlier": figures of peers measured on an H200 in an earlier run than the record's.
 """
 
 from headline import Column, Headline, Row
@@ -29,14 +29,17 @@ HEADLINES = [
         key="lce_ladder",
         title="Linear compression: the ladder of four stages",
         source=(
-            "In-Kernel Broadcast Optimization (PyTorch blog), sections 2.1 to 2.4, K = 1178 + 866, M = 433, N = 256, fp16, 1024 "
-            "candidates, 70 a user"
+            "In-Kernel Broadcast Optimization (PyTorch blog), sections 2.1 to 2.4, K = 1178 + 866,"
+            " M = 433, N = 256, fp16, 1024 candidates, 70 a user"
         ),
-        published="ms, forward. The figures of FBGEMM's Triton kernel and of Meta's TLX kernel on an H200 are of another, earlier run.",
+        published=(
+            "ms, forward. The figures of FBGEMM's Triton kernel and of Meta's TLX kernel on an H200"
+            " are of another, earlier run."
+        ),
         caveat=(
-            "The baseline's input is already replicated. The published figures do not include the copies (0.7 ms on an H200); the "
-            "row below it does. The fused published kernel rounds twice, its fourth stage needs a forked compiler, and neither has "
-            "a backward."
+            "The baseline's input is already replicated. The published figures do not include the"
+            " copies (0.7 ms on an H200); the row below it does. The fused published kernel rounds"
+            " twice, its fourth stage needs a forked compiler, and neither has a backward."
         ),
         op="linear_compress",
         table="batch size, 70 candidates per user",
@@ -50,7 +53,12 @@ HEADLINES = [
             Column("forward + backward", "forward_backward_ms"),
         ],
         rows=[
-            Row("baseline: one GEMM, input already replicated", "B=1024", INPUT_REPLICATED, cells=["1.944", "1", "1.975"]),
+            Row(
+                "baseline: one GEMM, input already replicated",
+                "B=1024",
+                INPUT_REPLICATED,
+                cells=["1.944", "1", "1.975"],
+            ),
             Row("the same with the replication", "B=1024", "replicated", cells=["", "", "2.689"]),
             Row("1 decomposed", "B=1024", "decomposed", cells=["1.389", "1.40", "1.224"]),
             Row("2 padded to multiples of 8", "B=1024", "padded", cells=["0.798", "2.44", "0.568"]),
@@ -61,7 +69,11 @@ HEADLINES = [
                 cells=["0.580", "3.35", "0.567"],
             ),
             Row("3 the same: this project's portable kernel", "B=1024", PORTABLE),
-            Row("4 one persistent, warp-specialised launch: the published kernel", cells=["0.482", "4.03", "0.494"], instead=FORK),
+            Row(
+                "4 one persistent, warp-specialised launch: the published kernel",
+                cells=["0.482", "4.03", "0.494"],
+                instead=FORK,
+            ),
             Row("4 the same: this project, by default", "B=1024", OURS),
         ],
     ),
@@ -69,7 +81,10 @@ HEADLINES = [
         key="lce_sweep",
         title="Linear compression: batch sizes and candidates per user",
         source="the same, Fig. 9",
-        published="About 4 times as fast as the baseline at every batch size and ratio; the figure has no numbers. ms, forward.",
+        published=(
+            "About 4 times as fast as the baseline at every batch size and ratio; the figure has no"
+            " numbers. ms, forward."
+        ),
         caveat="FBGEMM's Triton and Meta's TLX kernel on an H200 are of another, earlier run.",
         op="linear_compress",
         table="candidates per user, B=1024",
@@ -82,13 +97,33 @@ HEADLINES = [
             Column("this project", "forward_ms", implementation=OURS),
             Column("over the baseline", "forward_ms", implementation=OURS, over=INPUT_REPLICATED),
             Column("over padded", "forward_ms", implementation=OURS, over="padded"),
-            Column("forward + backward over padded", "forward_backward_ms", implementation=OURS, over="padded"),
+            Column(
+                "forward + backward over padded",
+                "forward_backward_ms",
+                implementation=OURS,
+                over="padded",
+            ),
         ],
         rows=[
             Row("B=512, 70 a user", "B=512", table="batch size, 70 candidates per user"),
-            Row("B=1024, 70 a user", "B=1024", table="batch size, 70 candidates per user", cells=[".567 / .494"]),
-            Row("B=2048, 70 a user", "B=2048", table="batch size, 70 candidates per user", cells=["1.198 / 1.077"]),
-            Row("B=3072, 70 a user", "B=3072", table="batch size, 70 candidates per user", cells=["1.822 / 1.880"]),
+            Row(
+                "B=1024, 70 a user",
+                "B=1024",
+                table="batch size, 70 candidates per user",
+                cells=[".567 / .494"],
+            ),
+            Row(
+                "B=2048, 70 a user",
+                "B=2048",
+                table="batch size, 70 candidates per user",
+                cells=["1.198 / 1.077"],
+            ),
+            Row(
+                "B=3072, 70 a user",
+                "B=3072",
+                table="batch size, 70 candidates per user",
+                cells=["1.822 / 1.880"],
+            ),
             Row("B=1024, 2 a user", "2 per user"),
             Row("B=1024, 5 a user", "5 per user"),
             Row("B=1024, 10 a user", "10 per user", cells=[".646 / .555"]),
@@ -101,13 +136,17 @@ HEADLINES = [
         key="ikbo_table_2",
         title="Target attention with shared users: IKBO's Table 2",
         source=(
-            "In-Kernel Broadcast Optimization (PyTorch blog), Table 2: 2048 candidates of 32 users, 64 query rows each, history 1024, "
-            "H=2, D=128"
+            "In-Kernel Broadcast Optimization (PyTorch blog), Table 2: 2048 candidates of 32 users,"
+            " 64 query rows each, history 1024, H=2, D=128"
         ),
-        published="Forward. 2.4 times the throughput of FA4 on replicated K and V, 6.4 times with the replication.",
+        published=(
+            "Forward. 2.4 times the throughput of FA4 on replicated K and V, 6.4 times with the"
+            " replication."
+        ),
         caveat=(
-            "The published kernels take histories of one length and 64 (or 32) query rows, and have no backward; TLX needs a forked "
-            'compiler. "Folded": a user\'s candidates are one query sequence, for cuDNN only if all users have as many.'
+            "The published kernels take histories of one length and 64 (or 32) query rows, and have"
+            ' no backward; TLX needs a forked compiler. "Folded": a user\'s candidates are one'
+            " query sequence, for cuDNN only if all users have as many."
         ),
         op="attention",
         table="target attention",
@@ -121,10 +160,26 @@ HEADLINES = [
             Column("forward + backward TFLOP/s", "forward_backward_tflops"),
         ],
         rows=[
-            Row("Triton, in-kernel broadcast (FBGEMM)", "history 1024", "FBGEMM ikbo (Triton)", cells=["425", "0.321", "415"]),
-            Row("TLX FA3, K and V replicated", cells=["245", "0.561 + 0.912 to replicate"], instead=FORK),
-            Row("FA4 (CuTe DSL), K and V replicated", cells=["250", "0.550 + 0.912 to replicate", "197"]),
-            Row("TLX FA3, persistent, in-kernel broadcast", cells=["594", "0.230", "558"], instead=FORK),
+            Row(
+                "Triton, in-kernel broadcast (FBGEMM)",
+                "history 1024",
+                "FBGEMM ikbo (Triton)",
+                cells=["425", "0.321", "415"],
+            ),
+            Row(
+                "TLX FA3, K and V replicated",
+                cells=["245", "0.561 + 0.912 to replicate"],
+                instead=FORK,
+            ),
+            Row(
+                "FA4 (CuTe DSL), K and V replicated",
+                cells=["250", "0.550 + 0.912 to replicate", "197"],
+            ),
+            Row(
+                "TLX FA3, persistent, in-kernel broadcast",
+                cells=["594", "0.230", "558"],
+                instead=FORK,
+            ),
             Row("cuDNN, K and V already replicated", "history 1024", "SDPA cuDNN, replicated"),
             Row("replicate, then cuDNN", "history 1024", "replicate + SDPA cuDNN"),
             Row("FA2 (varlen_attn), folded", "history 1024", "varlen_attn (FA2), folded"),
@@ -140,12 +195,13 @@ HEADLINES = [
         title="Target attention against the history's length: IKBO's Fig. 12",
         source="the same, Fig. 12 and section 3.3",
         published=(
-            "TFLOP/s, forward. The figure names its largest value only, 621. The value at 1024 is from Table 2; those at 512 and 2048 "
-            "are from section 3.3, for two kernels, self- and target attention."
+            "TFLOP/s, forward. The figure names its largest value only, 621. The value at 1024 is"
+            " from Table 2; those at 512 and 2048 are from section 3.3, for two kernels, self- and"
+            " target attention."
         ),
         caveat=(
-            "The published generalised kernel takes odd candidate counts, but histories of one length only. FBGEMM's and Meta's kernels "
-            "on an H200 are of another, earlier run."
+            "The published generalised kernel takes odd candidate counts, but histories of one"
+            " length only. FBGEMM's and Meta's kernels on an H200 are of another, earlier run."
         ),
         op="attention",
         table="target attention",
@@ -167,18 +223,42 @@ HEADLINES = [
             Row("history 4096", "history 4096", cells=["", "439 / 590"]),
             Row("history 8192", "history 8192"),
             Row("history 16384", "history 16384"),
-            Row("histories of mean 0.7 · 512, odd counts", "history 204..512", table=JAGGED, cells=NO_PEERS),
-            Row("histories of mean 0.7 · 1024, odd counts", "history 409..1024", table=JAGGED, cells=NO_PEERS),
-            Row("histories of mean 0.7 · 2048, odd counts", "history 819..2048", table=JAGGED, cells=NO_PEERS),
-            Row("histories of mean 0.7 · 4096, odd counts", "history 1638..4096", table=JAGGED, cells=NO_PEERS),
+            Row(
+                "histories of mean 0.7 · 512, odd counts",
+                "history 204..512",
+                table=JAGGED,
+                cells=NO_PEERS,
+            ),
+            Row(
+                "histories of mean 0.7 · 1024, odd counts",
+                "history 409..1024",
+                table=JAGGED,
+                cells=NO_PEERS,
+            ),
+            Row(
+                "histories of mean 0.7 · 2048, odd counts",
+                "history 819..2048",
+                table=JAGGED,
+                cells=NO_PEERS,
+            ),
+            Row(
+                "histories of mean 0.7 · 4096, odd counts",
+                "history 1638..4096",
+                table=JAGGED,
+                cells=NO_PEERS,
+            ),
         ],
     ),
     Headline(
         key="self_attention",
         title="Jagged self-attention against torch and other peers",
-        source="no published table; peers that were measured earlier on an H200 have their own columns",
+        source=(
+            "no published table; peers that were measured earlier on an H200 have their own columns"
+        ),
         published="ms, forward / forward + backward, lengths uniform to N, bf16.",
-        caveat="Padded flash and cuDNN get padded inputs and no mask: right for full segments only.",
+        caveat=(
+            "Padded flash and cuDNN get padded inputs and no mask: right for full segments only."
+        ),
         op="attention",
         table="jagged self-attention",
         columns=[
@@ -186,10 +266,18 @@ HEADLINES = [
             Column("FBGEMM sll, earlier"),
             Column("padded plain", "forward_ms/forward_backward_ms", implementation=DENSE),
             Column("padded flash", "forward_ms/forward_backward_ms", implementation=DENSE_FLASH),
-            Column("padded cuDNN", "forward_ms/forward_backward_ms", implementation="SDPA cuDNN, padded"),
-            Column("FA2 varlen", "forward_ms/forward_backward_ms", implementation="varlen_attn (FA2)"),
+            Column(
+                "padded cuDNN",
+                "forward_ms/forward_backward_ms",
+                implementation="SDPA cuDNN, padded",
+            ),
+            Column(
+                "FA2 varlen", "forward_ms/forward_backward_ms", implementation="varlen_attn (FA2)"
+            ),
             Column("FA4 here", "forward_ms/forward_backward_ms", implementation="FlashAttention-4"),
-            Column("FBGEMM sll here", "forward_ms/forward_backward_ms", implementation="FBGEMM sll"),
+            Column(
+                "FBGEMM sll here", "forward_ms/forward_backward_ms", implementation="FBGEMM sll"
+            ),
             Column("portable", "forward_ms/forward_backward_ms", implementation=PORTABLE),
             Column("this project", "forward_ms/forward_backward_ms", implementation=OURS),
         ],
@@ -204,25 +292,36 @@ HEADLINES = [
         key="gdpa",
         title="GDPA: Figs. 8 to 10",
         source=(
-            "Generalized Dot-Product Attention (PyTorch blog), Figs. 8 (self-attention forward), 9 (its backward), 10 (cross-attention, "
-            "256 keys); B=1152, H=4, D=128, bf16, lengths full or uniform to L (sparsity 0.5)"
+            "Generalized Dot-Product Attention (PyTorch blog), Figs. 8 (self-attention forward), 9"
+            " (its backward), 10 (cross-attention, 256 keys); B=1152, H=4, D=128, bf16, lengths"
+            " full or uniform to L (sparsity 0.5)"
         ),
         published=(
-            "TFLOP/s, forward / backward. On a B200, over Meta's Triton kernel: jagged 1.7 times forward and 1.3 times backward on "
-            "average; dense backward up to 1.6 times, 702 TFLOP/s; cross-attention nearly 2 times and up to 1.6 times, and 3.5 and 1.6 "
-            "times FA4. The figures have no numbers."
+            "TFLOP/s, forward / backward. On a B200, over Meta's Triton kernel: jagged 1.7 times"
+            " forward and 1.3 times backward on average; dense backward up to 1.6 times, 702"
+            " TFLOP/s; cross-attention nearly 2 times and up to 1.6 times, and 3.5 and 1.6 times"
+            " FA4. The figures have no numbers."
         ),
         caveat=(
-            "The published kernel needs a B200. Its fast GELU is a Taylor polynomial without a guard, 2.5e-2 off at 1.5 and 4.0 at 3, "
-            "and usable only behind QK-norm; here it is tanh-GELU. Meta's Triton kernel on an H200 is of another, earlier run. FA2 "
-            "computes softmax, another function."
+            "The published kernel needs a B200. Its fast GELU is a Taylor polynomial without a"
+            " guard, 2.5e-2 off at 1.5 and 4.0 at 3, and usable only behind QK-norm; here it is"
+            " tanh-GELU. Meta's Triton kernel on an H200 is of another, earlier run. FA2 computes"
+            " softmax, another function."
         ),
         op="gdpa",
         table="GDPA (gelu_tanh)",
         columns=[
             Column("Meta's Triton, earlier, H200"),
-            Column("Meta's Triton here", "forward_tflops/backward_tflops", implementation="Meta gdpa (Triton)"),
-            Column("FA2, softmax", "forward_tflops/backward_tflops", implementation="varlen_attn (FA2), softmax"),
+            Column(
+                "Meta's Triton here",
+                "forward_tflops/backward_tflops",
+                implementation="Meta gdpa (Triton)",
+            ),
+            Column(
+                "FA2, softmax",
+                "forward_tflops/backward_tflops",
+                implementation="varlen_attn (FA2), softmax",
+            ),
             Column("portable", "forward_tflops/backward_tflops", implementation=PORTABLE),
             Column("this project", "forward_tflops/backward_tflops", implementation=OURS),
             Column("over portable", "forward_ms/backward_ms", implementation=OURS, over=PORTABLE),
@@ -247,11 +346,15 @@ HEADLINES = [
     Headline(
         key="block_table_5",
         title="Block attention: Table 5",
-        source="TLX Block Attention (blog), Table 5: B=1152, H=4, D=128, lengths to 2000 at sparsity 0.7, blocks of 64, bf16",
+        source=(
+            "TLX Block Attention (blog), Table 5: B=1152, H=4, D=128, lengths to 2000 at sparsity"
+            " 0.7, blocks of 64, bf16"
+        ),
         published="ms, forward / backward, on a B200.",
         caveat=(
-            "The published kernel needs a B200 and a forked compiler, and its scheduler miscounts empty sequences and leaves "
-            "output rows unwritten. A B200 has 1.7 times an H200's bandwidth, which bounds both."
+            "The published kernel needs a B200 and a forked compiler, and its scheduler miscounts"
+            " empty sequences and leaves output rows unwritten. A B200 has 1.7 times an H200's"
+            " bandwidth, which bounds both."
         ),
         op="block_attention",
         table="block attention, B=1152 H=4 D=128, blocks of 64",
@@ -263,7 +366,12 @@ HEADLINES = [
             Column("% of floor", FLOORS),
         ],
         rows=[
-            Row("FA2, a segment per block", "1609731 rows", FA2_BLOCKS, cells=["1.81 / 5.89", "1 / 1"]),
+            Row(
+                "FA2, a segment per block",
+                "1609731 rows",
+                FA2_BLOCKS,
+                cells=["1.81 / 5.89", "1 / 1"],
+            ),
             Row("TLX block attention", cells=["0.98 / 2.36", "1.85 / 2.50"], instead=FORK),
             Row("flex_attention, compiled", "1609731 rows", "flex_attention"),
             Row("this project, portable", "1609731 rows", PORTABLE),
@@ -275,7 +383,8 @@ HEADLINES = [
         title="Block attention: Table 6",
         source="the same, Table 6: lengths and sparsities",
         published=(
-            'The source has a picture without numbers: "speedups are consistent regardless of distribution shape". ms, forward / backward.'
+            'The source has a picture without numbers: "speedups are consistent regardless of'
+            ' distribution shape". ms, forward / backward.'
         ),
         caveat="About 400,000 rows in every case here; published B=1152, and 768 above 7000.",
         op="block_attention",
@@ -307,8 +416,9 @@ HEADLINES = [
         source="the same, Table 7: 1,735,537 rows, H=3, D=128, B=1152; q, k and v rotated",
         published="ms, backward, on a B200.",
         caveat=(
-            "The published work fuses rotary's backward only, here the forward too. Its separate rotary takes three times its "
-            "attention; here the separate one is compiled by torch, and cos and sin of each row are gathered beforehand."
+            "The published work fuses rotary's backward only, here the forward too. Its separate"
+            " rotary takes three times its attention; here the separate one is compiled by torch,"
+            " and cos and sin of each row are gathered beforehand."
         ),
         op="block_attention",
         table="backward of rotary, B=1152 H=3 D=128, blocks of 64",
@@ -321,8 +431,17 @@ HEADLINES = [
         rows=[
             Row("attention's backward alone", "1735537 rows, no rotary", OURS, cells=["1.556"]),
             Row("separate rotary's backward", cells=["4.880"]),
-            Row("separate: both", "1735537 rows, qkv", "separate rotary + jagged_modules", cells=["6.436"]),
-            Row("separate rotary, FA2", "1735537 rows, qkv", "separate rotary + varlen_attn (FA2), a segment per block"),
+            Row(
+                "separate: both",
+                "1735537 rows, qkv",
+                "separate rotary + jagged_modules",
+                cells=["6.436"],
+            ),
+            Row(
+                "separate rotary, FA2",
+                "1735537 rows, qkv",
+                "separate rotary + varlen_attn (FA2), a segment per block",
+            ),
             Row("fused", "1735537 rows, qkv", OURS, cells=["1.819"]),
             Row("fused, portable", "1735537 rows, qkv", PORTABLE),
             Row("fused, `Rotary.precise`", "1735537 rows, qkv", PRECISE),
@@ -334,8 +453,9 @@ HEADLINES = [
         source="the same, Table 8",
         published="Absolute errors; q, k and v rotated.",
         caveat=(
-            "The published inputs are not stated: compare the ratio (0.47 of the separate one's largest error of dq), not the errors. "
-            "Here all rows of 64 segments up to 512 rows, standard normal, against float64."
+            "The published inputs are not stated: compare the ratio (0.47 of the separate one's"
+            " largest error of dq), not the errors. Here all rows of 64 segments up to 512 rows,"
+            " standard normal, against float64."
         ),
         op="block_attention",
         table="absolute errors in bf16",
@@ -348,7 +468,11 @@ HEADLINES = [
             Column("max dk here", "max dk"),
             Column("max dv here", "max dv"),
             Column("mean dq here", "mean dq"),
-            Column("separate one's dq over it", "max dq", over="separate rotary in bf16 + varlen_attn (FA2), a segment per block"),
+            Column(
+                "separate one's dq over it",
+                "max dq",
+                over="separate rotary in bf16 + varlen_attn (FA2), a segment per block",
+            ),
         ],
         rows=[
             Row(
@@ -357,8 +481,16 @@ HEADLINES = [
                 "separate rotary in bf16 + varlen_attn (FA2), a segment per block",
                 cells=["0.2559", "0.1689", "0.0112", "0.000309"],
             ),
-            Row("separate rotary in fp32 arithmetic, FA2", "qkv", "separate rotary + varlen_attn (FA2), a segment per block"),
-            Row("TLX block attention", cells=["0.1201", "0.1689", "0.0112", "0.000220"], instead=FORK),
+            Row(
+                "separate rotary in fp32 arithmetic, FA2",
+                "qkv",
+                "separate rotary + varlen_attn (FA2), a segment per block",
+            ),
+            Row(
+                "TLX block attention",
+                cells=["0.1201", "0.1689", "0.0112", "0.000220"],
+                instead=FORK,
+            ),
             Row("this project", "qkv", OURS),
             Row("this project, `Rotary.precise`", "qkv", PRECISE),
         ],
@@ -367,12 +499,15 @@ HEADLINES = [
         key="jagged_table_1",
         title="Jagged operators: Table 1",
         source="Jagged Feature Interaction (paper), Table 1: B=1024, N≤200, D=256, T=8, fp32",
-        published="Padded torch to Triton: latency in µs, and how many times less time, memory and FLOPs.",
+        published=(
+            "Padded torch to Triton: latency in µs, and how many times less time, memory and FLOPs."
+        ),
         caveat=(
-            "The paper states neither the GPU nor what its memory counts; here memory is what a forward call allocates, inputs not "
-            "counted. Its FLOPs of jagged_softmax are those of 8 columns. The published operators leave rows past the maximum length "
-            "uninitialised (jagged_softmax), give wrong gradients for longer segments (array_jagged_bmm) and, in one variant, divide "
-            "a softmax by the maximum length."
+            "The paper states neither the GPU nor what its memory counts; here memory is what a"
+            " forward call allocates, inputs not counted. Its FLOPs of jagged_softmax are those of"
+            " 8 columns. The published operators leave rows past the maximum length uninitialised"
+            " (jagged_softmax), give wrong gradients for longer segments (array_jagged_bmm) and, in"
+            " one variant, divide a softmax by the maximum length."
         ),
         op="jagged_ops",
         table="Table 1 of the paper: B=1024, N≤200, D=256, T=8",
@@ -392,10 +527,26 @@ HEADLINES = [
             Column("% of floor", "forward_floor_percent", implementation=OURS),
         ],
         rows=[
-            Row("jagged_dense_bmm", "jagged_dense_bmm B1024 N≤200 D256 T8", cells=["166.6 / 99.3", "1.67", "2.83", "1.98"]),
-            Row("jagged_jagged_bmm", "jagged_jagged_bmm B1024 N≤200 D256 T8", cells=["199.4 / 79.1", "2.52", "1.98", "1.98"]),
-            Row("jagged_softmax", "jagged_softmax B1024 N≤200 H8", cells=["24.9 / 18", "1.38", "1.98", "1.98", *NO_FLOPS]),
-            Row("the same, 256 columns", "jagged_softmax B1024 N≤200 H256", cells=[*[""] * 4, *NO_FLOPS]),
+            Row(
+                "jagged_dense_bmm",
+                "jagged_dense_bmm B1024 N≤200 D256 T8",
+                cells=["166.6 / 99.3", "1.67", "2.83", "1.98"],
+            ),
+            Row(
+                "jagged_jagged_bmm",
+                "jagged_jagged_bmm B1024 N≤200 D256 T8",
+                cells=["199.4 / 79.1", "2.52", "1.98", "1.98"],
+            ),
+            Row(
+                "jagged_softmax",
+                "jagged_softmax B1024 N≤200 H8",
+                cells=["24.9 / 18", "1.38", "1.98", "1.98", *NO_FLOPS],
+            ),
+            Row(
+                "the same, 256 columns",
+                "jagged_softmax B1024 N≤200 H256",
+                cells=[*[""] * 4, *NO_FLOPS],
+            ),
             Row(
                 "jagged_jagged_bmm_jagged_out",
                 "jagged_jagged_bmm_jagged_out, x with another B1024 N≤200 D256",
@@ -406,7 +557,11 @@ HEADLINES = [
                 "array_jagged_bmm_jagged_out B1024 N≤200 D256",
                 cells=["755 / 585", "1.29", "2.18", "2.91", *NO_CUDA],
             ),
-            Row("jagged2_softmax", "jagged2_softmax B1024 N≤200", cells=["2162 / 707", "3.06", "2.94", "2.91", *NO_CUDA, *NO_FLOPS[3:]]),
+            Row(
+                "jagged2_softmax",
+                "jagged2_softmax B1024 N≤200",
+                cells=["2162 / 707", "3.06", "2.94", "2.91", *NO_CUDA, *NO_FLOPS[3:]],
+            ),
         ],
     ),
     Headline(
@@ -427,18 +582,42 @@ HEADLINES = [
             Column("% of floor", "forward_floor_percent", implementation=OURS),
         ],
         rows=[
-            Row("jagged_dense_bmm B1024 N≤100 D64 T64", "jagged_dense_bmm B1024 N≤100 D64 T64", cells=["36.1"]),
-            Row("jagged_dense_bmm B1024 N≤200 D128 T128", "jagged_dense_bmm B1024 N≤200 D128 T128", cells=["195.8"]),
-            Row("jagged_jagged_bmm B1024 N≤100 D64 T64", "jagged_jagged_bmm B1024 N≤100 D64 T64", cells=["22.6"]),
-            Row("jagged_jagged_bmm B1024 N≤200 D128 T128", "jagged_jagged_bmm B1024 N≤200 D128 T128", cells=["201.5"]),
+            Row(
+                "jagged_dense_bmm B1024 N≤100 D64 T64",
+                "jagged_dense_bmm B1024 N≤100 D64 T64",
+                cells=["36.1"],
+            ),
+            Row(
+                "jagged_dense_bmm B1024 N≤200 D128 T128",
+                "jagged_dense_bmm B1024 N≤200 D128 T128",
+                cells=["195.8"],
+            ),
+            Row(
+                "jagged_jagged_bmm B1024 N≤100 D64 T64",
+                "jagged_jagged_bmm B1024 N≤100 D64 T64",
+                cells=["22.6"],
+            ),
+            Row(
+                "jagged_jagged_bmm B1024 N≤200 D128 T128",
+                "jagged_jagged_bmm B1024 N≤200 D128 T128",
+                cells=["201.5"],
+            ),
             Row(
                 "jagged_jagged_bmm_jagged_out, x with itself B1024 N≤100 D1024",
                 "jagged_jagged_bmm_jagged_out, x with itself B1024 N≤100 D1024",
                 cells=["137.3", "", "–"],
             ),
-            Row("array_jagged_bmm_jagged_out B1024 N≤100 D1024", "array_jagged_bmm_jagged_out B1024 N≤100 D1024", cells=["289.8", "", "–"]),
+            Row(
+                "array_jagged_bmm_jagged_out B1024 N≤100 D1024",
+                "array_jagged_bmm_jagged_out B1024 N≤100 D1024",
+                cells=["289.8", "", "–"],
+            ),
             Row("jagged_softmax B1024 N≤100 H64", "jagged_softmax B1024 N≤100 H64", cells=["78.0"]),
-            Row("jagged2_softmax B1024 N≤100", "jagged2_softmax B1024 N≤100", cells=["72.9", "", "–"]),
+            Row(
+                "jagged2_softmax B1024 N≤100",
+                "jagged2_softmax B1024 N≤100",
+                cells=["72.9", "", "–"],
+            ),
         ],
     ),
     Headline(
@@ -446,16 +625,36 @@ HEADLINES = [
         title="Jagged flash attention: Fig. 2",
         source="Jagged Feature Interaction (paper), Fig. 2, bf16",
         published="Forward: speed-up, and how many times less memory.",
-        caveat="The paper states the largest ratios only, not its shapes or GPU. Here: one head, B=256, D=128, lengths uniform to N.",
+        caveat=(
+            "The paper states the largest ratios only, not its shapes or GPU. Here: one head,"
+            " B=256, D=128, lengths uniform to N."
+        ),
         op="attention",
         table="ladder: dense, jagged, each unfused and fused",
         columns=[
             Column("jagged: faster than dense", "forward_ms", implementation=UNFUSED, over=DENSE),
-            Column("jagged flash: faster than dense", "forward_ms", implementation=OURS, over=DENSE),
+            Column(
+                "jagged flash: faster than dense", "forward_ms", implementation=OURS, over=DENSE
+            ),
             Column("than dense flash", "forward_ms", implementation=OURS, over=DENSE_FLASH),
-            Column("jagged: less memory than dense", "forward_peak_bytes", implementation=UNFUSED, over=DENSE),
-            Column("jagged flash: less than dense", "forward_peak_bytes", implementation=OURS, over=DENSE),
-            Column("than dense flash, memory", "forward_peak_bytes", implementation=OURS, over=DENSE_FLASH),
+            Column(
+                "jagged: less memory than dense",
+                "forward_peak_bytes",
+                implementation=UNFUSED,
+                over=DENSE,
+            ),
+            Column(
+                "jagged flash: less than dense",
+                "forward_peak_bytes",
+                implementation=OURS,
+                over=DENSE,
+            ),
+            Column(
+                "than dense flash, memory",
+                "forward_peak_bytes",
+                implementation=OURS,
+                over=DENSE_FLASH,
+            ),
             Column("dense, ms", "forward_ms", implementation=DENSE),
             Column("this project, ms", "forward_ms", implementation=OURS),
         ],

@@ -1,4 +1,5 @@
-"""The pictures of the record: speed-up ladders, TFLOP/s against length, % of floor, latency against candidates per user.
+"""The pictures of the record: speed-up ladders, TFLOP/s against length, % of floor, latency against
+candidates per user.
 
 Points without a measurement are left out; the record's tables say "missing".
 """
@@ -11,8 +12,17 @@ from pathlib import Path
 import report
 from names import DENSE, DENSE_FLASH, INPUT_REPLICATED, NO_WORKSPACE, OURS, PORTABLE, UNFUSED
 
-NAMES = {OURS: "this project", PORTABLE: "this project, portable", UNFUSED: "jagged operators, unfused"}
-PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, PORTABLE: 1.944 / 0.580, OURS: 1.944 / 0.482}
+NAMES = {
+    OURS: "this project",
+    PORTABLE: "this project, portable",
+    UNFUSED: "jagged operators, unfused",
+}
+PUBLISHED_STAGES = {
+    "decomposed": 1.944 / 1.389,
+    "padded": 1.944 / 0.798,
+    PORTABLE: 1.944 / 0.580,
+    OURS: 1.944 / 0.482,
+}
 FLOORS = {  # op -> beginnings of the titles of the tables whose % of floor is drawn
     "linear_compress": ("batch size",),
     "attention": ("jagged self-attention", "target attention"),
@@ -22,20 +32,35 @@ FLOORS = {  # op -> beginnings of the titles of the tables whose % of floor is d
 }
 
 
-def series(rows: Iterable[Mapping], op: str, table: str, pattern: str, value: str) -> dict[str, list[tuple[int, float]]]:
-    """Implementation -> its points, sorted: the number that ``pattern`` finds in the case, and the value there.
+def series(
+    rows: Iterable[Mapping], op: str, table: str, pattern: str, value: str
+) -> dict[str, list[tuple[int, float]]]:
+    """Implementation -> its points, sorted: the number that ``pattern`` finds in the case, and the
+    value there.
 
     ``table``: the beginning of the table's title.
     """
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         found = re.fullmatch(pattern, row["case"])
-        if row["op"] == op and row["table"].startswith(table) and found and row.get(value) is not None:
+        if (
+            row["op"] == op
+            and row["table"].startswith(table)
+            and found
+            and row.get(value) is not None
+        ):
             points.setdefault(row["implementation"], []).append((int(found[1]), row[value]))
     return {implementation: sorted(xy) for implementation, xy in points.items()}
 
 
-def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, xlabel: str, ylabel: str, wide: bool = False) -> None:
+def draw_lines(
+    axes,
+    points: Mapping[str, list[tuple[int, float]]],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    wide: bool = False,
+) -> None:
     """wide: the legend is beside the axes, not below."""
     others = (f"C{number}" for number in itertools.count(1))
     for name, xy in points.items():
@@ -56,30 +81,70 @@ def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, 
 
 def ladders(figure, rows: list[dict]) -> None:
     left, right = figure.subplots(1, 2)
-    of = {row["implementation"]: row.get("forward_ms") for row in rows if row["op"] == "linear_compress" and row["case"] == "B=1024"}
+    of = {
+        row["implementation"]: row.get("forward_ms")
+        for row in rows
+        if row["op"] == "linear_compress" and row["case"] == "B=1024"
+    }
     baseline = of.get(INPUT_REPLICATED)
     here = {name: baseline / of[name] for name in PUBLISHED_STAGES if baseline and of.get(name)}
     stages = list(PUBLISHED_STAGES)
-    for shift, label, heights, colour in ((-0.2, "published, H100", PUBLISHED_STAGES, "C7"), (0.2, NAMES[OURS], here, "C0")):
-        left.bar([stages.index(name) + shift for name in heights], list(heights.values()), 0.4, label=label, color=colour)
+    for shift, label, heights, colour in (
+        (-0.2, "published, H100", PUBLISHED_STAGES, "C7"),
+        (0.2, NAMES[OURS], here, "C0"),
+    ):
+        left.bar(
+            [stages.index(name) + shift for name in heights],
+            list(heights.values()),
+            0.4,
+            label=label,
+            color=colour,
+        )
     left.set_xticks(range(4), ["1 decomposed", "2 padded", "3 fused", "4 one launch"])
     left.set_title("linear compression, forward, by stage")
     left.set_ylabel("speed-up over one GEMM")
     left.legend()
     ladder = series(rows, "attention", "ladder", r"B\d+ N(\d+) .*", "forward_ms")
     dense = dict(ladder.get(DENSE, ()))
-    over = {name: [(x, dense[x] / y) for x, y in ladder.get(name, ()) if x in dense] for name in (UNFUSED, DENSE_FLASH, OURS)}
+    over = {
+        name: [(x, dense[x] / y) for x, y in ladder.get(name, ()) if x in dense]
+        for name in (UNFUSED, DENSE_FLASH, OURS)
+    }
     over = {name: xy for name, xy in over.items() if xy}
-    draw_lines(right, over, "jagged attention, forward", "maximum length, rows (lengths are uniform)", "speed-up over padded attention")
+    draw_lines(
+        right,
+        over,
+        "jagged attention, forward",
+        "maximum length, rows (lengths are uniform)",
+        "speed-up over padded attention",
+    )
 
 
 def lengths(figure, rows: list[dict]) -> None:
     for axes, (table, op, pattern, value, title) in zip(
         figure.subplots(3, 1),
         (
-            ("target attention", "attention", r"history (\d+)", "forward_tflops", "target attention, forward"),
-            ("GDPA", "gdpa", r"q and kv full L=(\d+)", "forward_tflops", "GDPA, full segments, forward"),
-            ("GDPA", "gdpa", r"q and kv jagged L=(\d+)", "backward_tflops", "GDPA, jagged segments, backward"),
+            (
+                "target attention",
+                "attention",
+                r"history (\d+)",
+                "forward_tflops",
+                "target attention, forward",
+            ),
+            (
+                "GDPA",
+                "gdpa",
+                r"q and kv full L=(\d+)",
+                "forward_tflops",
+                "GDPA, full segments, forward",
+            ),
+            (
+                "GDPA",
+                "gdpa",
+                r"q and kv jagged L=(\d+)",
+                "backward_tflops",
+                "GDPA, jagged segments, backward",
+            ),
         ),
     ):
         points = series(rows, op, table, pattern, value)
@@ -93,11 +158,20 @@ def floors(figure, rows: list[dict]) -> None:
         row
         for op, tables in FLOORS.items()
         for row in rows
-        if row["op"] == op and row["table"].startswith(tables) and row["implementation"] == OURS and row.get("forward_floor_percent")
+        if row["op"] == op
+        and row["table"].startswith(tables)
+        and row["implementation"] == OURS
+        and row.get("forward_floor_percent")
     ]
-    backward = [row.get("backward_floor_percent") or row.get("forward_backward_floor_percent") or 0.0 for row in drawn]
+    backward = [
+        row.get("backward_floor_percent") or row.get("forward_backward_floor_percent") or 0.0
+        for row in drawn
+    ]
     forward = [row["forward_floor_percent"] for row in drawn]
-    for shift, label, widths in ((-0.2, "forward", forward), (0.2, "backward alone, or forward + backward", backward)):
+    for shift, label, widths in (
+        (-0.2, "forward", forward),
+        (0.2, "backward alone, or forward + backward", backward),
+    ):
         axes.barh([position + shift for position in range(len(drawn))], widths, 0.4, label=label)
     axes.set_yticks(range(len(drawn)), [f"{row['op']}: {row['case']}" for row in drawn], fontsize=7)
     axes.set_ylim(max(len(drawn), 1) - 0.5, -0.5)
@@ -109,7 +183,9 @@ def floors(figure, rows: list[dict]) -> None:
 def candidates(figure, rows: list[dict]) -> None:
     points = series(rows, "linear_compress", "candidates per user", r"(\d+) per user", "forward_ms")
     points.pop("padded, torch.matmul", None)  # so slow that the others would look flat
-    draw_lines(figure.subplots(), points, "linear compression, forward", "candidates per user", "time, ms")
+    draw_lines(
+        figure.subplots(), points, "linear compression, forward", "candidates per user", "time, ms"
+    )
 
 
 PICTURES = {  # file -> function that draws it, size in inches, of which pages have about nine
@@ -132,6 +208,8 @@ def save(rows: list[dict], folder: Path, title: str) -> list[str]:
         figure = plt.figure(figsize=size)
         figure.suptitle(title)
         draw(figure, rows)
-        report.write_atomically(folder / name, lambda path, figure=figure: figure.savefig(path, dpi=150))
+        report.write_atomically(
+            folder / name, lambda path, figure=figure: figure.savefig(path, dpi=150)
+        )
         plt.close(figure)
     return list(PICTURES)

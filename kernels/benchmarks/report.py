@@ -1,6 +1,7 @@
 """The files of a benchmark run: JSON with everything, a markdown table, a picture.
 
-``python report.py results.json`` writes table and picture from the JSON, for example of a run that was killed.
+``python report.py results.json`` writes table and picture from the JSON, for example of a run that
+was killed.
 """
 
 import argparse
@@ -25,7 +26,8 @@ def runs_folder(device: str) -> Path:
 
 
 def write_atomically(path: Path, write) -> None:
-    """Calls ``write(temporary_path)`` and moves the file into place: a reader sees the old or the new file, never a partial one."""
+    """Calls ``write(temporary_path)`` and moves the file into place: a reader sees the old or the
+    new file, never a partial one."""
     temporary = path.with_name(f".{path.name}.partial{path.suffix}")
     try:
         write(temporary)
@@ -36,11 +38,14 @@ def write_atomically(path: Path, write) -> None:
 
 def save(results: dict, stem: Path) -> None:
     """Writes ``<stem>.json`` and ``<stem>.md``."""
-    write_atomically(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n"))
+    write_atomically(
+        stem.with_suffix(".json"),
+        lambda path: path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n"),
+    )
     write_atomically(stem.with_suffix(".md"), lambda path: path.write_text(markdown(results)))
 
 
-# -- table ---------------------------------------------------------------------------------------------------------
+# -- table -----------------------------------------------------------------------------------------
 
 
 def number(value: float | None) -> str:
@@ -63,15 +68,21 @@ def shorten(text: str, width: int = 100) -> str:
 
 
 def worst_error(row: dict) -> str:
-    errors = [*row.get("forward_errors", {}).values(), *row.get("forward_backward_errors", {}).values()]
+    errors = [
+        *row.get("forward_errors", {}).values(),
+        *row.get("forward_backward_errors", {}).values(),
+    ]
     return f"{max(errors):.1e}" if errors else MISSING
 
 
 def remarks(row: dict) -> str:
     host = [f"{name} {number(ms)} ms" for name, ms in row.get("host_ms", {}).items()]
-    return "; ".join(filter(None, ["" if row["status"] == "ok" else shorten(row["status"]), row.get("note", ""), *host])).replace(
-        "|", "\\|"
-    )
+    return "; ".join(
+        filter(
+            None,
+            ["" if row["status"] == "ok" else shorten(row["status"]), row.get("note", ""), *host],
+        )
+    ).replace("|", "\\|")
 
 
 COLUMNS = {  # heading -> text of a cell
@@ -118,8 +129,16 @@ def by_table(results: dict) -> dict[str, list[dict]]:
 
 def markdown(results: dict) -> str:
     """The tables of a run, without empty columns."""
-    facts = ", ".join(f"{name} {value}" for name, value in results["environment"].items() if name not in ("command", "device"))
-    lines = [f"# {results['op']} on {results['environment']['device']}", "", f"`{results['environment']['command']}`; {facts}."]
+    facts = ", ".join(
+        f"{name} {value}"
+        for name, value in results["environment"].items()
+        if name not in ("command", "device")
+    )
+    lines = [
+        f"# {results['op']} on {results['environment']['device']}",
+        "",
+        f"`{results['environment']['command']}`; {facts}.",
+    ]
     lines += ["", results["protocol"]["text"]]
     if not results["complete"]:
         lines += ["", "**The run did not finish: these are the cases it completed.**"]
@@ -128,8 +147,12 @@ def markdown(results: dict) -> str:
     for table, rows in by_table(results).items():
         lines += table_lines(table, columns(rows))
     for table, rows in results.get("other_tables", {}).items():
-        headings = dict.fromkeys(heading for row in rows for heading in row if heading != "traceback")
-        lines += table_lines(table, {heading: [plain_cell(row.get(heading)) for row in rows] for heading in headings})
+        headings = dict.fromkeys(
+            heading for row in rows for heading in row if heading != "traceback"
+        )
+        lines += table_lines(
+            table, {heading: [plain_cell(row.get(heading)) for row in rows] for heading in headings}
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -144,9 +167,10 @@ def table_lines(title: str, columns: dict[str, list[str]]) -> list[str]:
     return lines + [f"| {' | '.join(cells)} |" for cells in zip(*columns.values())]
 
 
-# -- picture -------------------------------------------------------------------------------------------------------
+# -- picture ---------------------------------------------------------------------------------------
 
-PANELS = {  # axis label -> (column, unit, factor); the first measured one that the case allows is drawn
+# axis label -> (column, unit, factor); the first measured one that the case allows is drawn
+PANELS = {
     **{
         title: [
             (f"{key}_tflops", "TFLOP/s", 1),
@@ -154,9 +178,15 @@ PANELS = {  # axis label -> (column, unit, factor); the first measured one that 
             (f"{key}_ms", "ms", 1),
             (f"{key}_speedup", "speed-up", 1),
         ]
-        for title, key in (("forward", "forward"), ("backward", "backward"), ("forward + backward", "forward_backward"))
+        for title, key in (
+            ("forward", "forward"),
+            ("backward", "backward"),
+            ("forward + backward", "forward_backward"),
+        )
     },
-    "peak memory of a training step": [("forward_backward_peak_bytes", "MB above the inputs", 1e-6)],
+    "peak memory of a training step": [
+        ("forward_backward_peak_bytes", "MB above the inputs", 1e-6)
+    ],
 }
 
 
@@ -165,20 +195,31 @@ def measured_panels(rows: list[dict]) -> list[tuple[str, str, str, float]]:
     panels = []
     chosen = rows[0].get("picture", "")
     for title, choices in PANELS.items():
-        choices = [choice for choice in choices if choice[0].endswith(chosen) and any(row.get(choice[0]) is not None for row in rows)]
+        choices = [
+            choice
+            for choice in choices
+            if choice[0].endswith(chosen) and any(row.get(choice[0]) is not None for row in rows)
+        ]
         panels += [(title, *choices[0])] if choices else []
     return panels
 
 
 def draw_bars(axes, rows: list[dict], column: str, factor: float, colours: dict) -> None:
-    """Grouped bars: a group per case, a bar per implementation in a fixed colour; no bar without a measurement."""
+    """Grouped bars: a group per case, a bar per implementation in a fixed colour; no bar without a
+    measurement."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     width = 0.8 / len(colours)
     for index, (name, colour) in enumerate(colours.items()):
-        values = {row["case"]: row[column] * factor for row in rows if row["implementation"] == name and row.get(column) is not None}
+        values = {
+            row["case"]: row[column] * factor
+            for row in rows
+            if row["implementation"] == name and row.get(column) is not None
+        }
         if not values:
             continue
-        positions = [cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values]
+        positions = [
+            cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values
+        ]
         axes.bar(positions, list(values.values()), width, color=colour, label=name)
     axes.set_xticks(range(len(cases)), cases, rotation=15, ha="right")
     axes.set_xlim(-0.5, len(cases) - 0.5)
@@ -192,28 +233,52 @@ def save_picture(results: dict, stem: Path) -> None:
     from matplotlib import pyplot as plt
 
     plt.style.use(PICTURE_STYLE)
-    tables = {table: (rows, panels) for table, rows in by_table(results).items() if (panels := measured_panels(rows))}
+    tables = {
+        table: (rows, panels)
+        for table, rows in by_table(results).items()
+        if (panels := measured_panels(rows))
+    }
     width = max((len(panels) for _, panels in tables.values()), default=1)
-    figure, grid = plt.subplots(max(len(tables), 1), width, figsize=(6 * width + 2, 3.4 * max(len(tables), 1)), squeeze=False)
+    figure, grid = plt.subplots(
+        max(len(tables), 1),
+        width,
+        figsize=(6 * width + 2, 3.4 * max(len(tables), 1)),
+        squeeze=False,
+    )
     for axes in grid.flat:
         axes.set_axis_off()
     for (table, (rows, panels)), line in zip(tables.items(), grid):
-        colours = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(row["implementation"] for row in rows))}
+        colours = {
+            name: f"C{index}"
+            for index, name in enumerate(dict.fromkeys(row["implementation"] for row in rows))
+        }
         for axes, (title, column, unit, factor) in zip(line, panels):
             axes.set_axis_on()
             draw_bars(axes, rows, column, factor, colours)
             axes.set_title(f"{table}: {title}")
             axes.set_ylabel(unit)
-        bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}  # not every panel has all
-        line[len(panels) - 1].legend(bars.values(), bars, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    figure.suptitle(f"{results['op']} on {results['environment']['device']}, {results['environment']['date'][:10]}")
+        # not every panel has all
+        bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}
+        line[len(panels) - 1].legend(
+            bars.values(), bars, loc="upper left", bbox_to_anchor=(1.01, 1.0)
+        )
+    figure.suptitle(
+        f"{results['op']} on {results['environment']['device']},"
+        f" {results['environment']['date'][:10]}"
+    )
     write_atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=110))
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Writes table and picture of benchmark runs, for example of one that was killed.")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN.json", help="the JSON file of a run")
+    parser = argparse.ArgumentParser(
+        description=(
+            "Writes table and picture of benchmark runs, for example of one that was killed."
+        )
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN.json", help="the JSON file of a run"
+    )
     options = parser.parse_args(argv)
     for path in options.runs:
         if not path.is_file():

@@ -1,9 +1,11 @@
 """The runner every ``bench_<op>.py`` shares: check, measure, save.
 
-A benchmark lists its cases; the ``setup`` of a case makes the inputs and returns a :class:`Setup`. For each case, the runner
+A benchmark lists its cases; the ``setup`` of a case makes the inputs and returns a :class:`Setup`.
+For each case, the runner
 
-1. builds every implementation, calls it once (compilation), fills its outputs with NaN and frees them, calls it again and compares
-   output and gradients with a float64 reference on the sampled rows; a wrong implementation is not timed;
+1. builds every implementation, calls it once (compilation), fills its outputs with NaN and frees
+   them, calls it again and compares output and gradients with a float64 reference on the sampled
+   rows; a wrong implementation is not timed;
 2. measures the implementations in turn (``PROTOCOL`` in protocol.py);
 3. saves the results, so that a killed run keeps every case it finished.
 """
@@ -40,14 +42,17 @@ class Implementation:
 
     Args:
         forward: computes the output from ``inputs``.
-        inputs: the tensors ``forward`` reads, by name. Those that require a gradient are differentiated in forward+backward; where none
-            does, the implementation is measured forward only.
-        pick: ``pick(name, tensor)`` returns the rows of a result that the reference covers, ``{part: rows}``. ``name`` is "out", or "d"
-            and the name of an input. The rows are compared with the reference's ``"name/part"``.
+        inputs: the tensors ``forward`` reads, by name. Those that require a gradient are
+            differentiated in forward+backward; where none does, the implementation is measured
+            forward only.
+        pick: ``pick(name, tensor)`` returns the rows of a result that the reference covers,
+            ``{part: rows}``. ``name`` is "out", or "d" and the name of an input. The rows are
+            compared with the reference's ``"name/part"``.
         grad_output: the gradient of the output, in its layout.
         note: a remark printed beside the figures.
         host_ms: times on the host outside the measured call, in ms, by name.
-        whole: False for an implementation of a part of the case's work: only its times are reported, no rates or speed-ups.
+        whole: False for an implementation of a part of the case's work: only its times are
+            reported, no rates or speed-ups.
         around: returns a context manager; each call runs in one.
     """
 
@@ -69,10 +74,15 @@ class Implementation:
         with self.around(), torch.set_grad_enabled(backward):
             out = self.forward()
             gradients = self.gradients(out) if backward else ()
-        return {"out": out.detach(), **{f"d{name}": x for name, x in zip(self.differentiable, gradients)}}
+        return {
+            "out": out.detach(),
+            **{f"d{name}": x for name, x in zip(self.differentiable, gradients)},
+        }
 
     def gradients(self, out: Tensor, **options) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, tuple(self.differentiable.values()), self.grad_output, **options)
+        return torch.autograd.grad(
+            out, tuple(self.differentiable.values()), self.grad_output, **options
+        )
 
     def measured_call(self, key: str) -> Callable[[], object]:
         """The call to time for the columns ``key``: "forward", "forward_backward" or "backward"."""
@@ -93,14 +103,17 @@ class Setup:
     """What a case's ``setup`` returns.
 
     Args:
-        implementations: builders by name, so that one that cannot be built is reported and does not stop the others.
-        reference: the definition in plain torch, ``reference(dtype)`` -> ``{"name/part": rows}``, on a cheap sample.
+        implementations: builders by name, so that one that cannot be built is reported and does not
+            stop the others.
+        reference: the definition in plain torch, ``reference(dtype)`` -> ``{"name/part": rows}``,
+            on a cheap sample.
         dtype: of the inputs.
         flops: useful floating-point operations of the forward; 0: not reported.
         backward_flops: of the backward alone.
         bytes: the least that the forward can read and write.
         backward_bytes: the least that the backward can read and write.
-        attainable: (bytes/s, FLOP/s) of the device, which give the shortest possible time; None for unknown devices.
+        attainable: (bytes/s, FLOP/s) of the device, which give the shortest possible time; None for
+            unknown devices.
         baseline: the implementation over which speed-ups are reported.
     """
 
@@ -122,7 +135,8 @@ class Case:
     Args:
         timed: False: only peak memory is measured.
         backward_alone: the backward is timed instead of forward+backward.
-        wall: on CUDA, the time of a step on host and device together is measured instead of the device's.
+        wall: on CUDA, the time of a step on host and device together is measured instead of the
+            device's.
         picture: column that the picture shows, "ms" or "speedup"; empty: work per time, and memory.
     """
 
@@ -139,13 +153,16 @@ class WrongResult(Exception):
     """A result that differs from the reference by more than the bound."""
 
 
-# -- correctness ---------------------------------------------------------------------------------------------------
+# -- correctness -----------------------------------------------------------------------------------
 
 
 def worst_row_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest error of a row (last dimension) over that row's norm, or over the rows' RMS norm where a row is smaller than that."""
+    """The largest error of a row (last dimension) over that row's norm, or over the rows' RMS norm
+    where a row is smaller than that."""
     if actual.shape != expected.shape:
-        raise WrongResult(f"has shape {tuple(actual.shape)} where the reference has {tuple(expected.shape)}")
+        raise WrongResult(
+            f"has shape {tuple(actual.shape)} where the reference has {tuple(expected.shape)}"
+        )
     expected = expected.double()
     norms = expected.norm(dim=-1)
     floor = norms.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
@@ -165,9 +182,13 @@ def poison_and_free(results: dict[str, Tensor], inputs: Mapping[str, Tensor]) ->
 
 
 def compare(
-    implementation: Implementation, results: dict[str, Tensor], expected: dict[str, Tensor], bounds: dict[str, float]
+    implementation: Implementation,
+    results: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    bounds: dict[str, float],
 ) -> dict[str, float]:
-    """The relative error of every part the implementation picks. Raises WrongResult above a bound or where a result is not finite."""
+    """The relative error of every part the implementation picks. Raises WrongResult above a bound
+    or where a result is not finite."""
     errors = {}
     for name, tensor in results.items():
         if not tensor.isfinite().all():
@@ -179,12 +200,17 @@ def compare(
             key = f"{name}/{part}"
             errors[key] = worst_row_error(rows, expected[key])
             if not errors[key] <= bounds[key]:
-                raise WrongResult(f"{key} has relative error {errors[key]:.2e}, bound {bounds[key]:.2e}")
+                raise WrongResult(
+                    f"{key} has relative error {errors[key]:.2e}, bound {bounds[key]:.2e}"
+                )
     return errors
 
 
-def peak_bytes(call: Callable[[], dict[str, Tensor]], device: str) -> tuple[dict[str, Tensor], int | None]:
-    """The results of a call, and its peak memory above what was allocated before; None on the CPU, where torch does not count."""
+def peak_bytes(
+    call: Callable[[], dict[str, Tensor]], device: str
+) -> tuple[dict[str, Tensor], int | None]:
+    """The results of a call, and its peak memory above what was allocated before; None on the CPU,
+    where torch does not count."""
     if device != "cuda":
         return call(), None
     torch.cuda.synchronize()
@@ -195,8 +221,15 @@ def peak_bytes(call: Callable[[], dict[str, Tensor]], device: str) -> tuple[dict
     return results, torch.cuda.max_memory_allocated() - before
 
 
-def check(implementation: Implementation, backward: bool, expected: dict[str, Tensor], bounds: dict[str, float], device: str) -> dict:
-    """Calls it twice, the second time on memory filled with NaN, and compares: peak memory and errors, as columns of the row."""
+def check(
+    implementation: Implementation,
+    backward: bool,
+    expected: dict[str, Tensor],
+    bounds: dict[str, float],
+    device: str,
+) -> dict:
+    """Calls it twice, the second time on memory filled with NaN, and compares: peak memory and
+    errors, as columns of the row."""
     poison_and_free(implementation.run(backward), implementation.inputs)
     results, peak = peak_bytes(partial(implementation.run, backward), device)
     errors = compare(implementation, results, expected, bounds)
@@ -204,16 +237,23 @@ def check(implementation: Implementation, backward: bool, expected: dict[str, Te
     return {"peak_bytes": peak, "errors": errors}
 
 
-# -- measurement ---------------------------------------------------------------------------------------------------
+# -- measurement -----------------------------------------------------------------------------------
 
 
 def passes(implementation: Implementation) -> dict[str, bool]:
     """The passes to check: column prefix -> whether it has a backward."""
-    return {"forward": False, "forward_backward": True} if implementation.differentiable else {"forward": False}
+    return (
+        {"forward": False, "forward_backward": True}
+        if implementation.differentiable
+        else {"forward": False}
+    )
 
 
-def host_median_ms(call: Callable[[], object], rep_ms: float = 50.0, warmup_ms: float = 0.0) -> float:
-    """Median time of ``call`` on the host, of at least 3 samples, after at least one call to warm up."""
+def host_median_ms(
+    call: Callable[[], object], rep_ms: float = 50.0, warmup_ms: float = 0.0
+) -> float:
+    """Median time of ``call`` on the host, of at least 3 samples, after at least one call to warm
+    up."""
     start = time.perf_counter()
     call()
     while (time.perf_counter() - start) * 1e3 < warmup_ms:
@@ -230,8 +270,11 @@ CACHE_BYTES = 256 * 2**20  # more than the L2 cache of any GPU
 CYCLES_PER_MS = 2e6  # of the device, at its highest clock rate
 
 
-def device_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float) -> tuple[float, float]:
-    """Median times in ms: of the device to run ``call``, with a cold L2 cache, once all of it is issued; of the host to issue it."""
+def device_median_ms(
+    call: Callable[[], object], rep_ms: float, warmup_ms: float
+) -> tuple[float, float]:
+    """Median times in ms: of the device to run ``call``, with a cold L2 cache, once all of it is
+    issued; of the host to issue it."""
     cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
 
     def sample(head_start_ms: float) -> tuple[float, float]:
@@ -267,39 +310,65 @@ def wall_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float) 
     return host_median_ms(step, rep_ms, warmup_ms)
 
 
-def measure_ms(call: Callable[[], object], protocol: Protocol, wall: bool = False) -> tuple[float, float | None]:
-    """One measurement after the protocol's pause: its time, and on CUDA the host's time to issue it, unless ``wall`` includes that."""
+def measure_ms(
+    call: Callable[[], object], protocol: Protocol, wall: bool = False
+) -> tuple[float, float | None]:
+    """One measurement after the protocol's pause: its time, and on CUDA the host's time to issue
+    it, unless ``wall`` includes that."""
     time.sleep(protocol.pause_s)
     if protocol.device == "cpu":
         return host_median_ms(call, protocol.rep_ms, protocol.warmup_ms), None
     if wall:
-        return wall_median_ms(call, WALL_FACTOR * protocol.rep_ms, WALL_FACTOR * protocol.warmup_ms), None
+        return (
+            wall_median_ms(call, WALL_FACTOR * protocol.rep_ms, WALL_FACTOR * protocol.warmup_ms),
+            None,
+        )
     return device_median_ms(call, protocol.rep_ms, protocol.warmup_ms)
 
 
-# -- one case ------------------------------------------------------------------------------------------------------
+# -- one case --------------------------------------------------------------------------------------
 
 
 def failure(error: Exception, during: str = "") -> dict:
-    """Status columns of an implementation that failed in the pass ``during``, with relative paths."""
-    kind, text = ("wrong", "") if isinstance(error, WrongResult) else ("unavailable", f"{type(error).__name__}: ")
+    """Status columns of an implementation that failed in the pass ``during``, with relative
+    paths."""
+    kind, text = (
+        ("wrong", "")
+        if isinstance(error, WrongResult)
+        else ("unavailable", f"{type(error).__name__}: ")
+    )
     status = ": ".join(filter(None, [kind, during, text + " ".join(str(error).split())]))
     project = f"{Path(__file__).resolve().parents[2]}/"
-    return {"status": status, "traceback": "".join(traceback.format_exception(error)).replace(project, "")}
+    return {
+        "status": status,
+        "traceback": "".join(traceback.format_exception(error)).replace(project, ""),
+    }
 
 
-def build_and_check(build: Callable[[], Implementation], row: dict, *reference) -> dict[str, Implementation]:
-    """Checks an implementation and adds the findings to its row. Returns the implementation by the passes to measure: none if the forward
-    failed, the forward alone if forward+backward failed."""
+def build_and_check(
+    build: Callable[[], Implementation], row: dict, *reference
+) -> dict[str, Implementation]:
+    """Checks an implementation and adds the findings to its row. Returns the implementation by the
+    passes to measure: none if the forward failed, the forward alone if forward+backward failed."""
     right = {}
     during = ""
     try:
         implementation = build()
-        inputs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in implementation.inputs.values()}
-        row |= {"note": implementation.note, "host_ms": dict(implementation.host_ms), "input_bytes": sum(inputs.values())}
+        inputs = {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+            for x in implementation.inputs.values()
+        }
+        row |= {
+            "note": implementation.note,
+            "host_ms": dict(implementation.host_ms),
+            "input_bytes": sum(inputs.values()),
+        }
         for key, backward in passes(implementation).items():
             during = key.replace("_", "+")
-            row |= {f"{key}_{column}": value for column, value in check(implementation, backward, *reference).items()}
+            row |= {
+                f"{key}_{column}": value
+                for column, value in check(implementation, backward, *reference).items()
+            }
             right[key] = implementation
     except Exception as error:  # noqa: BLE001 any exception is reported in its row
         row |= failure(error, during)
@@ -307,7 +376,8 @@ def build_and_check(build: Callable[[], Implementation], row: dict, *reference) 
 
 
 def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) -> list[dict]:
-    """Checks and measures a case: a row for every implementation that the filter selects, also if it failed."""
+    """Checks and measures a case: a row for every implementation that the filter selects, also if
+    it failed."""
     blank = {"table": case.table, "case": case.name, "picture": case.picture, "status": "ok"}
     try:
         setup = case.setup()
@@ -315,15 +385,28 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
         eager = setup.reference(setup.dtype)
     except Exception as error:  # noqa: BLE001 any exception is reported in its row
         return [{**blank, "implementation": "(setup)", **failure(error)}]
-    # If plain torch happens to be exact in a row, others may still round once. The exponentials of torch's fused CPU attention, which the
-    # CPU path calls, are off by up to 20 ulp of fp32.
-    exact = max(torch.finfo(setup.dtype).eps, 32 * torch.finfo(torch.float32).eps if protocol.device == "cpu" else 0.0)
-    bounds = {key: max(protocol.error_factor * worst_row_error(eager[key], expected[key]), exact) for key in expected}
+    # If plain torch happens to be exact in a row, others may still round once. The exponentials of
+    # torch's fused CPU attention, which the CPU path calls, are off by up to 20 ulp of fp32.
+    exact = max(
+        torch.finfo(setup.dtype).eps,
+        32 * torch.finfo(torch.float32).eps if protocol.device == "cpu" else 0.0,
+    )
+    bounds = {
+        key: max(protocol.error_factor * worst_row_error(eager[key], expected[key]), exact)
+        for key in expected
+    }
     del eager
 
-    chosen = {name: build for name, build in setup.implementations.items() if implementation_filter.search(name)}
+    chosen = {
+        name: build
+        for name, build in setup.implementations.items()
+        if implementation_filter.search(name)
+    }
     rows = {name: {**blank, "implementation": name} for name in chosen}
-    ready = {name: build_and_check(build, rows[name], expected, bounds, protocol.device) for name, build in chosen.items()}
+    ready = {
+        name: build_and_check(build, rows[name], expected, bounds, protocol.device)
+        for name, build in chosen.items()
+    }
     del expected
 
     for number in range(protocol.rounds if case.timed else 0):
@@ -340,16 +423,25 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
                 del ready[name]
     baseline = rows[setup.baseline] if setup.baseline in ready else {}
     for name, checked in ready.items():
-        derive(rows[name], setup, baseline, all(implementation.whole for implementation in checked.values()))
+        derive(
+            rows[name],
+            setup,
+            baseline,
+            all(implementation.whole for implementation in checked.values()),
+        )
     return list(rows.values())
 
 
 def derive(row: dict, setup: Setup, baseline: dict, whole: bool) -> None:
-    """Adds the reported figures: the better round, and, for an implementation of the ``whole`` work, rates and speed-ups."""
+    """Adds the reported figures: the better round, and, for an implementation of the ``whole``
+    work, rates and speed-ups."""
     totals = {
         "forward": (setup.flops, setup.bytes),
         "backward": (setup.backward_flops, setup.backward_bytes),
-        "forward_backward": (setup.flops + setup.backward_flops, setup.bytes + setup.backward_bytes),
+        "forward_backward": (
+            setup.flops + setup.backward_flops,
+            setup.bytes + setup.backward_bytes,
+        ),
     }
     for key, (flops, nbytes) in totals.items():
         if f"{key}_rounds_ms" not in row:
@@ -362,7 +454,9 @@ def derive(row: dict, setup: Setup, baseline: dict, whole: bool) -> None:
             row[f"{key}_gbytes"] = nbytes / 1e9 if nbytes else None
             row[f"{key}_gbytes_per_s"] = nbytes / ms / 1e6 if nbytes else None
             if setup.attainable:
-                row[f"{key}_floor_ms"] = 1e3 * max(work / rate for work, rate in zip((nbytes, flops), setup.attainable))
+                row[f"{key}_floor_ms"] = 1e3 * max(
+                    work / rate for work, rate in zip((nbytes, flops), setup.attainable)
+                )
                 row[f"{key}_floor_percent"] = 100 * row[f"{key}_floor_ms"] / ms
             if f"{key}_rounds_ms" in baseline:
                 row[f"{key}_speedup"] = min(baseline[f"{key}_rounds_ms"]) / ms
@@ -381,7 +475,7 @@ def other_table(table: Callable[[str, bool], list[dict]], device: str, tiny: boo
         return [failure(error)]
 
 
-# -- the run -------------------------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 
 def device_name(device: str) -> str:
@@ -406,14 +500,20 @@ def environment(device: str) -> dict:
 
         facts["triton"] = triton.__version__
         if shutil.which("nvidia-smi"):
-            query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
+            query = [
+                "nvidia-smi",
+                "--query-gpu=driver_version,power.limit",
+                "--format=csv,noheader",
+                "--id=0",
+            ]
             process = subprocess.run(query, capture_output=True, text=True, check=False)
             facts["driver and power limit"] = " ".join((process.stdout + process.stderr).split())
     return facts
 
 
 def free_stem(folder: Path, date: str, op: str) -> Path:
-    """``<folder>/<date>-<op>``, or with ``-2``, ``-3`` ... if that exists: results are never overwritten."""
+    """``<folder>/<date>-<op>``, or with ``-2``, ``-3`` ... if that exists: results are never
+    overwritten."""
     stem, number = folder / f"{date}-{op}", 1
     while stem.with_suffix(".json").exists():
         number += 1
@@ -423,9 +523,15 @@ def free_stem(folder: Path, date: str, op: str) -> Path:
 
 def measured_today(folder: Path, date: str, op: str) -> set[str]:
     """What runs of the day measured: "table: case", and the titles of other tables."""
-    runs = [run for path in folder.glob(f"{date}-{op}*.json") if (run := json.loads(path.read_text()))["op"] == op]
+    runs = [
+        run
+        for path in folder.glob(f"{date}-{op}*.json")
+        if (run := json.loads(path.read_text()))["op"] == op
+    ]
     rows = [row for run in runs for row in run["rows"]]
-    return {f"{row['table']}: {row['case']}" for row in rows}.union(*(run.get("other_tables", {}) for run in runs))
+    return {f"{row['table']}: {row['case']}" for row in rows}.union(
+        *(run.get("other_tables", {}) for run in runs)
+    )
 
 
 def main(
@@ -443,7 +549,8 @@ def main(
         make_cases: ``make_cases(device, tiny)`` lists the cases.
         argv: arguments; those of the command line where None.
         summary: ``summary(rows)`` -> lines above the tables, about several rows.
-        other_tables: tables with columns of their own by title, ``table(device, tiny)`` -> rows, ``{heading: text or number}``.
+        other_tables: tables with columns of their own by title, ``table(device, tiny)`` -> rows,
+            ``{heading: text or number}``.
         own_options: parsers, without help, of options that the benchmark has read itself.
 
     Returns:
@@ -451,11 +558,21 @@ def main(
     """
     parser = argparse.ArgumentParser(description=f"Benchmark of {op}.", parents=list(own_options))
     add_options(parser)
-    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/runs/ beside this file)")
-    parser.add_argument("--resume", action="store_true", help="skip the cases that runs of the same day in the folder have")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the results (default: results/<device>/runs/ beside this file)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="skip the cases that runs of the same day in the folder have",
+    )
     options, protocol = parse(parser, argv)
     folder = options.out or report.runs_folder(device_name(options.device))
-    chosen = choose(parser, options, named(make_cases(options.device, options.tiny)) | dict(other_tables or {}))
+    chosen = choose(
+        parser, options, named(make_cases(options.device, options.tiny)) | dict(other_tables or {})
+    )
     start = environment(options.device)
     done = measured_today(folder, start["date"][:10], op) if options.resume else set()
     todo = {name: case for name, case in chosen.items() if name not in done}
@@ -489,5 +606,9 @@ def main(
     print(report.markdown(results))
     failed = [row for row in results["rows"] if row["status"] != "ok"]
     for row in failed:
-        print(f"{row['table']}: {row['case']}: {row['implementation']}: {report.shorten(row['status'], 300)}", file=sys.stderr)
+        print(
+            f"{row['table']}: {row['case']}: {row['implementation']}:"
+            f" {report.shorten(row['status'], 300)}",
+            file=sys.stderr,
+        )
     return int(any(row["status"].startswith("wrong") for row in failed))

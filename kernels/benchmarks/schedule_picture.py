@@ -1,11 +1,14 @@
-"""Load per worker of the attention kernels' tile schedule, before and after the zigzag (after Figure 5 of the GDPA post).
+"""Load per worker of the attention kernels' tile schedule, before and after the zigzag (after
+Figure 5 of the GDPA post).
 
-    python kernels/benchmarks/schedule_picture.py               # B=1152, maximum length 512, mean/max 0.3, 132 workers
+    # B=1152, maximum length 512, mean/max 0.3, 132 workers
+    python kernels/benchmarks/schedule_picture.py
     python kernels/benchmarks/schedule_picture.py --batch 64 --max-length 1024 --out schedule.png
 
-Three schedules of the same work: *dense enumeration* has a tile for every block up to the maximum length, in order, so that empty tiles
-take slots; *valid tiles* leaves those out; *zigzag* sorts tiles by work and assigns them in alternating directions
-(``jm.zigzag_schedule``). Makespan over mean is the load of the busiest worker over the average load; 1 is best.
+Three schedules of the same work: *dense enumeration* has a tile for every block up to the maximum
+length, in order, so that empty tiles take slots; *valid tiles* leaves those out; *zigzag* sorts
+tiles by work and assigns them in alternating directions (``jm.zigzag_schedule``). Makespan over
+mean is the load of the busiest worker over the average load; 1 is best.
 """
 
 import argparse
@@ -27,15 +30,28 @@ def cdiv(lengths: Tensor, block: int) -> Tensor:
 
 def round_robin_loads(work: Tensor, num_workers: int) -> Tensor:
     """``[num_workers]`` total work where tile i goes to worker i mod num_workers."""
-    return torch.zeros(num_workers, dtype=torch.int64).index_add_(0, torch.arange(len(work)) % num_workers, work.long())
+    return torch.zeros(num_workers, dtype=torch.int64).index_add_(
+        0, torch.arange(len(work)) % num_workers, work.long()
+    )
 
 
-def loads_per_worker(lengths: Tensor, max_length: int, num_heads: int, block_m: int, block_n: int, num_workers: int) -> dict[str, Tensor]:
-    """Key blocks that each worker visits in self-attention over segments of ``lengths``, ``[num_workers]`` for each schedule."""
+def loads_per_worker(
+    lengths: Tensor, max_length: int, num_heads: int, block_m: int, block_n: int, num_workers: int
+) -> dict[str, Tensor]:
+    """Key blocks that each worker visits in self-attention over segments of ``lengths``,
+    ``[num_workers]`` for each schedule."""
     blocks = torch.arange(cdiv(torch.tensor(max_length), block_m))
-    valid = (blocks < cdiv(lengths, block_m)[:, None]).repeat_interleave(num_heads, dim=0).flatten()  # segment, head, block
+    # segment, head, block
+    valid = (blocks < cdiv(lengths, block_m)[:, None]).repeat_interleave(num_heads, dim=0).flatten()
     work = valid * cdiv(lengths, block_n).repeat_interleave(num_heads * len(blocks))
-    schedule = jm.zigzag_schedule(lengths, lengths, num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers)
+    schedule = jm.zigzag_schedule(
+        lengths,
+        lengths,
+        num_heads=num_heads,
+        block_m=block_m,
+        block_n=block_n,
+        num_workers=num_workers,
+    )
     return {
         "dense enumeration": round_robin_loads(work, num_workers),
         "valid tiles": round_robin_loads(work[valid], num_workers),
@@ -71,23 +87,40 @@ def save_picture(loads: dict[str, Tensor], title: str, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Load per worker before and after the zigzag schedule.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Load per worker before and after the zigzag schedule.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--batch", type=int, default=1152, help="segments of the batch")
     parser.add_argument("--max-length", type=int, default=512, help="rows of the longest segment")
-    parser.add_argument("--sparsity", type=float, default=0.3, help="mean length over maximum length")
+    parser.add_argument(
+        "--sparsity", type=float, default=0.3, help="mean length over maximum length"
+    )
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
     parser.add_argument("--block-m", type=int, default=128, help="query rows of a tile")
     parser.add_argument("--block-n", type=int, default=64, help="keys of a block")
-    parser.add_argument("--workers", type=int, default=132, help="thread blocks that the tiles are assigned to")
+    parser.add_argument(
+        "--workers", type=int, default=132, help="thread blocks that the tiles are assigned to"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     parser.add_argument("--out", type=Path, default=PICTURE, help="file of the picture")
     options = parser.parse_args(argv)
 
     low, high = length_range(options.max_length, options.sparsity)
-    lengths = torch.randint(low, high + 1, (options.batch,), generator=torch.Generator().manual_seed(options.seed))
-    loads = loads_per_worker(lengths, options.max_length, options.heads, options.block_m, options.block_n, options.workers)
-    title = f"B={options.batch}, lengths {low} to {high} of {options.max_length}, {options.heads} heads, {options.workers} workers"
+    lengths = torch.randint(
+        low, high + 1, (options.batch,), generator=torch.Generator().manual_seed(options.seed)
+    )
+    loads = loads_per_worker(
+        lengths,
+        options.max_length,
+        options.heads,
+        options.block_m,
+        options.block_n,
+        options.workers,
+    )
+    title = (
+        f"B={options.batch}, lengths {low} to {high} of {options.max_length}, {options.heads}"
+        f" heads, {options.workers} workers"
+    )
 
     options.out.parent.mkdir(parents=True, exist_ok=True)
     save_picture(loads, title, options.out)
@@ -98,11 +131,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def length_range(max_length: int, sparsity: float) -> tuple[int, int]:
-    """Bounds of the uniform lengths with that mean: from 1 up where the mean allows it, else down from the maximum."""
+    """Bounds of the uniform lengths with that mean: from 1 up where the mean allows it, else down
+    from the maximum."""
     if not 0 < sparsity <= 1:
         raise ValueError(f"sparsity must be in (0, 1], got {sparsity}")
     mean = sparsity * max_length
-    return (1, max(1, round(2 * mean) - 1)) if sparsity <= 0.5 else (round(2 * mean) - max_length, max_length)
+    return (
+        (1, max(1, round(2 * mean) - 1))
+        if sparsity <= 0.5
+        else (round(2 * mean) - max_length, max_length)
+    )
 
 
 if __name__ == "__main__":

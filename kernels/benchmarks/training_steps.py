@@ -1,4 +1,5 @@
-"""A training step of each layer for batches of given lengths, for first_call.py and the tests of compilation."""
+"""A training step of each layer for batches of given lengths, for first_call.py and the tests of
+compilation."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def _offsets(lengths: Lengths, device) -> Tensor:
 
 
 class _Steps:
-    """Builds training steps on one device, in one dtype: forward, backward, and the update of all parameters."""
+    """Builds training steps on one device, in one dtype: forward, backward, and the update of all
+    parameters."""
 
     def __init__(self, device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
@@ -29,7 +31,9 @@ class _Steps:
     def jagged(self, lengths: Lengths, dim: int) -> jm.Jagged:
         return jm.Jagged(self.rows(sum(lengths), dim), _offsets(lengths, self.device))
 
-    def train(self, layer: nn.Module, forward: Callable[[nn.Module, Lengths, Lengths], Tensor]) -> Step:
+    def train(
+        self, layer: nn.Module, forward: Callable[[nn.Module, Lengths, Lengths], Tensor]
+    ) -> Step:
         layer = layer.to(self.device, self.dtype)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
 
@@ -66,7 +70,10 @@ class _Steps:
     def linear_compress(self, depths: tuple[int, int], num_compressed: int, width: int) -> Step:
         def forward(layer, history, candidates):
             index = jm.CandidateIndex.from_offsets(_offsets(candidates, self.device))
-            users, items = (self.rows(n, depth, width) for n, depth in zip((len(candidates), sum(candidates)), depths))
+            users, items = (
+                self.rows(n, depth, width)
+                for n, depth in zip((len(candidates), sum(candidates)), depths)
+            )
             return layer(items, users, index)
 
         return self.train(jm.LinearCompressEmbedding(depths[1], num_compressed, depths[0]), forward)
@@ -79,12 +86,18 @@ def training_steps(device, dtype: torch.dtype) -> dict[str, Callable[[], Step]]:
         "JaggedTargetAttention(64, 2)": lambda: steps.target_attention(64, 2),
         "JaggedTargetAttention(256, 4)": lambda: steps.target_attention(256, 4),
         "JaggedGDPA(128, 1)": lambda: steps.self_attention(jm.JaggedGDPA(128, 1), 128),
-        "JaggedGDPA(128, 2, num_seeds=16)": lambda: steps.self_attention(jm.JaggedGDPA(128, 2, config=jm.GDPAConfig(num_seeds=16)), 128),
+        "JaggedGDPA(128, 2, num_seeds=16)": lambda: steps.self_attention(
+            jm.JaggedGDPA(128, 2, config=jm.GDPAConfig(num_seeds=16)), 128
+        ),
         "JaggedGDPA(128, 2, num_weights=64)": lambda: steps.self_attention(
             jm.JaggedGDPA(128, 2, config=jm.GDPAConfig(num_weights=64)), 128
         ),
         "HSTUStack(128, 2, num_layers=2)": lambda: steps.hstu(128, 2),
-        "BlockDiagonalSelfAttention(128, 2)": lambda: steps.self_attention(jm.BlockDiagonalSelfAttention(128, 2), 128),
-        "JaggedMLP([64, 128, 64])": lambda: steps.self_attention(jm.JaggedMLP([64, 128, 64], "gelu_tanh"), 64),
+        "BlockDiagonalSelfAttention(128, 2)": lambda: steps.self_attention(
+            jm.BlockDiagonalSelfAttention(128, 2), 128
+        ),
+        "JaggedMLP([64, 128, 64])": lambda: steps.self_attention(
+            jm.JaggedMLP([64, 128, 64], "gelu_tanh"), 64
+        ),
         "LinearCompressEmbedding(40, 64, 100)": lambda: steps.linear_compress((100, 40), 64, 128),
     }

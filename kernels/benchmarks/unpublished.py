@@ -14,7 +14,10 @@ TABLES = [
         title="HSTU's attention: SiLU, causal, 20 targets per segment",
         source=SOURCE,
         published="ms, forward / forward + backward, B=128, H=4, lengths uniform to N, bf16.",
-        caveat="flex_attention computes softmax under the same mask, as it has no SiLU. All masks but ours are made beforehand.",
+        caveat=(
+            "flex_attention computes softmax under the same mask, as it has no SiLU. All masks but"
+            " ours are made beforehand."
+        ),
         op="gdpa",
         table="HSTU (silu, causal, 20 targets)",
         columns=[
@@ -26,7 +29,10 @@ TABLES = [
         ],
         rows=[
             *(Row(f"N={n} D=64", f"B128 N{n} D64") for n in (512, 1024, 2048)),
-            *(Row(f"N={n} D=128", f"B128 N{n} D128", cells=["", "–", "–"]) for n in (512, 1024, 2048)),
+            *(
+                Row(f"N={n} D=128", f"B128 N{n} D128", cells=["", "–", "–"])
+                for n in (512, 1024, 2048)
+            ),
         ],
     ),
     Headline(
@@ -38,14 +44,22 @@ TABLES = [
         op="gdpa",
         table="activations, q and kv jagged L=1024 B=288",
         columns=[Column("this project", TFLOPS, OURS)],
-        rows=[Row(name, name) for name in ("softmax", "identity", "relu", "silu", "gelu", "gelu_tanh", "gelu_taylor")],
+        rows=[
+            Row(name, name)
+            for name in ("softmax", "identity", "relu", "silu", "gelu", "gelu_tanh", "gelu_taylor")
+        ],
     ),
     Headline(
         key="shared_operands",
         title="Operands that all segments share",
         source=SOURCE,
-        published="ms, forward / forward + backward, tanh-GELU, B=1152, lengths uniform to 512, H=4, D=128, bf16.",
-        caveat="The others copy the shared operand to each segment, or, for weights, are plain torch.",
+        published=(
+            "ms, forward / forward + backward, tanh-GELU, B=1152, lengths uniform to 512, H=4,"
+            " D=128, bf16."
+        ),
+        caveat=(
+            "The others copy the shared operand to each segment, or, for weights, are plain torch."
+        ),
         op="gdpa",
         table="shared operands",
         columns=[
@@ -62,8 +76,13 @@ TABLES = [
         key="one_launch",
         title="Self and target attention in one launch",
         source=SOURCE,
-        published="ms, forward / forward + backward, 32 users, 512 candidates of 64 rows, H=2, D=128, histories uniform to N, bf16.",
-        caveat="Two launches also have to add two dk and two dv, which is in neither of their times.",
+        published=(
+            "ms, forward / forward + backward, 32 users, 512 candidates of 64 rows, H=2, D=128,"
+            " histories uniform to N, bf16."
+        ),
+        caveat=(
+            "Two launches also have to add two dk and two dv, which is in neither of their times."
+        ),
         op="attention",
         table="self and target attention in one launch",
         columns=[
@@ -78,8 +97,13 @@ TABLES = [
         key="batch_invariant",
         title="The cost of `jm.batch_invariant(True)`",
         source=SOURCE,
-        published="ms, forward / forward + backward / backward; speed-up of the mode over the default.",
-        caveat="The first case of most tables, and a projection, which is torch's own matrix multiplication by default.",
+        published=(
+            "ms, forward / forward + backward / backward; speed-up of the mode over the default."
+        ),
+        caveat=(
+            "The first case of most tables, and a projection, which is torch's own matrix"
+            " multiplication by default."
+        ),
         op="batch_invariant",
         table="jagged self-attention",
         columns=[
@@ -92,10 +116,26 @@ TABLES = [
             Row("target attention, history 512", "history 512", table="target attention"),
             Row("GDPA, q and kv full L=2048", "q and kv full L=2048", table="GDPA (gelu_tanh)"),
             Row("HSTU B128 N512 D64", "B128 N512 D64", table="HSTU (silu, causal, 20 targets)"),
-            Row("block attention, 704106 rows", "704106 rows", table="block attention, B=1152 H=4 D=128, blocks of 64"),
-            Row("jagged_dense_bmm B1024 N≤100 D64 T64", "jagged_dense_bmm B1024 N≤100 D64 T64", table="operators"),
-            Row("linear compression B=512, 70 candidates a user", "B=512", table="batch size, 70 candidates per user"),
-            Row("projection of 65,536 rows, 256 to 768 columns", "L65536 D256 T768", table="projections"),
+            Row(
+                "block attention, 704106 rows",
+                "704106 rows",
+                table="block attention, B=1152 H=4 D=128, blocks of 64",
+            ),
+            Row(
+                "jagged_dense_bmm B1024 N≤100 D64 T64",
+                "jagged_dense_bmm B1024 N≤100 D64 T64",
+                table="operators",
+            ),
+            Row(
+                "linear compression B=512, 70 candidates a user",
+                "B=512",
+                table="batch size, 70 candidates per user",
+            ),
+            Row(
+                "projection of 65,536 rows, 256 to 768 columns",
+                "L65536 D256 T768",
+                table="projections",
+            ),
         ],
     ),
 ]

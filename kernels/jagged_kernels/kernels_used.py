@@ -1,6 +1,8 @@
-"""docs/kernels-used.md: which kernels run for which input, printed from the selectors. No GPU and no triton.
+"""docs/kernels-used.md: which kernels run for which input, printed from the selectors. No GPU and
+no triton.
 
-    python -m jagged_kernels.kernels_used docs/kernels-used.md        # from kernels/, or with jagged-modules installed
+    # from kernels/, or with jagged-modules installed
+    python -m jagged_kernels.kernels_used docs/kernels-used.md
 
 Each operator with a selector has a section: a function that returns Markdown, in `SECTIONS`.
 """
@@ -19,7 +21,13 @@ from .linear_compress.select import LinearCompressProblem, select_backward, sele
 from .matmul.configs import jagged_matmul_config
 from .softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
-GPUS = {"A100": (8, 0), "RTX 3090, 4090, L4": (8, 9), "H100, H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
+GPUS = {
+    "A100": (8, 0),
+    "RTX 3090, 4090, L4": (8, 9),
+    "H100, H200": (9, 0),
+    "B200": (10, 0),
+    "RTX 5090": (12, 0),
+}
 GPU_COLUMNS = [f"{name} ({major}.{minor})" for name, (major, minor) in GPUS.items()]
 DTYPES = {"fp16, bf16": torch.bfloat16, "fp32": torch.float32}
 DIMS = (1, 32), (33, 64), (65, 128), (129, 256)
@@ -29,18 +37,29 @@ LENGTHS = dict(q_segments=64, kv_segments=64)
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
     header = list(header)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
+    return "\n".join(
+        "| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)
+    )
 
 
 def attention() -> str:
     """The section on attention."""
     long = LENGTHS | dict(q_rows=64 * 500, kv_rows=64 * 500)
     by_gpu = [
-        [name, f"{low} to {high}", *(_kernels(select(AttentionProblem(high, high, dtype, gpu, **long))) for gpu in GPUS.values())]
+        [
+            name,
+            f"{low} to {high}",
+            *(
+                _kernels(select(AttentionProblem(high, high, dtype, gpu, **long)))
+                for gpu in GPUS.values()
+            ),
+        ]
         for name, dtype in DTYPES.items()
         for low, high in DIMS
     ]
-    h100 = dict(head_dim=128, v_dim=128, dtype=torch.bfloat16, capability=(9, 0), num_sms=132) | long
+    h100 = (
+        dict(head_dim=128, v_dim=128, dtype=torch.bfloat16, capability=(9, 0), num_sms=132) | long
+    )
     cases = {
         "as above": {},
         "head dim 36, no multiple of 8": dict(head_dim=36, v_dim=36),
@@ -50,15 +69,33 @@ def attention() -> str:
         "segments of 10 by 200 rows": dict(q_rows=64 * 10, kv_rows=64 * 200),
         "segments of 1 by 200 rows": dict(q_rows=64, kv_rows=64 * 200),
         "1024 segments of 10 by 300 rows, 4 heads": dict(
-            q_rows=1024 * 10, kv_rows=1024 * 300, q_segments=1024, kv_segments=1024, num_heads=4, num_kv_heads=4
+            q_rows=1024 * 10,
+            kv_rows=1024 * 300,
+            q_segments=1024,
+            kv_segments=1024,
+            num_heads=4,
+            num_kv_heads=4,
         ),
         "4096 segments of 5 by 20 rows, 4 heads": dict(
-            q_rows=4096 * 5, kv_rows=4096 * 20, q_segments=4096, kv_segments=4096, num_heads=4, num_kv_heads=4
+            q_rows=4096 * 5,
+            kv_rows=4096 * 20,
+            q_segments=4096,
+            kv_segments=4096,
+            num_heads=4,
+            num_kv_heads=4,
         ),
         "2048 segments of 55 rows, 4 heads, self-attention": dict(
-            q_rows=2048 * 55, kv_rows=2048 * 55, q_segments=2048, kv_segments=2048, num_heads=4, num_kv_heads=4, self_attention=True
+            q_rows=2048 * 55,
+            kv_rows=2048 * 55,
+            q_segments=2048,
+            kv_segments=2048,
+            num_heads=4,
+            num_kv_heads=4,
+            self_attention=True,
         ),
-        "segments of 25 by 25 rows, batch-invariant": dict(q_rows=64 * 25, kv_rows=64 * 25, batch_invariant=True),
+        "segments of 25 by 25 rows, batch-invariant": dict(
+            q_rows=64 * 25, kv_rows=64 * 25, batch_invariant=True
+        ),
         'activation "gelu_taylor"': dict(activation="gelu_taylor"),
         'activation "gelu"': dict(activation="gelu"),
         'activation "gelu", head dim 64': dict(activation="gelu", head_dim=64, v_dim=64),
@@ -69,14 +106,19 @@ def attention() -> str:
         ),
         'implementation="triton"': dict(implementation="triton"),
     }
-    on_h100 = [[case, _kernels(select(AttentionProblem(**(h100 | change))))] for case, change in cases.items()]
+    on_h100 = [
+        [case, _kernels(select(AttentionProblem(**(h100 | change))))]
+        for case, change in cases.items()
+    ]
     return f"""## Attention
 
-`jagged_kernels.attention.select` decides. A cell names the kernels ("hopper": `attention/hopper_*.py`, "triton":
-`attention/triton_kernels.py`) and their tiles: rows of a tile × rows of the blocks that it loops over, for the forward, for dq, and for dk
-and dv. One kernel for all three gradients has one entry. If segments with few queries have such a kernel beside the others, its entry
-follows the forward's. "packed": segments of at most 64 queries and 64 keys share tiles (`attention/triton_packed.py`) in the forward and in
-the backward, or in the backward alone, and the other kernels take longer segments.
+`jagged_kernels.attention.select` decides. A cell names the kernels ("hopper":
+`attention/hopper_*.py`, "triton": `attention/triton_kernels.py`) and their tiles: rows of a tile ×
+rows of the blocks that it loops over, for the forward, for dq, and for dk and dv. One kernel for
+all three gradients has one entry. If segments with few queries have such a kernel beside the
+others, its entry follows the forward's. "packed": segments of at most 64 queries and 64 keys share
+tiles (`attention/triton_packed.py`) in the forward and in the backward, or in the backward alone,
+and the other kernels take longer segments.
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
@@ -101,11 +143,25 @@ def _kernels(selection: Selection) -> str:
 def block_attention() -> str:
     """The section on block attention."""
     problem = BlockAttentionProblem(
-        num_heads=4, num_kv_heads=4, head_dim=128, dtype=torch.bfloat16, block_size=64, rotary="none", aligned=True, device_type="cuda",
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        block_size=64,
+        rotary="none",
+        aligned=True,
+        device_type="cuda",
         capability=(9, 0),
-    )  # fmt: skip
+    )
     by_gpu = [
-        [name, f"{low} to {high}", *(_block_kernels(problem._replace(head_dim=high, dtype=dtype, capability=gpu)) for gpu in GPUS.values())]
+        [
+            name,
+            f"{low} to {high}",
+            *(
+                _block_kernels(problem._replace(head_dim=high, dtype=dtype, capability=gpu))
+                for gpu in GPUS.values()
+            ),
+        ]
         for name, dtype in DTYPES.items()
         for low, high in DIMS
     ]
@@ -122,9 +178,10 @@ def block_attention() -> str:
     on_h100 = [[case, _block_kernels(problem, **change)] for case, change in cases.items()]
     return f"""## Block attention
 
-`jagged_kernels.block_attention.select` decides. A cell names the kernels ("hopper": `block_attention/hopper.py`, "triton":
-`block_attention/triton_kernels.py`) and their tiles, rows × columns, for the forward and for the backward. "attention": shared memory is
-too small, so the kernels of jagged attention run, with a segment for each block.
+`jagged_kernels.block_attention.select` decides. A cell names the kernels ("hopper":
+`block_attention/hopper.py`, "triton": `block_attention/triton_kernels.py`) and their tiles, rows ×
+columns, for the forward and for the backward. "attention": shared memory is too small, so the
+kernels of jagged attention run, with a segment for each block.
 
 Blocks of 64 rows, no rotary, as many key heads as query heads:
 
@@ -139,19 +196,39 @@ On an H100, bf16, head dim 128:
 def _block_kernels(problem: BlockAttentionProblem, implementation: str = "auto", **change) -> str:
     problem = problem._replace(**change)
     group = problem.num_heads // problem.num_kv_heads
-    if not has_kernels(problem.head_dim, problem.dtype.itemsize, problem.capability, problem.block_size, group, implementation):
+    if not has_kernels(
+        problem.head_dim,
+        problem.dtype.itemsize,
+        problem.capability,
+        problem.block_size,
+        group,
+        implementation,
+    ):
         return "attention"
-    forward, backward = (select_block_attention(kernel, problem, implementation) for kernel in ("fwd", "bwd"))
-    return f"{forward.backend} " + ", ".join(f"{choice.config.block_m}×{choice.config.block_d}" for choice in (forward, backward))
+    forward, backward = (
+        select_block_attention(kernel, problem, implementation) for kernel in ("fwd", "bwd")
+    )
+    return f"{forward.backend} " + ", ".join(
+        f"{choice.config.block_m}×{choice.config.block_d}" for choice in (forward, backward)
+    )
 
 
 def linear_compress() -> str:
     """The section on linear compression."""
     problem = LinearCompressProblem(
-        n=256, dtype=torch.bfloat16, aligned=True, nonempty=True, device_type="cuda", capability=(9, 0)
-    )  # fmt: skip
+        n=256,
+        dtype=torch.bfloat16,
+        aligned=True,
+        nonempty=True,
+        device_type="cuda",
+        capability=(9, 0),
+    )
     by_gpu = [
-        [name, columns, *(_gemm(problem._replace(n=n, dtype=dtype, capability=gpu)) for gpu in GPUS.values())]
+        [
+            name,
+            columns,
+            *(_gemm(problem._replace(n=n, dtype=dtype, capability=gpu)) for gpu in GPUS.values()),
+        ]
         for name, dtype in DTYPES.items()
         for columns, n in {"64": 64, "128": 128, "129 or more": 256}.items()
     ]
@@ -165,14 +242,22 @@ def linear_compress() -> str:
     }
     on_h100 = [[case, _gemm(problem, **change)] for case, change in cases.items()]
     gradients = [
-        [name, f"{m} × {k}", *(_weight_gradient(problem._replace(dtype=dtype, capability=gpu), m, k) for gpu in GPUS.values())]
+        [
+            name,
+            f"{m} × {k}",
+            *(
+                _weight_gradient(problem._replace(dtype=dtype, capability=gpu), m, k)
+                for gpu in GPUS.values()
+            ),
+        ]
         for name, dtype in DTYPES.items()
         for m, k in ((512, 896), (384, 1024))
     ]
     return f"""## Linear compression
 
-`jagged_kernels.linear_compress.select` decides. A cell names the forward's kernel ("hopper": `linear_compress/hopper.py`, "triton":
-`linear_compress/triton_kernels.py`) and its largest tiles, M × N × K.
+`jagged_kernels.linear_compress.select` decides. A cell names the forward's kernel ("hopper":
+`linear_compress/hopper.py`, "triton": `linear_compress/triton_kernels.py`) and its largest tiles, M
+× N × K.
 
 {table(["dtype", "N", *GPU_COLUMNS], by_gpu)}
 
@@ -180,9 +265,10 @@ On an H100, bf16, N = 256:
 
 {table(["input", "kernel"], on_h100)}
 
-With "triton", a shared level is a GEMM of its own: "triton" if it has more tiles of 128 × 256 than the GPU has multiprocessors, or with
-`jm.batch_invariant`; else cuBLAS, also in fp32. In the backward, cuBLAS computes the embeddings' gradients, and "triton" with
-`jm.batch_invariant`. The Triton GEMM for a weight's gradient `[M, K]` has tiles of M × K, and sums over N in blocks:
+With "triton", a shared level is a GEMM of its own: "triton" if it has more tiles of 128 × 256 than
+the GPU has multiprocessors, or with `jm.batch_invariant`; else cuBLAS, also in fp32. In the
+backward, cuBLAS computes the embeddings' gradients, and "triton" with `jm.batch_invariant`. The
+Triton GEMM for a weight's gradient `[M, K]` has tiles of M × K, and sums over N in blocks:
 
 {table(["dtype", "M × K", *GPU_COLUMNS], gradients)}
 """
@@ -190,7 +276,8 @@ With "triton", a shared level is a GEMM of its own: "triton" if it has more tile
 
 def _gemm(problem: LinearCompressProblem, implementation: str = "auto", **change) -> str:
     choice = select_forward(problem._replace(**change), implementation)
-    rows = 64 * 3 if choice.backend == "hopper" else choice.config.block_m  # Hopper's tiles have up to three M tiles of 64
+    # Hopper's tiles have up to three M tiles of 64
+    rows = 64 * 3 if choice.backend == "hopper" else choice.config.block_m
     return f"{choice.backend} {rows}×{choice.config.block_n}×{choice.config.block_k}"
 
 
@@ -201,7 +288,9 @@ def _weight_gradient(problem: LinearCompressProblem, m: int, k: int) -> str:
 
 def matmul() -> str:
     """The section on jagged matrix multiplications."""
-    operators = {  # name → kernel, and result rows and columns that follow from the shapes, given a feature dimension
+    # name → kernel, and result rows and columns that follow from the shapes, given a feature
+    # dimension
+    operators = {
         "`jagged_dense_bmm`, `jagged_linear`": ("dense", lambda dim: (0, dim)),
         "`jagged_jagged_bmm`": ("jagged", lambda dim: (dim, dim)),
         "`jagged_jagged_bmm_jagged_out`": ("outer", lambda dim: (0, 0)),
@@ -209,14 +298,19 @@ def matmul() -> str:
     }
     precisions = {"fp16, bf16": (2, "bf16x6"), "fp32 with tf32": (4, "tf32"), "fp32": (4, "bf16x6")}
     rows = [
-        [name, precision, *(_matmul_tile(kernel, sizes(dim), itemsize, mma) for dim in (16, 64, 128, 256))]
+        [
+            name,
+            precision,
+            *(_matmul_tile(kernel, sizes(dim), itemsize, mma) for dim in (16, 64, 128, 256)),
+        ]
         for name, (kernel, sizes) in operators.items()
         for precision, (itemsize, mma) in precisions.items()
     ]
     return f"""## Jagged matrix multiplications
 
-`jagged_kernels.matmul.configs` decides. There is one backend, `matmul/triton_kernels.py`. Tiles, M × N × K, on an H100, by feature
-dimension. "fp32 with tf32": after `torch.set_float32_matmul_precision("high")`.
+`jagged_kernels.matmul.configs` decides. There is one backend, `matmul/triton_kernels.py`. Tiles, M
+× N × K, on an H100, by feature dimension. "fp32 with tf32": after
+`torch.set_float32_matmul_precision("high")`.
 
 {table(["operator", "dtype", "16", "64", "128", "256"], rows)}
 """
@@ -229,16 +323,21 @@ def _matmul_tile(kernel: str, sizes: tuple[int, int], itemsize: int, precision: 
 
 def softmax() -> str:
     """The section on jagged softmax."""
-    rows = [[name, *(_softmax_tile(dtype.itemsize, columns) for columns in (1, 16, 32, 64))] for name, dtype in DTYPES.items()]
+    rows = [
+        [name, *(_softmax_tile(dtype.itemsize, columns) for columns in (1, 16, 32, 64))]
+        for name, dtype in DTYPES.items()
+    ]
     over_rows, over_columns = (jagged2_softmax_config(columns) for columns in (False, True))
     return f"""## Jagged softmax
 
-`jagged_kernels.softmax.configs` decides, alike for all GPUs. There is one backend, `softmax/triton_kernels.py`. Tiles of `jagged_softmax`,
-rows of a segment × columns, by the number of columns:
+`jagged_kernels.softmax.configs` decides, alike for all GPUs. There is one backend,
+`softmax/triton_kernels.py`. Tiles of `jagged_softmax`, rows of a segment × columns, by the number
+of columns:
 
 {table(["dtype", "1", "16", "32", "64"], rows)}
 
-Tiles of `jagged2_softmax`: {over_rows.lines}×{over_rows.length} for rows, {over_columns.length}×{over_columns.lines} for columns.
+Tiles of `jagged2_softmax`: {over_rows.lines}×{over_rows.length} for rows,
+{over_columns.length}×{over_columns.lines} for columns.
 """
 
 
@@ -253,8 +352,13 @@ SECTIONS = attention, block_attention, linear_compress, matmul, softmax
 def document() -> str:
     """The whole page."""
     purpose = "Which kernels and tiles each operator runs, by GPU, dtype, head dim and lengths."
-    source = "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page from the code."
-    return "\n".join([f"# Which kernels run\n\n{purpose}\n{source}\n", *(section() for section in SECTIONS)])
+    source = (
+        "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page from the"
+        " code."
+    )
+    return "\n".join(
+        [f"# Which kernels run\n\n{purpose}\n{source}\n", *(section() for section in SECTIONS)]
+    )
 
 
 if __name__ == "__main__":

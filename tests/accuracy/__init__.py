@@ -1,9 +1,12 @@
-"""The error that a correct program may make, derived from each computation. All tests use this one rule.
+"""The error that a correct program may make, derived from each computation. All tests use this one
+rule.
 
     actual, do = accuracy.results(operator, dict(q=q, k=k, v=v))
-    accuracy.assert_accurate(actual, accuracy.attention(q, k, v, do, q_offsets, kv_offsets, activation="silu"))
+    accuracy.assert_accurate(actual, accuracy.attention(q, k, v, do, q_offsets, kv_offsets,
+    activation="silu"))
 
-`accuracy.check` does both. `accuracy.definition` gives bounds for functions that have no model here.
+`accuracy.check` does both. `accuracy.definition` gives bounds for functions that have no model
+here.
 """
 
 from .arithmetic import KERNELS, TORCH_CPU, Arithmetic

@@ -1,9 +1,12 @@
-"""Bounds of attention with a RelativeBias: of the scores that it is added to, and of the gradients of its tables.
+"""Bounds of attention with a RelativeBias: of the scores that it is added to, and of the gradients
+of its tables.
 
     S = scale · q kᵀ + position[h, j - i + N - 1] + time[h, bucket(u_i - t_j)]
-    dposition[h, d] = Σ dS,  dtime[h, b] = Σ dS           over all scores of head h that use the entry; of all heads if they share it
+    dposition[h, d] = Σ dS,  dtime[h, b] = Σ dS           over all scores of head h that use the
+    entry; of all heads if they share it
 
-dS is not rounded to the operands' dtype before these sums, which are in fp32, or in float64 for float64 operands, in any order.
+dS is not rounded to the operands' dtype before these sums, which are in fp32, or in float64 for
+float64 operands, in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from .bound import RMS_OF_ROUNDING, Bound, largest_of_sum, partial_sums
 
 
 class SharedError(NamedTuple):
-    """An error that all scores of a row share: it changes dS by `weights` `[..., rows, columns]` times an error `[..., rows, 1]`."""
+    """An error that all scores of a row share: it changes dS by `weights` `[..., rows, columns]`
+    times an error `[..., rows, 1]`."""
 
     weights: Tensor
     error: Tensor
@@ -33,29 +37,50 @@ class Tables:
     def __init__(self, bias: RelativeBias, heads: int, operands: torch.dtype):
         self.bias, self.heads = bias.with_boundaries(), heads
         self.dtype = torch.promote_types(operands, torch.float32)
-        self.given = {name: x for name, x in (("position", bias.position), ("time", bias.time)) if x is not None}
-        self.values = {name: x.detach().to(self.dtype).double().reshape(-1, x.shape[-1]) for name, x in self.given.items()}
+        self.given = {
+            name: x
+            for name, x in (("position", bias.position), ("time", bias.time))
+            if x is not None
+        }
+        self.values = {
+            name: x.detach().to(self.dtype).double().reshape(-1, x.shape[-1])
+            for name, x in self.given.items()
+        }
         self.sums = {name: _Sums.empty(x) for name, x in self.values.items()}
 
     def of_segments(self, numbers: list[int], rows: Tensor, kv_rows: Tensor) -> ScoreBias:
-        """The bias of the scores of segments of equal lengths, whose rows are `[segments, length]`."""
+        """The bias of the scores of segments of equal lengths, whose rows are
+        `[segments, length]`."""
         num_queries, num_keys = rows.shape[1], kv_rows.shape[1]
-        shift = torch.zeros(len(numbers), dtype=torch.int64) if self.bias.query_shift is None else self.bias.query_shift[numbers]
+        shift = (
+            torch.zeros(len(numbers), dtype=torch.int64)
+            if self.bias.query_shift is None
+            else self.bias.query_shift[numbers]
+        )
         j = torch.arange(num_keys, device=rows.device)
-        i = [torch.arange(num_queries, device=rows.device) + num_keys - num_queries + x for x in shift.tolist()]
+        i = [
+            torch.arange(num_queries, device=rows.device) + num_keys - num_queries + x
+            for x in shift.tolist()
+        ]
         indices = {}
         if "position" in self.values:
-            indices["position"] = torch.stack([position_index(x, j, self.bias.max_seqlen) for x in i])
+            indices["position"] = torch.stack(
+                [position_index(x, j, self.bias.max_seqlen) for x in i]
+            )
         if "time" in self.values:
             t = self.bias.timestamps[kv_rows]
             asked = self.bias.query_timestamps
-            u = torch.stack([next_timestamps(x, y) for x, y in zip(i, t)]) if asked is None else asked[rows]
+            u = (
+                torch.stack([next_timestamps(x, y) for x, y in zip(i, t)])
+                if asked is None
+                else asked[rows]
+            )
             indices["time"] = time_buckets(u, t, self.bias.boundaries)
         return ScoreBias(self, indices)
 
     def bounds(self, shares_errors: bool) -> dict[str, Bound]:
-        """ "dposition" and "dtime" of the tables that require a gradient. shares_errors: errors of a row's dS are not independent, and so
-        not those of a head's entries."""
+        """ "dposition" and "dtime" of the tables that require a gradient. shares_errors: errors of
+        a row's dS are not independent, and so not those of a head's entries."""
         results = {}
         for name, table in self.given.items():
             if table.requires_grad:
@@ -65,7 +90,8 @@ class Tables:
 
 @dataclasses.dataclass
 class ScoreBias:
-    """The bias of the scores of segments of equal lengths. indices: table name → its entry for each score, `[segments, rows, columns]`."""
+    """The bias of the scores of segments of equal lengths. indices: table name → its entry for each
+    score, `[segments, rows, columns]`."""
 
     tables: Tables
     indices: dict[str, Tensor]
@@ -73,13 +99,21 @@ class ScoreBias:
     def added_to(self, scores: Bound, head_dim: int) -> Bound:
         """scores `[segments · key heads, group · rows, columns]` with the bias.
 
-        The kernels compute (position + time) · (1 / scale), and start the MMA from it or add it afterwards; an MMA cuts off up to a whole
-        eps, half of one on average, once for 16 products. Then they multiply by the scale.
+        The kernels compute (position + time) · (1 / scale), and start the MMA from it or add it
+        afterwards; an MMA cuts off up to a whole eps, half of one on average, once for 16 products.
+        Then they multiply by the scale.
         """
         each = [self.tables.values[name][:, index] for name, index in self.indices.items()]
         shape = self.tables.heads, *each[0].shape[1:]
-        bias, size = (sum(f(x) for x in each).expand(shape).transpose(0, 1).reshape(scores.value.shape) for f in (lambda x: x, torch.abs))
-        sums = Bound(scores.value + bias, scores.error, scores.rms, scores.dtype).off_by(1, scores.value.abs() + size).off_by(6, size)
+        bias, size = (
+            sum(f(x) for x in each).expand(shape).transpose(0, 1).reshape(scores.value.shape)
+            for f in (lambda x: x, torch.abs)
+        )
+        sums = (
+            Bound(scores.value + bias, scores.error, scores.rms, scores.dtype)
+            .off_by(1, scores.value.abs() + size)
+            .off_by(6, size)
+        )
         return sums.widened((1 + head_dim / 16) * sums.eps * size, head_dim / 32 * sums.eps * size)
 
     def collect(self, ds: Bound, keep: Tensor, shared: list[SharedError], alike: Tensor) -> None:
@@ -95,21 +129,33 @@ class ScoreBias:
             return x.reshape(segments, self.tables.heads, -1, x.shape[-1]).transpose(0, 1)
 
         value, error, rms, visible = (by_head(x) for x in (ds.value, ds.error, ds.rms, keep))
-        parts = dict(value=value, error=error, size=value.abs(), variance=rms**2, squares=value**2, terms=visible.double())
-        parts["common"] = (rms * by_head(alike.double())) if bool(alike.any()) else torch.zeros_like(rms)
+        parts = dict(
+            value=value,
+            error=error,
+            size=value.abs(),
+            variance=rms**2,
+            squares=value**2,
+            terms=visible.double(),
+        )
+        parts["common"] = (
+            (rms * by_head(alike.double())) if bool(alike.any()) else torch.zeros_like(rms)
+        )
         for name, index in self.indices.items():
             sums = self.tables.sums[name]
             for head in range(self.tables.heads):
                 sums.add(head, index, {part: x[head] for part, x in parts.items()})
             for weights, row_error, row_rms in shared:
-                weights, row_error, row_rms = (by_head(x) for x in (weights.abs(), row_error, row_rms))
+                weights, row_error, row_rms = (
+                    by_head(x) for x in (weights.abs(), row_error, row_rms)
+                )
                 for head in range(self.tables.heads):
                     sums.add_shared(head, index, weights[head], row_error[head], row_rms[head])
 
 
 class _Sums(NamedTuple):
-    """Sums `[H or 1, entries]` over the scores that use an entry: of dS, its largest error, its variance and the standard deviations that
-    are not independent; of the absolute values and the squares of dS; and the number of scores."""
+    """Sums `[H or 1, entries]` over the scores that use an entry: of dS, its largest error, its
+    variance and the standard deviations that are not independent; of the absolute values and the
+    squares of dS; and the number of scores."""
 
     value: Tensor
     error: Tensor
@@ -129,21 +175,34 @@ class _Sums(NamedTuple):
             total = getattr(self, name)
             total[head % len(total)].index_add_(0, index.flatten(), x.flatten())
 
-    def add_shared(self, head: int, index: Tensor, weights: Tensor, error: Tensor, rms: Tensor) -> None:
-        """Add an error that the scores of a row share: the scores of a row that use the same entry add up before their squares do."""
+    def add_shared(
+        self, head: int, index: Tensor, weights: Tensor, error: Tensor, rms: Tensor
+    ) -> None:
+        """Add an error that the scores of a row share: the scores of a row that use the same entry
+        add up before their squares do."""
         first = int(index.min()) if index.numel() else 0
         span = int(index.max()) - first + 1 if index.numel() else 0
-        of_rows = weights.new_zeros(*weights.shape[:-1], span).scatter_add_(-1, index - first, weights)
+        of_rows = weights.new_zeros(*weights.shape[:-1], span).scatter_add_(
+            -1, index - first, weights
+        )
         row = head % len(self.value)
         self.error[row, first : first + span] += (of_rows * error).sum((0, 1))
         self.variance[row, first : first + span] += ((of_rows * rms) ** 2).sum((0, 1))
 
     def bound(self, table: Tensor, dtype: torch.dtype, shares_errors: bool) -> Bound:
-        """The bound of the gradient of a table. No score uses some entries: their gradients are exactly 0."""
+        """The bound of the gradient of a table. No score uses some entries: their gradients are
+        exactly 0."""
         eps, used = torch.finfo(dtype).eps, self.terms > 0
         # As `Bound.summed`, without the truncation of tensor cores.
-        deviation = 2 * RMS_OF_ROUNDING * partial_sums(self.terms, self.value, self.squares) + self.squares.sqrt() / 2
+        deviation = (
+            2 * RMS_OF_ROUNDING * partial_sums(self.terms, self.value, self.squares)
+            + self.squares.sqrt() / 2
+        )
         total = Bound(self.value, self.error, torch.hypot(self.variance.sqrt(), self.common), dtype)
-        total = total.widened(largest_of_sum(self.terms) * eps * self.size, deviation * eps).rounded(table.dtype).where(used)
+        total = (
+            total.widened(largest_of_sum(self.terms) * eps * self.size, deviation * eps)
+            .rounded(table.dtype)
+            .where(used)
+        )
         lines = len(self.value) if shares_errors else max(1, int(used.sum()))
         return total.map(lambda x: x.view(table.shape))._replace(lines=lines)

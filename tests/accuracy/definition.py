@@ -1,8 +1,9 @@
 """Bounds for any function that is defined in plain torch, by Monte Carlo arithmetic (Parker 1997).
 
-The definition runs in float64, once exactly and several times with a random error after each operation, of the size of a rounding error.
-The deviations of these results are the errors of a program that rounds the result of each operation. They do not depend on the order in
-which this machine's processor adds.
+The definition runs in float64, once exactly and several times with a random error after each
+operation, of the size of a rounding error. The deviations of these results are the errors of a
+program that rounds the result of each operation. They do not depend on the order in which this
+machine's processor adds.
 """
 
 from __future__ import annotations
@@ -20,14 +21,51 @@ from .bound import LARGEST_DEVIATION, RMS_OF_ROUNDING, Bound, partial_sums
 SAMPLES = 16
 # Operations without rounding: their results are elements of their operands, or constants.
 EXACT = {
-    "abs", "alias", "cat", "clone", "constant_pad_nd", "copy", "detach", "empty", "expand", "full", "index", "index_select", "masked_fill",
-    "masked_scatter", "max", "neg", "new_zeros", "ones_like", "permute", "relu", "repeat", "reshape", "scalar_tensor", "select_backward",
-    "slice_backward", "stack", "threshold_backward", "unbind", "view", "where", "zeros", "zeros_like", "_unsafe_view", "_to_copy",
-}  # fmt: skip
+    "abs",
+    "alias",
+    "cat",
+    "clone",
+    "constant_pad_nd",
+    "copy",
+    "detach",
+    "empty",
+    "expand",
+    "full",
+    "index",
+    "index_select",
+    "masked_fill",
+    "masked_scatter",
+    "max",
+    "neg",
+    "new_zeros",
+    "ones_like",
+    "permute",
+    "relu",
+    "repeat",
+    "reshape",
+    "scalar_tensor",
+    "select_backward",
+    "slice_backward",
+    "stack",
+    "threshold_backward",
+    "unbind",
+    "view",
+    "where",
+    "zeros",
+    "zeros_like",
+    "_unsafe_view",
+    "_to_copy",
+}
 
 
-def definition(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], do: Tensor, gradients: bool = True) -> dict[str, Bound]:
-    """Bounds of "out", `function(*tensors)`, and of "d" + name, the gradients for the gradient `do` of "out". gradients=False: of "out".
+def definition(
+    function: Callable[..., Tensor],
+    tensors: Mapping[str, Tensor],
+    do: Tensor,
+    gradients: bool = True,
+) -> dict[str, Bound]:
+    """Bounds of "out", `function(*tensors)`, and of "d" + name, the gradients for the gradient `do`
+    of "out". gradients=False: of "out".
 
     The function is plain torch on the CPU, and must not use torch's global random numbers.
     """
@@ -36,7 +74,14 @@ def definition(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], d
         inputs = [x.detach().double().requires_grad_() for x in tensors.values()]
         with torch.set_grad_enabled(gradients):
             out = function(*inputs)
-        return [out.detach(), *(torch.autograd.grad(out, inputs, do.double(), materialize_grads=True) if gradients else ())]
+        return [
+            out.detach(),
+            *(
+                torch.autograd.grad(out, inputs, do.double(), materialize_grads=True)
+                if gradients
+                else ()
+            ),
+        ]
 
     exact = run()
     with torch.random.fork_rng(devices=[]):
@@ -46,12 +91,15 @@ def definition(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], d
     names, bounds = ["out", *(f"d{name}" for name in tensors if gradients)], {}
     for name, value, *others in zip(names, exact, *samples):
         rms = sum(((x - value) ** 2 for x in others), torch.zeros_like(value)).div(SAMPLES).sqrt()
-        bounds[name] = Bound(value, LARGEST_DEVIATION * rms, rms, torch.promote_types(do.dtype, torch.float32)).rounded(do.dtype)
+        bounds[name] = Bound(
+            value, LARGEST_DEVIATION * rms, rms, torch.promote_types(do.dtype, torch.float32)
+        ).rounded(do.dtype)
     return bounds
 
 
 class _RandomErrors(TorchDispatchMode):
-    """Adds to the result of every operation a random error of rounding it to a dtype, and of summing in fp32 (or float64)."""
+    """Adds to the result of every operation a random error of rounding it to a dtype, and of
+    summing in fp32 (or float64)."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -62,21 +110,34 @@ class _RandomErrors(TorchDispatchMode):
         out, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
         if name in EXACT:
             return out
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         sizes = _sum_sizes(name, args, out) if isinstance(out, Tensor) else None
         if name == "native_layer_norm_backward":
             out = self._summed_in_dtype(out, *args)
 
         def disturbed(x):
-            if not isinstance(x, Tensor) or x.dtype != torch.float64 or x.untyped_storage().data_ptr() in given:
+            if (
+                not isinstance(x, Tensor)
+                or x.dtype != torch.float64
+                or x.untyped_storage().data_ptr() in given
+            ):
                 return x
             error = RMS_OF_ROUNDING * self._eps * torch.randn_like(x) * x
-            return x + error if sizes is None else x + error + self._sums * torch.randn_like(x) * sizes
+            return (
+                x + error if sizes is None else x + error + self._sums * torch.randn_like(x) * sizes
+            )
 
         return tree_map(disturbed, out)
 
-    def _summed_in_dtype(self, out: tuple, grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *_) -> tuple:
-        """torch sums the gradients of a layer norm's weight and bias row by row in their own dtype on the CPU."""
+    def _summed_in_dtype(
+        self, out: tuple, grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *_
+    ) -> tuple:
+        """torch sums the gradients of a layer norm's weight and bias row by row in their own dtype
+        on the CPU."""
         results = [out[0]]
         for total, terms in zip(out[1:], (grad * (x - mean) * rstd, grad)):
             terms = terms.reshape(-1, *shape)
@@ -86,11 +147,15 @@ class _RandomErrors(TorchDispatchMode):
 
 
 def _sum_sizes(name: str, args: tuple, out: Tensor) -> Tensor | None:
-    """The standard deviation of a sum's error, in eps, as in `Bound.summed`; None for operations without a sum."""
+    """The standard deviation of a sum's error, in eps, as in `Bound.summed`; None for operations
+    without a sum."""
     if name in ("mm", "bmm", "addmm", "baddbmm"):
         a, b = args[-2:]
         return ((a**2) @ (b**2)).sqrt() * (math.sqrt(a.shape[-1]) / 4 + 1)
     if name in ("sum", "mean", "_softmax_backward_data"):
         source = args[0]
-        return out.abs() + source.abs().mean() * math.sqrt(max(1, source.numel() // max(1, out.numel()))) / 4
+        return (
+            out.abs()
+            + source.abs().mean() * math.sqrt(max(1, source.numel() // max(1, out.numel()))) / 4
+        )
     return None

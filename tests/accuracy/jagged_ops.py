@@ -1,7 +1,7 @@
 """Bounds of jagged matrix multiplication and softmax, forward and backward.
 
-Sums are in fp32 (float64 for float64 operands) and each result is rounded once. Offsets are `[B + 1]`; shapes and flat buffers are those of
-the functions of the same names.
+Sums are in fp32 (float64 for float64 operands) and each result is rounded once. Offsets are
+`[B + 1]`; shapes and flat buffers are those of the functions of the same names.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ def jagged_dense_bmm(
     activation: str | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> Bounds:
-    """Bounds of activation(x[b] @ y[b] + bias[b]), `jagged_linear` with weights for each segment: "out", "dx", "dy" and, with a bias
-    `[B, T]`, "dbias". The gradient before the activation may be rounded before its MMA (Arithmetic.rounds_factors)."""
+    """Bounds of activation(x[b] @ y[b] + bias[b]), `jagged_linear` with weights for each segment:
+    "out", "dx", "dy" and, with a bias `[B, T]`, "dbias". The gradient before the activation may be
+    rounded before its MMA (Arithmetic.rounds_factors)."""
     arithmetic = arithmetic_of(x) if arithmetic is None else arithmetic
-    totals = {"out": _Result(do), "dx": _Result(x), "dy": _Result(y)} | ({} if bias is None else {"dbias": _Result(bias)})
+    totals = {"out": _Result(do), "dx": _Result(x), "dy": _Result(y)} | (
+        {} if bias is None else {"dbias": _Result(bias)}
+    )
     for b, rows in enumerate(_slices(offsets)):
         a, matrix, grad = (Bound.exact(t) for t in (x[rows], y[b], do[rows]))
         z = a @ matrix
@@ -65,8 +68,11 @@ def jagged_sum(x: Tensor, offsets: Tensor, do: Tensor) -> Bounds:
     return {"out": totals["out"].bound.rounded(x.dtype), "dx": totals["dx"].bound}  # a copy
 
 
-def jagged_outer(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, do: Tensor) -> Bounds:
-    """Bounds of p[b] = x[b] @ y[b]ᵀ, flattened, `jagged_jagged_bmm_jagged_out`: "out", "dx", "dy"."""
+def jagged_outer(
+    x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, do: Tensor
+) -> Bounds:
+    """Bounds of p[b] = x[b] @ y[b]ᵀ, flattened, `jagged_jagged_bmm_jagged_out`: "out", "dx",
+    "dy"."""
     totals = {"out": _Result(do), "dx": _Result(x), "dy": _Result(y)}
     for rows, columns, scores in zip(*map(_slices, (x_offsets, y_offsets, p_offsets))):
         a, c = Bound.exact(x[rows]), Bound.exact(y[columns])
@@ -78,7 +84,8 @@ def jagged_outer(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_o
 
 
 def jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, do: Tensor) -> Bounds:
-    """Bounds of p[b] = x[b] @ x[b]ᵀ, flattened: "out" and "dx" = (do + doᵀ) x. Either do + doᵀ or do x and doᵀ x may be rounded."""
+    """Bounds of p[b] = x[b] @ x[b]ᵀ, flattened: "out" and "dx" = (do + doᵀ) x. Either do + doᵀ or
+    do x and doᵀ x may be rounded."""
     totals = {"out": _Result(do), "dx": _Result(x)}
     for rows, scores in zip(_slices(offsets), _slices(p_offsets)):
         a = Bound.exact(x[rows])
@@ -89,14 +96,25 @@ def jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, do: Tensor) -> Bo
 
 
 def array_jagged_bmm(
-    p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, do: Tensor, *, transposed: bool = False
+    p: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    do: Tensor,
+    *,
+    transposed: bool = False,
 ) -> Bounds:
     """Bounds of p[b] @ y[b], or p[b]ᵀ @ y[b], `array_jagged_bmm_jagged_out`: "out", "dp", "dy"."""
     totals = {"out": _Result(do), "dp": _Result(p), "dy": _Result(y)}
     for rows, columns, scores in zip(*map(_slices, (x_offsets, y_offsets, p_offsets))):
         shape = rows.stop - rows.start, columns.stop - columns.start
         of_y, of_out = (rows, columns) if transposed else (columns, rows)
-        matrix, c, grad = Bound.exact(p[scores].view(shape)), Bound.exact(y[of_y]), Bound.exact(do[of_out])
+        matrix, c, grad = (
+            Bound.exact(p[scores].view(shape)),
+            Bound.exact(y[of_y]),
+            Bound.exact(do[of_out]),
+        )
         matrix = matrix.mT if transposed else matrix
         dp = grad @ c.mT
         totals["out"].put(of_out, matrix @ c)
@@ -105,7 +123,9 @@ def array_jagged_bmm(
     return _rounded(totals, y.dtype)
 
 
-def jagged_softmax(x: Tensor, offsets: Tensor, do: Tensor, *, arithmetic: Arithmetic | None = None) -> Bounds:
+def jagged_softmax(
+    x: Tensor, offsets: Tensor, do: Tensor, *, arithmetic: Arithmetic | None = None
+) -> Bounds:
     """Bounds of softmax over the rows of each segment: "out", "dx"."""
     totals = {"out": _Result(do), "dx": _Result(x)}
     for rows in _slices(offsets):
@@ -115,15 +135,29 @@ def jagged_softmax(x: Tensor, offsets: Tensor, do: Tensor, *, arithmetic: Arithm
 
 
 def jagged2_softmax(
-    p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, do: Tensor, *, dim: int = -1, arithmetic: Arithmetic | None = None
+    p: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    do: Tensor,
+    *,
+    dim: int = -1,
+    arithmetic: Arithmetic | None = None,
 ) -> Bounds:
     """Bounds of softmax over each row (dim -1) or column (-2) of the matrices p[b]: "out", "dp"."""
     totals = {"out": _Result(do), "dp": _Result(p)}
     for rows, columns, scores in zip(*map(_slices, (x_offsets, y_offsets, p_offsets))):
         shape = rows.stop - rows.start, columns.stop - columns.start
-        for name, result in zip(totals, _softmax(p[scores].view(shape), do[scores].view(shape), dim, arithmetic)):
+        for name, result in zip(
+            totals, _softmax(p[scores].view(shape), do[scores].view(shape), dim, arithmetic)
+        ):
             totals[name].put(scores, result.map(torch.flatten))
-    lines = int(((x_offsets if dim == -1 else y_offsets).diff() * ((y_offsets if dim == -1 else x_offsets).diff() > 0)).sum())
+    lines = int(
+        (
+            (x_offsets if dim == -1 else y_offsets).diff()
+            * ((y_offsets if dim == -1 else x_offsets).diff() > 0)
+        ).sum()
+    )
     return {name: bound._replace(lines=lines) for name, bound in _rounded(totals, p.dtype).items()}
 
 
@@ -133,21 +167,24 @@ def _softmax(x: Tensor, do: Tensor, dim: int, arithmetic: Arithmetic | None) -> 
         return Bound.exact(x), Bound.exact(x)
     exact, ulps = Bound.exact(x), (arithmetic_of(x) if arithmetic is None else arithmetic).exp_ulps
     largest = exact.value.amax(dim, keepdim=True)
-    weights = exact._replace(value=exact.value - largest).off_by(3).exp(ulps)  # a difference, times log2(e), in base 2
+    # a difference, times log2(e), in base 2
+    weights = exact._replace(value=exact.value - largest).off_by(3).exp(ulps)
     y = weights / weights.sum(dim).map(lambda t: t.unsqueeze(dim))
     grad, rounded = Bound.exact(do), y.rounded(x.dtype)
     delta = (rounded * grad).sum(dim).map(lambda t: t.unsqueeze(dim))
     return y, rounded * (grad - delta)
 
 
-# -- segments -----------------------------------------------------------------------------------------------------------------------
+# -- segments --------------------------------------------------------------------------------------
 
 
 class _Result:
     """A result written one segment at a time; elements that no segment has are 0."""
 
     def __init__(self, like: Tensor):
-        self._parts = [torch.zeros(like.shape, dtype=torch.float64, device=like.device) for _ in range(3)]
+        self._parts = [
+            torch.zeros(like.shape, dtype=torch.float64, device=like.device) for _ in range(3)
+        ]
         self._dtype = Bound.exact(like).dtype
 
     def put(self, index: slice | int, result: Bound) -> None:

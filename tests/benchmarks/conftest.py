@@ -1,4 +1,5 @@
-"""The benchmarks are scripts beside one another, not a package: their folder goes on the path, as when one of them is run."""
+"""The benchmarks are scripts beside one another, not a package: their folder goes on the path, as
+when one of them is run."""
 
 import json
 import re
@@ -11,18 +12,20 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "benchmarks"))
 
-import runner  # noqa: E402
+import runner
 
 
 @pytest.fixture(scope="module")
 def tiny_run(request, tmp_path_factory) -> tuple[dict, Path]:
-    """Results of the test module's BENCHMARK and the path of its JSON. It runs in this process, which has its imports, or with AS_PROGRAM
-    in one of its own."""
+    """Results of the test module's BENCHMARK and the path of its JSON. It runs in this process,
+    which has its imports, or with AS_PROGRAM in one of its own."""
     out = tmp_path_factory.mktemp("results")
     fast = ["--pause", "0", "--warmup", "0", "--rep", "0.1"]
     command = [request.module.BENCHMARK, "--tiny", "--device", "cpu", *fast, "--out", str(out)]
     if getattr(request.module, "AS_PROGRAM", False):
-        process = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+        process = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, check=False
+        )
         assert process.returncode == 0, process.stderr
     else:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
@@ -38,6 +41,8 @@ def run_setup():
     """setup → its rows: each implementation is checked and, as there are no rounds, not timed."""
 
     def run(setup: runner.Setup) -> list[dict]:
-        return runner.run_case(runner.Case("", "", lambda: setup), runner.Protocol("cpu", rounds=0), re.compile(""))
+        return runner.run_case(
+            runner.Case("", "", lambda: setup), runner.Protocol("cpu", rounds=0), re.compile("")
+        )
 
     return run

@@ -37,7 +37,12 @@ def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
     for row in ours:
         assert row["status"] == "ok"
         assert row["host_ms"]["schedule on the host"] > 0
-        assert {name.split("/")[0] for name in row["forward_backward_errors"]} == {"out", "dq", "dk", "dv"}
+        assert {name.split("/")[0] for name in row["forward_backward_errors"]} == {
+            "out",
+            "dq",
+            "dk",
+            "dv",
+        }
         assert ("forward_ms" in row) == ("memory" not in row["table"])
     assert path.with_suffix(".md").exists() and path.with_suffix(".png").exists()
 
@@ -55,18 +60,28 @@ def test_the_ladder_has_attention_dense_and_jagged_unfused_and_fused(tiny_run):
     results, _ = tiny_run
     ladder = [row for row in results["rows"] if row["table"] == LADDER]
     steps = {names.DENSE, names.UNFUSED, names.DENSE_FLASH, names.OURS}
-    assert {(row["case"], row["implementation"]) for row in ladder} == {(f"B4 N{n} H1 D16", step) for n in (12, 24) for step in steps}
-    cases = [case.name for case in bench_attention.make_cases("cuda", tiny=False) if case.table == LADDER]
+    assert {(row["case"], row["implementation"]) for row in ladder} == {
+        (f"B4 N{n} H1 D16", step) for n in (12, 24) for step in steps
+    }
+    cases = [
+        case.name for case in bench_attention.make_cases("cuda", tiny=False) if case.table == LADDER
+    ]
     assert cases == [f"B256 N{n} H1 D128" for n in (128, 256, 512, 1024)]
 
 
-WITH_PEERS = [case for case in bench_attention.make_cases("cpu", True) if "one launch" not in case.table]
+WITH_PEERS = [
+    case for case in bench_attention.make_cases("cpu", True) if "one launch" not in case.table
+]
 
 
-@pytest.mark.parametrize("case", WITH_PEERS, ids=lambda case: f"{case.table}-{case.name}".replace(" ", "_"))
+@pytest.mark.parametrize(
+    "case", WITH_PEERS, ids=lambda case: f"{case.table}-{case.name}".replace(" ", "_")
+)
 def test_the_peers_that_need_cudnn_compute_the_same(case, monkeypatch):
     """Their layouts, replication and picked rows, with torch's plain backend instead of cuDNN's."""
-    backends = type("Backends", (), {"CUDNN_ATTENTION": SDPBackend.MATH, "FLASH_ATTENTION": SDPBackend.MATH})
+    backends = type(
+        "Backends", (), {"CUDNN_ATTENTION": SDPBackend.MATH, "FLASH_ATTENTION": SDPBackend.MATH}
+    )
     monkeypatch.setattr(bench_attention, "SDPBackend", backends)
     rows = runner.run_case(case, runner.Protocol("cpu", rounds=0), re.compile("SDPA"))
     assert rows
@@ -79,14 +94,23 @@ def test_useful_flops_count_real_rows_only():
     assert setup.flops == 4 * 2 * 8 * (16 + 1 + 9)
     assert setup.backward_flops == 2.5 * setup.flops
     counts, histories = torch.tensor([2, 1]), torch.tensor([5, 3])
-    setup = bench_attention.target_attention("cpu", torch.float32, counts, histories, num_queries=3, num_heads=2, head_dim=8)
+    setup = bench_attention.target_attention(
+        "cpu", torch.float32, counts, histories, num_queries=3, num_heads=2, head_dim=8
+    )
     assert setup.flops == 4 * 2 * 8 * 3 * (2 * 5 + 1 * 3)
-    setup = bench_attention.self_and_target_attention("cpu", torch.float32, counts, histories, num_queries=3, num_heads=2, head_dim=8)
+    setup = bench_attention.self_and_target_attention(
+        "cpu", torch.float32, counts, histories, num_queries=3, num_heads=2, head_dim=8
+    )
     assert setup.flops == 4 * 2 * 8 * ((5 + 6) * 5 + (3 + 3) * 3)
 
 
-@pytest.mark.parametrize(("device", "capability", "count"), [("cuda", (9, 0), 2), ("cuda", (8, 0), 1), ("cpu", (9, 0), 1)])
-def test_the_portable_kernels_are_measured_where_there_are_others(monkeypatch, device, capability, count):
+@pytest.mark.parametrize(
+    ("device", "capability", "count"),
+    [("cuda", (9, 0), 2), ("cuda", (8, 0), 1), ("cpu", (9, 0), 1)],
+)
+def test_the_portable_kernels_are_measured_where_there_are_others(
+    monkeypatch, device, capability, count
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     kernels = {names.OURS: "auto", names.PORTABLE: "triton"}
@@ -119,17 +143,31 @@ def test_the_schedule_has_the_tile_of_the_kernels_that_are_measured():
     lengths = torch.tensor([300, 200])
     sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
     choices = {"implementation": "triton"}, {"capability": (9, 0)}, {}
-    portable, hopper, here = (host_schedule(lengths, lengths, **sizes, **choice).block_m for choice in choices)
+    portable, hopper, here = (
+        host_schedule(lengths, lengths, **sizes, **choice).block_m for choice in choices
+    )
     assert portable == here != hopper  # no GPU is in use here
-    assert inputs.timed_schedule(lengths, lengths, torch.empty(500, 2, 64).half(), implementation="triton")[0].block_m == portable
+    assert (
+        inputs.timed_schedule(
+            lengths, lengths, torch.empty(500, 2, 64).half(), implementation="triton"
+        )[0].block_m
+        == portable
+    )
 
 
 def test_full_sizes_are_those_of_the_tables():
     """Figures are only comparable over time if the shapes stay."""
     cases = bench_attention.make_cases("cuda", tiny=False)
     names = [case.name for case in cases if case.table == "jagged self-attention"]
-    assert names == ["B128 N1024 H4 D64", "B64 N2048 H4 D64", "B64 N2048 H4 D128", "B1024 N256 H4 D128"]
-    assert [case.name for case in cases if case.table == "target attention"] == [f"history {2**n}" for n in range(9, 15)]
+    assert names == [
+        "B128 N1024 H4 D64",
+        "B64 N2048 H4 D64",
+        "B64 N2048 H4 D128",
+        "B1024 N256 H4 D128",
+    ]
+    assert [case.name for case in cases if case.table == "target attention"] == [
+        f"history {2**n}" for n in range(9, 15)
+    ]
     for longest in (512, 4096):
         lengths = inputs.uniform_lengths(32, int(0.4 * longest), longest)
         assert lengths.max() == longest

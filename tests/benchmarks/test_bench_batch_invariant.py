@@ -15,7 +15,11 @@ def test_every_case_is_right_and_measured_in_both_modes(tiny_run):
     cases = {(row["table"], row["case"]) for row in results["rows"]}
     assert {table for table, _ in cases} > {"jagged self-attention", "operators", "projections"}
     for case in cases:
-        rows = {row["implementation"]: row for row in results["rows"] if (row["table"], row["case"]) == case}
+        rows = {
+            row["implementation"]: row
+            for row in results["rows"]
+            if (row["table"], row["case"]) == case
+        }
         assert set(rows) == {bench.OURS, bench.INVARIANT}
         assert all(row["status"] == "ok" and row["forward_ms"] > 0 for row in rows.values())
 

@@ -24,7 +24,9 @@ LENGTHS = torch.tensor([4, 9, 1, 3])
 
 
 def make_problem(activation: str) -> bench.Problem:
-    return bench.Problem("cpu", torch.float32, LENGTHS, num_heads=2, head_dim=8, activation=activation)
+    return bench.Problem(
+        "cpu", torch.float32, LENGTHS, num_heads=2, head_dim=8, activation=activation
+    )
 
 
 @pytest.mark.slow
@@ -32,45 +34,71 @@ def test_every_implementation_is_right_and_measured(tiny_run):
     results, path = tiny_run
     assert results["complete"]
     assert [(row["table"], row["case"], row["implementation"]) for row in results["rows"]] == [
-        (table, case, name) for table in (HSTU, SOFTMAX) for case in ("B4 N20 D8", "B4 N1..20 D8") for name in GRADIENTS
+        (table, case, name)
+        for table in (HSTU, SOFTMAX)
+        for case in ("B4 N20 D8", "B4 N1..20 D8")
+        for name in GRADIENTS
     ]
     for row in results["rows"]:
         assert row["status"] == "ok", row
-        assert {name.split("/")[0] for name in row["forward_backward_errors"]} == {"out"} | GRADIENTS[row["implementation"]]
+        assert {name.split("/")[0] for name in row["forward_backward_errors"]} == {
+            "out"
+        } | GRADIENTS[row["implementation"]]
         assert row["forward_ms"] > 0 and row["forward_backward_ms"] > 0
-        assert {key for key in row if key.endswith("tflops")} == {"forward_tflops", "forward_backward_tflops"}
+        assert {key for key in row if key.endswith("tflops")} == {
+            "forward_tflops",
+            "forward_backward_tflops",
+        }
     assert path.with_suffix(".png").exists()
 
 
 @pytest.mark.slow
 def test_speed_ups_and_the_summary_are_over_ours_without_bias(tiny_run):
     results, path = tiny_run
-    rows = {row["implementation"]: row for row in results["rows"] if row["table"] == HSTU and row["case"] == "B4 N1..20 D8"}
+    rows = {
+        row["implementation"]: row
+        for row in results["rows"]
+        if row["table"] == HSTU and row["case"] == "B4 N1..20 D8"
+    }
     alone, biased = rows[bench.OURS], rows[f"{bench.OURS}, position and time"]
-    assert biased["forward_backward_speedup"] == alone["forward_backward_ms"] / biased["forward_backward_ms"]
+    assert (
+        biased["forward_backward_speedup"]
+        == alone["forward_backward_ms"] / biased["forward_backward_ms"]
+    )
     assert len(results["summary"]) == 4
-    (line,) = (line for line in results["summary"] if line.startswith(f"{HSTU}, B4 N1..20 D8: position "))
+    (line,) = (
+        line for line in results["summary"] if line.startswith(f"{HSTU}, B4 N1..20 D8: position ")
+    )
     assert line in path.with_suffix(".md").read_text()
     costs = [int(x) for x in re.findall(r"([+-]\d+) %", line.partition("; position and time")[2])]
-    assert costs == [round(100 * (biased[key] / alone[key] - 1)) for key in ("forward_ms", "forward_backward_ms")]
+    assert costs == [
+        round(100 * (biased[key] / alone[key] - 1)) for key in ("forward_ms", "forward_backward_ms")
+    ]
 
 
 def test_the_reference_is_the_one_of_jagged_attention():
     for activation in ("silu", "softmax"):
         problem = make_problem(activation)
         expected = problem.reference(torch.float64)
-        inputs = {name: x.detach().double().requires_grad_() for name, x in (problem.inputs | problem.tables).items()}
+        inputs = {
+            name: x.detach().double().requires_grad_()
+            for name, x in (problem.inputs | problem.tables).items()
+        }
         bias = jm.RelativeBias(inputs["position"], inputs["time"], problem.timestamps)
         scale = 1.0 if activation == "softmax" else 1 / 9
         qkv = inputs["q"], inputs["k"], inputs["v"]
-        options = dict(activation=activation, output_scale=scale, mask=jm.AttentionMask(causal=True), bias=bias)
+        options = dict(
+            activation=activation, output_scale=scale, mask=jm.AttentionMask(causal=True), bias=bias
+        )
         out = F.jagged_attention(*qkv, problem.offsets, implementation="reference", **options)
         gradients = torch.autograd.grad(out, list(inputs.values()), problem.grad.double())
         for name, x in zip(("dposition", "dtime"), gradients[3:]):
             torch.testing.assert_close(x, expected[f"{name}/position and time"])
         for b in problem.samples:
             for name, x in zip(("out", "dq", "dk", "dv"), (out, *gradients)):
-                torch.testing.assert_close(x[problem.rows[b]], expected[f"{name}/position and time {b}"])
+                torch.testing.assert_close(
+                    x[problem.rows[b]], expected[f"{name}/position and time {b}"]
+                )
 
 
 @pytest.mark.parametrize("tables", [bench.POSITION, bench.POSITION_AND_TIME], ids=" and ".join)
@@ -91,7 +119,9 @@ def test_what_runs_on_cuda(lengths, monkeypatch, run_setup):
     """Without compilation. flex_attention runs forward only: it has no backward on the CPU."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(bench, "device_name", lambda device: "NVIDIA H200")
-    problem = bench.Problem("cpu", torch.float32, lengths, num_heads=2, head_dim=8, activation="softmax")
+    problem = bench.Problem(
+        "cpu", torch.float32, lengths, num_heads=2, head_dim=8, activation="softmax"
+    )
     problem.device = "cuda"
     setup = bench.biases(lambda: problem)
     assert list(setup.implementations) == [*GRADIENTS, bench.FLEX]
@@ -99,7 +129,11 @@ def test_what_runs_on_cuda(lengths, monkeypatch, run_setup):
     assert [row["status"] for row in others] == ["ok"] * len(GRADIENTS)
     assert [row["note"] for row in others] == [""] * 3 + ["padded inputs, compiled"] * 2
 
-    monkeypatch.setattr(bench, "leaves", lambda **tensors: {name: x.detach().contiguous() for name, x in tensors.items()})
+    monkeypatch.setattr(
+        bench,
+        "leaves",
+        lambda **tensors: {name: x.detach().contiguous() for name, x in tensors.items()},
+    )
     monkeypatch.setattr(problem, "tables", {name: x.detach() for name, x in problem.tables.items()})
     (row,) = run_setup(problem.setup({bench.FLEX: problem.flex}))
     assert row["status"] == "ok", row
@@ -113,7 +147,9 @@ def test_timestamps_increase_within_segments_and_queries_know_the_next():
         assert t[0] > 0 and (t.diff() > 0).all()
         assert u.equal(torch.cat([t[1:], t[-1:]]))
     steps = bench.random_timestamps(torch.full((400,), 50)).view(400, 50).diff(dim=1).double().log()
-    assert steps.mean().item() == pytest.approx(6, abs=0.1) and steps.std().item() == pytest.approx(2, abs=0.1)
+    assert steps.mean().item() == pytest.approx(6, abs=0.1) and steps.std().item() == pytest.approx(
+        2, abs=0.1
+    )
 
 
 def test_useful_flops_count_the_pairs_that_see_one_another():
@@ -133,4 +169,6 @@ def test_full_sizes_are_those_of_the_tables():
     for shape in bench.FULL:
         lengths = shape.lengths()
         assert (len(lengths), lengths.max()) == (shape.batch, 1024)
-        assert lengths.double().mean().item() / 1024 == pytest.approx(0.5 if shape.jagged else 1.0, abs=0.01)
+        assert lengths.double().mean().item() / 1024 == pytest.approx(
+            0.5 if shape.jagged else 1.0, abs=0.01
+        )

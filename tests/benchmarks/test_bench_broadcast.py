@@ -23,11 +23,17 @@ def test_every_model_is_right_and_measured_in_all_forms(tmp_path, monkeypatch):
     assert [row["status"] for row in results["rows"]] == ["ok"] * len(results["rows"])
     forms = {}
     for row in results["rows"]:
-        forms.setdefault((row["table"], row["case"]), set()).add(row["implementation"].removesuffix(", eager"))
+        forms.setdefault((row["table"], row["case"]), set()).add(
+            row["implementation"].removesuffix(", eager")
+        )
     models = {key: found for key, found in forms.items() if key[0].startswith(bench.MODELS)}
     assert len(models) == 2 * len(broadcast_models.NETS)
     for (_, name), found in models.items():
-        assert found == {bench.LEFT_IN, bench.FUSED, *([] if name in ("Wukong", "examples/ranking_model.py") else [bench.SPLIT])}
+        assert found == {
+            bench.LEFT_IN,
+            bench.FUSED,
+            *([] if name in ("Wukong", "examples/ranking_model.py") else [bench.SPLIT]),
+        }
     (table,) = results["summary"]
     assert len(table.splitlines()) == len(forms) + 2
 
@@ -35,7 +41,14 @@ def test_every_model_is_right_and_measured_in_all_forms(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_compiled(tmp_path, monkeypatch):
     torch._dynamo.reset()
-    results = run(tmp_path, monkeypatch, "--impl", "compiled", "--only", "models.* 2 users: (TorchRec DLRM|examples.*)$")
+    results = run(
+        tmp_path,
+        monkeypatch,
+        "--impl",
+        "compiled",
+        "--only",
+        "models.* 2 users: (TorchRec DLRM|examples.*)$",
+    )
     assert {(row["implementation"], row["status"]) for row in results["rows"]} == {
         (f"{form}, compiled", "ok") for form in (bench.LEFT_IN, bench.SPLIT, bench.FUSED)
     }
@@ -73,4 +86,6 @@ def test_split_by_hand_computes_the_same(name):
     net = broadcast_models.NETS[name](bench.TINY.sizes)
     if net.split is not None:
         given, index = net.inputs(*bench.TINY.batch), bench.candidates_of(bench.TINY.batch)
-        torch.testing.assert_close(net.split(**given, candidate_to_user=index), bench.LeftIn(net)(index, **given))
+        torch.testing.assert_close(
+            net.split(**given, candidate_to_user=index), bench.LeftIn(net)(index, **given)
+        )

@@ -37,9 +37,16 @@ def test_every_implementation_is_right_and_measured(tiny_run):
     for row in results["rows"]:
         assert row["status"] == "ok", row
         assert row["forward_ms"] > 0 and row["forward_backward_ms"] > 0
-        assert (row["forward_tflops"] is None) == (row["forward_gbytes"] is None) == (row["table"] == bench.WALL)
+        assert (
+            (row["forward_tflops"] is None)
+            == (row["forward_gbytes"] is None)
+            == (row["table"] == bench.WALL)
+        )
         names.setdefault((row["table"], row["case"]), []).append(row["implementation"])
-    softmax, given = [bench.OURS, bench.PADDED], [bench.OURS, bench.HOST, bench.DEVICE, bench.PADDED]
+    softmax, given = (
+        [bench.OURS, bench.PADDED],
+        [bench.OURS, bench.HOST, bench.DEVICE, bench.PADDED],
+    )
     layers = [bench.LAYER, bench.GRAPHED, bench.COMPILED, bench.PADDED_LAYER]
     expected = {
         bench.SELF: [softmax] * 4,
@@ -53,9 +60,13 @@ def test_every_implementation_is_right_and_measured(tiny_run):
             for implementations in (softmax, given, softmax, given, layers, layers)
         ],
     }
-    assert {table: [x for (other, _), x in names.items() if other == table] for table, _ in names} == expected
+    assert {
+        table: [x for (other, _), x in names.items() if other == table] for table, _ in names
+    } == expected
     (line,) = results["summary"]
-    assert re.match(r"jagged N20 D8: \d+ % of full segments' TFLOP/s forward, \d+ % forward\+backward", line)
+    assert re.match(
+        r"jagged N20 D8: \d+ % of full segments' TFLOP/s forward, \d+ % forward\+backward", line
+    )
     assert path.with_suffix(".png").exists()
 
 
@@ -66,8 +77,11 @@ def test_the_reference_is_the_one_of_jagged_attention(kind):
     qkv = [x.detach().double().requires_grad_() for x in problem.inputs.values()]
     options = problem.attention.options | {"implementation": "reference"}
     out = F.jagged_attention(*qkv, problem.q_offsets, problem.kv_offsets, **options)
-    results = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, qkv, problem.grad.double()))))
-    assert set(problem.q_rows) > {1} and 2 not in problem.q_rows  # with a single key, dq and dk are 0
+    results = dict(
+        zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, qkv, problem.grad.double())))
+    )
+    # with a single key, dq and dk are 0
+    assert set(problem.q_rows) > {1} and 2 not in problem.q_rows
     for b in problem.q_rows:
         for name, x in results.items():
             rows = (problem.q_rows if name in ("out", "dq") else problem.kv_rows)[b]
@@ -77,7 +91,9 @@ def test_the_reference_is_the_one_of_jagged_attention(kind):
 @pytest.mark.parametrize("kind", ["self", "HSTU"])
 def test_another_mask_or_function_is_wrong(kind, run_setup):
     problem, other = make_problem(kind), make_problem("causal")
-    rows = run_setup(problem.setup({"right": problem.ours, "padded": problem.padded, "other": other.ours}))
+    rows = run_setup(
+        problem.setup({"right": problem.ours, "padded": problem.padded, "other": other.ours})
+    )
     assert [row["status"].split(":")[0] for row in rows] == ["ok", "ok", "wrong"]
 
 
@@ -86,11 +102,15 @@ def test_flash_attention_gets_the_mask(kind, monkeypatch, run_setup):
     """FlashAttention needs a GPU, so jagged_attention stands in for it."""
 
     def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv, causal=False):
-        return F.jagged_attention(q, k, v, q_offsets, kv_offsets, mask=jm.AttentionMask(causal=True) if causal else None)
+        return F.jagged_attention(
+            q, k, v, q_offsets, kv_offsets, mask=jm.AttentionMask(causal=True) if causal else None
+        )
 
     monkeypatch.setattr(attention_problem, "varlen_attention", attention)
     monkeypatch.setattr(
-        attention_problem.peers, "flash_attention", lambda module, causal: lambda *arguments: attention(*arguments, causal=causal)
+        attention_problem.peers,
+        "flash_attention",
+        lambda module, causal: lambda *arguments: attention(*arguments, causal=causal),
     )
     monkeypatch.setattr(attention_problem, "device_name", lambda device: "NVIDIA H200")
     problem = make_problem(kind)
@@ -104,7 +124,11 @@ def test_work_and_bytes():
     def totals(kind):
         setup = make_problem(kind).setup({})
         assert setup.backward_flops == 2.5 * setup.flops
-        return setup.flops / (4 * 2 * 8), setup.bytes / (4 * 2 * 8), setup.backward_bytes / (4 * 2 * 8)
+        return (
+            setup.flops / (4 * 2 * 8),
+            setup.bytes / (4 * 2 * 8),
+            setup.backward_bytes / (4 * 2 * 8),
+        )
 
     assert totals("self") == (16 + 81 + 1 + 9, 4 * 17, 7 * 17)
     assert totals("causal") == totals("HSTU") == (10 + 45 + 1 + 6, 4 * 17, 7 * 17)
@@ -115,19 +139,30 @@ def test_orders_of_tiles():
     lengths = inputs.lognormal_lengths(48, 100, 300, 1.1).clamp(min=65)
     sizes = {"num_heads": 2, "block_m": 16, "block_n": 32, "num_workers": 10}
     zigzag = jm.zigzag_schedule(lengths, lengths, **sizes)
-    assert len(zigzag.tiles) % 10 and len(zigzag.tiles) // 10 % 2 == 0  # the last wave is not full, and ascends
+    # the last wave is not full, and ascends
+    assert len(zigzag.tiles) % 10 and len(zigzag.tiles) // 10 % 2 == 0
     in_order = bench.reordered(zigzag, bench.unsorted)
     assert in_order.tiles.tolist() == sorted(zigzag.tiles.tolist())
-    assert in_order.work.equal((lengths[in_order.tiles[:, 0].long()] + 31).div(32, rounding_mode="floor").int())
+    assert in_order.work.equal(
+        (lengths[in_order.tiles[:, 0].long()] + 31).div(32, rounding_mode="floor").int()
+    )
     dealt = bench.reordered(zigzag, bench.round_robin)
-    workers = {tuple(tile): worker for tile, worker in zip(dealt.tiles.tolist(), dealt.worker.tolist())}
-    assert [workers[tuple(tile)] for tile in zigzag.tiles.tolist()] == [i % 10 for i in range(len(zigzag.tiles))]
-    assert bench.reordered(jm.zigzag_schedule(lengths, lengths, **sizes), lambda x: torch.arange(len(x.tiles))).tiles.equal(zigzag.tiles)
+    workers = {
+        tuple(tile): worker for tile, worker in zip(dealt.tiles.tolist(), dealt.worker.tolist())
+    }
+    assert [workers[tuple(tile)] for tile in zigzag.tiles.tolist()] == [
+        i % 10 for i in range(len(zigzag.tiles))
+    ]
+    assert bench.reordered(
+        jm.zigzag_schedule(lengths, lengths, **sizes), lambda x: torch.arange(len(x.tiles))
+    ).tiles.equal(zigzag.tiles)
 
 
 def test_tiles_of_short_segments_stay_behind_the_others():
     lengths = inputs.lognormal_lengths(50, 50, 300, 1.1)
-    zigzag = jm.zigzag_schedule(lengths, lengths, num_heads=2, block_m=16, block_n=32, num_workers=10)
+    zigzag = jm.zigzag_schedule(
+        lengths, lengths, num_heads=2, block_m=16, block_n=32, num_workers=10
+    )
     long = int(zigzag.num_tiles[1])
     dealt = bench.reordered(zigzag, bench.unsorted)
     assert 0 < long < len(zigzag.tiles) and dealt.tiles[long:].equal(zigzag.tiles[long:])
@@ -148,7 +183,9 @@ def test_lengths_of_a_file(tmp_path, run_setup):
     file.write_text("3 0 5\n7\n")
     measured = bench.read_lengths(str(file))
     assert measured.tolist() == [3, 5, 7]
-    cases = [case for case in bench.make_cases("cpu", True, measured) if case.table == bench.MEASURED]
+    cases = [
+        case for case in bench.make_cases("cpu", True, measured) if case.table == bench.MEASURED
+    ]
     assert len(cases) == 2 and cases[1].name == f"{cases[0].name}, causal"
     assert [row["status"] for row in run_setup(cases[0].setup())] == ["ok"] * 2
     assert not any(case.table == bench.MEASURED for case in bench.make_cases("cpu", True))
@@ -182,11 +219,23 @@ def test_full_sizes_are_those_of_the_tables():
     assert cases == [
         *((bench.SELF, f"{shape}{mask}") for shape in shapes for mask in ("", ", causal")),
         *((bench.HSTU, shape) for shape in shapes[:2]),
-        *((bench.TARGET, f"B512 mean 300 max 3000 sigma 1.1 D{dim}, 1..200 candidates") for dim in (64, 128)),
-        *((bench.MEDIUM, f"{kind} N{longest} D{dim}") for dim in (64, 128) for longest in (1000, 512) for kind in ("jagged", "full")),
+        *(
+            (bench.TARGET, f"B512 mean 300 max 3000 sigma 1.1 D{dim}, 1..200 candidates")
+            for dim in (64, 128)
+        ),
+        *(
+            (bench.MEDIUM, f"{kind} N{longest} D{dim}")
+            for dim in (64, 128)
+            for longest in (1000, 512)
+            for kind in ("jagged", "full")
+        ),
         (bench.LONG, "B8 N4096..8192 D64"),
         *((bench.ORDER, shape) for shape in shapes[:2]),
-        *((bench.WALL, f"{mask}attention, {shape}") for shape in (shapes[1], "B32 N96..96 D128") for mask in ("", "causal ")),
+        *(
+            (bench.WALL, f"{mask}attention, {shape}")
+            for shape in (shapes[1], "B32 N96..96 D128")
+            for mask in ("", "causal ")
+        ),
         (bench.WALL, "target attention layer, new offsets, B512 mean 300 max 3000 sigma 1.1 D64"),
         (bench.WALL, "target attention layer, new offsets, B64 mean 100 max 1000 sigma 1.1 D64"),
     ]

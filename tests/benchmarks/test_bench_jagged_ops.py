@@ -20,14 +20,26 @@ def test_every_implementation_is_right_and_measured(tiny_run):
     assert results["complete"]
     assert {row["table"] for row in results["rows"]} == {"operators", PAPER, SKEWED}
     for table, case in {(row["table"], row["case"]) for row in results["rows"]}:
-        rows = {row["implementation"]: row for row in results["rows"] if (row["table"], row["case"]) == (table, case)}
-        converted = {bench.CONVERTED} if case.startswith(tuple(f"{name} " for name in ON_ROWS)) else set()
-        assert set(rows) == ({bench.OURS} if table == SKEWED else {bench.OURS, bench.PADDED} | converted), case
-        (operator,) = (x for name, x in bench.OPERATORS.items() if case.startswith((f"{name} ", f"{name},")))
+        rows = {
+            row["implementation"]: row
+            for row in results["rows"]
+            if (row["table"], row["case"]) == (table, case)
+        }
+        converted = (
+            {bench.CONVERTED} if case.startswith(tuple(f"{name} " for name in ON_ROWS)) else set()
+        )
+        assert set(rows) == (
+            {bench.OURS} if table == SKEWED else {bench.OURS, bench.PADDED} | converted
+        ), case
+        (operator,) = (
+            x for name, x in bench.OPERATORS.items() if case.startswith((f"{name} ", f"{name},"))
+        )
         for row in rows.values():
             assert row["status"] == "ok", row
             results_of = {"out", *(f"d{name}" for name in operator.inputs)}
-            assert set(row["forward_backward_errors"]) == {f"{x}/{part}" for x in results_of for part in ("longest", "others")}
+            assert set(row["forward_backward_errors"]) == {
+                f"{x}/{part}" for x in results_of for part in ("longest", "others")
+            }
             assert row["forward_gbytes_per_s"] > 0 and row["forward_backward_ms"] > 0
             assert (row["forward_tflops"] is None) == ("softmax" in case)
             assert ("forward_speedup" in row) == (table != SKEWED)
@@ -40,7 +52,9 @@ def test_the_summary_states_the_precision_and_times_per_row(tiny_run):
     precision, *lines = results["summary"]
     assert precision == bench.PRECISION and [line.split(",")[0] for line in lines] == list(ON_ROWS)
     skewed, even = (
-        row["forward_ms"] / 85 * 1e6 for row in results["rows"] if row["case"] in ("jagged_softmax, skewed", "jagged_softmax, even")
+        row["forward_ms"] / 85 * 1e6
+        for row in results["rows"]
+        if row["case"] in ("jagged_softmax, skewed", "jagged_softmax, even")
     )
     assert f"forward {skewed:.3g} and {even:.3g}," in lines[-1]
 
@@ -57,8 +71,12 @@ def test_one_wrong_sampled_row_is_found(operator):
         factors[-1:] = 1.001
         return out * factors
 
-    work.implementations["wrong"] = lambda: runner.Implementation(spoiled, right.inputs, right.pick, right.grad_output)
-    (row,) = runner.run_case(runner.Case("", "", lambda: work), runner.Protocol("cpu", rounds=0), re.compile("wrong"))
+    work.implementations["wrong"] = lambda: runner.Implementation(
+        spoiled, right.inputs, right.pick, right.grad_output
+    )
+    (row,) = runner.run_case(
+        runner.Case("", "", lambda: work), runner.Protocol("cpu", rounds=0), re.compile("wrong")
+    )
     assert row["status"].startswith("wrong: forward: out/others"), row
 
 
@@ -71,14 +89,27 @@ def test_useful_flops_and_bytes_count_no_padding():
         return problem.setup(), problem.flops(padded=True)
 
     dense, padded = work("jagged_dense_bmm")
-    assert (dense.flops, dense.backward_flops, padded) == (2 * rows * 8 * 16, 4 * rows * 8 * 16, 2 * 21 * 8 * 16)
+    assert (dense.flops, dense.backward_flops, padded) == (
+        2 * rows * 8 * 16,
+        4 * rows * 8 * 16,
+        2 * 21 * 8 * 16,
+    )
     operands, out = rows * 8 + 3 * 8 * 16, rows * 16
     assert (dense.bytes, dense.backward_bytes) == (4 * (operands + out), 4 * (2 * operands + out))
     for name, inputs in (("itself", 1), ("another", 2)):
         outer, padded = work(f"{bench.OUTER} {name}")
-        assert (outer.flops, padded, outer.bytes) == (2 * 8 * scores, 2 * 8 * padded_scores, 4 * (inputs * rows * 8 + scores))
+        assert (outer.flops, padded, outer.bytes) == (
+            2 * 8 * scores,
+            2 * 8 * padded_scores,
+            4 * (inputs * rows * 8 + scores),
+        )
     softmax, padded = work("jagged2_softmax")
-    assert (softmax.flops, padded, softmax.bytes, softmax.backward_bytes) == (0, 0, 8 * scores, 12 * scores)
+    assert (softmax.flops, padded, softmax.bytes, softmax.backward_bytes) == (
+        0,
+        0,
+        8 * scores,
+        12 * scores,
+    )
 
 
 def test_full_sizes_are_those_of_the_tables():
@@ -88,7 +119,11 @@ def test_full_sizes_are_those_of_the_tables():
         tables.setdefault(case.table, []).append(case.name)
     assert tables == {
         "operators": [
-            *(f"{name} {shape}" for name in ON_ROWS[:2] for shape in ("B1024 N≤100 D64 T64", "B1024 N≤200 D128 T128")),
+            *(
+                f"{name} {shape}"
+                for name in ON_ROWS[:2]
+                for shape in ("B1024 N≤100 D64 T64", "B1024 N≤200 D128 T128")
+            ),
             *(f"{bench.OUTER} {y} B1024 N≤100 D1024" for y in ("itself", "another")),
             "array_jagged_bmm_jagged_out B1024 N≤100 D1024",
             "jagged_softmax B1024 N≤100 H64",

@@ -23,22 +23,37 @@ def test_every_implementation_is_right_and_measured_in_both_tables(tiny_run):
         ("candidates per user, B=10", "speedup"),
     }
     for case in {(row["table"], row["case"]) for row in results["rows"]}:
-        rows = {row["implementation"]: row for row in results["rows"] if (row["table"], row["case"]) == case}
+        rows = {
+            row["implementation"]: row
+            for row in results["rows"]
+            if (row["table"], row["case"]) == case
+        }
         assert set(rows) == {bench.OURS} | PLAIN | STAGES
         for name, row in rows.items():
             assert row["status"] == "ok", row
             if name == bench.INPUT_REPLICATED:
-                assert set(row["forward_errors"]) == {"out/sampled"} and "forward_backward_ms" not in row
+                assert (
+                    set(row["forward_errors"]) == {"out/sampled"}
+                    and "forward_backward_ms" not in row
+                )
                 continue
             weights = {"dw"} if name == "replicated" else {"dw_user", "dw_cand"}
-            assert {key.split("/")[0] for key in row["forward_backward_errors"]} == {"out", "de_user", "de_cand"} | weights
+            assert {key.split("/")[0] for key in row["forward_backward_errors"]} == {
+                "out",
+                "de_user",
+                "de_cand",
+            } | weights
             for key in ("forward", "forward_backward"):
-                assert row[f"{key}_speedup"] == pytest.approx(rows["replicated"][f"{key}_ms"] / row[f"{key}_ms"])
+                assert row[f"{key}_speedup"] == pytest.approx(
+                    rows["replicated"][f"{key}_ms"] / row[f"{key}_ms"]
+                )
                 assert row[f"{key}_tflops"] > 0 and f"{key}_floor_percent" not in row
     assert path.with_suffix(".png").exists()
 
 
-def setup(batch: int, ratio: int, sizes: bench.Sizes = bench.TINY) -> tuple[bench.Problem, runner.Setup]:
+def setup(
+    batch: int, ratio: int, sizes: bench.Sizes = bench.TINY
+) -> tuple[bench.Problem, runner.Setup]:
     problem = bench.Problem("cpu", torch.float32, sizes, batch, ratio)
     return problem, problem.setup("")
 
@@ -58,16 +73,29 @@ def test_ours_gets_the_inputs_as_they_are_and_the_padded_stage_padded_ones():
     weight = problem.ours("auto").inputs["w_user"]
     assert weight.shape == (13, 22) and weight.is_contiguous() and weight.is_leaf
     padded = problem.plain(bench.gemm).inputs
-    assert {name: x.shape[1] for name, x in padded.items()} == {"w_user": 24, "w_cand": 24, "e_user": 24, "e_cand": 24}
+    assert {name: x.shape[1] for name, x in padded.items()} == {
+        "w_user": 24,
+        "w_cand": 24,
+        "e_user": 24,
+        "e_cand": 24,
+    }
     assert padded["e_cand"].untyped_storage().nbytes() == 20 * 24 * 8 * 4
 
 
 def test_the_candidate_gemm_reports_its_time_alone():
     problem, work = setup(batch=20, ratio=7)
     work.implementations[bench.CUBLAS] = problem.candidate_gemm
-    (row,) = runner.run_case(runner.Case("", "", lambda: work), runner.Protocol("cpu", rounds=1, pause_s=0), re.compile("cuBLAS"))
+    (row,) = runner.run_case(
+        runner.Case("", "", lambda: work),
+        runner.Protocol("cpu", rounds=1, pause_s=0),
+        re.compile("cuBLAS"),
+    )
     assert row["status"] == "ok" and row["forward_ms"] > 0
-    assert not [key for key in row if key.endswith(("tflops", "gbytes", "speedup")) or key.startswith("forward_backward")]
+    assert not [
+        key
+        for key in row
+        if key.endswith(("tflops", "gbytes", "speedup")) or key.startswith("forward_backward")
+    ]
 
 
 def test_the_sample_covers_the_edges():
@@ -82,18 +110,35 @@ def test_a_wrong_weight_gradient_of_one_candidate_is_found():
 
     def forward(w_user, w_cand, e_user, e_cand):
         out = bench.decomposed(torch.matmul, problem.index, w_user, w_cand, e_user, e_cand)
-        return torch.cat([out[:10], out[10:11].detach(), out[11:]])  # candidate 10 is not in the sample
+        # candidate 10 is not in the sample
+        return torch.cat([out[:10], out[10:11].detach(), out[11:]])
 
     work.implementations["wrong"] = lambda: problem.implementation(forward, problem.inputs)
-    (row,) = runner.run_case(runner.Case("", "", lambda: work), runner.Protocol("cpu", rounds=0), re.compile("wrong"))
+    (row,) = runner.run_case(
+        runner.Case("", "", lambda: work), runner.Protocol("cpu", rounds=0), re.compile("wrong")
+    )
     assert row["status"].startswith("wrong: forward+backward: dw_user/sampled")
 
 
 @pytest.mark.parametrize(
     ("batch", "ratio", "note"),
     [
-        (1024, 70, "not measured in this run but earlier on an H200, forward: FBGEMM Triton 0.567 ms, Meta TLX 0.494 ms"),
-        (1024, 1000, "not measured in this run but earlier on an H200, forward: FBGEMM Triton 0.57 ms, Meta TLX 0.498 ms"),
+        (
+            1024,
+            70,
+            (
+                "not measured in this run but earlier on an H200, forward: FBGEMM Triton 0.567 ms,"
+                " Meta TLX 0.494 ms"
+            ),
+        ),
+        (
+            1024,
+            1000,
+            (
+                "not measured in this run but earlier on an H200, forward: FBGEMM Triton 0.57 ms,"
+                " Meta TLX 0.498 ms"
+            ),
+        ),
         (512, 70, ""),
     ],
 )
@@ -106,10 +151,18 @@ def test_full_sizes_are_those_of_the_tables():
     full = bench.FULL
     assert (full.m, full.n, full.k_user, full.k_cand) == (433, 256, 1178, 866)
     assert [(case.table, case.name) for case in bench.make_cases("cuda", tiny=False)] == [
-        *(("batch size, 70 candidates per user", f"B={batch}") for batch in (512, 1024, 2048, 3072)),
-        *(("candidates per user, B=1024", f"{ratio} per user") for ratio in (2, 5, 10, 50, 100, 1000)),
+        *(
+            ("batch size, 70 candidates per user", f"B={batch}")
+            for batch in (512, 1024, 2048, 3072)
+        ),
+        *(
+            ("candidates per user, B=1024", f"{ratio} per user")
+            for ratio in (2, 5, 10, 50, 100, 1000)
+        ),
     ]
-    shapes = {(batch, full.ratio) for batch in full.batches} | {(full.ratio_batch, ratio) for ratio in full.ratios}
+    shapes = {(batch, full.ratio) for batch in full.batches} | {
+        (full.ratio_batch, ratio) for ratio in full.ratios
+    }
     assert bench.PEERS.keys() <= shapes
 
 

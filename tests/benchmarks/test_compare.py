@@ -1,4 +1,5 @@
-"""Alternating checkouts: figures of both, failures in one of them, a process that does not respond."""
+"""Alternating checkouts: figures of both, failures in one of them, a process that does not
+respond."""
 
 import json
 import shutil
@@ -14,11 +15,14 @@ OPTIONS = ["--device", "cpu", "--tiny", "--pause", "0", "--rep", "0.1", "--only"
 
 @pytest.fixture
 def changed_checkout(tmp_path):
-    """A copy of the packages, with a line put at the end of jagged_modules/functional/__init__.py."""
+    """A copy of the packages, with a line put at the end of
+    jagged_modules/functional/__init__.py."""
 
     def make(line):
         for package in ("jagged_modules", "kernels/jagged_kernels"):
-            shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+            )
         with open(tmp_path / "jagged_modules" / "functional" / "__init__.py", "a") as file:
             file.write(f"\n{line}\n")
         return tmp_path
@@ -28,31 +32,54 @@ def changed_checkout(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkout_against_itself(tmp_path, capsys):
-    assert compare.main(["jagged_ops", f"one={ROOT}", f"two={ROOT}", "--out", str(tmp_path / "out.json"), *OPTIONS]) == 0
+    assert (
+        compare.main(
+            [
+                "jagged_ops",
+                f"one={ROOT}",
+                f"two={ROOT}",
+                "--out",
+                str(tmp_path / "out.json"),
+                *OPTIONS,
+            ]
+        )
+        == 0
+    )
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["case"], row["implementation"], row["pass"]) for row in rows] == [
         (CASE, "jagged_modules", "forward"),
         (CASE, "jagged_modules", "forward_backward"),
     ]
-    assert all(row["cells"].keys() == {"one", "two"} and min(row["cells"].values()) > 0 for row in rows)
+    assert all(
+        row["cells"].keys() == {"one", "two"} and min(row["cells"].values()) > 0 for row in rows
+    )
     table = capsys.readouterr().out
     assert "| one | two |" in table and table.count("×)") == 2 and "forward+backward" in table
 
 
 @pytest.mark.slow
 def test_a_wrong_result_is_named_and_not_timed(changed_checkout, capsys):
-    changed = changed_checkout("_right = jagged_softmax\n\n\ndef jagged_softmax(*args, **kwargs):\n    return 2 * _right(*args, **kwargs)")
+    changed = changed_checkout(
+        "_right = jagged_softmax\n\n\ndef jagged_softmax(*args, **kwargs):\n    return 2 *"
+        " _right(*args, **kwargs)"
+    )
     assert compare.main(["jagged_ops", f"before={ROOT}", f"after={changed}", *OPTIONS]) == 1
     assert "| failed |  | wrong: forward: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "line, limit, status",
-    [("raise SystemExit(3)", "100", "ended with 3"), ("import time\n\ntime.sleep(1000)", "3", "no response in 3 s")],
+    [
+        ("raise SystemExit(3)", "100", "ended with 3"),
+        ("import time\n\ntime.sleep(1000)", "3", "no response in 3 s"),
+    ],
     ids=["ends", "waits"],
 )
 def test_a_process_that_does_not_respond(changed_checkout, line, limit, status, capsys):
-    assert compare.main(["jagged_ops", f"only={changed_checkout(line)}", *OPTIONS, "--limit", limit]) == 1
+    assert (
+        compare.main(["jagged_ops", f"only={changed_checkout(line)}", *OPTIONS, "--limit", limit])
+        == 1
+    )
     assert f"| (none) | failed | {status} |" in capsys.readouterr().out
 
 
@@ -73,7 +100,12 @@ def test_a_checkout_that_did_not_respond_is_not_measured_again():
 
     good, bad = Fake([3.0, 5.0, 2.0, 6.0]), Fake([4.0, None])
     rows = compare.compare({"good": good, "bad": bad}, ["a", "b"], rounds=2, limit_s=1)
-    assert bad.ended and bad.asked == ["a", "b"] and good.asked == ["a", "b", "a", "b"] and not good.ended
+    assert (
+        bad.ended
+        and bad.asked == ["a", "b"]
+        and good.asked == ["a", "b", "a", "b"]
+        and not good.ended
+    )
     assert [(row["case"], row["pass"], row["cells"]) for row in rows] == [
         ("a", "forward", {"good": 2.0, "bad": 4.0}),
         ("b", "forward", {"good": 5.0}),
@@ -85,4 +117,6 @@ def test_a_checkout_that_did_not_respond_is_not_measured_again():
 def test_an_argument_without_a_checkout(checkout, capsys):
     with pytest.raises(SystemExit):
         compare.main(["jagged_ops", f"before={ROOT}", checkout])
-    assert f"{checkout!r} is not NAME=FOLDER with the folder of a checkout" in capsys.readouterr().err
+    assert (
+        f"{checkout!r} is not NAME=FOLDER with the folder of a checkout" in capsys.readouterr().err
+    )

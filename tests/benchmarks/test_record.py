@@ -1,4 +1,5 @@
-"""The record of a device: how runs are merged, its tables and its pictures, on a few rows made for the test."""
+"""The record of a device: how runs are merged, its tables and its pictures, on a few rows made for
+the test."""
 
 import json
 import math
@@ -37,14 +38,40 @@ FAST = ["--tiny", "--device", "cpu", "--pause", "0", "--warmup", "0", "--rep", "
 
 
 def result(implementation: str = OURS, status: str = "ok", case: str = "a", **values) -> dict:
-    return {"table": "t", "case": case, "implementation": implementation, "status": status, "picture": "", **values}
+    return {
+        "table": "t",
+        "case": case,
+        "implementation": implementation,
+        "status": status,
+        "picture": "",
+        **values,
+    }
 
 
-def save_run(folder: Path, rows: list[dict], date: str = DATE, device: str = "a device", op: str = "op", **extra) -> Path:
+def save_run(
+    folder: Path,
+    rows: list[dict],
+    date: str = DATE,
+    device: str = "a device",
+    op: str = "op",
+    **extra,
+) -> Path:
     """Saves a run as the benchmarks do. ``date``: a day, or a day and a time."""
     date = date if "T" in date else f"{date}T00:00:00+00:00"
-    environment = {"date": date, "command": "python bench_op.py --out /somewhere --pause 0", "device": device, "torch": "2"}
-    run = {"op": op, "environment": environment, "protocol": {"text": "As ever."}, "complete": True, "rows": rows, **extra}
+    environment = {
+        "date": date,
+        "command": "python bench_op.py --out /somewhere --pause 0",
+        "device": device,
+        "torch": "2",
+    }
+    run = {
+        "op": op,
+        "environment": environment,
+        "protocol": {"text": "As ever."},
+        "complete": True,
+        "rows": rows,
+        **extra,
+    }
     (folder / "runs").mkdir(exist_ok=True)
     path = folder / "runs" / f"{date[:10]}-{op}-{len(list((folder / 'runs').iterdir()))}.json"
     path.write_text(json.dumps(run))
@@ -55,7 +82,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-# -- a table -----------------------------------------------------------------------------------------------------------
+# -- a table ---------------------------------------------------------------------------------------
 
 
 def table(*columns: Column, row: Row) -> list[str]:
@@ -70,7 +97,11 @@ def table(*columns: Column, row: Row) -> list[str]:
 
 
 def test_values_literals_ratios_and_what_is_missing():
-    columns = [Column("published"), Column("ms", "forward_ms/backward_ms"), Column("over", "forward_ms/backward_ms", OURS, "peer")]
+    columns = [
+        Column("published"),
+        Column("ms", "forward_ms/backward_ms"),
+        Column("over", "forward_ms/backward_ms", OURS, "peer"),
+    ]
     assert table(*columns, row=Row("x", "a", OURS, cells=["1.9"])) == ["1.9", "2 / 8", "3 / 1.5"]
     assert table(*columns, row=Row("x", "b", OURS)) == ["", "missing", "missing"]
     assert table(*columns, row=Row("x", cells=["1.9"], instead="no")) == ["1.9", "no", ""]
@@ -78,19 +109,36 @@ def test_values_literals_ratios_and_what_is_missing():
 
 
 def test_an_unavailable_peer_says_so_and_a_wrong_gradient_leaves_the_forward():
-    columns = [Column("ms", "forward_ms"), Column("both", "forward_ms/backward_ms"), Column("back", "backward_ms")]
+    columns = [
+        Column("ms", "forward_ms"),
+        Column("both", "forward_ms/backward_ms"),
+        Column("back", "backward_ms"),
+    ]
     assert table(*columns, row=Row("x", "a", "absent")) == ["unavailable: ImportError: a\\|b"] * 3
-    assert table(*columns, row=Row("x", "a", "half")) == ["3", "3 / –", "wrong: forward+backward: dq"]
+    assert table(*columns, row=Row("x", "a", "half")) == [
+        "3",
+        "3 / –",
+        "wrong: forward+backward: dq",
+    ]
 
 
 def test_derived_values():
-    assert table(Column("µs", "forward_us"), Column("FLOPs", "mflop"), row=Row("x", "a", OURS)) == ["2000", "12"]
-    assert table(Column("µs", "backward_us"), Column("FLOPs", "mflop"), row=Row("x", "a", "peer")) == ["missing", "missing"]
+    assert table(Column("µs", "forward_us"), Column("FLOPs", "mflop"), row=Row("x", "a", OURS)) == [
+        "2000",
+        "12",
+    ]
+    assert table(
+        Column("µs", "backward_us"), Column("FLOPs", "mflop"), row=Row("x", "a", "peer")
+    ) == ["missing", "missing"]
 
 
 def test_headlines_name_cases_that_the_benchmarks_have():
     """Tables of another form have no cases. The tiny run below checks their titles."""
-    cases = {(op, case.table, case.name) for op, bench in BENCHES.items() for case in bench.make_cases("cuda", tiny=False)}
+    cases = {
+        (op, case.table, case.name)
+        for op, bench in BENCHES.items()
+        for case in bench.make_cases("cuda", tiny=False)
+    }
     for head in (*HEADLINES, *TABLES):
         named = {(head.op, row.table or head.table, row.case) for row in head.rows if row.case}
         assert named <= cases or head.key == "block_table_8", named - cases
@@ -99,16 +147,26 @@ def test_headlines_name_cases_that_the_benchmarks_have():
     assert len({head.key for head in (*HEADLINES, *TABLES)}) == len(HEADLINES) + len(TABLES)
 
 
-# -- merging runs ------------------------------------------------------------------------------------------------------
+# -- merging runs ----------------------------------------------------------------------------------
 
 
 def measured(made: dict) -> list[tuple]:
-    return [(row["case"], row["implementation"], row["forward_ms"], row["date"][:13]) for row in made["rows"]]
+    return [
+        (row["case"], row["implementation"], row["forward_ms"], row["date"][:13])
+        for row in made["rows"]
+    ]
 
 
 def test_a_case_has_the_rows_of_the_fullest_then_the_latest_run(tmp_path):
-    save_run(tmp_path, [result(forward_ms=1.0), result("peer", forward_ms=9.0), result(case="b", forward_ms=4.0)])
-    save_run(tmp_path, [result(forward_ms=2.0), result(case="b", forward_ms=5.0)], f"{DATE}T01:00:00+00:00")
+    save_run(
+        tmp_path,
+        [result(forward_ms=1.0), result("peer", forward_ms=9.0), result(case="b", forward_ms=4.0)],
+    )
+    save_run(
+        tmp_path,
+        [result(forward_ms=2.0), result(case="b", forward_ms=5.0)],
+        f"{DATE}T01:00:00+00:00",
+    )
     assert measured(record.make_record(tmp_path)) == [
         ("a", OURS, 1.0, f"{DATE}T00"),
         ("a", "peer", 9.0, f"{DATE}T00"),
@@ -123,27 +181,48 @@ def test_the_latest_day_wins_and_runs_without_rows_in_the_record_are_not_listed(
     save_run(tmp_path, [result(forward_ms=1.0)])
     made = record.make_record(tmp_path, DATE)
     assert measured(made) == [("a", OURS, 1.0, f"{DATE}T00"), ("b", OURS, 20.0, "2026-11-20T00")]
-    assert [run["environment"]["date"][:10] for run in made["runs"]] == ["2026-11-20", DATE] and made["date"] == DATE
+    assert [run["environment"]["date"][:10] for run in made["runs"]] == [
+        "2026-11-20",
+        DATE,
+    ] and made["date"] == DATE
     assert record.make_record(tmp_path)["date"] == "2026-11-23"
 
 
 def test_rows_of_the_saved_record_count_as_runs(tmp_path):
     """Also rows of deleted runs: the repository keeps no runs."""
-    first = save_run(tmp_path, [result(forward_ms=1.0), result("peer", forward_ms=9.0), result(case="b", forward_ms=4.0)])
+    first = save_run(
+        tmp_path,
+        [result(forward_ms=1.0), result("peer", forward_ms=9.0), result(case="b", forward_ms=4.0)],
+    )
     record.main([str(tmp_path)])
     first.unlink()
-    save_run(tmp_path, [result(case="c", forward_ms=3.0), result(forward_ms=2.0)], f"{DATE}T01:00:00+00:00")
-    before = [("a", OURS, 1.0, f"{DATE}T00"), ("a", "peer", 9.0, f"{DATE}T00"), ("b", OURS, 4.0, f"{DATE}T00")]
+    save_run(
+        tmp_path,
+        [result(case="c", forward_ms=3.0), result(forward_ms=2.0)],
+        f"{DATE}T01:00:00+00:00",
+    )
+    before = [
+        ("a", OURS, 1.0, f"{DATE}T00"),
+        ("a", "peer", 9.0, f"{DATE}T00"),
+        ("b", OURS, 4.0, f"{DATE}T00"),
+    ]
     assert measured(record.make_record(tmp_path)) == [*before, ("c", OURS, 3.0, f"{DATE}T01")]
     record.main([str(tmp_path)])
     save_run(tmp_path, [result(forward_ms=0.5)], "2026-11-22")
     made = record.make_record(tmp_path)
-    assert measured(made)[0] == ("a", OURS, 0.5, "2026-11-22T00") and len(made["rows"]) == 3 and len(made["runs"]) == 3
+    assert (
+        measured(made)[0] == ("a", OURS, 0.5, "2026-11-22T00")
+        and len(made["rows"]) == 3
+        and len(made["runs"]) == 3
+    )
 
 
 def test_a_record_made_again_is_the_same_with_its_runs_and_without(tmp_path):
     save_run(tmp_path, [result(case="b", forward_ms=4.0), result(forward_ms=1.0)], "2026-11-20")
-    save_run(tmp_path, [result(forward_ms=2.0), result("peer", forward_ms=9.0), result(case="c", forward_ms=1.0)])
+    save_run(
+        tmp_path,
+        [result(forward_ms=2.0), result("peer", forward_ms=9.0), result(case="c", forward_ms=1.0)],
+    )
     record.main([str(tmp_path)])
     made = files_of(tmp_path)
     assert made.keys() == {"record.json", "README.md", *record_pictures.PICTURES}
@@ -171,13 +250,24 @@ def test_the_profile_is_the_latest_there_is(tmp_path, monkeypatch):
 
 
 def test_tables_of_another_form_are_rows_and_no_path_or_traceback_is_kept(tmp_path):
-    others = {"errors": [{"rotary": "qk", "implementation": OURS, "max": 0.5}], "failed": [{"status": "unavailable: x", "traceback": "y"}]}
-    save_run(tmp_path, [result(status="wrong: x", traceback="File /somewhere")], other_tables=others)
+    others = {
+        "errors": [{"rotary": "qk", "implementation": OURS, "max": 0.5}],
+        "failed": [{"status": "unavailable: x", "traceback": "y"}],
+    }
+    save_run(
+        tmp_path, [result(status="wrong: x", traceback="File /somewhere")], other_tables=others
+    )
     made = record.make_record(tmp_path)
     rows = record.by_key(made["rows"])
-    assert rows["op", "errors", "qk", OURS]["max"] == 0.5 and rows["op", "errors", "qk", OURS]["status"] == "ok"
+    assert (
+        rows["op", "errors", "qk", OURS]["max"] == 0.5
+        and rows["op", "errors", "qk", OURS]["status"] == "ok"
+    )
     assert rows["op", "failed", "", "(table)"]["status"] == "unavailable: x"
-    assert "/somewhere" not in json.dumps(made) and made["runs"][0]["environment"]["command"] == "python bench_op.py --pause 0"
+    assert (
+        "/somewhere" not in json.dumps(made)
+        and made["runs"][0]["environment"]["command"] == "python bench_op.py --pause 0"
+    )
 
 
 def test_without_a_gpu_the_folder_must_be_named(monkeypatch, capsys):
@@ -195,24 +285,37 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
         record.make_record(tmp_path, "2026-01-01")
 
 
-# -- whole records -----------------------------------------------------------------------------------------------------
+# -- whole records ---------------------------------------------------------------------------------
 
 
 def test_the_readme_has_every_headline_and_the_measured_rows_beside_it(tmp_path):
     table, case = "GDPA (gelu_tanh)", "q and kv full L=2048"
     row = result(case=case, forward_tflops=682.0, backward_tflops=560.0, forward_floor_percent=93.5)
-    stages = [result(name, case="B=1024", forward_ms=ms) for name, ms in ((INPUT_REPLICATED, 1.98), ("padded", 0.56))]
+    stages = [
+        result(name, case="B=1024", forward_ms=ms)
+        for name, ms in ((INPUT_REPLICATED, 1.98), ("padded", 0.56))
+    ]
     save_run(tmp_path, [{**row, "table": table}], op="gdpa", device="NVIDIA H200")
-    save_run(tmp_path, [{**stage, "table": "batch size, 70 candidates per user"} for stage in stages], op="linear_compress")
+    save_run(
+        tmp_path,
+        [{**stage, "table": "batch size, 70 candidates per user"} for stage in stages],
+        op="linear_compress",
+    )
     assert record.main([str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
     for head in (*HEADLINES, *TABLES):
         assert f"## {head.title}\n" in text
         for row in head.rows:
             assert f"| {row.what} | " in text
-    assert "| q and kv full L=2048 | 453 / 345 | missing | missing | missing | 682 / 560 | missing | 93.5 / – |" in text
+    assert (
+        "| q and kv full L=2048 | 453 / 345 | missing | missing | missing | 682 / 560 | missing |"
+        " 93.5 / – |" in text
+    )
     assert "| 1 decomposed | 1.389 | 1.40 | 1.224 | missing |" in text
-    assert "| 2 padded to multiples of 8 | 0.798 | 2.44 | 0.568 | 0.56 | 3.54 | missing | missing |" in text
+    assert (
+        "| 2 padded to multiples of 8 | 0.798 | 2.44 | 0.568 | 0.56 | 3.54 | missing | missing |"
+        in text
+    )
     assert "missing: profile_kernels.py was not run" in text
     assert "| gdpa | 2026-11-21T00:00:00+00:00 | `python bench_op.py --pause 0` | – |  |" in text
     for name in record_pictures.PICTURES:
@@ -220,11 +323,18 @@ def test_the_readme_has_every_headline_and_the_measured_rows_beside_it(tmp_path)
 
 
 def test_the_record_of_a_cpu_has_the_tables_as_they_are(tmp_path):
-    save_run(tmp_path, [result(forward_ms=2.0, forward_tflops=0.1), result("peer", forward_ms=6.0)], device="CPU x, 2 threads")
+    save_run(
+        tmp_path,
+        [result(forward_ms=2.0, forward_tflops=0.1), result("peer", forward_ms=6.0)],
+        device="CPU x, 2 threads",
+    )
     record.main([str(tmp_path)])
     assert files_of(tmp_path).keys() == {"record.json", "README.md"}
     text = (tmp_path / "README.md").read_text()
-    assert "| case | implementation | forward ms | forward TFLOP/s |" in text and "| a | peer | 6 | – |" in text
+    assert (
+        "| case | implementation | forward ms | forward TFLOP/s |" in text
+        and "| a | peer | 6 | – |" in text
+    )
 
 
 def test_tiny_runs_resume_and_become_a_record(tmp_path, capsys):
@@ -236,7 +346,10 @@ def test_tiny_runs_resume_and_become_a_record(tmp_path, capsys):
     bench("--only", "batch size")
     bench("--resume")
     assert "nothing left" in bench("--resume")
-    runs = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").glob("*-linear_compress*.json"))]
+    runs = [
+        json.loads(path.read_text())
+        for path in sorted((tmp_path / "runs").glob("*-linear_compress*.json"))
+    ]
     first, second = ({(row["table"], row["case"]) for row in run["rows"]} for run in runs)
     assert len(first) == len(second) == 2 and not first & second
     assert all(run["complete"] and run["seconds"] > 0 for run in runs)
@@ -245,17 +358,23 @@ def test_tiny_runs_resume_and_become_a_record(tmp_path, capsys):
     assert len(made["rows"]) == sum(len(run["rows"]) for run in runs) and len(made["runs"]) == 2
 
 
-@pytest.mark.parametrize("folder", [path.parent for path in sorted(RESULTS.glob("*/record.json"))], ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    [path.parent for path in sorted(RESULTS.glob("*/record.json"))],
+    ids=lambda folder: folder.name,
+)
 def test_the_saved_readme_is_that_of_the_saved_record(folder):
     """The folder has nothing else but a few pictures. Figures are not checked here."""
     files = {path.name for path in folder.iterdir() if path.is_file()}
     pictures = {name for name in files if name.endswith(".png")}
     assert files - pictures == {"README.md", "record.json"} and len(pictures) <= 5
-    made = record.markdown(json.loads((folder / "record.json").read_text()), record_pictures.PICTURES)
+    made = record.markdown(
+        json.loads((folder / "record.json").read_text()), record_pictures.PICTURES
+    )
     assert (folder / "README.md").read_text() == made
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------
 
 
 def test_points_of_a_picture():
@@ -266,11 +385,20 @@ def test_points_of_a_picture():
         {"op": "o", **result(case="history 204..512", forward_tflops=3.0)},
         {"op": "other", **result(case="history 256", forward_tflops=4.0)},
     ]
-    assert record_pictures.series(rows, "o", "t", r"history (\d+)", "forward_tflops") == {OURS: [(512, 1.0), (1024, 2.0)]}
+    assert record_pictures.series(rows, "o", "t", r"history (\d+)", "forward_tflops") == {
+        OURS: [(512, 1.0), (1024, 2.0)]
+    }
 
 
 def test_published_stages_are_those_of_the_ladder():
     (ladder,) = (head for head in HEADLINES if head.key == "lce_ladder")
-    published = [float(row.cells[1]) for row in ladder.rows if row.cells and row.cells[1] not in ("", "1")]
-    assert all(math.isclose(a, b, rel_tol=5e-3) for a, b in zip(published, record_pictures.PUBLISHED_STAGES.values(), strict=True))
-    assert [re.match(r"\d", row.what) is not None for row in ladder.rows] == [False] * 2 + [True] * 6
+    published = [
+        float(row.cells[1]) for row in ladder.rows if row.cells and row.cells[1] not in ("", "1")
+    ]
+    assert all(
+        math.isclose(a, b, rel_tol=5e-3)
+        for a, b in zip(published, record_pictures.PUBLISHED_STAGES.values(), strict=True)
+    )
+    assert [re.match(r"\d", row.what) is not None for row in ladder.rows] == [False] * 2 + [
+        True
+    ] * 6

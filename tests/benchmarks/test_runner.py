@@ -33,7 +33,14 @@ def squares_setup(rows: int, **functions) -> Setup:
         return Implementation(lambda: function(x), {"x": x}, lambda name, t: {"first": t[:2]}, grad)
 
     implementations = {name: partial(build, function) for name, function in functions.items()}
-    return Setup(implementations, reference, torch.float32, flops=8.0 * rows, backward_flops=16.0 * rows, bytes=64.0 * rows)
+    return Setup(
+        implementations,
+        reference,
+        torch.float32,
+        flops=8.0 * rows,
+        backward_flops=16.0 * rows,
+        bytes=64.0 * rows,
+    )
 
 
 def multiply(x):
@@ -67,7 +74,9 @@ class WrongGradient(torch.autograd.Function):
 
 
 def run(tmp_path: Path, cases: list[Case], *arguments: str) -> tuple[int, dict, Path]:
-    status = runner.main("squares", lambda device, tiny: cases, [*FAST, "--out", str(tmp_path), *arguments])
+    status = runner.main(
+        "squares", lambda device, tiny: cases, [*FAST, "--out", str(tmp_path), *arguments]
+    )
     (path,) = tmp_path.glob("*-squares.json")
     return status, json.loads(path.read_text()), path
 
@@ -77,7 +86,10 @@ def squares_case(name: str = "4 rows", timed: bool = True, **functions) -> Case:
 
 
 def test_a_run_leaves_json_table_and_picture_that_agree(tmp_path, capsys):
-    cases = [squares_case(multiply=multiply, power=power), squares_case("untimed", timed=False, multiply=multiply)]
+    cases = [
+        squares_case(multiply=multiply, power=power),
+        squares_case("untimed", timed=False, multiply=multiply),
+    ]
     status, results, path = run(tmp_path, cases, "--rounds", "3")
 
     assert status == 0
@@ -94,7 +106,8 @@ def test_a_run_leaves_json_table_and_picture_that_agree(tmp_path, capsys):
             assert len(row[f"{key}_rounds_ms"]) == 3
             assert row[f"{key}_ms"] == min(row[f"{key}_rounds_ms"]) > 0
             assert row[f"{key}_tflops"] == pytest.approx(flops / row[f"{key}_ms"] / 1e9)
-            assert row[f"{key}_peak_bytes"] is None  # torch counts no CPU memory: nothing is made up
+            # torch counts no CPU memory: nothing is made up
+            assert row[f"{key}_peak_bytes"] is None
         assert row["input_bytes"] == 4 * 8 * 4
         assert set(row["forward_backward_errors"]) == {"out/first", "dx/first"}
     assert "forward_ms" not in results["rows"][2]
@@ -105,14 +118,18 @@ def test_a_run_leaves_json_table_and_picture_that_agree(tmp_path, capsys):
     assert report.number(results["rows"][1]["forward_ms"]) in line
     assert "peak MB" not in table  # a column without a figure is left out
     assert path.with_suffix(".png").read_bytes().startswith(PNG_SIGNATURE)
-    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".md", ".png"]  # no temporary file stays
+    # no temporary file stays
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".md", ".png"]
 
 
 def test_an_unavailable_implementation_is_reported_and_the_others_are_measured(tmp_path, capsys):
     status, results, path = run(tmp_path, [squares_case(missing=missing, multiply=multiply)])
     unavailable, measured = results["rows"]
     assert status == 0
-    assert unavailable["status"] == "unavailable: forward: ModuleNotFoundError: No module named 'a_package_nobody_has'"
+    assert (
+        unavailable["status"]
+        == "unavailable: forward: ModuleNotFoundError: No module named 'a_package_nobody_has'"
+    )
     assert "a_package_nobody_has" in unavailable["traceback"]
     assert "forward_ms" not in unavailable and measured["forward_ms"] > 0
     assert unavailable["status"] in path.with_suffix(".md").read_text()
@@ -147,7 +164,8 @@ def test_a_wrong_gradient_leaves_the_forward_only(tmp_path):
 
 
 def test_outputs_are_poisoned_before_the_checked_call():
-    """A function that keeps handing out its first output is caught, because that memory was filled with NaN."""
+    """A function that keeps handing out its first output is caught, because that memory was filled
+    with NaN."""
     once = torch.zeros(4, 8)
     calls = []
 
@@ -184,12 +202,16 @@ def test_the_backward_alone_is_measured_on_a_kept_graph(tmp_path):
         calls.append(torch.is_grad_enabled())
         return x * x
 
-    case = Case("squares", "alone", partial(squares_setup, 4, count=multiply_and_count), backward_alone=True)
+    case = Case(
+        "squares", "alone", partial(squares_setup, 4, count=multiply_and_count), backward_alone=True
+    )
     _, results, path = run(tmp_path, [case], "--rounds", "2")
     (row,) = results["rows"]
     assert set(row["forward_backward_errors"]) == {"out/first", "dx/first"}  # checked as always
     assert row["forward_ms"] > 0 and "forward_backward_ms" not in row
-    assert row["backward_ms"] == min(row["backward_rounds_ms"]) and len(row["backward_rounds_ms"]) == 2
+    assert (
+        row["backward_ms"] == min(row["backward_rounds_ms"]) and len(row["backward_rounds_ms"]) == 2
+    )
     assert row["backward_tflops"] == pytest.approx(64.0 / row["backward_ms"] / 1e9)
     assert sum(calls) == 2 + 2  # two checks, one graph a round however often its backward runs
     assert "| backward ms |" in path.with_suffix(".md").read_text()
@@ -198,7 +220,11 @@ def test_the_backward_alone_is_measured_on_a_kept_graph(tmp_path):
 def test_wall_time_ends_when_the_device_is_done(monkeypatch):
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("done"))
-    wall_ms, host_ms = runner.measure_ms(lambda: events.append("call"), runner.Protocol("cuda", pause_s=0, warmup_ms=0, rep_ms=0), True)
+    wall_ms, host_ms = runner.measure_ms(
+        lambda: events.append("call"),
+        runner.Protocol("cuda", pause_s=0, warmup_ms=0, rep_ms=0),
+        True,
+    )
     assert wall_ms >= 0 and host_ms is None
     assert events == ["done", *["call", "done"] * 4]  # a call to warm up, and at least three
 
@@ -206,23 +232,32 @@ def test_wall_time_ends_when_the_device_is_done(monkeypatch):
 @pytest.mark.parametrize(("attainable", "floor_ms"), [((1e9, 1e6), 32e-3), ((1e6, 1e9), 256e-3)])
 def test_floor_and_speed_up(tmp_path, attainable, floor_ms):
     """32 FLOP and 256 bytes forward: the longer of the two is the floor."""
-    setup = dataclasses.replace(squares_setup(4, power=power, multiply=multiply), attainable=attainable, baseline="multiply")
+    setup = dataclasses.replace(
+        squares_setup(4, power=power, multiply=multiply), attainable=attainable, baseline="multiply"
+    )
     _, results, path = run(tmp_path, [Case("squares", "a", lambda: setup, picture="speedup")])
     first, baseline = results["rows"]
     assert baseline["forward_speedup"] == 1
     assert first["forward_speedup"] == pytest.approx(baseline["forward_ms"] / first["forward_ms"])
     assert first["forward_floor_ms"] == pytest.approx(floor_ms)
     assert first["forward_floor_percent"] == pytest.approx(100 * floor_ms / first["forward_ms"])
-    assert [column for _, column, _, _ in report.measured_panels(results["rows"])] == ["forward_speedup", "forward_backward_speedup"]
+    assert [column for _, column, _, _ in report.measured_panels(results["rows"])] == [
+        "forward_speedup",
+        "forward_backward_speedup",
+    ]
     assert "| forward % of floor |" in path.with_suffix(".md").read_text()
 
 
 def test_floor_and_speed_up_of_the_backward_alone(tmp_path):
-    setup = dataclasses.replace(squares_setup(4, power=power, multiply=multiply), attainable=(1e6, 1e6), baseline="multiply")
+    setup = dataclasses.replace(
+        squares_setup(4, power=power, multiply=multiply), attainable=(1e6, 1e6), baseline="multiply"
+    )
     setup = dataclasses.replace(setup, backward_bytes=128.0)
     _, results, path = run(tmp_path, [Case("squares", "a", lambda: setup, backward_alone=True)])
     first, baseline = results["rows"]
-    assert first["backward_speedup"] == pytest.approx(baseline["backward_ms"] / first["backward_ms"])
+    assert first["backward_speedup"] == pytest.approx(
+        baseline["backward_ms"] / first["backward_ms"]
+    )
     assert first["backward_floor_percent"] == pytest.approx(100 * 128e-3 / first["backward_ms"])
     text = path.with_suffix(".md").read_text()
     assert "| backward % of floor |" in text and "| backward speed-up |" in text
@@ -231,7 +266,12 @@ def test_floor_and_speed_up_of_the_backward_alone(tmp_path):
 def test_the_summary_stands_above_the_tables(tmp_path):
     arguments = [*FAST, "--out", str(tmp_path)]
     cases = [squares_case("a", multiply=multiply), squares_case("b", multiply=multiply)]
-    runner.main("squares", lambda device, tiny: cases, arguments, summary=lambda rows: [f"There are {len(rows)} rows."])
+    runner.main(
+        "squares",
+        lambda device, tiny: cases,
+        arguments,
+        summary=lambda rows: [f"There are {len(rows)} rows."],
+    )
     (path,) = tmp_path.glob("*-squares.md")
     text = path.read_text()
     assert 0 < text.index("There are 2 rows.") < text.index("## squares")
@@ -242,7 +282,10 @@ def test_tables_of_another_form_stand_below(tmp_path):
         raise MemoryError("too large")
 
     def sides(device, tiny):
-        return [{"device": device, "side": 0.5, "text": "a|b"}, {"device": f"tiny: {tiny}", "other": 12345.6}]
+        return [
+            {"device": device, "side": 0.5, "text": "a|b"},
+            {"device": f"tiny: {tiny}", "other": 12345.6},
+        ]
 
     def run_main(*options):
         cases, others = [squares_case(multiply=multiply)], {"sides": sides, "areas": broken}
@@ -273,7 +316,9 @@ def test_a_setup_that_fails_is_a_row_too(tmp_path):
     def broken():
         raise MemoryError("too large")
 
-    _, results, _ = run(tmp_path, [Case("squares", "huge", broken), squares_case(multiply=multiply)])
+    _, results, _ = run(
+        tmp_path, [Case("squares", "huge", broken), squares_case(multiply=multiply)]
+    )
     assert [(row["implementation"], row["status"]) for row in results["rows"]] == [
         ("(setup)", "unavailable: MemoryError: too large"),
         ("multiply", "ok"),
@@ -281,17 +326,26 @@ def test_a_setup_that_fails_is_a_row_too(tmp_path):
 
 
 def test_only_and_impl_select(tmp_path):
-    cases = [squares_case("a", multiply=multiply, power=power), squares_case("b", multiply=multiply, power=power)]
+    cases = [
+        squares_case("a", multiply=multiply, power=power),
+        squares_case("b", multiply=multiply, power=power),
+    ]
     _, results, _ = run(tmp_path, cases, "--only", "squares: b", "--impl", "^pow")
     assert [(row["case"], row["implementation"]) for row in results["rows"]] == [("b", "power")]
     with pytest.raises(SystemExit):
-        runner.main("squares", lambda device, tiny: cases, [*FAST, "--out", str(tmp_path), "--only", "nothing"])
+        runner.main(
+            "squares",
+            lambda device, tiny: cases,
+            [*FAST, "--out", str(tmp_path), "--only", "nothing"],
+        )
 
 
 def test_a_second_run_of_a_day_does_not_overwrite_the_first(tmp_path):
     _, _, first = run(tmp_path, [squares_case(multiply=multiply)])
     text = first.read_text()
-    runner.main("squares", lambda device, tiny: [squares_case(power=power)], [*FAST, "--out", str(tmp_path)])
+    runner.main(
+        "squares", lambda device, tiny: [squares_case(power=power)], [*FAST, "--out", str(tmp_path)]
+    )
     assert first.read_text() == text
     assert len(list(tmp_path.glob("*-squares-2.*"))) == 3
 
@@ -300,21 +354,21 @@ def test_cases_finished_before_a_kill_are_kept(tmp_path):
     """The process is killed, uncatchably, in its second case."""
     script = tmp_path / "bench_killed.py"
     script.write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             import os, signal, sys
             import runner
             from test_runner import multiply, squares_case
 
             killed = runner.Case("squares", "killed", lambda: os.kill(os.getpid(), signal.SIGKILL))
             runner.main("squares", lambda device, tiny: [squares_case(multiply=multiply), killed], sys.argv[1:])
-            """
-        )
+            """)  # noqa: E501
     )
     path = os.pathsep.join([str(Path(runner.__file__).parent), str(Path(__file__).parent)])
     out = tmp_path / "results"
     command = [sys.executable, str(script), *FAST, "--out", str(out)]
-    process = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False)
+    process = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False
+    )
     assert process.returncode == -9
     (saved,) = out.glob("*.json")
     results = json.loads(saved.read_text())
@@ -335,7 +389,10 @@ def test_report_redraws_from_json(tmp_path):
 
 
 def test_options_of_the_report(capsys, tmp_path):
-    for arguments, code, message in ((["--help"], 0, "usage: .* RUN.json"), ([str(tmp_path / "x.json")], 2, "error: no file .*x.json")):
+    for arguments, code, message in (
+        (["--help"], 0, "usage: .* RUN.json"),
+        ([str(tmp_path / "x.json")], 2, "error: no file .*x.json"),
+    ):
         with pytest.raises(SystemExit) as error:
             report.main(arguments)
         printed = capsys.readouterr()
@@ -356,7 +413,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("value", "text"), [(None, "–"), (0.12345, "0.123"), (3.0, "3"), (1234.5, "1234"), (45.67, "45.7")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.12345, "0.123"), (3.0, "3"), (1234.5, "1234"), (45.67, "45.7")],
+)
 def test_numbers_in_tables(value, text):
     assert report.number(value) == text
 
@@ -364,5 +424,9 @@ def test_numbers_in_tables(value, text):
 def test_no_benchmark_imports_another():
     """Except bench_batch_invariant, which measures the cases of the others."""
     benches = set(Path(runner.__file__).parent.glob("bench_*.py"))
-    importing = {path.name for path in benches if re.search(r"^ *(from|import) bench_", path.read_text(), re.MULTILINE)}
+    importing = {
+        path.name
+        for path in benches
+        if re.search(r"^ *(from|import) bench_", path.read_text(), re.MULTILINE)
+    }
     assert len(benches) >= 6 and importing == {"bench_batch_invariant.py"}

@@ -16,12 +16,17 @@ def jagged_dense_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     y = make.tensor(len(lengths), o["depth"], o["columns"], factor=o["depth"] ** -0.5)
     tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=y)
-    offsets, options = make.offsets("offsets", lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    offsets, options = (
+        make.offsets("offsets", lengths),
+        dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"]),
+    )
     rows = make.segments(lengths)
     return Call(
         tensors,
         lambda x, y: dict(out=F.jagged_dense_bmm(x, y, offsets, **options)),
-        lambda inputs, gradients: accuracy.jagged_dense_bmm(*inputs.values(), offsets_of(lengths), gradients["out"]),
+        lambda inputs, gradients: accuracy.jagged_dense_bmm(
+            *inputs.values(), offsets_of(lengths), gradients["out"]
+        ),
         dict(x=rows, out=rows, y=torch.arange(len(lengths), device=make.device)),
         frozenset(("x", "out")),
     )
@@ -29,13 +34,20 @@ def jagged_dense_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 def jagged_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
-    tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=make.tensor(sum(lengths), o["columns"]))
-    offsets, options = make.offsets("offsets", lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    tensors = dict(
+        x=make.tensor(sum(lengths), o["depth"]), y=make.tensor(sum(lengths), o["columns"])
+    )
+    offsets, options = (
+        make.offsets("offsets", lengths),
+        dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"]),
+    )
     rows = make.segments(lengths)
     return Call(
         tensors,
         lambda x, y: dict(out=F.jagged_jagged_bmm(x, y, offsets, **options)),
-        lambda inputs, gradients: accuracy.jagged_jagged_bmm(*inputs.values(), offsets_of(lengths), gradients["out"]),
+        lambda inputs, gradients: accuracy.jagged_jagged_bmm(
+            *inputs.values(), offsets_of(lengths), gradients["out"]
+        ),
         dict(x=rows, y=rows, out=torch.arange(len(lengths), device=make.device)),
         frozenset("xy"),
     )
@@ -43,11 +55,16 @@ def jagged_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 def jagged_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
-    offsets, options = make.offsets("offsets", lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    offsets, options = (
+        make.offsets("offsets", lengths),
+        dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"]),
+    )
     return Call(
         dict(x=make.tensor(sum(lengths), o["columns"], factor=3)),
         lambda x: dict(out=F.jagged_softmax(x, offsets, **options)),
-        lambda inputs, gradients: accuracy.jagged_softmax(inputs["x"], offsets_of(lengths), gradients["out"]),
+        lambda inputs, gradients: accuracy.jagged_softmax(
+            inputs["x"], offsets_of(lengths), gradients["out"]
+        ),
         dict.fromkeys(("x", "out"), make.segments(lengths)),
         frozenset(("x", "out")),
     )
@@ -55,15 +72,21 @@ def jagged_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 def _scores(make: Maker, x_lengths: list[int], y_lengths: list[int]) -> tuple[F.ScorePlan, Tensor]:
     """The plan for x and y, and the segment of each score."""
-    return make.plan(x_lengths, y_lengths), make.segments([n * m for n, m in zip(x_lengths, y_lengths)])
+    return make.plan(x_lengths, y_lengths), make.segments(
+        [n * m for n, m in zip(x_lengths, y_lengths)]
+    )
 
 
 def jagged2_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     plan, segments = _scores(make, *lengths)
     return Call(
         dict(p=make.tensor(plan.total, factor=3)),
-        lambda p: dict(out=F.jagged2_softmax(p, plan, o["dim"], implementation=o["implementation"])),
-        lambda inputs, gradients: accuracy.jagged2_softmax(inputs["p"], *plan.offsets, gradients["out"], dim=o["dim"]),
+        lambda p: dict(
+            out=F.jagged2_softmax(p, plan, o["dim"], implementation=o["implementation"])
+        ),
+        lambda inputs, gradients: accuracy.jagged2_softmax(
+            inputs["p"], *plan.offsets, gradients["out"], dim=o["dim"]
+        ),
         dict.fromkeys(("p", "out"), segments),
     )
 
@@ -71,11 +94,20 @@ def jagged2_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 def jagged_outer(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     x_lengths, y_lengths = lengths if len(lengths) > 1 else lengths * 2
     itself = o["operands"] == "itself"
-    plan, segments = make.plan(x_lengths, None if itself else y_lengths), _scores(make, x_lengths, y_lengths)[1]
-    tensors = dict(x=make.tensor(plan.x_rows, o["depth"])) | ({} if itself else dict(y=make.tensor(plan.y_rows, o["depth"])))
+    plan, segments = (
+        make.plan(x_lengths, None if itself else y_lengths),
+        _scores(make, x_lengths, y_lengths)[1],
+    )
+    tensors = dict(x=make.tensor(plan.x_rows, o["depth"])) | (
+        {} if itself else dict(y=make.tensor(plan.y_rows, o["depth"]))
+    )
 
     def function(x, y=None):
-        return dict(out=F.jagged_jagged_bmm_jagged_out(x, x if itself else y, plan, implementation=o["implementation"]))
+        return dict(
+            out=F.jagged_jagged_bmm_jagged_out(
+                x, x if itself else y, plan, implementation=o["implementation"]
+            )
+        )
 
     def model(inputs, gradients):
         x, do = inputs["x"], gradients["out"]
@@ -84,7 +116,12 @@ def jagged_outer(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         bounds = accuracy.jagged_outer(x, inputs.get("y", x), *plan.offsets, do)
         return bounds | (dict(dx=(bounds["dx"] + bounds["dy"]).rounded(x.dtype)) if itself else {})
 
-    return Call(tensors, function, model, dict(x=make.segments(x_lengths), y=make.segments(y_lengths), out=segments))
+    return Call(
+        tensors,
+        function,
+        model,
+        dict(x=make.segments(x_lengths), y=make.segments(y_lengths), out=segments),
+    )
 
 
 def array_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
@@ -95,13 +132,21 @@ def array_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     options = dict(transposed=o["transposed"])
     return Call(
         dict(p=make.tensor(plan.total), y=make.tensor(len(of_y), o["depth"])),
-        lambda p, y: dict(out=F.array_jagged_bmm_jagged_out(p, y, plan, implementation=o["implementation"], **options)),
-        lambda inputs, gradients: accuracy.array_jagged_bmm(*inputs.values(), *plan.offsets, gradients["out"], **options),
+        lambda p, y: dict(
+            out=F.array_jagged_bmm_jagged_out(
+                p, y, plan, implementation=o["implementation"], **options
+            )
+        ),
+        lambda inputs, gradients: accuracy.array_jagged_bmm(
+            *inputs.values(), *plan.offsets, gradients["out"], **options
+        ),
         dict(p=segments, y=of_y, out=of_out),
     )
 
 
-def _linear(x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activation: str | None) -> dict[str, accuracy.Bound]:
+def _linear(
+    x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activation: str | None
+) -> dict[str, accuracy.Bound]:
     """Bounds of torch's own matrix multiplication, and of an activation of its rounded result."""
     exact, dtype = accuracy.Bound.exact, x.dtype
     z = accuracy.torch_matmul(exact(x), exact(weight).mT, x).rounded(dtype)
@@ -114,7 +159,10 @@ def _linear(x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activatio
         if activation == "sigmoid":  # torch computes its derivative from the result
             dact = out * (exact(torch.ones_like(do)) - out)
         grad = (dact * grad).rounded(dtype)
-    dx, dweight = (accuracy.torch_matmul(a, b, x).rounded(dtype) for a, b in ((grad, exact(weight)), (grad.mT, exact(x))))
+    dx, dweight = (
+        accuracy.torch_matmul(a, b, x).rounded(dtype)
+        for a, b in ((grad, exact(weight)), (grad.mT, exact(x)))
+    )
     bounds = dict(out=out, dx=dx, dweight=dweight)
     return bounds | (dict(dbias=grad.sum(0).rounded(dtype)) if bias else {})
 
@@ -123,11 +171,17 @@ def jagged_linear(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     shared, factor = o["weights"] == "shared", o["depth"] ** -0.5
     shape = (o["columns"], o["depth"]) if shared else (len(lengths), o["depth"], o["columns"])
-    tensors = dict(x=make.tensor(sum(lengths), o["depth"]), weight=make.tensor(*shape, factor=factor))
+    tensors = dict(
+        x=make.tensor(sum(lengths), o["depth"]), weight=make.tensor(*shape, factor=factor)
+    )
     if o["bias"]:
         tensors["bias"] = make.tensor(*shape[:1] if shared else shape[::2])
     offsets = make.offsets("offsets", lengths)
-    options = dict(activation=o["activation"], max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    options = dict(
+        activation=o["activation"],
+        max_seqlen=make.max_seqlen(lengths),
+        implementation=o["implementation"],
+    )
 
     def function(x, weight, bias=None):
         return dict(out=F.jagged_linear(x, weight, bias, offsets, **options))
@@ -137,7 +191,9 @@ def jagged_linear(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         if shared:
             return _linear(x, weight, bias, gradients["out"], o["activation"])
         flags = dict(bias=bias[0] if bias else None, activation=o["activation"])
-        bounds = accuracy.jagged_dense_bmm(x, weight, offsets_of(lengths), gradients["out"], **flags)
+        bounds = accuracy.jagged_dense_bmm(
+            x, weight, offsets_of(lengths), gradients["out"], **flags
+        )
         return bounds | dict(dweight=bounds["dy"])
 
     rows, segments = make.segments(lengths), torch.arange(len(lengths), device=make.device)

@@ -23,10 +23,12 @@ class Call:
     Attributes:
         inputs: tensors by name, in the order of the function's parameters.
         function: takes the inputs as keyword arguments, returns the results by name.
-        model: (inputs, gradients of the results) → `accuracy.Bound`s of the results and, as "d" + name, of the inputs' gradients. An
-            integer result is expected exactly.
-        segments: the segment of each row, for inputs and results whose rows belong to one segment each.
-        rows: names of the inputs and results that have rows behind the last segment, if the case has any.
+        model: (inputs, gradients of the results) → `accuracy.Bound`s of the results and, as "d" +
+            name, of the inputs' gradients. An integer result is expected exactly.
+        segments: the segment of each row, for inputs and results whose rows belong to one segment
+            each.
+        rows: names of the inputs and results that have rows behind the last segment, if the case
+            has any.
         indices: tensors of indices that the function reads, which it must not write to.
     """
 
@@ -38,7 +40,7 @@ class Call:
     indices: Sequence[Tensor] = ()
 
 
-# -- tensors -----------------------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 class Maker:
@@ -59,7 +61,10 @@ class Maker:
             return torch.zeros(shape, device=self.device, dtype=self.dtype)
         x = torch.randn(shape, generator=self.generator, device=self.device) * factor
         if kind == "large":
-            bounded = self.options.get("activation", "softmax") == "softmax" and self.dtype != torch.float16
+            bounded = (
+                self.options.get("activation", "softmax") == "softmax"
+                and self.dtype != torch.float16
+            )
             x = x * (8 if bounded else 2)
         if kind == "equal rows" and x.dim() > 1 and x.shape[0]:
             x = x[:1].expand_as(x)
@@ -101,13 +106,21 @@ class Maker:
 
     def segments(self, lengths: list[int], repeats: int = 1) -> Tensor:
         """The segment of each row."""
-        return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64) * repeats).to(self.device)
+        return (
+            torch.arange(len(lengths))
+            .repeat_interleave(torch.tensor(lengths, dtype=torch.int64) * repeats)
+            .to(self.device)
+        )
 
     def max_seqlen(self, lengths: list[int]) -> int | None:
         return max(lengths, default=0) if self.options.get("max_seqlen") else None
 
     def plan(self, x_lengths: list[int], y_lengths: list[int] | None = None) -> F.ScorePlan:
-        given = {name: x for name, x in dict(x_offsets=x_lengths, y_offsets=y_lengths).items() if x is not None}
+        given = {
+            name: x
+            for name, x in dict(x_offsets=x_lengths, y_offsets=y_lengths).items()
+            if x is not None
+        }
         offsets = [self._in_form(name, offsets_of(x), "cpu") for name, x in given.items()]
         with self.defaults():
             return F.ScorePlan.from_offsets(*offsets).to(self.device)
@@ -120,7 +133,11 @@ def offsets_of(lengths: list[int]) -> Tensor:
 def lay_out(x: Tensor, layout: str) -> Tensor:
     """x's values with the strides and alignment of a layout, and NaN around them."""
     if x.numel() == 0:
-        return x if layout == "contiguous" else x.as_strided(x.shape, [5 + 2 * i for i in range(x.dim())])
+        return (
+            x
+            if layout == "contiguous"
+            else x.as_strided(x.shape, [5 + 2 * i for i in range(x.dim())])
+        )
     if layout == "misaligned":
         buffer = x.new_full((x.numel() + 1,), float("nan"))
         return buffer[1:].view(x.shape).copy_(x)
@@ -129,7 +146,9 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
         return buffer[..., ::2].copy_(x)
     if layout == "any stride of size 1":  # contiguous in torch's sense
         x = x.contiguous()
-        return x.as_strided(x.shape, [stride if size > 1 else 7 for size, stride in zip(x.shape, x.stride())])
+        return x.as_strided(
+            x.shape, [stride if size > 1 else 7 for size, stride in zip(x.shape, x.stride())]
+        )
     if layout == "contiguous" or x.dim() == 1:
         return x.contiguous()
     if layout == "columns" or layout == "transposed" and x.dim() == 2:
@@ -145,4 +164,9 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 
 def stacked(bounds: Sequence[Bound], dim: int) -> Bound:
     """Bounds of equal shapes, stacked along a new dimension."""
-    return bounds[0]._replace(**{part: torch.stack([getattr(x, part) for x in bounds], dim) for part in ("value", "error", "rms")})
+    return bounds[0]._replace(
+        **{
+            part: torch.stack([getattr(x, part) for x in bounds], dim)
+            for part in ("value", "error", "rms")
+        }
+    )

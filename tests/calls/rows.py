@@ -44,8 +44,11 @@ def dense(name: str) -> Callable:
     return build
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, do: Tensor, eps: float) -> dict[str, accuracy.Bound]:
-    """n = (x - mean) / sqrt(variance + eps), out = n ∘ w + b;  dx = (g - mean(g) - n ∘ mean(g ∘ n)) / sqrt(variance + eps), g = do ∘ w."""
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, do: Tensor, eps: float
+) -> dict[str, accuracy.Bound]:
+    """n = (x - mean) / sqrt(variance + eps), out = n ∘ w + b;  dx = (g - mean(g) - n ∘ mean(g ∘ n))
+    / sqrt(variance + eps), g = do ∘ w."""
     exact, dtype = accuracy.Bound.exact, x.dtype
     size = x.shape[1]
 
@@ -55,7 +58,9 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, do: Tenso
     centred = exact(x) - mean(exact(x))
     variance = mean(centred * centred)
     deviation = (variance.value + eps).sqrt()
-    deviation = variance._replace(value=deviation, error=variance.error / (2 * deviation), rms=variance.rms / (2 * deviation)).off_by(3)
+    deviation = variance._replace(
+        value=deviation, error=variance.error / (2 * deviation), rms=variance.rms / (2 * deviation)
+    ).off_by(3)
     normal, grad = centred / deviation, exact(do)
     out, g = normal, grad
     if weight is not None:
@@ -63,19 +68,35 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, do: Tenso
         out, g = normal * w, grad * w
     if bias is not None:
         out = out + exact(bias).map(lambda y: y.expand_as(x))
-    bounds = dict(out=out, dx=(g - mean(g) - normal * mean(g * normal)) / deviation, dweight=(grad * normal).sum(0), dbias=grad.sum(0))
+    bounds = dict(
+        out=out,
+        dx=(g - mean(g) - normal * mean(g * normal)) / deviation,
+        dweight=(grad * normal).sum(0),
+        dbias=grad.sum(0),
+    )
     return {name: bound.rounded(dtype) for name, bound in bounds.items()}
 
 
 def jagged_layer_norm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     tensors = dict(x=make.tensor(sum(lengths[0]), o["columns"]))
-    tensors |= {name: make.tensor(o["columns"]) for name in ("weight", "bias") if o["affine"] in ("both", name)}
+    tensors |= {
+        name: make.tensor(o["columns"])
+        for name in ("weight", "bias")
+        if o["affine"] in ("both", name)
+    }
     rows = make.segments(lengths[0])
 
     def model(inputs, gradients):
-        return _layer_norm(inputs["x"], inputs.get("weight"), inputs.get("bias"), gradients["out"], o["eps"])
+        return _layer_norm(
+            inputs["x"], inputs.get("weight"), inputs.get("bias"), gradients["out"], o["eps"]
+        )
 
-    return Call(tensors, lambda **inputs: dict(out=F.jagged_layer_norm(**inputs, eps=o["eps"])), model, dict(x=rows, out=rows))
+    return Call(
+        tensors,
+        lambda **inputs: dict(out=F.jagged_layer_norm(**inputs, eps=o["eps"])),
+        model,
+        dict(x=rows, out=rows),
+    )
 
 
 def jagged_concat(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
@@ -91,9 +112,14 @@ def jagged_concat(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         back = gradients["out"][order.argsort()].split([len(part) for part in parts])
         exact = {f"d{name}": accuracy.Bound.exact(x) for name, x in zip(inputs, back)}
         total = torch.tensor([0, *map(sum, zip(*lengths))]).cumsum(0)
-        return dict(out=accuracy.Bound.exact(torch.cat(list(inputs.values()))[order]), offsets=total) | exact
+        return (
+            dict(out=accuracy.Bound.exact(torch.cat(list(inputs.values()))[order]), offsets=total)
+            | exact
+        )
 
-    return Call(tensors, function, model, dict(zip(tensors, parts)) | dict(out=torch.cat(parts)[order]))
+    return Call(
+        tensors, function, model, dict(zip(tensors, parts)) | dict(out=torch.cat(parts)[order])
+    )
 
 
 def jagged_split(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
@@ -110,11 +136,16 @@ def jagged_split(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     else:
         first_lengths = make.index("first_lengths", torch.tensor(first, dtype=torch.int64))
     segments = make.segments(whole)
-    position = torch.arange(len(segments), device=make.device) - torch.tensor([0, *whole]).cumsum(0).to(make.device)[segments]
+    position = (
+        torch.arange(len(segments), device=make.device)
+        - torch.tensor([0, *whole]).cumsum(0).to(make.device)[segments]
+    )
     in_first = position < torch.tensor([*first, 0], device=make.device)[segments]
 
     def function(x):
-        (head, head_offsets), (tail, tail_offsets) = F.jagged_split(x, offsets, first_lengths, total)
+        (head, head_offsets), (tail, tail_offsets) = F.jagged_split(
+            x, offsets, first_lengths, total
+        )
         return dict(head=head, head_offsets=head_offsets, tail=tail, tail_offsets=tail_offsets)
 
     def model(inputs, gradients):
@@ -123,18 +154,31 @@ def jagged_split(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         dx[in_first], dx[~in_first] = gradients["head"], gradients["tail"]
         head_offsets, tail_offsets = (torch.tensor([0, *part]).cumsum(0) for part in (first, rest))
         return dict(
-            head=exact(x[in_first]), head_offsets=head_offsets, tail=exact(x[~in_first]), tail_offsets=tail_offsets, dx=exact(dx)
-        )  # fmt: skip
+            head=exact(x[in_first]),
+            head_offsets=head_offsets,
+            tail=exact(x[~in_first]),
+            tail_offsets=tail_offsets,
+            dx=exact(dx),
+        )
 
     tensors = dict(x=make.tensor(sum(whole), o["columns"]))
-    return Call(tensors, function, model, dict(x=segments, head=segments[in_first], tail=segments[~in_first]))
+    return Call(
+        tensors,
+        function,
+        model,
+        dict(x=segments, head=segments[in_first], tail=segments[~in_first]),
+    )
 
 
 def _padding(make: Maker, o: dict, lengths: list[int]) -> tuple[Tensor, int, Tensor, Tensor]:
-    """Offsets, rows of a dense block, and for each row its index in the flattened blocks and its segment."""
+    """Offsets, rows of a dense block, and for each row its index in the flattened blocks and its
+    segment."""
     offsets, width = make.offsets("offsets", lengths), max(lengths, default=0) + o["extra"]
     segments = make.segments(lengths)
-    position = torch.arange(len(segments), device=make.device) - offsets_of(lengths).to(make.device)[segments]
+    position = (
+        torch.arange(len(segments), device=make.device)
+        - offsets_of(lengths).to(make.device)[segments]
+    )
     return offsets, width, segments * width + position, segments
 
 
@@ -146,7 +190,10 @@ def jagged_to_padded(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         values, exact = inputs["values"], accuracy.Bound.exact
         padded = values.new_full((len(lengths) * width, o["columns"]), o["padding"])
         padded[index] = values
-        return dict(out=exact(padded.unflatten(0, (len(lengths), width))), dvalues=exact(gradients["out"].flatten(0, 1)[index]))
+        return dict(
+            out=exact(padded.unflatten(0, (len(lengths), width))),
+            dvalues=exact(gradients["out"].flatten(0, 1)[index]),
+        )
 
     return Call(
         dict(values=make.tensor(sum(lengths), o["columns"])),

@@ -1,4 +1,5 @@
-"""A small model around each layer: tensors in, one tensor out. Tests of all layers run over CASES."""
+"""A small model around each layer: tensors in, one tensor out. Tests of all layers run over
+CASES."""
 
 from __future__ import annotations
 
@@ -12,11 +13,18 @@ import jagged_modules as jm
 
 WIDTH, HEADS = 32, 2
 FEATURES = ["history", "candidates"]  # of the batches of sharded models
-SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37)]  # users, history rows, candidates; no two sizes of a batch are equal
+# users, history rows, candidates; no two sizes of a batch are equal
+SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37)]
 
 
 def random_offsets(segments: int, total: int) -> Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(total, (segments - 1,)).sort().values, torch.tensor([total])])
+    return torch.cat(
+        [
+            torch.zeros(1, dtype=torch.int64),
+            torch.randint(total, (segments - 1,)).sort().values,
+            torch.tensor([total]),
+        ]
+    )
 
 
 class OnRows(nn.Module):
@@ -47,7 +55,12 @@ class OnCandidates(OnRows):
     @staticmethod
     def inputs(users: int, rows: int, candidates: int) -> tuple[Tensor, ...]:
         targets = torch.randn(candidates, 1, WIDTH)
-        return targets, torch.randn(rows, WIDTH), random_offsets(users, rows), torch.randint(users, (candidates,))
+        return (
+            targets,
+            torch.randn(rows, WIDTH),
+            random_offsets(users, rows),
+            torch.randint(users, (candidates,)),
+        )
 
     def forward(self, targets: Tensor, values: Tensor, offsets: Tensor, users_of: Tensor) -> Tensor:
         index = jm.CandidateIndex.from_map(users_of, offsets.shape[0] - 1)
@@ -69,7 +82,11 @@ class Compressed(OnRows):
 
     @staticmethod
     def inputs(users: int, rows: int, candidates: int) -> tuple[Tensor, ...]:
-        return torch.randn(candidates, 2, WIDTH), torch.randn(users, 2, WIDTH), torch.randint(users, (candidates,))
+        return (
+            torch.randn(candidates, 2, WIDTH),
+            torch.randn(users, 2, WIDTH),
+            torch.randint(users, (candidates,)),
+        )
 
     def forward(self, candidates: Tensor, users: Tensor, users_of: Tensor) -> Tensor:
         return self.layer(candidates, users, users_of)
@@ -91,14 +108,20 @@ def gdpa(**fields):
 
 
 def compress(**options):
-    return jm.LinearCompressEmbedding(2, 200, 2, candidate_features=FEATURES, user_features=FEATURES, **options)
+    return jm.LinearCompressEmbedding(
+        2, 200, 2, candidate_features=FEATURES, user_features=FEATURES, **options
+    )
 
 
 HSTU = jm.HSTUConfig(scaling_seqlen=30)
 CASES = {  # the last ones consist of the others, or vary them
     case.name: case
     for case in (
-        Case("JaggedTargetAttention", OnCandidates, lambda **options: jm.JaggedTargetAttention(WIDTH, HEADS, **options)),
+        Case(
+            "JaggedTargetAttention",
+            OnCandidates,
+            lambda **options: jm.JaggedTargetAttention(WIDTH, HEADS, **options),
+        ),
         Case(
             "JaggedSelfTargetAttention",
             OnHistoryAndCandidates,
@@ -110,9 +133,13 @@ CASES = {  # the last ones consist of the others, or vary them
         Case(
             "BlockDiagonalSelfAttention",
             OnRows,
-            lambda **options: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, max_seqlen=99, **options),
+            lambda **options: jm.BlockDiagonalSelfAttention(
+                WIDTH, HEADS, 16, max_seqlen=99, **options
+            ),
         ),
-        Case("JaggedMLP", OnRows, lambda **options: jm.JaggedMLP([WIDTH, 24, 40], "silu", **options)),
+        Case(
+            "JaggedMLP", OnRows, lambda **options: jm.JaggedMLP([WIDTH, 24, 40], "silu", **options)
+        ),
         Case("GDPABlock", OnRows, lambda **options: jm.GDPABlock(WIDTH, HEADS, **options)),
         Case("HSTUStack", OnRows, lambda **options: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, **options)),
         Case("JaggedGDPA-seeds", Pooled, gdpa(num_seeds=8)),
@@ -129,7 +156,8 @@ def make(case: Case, device: str | torch.device | None = None) -> nn.Module:
 
 
 def training_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The result, and the gradients of the parameters and of the floating-point inputs, of a loss that is the mean square."""
+    """The result, and the gradients of the parameters and of the floating-point inputs, of a loss
+    that is the mean square."""
     leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
     wanted = [*model.parameters(), *(x for x in leaves if x.requires_grad)]
     out = model(*leaves)

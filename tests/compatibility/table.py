@@ -1,6 +1,8 @@
-"""docs/compatibility.md: what works with which layer. One test for each feature runs over all layers; another holds the page to this list.
+"""docs/compatibility.md: what works with which layer. One test for each feature runs over all
+layers; another holds the page to this list.
 
-`python -m tests.compatibility.table docs/compatibility.md`, run in the repository's root, writes the page.
+`python -m tests.compatibility.table docs/compatibility.md`, run in the repository's root, writes
+the page.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Feature(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What differs for some layers. With an `error`, the feature does not work: the test must raise exactly this."""
+    """What differs for some layers. With an `error`, the feature does not work: the test must raise
+    exactly this."""
 
     text: str
     error: type[Exception] | None = None
@@ -38,110 +41,225 @@ class Note(NamedTuple):
 
 
 SAME = "Results and gradients equal those of the plain layer."
-SAME_PARAMETERS = "Results and parameters after three steps equal those of the unsharded model on the batches of both."
+SAME_PARAMETERS = (
+    "Results and parameters after three steps equal those of the unsharded model on the batches of"
+    " both."
+)
 FEATURES = {  # by the file of their tests
     "test_modules.py": (
         Feature("train, eval", "Dropout applies in training only. Nothing else differs."),
-        Feature("state_dict", "Saved, and loaded with `weights_only=True` into a new layer. Results and gradients are the same."),
-        Feature("pickle", "Copies through pickle and through `torch.save` give the same results and gradients."),
+        Feature(
+            "state_dict",
+            "Saved, and loaded with `weights_only=True` into a new layer. Results and gradients are"
+            " the same.",
+        ),
+        Feature(
+            "pickle",
+            "Copies through pickle and through `torch.save` give the same results and gradients.",
+        ),
         Feature("deepcopy", "So do copies by `copy.copy` and `copy.deepcopy`."),
         Feature(
-            "meta device", "A layer built on meta, then reset as DistributedModelParallel, FSDP and `to_empty` do, equals a direct build."
+            "meta device",
+            "A layer built on meta, then reset as DistributedModelParallel, FSDP and `to_empty` do,"
+            " equals a direct build.",
         ),
-        Feature("dtype", "A layer built with `dtype=` gives the same results and gradients as one that is converted."),
         Feature(
-            "functional_call", "`torch.func.functional_call` with the parameters of another layer gives the other's results and gradients."
+            "dtype",
+            "A layer built with `dtype=` gives the same results and gradients as one that is"
+            " converted.",
         ),
-        Feature("nested tensors", "A nested tensor of jagged layout goes in and comes out. Results equal those of `(values, offsets)`."),
-        Feature("LoRA", "Each Linear may be wrapped. The addition learns, and `reset_parameters` reaches the wrapped Linear."),
-        Feature("quantize_dynamic", "The layer, or any one of its Linears, in int8. Results differ by less than 10 %."),
+        Feature(
+            "functional_call",
+            "`torch.func.functional_call` with the parameters of another layer gives the other's"
+            " results and gradients.",
+        ),
+        Feature(
+            "nested tensors",
+            "A nested tensor of jagged layout goes in and comes out. Results equal those of"
+            " `(values, offsets)`.",
+        ),
+        Feature(
+            "LoRA",
+            "Each Linear may be wrapped. The addition learns, and `reset_parameters` reaches the"
+            " wrapped Linear.",
+        ),
+        Feature(
+            "quantize_dynamic",
+            "The layer, or any one of its Linears, in int8. Results differ by less than 10 %.",
+        ),
     ),
     "test_graphs.py": (
-        Feature("torch.compile, dynamic", f"`fullgraph=True, dynamic=True`: no compilation after the first batch. {SAME}"),
-        Feature("torch.compile, static", f"`fullgraph=True, dynamic=False`: a graph for each size. {SAME}"),
+        Feature(
+            "torch.compile, dynamic",
+            f"`fullgraph=True, dynamic=True`: no compilation after the first batch. {SAME}",
+        ),
+        Feature(
+            "torch.compile, static",
+            f"`fullgraph=True, dynamic=False`: a graph for each size. {SAME}",
+        ),
         Feature(
             "torch.compile, reduce-overhead",
-            f"Inductor's CUDA graphs, which replay training steps with other values and lengths of the same totals. {SAME}",
+            "Inductor's CUDA graphs, which replay training steps with other values and lengths of"
+            f" the same totals. {SAME}",
             gpu=True,
         ),
-        Feature("torch.export", "With dynamic numbers of users, rows and candidates. The saved and loaded program gives the same results."),
-        Feature("AOTInductor", "The exported program, compiled and loaded as a package, gives the same results for all sizes."),
+        Feature(
+            "torch.export",
+            "With dynamic numbers of users, rows and candidates. The saved and loaded program gives"
+            " the same results.",
+        ),
+        Feature(
+            "AOTInductor",
+            "The exported program, compiled and loaded as a package, gives the same results for all"
+            " sizes.",
+        ),
         Feature("torch.fx", f"`symbolic_trace` records the layer as one call. {SAME}"),
-        Feature("CUDA graphs", "A captured training step is replayed with other values and lengths of the same total.", gpu=True),
-        Feature("jm.graphed", f"Batches of changing sizes and lengths, of which some share graphs. {SAME}", gpu=True),
+        Feature(
+            "CUDA graphs",
+            "A captured training step is replayed with other values and lengths of the same total.",
+            gpu=True,
+        ),
+        Feature(
+            "jm.graphed",
+            f"Batches of changing sizes and lengths, of which some share graphs. {SAME}",
+            gpu=True,
+        ),
     ),
     "test_training.py": (
-        Feature("activation checkpointing", f"`torch.utils.checkpoint`, reentrant or not, with dropout. {SAME}"),
         Feature(
-            "autocast", "In bf16 and fp16, the result has the lower dtype, and gradients are fp32. They differ from fp32 by less than 5 %."
+            "activation checkpointing",
+            f"`torch.utils.checkpoint`, reentrant or not, with dropout. {SAME}",
         ),
-        Feature("GradScaler", "Unscaled fp16 gradients differ from fp32 by less than 5 %. A step with an overflow is skipped."),
-        Feature("fused optimizers", "SGD, Adam and AdamW give the same parameters with `fused=True`, `foreach=True` and neither."),
         Feature(
-            "in-backward optimizers", "`apply_optimizer_in_backward` and `register_post_accumulate_grad_hook` give the same parameters."
+            "autocast",
+            "In bf16 and fp16, the result has the lower dtype, and gradients are fp32. They differ"
+            " from fp32 by less than 5 %.",
+        ),
+        Feature(
+            "GradScaler",
+            "Unscaled fp16 gradients differ from fp32 by less than 5 %. A step with an overflow is"
+            " skipped.",
+        ),
+        Feature(
+            "fused optimizers",
+            "SGD, Adam and AdamW give the same parameters with `fused=True`, `foreach=True` and"
+            " neither.",
+        ),
+        Feature(
+            "in-backward optimizers",
+            "`apply_optimizer_in_backward` and `register_post_accumulate_grad_hook` give the same"
+            " parameters.",
         ),
     ),
     "test_parallel.py": (
         Feature("DDP", "Two processes with batches of different sizes. Gradients are the mean."),
         Feature(
             "DDP, unused parameters",
-            "`find_unused_parameters=True`, the model's result in a `jm.Jagged`, and `static_graph=True`, in a JaggedTensor. With "
-            "`find_unused_parameters` DDP does not look into TorchRec's containers, and the backward says that a variable is marked ready "
-            "twice: return `jm.Jagged.wrap(out)`, or the values.",
+            "`find_unused_parameters=True`, the model's result in a `jm.Jagged`, and"
+            " `static_graph=True`, in a JaggedTensor. With `find_unused_parameters` DDP does not"
+            " look into TorchRec's containers, and the backward says that a variable is marked"
+            " ready twice: return `jm.Jagged.wrap(out)`, or the values.",
         ),
         Feature("FSDP2", "`fully_shard` of the layer and of the model. Gradients are the mean."),
         Feature(
             "tensor parallel",
-            "`parallelize_module` shards each Linear's weight: `ColwiseParallel(output_layouts=Replicate())`, and for each `out_proj` "
-            f"`RowwiseParallel(input_layouts=Replicate())`. {SAME} Columns that are not gathered are an error, because no shard of a "
-            "packed projection, such as that of keys and values, has whole heads.",
-        ),
-        Feature("torch.distributed.checkpoint", "A checkpoint of an FSDP2 model in two processes is loaded by one."),
-    ),
-    "test_torchrec.py": (
-        Feature("TorchRec's tracer", "`torchrec.fx.symbolic_trace` of collections and layer. The graph gives the same results."),
-        Feature("DMP, data_parallel", f"DistributedModelParallel in two processes, with this plan for the tables. {SAME_PARAMETERS}"),
-        *(Feature(f"DMP, {plan}", "The same.") for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")),
-        Feature("TrainPipelineBase", f"Row-wise tables in two processes. {SAME_PARAMETERS}"),
-        *(Feature(name, "The same.") for name in ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite")),
-        Feature("EvalPipelineSparseDist", "Row-wise tables in two processes. Results equal those of the unsharded model."),
-        *(
-            Feature(name, "Row-wise tables in one process on a GPU, because it needs CUDA streams. Checked in the same way.", gpu=True)
-            for name in ("TrainPipelineFusedSparseDist", "TrainPipelineSemiSync", "PrefetchTrainPipelineSparseDist", "StagedTrainPipeline")
+            "`parallelize_module` shards each Linear's weight:"
+            " `ColwiseParallel(output_layouts=Replicate())`, and for each `out_proj`"
+            f" `RowwiseParallel(input_layouts=Replicate())`. {SAME} Columns that are not gathered"
+            " are an error, because no shard of a packed projection, such as that of keys and"
+            " values, has whole heads.",
         ),
         Feature(
-            "TorchRec quantisation", "`quantize_inference_model` puts the collections' tables into int8. Results differ by less than 10 %."
+            "torch.distributed.checkpoint",
+            "A checkpoint of an FSDP2 model in two processes is loaded by one.",
+        ),
+    ),
+    "test_torchrec.py": (
+        Feature(
+            "TorchRec's tracer",
+            "`torchrec.fx.symbolic_trace` of collections and layer. The graph gives the same"
+            " results.",
+        ),
+        Feature(
+            "DMP, data_parallel",
+            "DistributedModelParallel in two processes, with this plan for the tables."
+            f" {SAME_PARAMETERS}",
+        ),
+        *(
+            Feature(f"DMP, {plan}", "The same.")
+            for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
+        ),
+        Feature("TrainPipelineBase", f"Row-wise tables in two processes. {SAME_PARAMETERS}"),
+        *(
+            Feature(name, "The same.")
+            for name in ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite")
+        ),
+        Feature(
+            "EvalPipelineSparseDist",
+            "Row-wise tables in two processes. Results equal those of the unsharded model.",
+        ),
+        *(
+            Feature(
+                name,
+                "Row-wise tables in one process on a GPU, because it needs CUDA streams. Checked in"
+                " the same way.",
+                gpu=True,
+            )
+            for name in (
+                "TrainPipelineFusedSparseDist",
+                "TrainPipelineSemiSync",
+                "PrefetchTrainPipelineSparseDist",
+                "StagedTrainPipeline",
+            )
+        ),
+        Feature(
+            "TorchRec quantisation",
+            "`quantize_inference_model` puts the collections' tables into int8. Results differ by"
+            " less than 10 %.",
         ),
     ),
 }
 RESIDUAL = Note("The result has the dtype of the rows, to which it is added.")
 ONLY_BAGS = Note(
-    "TorchRec's EmbeddingCollection has no such plan, whatever layer follows. Use row_wise or column_wise.",
+    "TorchRec's EmbeddingCollection has no such plan, whatever layer follows. Use row_wise or"
+    " column_wise.",
     ValueError,
     "Sharding not supported",
 )
 DENSE_POOLS = Note(
-    "On the CPU, FBGEMM's dense lookup pools the rows of an EmbeddingCollection. Leave the collection out of the plan there: "
-    "DistributedModelParallel then replicates it."
+    "On the CPU, FBGEMM's dense lookup pools the rows of an EmbeddingCollection. Leave the"
+    " collection out of the plan there: DistributedModelParallel then replicates it."
 )
 ON_SEQUENCES = [case.layer for case in CASES.values() if case.model is not Compressed]
 NOTES = {
     ("nested tensors", "LinearCompressEmbedding"): Note(
-        "Takes dense tensors, because each candidate has the same number of embeddings.", ValueError, "candidate_embeddings must be"
+        "Takes dense tensors, because each candidate has the same number of embeddings.",
+        ValueError,
+        "candidate_embeddings must be",
     ),
     ("LoRA", "LinearCompressEmbedding"): Note(
-        "The layer has no Linear to wrap. `torch.nn.utils.parametrize` adds the low-rank term to `layer.weights`."
+        "The layer has no Linear to wrap. `torch.nn.utils.parametrize` adds the low-rank term to"
+        " `layer.weights`."
     ),
-    ("quantize_dynamic", "LinearCompressEmbedding"): Note("The layer has no Linear, so nothing changes. Cast it to bfloat16 instead."),
+    ("quantize_dynamic", "LinearCompressEmbedding"): Note(
+        "The layer has no Linear, so nothing changes. Cast it to bfloat16 instead."
+    ),
     **{("autocast", layer): RESIDUAL for layer in ("GDPABlock", "HSTULayer", "HSTUStack")},
     **{("DMP, data_parallel", layer): DENSE_POOLS for layer in ON_SEQUENCES},
-    **{(f"DMP, {plan}", layer): ONLY_BAGS for plan in ("table_row_wise", "grid_shard") for layer in ON_SEQUENCES},
-    ("tensor parallel", "LinearCompressEmbedding"): Note("The layer has no Linear to shard. Shard its batch instead."),
+    **{
+        (f"DMP, {plan}", layer): ONLY_BAGS
+        for plan in ("table_row_wise", "grid_shard")
+        for layer in ON_SEQUENCES
+    },
+    ("tensor parallel", "LinearCompressEmbedding"): Note(
+        "The layer has no Linear to shard. Shard its batch instead."
+    ),
 }
 
 
 def feature(name: str, fast: int = len(CASES)) -> Callable:
-    """Decorator: the test of a feature, which runs for all cases. Where the table says that it does not work, it must raise that error.
+    """Decorator: the test of a feature, which runs for all cases. Where the table says that it does
+    not work, it must raise that error.
 
     fast: number of cases that are not slow.
     """
@@ -151,11 +269,18 @@ def feature(name: str, fast: int = len(CASES)) -> Callable:
         @functools.wraps(test)
         def checked(case: Case, **fixtures):
             note = NOTES.get((name, case.layer))
-            refused = pytest.raises(note.error, match=re.escape(note.message)) if note and note.error else contextlib.nullcontext()
+            refused = (
+                pytest.raises(note.error, match=re.escape(note.message))
+                if note and note.error
+                else contextlib.nullcontext()
+            )
             with refused:
                 test(case, **fixtures)
 
-        cases = [pytest.param(case, id=case.name, marks=[SLOW] * (i >= fast)) for i, case in enumerate(CASES.values())]
+        cases = [
+            pytest.param(case, id=case.name, marks=[SLOW] * (i >= fast))
+            for i, case in enumerate(CASES.values())
+        ]
         return pytest.mark.parametrize("case", cases)(checked)
 
     return decorate
@@ -174,10 +299,25 @@ def document() -> str:
     def cells(row: Feature) -> str:
         """That of most layers, then those of the others."""
         (most, _), *others = Counter(cell(row, layer) for layer in layers).most_common()
-        return ", ".join([most, *(f"`{layer}`: {cell(row, layer)}" for layer in layers if cell(row, layer) in dict(others))])
+        return ", ".join(
+            [
+                most,
+                *(
+                    f"`{layer}`: {cell(row, layer)}"
+                    for layer in layers
+                    if cell(row, layer) in dict(others)
+                ),
+            ]
+        )
 
-    rows = [[f"[{row.name}](../tests/compatibility/{file})", cells(row), row.checks] for file, rows in FEATURES.items() for row in rows]
-    numbered = "\n".join(f"{number}. {note.text}{_error(note)}" for number, note in enumerate(notes, 1))
+    rows = [
+        [f"[{row.name}](../tests/compatibility/{file})", cells(row), row.checks]
+        for file, rows in FEATURES.items()
+        for row in rows
+    ]
+    numbered = "\n".join(
+        f"{number}. {note.text}{_error(note)}" for number, note in enumerate(notes, 1)
+    )
     return f"""# Compatibility
 
 What works with {", ".join(f"`{layer}`" for layer in layers)}.
@@ -193,7 +333,7 @@ differs from most. Numbers in brackets refer to the notes.
 {numbered}
 
 `python -m tests.compatibility.table docs/compatibility.md` writes this page from the list of tests.
-"""
+"""  # noqa: E501
 
 
 def _error(note: Note) -> str:

@@ -35,7 +35,8 @@ def test_dynamic_compilation(case):
     model = make(case)
     graph, counter = compiled(model, dynamic=True)
     assert_same_steps(graph, model, case, SIZES[:1])
-    first = counter.frame_count  # 2 if torch first takes Python floats, such as dropout's probability, as inputs
+    # 2 if torch first takes Python floats, such as dropout's probability, as inputs
+    first = counter.frame_count
     assert_same_steps(graph, model, case, SIZES[1:])
     assert counter.frame_count == first
 
@@ -57,7 +58,9 @@ def test_compiled_to_cuda_graphs(case):
     for _ in range(4):  # warm-up, capture, replays
         inputs = [x.cuda() for x in case.model.inputs(*SIZES[0])]
         torch.compiler.cudagraph_mark_step_begin()
-        torch.testing.assert_close(training_step(graph, inputs), training_step(model, inputs), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            training_step(graph, inputs), training_step(model, inputs), rtol=1e-4, atol=1e-5
+        )
     assert not counters["inductor"]["cudagraph_skips"]
 
 
@@ -95,13 +98,15 @@ class Together(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def packaged(tmp_path_factory):
-    """Inputs of one case → its model's result from a package that has the models of all: a package takes a compiler of C++ seconds, most
-    of them for torch's headers."""
+    """Inputs of one case → its model's result from a package that has the models of all: a package
+    takes a compiler of C++ seconds, most of them for torch's headers."""
     inputs = {name: case.model.inputs(*SIZES[0]) for name, case in CASES.items()}
     shapes = {name: tuple({0: torch.export.Dim.DYNAMIC} for _ in x) for name, x in inputs.items()}
     program = torch.export.export(Together(), (inputs,), dynamic_shapes={"inputs": shapes})
     path = str(tmp_path_factory.mktemp("package") / "models.pt2")
-    package = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
+    package = torch._inductor.aoti_load_package(
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    )
     return lambda case, *own: package(inputs | {case.name: own})[case.name]
 
 
@@ -121,7 +126,10 @@ def test_symbolic_trace(case):
 @pytest.mark.gpu
 @feature("CUDA graphs")
 def test_cuda_graphs(case):
-    model, (inputs, other) = make(case).cuda(), ([x.cuda() for x in case.model.inputs(*SIZES[0])] for _ in range(2))
+    model, (inputs, other) = (
+        make(case).cuda(),
+        ([x.cuda() for x in case.model.inputs(*SIZES[0])] for _ in range(2)),
+    )
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -144,4 +152,6 @@ def test_graphed(case):
     graph = jm.graphed(model, offsets=None if case.model is Compressed else OFFSETS_OF)
     for users, rows, candidates in (*SIZES, (5, 44, 12), *SIZES):
         inputs = [x.cuda() for x in case.model.inputs(users, rows, candidates)]
-        torch.testing.assert_close(training_step(graph, inputs), training_step(model, inputs), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            training_step(graph, inputs), training_step(model, inputs), rtol=1e-4, atol=1e-5
+        )

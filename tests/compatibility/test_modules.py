@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .cases import SIZES, Compressed, OnCandidates, OnHistoryAndCandidates, OnRows, Pooled, assert_same_distribution, make, training_step
+from .cases import (
+    SIZES,
+    Compressed,
+    OnCandidates,
+    OnHistoryAndCandidates,
+    OnRows,
+    Pooled,
+    assert_same_distribution,
+    make,
+    training_step,
+)
 from .table import feature
 
 
@@ -65,7 +75,9 @@ def assert_copies(case, *ways):
 
 @feature("pickle")
 def test_pickle(case):
-    assert_copies(case, lambda x: pickle.loads(pickle.dumps(x)), lambda x: saved(x, weights_only=False))
+    assert_copies(
+        case, lambda x: pickle.loads(pickle.dumps(x)), lambda x: saved(x, weights_only=False)
+    )
 
 
 @feature("deepcopy")
@@ -79,15 +91,17 @@ def test_functional_call(case):
     parameters = dict(other.named_parameters())
     out = torch.func.functional_call(model, parameters, inputs)
     grads = torch.autograd.grad(out.square().mean(), list(parameters.values()))
-    for x, y in zip([out, *grads], training_step(other, inputs), strict=False):  # the step's last gradients are those of the inputs
+    # the step's last gradients are those of the inputs
+    for x, y in zip([out, *grads], training_step(other, inputs), strict=False):
         assert torch.equal(x, y)
 
 
-# -- the meta device -----------------------------------------------------------------------------------------------------------
+# -- the meta device -------------------------------------------------------------------------------
 
 
 def reset_by_torchrec(layer):
-    """As DistributedModelParallel does: parameters and buffers on meta module by module, reset where a module owns such parameters."""
+    """As DistributedModelParallel does: parameters and buffers on meta module by module, reset
+    where a module owns such parameters."""
     parallel = pytest.importorskip("torchrec.distributed.model_parallel").DistributedModelParallel
     wrapper = parallel.__new__(parallel)
     nn.Module.__init__(wrapper)
@@ -97,7 +111,8 @@ def reset_by_torchrec(layer):
 
 
 def reset_by_fsdp(layer):
-    """As FullyShardedDataParallel does: every module that owns parameters or buffers is allocated and reset by itself."""
+    """As FullyShardedDataParallel does: every module that owns parameters or buffers is allocated
+    and reset by itself."""
     for module in layer.modules():
         if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             module.to_empty(device="cpu", recurse=False)
@@ -118,7 +133,10 @@ def test_meta(case, materialise, poisoned_memory):
     assert all(x.is_meta for x in layer.parameters())
     layer, expected = materialise(layer), case.build()
     parameters, buffers = dict(expected.named_parameters()), dict(expected.named_buffers())
-    assert dict(layer.named_parameters()).keys() == parameters.keys() and dict(layer.named_buffers()).keys() == buffers.keys()
+    assert (
+        dict(layer.named_parameters()).keys() == parameters.keys()
+        and dict(layer.named_buffers()).keys() == buffers.keys()
+    )
     for name, x in layer.named_parameters():
         assert_same_distribution(x, parameters[name])
     assert all(torch.equal(x, buffers[name]) for name, x in layer.named_buffers())
@@ -132,23 +150,29 @@ def test_dtype(case, dtype):
     """A layer that is built in the dtype, and one that is converted to it."""
     layer, expected = case.build(dtype=dtype), make(case).to(dtype)
     assert all(x.dtype == dtype for x in layer.parameters())
-    assert {name: x.dtype for name, x in layer.named_buffers()} == {name: x.dtype for name, x in expected.layer.named_buffers()}
+    assert {name: x.dtype for name, x in layer.named_buffers()} == {
+        name: x.dtype for name, x in expected.layer.named_buffers()
+    }
     layer.load_state_dict(expected.layer.state_dict())
     inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs_of(case)]
-    for x, y in zip(training_step(case.model(layer), inputs), training_step(expected, inputs), strict=True):
+    for x, y in zip(
+        training_step(case.model(layer), inputs), training_step(expected, inputs), strict=True
+    ):
         assert x.dtype == dtype and torch.equal(x, y)
     for wrong, error in ((torch.int64, ValueError), ("float32", TypeError)):
         with pytest.raises(error, match="^dtype must be "):
             case.build(dtype=wrong)
 
 
-# -- nested tensors ------------------------------------------------------------------------------------------------------------
+# -- nested tensors --------------------------------------------------------------------------------
 
 
 @feature("nested tensors")
 def test_nested_tensors(case):
     model, inputs = make(case), inputs_of(case)
-    values, offsets = inputs[1:3] if issubclass(case.model, OnCandidates) else OnRows.inputs(*SIZES[0])
+    values, offsets = (
+        inputs[1:3] if issubclass(case.model, OnCandidates) else OnRows.inputs(*SIZES[0])
+    )
     rows = torch.nested.nested_tensor_from_jagged(values, offsets)
     if case.model is OnCandidates:
         out, expected = model.layer(inputs[0], rows, inputs[3]), model(*inputs)
@@ -164,7 +188,7 @@ def test_nested_tensors(case):
     assert torch.equal(out.values() if out.is_nested else out, expected)
 
 
-# -- replaced Linears ----------------------------------------------------------------------------------------------------------
+# -- replaced Linears ------------------------------------------------------------------------------
 
 
 class LoRA(nn.Module):
@@ -173,7 +197,10 @@ class LoRA(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.base = linear
-        self.down, self.up = nn.Linear(linear.in_features, 2, bias=False), nn.Linear(2, linear.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(linear.in_features, 2, bias=False),
+            nn.Linear(2, linear.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
@@ -184,7 +211,10 @@ class LowRank(nn.Module):
 
     def __init__(self, weight):
         super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(weight.shape[0], 2)), nn.Parameter(torch.randn(2, weight.shape[1]))
+        self.up, self.down = (
+            nn.Parameter(torch.randn(weight.shape[0], 2)),
+            nn.Parameter(torch.randn(2, weight.shape[1])),
+        )
 
     def forward(self, weight):
         return weight + self.up @ self.down
@@ -204,7 +234,8 @@ def replaced(model, names, replace):
 
 @feature("LoRA")
 def test_lora(case):
-    """Each Linear alone is replaced, then all. The addition is part of the result and learns. Resetting reaches the wrapped Linear."""
+    """Each Linear alone is replaced, then all. The addition is part of the result and learns.
+    Resetting reaches the wrapped Linear."""
     model, inputs = make(case), inputs_of(case)
     expected, names = model(*inputs), linears(model)
     for chosen in (*([name] for name in names), names) if names else ():
@@ -231,7 +262,8 @@ def test_lora(case):
 
 def quantize_dynamic(model):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces that quantisation moves to another package
+        # torch announces that quantisation moves to another package
+        warnings.simplefilter("ignore")
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
 
 

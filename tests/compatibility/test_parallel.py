@@ -1,4 +1,5 @@
-"""Layers in DistributedDataParallel, FSDP2, tensor parallel plans and torch.distributed.checkpoint, in two processes."""
+"""Layers in DistributedDataParallel, FSDP2, tensor parallel plans and torch.distributed.checkpoint,
+in two processes."""
 
 import pytest
 import torch
@@ -50,14 +51,19 @@ def fully_sharded(model):
 
 WRAPPERS = {
     "DDP": DistributedDataParallel,
-    "unused, Jagged": lambda model: DistributedDataParallel(WithUnusedParameters(model, "Jagged"), find_unused_parameters=True),
-    "unused, JaggedTensor": lambda model: DistributedDataParallel(WithUnusedParameters(model, "JaggedTensor"), static_graph=True),
+    "unused, Jagged": lambda model: DistributedDataParallel(
+        WithUnusedParameters(model, "Jagged"), find_unused_parameters=True
+    ),
+    "unused, JaggedTensor": lambda model: DistributedDataParallel(
+        WithUnusedParameters(model, "JaggedTensor"), static_graph=True
+    ),
     "FSDP2": fully_sharded,
 }
 
 
 def train(name, wrapper):
-    """Each process has its own batch. Twice, because a wrapper may prepare something in its first step."""
+    """Each process has its own batch. Twice, because a wrapper may prepare something in its first
+    step."""
     case, rank = CASES[name], dist.get_rank()
     model, plain = WRAPPERS[wrapper](make(case)), make(case)
     for _ in range(2):
@@ -93,7 +99,9 @@ def train_with_a_result_that_ddp_does_not_find():
     """torch's own error. Where it no longer comes, docs/compatibility.md says too much."""
     model = WithUnusedParameters(make(CASES["JaggedGDPA"]), "JaggedTensor")
     with pytest.raises(RuntimeError, match="Expected to mark a variable ready only once"):
-        gradients(DistributedDataParallel(model, find_unused_parameters=True), OnRows.inputs(*SIZES[0]))
+        gradients(
+            DistributedDataParallel(model, find_unused_parameters=True), OnRows.inputs(*SIZES[0])
+        )
 
 
 def test_ddp_does_not_look_into_torchrecs_containers(two_ranks):
@@ -104,7 +112,10 @@ def test_ddp_does_not_look_into_torchrecs_containers(two_ranks):
 def train_sharded_by_columns(name):
     """Both processes have the same batch."""
     case, model, plain = CASES[name], make(CASES[name]), make(CASES[name])
-    mesh, linears = init_device_mesh("cpu", (2,)), [path for path, x in model.named_modules() if isinstance(x, nn.Linear)]
+    mesh, linears = (
+        init_device_mesh("cpu", (2,)),
+        [path for path, x in model.named_modules() if isinstance(x, nn.Linear)],
+    )
     gathered, whole = dict(output_layouts=Replicate()), dict(input_layouts=Replicate())
     by_columns = {path: ColwiseParallel(**gathered) for path in linears}
     by_rows = {path: RowwiseParallel(**whole) for path in linears if path.endswith("out_proj")}
@@ -113,12 +124,23 @@ def train_sharded_by_columns(name):
     inputs = case.model.inputs(*SIZES[0])
     torch.testing.assert_close(model(*inputs), plain(*inputs))
     torch.testing.assert_close(gradients(model, inputs), gradients(plain, inputs))
-    sharded = [path for path, x in model.named_modules() if hasattr(getattr(x, "weight", None), "to_local")]
+    sharded = [
+        path for path, x in model.named_modules() if hasattr(getattr(x, "weight", None), "to_local")
+    ]
     assert set(sharded) == set(linears)
     if by_rows:
-        options = dict(use_local_output=False) if dist.get_rank() else {}  # a DTensor, or the process's part of the columns
-        apart = parallelize_module(make(case), mesh, {path: ColwiseParallel(**options) for path in linears})
-        with pytest.raises(ValueError, match=r"_proj must give \d+ columns, got (\d+|a DTensor); a tensor parallel plan must gather them"):
+        # a DTensor, or the process's part of the columns
+        options = dict(use_local_output=False) if dist.get_rank() else {}
+        apart = parallelize_module(
+            make(case), mesh, {path: ColwiseParallel(**options) for path in linears}
+        )
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"_proj must give \d+ columns, got (\d+|a DTensor); a tensor parallel plan must"
+                r" gather them"
+            ),
+        ):
             apart(*inputs)
 
 

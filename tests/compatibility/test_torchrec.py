@@ -16,10 +16,10 @@ from .table import NOTES, feature
 
 torchrec = pytest.importorskip("torchrec")
 
-from torchrec.distributed import DistributedModelParallel  # noqa: E402
-from torchrec.distributed import sharding_plan as plans  # noqa: E402
-from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil  # noqa: E402
-from torchrec.distributed.train_pipeline.train_pipelines import (  # noqa: E402
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import sharding_plan as plans
+from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil
+from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,
     StagedTrainPipeline,
@@ -29,10 +29,10 @@ from torchrec.distributed.train_pipeline.train_pipelines import (  # noqa: E402
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan  # noqa: E402
-from torchrec.fx import symbolic_trace  # noqa: E402
-from torchrec.inference.modules import quantize_inference_model  # noqa: E402
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.fx import symbolic_trace
+from torchrec.inference.modules import quantize_inference_model
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRec's and torch's own
 
@@ -48,7 +48,8 @@ PLANS = {
 
 
 class Model(nn.Module):
-    """A case's layer on what collections return for its features. Returns loss and result, as pipelines expect."""
+    """A case's layer on what collections return for its features. Returns loss and result, as
+    pipelines expect."""
 
     def __init__(self, case, device="cpu"):
         super().__init__()
@@ -57,7 +58,12 @@ class Model(nn.Module):
         if self.kind is Compressed:
             self.embeddings, self.of_users = (
                 torchrec.EmbeddingBagCollection(
-                    tables=[torchrec.EmbeddingBagConfig(name=f"{level}_{name}", feature_names=[name], **options) for name in FEATURES],
+                    tables=[
+                        torchrec.EmbeddingBagConfig(
+                            name=f"{level}_{name}", feature_names=[name], **options
+                        )
+                        for name in FEATURES
+                    ],
                     device=device,
                 )
                 for level in ("candidates", "users")
@@ -77,7 +83,11 @@ class Model(nn.Module):
             out = self.layer(candidates.values().unsqueeze(1), embedded["history"], index)
         elif self.kind is OnHistoryAndCandidates:
             candidates = embedded["candidates"]
-            history, out = self.layer(embedded["history"], candidates.values().unsqueeze(1), jm.CandidateIndex.from_jagged(candidates))
+            history, out = self.layer(
+                embedded["history"],
+                candidates.values().unsqueeze(1),
+                jm.CandidateIndex.from_jagged(candidates),
+            )
             out = torch.cat([history.values(), out[:, 0]])
         else:
             out = self.layer(embedded["history"])
@@ -96,10 +106,16 @@ def make_batches(rank=0, device="cpu"):
     generator = torch.Generator().manual_seed(rank)
     batches = []
     for _ in range(STEPS):
-        lengths = torch.randint(0, 6, (len(FEATURES) * USERS,), generator=generator).index_fill(0, torch.tensor(USERS - 1), 0)
+        lengths = torch.randint(0, 6, (len(FEATURES) * USERS,), generator=generator).index_fill(
+            0, torch.tensor(USERS - 1), 0
+        )
         lengths[0], lengths[USERS] = 3, 2
         ids = torch.randint(NUM_ITEMS, (int(lengths.sum()),), generator=generator)
-        batches.append(torchrec.KeyedJaggedTensor.from_lengths_sync(FEATURES, ids, lengths).to(torch.device(device)))
+        batches.append(
+            torchrec.KeyedJaggedTensor.from_lengths_sync(FEATURES, ids, lengths).to(
+                torch.device(device)
+            )
+        )
     return batches
 
 
@@ -108,16 +124,25 @@ def collections(model):
 
 
 def sharded(name, plan, device="cpu"):
-    """The model in DistributedModelParallel; its tables' optimizer, SGD, runs in the backward unless they are data-parallel."""
+    """The model in DistributedModelParallel; its tables' optimizer, SGD, runs in the backward
+    unless they are data-parallel."""
     model, shardings = make_model(name, device), {}
     for path, collection in collections(model).items():
-        if plan == "data_parallel" and device == "cpu" and isinstance(collection, torchrec.EmbeddingCollection):
+        if (
+            plan == "data_parallel"
+            and device == "cpu"
+            and isinstance(collection, torchrec.EmbeddingCollection)
+        ):
             continue  # what is in no plan is replicated by DistributedDataParallel
         if plan != "data_parallel":
             apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": RATE})
         tables = plans.apply_to_all(collection, PLANS[plan])
         shardings[path] = plans.construct_module_sharding_plan(
-            collection, tables, local_size=dist.get_world_size(), world_size=dist.get_world_size(), device_type=device
+            collection,
+            tables,
+            local_size=dist.get_world_size(),
+            world_size=dist.get_world_size(),
+            device_type=device,
         )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     parallel = DistributedModelParallel(model, env, torch.device(device), ShardingPlan(shardings))
@@ -130,7 +155,10 @@ def load_state(model, state):
     for name, x in model.state_dict().items():
         if isinstance(x, ShardedTensor):
             for shard in x.local_shards():
-                (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                (row, column), (rows, columns) = (
+                    shard.metadata.shard_offsets,
+                    shard.metadata.shard_sizes,
+                )
                 shard.tensor.copy_(state[name][row : row + rows, column : column + columns])
         else:
             x.copy_(state[name])
@@ -138,11 +166,14 @@ def load_state(model, state):
 
 def dense_optimizer(model, plan):
     in_backward = () if plan == "data_parallel" else tuple(collections(model.module))
-    return torch.optim.SGD([x for name, x in model.named_parameters() if not name.startswith(in_backward)], lr=RATE)
+    return torch.optim.SGD(
+        [x for name, x in model.named_parameters() if not name.startswith(in_backward)], lr=RATE
+    )
 
 
 def expected_steps(name, batches, device="cpu"):
-    """The results of plain steps of one unsharded model on the batches of all ranks, and the layer's parameters at the end."""
+    """The results of plain steps of one unsharded model on the batches of all ranks, and the
+    layer's parameters at the end."""
     model = make_model(name, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     results = []
@@ -178,10 +209,17 @@ class Steps:
 def train(name, plan="row_wise", pipeline=Steps, device="cpu"):
     batches = make_batches(dist.get_rank(), device)
     model = sharded(name, plan, device)
-    pipe, source = pipeline(model, dense_optimizer(model, plan), torch.device(device)), iter(batches)
+    pipe, source = (
+        pipeline(model, dense_optimizer(model, plan), torch.device(device)),
+        iter(batches),
+    )
     results = [pipe.progress(source) for _ in batches]
-    assert len(getattr(pipe, "_pipelined_modules", collections(model.module))) == len(collections(model.module))
-    torch.testing.assert_close([*results, *layer_parameters(model)], expected_steps(name, batches, device))
+    assert len(getattr(pipe, "_pipelined_modules", collections(model.module))) == len(
+        collections(model.module)
+    )
+    torch.testing.assert_close(
+        [*results, *layer_parameters(model)], expected_steps(name, batches, device)
+    )
 
 
 def layer_parameters(model):
@@ -248,9 +286,16 @@ class Staged(Steps):
         exchange = SparseDataDistUtil(model, dist_stream)
         stages = [
             PipelineStage("copy", lambda batch: batch.to(device, non_blocking=True), copy_stream),
-            PipelineStage("exchange", exchange.start_sparse_data_dist, dist_stream, fill_callback=exchange.wait_sdd_fill_callback),
+            PipelineStage(
+                "exchange",
+                exchange.start_sparse_data_dist,
+                dist_stream,
+                fill_callback=exchange.wait_sdd_fill_callback,
+            ),
         ]
-        self.next_batch = StagedTrainPipeline(stages, compute_stream=torch.cuda.current_stream()).progress
+        self.next_batch = StagedTrainPipeline(
+            stages, compute_stream=torch.cuda.current_stream()
+        ).progress
 
 
 @feature("TrainPipelineBase")
@@ -271,7 +316,10 @@ def test_sparse_dist_lite(case, two_ranks):
 def evaluate_in_pipeline(name):
     batches = make_batches(dist.get_rank())
     model, plain = sharded(name, "row_wise").eval(), make_model(name).eval()
-    pipe, source = EvalPipelineSparseDist(model, dense_optimizer(model, "row_wise"), torch.device("cpu")), iter(batches)
+    pipe, source = (
+        EvalPipelineSparseDist(model, dense_optimizer(model, "row_wise"), torch.device("cpu")),
+        iter(batches),
+    )
     results = [pipe.progress(source) for _ in batches]
     torch.testing.assert_close(results, [plain(batch)[1] for batch in batches])
 

@@ -1,4 +1,5 @@
-"""Layers in training: activation checkpointing, autocast, GradScaler, fused optimizers and optimizers inside the backward."""
+"""Layers in training: activation checkpointing, autocast, GradScaler, fused optimizers and
+optimizers inside the backward."""
 
 import copy
 
@@ -43,7 +44,9 @@ def test_checkpointing(case, reentrant):
         if isinstance(module, nn.Dropout):
             module.p = 0.5
     expected = steps_with_grads(copy.deepcopy(model), inputs)
-    for x, y in zip(steps_with_grads(Checkpointed(model, reentrant), inputs), expected, strict=True):
+    for x, y in zip(
+        steps_with_grads(Checkpointed(model, reentrant), inputs), expected, strict=True
+    ):
         assert torch.equal(x, y)
 
 
@@ -54,7 +57,9 @@ def test_autocast(case, dtype):
     with torch.autocast("cpu", dtype):
         out, *grads = training_step(model, inputs)
     residual = case.layer in ("GDPABlock", "HSTULayer", "HSTUStack")
-    assert out.dtype == (torch.float32 if residual else dtype) and all(grad.dtype == torch.float32 for grad in grads)
+    assert out.dtype == (torch.float32 if residual else dtype) and all(
+        grad.dtype == torch.float32 for grad in grads
+    )
     for x, y in zip([out, *grads], training_step(model, inputs), strict=True):
         assert (x - y).norm() < 0.05 * y.norm() + 1e-6  # softmax's gradient of a key's bias is 0
 
@@ -64,7 +69,10 @@ def test_autocast(case, dtype):
 def test_grad_scaler(case, device):
     model, inputs = make(case, device), inputs_of(case, device)
     expected = [x.grad for x in stepped(copy.deepcopy(model), inputs)]
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(device, init_scale=2.0**12)
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.amp.GradScaler(device, init_scale=2.0**12),
+    )
     with torch.autocast(device, torch.float16):
         out = model(*inputs)
     scaler.scale(out.float().square().mean()).backward()
@@ -99,18 +107,23 @@ def stepped(model, inputs, optimizer=None, steps=1):
 
 @feature("fused optimizers", fast=6)
 def test_fused_optimizers(case):
-    inputs = [x.double() if x.is_floating_point() else x for x in inputs_of(case)]  # Adam divides by gradients near 0
+    # Adam divides by gradients near 0
+    inputs = [x.double() if x.is_floating_point() else x for x in inputs_of(case)]
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         results = []
         for options in (dict(foreach=False), dict(foreach=True), dict(fused=True)):
             model = make(case).double()
-            results.append(stepped(model, inputs, kind(model.parameters(), lr=0.01, **options), steps=2))
+            results.append(
+                stepped(model, inputs, kind(model.parameters(), lr=0.01, **options), steps=2)
+            )
         torch.testing.assert_close(results[1:], results[:1] * 2)
 
 
 @feature("in-backward optimizers", fast=6)
 def test_in_backward_optimizers(case):
-    apply_in_backward = pytest.importorskip("torchrec.optim.apply_optimizer_in_backward").apply_optimizer_in_backward
+    apply_in_backward = pytest.importorskip(
+        "torchrec.optim.apply_optimizer_in_backward"
+    ).apply_optimizer_in_backward
     model, inputs = make(case), inputs_of(case)
     twin, hooked = copy.deepcopy(model), copy.deepcopy(model)
     expected = stepped(twin, inputs, torch.optim.Adam(twin.parameters(), lr=0.01), steps=2)

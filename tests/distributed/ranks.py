@@ -1,5 +1,5 @@
-"""Runs functions of tests in several processes: of a gloo group on the CPU, or of an NCCL group with a GPU each. The processes stay for the
-next call, as their imports take seconds."""
+"""Runs functions of tests in several processes: of a gloo group on the CPU, or of an NCCL group
+with a GPU each. The processes stay for the next call, as their imports take seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Ranks:
         """Call `function(*args)`, a function of a module, in each process. Returns the results.
 
         Raises:
-            The error that all processes raised, if it is the same. RuntimeError with the text of each process's error otherwise.
+            The error that all processes raised, if it is the same. RuntimeError with the text of
+            each process's error otherwise.
         """
         if not self.processes:
             self._start()
@@ -55,7 +56,11 @@ class Ranks:
             connection.send((function, args))
         results = [_answer(connection, 2 * TIMEOUT) for connection in self.connections]
         errors = {rank: result for rank, result in enumerate(results) if isinstance(result, _Error)}
-        if len(errors) == self.world_size and len({repr(x.error) for x in errors.values()}) == 1 and errors[0].error is not None:
+        if (
+            len(errors) == self.world_size
+            and len({repr(x.error) for x in errors.values()}) == 1
+            and errors[0].error is not None
+        ):
             raise errors[0].error
         if errors:
             self.stop()  # their collectives may not match any more
@@ -87,12 +92,18 @@ class Ranks:
 
 def _answer(connection: Connection, timeout: timedelta) -> Any:
     try:
-        return connection.recv() if connection.poll(timeout.total_seconds()) else _Error(None, "no answer")
+        return (
+            connection.recv()
+            if connection.poll(timeout.total_seconds())
+            else _Error(None, "no answer")
+        )
     except EOFError:
         return _Error(None, "the process ended")
 
 
-def _serve(connection: Connection, store: str, rank: int, world_size: int, device_type: str) -> None:
+def _serve(
+    connection: Connection, store: str, rank: int, world_size: int, device_type: str
+) -> None:
     torch.set_num_threads(1)
     gpu = None
     if device_type == "cuda":
@@ -130,4 +141,6 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        gc.collect()  # a sharded model is a reference cycle that holds the group, whose threads would outlive Python and abort the process
+        # a sharded model is a reference cycle that holds the group, whose threads would outlive
+        # Python and abort the process
+        gc.collect()

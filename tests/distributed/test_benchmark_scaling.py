@@ -1,4 +1,5 @@
-"""examples/benchmark_scaling.py: what it measures on two processes, the comparison with a baseline, and the program under torchrun."""
+"""examples/benchmark_scaling.py: what it measures on two processes, the comparison with a baseline,
+and the program under torchrun."""
 
 import json
 import os
@@ -14,21 +15,27 @@ from .ranks import one_rank
 
 pytest.importorskip("torchrec")
 
-import benchmark_scaling as bench  # noqa: E402
-import communication  # noqa: E402
-from benchmark_dlrm import set_sizes  # noqa: E402
+import benchmark_scaling as bench
+import communication
+from benchmark_dlrm import set_sizes
 
 ROOT = Path(__file__).parents[2]
 TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 3 --feature-rows 30
-    --embedding-dim 16 --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4 --passes 2""".split()
+    --embedding-dim 16 --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4 --passes 2""".split()  # noqa: E501
 TABLE_BYTES = 4 * 16 * (50 + 5 + 16 + (2 + 3) * 30)
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def check_report(report: dict, world_size: int) -> None:
     assert report["world_size"] == world_size
     steps_per_second = 1e3 / report["step_ms"]
-    assert report["samples_per_second"] == pytest.approx(report["samples_per_step"] * steps_per_second)
+    assert report["samples_per_second"] == pytest.approx(
+        report["samples_per_step"] * steps_per_second
+    )
     assert 2 * 6 * world_size / 2 <= report["samples_per_step"] <= 6 * 6 * world_size
     assert len(report["table_mb"]) == world_size
     assert sum(report["table_mb"]) == pytest.approx(
@@ -60,7 +67,10 @@ def test_two_processes_measure_the_same(two_ranks, plan, model):
 
 def report(world_size: int, samples_per_second: float, step_ms: float) -> dict:
     stages = {name: float(world_size * place) for place, name in enumerate(bench.ALL_STAGES)}
-    traffic = dict.fromkeys(communication.Traffic._fields, 0.0) | {"embeddings": 1e6, "gradients": 2e6}
+    traffic = dict.fromkeys(communication.Traffic._fields, 0.0) | {
+        "embeddings": 1e6,
+        "gradients": 2e6,
+    }
     return {
         "world_size": world_size,
         "samples_per_second": samples_per_second,
@@ -88,7 +98,9 @@ def test_a_baseline_must_be_comparable(tmp_path):
     path, settings = tmp_path / "baseline.json", {"plan": "auto", "batch_size": 6}
     path.write_text(json.dumps(report(2, 1000, 9)))
     assert bench.read_baseline(path, 4, settings)["step_ms"] == 9
-    with pytest.raises(ValueError, match="--baseline must be a run on fewer than 2 processes, not on 2"):
+    with pytest.raises(
+        ValueError, match="--baseline must be a run on fewer than 2 processes, not on 2"
+    ):
         bench.read_baseline(path, 2, settings)
     with pytest.raises(ValueError, match="--baseline must have the same plan, row_wise, not auto"):
         bench.read_baseline(path, 4, settings | {"plan": "row_wise"})
@@ -98,7 +110,9 @@ def test_a_baseline_must_be_comparable(tmp_path):
 def test_a_file_that_is_no_baseline_is_named(tmp_path, text):
     path = tmp_path / "baseline.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"--baseline: .*baseline\.json is not a file of this program"):
+    with pytest.raises(
+        ValueError, match=r"--baseline: .*baseline\.json is not a file of this program"
+    ):
         bench.read_baseline(path, 4, {})
 
 
@@ -110,8 +124,16 @@ def test_without_torchrun_it_says_how_to_start():
 def run(*arguments: str) -> subprocess.CompletedProcess:
     """The program on two processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launcher, str(ROOT / "examples" / "benchmark_scaling.py"), *TINY, *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
+    command = [
+        sys.executable,
+        *launcher,
+        str(ROOT / "examples" / "benchmark_scaling.py"),
+        *TINY,
+        *arguments,
+    ]
+    return subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 @SLOW
@@ -128,5 +150,10 @@ def test_program_compares_two_processes_with_one(two_ranks, tmp_path):
     assert result["scaling"] == bench.scaling(result, baseline, 1e8)
     assert done.stdout.count("speed-up from 1 to 2 processes") == 1  # rank 0 alone prints
     assert f"efficiency {result['scaling']['predicted']['efficiency']:.3f}, step" in done.stdout
-    with pytest.raises(SystemExit, match="benchmark_scaling: --baseline must have the same plan, row_wise, not auto"):
-        two_ranks.run(bench.main, [*TINY, "--out", str(two), "--baseline", str(one), "--plan", "row_wise"])
+    with pytest.raises(
+        SystemExit,
+        match="benchmark_scaling: --baseline must have the same plan, row_wise, not auto",
+    ):
+        two_ranks.run(
+            bench.main, [*TINY, "--out", str(two), "--baseline", str(one), "--plan", "row_wise"]
+        )

@@ -1,4 +1,5 @@
-"""The layers in DistributedDataParallel and FSDP2: ten steps of two processes equal ten of one process."""
+"""The layers in DistributedDataParallel and FSDP2: ten steps of two processes equal ten of one
+process."""
 
 import pytest
 import torch
@@ -21,11 +22,17 @@ class Encoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.hstu = jm.HSTUStack(DIM, num_heads=2, num_layers=1, config=jm.HSTUConfig(scaling_seqlen=10))
-        self.blocks = jm.BlockDiagonalSelfAttention(DIM, num_heads=2, block_size=16, rotary="qk", max_seqlen=32)
+        self.hstu = jm.HSTUStack(
+            DIM, num_heads=2, num_layers=1, config=jm.HSTUConfig(scaling_seqlen=10)
+        )
+        self.blocks = jm.BlockDiagonalSelfAttention(
+            DIM, num_heads=2, block_size=16, rotary="qk", max_seqlen=32
+        )
         self.gdpa = jm.GDPABlock(DIM, num_heads=2, config=jm.GDPAConfig(num_weights=8))
         self.attention = jm.JaggedTargetAttention(DIM, num_heads=2)
-        self.compress = jm.LinearCompressEmbedding(num_candidate_embeddings=2, num_compressed=2, num_user_embeddings=1)
+        self.compress = jm.LinearCompressEmbedding(
+            num_candidate_embeddings=2, num_compressed=2, num_user_embeddings=1
+        )
         self.mlp, self.head = jm.JaggedMLP([2 * DIM, 8], activation="silu"), nn.Linear(8, 1)
 
     def forward(self, events, lengths, candidates, counts):
@@ -33,7 +40,9 @@ class Encoder(nn.Module):
         x = self.gdpa(self.blocks(self.hstu(jm.Jagged(events, offsets))))
         index = jm.CandidateIndex.from_counts(counts)
         interest = self.attention(4 * candidates[:, None], x, index)[:, 0]
-        users = torch.segment_reduce(x.values, "sum", lengths=lengths, axis=0, unsafe=True, initial=0)[:, None]
+        users = torch.segment_reduce(
+            x.values, "sum", lengths=lengths, axis=0, unsafe=True, initial=0
+        )[:, None]
         compressed = self.compress(torch.stack([candidates, interest], dim=1), users, index)
         return self.head(self.mlp((compressed.flatten(1), index.offsets))[0]).squeeze(1)
 
@@ -42,10 +51,18 @@ def batch(step: int, users: slice):
     """Users of a step's batch, with their events, candidates and labels."""
     torch.manual_seed(step)
     lengths, counts = torch.randint(0, 25, (USERS,)), torch.randint(1, 4, (USERS,))
-    events, candidates, labels = torch.randn(USERS, 24, DIM), torch.randn(USERS, 3, DIM), torch.randn(USERS, 3)
+    events, candidates, labels = (
+        torch.randn(USERS, 24, DIM),
+        torch.randn(USERS, 3, DIM),
+        torch.randn(USERS, 3),
+    )
     lengths, counts = lengths[users], counts[users]
-    has_event, is_candidate = (torch.arange(width) < n[:, None] for width, n in ((24, lengths), (3, counts)))
-    return (events[users][has_event], lengths, candidates[users][is_candidate], counts), labels[users][is_candidate]
+    has_event, is_candidate = (
+        torch.arange(width) < n[:, None] for width, n in ((24, lengths), (3, counts))
+    )
+    return (events[users][has_event], lengths, candidates[users][is_candidate], counts), labels[
+        users
+    ][is_candidate]
 
 
 def train(wrap: str | None, device_type: str = "cpu") -> dict[str, torch.Tensor]:
@@ -73,7 +90,10 @@ def train(wrap: str | None, device_type: str = "cpu") -> dict[str, torch.Tensor]
         optimizer.step()
         optimizer.zero_grad()
     module = model.module if wrap == "ddp" else model
-    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu() for name, x in module.named_parameters()}
+    return {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
+        for name, x in module.named_parameters()
+    }
 
 
 def check_two_train_as_one(ranks, wrap, device_type="cpu"):

@@ -1,4 +1,5 @@
-"""The ranking model of docs/guides/torchrec.md, sharded, in TorchRec's pipelines: they trace it, and train it as plain steps do."""
+"""The ranking model of docs/guides/torchrec.md, sharded, in TorchRec's pipelines: they trace it,
+and train it as plain steps do."""
 
 import dataclasses
 import types
@@ -10,10 +11,15 @@ from torch import nn
 
 torchrec = pytest.importorskip("torchrec")
 
-from torchrec.distributed import DistributedModelParallel  # noqa: E402
-from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise  # noqa: E402
-from torchrec.distributed.train_pipeline.train_pipelines import (  # noqa: E402
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.train_pipeline.train_pipelines import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineFusedSparseDist,
@@ -21,13 +27,23 @@ from torchrec.distributed.train_pipeline.train_pipelines import (  # noqa: E402
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan  # noqa: E402
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
-from torchrec.streamable import Pipelineable  # noqa: E402
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.streamable import Pipelineable
 
 PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite)
-GPU_PIPELINES = (*PIPELINES, TrainPipelineFusedSparseDist, TrainPipelineSemiSync, PrefetchTrainPipelineSparseDist)  # they use CUDA streams
-PLANS = {"row_wise": row_wise(), "table_wise": table_wise(rank=1), "column_wise": column_wise(ranks=[1, 0])}
+# they use CUDA streams
+GPU_PIPELINES = (
+    *PIPELINES,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+    PrefetchTrainPipelineSparseDist,
+)
+PLANS = {
+    "row_wise": row_wise(),
+    "table_wise": table_wise(rank=1),
+    "column_wise": column_wise(ranks=[1, 0]),
+}
 NUM_ITEMS, STEPS, RATE = 50, 3, 0.5
 
 
@@ -37,7 +53,9 @@ class Batch(Pipelineable):
     labels: torch.Tensor
 
     def to(self, device, non_blocking=False):
-        return Batch(*(x.to(device=device, non_blocking=non_blocking) for x in (self.features, self.labels)))
+        return Batch(
+            *(x.to(device=device, non_blocking=non_blocking) for x in (self.features, self.labels))
+        )
 
     def record_stream(self, stream):
         self.features.record_stream(stream)
@@ -70,7 +88,9 @@ def make_batch(seed: int) -> Batch:
     return Batch(features, torch.rand(int(lengths[4:].sum()), generator=generator).round())
 
 
-def train_in_pipelines(plan: str, pipelines: tuple = PIPELINES, device: torch.device | None = None) -> None:
+def train_in_pipelines(
+    plan: str, pipelines: tuple = PIPELINES, device: torch.device | None = None
+) -> None:
     device = torch.device("cpu") if device is None else device
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     batches = [make_batch(world * step + rank) for step in range(STEPS)]
@@ -78,12 +98,22 @@ def train_in_pipelines(plan: str, pipelines: tuple = PIPELINES, device: torch.de
     for pipeline in pipelines:
         torch.manual_seed(0)
         task = Task(device)
-        apply_optimizer_in_backward(torch.optim.SGD, task.model.embeddings.parameters(), {"lr": RATE})
+        apply_optimizer_in_backward(
+            torch.optim.SGD, task.model.embeddings.parameters(), {"lr": RATE}
+        )
         sharder = EmbeddingCollectionSharder()
-        module_plan = construct_module_sharding_plan(task.model.embeddings, {"item": PLANS[plan]}, sharder, world, device_type=device.type)
+        module_plan = construct_module_sharding_plan(
+            task.model.embeddings, {"item": PLANS[plan]}, sharder, world, device_type=device.type
+        )
         env = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
-        sharded = DistributedModelParallel(task, env, device, ShardingPlan({"model.embeddings": module_plan}), sharders=[sharder])
-        dense = [parameter for name, parameter in sharded.named_parameters() if ".embeddings." not in name]
+        sharded = DistributedModelParallel(
+            task, env, device, ShardingPlan({"model.embeddings": module_plan}), sharders=[sharder]
+        )
+        dense = [
+            parameter
+            for name, parameter in sharded.named_parameters()
+            if ".embeddings." not in name
+        ]
         pipe = pipeline(sharded, torch.optim.SGD(dense, lr=RATE), device)
         source = iter(batches)
         logits = [pipe.progress(source) for _ in range(STEPS)]

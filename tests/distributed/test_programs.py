@@ -16,24 +16,50 @@ from .ranks import one_rank
 
 pytest.importorskip("torchrec")
 
-import sharding  # noqa: E402
-from checkpoints import find_checkpoint  # noqa: E402
+import sharding
+from checkpoints import find_checkpoint
 
-from .test_plans import PROGRAMS, make_trainer  # noqa: E402
+from .test_plans import PROGRAMS, make_trainer
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--device", "cpu", "--users", "25", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2", "--dropout", "0"]
+TINY = [
+    "--device",
+    "cpu",
+    "--users",
+    "25",
+    "--batch-size",
+    "8",
+    "--embedding-dim",
+    "16",
+    "--num-heads",
+    "2",
+    "--dropout",
+    "0",
+]
 TINY += ["--timeout", str(PATIENCE)]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def command(processes: int, program: str, out: Path, *arguments: str) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [sys.executable, *launcher, str(ROOT / "examples" / program), *TINY, "--out", str(out), *arguments]
+    return [
+        sys.executable,
+        *launcher,
+        str(ROOT / "examples" / program),
+        *TINY,
+        "--out",
+        str(out),
+        *arguments,
+    ]
 
 
 def train_here(program: str, out: Path, *arguments: str) -> None:
-    """The program in this process, with the group that the process has. Its imports are there already, which take most of a run's time."""
+    """The program in this process, with the group that the process has. Its imports are there
+    already, which take most of a run's time."""
     PROGRAMS[program][0].main([*TINY, "--out", str(out), *arguments])
 
 
@@ -54,7 +80,8 @@ def test_a_run_is_resumed_on_another_number_of_processes_and_plan(two_ranks, tmp
     with one_rank():
         train_here(program, parts, "--sharding", "column_wise", "--epochs", "2", "--resume")
     for first, second in zip(results(whole)["epochs"], results(parts)["epochs"], strict=True):
-        # The optimizers of the program magnify roundings of tiny gradients, so this is no bound on roundings: test_plans.py has that.
+        # The optimizers of the program magnify roundings of tiny gradients, so this is no bound on
+        # roundings: test_plans.py has that.
         assert second["loss"] == pytest.approx(first["loss"], rel=1e-3)
 
 
@@ -96,6 +123,10 @@ def train_until_killed(folder: Path) -> None:
 
 
 def test_the_other_processes_notice_by_themselves(two_ranks, tmp_path):
-    """Without torchrun, which ends them: it does not run on the other machines of a group. The error is not that of a timeout."""
-    with pytest.raises(RuntimeError, match=r"(?s)rank 0: .*Connection (closed|reset) by peer.*rank 1: the process ended"):
+    """Without torchrun, which ends them: it does not run on the other machines of a group. The
+    error is not that of a timeout."""
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)rank 0: .*Connection (closed|reset) by peer.*rank 1: the process ended",
+    ):
         two_ranks.run(train_until_killed, tmp_path)

@@ -13,7 +13,12 @@ from serving_batcher import Limits
 from ..marks import PATIENCE
 
 LIMITS = ServiceLimits(
-    Limits(max_queue=8, max_wait=0.002), max_candidates=50, max_events=20, max_body=20_000, body_seconds=PATIENCE, deadline=PATIENCE
+    Limits(max_queue=8, max_wait=0.002),
+    max_candidates=50,
+    max_events=20,
+    max_body=20_000,
+    body_seconds=PATIENCE,
+    deadline=PATIENCE,
 )
 
 
@@ -23,7 +28,11 @@ class Running:
     def __init__(self, service: Service, server: type[uvicorn.Server] = uvicorn.Server):
         self.service = service
         # A connection that waits for its next request longer than uvicorn's 5 s is closed.
-        self.server = server(uvicorn.Config(make_app(service), port=0, log_level="error", timeout_keep_alive=round(PATIENCE)))
+        self.server = server(
+            uvicorn.Config(
+                make_app(service), port=0, log_level="error", timeout_keep_alive=round(PATIENCE)
+            )
+        )
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.thread = threading.Thread(target=self.server.run, args=([listener],))
@@ -37,7 +46,9 @@ class Running:
 
     def metric(self, name: str) -> float:
         """The value of a metric by its name with labels."""
-        found = re.search(rf"^{re.escape(name)} (\S+)$", self.client.get("/metrics").text, re.MULTILINE)
+        found = re.search(
+            rf"^{re.escape(name)} (\S+)$", self.client.get("/metrics").text, re.MULTILINE
+        )
         return float(found[1]) if found else 0.0
 
     def stop(self) -> None:

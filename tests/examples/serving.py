@@ -11,7 +11,20 @@ from checkpoints import load_weights
 from serving_models import make_ranker
 from serving_rankers import NONE, NewEvents, Ranker, Request
 
-TINY = ["--device", "cpu", "--users", "25", "--epochs", "1", "--embedding-dim", "16", "--num-heads", "2", "--max-history", "60"]
+TINY = [
+    "--device",
+    "cpu",
+    "--users",
+    "25",
+    "--epochs",
+    "1",
+    "--embedding-dim",
+    "16",
+    "--num-heads",
+    "2",
+    "--max-history",
+    "60",
+]
 PROGRAMS = {"attention": train_dlrm, "hstu": train_hstu}
 CACHE = 10**7
 CPU = torch.device("cpu")
@@ -36,9 +49,17 @@ def ranker_of(
 def body_of(request: Request, ranker: Ranker, **fields: Any) -> dict[str, Any]:
     """The request as JSON, with the published ids, and further fields."""
     histories, ratings = ranker.histories, ranker.ratings or [None]
-    events = [{"item": histories.items[i], "rating": ratings[r]} for i, r in zip(*request.events, strict=True)]
+    events = [
+        {"item": histories.items[i], "rating": ratings[r]}
+        for i, r in zip(*request.events, strict=True)
+    ]
     candidates = [histories.items[i] for i in request.candidates]
-    return {"user": histories.users[request.user], "candidates": candidates, "events": events, **fields}
+    return {
+        "user": histories.users[request.user],
+        "candidates": candidates,
+        "events": events,
+        **fields,
+    }
 
 
 class Requests:
@@ -51,10 +72,17 @@ class Requests:
     def of(self, user: int, events: int = 0, candidates: int | None = None) -> Request:
         count = int(self.random.integers(1, 9)) if candidates is None else candidates
         items = self.random.integers(self.histories.num_items, size=count + events)
-        new = NewEvents(items[count:], self.random.integers(self.num_ratings, size=events)) if events else NONE
+        new = (
+            NewEvents(items[count:], self.random.integers(self.num_ratings, size=events))
+            if events
+            else NONE
+        )
         return Request(user, items[:count], new)
 
     def batch(self, size: int = 5) -> list[Request]:
         """Requests of distinct users, half of them with new events."""
         users = self.random.choice(self.histories.num_users, size, replace=False).tolist()
-        return [self.of(user, events=int(self.random.integers(1, 4)) * int(self.random.integers(2))) for user in users]
+        return [
+            self.of(user, events=int(self.random.integers(1, 4)) * int(self.random.integers(2)))
+            for user in users
+        ]

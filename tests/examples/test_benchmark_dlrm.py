@@ -10,7 +10,7 @@ from ranking_model import PARTS, RankingModel
 from torch.utils.flop_counter import FlopCounterMode
 
 TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 2 --embedding-dim 16
-    --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4""".split()
+    --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4""".split()  # noqa: E501
 
 
 @pytest.mark.parametrize(("mean", "longest"), [(30, 100), (600, 2000), (1, 5), (4, 4)])
@@ -32,9 +32,15 @@ def test_a_mean_above_the_maximum_is_refused():
     [
         (["--history", "4", "0"], "error: --history must be at least 1, not 0"),
         (["--items", str(2**31)], f"error: --items must be below 2**31, not {2**31}"),
-        (["--history", "11", "10"], "benchmark_dlrm: the mean length must be between 1 and the maximum, 10, not 11"),
+        (
+            ["--history", "11", "10"],
+            "benchmark_dlrm: the mean length must be between 1 and the maximum, 10, not 11",
+        ),
         (["--data", "nowhere"], "benchmark_dlrm: no file or folder nowhere"),
-        (["--device", "tpu"], "benchmark_dlrm: device must be auto, cpu, cuda, cuda:0, ..., not 'tpu'"),
+        (
+            ["--device", "tpu"],
+            "benchmark_dlrm: device must be auto, cpu, cuda, cuda:0, ..., not 'tpu'",
+        ),
     ],
 )
 def test_bad_options_end_with_one_line(arguments, message, tmp_path, capsys):
@@ -48,11 +54,13 @@ def test_ids_follow_the_law(law):
     rows, size = 1000, 100_000
     counts = np.bincount(bench.draw_ids(np.random.default_rng(0), rows, size, law), minlength=rows)
     assert len(counts) == rows
-    # The ids from the k-th to the 2k-th most frequent one have log(2) / log(rows) of the draws under Zipf's law.
+    # The ids from the k-th to the 2k-th most frequent one have log(2) / log(rows) of the draws
+    # under Zipf's law.
     first, second = (np.sort(counts)[::-1][k : 2 * k].sum() / size for k in (50, 200))
     expected = (np.log(2) / np.log(rows),) * 2 if law == "zipf" else (50 / rows, 200 / rows)
     assert (first, second) == pytest.approx(expected, rel=0.25)
-    assert np.bincount(np.argsort(-counts)[:100] // 100, minlength=10).min() > 0  # in all parts of the table
+    # in all parts of the table
+    assert np.bincount(np.argsort(-counts)[:100] // 100, minlength=10).min() > 0
 
 
 @pytest.mark.parametrize("layers", ["1", "3"])
@@ -61,15 +69,27 @@ def test_flops_are_those_that_torch_counts_when_nothing_is_padded(layers):
     options = bench.parse_arguments([*TINY, *lengths, "--num-layers", layers])
     tables, (batch, *_) = bench.random_batches(options)
     model = RankingModel(tables, bench.make_config(options), PADDED)
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.no_grad(),
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
         model(batch)  # layers by hand: torch does not know the FLOPs of ours
-    counted = {name: sum(counter.get_flop_counts()[f"RankingModel.head.{name}"].values()) for name in [*PARTS, "interaction"]}
+    counted = {
+        name: sum(counter.get_flop_counts()[f"RankingModel.head.{name}"].values())
+        for name in [*PARTS, "interaction"]
+    }
     assert bench.layer_flops(model, batch) == counted
 
 
 def test_claims_compare_the_fastest_of_each_kind():
     def result(step_ms, memory, utilisation):
-        return {"step_ms": step_ms, "samples_per_second": 1000 / step_ms, "peak_memory_mb": memory, "layer_mfu": {"stream": utilisation}}
+        return {
+            "step_ms": step_ms,
+            "samples_per_second": 1000 / step_ms,
+            "peak_memory_mb": memory,
+            "layer_mfu": {"stream": utilisation},
+        }
 
     results = {
         "jagged": result(5, 40, 0.2),
@@ -77,7 +97,12 @@ def test_claims_compare_the_fastest_of_each_kind():
         "padded": result(8, 99, 0.1),
         "padded-compiled": result(6, 80, 0.08),
     }
-    assert [claim["ours"] for claim in bench.compare_with_claims(results)] == ["+50.0 %", "+50.0 %", "-25.0 %", "+100.0 %"]
+    assert [claim["ours"] for claim in bench.compare_with_claims(results)] == [
+        "+50.0 %",
+        "+50.0 %",
+        "-25.0 %",
+        "+100.0 %",
+    ]
     assert bench.compare_with_claims({"jagged": result(5, 40, 0.2)}) == []
 
 
@@ -86,10 +111,22 @@ def check_report(path, models, printed, parts=tuple(PARTS)):
     assert list(report["results"]) == models
     for result in report["results"].values():
         assert result["step_ms"] > 0 and result["peak_memory_mb"] > 0
-        assert result["samples_per_second"] == pytest.approx(1e3 * report["samples_per_step"] / result["step_ms"])
-        assert list(result["stages_ms"]) == list(step_profile.STAGES) and result["stages_ms"]["embeddings"] > 0
-        assert set(result["layer_mfu"]) == {*parts, "interaction"} and min(result["layer_mfu"].values()) > 0
-    assert report["results"]["jagged"]["stages_ms"]["our kernels"] > 0 == report["results"]["padded"]["stages_ms"]["our kernels"]
+        assert result["samples_per_second"] == pytest.approx(
+            1e3 * report["samples_per_step"] / result["step_ms"]
+        )
+        assert (
+            list(result["stages_ms"]) == list(step_profile.STAGES)
+            and result["stages_ms"]["embeddings"] > 0
+        )
+        assert (
+            set(result["layer_mfu"]) == {*parts, "interaction"}
+            and min(result["layer_mfu"].values()) > 0
+        )
+    assert (
+        report["results"]["jagged"]["stages_ms"]["our kernels"]
+        > 0
+        == report["results"]["padded"]["stages_ms"]["our kernels"]
+    )
     for claim in report["claims"]:
         assert claim["published"] in printed and claim["ours"] in printed
     assert len(report["claims"]) == 4
@@ -100,25 +137,45 @@ def test_program_measures_both_models(tmp_path, capsys):
     bench.main([*TINY, "--models", "jagged", "padded", "--out", str(tmp_path / "report.json")])
     report = check_report(tmp_path / "report.json", ["jagged", "padded"], capsys.readouterr().out)
     assert report["lengths"]["stream"]["max"] <= 40
-    assert report["results"]["padded"]["peak_memory_mb"] > report["results"]["jagged"]["peak_memory_mb"]
+    assert (
+        report["results"]["padded"]["peak_memory_mb"]
+        > report["results"]["jagged"]["peak_memory_mb"]
+    )
 
 
 def test_program_measures_the_lengths_of_a_log(tmp_path, capsys):
     rows = [
-        f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(5) for step in range(10 * user + 5)
+        f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}"
+        for user in range(5)
+        for step in range(10 * user + 5)
     ]
     (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
-    arguments = ["--data", str(tmp_path / "u.data"), "--parts", "compress", "--num-batches", "1", "--models", "jagged", "padded"]
+    arguments = [
+        "--data",
+        str(tmp_path / "u.data"),
+        "--parts",
+        "compress",
+        "--num-batches",
+        "1",
+        "--models",
+        "jagged",
+        "padded",
+    ]
     bench.main([*TINY, *arguments, "--out", str(tmp_path / "report.json")])
-    report = check_report(tmp_path / "report.json", ["jagged", "padded"], capsys.readouterr().out, parts=("compress",))
+    report = check_report(
+        tmp_path / "report.json", ["jagged", "padded"], capsys.readouterr().out, parts=("compress",)
+    )
     assert report["settings"]["data"].endswith("u.data")
 
 
 @pytest.mark.slow
 def test_program_measures_compiled_models(tmp_path, capsys):
-    # Compilations take nearly all of the time. Other parts have more of them, and batches of other sizes repeat them.
+    # Compilations take nearly all of the time. Other parts have more of them, and batches of other
+    # sizes repeat them.
     parts = ("compress",)
-    bench.main([*TINY, "--parts", *parts, "--num-batches", "1", "--out", str(tmp_path / "report.json")])
+    bench.main(
+        [*TINY, "--parts", *parts, "--num-batches", "1", "--out", str(tmp_path / "report.json")]
+    )
     check_report(tmp_path / "report.json", list(bench.MODELS), capsys.readouterr().out, parts)
 
 
@@ -127,6 +184,9 @@ def test_both_take_the_same_steps():
     tables, batches = bench.random_batches(options)
     initial = RankingModel(tables, bench.make_config(options)).state_dict()
     steps = {name: bench.Step(name, tables, options, initial) for name in ("jagged", "padded")}
-    losses = {name: [step(batch).item() for batch in batches for _ in range(2)] for name, step in steps.items()}
+    losses = {
+        name: [step(batch).item() for batch in batches for _ in range(2)]
+        for name, step in steps.items()
+    }
     assert losses["jagged"] == pytest.approx(losses["padded"], abs=1e-5)
     assert losses["jagged"][1] < losses["jagged"][0]

@@ -1,13 +1,25 @@
 import pytest
 import torch
-from checkpoints import check_settings, export_weights, find_checkpoint, load_weights, save_checkpoint
+from checkpoints import (
+    check_settings,
+    export_weights,
+    find_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
 from published_ids import Vocabulary
 
 SETTINGS, VOCABULARY = {"lr": 0.1, "seed": 0}, Vocabulary({"user": [2**70, "007"]})
 
 
 def save(folder, epoch, value):
-    save_checkpoint(folder, SETTINGS, VOCABULARY, [{"loss": 0.5}] * epoch, {"model": {"weight": torch.full((3, 2), float(value))}})
+    save_checkpoint(
+        folder,
+        SETTINGS,
+        VOCABULARY,
+        [{"loss": 0.5}] * epoch,
+        {"model": {"weight": torch.full((3, 2), float(value))}},
+    )
 
 
 def load(folder):
@@ -29,7 +41,11 @@ def test_the_newest_is_kept(tmp_path):
 
 def test_the_vocabulary_is_kept_with_the_weights(tmp_path):
     save(tmp_path, 1, value=1)
-    assert find_checkpoint(tmp_path).vocabulary().names == load_weights(export_weights(tmp_path)).vocabulary.names == VOCABULARY.names
+    assert (
+        find_checkpoint(tmp_path).vocabulary().names
+        == load_weights(export_weights(tmp_path)).vocabulary.names
+        == VOCABULARY.names
+    )
 
 
 @pytest.mark.parametrize("text", [None, "", "[]"])
@@ -43,8 +59,11 @@ def test_a_vocabulary_that_cannot_be_read(tmp_path, text):
 
 def test_an_interrupted_write_leaves_the_old_one(tmp_path, monkeypatch):
     save(tmp_path, 1, value=1)
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", None)  # which writes the last file
-    with pytest.raises(OSError, match="epoch-2 cannot be written: 'NoneType' object is not callable$"):
+    # which writes the last file
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", None)
+    with pytest.raises(
+        OSError, match="epoch-2 cannot be written: 'NoneType' object is not callable$"
+    ):
         save(tmp_path, 2, value=2)
     monkeypatch.undo()
     assert (tmp_path / "epoch-2").exists()
@@ -88,13 +107,18 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     save(tmp_path, 1, value=1)
     checkpoint = find_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="epoch-1 cannot be loaded: Missing key in checkpoint state_dict: model.bias"):
+    with pytest.raises(
+        ValueError,
+        match="epoch-1 cannot be loaded: Missing key in checkpoint state_dict: model.bias",
+    ):
         checkpoint.load_into({"model": {"bias": torch.zeros(3)}})
     with pytest.raises(ValueError, match="epoch-1 cannot be loaded: Size mismatch"):
         checkpoint.load_into({"model": {"weight": torch.zeros(3)}})
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": [], "epochs": []}', '{"settings": {}, "epochs": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"settings": [], "epochs": []}', '{"settings": {}, "epochs": 3}']
+)
 def test_a_damaged_description_of_the_run_is_named(tmp_path, text):
     save(tmp_path, 1, value=1)
     (tmp_path / "epoch-1/run.json").write_text(text)
@@ -102,7 +126,12 @@ def test_a_damaged_description_of_the_run_is_named(tmp_path, text):
         find_checkpoint(tmp_path)
 
 
-DAMAGES = [(".metadata", b""), (".metadata", b"\x80\x04X"), ("__0_0.distcp", b""), ("__0_0.distcp", b"PK")]
+DAMAGES = [
+    (".metadata", b""),
+    (".metadata", b"\x80\x04X"),
+    ("__0_0.distcp", b""),
+    ("__0_0.distcp", b"PK"),
+]
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGES)
@@ -129,6 +158,8 @@ def test_an_interrupt_by_the_keyboard_stays_one(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     save(tmp_path, 1, value=1)
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemReader.read_data", interrupt)
+    monkeypatch.setattr(
+        "torch.distributed.checkpoint.filesystem.FileSystemReader.read_data", interrupt
+    )
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path)

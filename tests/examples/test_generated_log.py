@@ -4,7 +4,8 @@ from generated_log import generate_log
 
 
 def same_cluster_agreement(log, min_gap, max_gap):
-    """Correlation of a user's ratings of one cluster, `min_gap` to `max_gap` ratings apart, after subtracting each item's mean."""
+    """Correlation of a user's ratings of one cluster, `min_gap` to `max_gap` ratings apart, after
+    subtracting each item's mean."""
     cluster = log.item_features["genre"].values[log.item_features["genre"].offsets[log.item]]
     residual = log.rating - (np.bincount(log.item, log.rating) / np.bincount(log.item))[log.item]
     pairs = []
@@ -15,7 +16,9 @@ def same_cluster_agreement(log, min_gap, max_gap):
 
 
 def test_log_depends_on_the_seed_only():
-    first, again, other = (generate_log(num_users=20, num_items=60, mean_length=30, seed=seed) for seed in (3, 3, 4))
+    first, again, other = (
+        generate_log(num_users=20, num_items=60, mean_length=30, seed=seed) for seed in (3, 3, 4)
+    )
     for name in ("user", "item", "rating", "timestamp"):
         assert np.array_equal(getattr(first, name), getattr(again, name))
     assert not np.array_equal(first.rating, other.rating[: len(first)])
@@ -24,7 +27,8 @@ def test_log_depends_on_the_seed_only():
 def test_log_has_the_form_of_a_published_one():
     log = generate_log(num_users=30, num_items=60, mean_length=30, seed=0)
     assert set(np.unique(log.rating)) <= {1.0, 2.0, 3.0, 4.0, 5.0}
-    assert len(np.unique(np.stack([log.user, log.item]), axis=1).T) == len(log)  # nobody rates an item twice
+    # nobody rates an item twice
+    assert len(np.unique(np.stack([log.user, log.item]), axis=1).T) == len(log)
     assert np.bincount(log.user).min() >= 20
     assert (np.diff(log.timestamp)[np.diff(log.user) == 0] >= 0).all()
 
@@ -42,11 +46,17 @@ def test_selective_users_stay_with_their_recent_clusters():
         cluster = log.item_features["genre"].values[log.item]
         return (np.diff(cluster) == 0)[np.diff(log.user) == 0].mean()
 
-    assert share_of_neighbours_in_one_cluster(0.0) < 0.06 < 0.12 < share_of_neighbours_in_one_cluster(1.0)
+    assert (
+        share_of_neighbours_in_one_cluster(0.0)
+        < 0.06
+        < 0.12
+        < share_of_neighbours_in_one_cluster(1.0)
+    )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [({"drift": 1.5}, "drift must lie in"), ({"num_items": 5}, "num_items must be at least 20")]
+    ("arguments", "message"),
+    [({"drift": 1.5}, "drift must lie in"), ({"num_items": 5}, "num_items must be at least 20")],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

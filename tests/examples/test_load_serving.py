@@ -13,16 +13,36 @@ from marks import PATIENCE, slow_after
 for _name in ("fastapi", "uvicorn", "httpx", "aiohttp", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
-import load_serving  # noqa: E402
-from load_generator import InProcess, OverHTTP, Workload, drive  # noqa: E402
-from load_serving import Result, format_knees, knee, load_results, save_results  # noqa: E402
-from serving_app import Service, ServiceLimits  # noqa: E402
-from serving_batcher import Limits, Overloaded  # noqa: E402
+import load_serving
+from load_generator import InProcess, OverHTTP, Workload, drive
+from load_serving import Result, format_knees, knee, load_results, save_results
+from serving_app import Service, ServiceLimits
+from serving_batcher import Limits, Overloaded
 
-from .serving import ranker_of  # noqa: E402
+from .serving import ranker_of
 
 LIMIT = 80.0
-RESULT = Result("Ranker", "cache", 10, 1.0, 5.0, 5, 0, 0, 0, 1.0, 2.0, 3.0, 10.0, 0.5, 1.0, 1.0, 0.0, 1.0, {"queue": 1.0})
+RESULT = Result(
+    "Ranker",
+    "cache",
+    10,
+    1.0,
+    5.0,
+    5,
+    0,
+    0,
+    0,
+    1.0,
+    2.0,
+    3.0,
+    10.0,
+    0.5,
+    1.0,
+    1.0,
+    0.0,
+    1.0,
+    {"queue": 1.0},
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +51,15 @@ def ranker(served):
 
 
 def test_arrivals_are_a_poisson_process(ranker):
-    """Gaps have the mean and the standard deviation of an exponential law, within 5 standard errors, and do not depend on one another."""
+    """Gaps have the mean and the standard deviation of an exponential law, within 5 standard
+    errors, and do not depend on one another."""
     times = Workload(ranker, 1, 0.0, 1.0).arrivals(1000, 20)
     gaps = np.diff(times)
     assert abs(len(times) - 20_000) < 5 * 20_000**0.5
-    assert abs(gaps.mean() * 1000 - 1) < 5 / len(gaps) ** 0.5 and abs(gaps.std() * 1000 - 1) < 5 * (2 / len(gaps)) ** 0.5
+    assert (
+        abs(gaps.mean() * 1000 - 1) < 5 / len(gaps) ** 0.5
+        and abs(gaps.std() * 1000 - 1) < 5 * (2 / len(gaps)) ** 0.5
+    )
     assert abs(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]) < 5 / len(gaps) ** 0.5
     assert times[-1] < 20
 
@@ -49,7 +73,9 @@ def test_users_follow_a_zipf_law(ranker):
     assert abs(sum(len(x.events.item) for x in requests) - 2000) < 5 * 1500**0.5
     assert all(len(x.candidates) == 3 for x in requests)
     again = Workload(ranker, 3, 0.25, 1.0).requests(8000)
-    assert all(x.user == y.user and (x.candidates == y.candidates).all() for x, y in zip(requests, again))
+    assert all(
+        x.user == y.user and (x.candidates == y.candidates).all() for x, y in zip(requests, again)
+    )
 
 
 def test_latency_counts_from_the_planned_arrival():
@@ -64,11 +90,15 @@ def test_latency_counts_from_the_planned_arrival():
 
 
 def test_the_queue_is_driven_at_the_planned_times(ranker, monkeypatch):
-    """All requests are answered, those that are refused with 429; a batch of .05 s delays the answers of the next one.
+    """All requests are answered, those that are refused with 429; a batch of .05 s delays the
+    answers of the next one.
 
-    The first batch lasts until two requests were refused, and the last request comes when no other waits, however slow the machine is.
+    The first batch lasts until two requests were refused, and the last request comes when no other
+    waits, however slow the machine is.
     """
-    service = Service(ranker, ServiceLimits(Limits(max_queue=2, max_users=1, max_wait=0.0), deadline=PATIENCE))
+    service = Service(
+        ranker, ServiceLimits(Limits(max_queue=2, max_users=1, max_wait=0.0), deadline=PATIENCE)
+    )
     requests, times, refused = Workload(ranker, 3, 0.0, 1.0).requests(6), [], threading.Semaphore(0)
     first_begins, third_begins = threading.Event(), threading.Event()
     submit = service.batcher.submit
@@ -95,7 +125,9 @@ def test_the_queue_is_driven_at_the_planned_times(ranker, monkeypatch):
     monkeypatch.setattr(service.batcher, "submit", watched)
     service.score = score
     begin = time.perf_counter()
-    statuses, seconds = InProcess(service).drive(requests, np.array([0.0, 0.01, 0.02, 0.03, 0.04, 0.3]))
+    statuses, seconds = InProcess(service).drive(
+        requests, np.array([0.0, 0.01, 0.02, 0.03, 0.04, 0.3])
+    )
     service.batcher.close()
     assert statuses == [200, 200, 200, 429, 429, 200] and len(times) == 4
     assert seconds[1] >= 0.09 and seconds[2] >= 0.13
@@ -104,13 +136,19 @@ def test_the_queue_is_driven_at_the_planned_times(ranker, monkeypatch):
 
 def test_the_knee():
     """The last good rate before the first bad one."""
-    rows = [replace(RESULT, rate=rate, p99_ms=p99) for rate, p99 in ((1, 5), (2, 80), (3, 81), (4, 10))]
+    rows = [
+        replace(RESULT, rate=rate, p99_ms=p99) for rate, p99 in ((1, 5), (2, 80), (3, 81), (4, 10))
+    ]
     assert knee(rows[::-1], LIMIT).rate == 2
     assert knee(rows[2:], LIMIT) is None
     for count in ("refused", "late", "failed"):
         assert knee([rows[0], replace(rows[1], **{count: 1})], LIMIT).rate == 1
     table = format_knees([*rows, replace(rows[0], way="no cache")], LIMIT).splitlines()
-    assert table[0] == "| candidates | requests/s at p99 ≤ 80 ms, cache | p50 ms | p99 ms | candidates/s | no cache | p99 ms |"
+    assert (
+        table[0]
+        == "| candidates | requests/s at p99 ≤ 80 ms, cache | p50 ms | p99 ms | candidates/s | no"
+        " cache | p99 ms |"
+    )
     assert table[2] == "| 10 | 2 | 1.0 | 80.0 | 10 | 1 | 5.0 |"
     assert format_knees(rows[2:], LIMIT).splitlines()[2] == "| 10 | - | - | - | - |"
 
@@ -124,26 +162,59 @@ def test_results_are_read_as_they_were_written(tmp_path):
 
 @slow_after(1, "way", [[], ["--http"]], ids=["queue", "http"])
 def test_a_short_run(served, tmp_path, capsys, way):
-    """The queue has room for all requests, and no deadline passes, so that all are answered by the slowest machine."""
-    arguments = ["--weights", str(served["attention"]), "--out", str(tmp_path), "--device", "cpu", "--candidates", "7"]
+    """The queue has room for all requests, and no deadline passes, so that all are answered by the
+    slowest machine."""
+    arguments = [
+        "--weights",
+        str(served["attention"]),
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--candidates",
+        "7",
+    ]
     arguments += ["--deadline-ms", str(1e3 * PATIENCE)]
-    load_serving.main([*arguments, "--rates", "30", "60", "--seconds", "1", "--warm-up", "0.1", "--new-events", "0.3", *way])
+    load_serving.main(
+        [
+            *arguments,
+            "--rates",
+            "30",
+            "60",
+            "--seconds",
+            "1",
+            "--warm-up",
+            "0.1",
+            "--new-events",
+            "0.3",
+            *way,
+        ]
+    )
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     ways = ["cache", "no cache"]
-    assert [(x["way"], x["candidates"], x["rate"]) for x in results] == [(way, 7, rate) for way in ways for rate in (30, 60)]
+    assert [(x["way"], x["candidates"], x["rate"]) for x in results] == [
+        (way, 7, rate) for way in ways for rate in (30, 60)
+    ]
     answered = [x["answered"] for x in results]
     assert answered[:2] == answered[2:]
     for x in results:
         assert x["answered"] > 0.3 * x["rate"] and x["refused"] == x["late"] == x["failed"] == 0
         assert 0 < x["p50_ms"] <= x["p95_ms"] <= x["p99_ms"]
         assert x["candidates_per_second"] == x["answered"] * x["candidates"]
-        assert (0 < x["hit_rate"] < 1) == (x["way"] == "cache") == (x["stage_ms"]["cache"] > 0) and x["memory_mb"] > 10
+        assert (0 < x["hit_rate"] < 1) == (x["way"] == "cache") == (
+            x["stage_ms"]["cache"] > 0
+        ) and x["memory_mb"] > 10
         assert all(x["stage_ms"][name] > 0 for name in ("queue", "lookup", "score"))
     output = capsys.readouterr().out
     assert output.count("\n| 7 | cache |") == 2 and "requests/s at p99" in output
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
-    load_serving.main(["--from-json", str(tmp_path / "results.json"), "--picture", str(tmp_path / "again.png")])
-    assert capsys.readouterr().out.splitlines()[1:4] == output[output.index("| candidates | requests/s") :].splitlines()[:3]
+    load_serving.main(
+        ["--from-json", str(tmp_path / "results.json"), "--picture", str(tmp_path / "again.png")]
+    )
+    assert (
+        capsys.readouterr().out.splitlines()[1:4]
+        == output[output.index("| candidates | requests/s") :].splitlines()[:3]
+    )
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -153,16 +224,68 @@ def test_a_server_that_does_not_start(ranker):
 
 
 def test_times_of_batches(served, capsys):
-    arguments = ["--weights", str(served["attention"]), "--device", "cpu", "--candidates", "3", "7", "--batches", "2", "--max-users", "4"]
-    load_serving.main([*arguments, "--cache-mb", "3", "0", "--page-rows", "128", "16", "--padded", str(served["padded"])])
-    header, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert header == "| candidates | cache, pages of 128, ms | cache, pages of 16, ms | no cache, ms | padded, ms | padded, fused, ms |"
+    arguments = [
+        "--weights",
+        str(served["attention"]),
+        "--device",
+        "cpu",
+        "--candidates",
+        "3",
+        "7",
+        "--batches",
+        "2",
+        "--max-users",
+        "4",
+    ]
+    load_serving.main(
+        [
+            *arguments,
+            "--cache-mb",
+            "3",
+            "0",
+            "--page-rows",
+            "128",
+            "16",
+            "--padded",
+            str(served["padded"]),
+        ]
+    )
+    header, _, *rows = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("|")
+    ]
+    assert (
+        header == "| candidates | cache, pages of 128, ms | cache, pages of 16, ms | no cache, ms |"
+        " padded, ms | padded, fused, ms |"
+    )
     cells = [[float(cell) for cell in row.strip("| ").split(" | ")] for row in rows]
     assert [row[0] for row in cells] == [3, 7] and all(x > 0 for row in cells for x in row)
 
 
 def test_a_soak(served, tmp_path, capsys):
-    arguments = ["--weights", str(served["attention"]), "--out", str(tmp_path), "--device", "cpu", "--candidates", "3"]
-    load_serving.main([*arguments, "--cache-mb", "1", "--soak", "3", "--seconds", "1", "--warm-up", "0.1", "--soak-fraction", "0.1"])
+    arguments = [
+        "--weights",
+        str(served["attention"]),
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--candidates",
+        "3",
+    ]
+    load_serving.main(
+        [
+            *arguments,
+            "--cache-mb",
+            "1",
+            "--soak",
+            "3",
+            "--seconds",
+            "1",
+            "--warm-up",
+            "0.1",
+            "--soak-fraction",
+            "0.1",
+        ]
+    )
     assert "\nmemory: " in capsys.readouterr().out
     assert len(json.loads((tmp_path / "results.json").read_text())["results"]) == 3

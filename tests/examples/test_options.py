@@ -10,7 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "kernels/benchmarks"
 FILES = [*EXAMPLES.glob("*.py"), *BENCHMARKS.glob("*.py"), ROOT / "tests/fuzz.py"]
-PROGRAMS = [path for path in sorted(FILES) if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")]
+PROGRAMS = [
+    path
+    for path in sorted(FILES)
+    if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+]
 
 
 class Parser(Exception):
@@ -38,12 +42,20 @@ def test_each_option_has_a_text_and_a_default(program, monkeypatch):
     text = " ".join(parser.format_help().split())
     assert "%(" not in text and "(default: None)" not in text
     for action in options:
-        if not action.required and action.default not in (None, False) and action.help != argparse.SUPPRESS:
-            assert f"(default: {action.default})" in text or "default" in action.help, action.option_strings
+        if (
+            not action.required
+            and action.default not in (None, False)
+            and action.help != argparse.SUPPRESS
+        ):
+            assert f"(default: {action.default})" in text or "default" in action.help, (
+                action.option_strings
+            )
 
 
 @pytest.mark.parametrize(
-    "program", [EXAMPLES / "train_dlrm.py", EXAMPLES / "wukong.py", EXAMPLES / "benchmark_dlrm.py"], ids=lambda path: path.stem
+    "program",
+    [EXAMPLES / "train_dlrm.py", EXAMPLES / "wukong.py", EXAMPLES / "benchmark_dlrm.py"],
+    ids=lambda path: path.stem,
 )
 def test_a_negative_seed_ends_with_one_line(program, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [program.name, "--seed", "-1"])
@@ -53,14 +65,26 @@ def test_a_negative_seed_ends_with_one_line(program, monkeypatch, capsys):
 
 
 def test_programs_are_found():
-    assert {"train_dlrm", "train_hstu", "serve_ranking", "wukong", "bench_attention", "compare", "schedule_picture", "fuzz"} <= {
-        path.stem for path in PROGRAMS
-    }
+    assert {
+        "train_dlrm",
+        "train_hstu",
+        "serve_ranking",
+        "wukong",
+        "bench_attention",
+        "compare",
+        "schedule_picture",
+        "fuzz",
+    } <= {path.stem for path in PROGRAMS}
 
 
-@pytest.mark.parametrize(("program", "package", "options"), [("serving_ray", "ray", []), ("mlperf_serving", "mlperf_loadgen", ["--qps=1"])])
+@pytest.mark.parametrize(
+    ("program", "package", "options"),
+    [("serving_ray", "ray", []), ("mlperf_serving", "mlperf_loadgen", ["--qps=1"])],
+)
 def test_a_missing_package_ends_with_one_line(program, package, options, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(sys, "argv", [program, "--weights", "any.pt", *options])
-    with pytest.raises(SystemExit, match=rf'^{program}: \w+ is not installed: pip install "\.\[serve-more\]"$'):
+    with pytest.raises(
+        SystemExit, match=rf'^{program}: \w+ is not installed: pip install "\.\[serve-more\]"$'
+    ):
         runpy.run_path(str(EXAMPLES / f"{program}.py"), run_name="__main__")

@@ -11,13 +11,24 @@ from serving_models import make_ranker
 for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
-import serve_ranking  # noqa: E402
-from serving_app import Service  # noqa: E402
+import serve_ranking
+from serving_app import Service
 
-from .running import LIMITS, Running  # noqa: E402
-from .serving import CACHE, CPU, PROGRAMS  # noqa: E402
+from .running import LIMITS, Running
+from .serving import CACHE, CPU, PROGRAMS
 
-TINY = ["--device", "cpu", "--epochs", "1", "--embedding-dim", "16", "--num-heads", "2", "--max-history", "20"]
+TINY = [
+    "--device",
+    "cpu",
+    "--epochs",
+    "1",
+    "--embedding-dim",
+    "16",
+    "--num-heads",
+    "2",
+    "--max-history",
+    "20",
+]
 every_program = pytest.mark.parametrize("name", PROGRAMS)
 USERS = {  # the ids of a log
     "text": ["007", "7", "a/b", "é ?", *(f"u{n}" for n in range(8))],
@@ -32,7 +43,11 @@ def quote(user):
 
 def rows_of(users, items=range(40)):
     """Ratings of the items. Each user has others."""
-    return [(user, items[(7 * n + 3 * step) % 40], 1 + (n + step) % 5, 100 * step) for n, user in enumerate(users) for step in range(20)]
+    return [
+        (user, items[(7 * n + 3 * step) % 40], 1 + (n + step) % 5, 100 * step)
+        for n, user in enumerate(users)
+        for step in range(20)
+    ]
 
 
 def write(folder, rows):
@@ -49,25 +64,50 @@ def train(name, out, log, *options):
 @every_program
 @pytest.mark.parametrize("users", USERS.values(), ids=USERS)
 def test_requests_and_answers_have_the_ids_of_the_log(tmp_path, name, users):
-    """Each user's events are those of the log. The order of the ids in the file decides about nothing."""
-    items = [f"item {number}" if number % 2 else str(number) for number in range(40)] if users == USERS["text"] else range(100, 140)
+    """Each user's events are those of the log. The order of the ids in the file decides about
+    nothing."""
+    items = (
+        [f"item {number}" if number % 2 else str(number) for number in range(40)]
+        if users == USERS["text"]
+        else range(100, 140)
+    )
     rows = rows_of(users, items)
-    ranker = make_ranker(load_weights(train(name, tmp_path / "out", write(tmp_path, rows))), CPU, CACHE)
+    ranker = make_ranker(
+        load_weights(train(name, tmp_path / "out", write(tmp_path, rows))), CPU, CACHE
+    )
     running = Running(Service(ranker, LIMITS))
     try:
         for user in users:
-            found = running.client.get(f"/users/{quote(user)}", params={"candidates": [items[3]]}).json()
+            found = running.client.get(
+                f"/users/{quote(user)}", params={"candidates": [items[3]]}
+            ).json()
             seen = [event["item"] for event in found["events"]]
             assert (found["user"], type(found["user"])) == (user, type(user))
-            assert seen + found["held_out"] == [item for x, item, *_ in rows if x == user] and len(seen) >= 16
-            answers = [running.rank({"user": form, "candidates": [items[3], str(items[9])]}).json() for form in (user, str(user))]
+            assert (
+                seen + found["held_out"] == [item for x, item, *_ in rows if x == user]
+                and len(seen) >= 16
+            )
+            answers = [
+                running.rank({"user": form, "candidates": [items[3], str(items[9])]}).json()
+                for form in (user, str(user))
+            ]
             assert answers[0]["scores"] == pytest.approx(answers[1]["scores"], abs=1e-5)
-            assert [(answer["user"], type(answer["user"])) for answer in answers] == [(user, type(user))] * 2
+            assert [(answer["user"], type(answer["user"])) for answer in answers] == [
+                (user, type(user))
+            ] * 2
         for unknown in ("07", "nobody", 10**30, "", "None"):
             assert running.rank({"user": unknown, "candidates": [items[3]]}).status_code == 404
         event = {"item": items[5], **({"rating": 4} if ranker.ratings else {})}
-        assert running.rank({"user": str(users[1]), "candidates": [items[3]], "events": [event]}).status_code == 200
-        newest = [running.client.get(f"/users/{quote(user)}").json()["events"][-1]["item"] == items[5] for user in users[:2]]
+        assert (
+            running.rank(
+                {"user": str(users[1]), "candidates": [items[3]], "events": [event]}
+            ).status_code
+            == 200
+        )
+        newest = [
+            running.client.get(f"/users/{quote(user)}").json()["events"][-1]["item"] == items[5]
+            for user in users[:2]
+        ]
         assert newest == [False, True]
     finally:
         running.stop()
@@ -87,36 +127,58 @@ OTHER_EVENTS = {
 
 @every_program
 def test_another_log_is_refused(tmp_path, name):
-    """With one line, by training that is resumed and by the server, although all sizes are equal."""
+    """With one line, by training that is resumed and by the server, although all sizes are
+    equal."""
     log, out = write(tmp_path, rows_of(range(1, 13))), tmp_path / "out"
     weights = train(name, out, log)
     other = tmp_path / "other"
     other.mkdir()
     for rows in (OTHER_LOGS | OTHER_EVENTS).values():
         with pytest.raises(SystemExit) as served:
-            serve_ranking.main(["--weights", str(weights), "--device", "cpu", "--data", str(write(other, rows))])
-        where = "its ids are the same, its" if rows in OTHER_EVENTS.values() else r"row \d+ of '\w+' is "
+            serve_ranking.main(
+                ["--weights", str(weights), "--device", "cpu", "--data", str(write(other, rows))]
+            )
+        where = (
+            "its ids are the same, its"
+            if rows in OTHER_EVENTS.values()
+            else r"row \d+ of '\w+' is "
+        )
         pattern = (
-            rf"serve_ranking: {other}/u.data is not the log that the weights were trained on: fingerprint \w{{16}}, not \w{{16}}; {where}"
+            rf"serve_ranking: {other}/u.data is not the log that the weights were trained on:"
+            rf" fingerprint \w{{16}}, not \w{{16}}; {where}"
         )
         assert re.match(pattern, served.value.code), served.value.code
     for rows in (OTHER_LOGS | OTHER_EVENTS).values():
         write(tmp_path, rows)
-        with pytest.raises(SystemExit, match=r"epoch-1 is of a run with other settings: log_fingerprint '\w{16}' -> '\w{16}'$"):
+        with pytest.raises(
+            SystemExit,
+            match=r"epoch-1 is of a run with other settings: log_fingerprint '\w{16}' -> '\w{16}'$",
+        ):
             train(name, out, log, "--epochs", "2", "--resume")
     train(name, out, write(tmp_path, rows_of(range(1, 13))), "--epochs", "2", "--resume")
 
 
 @every_program
 def test_new_weights_may_be_of_a_log_with_other_events(tmp_path, name):
-    """The server that reads them keeps its histories. It refuses those of a log with other ids, whose rows are of the wrong users."""
+    """The server that reads them keeps its histories. It refuses those of a log with other ids,
+    whose rows are of the wrong users."""
     log = write(tmp_path, rows_of(range(1, 13)))
     ranker = make_ranker(load_weights(train(name, tmp_path / "out", log)), CPU, CACHE)
-    newer = load_weights(train(name, tmp_path / "newer", write(tmp_path, OTHER_EVENTS["items of other users"])))
+    newer = load_weights(
+        train(name, tmp_path / "newer", write(tmp_path, OTHER_EVENTS["items of other users"]))
+    )
     assert ranker.load(newer) and not ranker.load(newer)
-    other = load_weights(train(name, tmp_path / "other", write(tmp_path, OTHER_LOGS["other users"])))
+    other = load_weights(
+        train(name, tmp_path / "other", write(tmp_path, OTHER_LOGS["other users"]))
+    )
     prints = f"{other.vocabulary.fingerprint}, not {newer.vocabulary.fingerprint}"
-    with pytest.raises(ValueError, match=f"^the weights are of a log with other ids: fingerprint {prints}; row 0 of 'user' is 2, not 1$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"^the weights are of a log with other ids: fingerprint {prints}; row 0 of 'user' is 2,"
+            " not 1$"
+        ),
+    ):
         ranker.load(other)
     assert not ranker.load(newer)
 
@@ -124,5 +186,11 @@ def test_new_weights_may_be_of_a_log_with_other_events(tmp_path, name):
 def test_weights_without_ids_are_refused(tmp_path):
     """As earlier versions wrote them."""
     torch.save({"settings": {}, "tensors": {}}, tmp_path / "weights.pt")
-    with pytest.raises(SystemExit, match="^serve_ranking: .*weights.pt is not a file of weights: it has no ids.* train the model anew$"):
+    with pytest.raises(
+        SystemExit,
+        match=(
+            "^serve_ranking: .*weights.pt is not a file of weights: it has no ids.* train the model"
+            " anew$"
+        ),
+    ):
         serve_ranking.main(["--weights", str(tmp_path / "weights.pt")])

@@ -7,7 +7,14 @@ from generated_log import generate_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from movielens import RatingLog
-from ranking_data import SPLITS, RankingDataset, add_popularity, make_chunks, make_loader, split_by_time
+from ranking_data import (
+    SPLITS,
+    RankingDataset,
+    add_popularity,
+    make_chunks,
+    make_loader,
+    split_by_time,
+)
 
 
 @st.composite
@@ -27,13 +34,17 @@ def parts(log):
 def test_no_candidate_sees_its_own_time_or_later(log, chunk_size, max_history):
     for selected in parts(log).values():
         chunks = make_chunks(log, selected, chunk_size, max_history)
-        candidates = np.concatenate([np.arange(*span) for span in zip(chunks.start, chunks.end, strict=True)] or [[]])
+        candidates = np.concatenate(
+            [np.arange(*span) for span in zip(chunks.start, chunks.end, strict=True)] or [[]]
+        )
         assert candidates.tolist() == np.flatnonzero(selected).tolist()  # each exactly once
         for history_start, history_end, start, end in zip(*vars(chunks).values(), strict=True):
             assert 1 <= end - start <= chunk_size
             assert len(set(log.user[start:end])) == 1
             history = np.arange(history_start, history_end)
-            earlier = np.flatnonzero((log.user == log.user[start]) & (log.timestamp < log.timestamp[start]))
+            earlier = np.flatnonzero(
+                (log.user == log.user[start]) & (log.timestamp < log.timestamp[start])
+            )
             assert history.tolist() == earlier[-max_history:].tolist()
             assert (log.timestamp[history][:, None] < log.timestamp[start:end]).all()
 
@@ -56,7 +67,11 @@ def test_split_sizes_without_ties():
 
 
 def batch_inputs(batch):
-    return [tensor for keyed in (batch.ids, batch.users, batch.items) for tensor in (keyed.values(), keyed.lengths())]
+    return [
+        tensor
+        for keyed in (batch.ids, batch.users, batch.items)
+        for tensor in (keyed.values(), keyed.lengths())
+    ]
 
 
 def test_inputs_do_not_depend_on_ratings_from_the_candidates_on():
@@ -78,23 +93,36 @@ def test_batch_equals_a_loop_over_the_log():
     genre = log.item_features["genre"]
     rows, past = [], []
     for row, index in enumerate(picked):
-        history, targets = range(chunks.history_start[index], chunks.history_end[index]), range(chunks.start[index], chunks.end[index])
+        history, targets = (
+            range(chunks.history_start[index], chunks.history_end[index]),
+            range(chunks.start[index], chunks.end[index]),
+        )
         rows.extend(targets)
         past.extend(history)
         jagged = {key: batch.ids[key].to_dense()[row].tolist() for key in batch.ids.keys()}
         assert jagged["history_item"] == log.item[list(history)].tolist()
         assert jagged["history_rating"] == (log.rating[list(history)] - 1).tolist()
-        assert jagged["history_age"] == [int(np.log2(chunks.history_end[index] - position)) for position in history]
+        assert jagged["history_age"] == [
+            int(np.log2(chunks.history_end[index] - position)) for position in history
+        ]
         assert jagged["target_item"] == log.item[list(targets)].tolist()
         assert batch.users["user"].to_dense()[row].tolist() == [log.user[chunks.start[index]]]
     assert batch.labels.tolist() == (log.rating[rows] >= 4).astype(float).tolist()
-    assert [bag.tolist() for bag in batch.items["genre"].to_dense()] == [genre.values[log.item[row], None].tolist() for row in past + rows]
+    assert [bag.tolist() for bag in batch.items["genre"].to_dense()] == [
+        genre.values[log.item[row], None].tolist() for row in past + rows
+    ]
 
 
 def test_popularity_counts_the_selected_ratings_in_powers_of_two():
-    log = RatingLog.from_columns(np.arange(9), np.array([0, 0, 0, 0, 1, 1, 1, 2, 2]), np.full(9, 3.0), np.arange(9))
+    log = RatingLog.from_columns(
+        np.arange(9), np.array([0, 0, 0, 0, 1, 1, 1, 2, 2]), np.full(9, 3.0), np.arange(9)
+    )
     popularity = add_popularity(log, np.arange(9) < 7).item_features["popularity"]
-    assert (popularity.values.tolist(), popularity.offsets.tolist(), popularity.cardinality) == ([2, 2, 0], [0, 1, 2, 3], 3)
+    assert (popularity.values.tolist(), popularity.offsets.tolist(), popularity.cardinality) == (
+        [2, 2, 0],
+        [0, 1, 2, 3],
+        3,
+    )
 
 
 def test_loader_visits_every_chunk_once_in_an_order_given_by_the_seed():
@@ -102,7 +130,12 @@ def test_loader_visits_every_chunk_once_in_an_order_given_by_the_seed():
     dataset = RankingDataset(log, make_chunks(log, parts(log)["train"]))
 
     def targets(seed, num_workers=0):
-        return torch.cat([batch.ids["target_item"].values() for batch in make_loader(dataset, 8, seed, num_workers)])
+        return torch.cat(
+            [
+                batch.ids["target_item"].values()
+                for batch in make_loader(dataset, 8, seed, num_workers)
+            ]
+        )
 
     assert torch.equal(targets(1), targets(1))
     assert torch.equal(targets(1), targets(1, num_workers=2))
@@ -120,5 +153,7 @@ def test_bad_chunk_arguments(arguments):
 
 def test_bad_split_fractions():
     log = generate_log(num_users=2, num_items=30, mean_length=20)
-    with pytest.raises(ValueError, match="must be positive and leave some to train on, not 0.5 and 0.5"):
+    with pytest.raises(
+        ValueError, match="must be positive and leave some to train on, not 0.5 and 0.5"
+    ):
         split_by_time(log, 0.5, 0.5)

@@ -1,4 +1,5 @@
-"""The whole ranking model, sharded over two processes, in TorchRec's training pipelines: they pipeline all of its collections."""
+"""The whole ranking model, sharded over two processes, in TorchRec's training pipelines: they
+pipeline all of its collections."""
 
 import pytest
 import torch
@@ -37,14 +38,19 @@ def shard(task: Task, rank: int, world_size: int) -> DistributedModelParallel:
         collection = getattr(task.model, name)
         apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.5})
         tables = sharder.shardable_parameters(collection)
-        # Tables alternate between ranks, so features come back in another order. Bags are not row-wise, because TorchRec's reduce-scatter
-        # over gloo needs the same number of rows on each rank, and the bags of items have as many as there are events.
+        # Tables alternate between ranks, so features come back in another order. Bags are not
+        # row-wise, because TorchRec's reduce-scatter over gloo needs the same number of rows on
+        # each rank, and the bags of items have as many as there are events.
         kinds = {table: table_wise(rank=1 - place % 2) for place, table in enumerate(tables)}
         if name == "sequences":
             kinds["item"] = row_wise()
-        plan[f"model.{name}"] = construct_module_sharding_plan(collection, kinds, sharder, world_size, device_type="cpu")
+        plan[f"model.{name}"] = construct_module_sharding_plan(
+            collection, kinds, sharder, world_size, device_type="cpu"
+        )
     env = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
-    return DistributedModelParallel(task, env, torch.device("cpu"), ShardingPlan(plan), sharders=list(SHARDERS))
+    return DistributedModelParallel(
+        task, env, torch.device("cpu"), ShardingPlan(plan), sharders=list(SHARDERS)
+    )
 
 
 def train_in_pipelines() -> None:

@@ -10,12 +10,22 @@ def write(folder, text, name="small.txt"):
     return folder / name
 
 
-@pytest.mark.parametrize("text", ["7 30 10 20 10\n2 20 5\n", "7 30 10 20 10\r\n\r\n2  20 5", "\ufeff2 20 5 \n7 30 10 20 10\n\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["7 30 10 20 10\n2 20 5\n", "7 30 10 20 10\r\n\r\n2  20 5", "\ufeff2 20 5 \n7 30 10 20 10\n\n"],
+)
 def test_a_line_has_the_items_of_a_user_in_their_order(tmp_path, text):
     log = read_events(write(tmp_path, text))
     assert (log.num_users, log.num_items, len(log), log.timestamp) == (2, 4, 6, None)
     assert log.user.tolist() == [0, 0, 1, 1, 1, 1]  # users 2 and 7
-    assert list(log.users) == [2, 7] and [log.items[row] for row in log.item] == [20, 5, 30, 10, 20, 10]
+    assert list(log.users) == [2, 7] and [log.items[row] for row in log.item] == [
+        20,
+        5,
+        30,
+        10,
+        20,
+        10,
+    ]
 
 
 def test_ids_stay_as_they_are_in_the_file(tmp_path):
@@ -29,7 +39,9 @@ def test_a_character_that_ends_lines_elsewhere(tmp_path, character):
     """It ends none here, so the events behind it are not those of another user. No id has it."""
     path = tmp_path / "small.txt"
     path.write_text(f"1 2 3{character}2 4 5\n7 8\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="small.txt, line 1: expected ids .* can be printed, not '3"):
+    with pytest.raises(
+        ValueError, match="small.txt, line 1: expected ids .* can be printed, not '3"
+    ):
         read_events(path)
 
 
@@ -38,7 +50,8 @@ def test_movielens_formats_are_read_as_such(tmp_path, as_folder):
     path = write(tmp_path, RATINGS, "u.data")
     log, expected = read_events(tmp_path if as_folder else path), read_log(path)
     assert log.timestamp.tolist() == expected.timestamp.tolist() == [20, 100, 100, 50]
-    assert log.item.tolist() == [0, 1, 2, 2]  # items 5 and 6 of user 1 have one timestamp and stay in the order of the file
+    # items 5 and 6 of user 1 have one timestamp and stay in the order of the file
+    assert log.item.tolist() == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -46,9 +59,18 @@ def test_movielens_formats_are_read_as_such(tmp_path, as_folder):
     [
         ("", "small.txt is empty"),
         ("1 2 3\n\n2\n", "small.txt, line 3: expected ids .* user 2 has no items"),
-        ("1 2 3\n2 4\n1 5\n", "small.txt, line 3: expected one line per user; user 1 has line 1 too"),
+        (
+            "1 2 3\n2 4\n1 5\n",
+            "small.txt, line 3: expected one line per user; user 1 has line 1 too",
+        ),
         ("1 2 3\n2 4\t5\n", r"small.txt, line 2: expected ids .* can be printed, not '4\\t5'"),
-        ("1 2 3\n2 4 5,6\n", "small.txt, line 2: expected ids separated by spaces: .* no separator of columns, not '5,6'"),
+        (
+            "1 2 3\n2 4 5,6\n",
+            (
+                "small.txt, line 2: expected ids separated by spaces: .* no separator of columns,"
+                " not '5,6'"
+            ),
+        ),
     ],
 )
 def test_bad_input(tmp_path, text, message):

@@ -4,7 +4,15 @@ import pytest
 import torch
 from generated_log import generate_log
 from sequence_data import make_datasets
-from sequence_model import ENCODERS, SCORES, SASRecBlock, SequenceModel, generalised_bce, make_logits, sampled_softmax
+from sequence_model import (
+    ENCODERS,
+    SCORES,
+    SASRecBlock,
+    SequenceModel,
+    generalised_bce,
+    make_logits,
+    sampled_softmax,
+)
 from torch import nn
 from torch.nn import functional
 from torchrec import JaggedTensor
@@ -21,7 +29,15 @@ def dataset():
 
 
 def make_model(encoder="sasrec", **options):
-    return SequenceModel(NUM_ITEMS, encoder, embedding_dim=16, num_heads=2, max_history=MAX_HISTORY, intervals=True, **options).eval()
+    return SequenceModel(
+        NUM_ITEMS,
+        encoder,
+        embedding_dim=16,
+        num_heads=2,
+        max_history=MAX_HISTORY,
+        intervals=True,
+        **options,
+    ).eval()
 
 
 @pytest.fixture(params=ENCODERS)
@@ -35,8 +51,14 @@ def with_rivals(dataset, picked=PICKED, num_rivals=NUM_ITEMS):
 
 def test_every_parameter_learns(dataset, model):
     batch = with_rivals(dataset, num_rivals=20)
-    sampled_softmax(make_logits(model(batch), batch.targets, batch.rivals, TEMPERATURE)).mean().backward()
-    idle = [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()]
+    sampled_softmax(
+        make_logits(model(batch), batch.targets, batch.rivals, TEMPERATURE)
+    ).mean().backward()
+    idle = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.any()
+    ]
     assert idle == []
 
 
@@ -67,7 +89,9 @@ def test_dot_products_are_of_embeddings_as_they_are_and_queries_after_a_layer_no
     table = dict(model.embeddings.embeddings.items())["item"].weight
     torch.testing.assert_close(vectors.rivals, table)
     torch.testing.assert_close(vectors.targets, table[batch.targets])
-    torch.testing.assert_close(vectors.queries.square().mean(dim=1), torch.ones(len(batch)), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        vectors.queries.square().mean(dim=1), torch.ones(len(batch)), rtol=1e-3, atol=0
+    )
 
 
 def test_queries_depend_on_the_intervals(dataset, model):
@@ -88,9 +112,15 @@ def timed():
 
 def test_every_parameter_of_a_biased_hstu_learns(timed):
     model, batch = make_model("hstu", **BIASES), with_rivals(timed, num_rivals=20)
-    sampled_softmax(make_logits(model(batch), batch.targets, batch.rivals, TEMPERATURE)).mean().backward()
+    sampled_softmax(
+        make_logits(model(batch), batch.targets, batch.rivals, TEMPERATURE)
+    ).mean().backward()
     assert [name for name, parameter in model.named_parameters() if not parameter.grad.any()] == []
-    assert {f"encoder.encoder.layers.{i}.{table}_bias" for i in range(2) for table in ("position", "time")} < model.state_dict().keys()
+    assert {
+        f"encoder.encoder.layers.{i}.{table}_bias"
+        for i in range(2)
+        for table in ("position", "time")
+    } < model.state_dict().keys()
 
 
 def test_a_query_knows_the_times_of_its_target_and_the_earlier_inputs_only(timed):
@@ -107,7 +137,10 @@ def test_a_query_knows_the_times_of_its_target_and_the_earlier_inputs_only(timed
 
 @pytest.mark.parametrize("options", [dict(relative_position=True), dict(relative_time=32)], ids=str)
 def test_only_hstu_has_biases(options):
-    with pytest.raises(ValueError, match="only the encoder 'hstu' has relative_position and relative_time, not 'sasrec'"):
+    with pytest.raises(
+        ValueError,
+        match="only the encoder 'hstu' has relative_position and relative_time, not 'sasrec'",
+    ):
         make_model("sasrec", **options)
 
 
@@ -116,16 +149,25 @@ def softmax_loss(target, rivals):
 
 
 def gbce_loss(target, rivals, num_rivals, calibration):
-    """Equations 8 and 12 of the paper, term by term, where the rivals equal to the target count in the number of rivals alone."""
+    """Equations 8 and 12 of the paper, term by term, where the rivals equal to the target count in
+    the number of rivals alone."""
     alpha = num_rivals / (NUM_ITEMS - 1)
     beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
-    return -(target.sigmoid().pow(beta).log() + (1 - rivals.sigmoid()).log().sum()) / (num_rivals + 1)
+    return -(target.sigmoid().pow(beta).log() + (1 - rivals.sigmoid()).log().sum()) / (
+        num_rivals + 1
+    )
 
 
 LOSSES = {
     "softmax": (sampled_softmax, softmax_loss),
-    "gbce": (partial(generalised_bce, num_items=NUM_ITEMS, calibration=0.75), partial(gbce_loss, num_rivals=40, calibration=0.75)),
-    "bce": (partial(generalised_bce, num_items=NUM_ITEMS, calibration=0.0), partial(gbce_loss, num_rivals=40, calibration=0.0)),
+    "gbce": (
+        partial(generalised_bce, num_items=NUM_ITEMS, calibration=0.75),
+        partial(gbce_loss, num_rivals=40, calibration=0.75),
+    ),
+    "bce": (
+        partial(generalised_bce, num_items=NUM_ITEMS, calibration=0.0),
+        partial(gbce_loss, num_rivals=40, calibration=0.0),
+    ),
 }
 
 
@@ -133,20 +175,34 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_compare_the_target_with_the_rivals_but_the_target(dataset, loss, scores):
     batch = dataset[PICKED].add_rivals(torch.randint(NUM_ITEMS, (40,)))
-    assert set(batch.rivals.tolist()) & set(batch.targets.tolist())  # so that leaving the target out of the rivals counts
+    # so that leaving the target out of the rivals counts
+    assert set(batch.rivals.tolist()) & set(batch.targets.tolist())
     vectors = (model := make_model(scores=scores))(batch)
     items = model.embeddings.embeddings["item"].weight
-    logits = vectors.queries @ (functional.normalize(items, dim=1) if scores == "cosine" else items).T / TEMPERATURE
+    logits = (
+        vectors.queries
+        @ (functional.normalize(items, dim=1) if scores == "cosine" else items).T
+        / TEMPERATURE
+    )
     actual, expected = LOSSES[loss]
     rows = zip(logits, batch.targets, strict=True)
-    losses = torch.stack([expected(row[target], row[batch.rivals[batch.rivals != target]]) for row, target in rows])
-    torch.testing.assert_close(actual(make_logits(vectors, batch.targets, batch.rivals, TEMPERATURE)), losses, rtol=1e-5, atol=1e-6)
+    losses = torch.stack(
+        [expected(row[target], row[batch.rivals[batch.rivals != target]]) for row, target in rows]
+    )
+    torch.testing.assert_close(
+        actual(make_logits(vectors, batch.targets, batch.rivals, TEMPERATURE)),
+        losses,
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_fully_calibrated_gbce_weighs_the_target_by_the_sampling_rate(dataset):
     batch = with_rivals(dataset, num_rivals=20)
     logits = make_logits(make_model()(batch), batch.targets, batch.rivals, TEMPERATURE)
-    plain, calibrated = (generalised_bce(logits, NUM_ITEMS, calibration) for calibration in (0.0, 1.0))
+    plain, calibrated = (
+        generalised_bce(logits, NUM_ITEMS, calibration) for calibration in (0.0, 1.0)
+    )
     target = functional.softplus(-logits.target) / 21
     torch.testing.assert_close(plain - calibrated, target * (1 - 20 / (NUM_ITEMS - 1)))
 
@@ -164,16 +220,30 @@ def test_autocast_gives_nearly_the_same(dataset, model):
 
 def test_sasrec_block_computes_what_a_causal_transformer_layer_computes():
     block = SASRecBlock(16, num_heads=2, dropout=0.0)
-    layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, dropout=0.0, batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(
+        16, 2, dim_feedforward=16, dropout=0.0, batch_first=True, norm_first=True
+    )
     with torch.no_grad():
-        layer.self_attn.in_proj_weight.copy_(torch.cat([block.attention.q_proj.weight, block.attention.kv_proj.weight]))
-        layer.self_attn.in_proj_bias.copy_(torch.cat([block.attention.q_proj.bias, block.attention.kv_proj.bias]))
+        layer.self_attn.in_proj_weight.copy_(
+            torch.cat([block.attention.q_proj.weight, block.attention.kv_proj.weight])
+        )
+        layer.self_attn.in_proj_bias.copy_(
+            torch.cat([block.attention.q_proj.bias, block.attention.kv_proj.bias])
+        )
         layer.self_attn.out_proj.load_state_dict(block.attention.out_proj.state_dict())
         linear = (layer.linear1, layer.linear2)
-        for ours, theirs in ((block.feed_forward[0], linear[0]), (block.feed_forward[3], linear[1])):
+        for ours, theirs in (
+            (block.feed_forward[0], linear[0]),
+            (block.feed_forward[3], linear[1]),
+        ):
             theirs.load_state_dict(ours.state_dict())
     x = JaggedTensor(values=torch.randn(9, 16), lengths=torch.tensor([5, 1, 3]))
-    expected = [layer(rows[None], nn.Transformer.generate_square_subsequent_mask(len(rows)), is_causal=True)[0] for rows in x.to_dense()]
+    expected = [
+        layer(
+            rows[None], nn.Transformer.generate_square_subsequent_mask(len(rows)), is_causal=True
+        )[0]
+        for rows in x.to_dense()
+    ]
     torch.testing.assert_close(block(x).values(), torch.cat(expected))
 
 

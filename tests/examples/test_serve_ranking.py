@@ -1,4 +1,5 @@
-"""The program itself: starts from one command, answers all requests before it stops, and comes back after it was killed."""
+"""The program itself: starts from one command, answers all requests before it stops, and comes back
+after it was killed."""
 
 import os
 import re
@@ -15,11 +16,11 @@ import torch
 for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
-import httpx  # noqa: E402
-import serve_ranking  # noqa: E402
-from load_generator import address_of  # noqa: E402
+import httpx
+import serve_ranking
+from load_generator import address_of
 
-from ..marks import PATIENCE  # noqa: E402
+from ..marks import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +33,9 @@ class Program:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"}
         options = ["--device", "cpu", "--port", "0", "--deadline-ms", 1e3 * PATIENCE, *arguments]
         command = [sys.executable, str(ROOT / "examples" / "serve_ranking.py"), *map(str, options)]
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         address, self.before = address_of(self.process, PATIENCE)
         self.client = httpx.Client(base_url=address, timeout=PATIENCE)
         assert self.is_healthy()
@@ -49,7 +52,12 @@ class Program:
     def received(self) -> float:
         """The number of requests that wait or were answered."""
         names = r'rank_queue_length|rank_requests_total\{status="200"\}'
-        return sum(map(float, re.findall(rf"^(?:{names}) (\S+)$", self.client.get("/metrics").text, re.MULTILINE)))
+        return sum(
+            map(
+                float,
+                re.findall(rf"^(?:{names}) (\S+)$", self.client.get("/metrics").text, re.MULTILINE),
+            )
+        )
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
@@ -95,8 +103,14 @@ def test_without_weights_a_small_model_is_trained_once(tmp_path):
     ("arguments", "message"),
     [
         (["--weights", "nowhere.pt"], "serve_ranking: .*No such file or directory: 'nowhere.pt'"),
-        (["--weights", str(ROOT / "README.md")], "serve_ranking: .*README.md is not a file of weights"),
-        (["--device", "no"], "serve_ranking: device must be auto, cpu, cuda, cuda:0, ..., not 'no'"),
+        (
+            ["--weights", str(ROOT / "README.md")],
+            "serve_ranking: .*README.md is not a file of weights",
+        ),
+        (
+            ["--device", "no"],
+            "serve_ranking: device must be auto, cpu, cuda, cuda:0, ..., not 'no'",
+        ),
     ],
 )
 def test_bad_options_end_with_one_line(arguments, message):
@@ -107,7 +121,8 @@ def test_bad_options_end_with_one_line(arguments, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--max-users", "max_users must be at least 1, got 0"),  # the batches would have no requests, without end
+        # the batches would have no requests, without end
+        ("--max-users", "max_users must be at least 1, got 0"),
         ("--max-queue", "max_queue must be at least 1, got 0"),
         ("--max-candidates", "max_candidates must be at least 1, got 0"),
         ("--deadline-ms", "deadline must be positive, got 0.0 s"),
@@ -120,9 +135,13 @@ def test_limits_of_zero(served, option, message):
 
 
 @pytest.mark.parametrize("name", ["attention", "hstu"])
-@pytest.mark.parametrize("megabytes", ["0.0001", "0.005"])  # less than a page; less than the longest history
+# less than a page; less than the longest history
+@pytest.mark.parametrize("megabytes", ["0.0001", "0.005"])
 def test_a_cache_without_room_for_a_history(served, name, megabytes):
-    message = f"^serve_ranking: --cache-mb {megabytes} is too small for the longest history: max_bytes (must be at least a page|allows)"
+    message = (
+        f"^serve_ranking: --cache-mb {megabytes} is too small for the longest history: max_bytes"
+        " (must be at least a page|allows)"
+    )
     with pytest.raises(SystemExit, match=message):
         serve_ranking.main(["--weights", str(served[name]), "--cache-mb", megabytes])
 
@@ -138,7 +157,9 @@ def test_weights_whose_scores_are_infinite(served, tmp_path):
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 def test_a_wait_that_no_thread_can_wait(served, value):
     """The scoring thread would end, again and again."""
-    with pytest.raises(SystemExit, match="serve_ranking: max_wait must be finite and at least 0, got"):
+    with pytest.raises(
+        SystemExit, match="serve_ranking: max_wait must be finite and at least 0, got"
+    ):
         serve_ranking.main(["--weights", str(served["attention"]), f"--max-wait-ms={value}"])
 
 

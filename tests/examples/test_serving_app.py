@@ -1,4 +1,5 @@
-"""The HTTP interface over real sockets: every fault gets a clear answer, is counted, and the next request is served."""
+"""The HTTP interface over real sockets: every fault gets a clear answer, is counted, and the next
+request is served."""
 
 import asyncio
 import contextlib
@@ -28,17 +29,17 @@ from .serving import Requests, body_of, ranker_of
 for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
-import httpx  # noqa: E402
-import prometheus_client.parser  # noqa: E402
-import pydantic  # noqa: E402
-import serve_ranking  # noqa: E402
-import serving_app  # noqa: E402
-from published_ids import Vocabulary  # noqa: E402
-from serving_app import Service, tune_process  # noqa: E402
-from serving_batcher import Limits  # noqa: E402
+import httpx
+import prometheus_client.parser
+import pydantic
+import serve_ranking
+import serving_app
+from published_ids import Vocabulary
+from serving_app import Service, tune_process
+from serving_batcher import Limits
 
-from ..marks import PATIENCE  # noqa: E402
-from .running import LIMITS, Running  # noqa: E402
+from ..marks import PATIENCE
+from .running import LIMITS, Running
 
 GOOD = {"user": 3, "candidates": [4, 6, 8]}  # ids of both models' logs, which are not their rows
 
@@ -85,43 +86,112 @@ def test_scores_are_those_of_the_ranker(start, served, name):
         torch.testing.assert_close(torch.tensor(scores), offline.score([request])[0])
     assert running.metric('rank_requests_total{status="200"}') == 4
     assert running.metric("rank_candidates_total") == scored
-    assert running.metric('rank_stage_seconds_count{stage="score"}') == 4 == running.metric("rank_seconds_count")
+    assert (
+        running.metric('rank_stage_seconds_count{stage="score"}')
+        == 4
+        == running.metric("rank_seconds_count")
+    )
 
 
 MANY, NAN, NO_ID = list(range(51)), math.nan, "Input should be an id, an integer or text"
 FAULTS = {  # a request → status, error
     "unknown user": ({**GOOD, "user": 25}, 404, "no user 25 in the log, whose first user is 0"),
     "negative user": ({**GOOD, "user": -1}, 404, "no user -1 in the log, whose first user is 0"),
-    "a user with a leading zero": ({**GOOD, "user": "03"}, 404, "no user '03' in the log, whose first user is 0"),
-    "a large user": ({**GOOD, "user": 2**64 + 3}, 404, f"no user {2**64 + 3} in the log, whose first user is 0"),
-    "no candidates": ({**GOOD, "candidates": []}, 422, "body.candidates: List should have at least 1 item after validation, not 0"),
-    "too many candidates": ({**GOOD, "candidates": MANY}, 413, "candidates must be at most 50, got 51"),
-    "unknown item": ({**GOOD, "candidates": [1, 10**6]}, 422, "candidates must be items of the log, such as 0, got 1000000"),
-    "the row of an item": ({**GOOD, "candidates": [1, 5]}, 422, "candidates must be items of the log, such as 0, got 5"),
-    "unknown item of an event": ({**GOOD, "events": [{"item": "x"}]}, 422, "events must be items of the log, such as 0, got 'x'"),
-    "over-long history": ({**GOOD, "events": [{"item": 1, "rating": 4}] * 21}, 413, "events must be at most 20, got 21"),
-    "unknown rating": ({**GOOD, "events": [{"item": 1, "rating": 4.5}]}, 422, "ratings must be of [1.0, 2.0, 3.0, 4.0, 5.0], got 4.5"),
-    "no rating": ({**GOOD, "events": [{"item": 1}]}, 422, "ratings must be of [1.0, 2.0, 3.0, 4.0, 5.0], got None"),
-    "NaN rating": ({**GOOD, "events": [{"item": 1, "rating": NAN}]}, 422, "body.events.0.rating: Input should be a finite number"),
-    "infinite deadline": ({**GOOD, "deadline_ms": math.inf}, 422, "body.deadline_ms: Input should be a finite number"),
+    "a user with a leading zero": (
+        {**GOOD, "user": "03"},
+        404,
+        "no user '03' in the log, whose first user is 0",
+    ),
+    "a large user": (
+        {**GOOD, "user": 2**64 + 3},
+        404,
+        f"no user {2**64 + 3} in the log, whose first user is 0",
+    ),
+    "no candidates": (
+        {**GOOD, "candidates": []},
+        422,
+        "body.candidates: List should have at least 1 item after validation, not 0",
+    ),
+    "too many candidates": (
+        {**GOOD, "candidates": MANY},
+        413,
+        "candidates must be at most 50, got 51",
+    ),
+    "unknown item": (
+        {**GOOD, "candidates": [1, 10**6]},
+        422,
+        "candidates must be items of the log, such as 0, got 1000000",
+    ),
+    "the row of an item": (
+        {**GOOD, "candidates": [1, 5]},
+        422,
+        "candidates must be items of the log, such as 0, got 5",
+    ),
+    "unknown item of an event": (
+        {**GOOD, "events": [{"item": "x"}]},
+        422,
+        "events must be items of the log, such as 0, got 'x'",
+    ),
+    "over-long history": (
+        {**GOOD, "events": [{"item": 1, "rating": 4}] * 21},
+        413,
+        "events must be at most 20, got 21",
+    ),
+    "unknown rating": (
+        {**GOOD, "events": [{"item": 1, "rating": 4.5}]},
+        422,
+        "ratings must be of [1.0, 2.0, 3.0, 4.0, 5.0], got 4.5",
+    ),
+    "no rating": (
+        {**GOOD, "events": [{"item": 1}]},
+        422,
+        "ratings must be of [1.0, 2.0, 3.0, 4.0, 5.0], got None",
+    ),
+    "NaN rating": (
+        {**GOOD, "events": [{"item": 1, "rating": NAN}]},
+        422,
+        "body.events.0.rating: Input should be a finite number",
+    ),
+    "infinite deadline": (
+        {**GOOD, "deadline_ms": math.inf},
+        422,
+        "body.deadline_ms: Input should be a finite number",
+    ),
     "a float item": ({**GOOD, "candidates": [4, 6.0]}, 422, f"body.candidates.1: {NO_ID}"),
     "a float user": ({**GOOD, "user": 3.0}, 422, f"body.user: {NO_ID}"),
     "no user": ({**GOOD, "user": None}, 422, f"body.user: {NO_ID}"),
-    "a bool item": ({**GOOD, "events": [{"item": True, "rating": 4}]}, 422, f"body.events.0.item: {NO_ID}"),
-    "a bool rating": ({**GOOD, "events": [{"item": 1, "rating": True}]}, 422, "body.events.0.rating: Input should be a valid number"),
+    "a bool item": (
+        {**GOOD, "events": [{"item": True, "rating": 4}]},
+        422,
+        f"body.events.0.item: {NO_ID}",
+    ),
+    "a bool rating": (
+        {**GOOD, "events": [{"item": 1, "rating": True}]},
+        422,
+        "body.events.0.rating: Input should be a valid number",
+    ),
     "unknown field": ({**GOOD, "pickle": "x"}, 422, "body.pickle: Extra inputs are not permitted"),
     "malformed JSON": ('{"user": 3, ', 400, None),
     "no JSON": (b"\x80\x04\x95pickle", 400, None),
-    "large body": ({**GOOD, "candidates": [1] * 20_000}, 413, "the body must be at most 20000 bytes, got 60027"),
-}  # fmt: skip
+    "large body": (
+        {**GOOD, "candidates": [1] * 20_000},
+        413,
+        "the body must be at most 20000 bytes, got 60027",
+    ),
+}
 
 
 @pytest.mark.parametrize("body, status, error", FAULTS.values(), ids=FAULTS)
 def test_bad_requests(shared, body, status, error):
     """Each is answered, counted, and does not change the user's history."""
-    length, before = shared.service.ranker.histories.length(3), shared.metric(f'rank_requests_total{{status="{status}"}}')
+    length, before = (
+        shared.service.ranker.histories.length(3),
+        shared.metric(f'rank_requests_total{{status="{status}"}}'),
+    )
     content = body if isinstance(body, (str, bytes)) else json.dumps(body)
-    answer = shared.client.post("/rank", content=content, headers={"content-type": "application/json"})
+    answer = shared.client.post(
+        "/rank", content=content, headers={"content-type": "application/json"}
+    )
     assert answer.status_code == status, answer.text
     found = answer.json()["error"]
     assert found == error if error else found
@@ -133,7 +203,12 @@ def test_bad_requests(shared, body, status, error):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"candidates": [None] * 1000}, {"events": [{}] * 1000}, {str(i): 1 for i in range(1000)}, {"events": [dict.fromkeys("abcdefgh", 1)]}],
+    [
+        {"candidates": [None] * 1000},
+        {"events": [{}] * 1000},
+        {str(i): 1 for i in range(1000)},
+        {"events": [dict.fromkeys("abcdefgh", 1)]},
+    ],
     ids=["candidates", "events", "unknown fields", "unknown fields of an event"],
 )
 def test_a_body_of_many_faults_is_not_searched_for_all(fields):
@@ -149,17 +224,29 @@ def test_an_error_does_not_repeat_a_long_name(shared):
     assert_serves(shared)
 
 
-@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}], ids=["no type", "of curl -d"])
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"content-type": "application/x-www-form-urlencoded"}],
+    ids=["no type", "of curl -d"],
+)
 def test_a_body_that_is_not_declared_as_json(shared, headers):
     answer = shared.client.post("/rank", content=json.dumps(GOOD), headers=headers)
     assert answer.status_code == 415
-    assert answer.json()["error"] == "the body must be JSON, with the header content-type: application/json"
+    assert (
+        answer.json()["error"]
+        == "the body must be JSON, with the header content-type: application/json"
+    )
     assert_serves(shared)
 
 
 def test_a_body_of_unknown_length_is_limited(shared):
-    answer = shared.client.post("/rank", content=iter([b" " * 5000] * 10), headers={"content-type": "application/json"})
-    assert answer.status_code == 413 and answer.json()["error"] == "the body must be at most 20000 bytes"
+    answer = shared.client.post(
+        "/rank", content=iter([b" " * 5000] * 10), headers={"content-type": "application/json"}
+    )
+    assert (
+        answer.status_code == 413
+        and answer.json()["error"] == "the body must be at most 20000 bytes"
+    )
     assert_serves(shared)
 
 
@@ -167,19 +254,33 @@ def test_a_user_without_events_of_a_next_item_model(start):
     running = start("hstu")
     running.service.ranker.histories._offsets[:] = 0
     answer = running.rank(GOOD)
-    assert answer.status_code == 422 and answer.json()["error"] == "user 3 has no events yet: send some in 'events'"
+    assert (
+        answer.status_code == 422
+        and answer.json()["error"] == "user 3 has no events yet: send some in 'events'"
+    )
     assert_serves(running, {**GOOD, "events": [{"item": 4}]})
 
 
 def test_counts_are_counters(shared):
     """What may fall again is a gauge."""
     text = shared.client.get("/metrics").text
-    kinds = {x.name: x.type for x in prometheus_client.parser.text_string_to_metric_families(text) if x.type in ("counter", "gauge")}
+    kinds = {
+        x.name: x.type
+        for x in prometheus_client.parser.text_string_to_metric_families(text)
+        if x.type in ("counter", "gauge")
+    }
     kinds = {name: kind for name, kind in kinds.items() if not name.endswith("_created")}
-    counters = {f"rank_{name}" for name in ("requests", "candidates", "batches", "splits", "restarts", "late", "cancelled")}
+    counters = {
+        f"rank_{name}"
+        for name in ("requests", "candidates", "batches", "splits", "restarts", "late", "cancelled")
+    }
     counters |= {f"rank_histories_{name}" for name in ("reused", "appended", "encoded")}
     counters |= {f"history_cache_{name}" for name in ("hits", "misses", "evictions")}
-    gauges = {"rank_queue_length", "rank_weights_version", *(f"history_cache_{name}" for name in ("users", "rows", "bytes", "max_bytes"))}
+    gauges = {
+        "rank_queue_length",
+        "rank_weights_version",
+        *(f"history_cache_{name}" for name in ("users", "rows", "bytes", "max_bytes")),
+    }
     own = {name: kind for name, kind in kinds.items() if not name.startswith("process_")}
     assert own == dict.fromkeys(counters, "counter") | dict.fromkeys(gauges, "gauge")
 
@@ -195,7 +296,10 @@ def test_each_refused_request_has_a_line_in_the_log(shared, caplog):
         "404 for '/rank': 'no user 99 in the log, whose first user is 0'",
         """404 for '/rank': "no user 'a\\\\nb' in the log, whose first user is 0\"""",
     ]
-    assert [message.split(":")[0] for message in messages[2:]] == ["404 for '/nowhere'", "409 for '/reload'"]
+    assert [message.split(":")[0] for message in messages[2:]] == [
+        "404 for '/nowhere'",
+        "409 for '/reload'",
+    ]
     caplog.clear()
     assert_serves(shared)
     assert not [x for x in caplog.records if x.name == "serving"]
@@ -213,11 +317,19 @@ def test_the_events_of_a_user_and_attention_weights(shared):
     found = shared.client.get("/users/3", params={"candidates": [4, 6]}).json()
     assert found["user"] == 3 and len(found["events"]) == 50 and found["held_out"]
     assert set(found["events"][0]) == {"item", "rating"}
-    assert [len(x) for x in found["attention"]] == [50, 50] and all(0 < sum(x) <= 1.0001 for x in found["attention"])
+    assert [len(x) for x in found["attention"]] == [50, 50] and all(
+        0 < sum(x) <= 1.0001 for x in found["attention"]
+    )
     assert "attention" not in shared.client.get("/users/3").json()
-    assert shared.client.get("/users/99").status_code == shared.client.get("/users/03").status_code == 404
+    assert (
+        shared.client.get("/users/99").status_code
+        == shared.client.get("/users/03").status_code
+        == 404
+    )
     assert shared.client.get("/users/3", params={"candidates": [-5]}).status_code == 422
-    assert shared.client.get("/users/3", params={"candidates": MANY}).json() == {"error": "candidates must be at most 50, got 51"}
+    assert shared.client.get("/users/3", params={"candidates": MANY}).json() == {
+        "error": "candidates must be at most 50, got 51"
+    }
 
 
 def rows_of(running: Running, *items) -> list[int]:
@@ -273,9 +385,11 @@ def test_a_full_queue_is_answered_with_429(start):
 
 
 def test_requests_that_wait_outside_of_the_queue_are_bounded(start, monkeypatch):
-    """Five wait before they are in the queue, as requests do when the event loop is busy. Clients that send slowly take no place.
+    """Five wait before they are in the queue, as requests do when the event loop is busy. Clients
+    that send slowly take no place.
 
-    Of the five, the queue then has room for three, and for a fourth one if the first is taken out in time.
+    Of the five, the queue then has room for three, and for a fourth one if the first is taken out
+    in time.
     """
     running = start(limits=replace(LIMITS, batches=Limits(max_queue=3, max_users=1)))
     go, rank, entered = threading.Event(), running.service.rank, threading.Semaphore(0)
@@ -290,21 +404,29 @@ def test_requests_that_wait_outside_of_the_queue_are_bounded(start, monkeypatch)
     with ThreadPoolExecutor(5) as threads, contextlib.ExitStack() as stack:
         for _ in range(7):
             connection = stack.enter_context(socket.create_connection(running.address))
-            connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+            connection.sendall(
+                b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type:"
+                b" application/json\r\ncontent-length: 99\r\n\r\n{"
+            )
         wait_until(lambda: len(running.server.server_state.tasks) == 7)
         waiting = [threads.submit(running.rank, {**GOOD, "user": user}) for user in range(5)]
         assert all(entered.acquire(timeout=PATIENCE) for _ in waiting)
         refused = running.rank(GOOD)
-        assert refused.status_code == 429 and refused.json() == {"error": "5 requests are in progress"}
+        assert refused.status_code == 429 and refused.json() == {
+            "error": "5 requests are in progress"
+        }
         assert running.client.get("/health").status_code == 200
         go.set()
         statuses = [x.result().status_code for x in waiting]
-    assert statuses.count(200) >= 3 and running.metric('rank_requests_total{status="429"}') == 1 + statuses.count(429)
+    assert statuses.count(200) >= 3 and running.metric(
+        'rank_requests_total{status="429"}'
+    ) == 1 + statuses.count(429)
     assert_serves(running)
 
 
 def test_clients_that_do_not_read_take_no_place():
-    """Their answers wait in the connections. Otherwise all other requests would get 429, as long as these clients stay."""
+    """Their answers wait in the connections. Otherwise all other requests would get 429, as long as
+    these clients stay."""
 
     async def app(scope, receive, send):
         assert (await receive())["type"] == "http.request"
@@ -314,13 +436,23 @@ def test_clients_that_do_not_read_take_no_place():
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
     async def send_all() -> int:
-        answering, admission = [], serving_app.Admission(app, replace(LIMITS, batches=Limits(max_queue=1, max_users=1)), None)
+        answering, admission = (
+            [],
+            serving_app.Admission(
+                app, replace(LIMITS, batches=Limits(max_queue=1, max_users=1)), None
+            ),
+        )
 
         async def send(message):
             answering.append(message)
             await asyncio.Event().wait()
 
-        tasks = [asyncio.create_task(admission({"type": "http", "path": "/rank", "headers": []}, receive, send)) for _ in range(9)]
+        tasks = [
+            asyncio.create_task(
+                admission({"type": "http", "path": "/rank", "headers": []}, receive, send)
+            )
+            for _ in range(9)
+        ]
         while len(answering) < 9 and not any(task.done() for task in tasks):
             await asyncio.sleep(0)
         for task in tasks:
@@ -369,7 +501,10 @@ def test_a_client_that_leaves(start, half):
         def close_half():
             body = json.dumps({**GOOD, "user": 4})
             with socket.create_connection(running.address, timeout=PATIENCE) as connection:
-                head = f"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                head = (
+                    "POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type:"
+                    f" application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+                )
                 connection.sendall((head + body).encode())
                 wait_until(lambda: len(running.service.batcher))
                 connection.shutdown(socket.SHUT_WR)
@@ -386,7 +521,10 @@ def test_a_client_that_leaves(start, half):
 def test_a_client_that_leaves_before_the_body_is_complete(start):
     running = start()
     with socket.create_connection(running.address) as connection:
-        connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+        connection.sendall(
+            b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
+            b" 99\r\n\r\n{"
+        )
         wait_until(lambda: running.server.server_state.tasks)
     wait_until(lambda: running.metric('rank_requests_total{status="499"}') == 1)
     assert running.metric('rank_requests_total{status="400"}') == 0
@@ -397,10 +535,15 @@ def test_a_body_that_takes_too_long(start):
     """The connection is closed, so the client cannot hold up a server that stops either."""
     running = start(limits=replace(LIMITS, body_seconds=0.2))
     with socket.create_connection(running.address, timeout=PATIENCE) as connection:
-        connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+        connection.sendall(
+            b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length:"
+            b" 99\r\n\r\n{"
+        )
         answer = http.client.HTTPResponse(connection)
         answer.begin()
-        assert answer.status == 408 and json.loads(answer.read()) == {"error": "the body must be complete within 0.2 s"}
+        assert answer.status == 408 and json.loads(answer.read()) == {
+            "error": "the body must be complete within 0.2 s"
+        }
         assert connection.recv(1) == b""
     assert running.metric('rank_requests_total{status="408"}') == 1
 
@@ -429,7 +572,11 @@ def no_memory_of_a_gpu():
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize("fail", [no_memory_of_a_gpu, lambda: torch.empty(2**55), lambda: np.empty(2**55)], ids=["GPU", "CPU", "NumPy"])
+@pytest.mark.parametrize(
+    "fail",
+    [no_memory_of_a_gpu, lambda: torch.empty(2**55), lambda: np.empty(2**55)],
+    ids=["GPU", "CPU", "NumPy"],
+)
 def test_out_of_memory_is_split(start, fail):
     running = start()
     score = running.service.ranker.score
@@ -439,13 +586,22 @@ def test_out_of_memory_is_split(start, fail):
             fail()
         return score(requests)
 
-    body = {"user": 3, "candidates": [0, 1, 2, 3, 4, 6, 8, 9, 10, 11], "events": [{"item": 1, "rating": 4}] * 2}
+    body = {
+        "user": 3,
+        "candidates": [0, 1, 2, 3, 4, 6, 8, 9, 10, 11],
+        "events": [{"item": 1, "rating": 4}] * 2,
+    }
     length = running.service.ranker.histories.length(3)
     running.service.ranker.score = limited
     scores = assert_serves(running, body)
-    assert running.metric("rank_splits_total") == 3 and running.service.ranker.histories.length(3) == length + 2
+    assert (
+        running.metric("rank_splits_total") == 3
+        and running.service.ranker.histories.length(3) == length + 2
+    )
     running.service.ranker.score = score
-    assert assert_serves(running, {**body, "events": []}) == pytest.approx(scores, rel=1.3e-6, abs=1e-5)
+    assert assert_serves(running, {**body, "events": []}) == pytest.approx(
+        scores, rel=1.3e-6, abs=1e-5
+    )
 
 
 def test_a_request_in_halves_that_fails_stores_nothing(start):
@@ -462,8 +618,12 @@ def test_a_request_in_halves_that_fails_stores_nothing(start):
         return score(requests)
 
     ranker.score = limited
-    answer = running.rank({"user": 3, "candidates": [4, 6, 40, 8], "events": [{"item": 1, "rating": 4}]})
-    assert answer.status_code == 500 and answer.json()["error"] == "the model's scores are not finite"
+    answer = running.rank(
+        {"user": 3, "candidates": [4, 6, 40, 8], "events": [{"item": 1, "rating": 4}]}
+    )
+    assert (
+        answer.status_code == 500 and answer.json()["error"] == "the model's scores are not finite"
+    )
     assert running.metric("rank_splits_total") == 1 and ranker.histories.length(3) == length
     assert running.metric("rank_candidates_total") == 0
     ranker.score = score
@@ -471,7 +631,11 @@ def test_a_request_in_halves_that_fails_stores_nothing(start):
 
 
 @pytest.mark.parametrize(
-    ("fail", "error"), [(no_memory_of_a_gpu, "CUDA out of memory"), (lambda: torch.empty(2**55), "the CPU is out of memory")]
+    ("fail", "error"),
+    [
+        (no_memory_of_a_gpu, "CUDA out of memory"),
+        (lambda: torch.empty(2**55), "the CPU is out of memory"),
+    ],
 )
 def test_out_of_memory_without_end(start, fail, error):
     running = start()
@@ -493,30 +657,56 @@ def test_a_worker_that_is_killed(start):
 
     running.service.ranker.score = killed
     answer = running.rank(GOOD)
-    assert answer.status_code == 503 and answer.json()["error"] == "the scoring thread ended: SystemExit"
+    assert (
+        answer.status_code == 503
+        and answer.json()["error"] == "the scoring thread ended: SystemExit"
+    )
     assert_serves(running)
-    assert running.metric("rank_restarts_total") == 1 and running.client.get("/health").status_code == 200
+    assert (
+        running.metric("rank_restarts_total") == 1
+        and running.client.get("/health").status_code == 200
+    )
 
 
 def test_scores_that_are_not_finite_fail_alone(start):
-    """The embedding of item 40 is NaN: the request with it fails and stores nothing, another of the same batch does not fail."""
+    """The embedding of item 40 is NaN: the request with it fails and stores nothing, another of the
+    same batch does not fail."""
     running = start()
     hold = Hold(running.service)
     with torch.no_grad():
-        running.service.ranker.model.sequences.embeddings["item"].weight[rows_of(running, 40)] = float("nan")
+        running.service.ranker.model.sequences.embeddings["item"].weight[rows_of(running, 40)] = (
+            float("nan")
+        )
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(running.rank, {**GOOD, "user": 9})
         assert hold.entered.wait(PATIENCE)
-        seen = {user for user in range(25) if rows_of(running, 40)[0] in running.service.ranker.histories.window(user, _none(), 200).item}
+        seen = {
+            user
+            for user in range(25)
+            if rows_of(running, 40)[0]
+            in running.service.ranker.histories.window(user, _none(), 200).item
+        }
         bad_user, good_user = [user for user in range(9) if user not in seen][:2]
-        events, lengths = [{"item": 6, "rating": 4}], [running.service.ranker.histories.length(user) for user in (bad_user, good_user)]
-        bodies = ({"user": u, "candidates": c, "events": events} for u, c in ((bad_user, [4, 40]), (good_user, [4, 6])))
+        events, lengths = (
+            [{"item": 6, "rating": 4}],
+            [running.service.ranker.histories.length(user) for user in (bad_user, good_user)],
+        )
+        bodies = (
+            {"user": u, "candidates": c, "events": events}
+            for u, c in ((bad_user, [4, 40]), (good_user, [4, 6]))
+        )
         bad, good = (threads.submit(running.rank, body) for body in bodies)
         wait_until(lambda: len(running.service.batcher) == 2)
         hold.released.set()
-        assert bad.result().status_code == 500 and bad.result().json()["error"] == "the model's scores are not finite"
+        assert (
+            bad.result().status_code == 500
+            and bad.result().json()["error"] == "the model's scores are not finite"
+        )
         assert good.result().status_code == first.result().status_code == 200
-    assert [running.service.ranker.histories.length(user) for user in (bad_user, good_user)] == [lengths[0], lengths[1] + 1]
+    assert [running.service.ranker.histories.length(user) for user in (bad_user, good_user)] == [
+        lengths[0],
+        lengths[1] + 1,
+    ]
     assert_serves(running, {"user": bad_user, "candidates": [4, 6]})
 
 
@@ -561,7 +751,12 @@ def test_new_weights_between_batches(start, served):
 
 
 def changed(weights, by):
-    return replace(weights, tensors={name: x + by if x.is_floating_point() else x for name, x in weights.tensors.items()})
+    return replace(
+        weights,
+        tensors={
+            name: x + by if x.is_floating_point() else x for name, x in weights.tensors.items()
+        },
+    )
 
 
 @pytest.mark.parametrize("name", ["attention", "hstu"])
@@ -608,7 +803,10 @@ def test_weights_that_were_read_first_are_not_put_in_place_last(start, served):
         reloads = [threads.submit(running.client.post, "/reload")]
         wait_until(lambda: reads)
         reloads.append(threads.submit(running.client.post, "/reload"))
-        assert [x.result().json() for x in reloads] == [{"weights_version": 2}, {"weights_version": 3}]
+        assert [x.result().json() for x in reloads] == [
+            {"weights_version": 2},
+            {"weights_version": 3},
+        ]
     placed = running.service.ranker.model.state_dict()
     assert all(torch.equal(x, placed[name]) for name, x in read_weights().tensors.items())
 
@@ -630,19 +828,34 @@ def test_weights_that_cannot_be_loaded(start, served, tmp_path, content, error):
         path.write_bytes(b"no weights")
     if content == "NaN":
         weights = load_weights(served["attention"])
-        tensors = {name: x * math.nan if name.startswith("head.over") else x for name, x in weights.tensors.items()}
-        torch.save({"settings": weights.settings, "vocabulary": weights.vocabulary.text, "tensors": tensors}, path)
+        tensors = {
+            name: x * math.nan if name.startswith("head.over") else x
+            for name, x in weights.tensors.items()
+        }
+        torch.save(
+            {
+                "settings": weights.settings,
+                "vocabulary": weights.vocabulary.text,
+                "tensors": tensors,
+            },
+            path,
+        )
     if content.endswith("ids"):
         weights = load_weights(served["attention"])
         names = weights.vocabulary.names
         vocabulary = Vocabulary({**names, "user": [*names["user"][1:], 25]})
         stored = {"settings": weights.settings, "tensors": weights.tensors}
-        torch.save(stored if content == "no ids" else {**stored, "vocabulary": vocabulary.text}, path)
+        torch.save(
+            stored if content == "no ids" else {**stored, "vocabulary": vocabulary.text}, path
+        )
     running = start(read_weights=lambda: load_weights(path))
     before = assert_serves(running)
     answer = running.client.post("/reload")
     assert answer.status_code == 409 and error in answer.json()["error"]
-    assert assert_serves(running) == before and running.client.get("/health").json()["weights_version"] == 1
+    assert (
+        assert_serves(running) == before
+        and running.client.get("/health").json()["weights_version"] == 1
+    )
     running.service.read_weights = None
     assert running.client.post("/reload").status_code == 409
 
@@ -666,7 +879,8 @@ def test_a_shutdown_answers_all_requests(start):
 
 
 def test_a_server_that_stops_reads_what_clients_have_sent(served):
-    """On connections that were open, whether a request was sent on them before or not. It asks for no further one."""
+    """On connections that were open, whether a request was sent on them before or not. It asks for
+    no further one."""
     sent = threading.Event()
 
     class Server(serve_ranking.Server):
@@ -692,7 +906,11 @@ def test_a_server_that_stops_reads_what_clients_have_sent(served):
     assert answer.status == 503 and json.loads(answer.read())["status"] == "stopping"
     for connection in connections:
         answer = rank(connection)
-        assert answer.status == 200 and answer.getheader("connection") == "close" and len(json.loads(answer.read())["scores"]) == 3
+        assert (
+            answer.status == 200
+            and answer.getheader("connection") == "close"
+            and len(json.loads(answer.read())["scores"]) == 3
+        )
     sent.set()
     running.stop()
     assert not running.thread.is_alive() and not running.service.batcher.is_alive()
@@ -736,14 +954,19 @@ kept = [small for _, small in pairs]
 del pairs
 trim_heap()
 print(resident_mb() - before)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the function is glibc's")
 def test_freed_tensors_return_to_the_system():
-    """Even if small ones, which stay, lie between them. In a process of its own: the heap of this one has room for all of them."""
+    """Even if small ones, which stay, lie between them. In a process of its own: the heap of this
+    one has room for all of them."""
     examples = str(Path(serving_app.__file__).parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([examples, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    run = subprocess.run([sys.executable, "-c", FREED], env=environment, capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([examples, *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", FREED], env=environment, capture_output=True, text=True, check=True
+    )
     used, left = map(float, run.stdout.split())
     assert used > 90 and left < 20

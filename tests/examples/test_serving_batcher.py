@@ -1,4 +1,5 @@
-"""Queue, batches, deadlines and failures of the batcher, with a score that is the sum of user and candidate."""
+"""Queue, batches, deadlines and failures of the batcher, with a score that is the sum of user and
+candidate."""
 
 import threading
 import time
@@ -21,10 +22,16 @@ def request(user: int, candidates=(1, 2), events: int = 0) -> Request:
 
 
 class Score:
-    """Scores user + candidate. Records the users of each batch. `hold` keeps batches waiting until it is set."""
+    """Scores user + candidate. Records the users of each batch. `hold` keeps batches waiting until
+    it is set."""
 
     def __init__(self):
-        self.batches, self.events, self.hold, self.started = [], [], threading.Event(), threading.Event()
+        self.batches, self.events, self.hold, self.started = (
+            [],
+            [],
+            threading.Event(),
+            threading.Event(),
+        )
         self.hold.set()
 
     def __call__(self, requests):
@@ -109,7 +116,9 @@ def test_a_deadline_closes_a_batch(make, score):
 def test_candidates_limit_a_batch(make, score):
     batcher = make(max_candidates=5)
     first = busy(batcher, score)
-    waiting = submit(batcher, request(1, [1] * 3), request(2, [1] * 3), request(3, [1] * 2), request(4, [1] * 9))
+    waiting = submit(
+        batcher, request(1, [1] * 3), request(2, [1] * 3), request(3, [1] * 2), request(4, [1] * 9)
+    )
     score.hold.set()
     results([first, *waiting])
     assert score.batches == [[99], [1, 3], [2], [4]]
@@ -118,7 +127,14 @@ def test_candidates_limit_a_batch(make, score):
 def test_requests_of_a_user_keep_their_order(make, score):
     batcher = make()
     first = busy(batcher, score)
-    waiting = submit(batcher, request(1, events=1), request(2), request(1, events=2), request(1, events=3), request(3))
+    waiting = submit(
+        batcher,
+        request(1, events=1),
+        request(2),
+        request(1, events=2),
+        request(1, events=3),
+        request(3),
+    )
     score.hold.set()
     results([first, *waiting])
     assert score.batches == [[99], [1, 2, 3], [1], [1]]
@@ -128,7 +144,16 @@ def test_requests_of_a_user_keep_their_order(make, score):
 def test_requests_of_a_user_without_new_events_share_a_batch(make, score):
     batcher = make()
     first = busy(batcher, score)
-    waiting = submit(batcher, request(1, events=1), request(1), request(2), request(1), request(1, events=1), request(1), request(2))
+    waiting = submit(
+        batcher,
+        request(1, events=1),
+        request(1),
+        request(2),
+        request(1),
+        request(1, events=1),
+        request(1),
+        request(2),
+    )
     score.hold.set()
     results([first, *waiting])
     assert score.batches == [[99], [1, 1, 2, 1, 2], [1, 1]]
@@ -167,9 +192,14 @@ def test_a_cancelled_request_is_not_scored(make, score):
     assert score.batches == [[99], [2]] and batcher.counts.cancelled == 1
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("of the device"), MemoryError(), jm.CacheFull("of the cache")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("of the device"), MemoryError(), jm.CacheFull("of the cache")],
+    ids=repr,
+)
 def test_out_of_memory_splits_batches_then_candidates(make, score, error):
-    """Room for 4 candidates at a time: three requests of 3 candidates, then one of 10 with new events, which are added once."""
+    """Room for 4 candidates at a time: three requests of 3 candidates, then one of 10 with new
+    events, which are added once."""
 
     def fail(requests):
         if sum(len(x.candidates) for x in requests) > 4:
@@ -177,9 +207,17 @@ def test_out_of_memory_splits_batches_then_candidates(make, score, error):
 
     score.fail, batcher = fail, make()
     first = busy(batcher, score)
-    waiting = submit(batcher, request(1, range(3)), request(2, range(3)), request(3, range(3)), request(4, range(10), events=2))
+    waiting = submit(
+        batcher,
+        request(1, range(3)),
+        request(2, range(3)),
+        request(3, range(3)),
+        request(4, range(10), events=2),
+    )
     score.hold.set()
-    assert results([first, *waiting])[1:] == [[user + i for i in range(n)] for user, n in ((1, 3), (2, 3), (3, 3), (4, 10))]
+    assert results([first, *waiting])[1:] == [
+        [user + i for i in range(n)] for user, n in ((1, 3), (2, 3), (3, 3), (4, 10))
+    ]
     assert batcher.counts.splits == 6
     assert sum(n for user, n in score.events if user == 4) == 2
 
@@ -262,7 +300,10 @@ def test_a_cancelled_job_does_not_run(make, score):
     """It would end the thread: a cancelled future takes no result."""
     batcher, ran = make(), []
     first = busy(batcher, score)
-    job, after = (batcher.between_batches(lambda name=name: ran.append(name)) for name in ("cancelled", "after"))
+    job, after = (
+        batcher.between_batches(lambda name=name: ran.append(name))
+        for name in ("cancelled", "after")
+    )
     assert job.cancel()
     score.hold.set()
     after.result(timeout=PATIENCE)

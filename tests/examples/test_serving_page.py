@@ -1,4 +1,5 @@
-"""The page in a real browser: headless Chromium loads it from a running service, runs its script and prints the document."""
+"""The page in a real browser: headless Chromium loads it from a running service, runs its script
+and prints the document."""
 
 import re
 import shutil
@@ -10,14 +11,16 @@ import torch
 for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
-import serving_app  # noqa: E402
-from serving_app import Service  # noqa: E402
+import serving_app
+from serving_app import Service
 
-from ..marks import PATIENCE  # noqa: E402
-from .running import LIMITS, Running  # noqa: E402
-from .serving import ranker_of  # noqa: E402
+from ..marks import PATIENCE
+from .running import LIMITS, Running
+from .serving import ranker_of
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
 
 
@@ -31,13 +34,24 @@ def running(request, served):
 def document(running: Running, query: str) -> str:
     """The document after the script ran."""
     url = f"http://127.0.0.1:{running.address[1]}/?{query}"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--dump-dom"]
-    return subprocess.run([BROWSER, *options, url], capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=8000",
+        "--dump-dom",
+    ]
+    return subprocess.run(
+        [BROWSER, *options, url], capture_output=True, text=True, timeout=PATIENCE, check=True
+    ).stdout
 
 
 def rows(text: str, table: str) -> list[list[str]]:
     body = re.search(rf'<tbody id="{table}">(.*?)</tbody>', text, re.DOTALL)[1]
-    return [re.findall(r"<td>(.*?)</td>", row, re.DOTALL) for row in re.findall(r"<tr.*?>(.*?)</tr>", body, re.DOTALL)]
+    return [
+        re.findall(r"<td>(.*?)</td>", row, re.DOTALL)
+        for row in re.findall(r"<tr.*?>(.*?)</tr>", body, re.DOTALL)
+    ]
 
 
 def test_the_page_shows_history_ranking_attention_and_latency(running):
@@ -46,11 +60,19 @@ def test_the_page_shows_history_ranking_attention_and_latency(running):
     ranking = rows(found, "ranking")
     scores = running.rank({"user": 3, "candidates": [4, 6, 8]}).json()["scores"]
     order = torch.tensor(scores).argsort(descending=True).tolist()
-    assert ranking == [[str(i + 1), str(4 + 2 * k), f"{scores[k]:.4f}"] for i, k in enumerate(order)]
-    assert re.search(r'role="status">3 candidates in \d+\.\d ms, of which \d+\.\d ms in the queue; weights version 1<', found)
+    assert ranking == [
+        [str(i + 1), str(4 + 2 * k), f"{scores[k]:.4f}"] for i, k in enumerate(order)
+    ]
+    assert re.search(
+        r'role="status">3 candidates in \d+\.\d ms, of which \d+\.\d ms in the queue; weights'
+        r" version 1<",
+        found,
+    )
     expected = running.client.get("/users/3", params={"candidates": [4 + 2 * order[0]]}).json()
     history = rows(found, "history")
-    assert [int(row[0]) for row in history] == [event["item"] for event in reversed(expected["events"])]
+    assert [int(row[0]) for row in history] == [
+        event["item"] for event in reversed(expected["events"])
+    ]
     if ranker.needs_history:
         assert history[0][2] == "none: candidates do not attend to the history"
     else:
@@ -60,7 +82,9 @@ def test_the_page_shows_history_ranking_attention_and_latency(running):
 
 def test_the_page_takes_the_held_out_items_and_shows_errors(running):
     assert [int(row[1]) for row in rows(document(running, "user=3"), "ranking")]
-    assert "404: no user '99' in the log, whose first user is 0" in document(running, "user=99&candidates=4")
+    assert "404: no user '99' in the log, whose first user is 0" in document(
+        running, "user=99&candidates=4"
+    )
 
 
 def test_a_chosen_candidate_is_an_event_of_the_user_who_is_shown(running, tmp_path, monkeypatch):
@@ -79,4 +103,7 @@ def test_a_chosen_candidate_is_an_event_of_the_user_who_is_shown(running, tmp_pa
     histories = running.service.ranker.histories
     before = [histories.length(user) for user in (3, 4)]
     newest = rows(document(running, "user=3&candidates=4"), "history")[0]
-    assert newest[0] == "4" and [histories.length(user) for user in (3, 4)] == [before[0] + 1, before[1]]
+    assert newest[0] == "4" and [histories.length(user) for user in (3, 4)] == [
+        before[0] + 1,
+        before[1],
+    ]

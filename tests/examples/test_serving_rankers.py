@@ -1,4 +1,5 @@
-"""Rankers: cached scores equal those of the whole model, failures change nothing, served scores equal the offline evaluation."""
+"""Rankers: cached scores equal those of the whole model, failures change nothing, served scores
+equal the offline evaluation."""
 
 import os
 import pickle
@@ -7,19 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("torchrec", reason="the programs need it")  # `make test-gpu` also runs without it
+# `make test-gpu` also runs without it
+pytest.importorskip("torchrec", reason="the programs need it")
 
-import train_dlrm  # noqa: E402
-import train_hstu  # noqa: E402
-from checkpoints import Weights, export_weights, load_weights  # noqa: E402
-from ranking_data import RankingDataset  # noqa: E402
-from serving_models import make_ranker, options_of  # noqa: E402
-from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows  # noqa: E402
-from training import rank_unseen  # noqa: E402
+import train_dlrm
+import train_hstu
+from checkpoints import Weights, export_weights, load_weights
+from ranking_data import RankingDataset
+from serving_models import make_ranker, options_of
+from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows
+from training import rank_unseen
 
-import jagged_modules as jm  # noqa: E402
+import jagged_modules as jm
 
-from .serving import CACHE, CPU, PROGRAMS, Requests, ranker_of, train  # noqa: E402
+from .serving import CACHE, CPU, PROGRAMS, Requests, ranker_of, train
 
 NAMES = list(PROGRAMS)
 every_model = pytest.mark.parametrize("name", NAMES)
@@ -34,9 +36,13 @@ def assert_same_scores(found, expected):
 @pytest.mark.parametrize("page_rows", [16, 128])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_cached_scores_equal_those_without_a_cache(served, name, page_rows, device):
-    """Of 40 batches with new events, until some histories outgrow the model's window; in a cache that evicts, too."""
+    """Of 40 batches with new events, until some histories outgrow the model's window; in a cache
+    that evicts, too."""
     small = {"attention": 100_000, "hstu": 200_000}[name]
-    rankers = [ranker_of(served[name], cache, page_rows, torch.device(device)) for cache in (0, CACHE, small)]
+    rankers = [
+        ranker_of(served[name], cache, page_rows, torch.device(device))
+        for cache in (0, CACHE, small)
+    ]
     requests = Requests(rankers[0])
     for _ in range(40):
         batch = requests.batch()
@@ -55,9 +61,13 @@ def test_cached_scores_equal_those_without_a_cache(served, name, page_rows, devi
 @every_model
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_bfloat16(served, name, device):
-    """Dense layers and cache are bfloat16, tables and scores fp32. After other weights were loaded, too."""
+    """Dense layers and cache are bfloat16, tables and scores fp32. After other weights were loaded,
+    too."""
     settings = [(CACHE, torch.bfloat16), (0, torch.bfloat16), (0, torch.float32)]
-    cached, whole, exact = (ranker_of(served[name], cache, None, torch.device(device), dtype) for cache, dtype in settings)
+    cached, whole, exact = (
+        ranker_of(served[name], cache, None, torch.device(device), dtype)
+        for cache, dtype in settings
+    )
     requests, weights = Requests(cached), load_weights(served[name])
     for ranker in (cached, whole, exact):
         ranker.load(weights)
@@ -89,7 +99,10 @@ def test_several_requests_of_a_user(served, name):
     together, alone = ranker_of(served[name]), ranker_of(served[name], 0)
     requests = Requests(alone)
     for _ in range(3):
-        batch = [requests.of(user, events=events) for user, events in ((7, 2), (3, 0), (7, 0), (9, 1), (3, 0), (7, 0))]
+        batch = [
+            requests.of(user, events=events)
+            for user, events in ((7, 2), (3, 0), (7, 0), (9, 1), (3, 0), (7, 0))
+        ]
         assert_same_scores(together.score(batch), [alone.score([request])[0] for request in batch])
 
 
@@ -104,7 +117,8 @@ def test_the_default_size_of_pages(served, name):
 @every_model
 @pytest.mark.parametrize("cache", [0, 100_000, CACHE])
 def test_a_warm_up_leaves_nothing(served, name, cache):
-    """It scores batches of all sizes, of new, cached and grown histories. Then the ranker is as new."""
+    """It scores batches of all sizes, of new, cached and grown histories. Then the ranker is as
+    new."""
     ranker, new = ranker_of(served[name], cache), ranker_of(served[name], cache)
     score, sizes = ranker.score, set()
 
@@ -117,11 +131,14 @@ def test_a_warm_up_leaves_nothing(served, name, cache):
     ranker.warm_up(max_users=9, max_candidates=900)
     ranker.score = score
     assert {(1, 900, False), (1, 1, True), (2, 1, True)} < sizes
-    assert {(8, 100, False), (9, 1, True), (9, 100, False)} < sizes or cache == 100_000  # too small for them
+    # too small for them
+    assert {(8, 100, False), (9, 1, True), (9, 100, False)} < sizes or cache == 100_000
     batch = Requests(ranker).batch()
     assert_same_scores(ranker.score(batch), new.score(batch))
     assert ranker.counts == new.counts
-    assert [ranker.histories.length(user) for user in range(25)] == [new.histories.length(user) for user in range(25)]
+    assert [ranker.histories.length(user) for user in range(25)] == [
+        new.histories.length(user) for user in range(25)
+    ]
 
 
 @pytest.mark.gpu
@@ -129,7 +146,8 @@ def test_a_warm_up_leaves_nothing(served, name, cache):
 @pytest.mark.parametrize("cache", [0, CACHE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_kernel_is_compiled_after_a_warm_up(served, name, cache, dtype, compiled_kernels):
-    """In 60 random batches of 1 to 25 users, with and without new events, of 1 to 80 candidates per user."""
+    """In 60 random batches of 1 to 25 users, with and without new events, of 1 to 80 candidates per
+    user."""
     ranker = ranker_of(served[name], cache, device=torch.device("cuda"), dtype=dtype)
     ranker.warm_up(max_users=25, max_candidates=2000)
     assert compiled_kernels
@@ -137,7 +155,9 @@ def test_no_kernel_is_compiled_after_a_warm_up(served, name, cache, dtype, compi
     requests = Requests(ranker)
     for _ in range(60):
         users = requests.random.permutation(25)[: requests.random.integers(1, 26)].tolist()
-        batch = [requests.of(user, *requests.random.integers([0, 1], [3, 81]).tolist()) for user in users]
+        batch = [
+            requests.of(user, *requests.random.integers([0, 1], [3, 81]).tolist()) for user in users
+        ]
         ranker.score(batch)
         assert compiled_kernels == [], [(len(x.events.item), len(x.candidates)) for x in batch]
 
@@ -162,7 +182,9 @@ def test_encoder_outputs_of_evicted_users_are_dropped(served):
     for user in range(12):
         batch = [requests.of(user)]
         assert_same_scores(ranker.score(batch), whole.score(batch))
-    assert len(ranker._encoded) == len(ranker.cache) and all(user in ranker._encoded for user in ranker.cache.users())
+    assert len(ranker._encoded) == len(ranker.cache) and all(
+        user in ranker._encoded for user in ranker.cache.users()
+    )
 
 
 def test_rows_of_users():
@@ -185,10 +207,15 @@ def test_rows_of_users():
 
 @every_model
 def test_a_failure_changes_nothing(served, name, monkeypatch):
-    """An error after the cache was written: the events are not stored, and the next scores are right."""
+    """An error after the cache was written: the events are not stored, and the next scores are
+    right."""
     ranker, whole = ranker_of(served[name]), ranker_of(served[name], 0)
     requests = Requests(ranker)
-    warm, failing, after = [requests.of(1)], [requests.of(1, events=2), requests.of(2, events=1)], [requests.of(1), requests.of(2)]
+    warm, failing, after = (
+        [requests.of(1)],
+        [requests.of(1, events=2), requests.of(2, events=1)],
+        [requests.of(1), requests.of(2)],
+    )
     ranker.score(warm)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "float", lambda self: 1 / 0)
@@ -200,7 +227,8 @@ def test_a_failure_changes_nothing(served, name, monkeypatch):
 
 @every_model
 def test_events_that_are_replaced(served, name):
-    """The scores are those of a ranker that never had the first events, also for a user who was cached."""
+    """The scores are those of a ranker that never had the first events, also for a user who was
+    cached."""
     ranker, whole = ranker_of(served[name]), ranker_of(served[name], 0)
     requests = Requests(ranker)
     ranker.score([requests.of(1, events=2), requests.of(2)])
@@ -221,13 +249,19 @@ def test_a_batch_that_the_cache_has_no_room_for(served, name):
 
 @every_model
 def test_other_weights(served, name, tmp_path):
-    """After a reload, scores are those of the new weights, for cached users too. Weights of another model are refused."""
+    """After a reload, scores are those of the new weights, for cached users too. Weights of another
+    model are refused."""
     ranker, other = ranker_of(served[name]), train(tmp_path, name, "--seed", "1")
     batch = Requests(ranker).batch()
     before = ranker.score([Request(x.user, x.candidates) for x in batch])
     fresh = ranker_of(served[name], 0)
     for x in (ranker, fresh):
-        x.model.load_state_dict({key: value + 0.01 if value.is_floating_point() else value for key, value in x.model.state_dict().items()})
+        x.model.load_state_dict(
+            {
+                key: value + 0.01 if value.is_floating_point() else value
+                for key, value in x.model.state_dict().items()
+            }
+        )
     batch = [Request(x.user, x.candidates) for x in batch]
     after = ranker.score(batch)
     assert_same_scores(after, fresh.score(batch))
@@ -250,7 +284,8 @@ def test_other_weights(served, name, tmp_path):
     ],
 )
 def test_weights_of_another_model_with_equal_shapes(served, name, setting, value, error):
-    """They would be computed with the old settings, and the scores would not be those of the offline evaluation."""
+    """They would be computed with the old settings, and the scores would not be those of the
+    offline evaluation."""
     ranker, weights = ranker_of(served[name]), load_weights(served[name])
     batch = Requests(ranker).batch()
     before = ranker.score(batch)
@@ -258,16 +293,25 @@ def test_weights_of_another_model_with_equal_shapes(served, name, setting, value
     with pytest.raises(ValueError, match=f"^the weights are of another model: {error}$"):
         ranker.load(Weights({**weights.settings, setting: value}, weights.vocabulary, other))
     assert_same_scores(ranker.score([Request(x.user, x.candidates) for x in batch]), before)
-    ranker.load(Weights({**weights.settings, "epochs": 7, "seed": 5, "dropout": 0.1}, weights.vocabulary, weights.tensors))
+    ranker.load(
+        Weights(
+            {**weights.settings, "epochs": 7, "seed": 5, "dropout": 0.1},
+            weights.vocabulary,
+            weights.tensors,
+        )
+    )
 
 
-# -- logged against served -----------------------------------------------------------------------------------------------------
+# -- logged against served -------------------------------------------------------------------------
 
 
 def test_served_scores_equal_the_offline_evaluation_of_a_ranking_model(served):
-    """Each chunk of the test split as a request: its candidates, after the events since the user's chunk before."""
+    """Each chunk of the test split as a request: its candidates, after the events since the user's
+    chunk before."""
     ranker, weights = ranker_of(served["attention"]), load_weights(served["attention"])
-    dataset: RankingDataset = train_dlrm.load_datasets(options_of(train_dlrm, weights.settings, None))["test"]
+    dataset: RankingDataset = train_dlrm.load_datasets(
+        options_of(train_dlrm, weights.settings, None)
+    )["test"]
     chunks, log = dataset.chunks, dataset.log
     offline, known = ranker_of(served["attention"], 0).model, {}
     compared = 0
@@ -278,7 +322,11 @@ def test_served_scores_equal_the_offline_evaluation_of_a_ranking_model(served):
         new = slice(begin, max(begin, end))
         if end < begin:
             continue  # ties: events at the time of the split are in the served history already
-        request = Request(user, log.item[chunks.start[chunk] : chunks.end[chunk]], NewEvents(log.item[new], dataset.rating_index[new]))
+        request = Request(
+            user,
+            log.item[chunks.start[chunk] : chunks.end[chunk]],
+            NewEvents(log.item[new], dataset.rating_index[new]),
+        )
         with torch.no_grad():
             expected = offline(dataset[[chunk]])
         torch.testing.assert_close(ranker.score([request])[0], expected)
@@ -288,7 +336,8 @@ def test_served_scores_equal_the_offline_evaluation_of_a_ranking_model(served):
 
 
 def test_served_scores_equal_the_offline_evaluation_of_a_next_item_model(served):
-    """Scores of all items after the history of the test split, whose last event comes with the request; and the target's rank."""
+    """Scores of all items after the history of the test split, whose last event comes with the
+    request; and the target's rank."""
     ranker, weights = ranker_of(served["hstu"]), load_weights(served["hstu"])
     dataset = train_hstu.load_datasets(options_of(train_hstu, weights.settings, None))["test"]
     model, everything = ranker_of(served["hstu"], 0).model, np.arange(ranker.histories.num_items)
@@ -302,11 +351,13 @@ def test_served_scores_equal_the_offline_evaluation_of_a_next_item_model(served)
     torch.testing.assert_close(found, expected)
     again = torch.stack(ranker.score([Request(int(user), everything, NONE) for user in users]))
     torch.testing.assert_close(again, expected)
-    ranks = [rank_unseen(scores, batch.targets[last], batch.seen["seen"]) for scores in (found, expected)]
+    ranks = [
+        rank_unseen(scores, batch.targets[last], batch.seen["seen"]) for scores in (found, expected)
+    ]
     assert torch.equal(*ranks)
 
 
-# -- files of weights ----------------------------------------------------------------------------------------------------------
+# -- files of weights ------------------------------------------------------------------------------
 
 
 class Payload:
@@ -319,7 +370,11 @@ class Payload:
         return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))], ids=["torch.save", "pickle"])
+@pytest.mark.parametrize(
+    "save",
+    [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))],
+    ids=["torch.save", "pickle"],
+)
 def test_a_file_of_weights_runs_no_code(tmp_path, save):
     save({"settings": {}, "tensors": Payload(tmp_path / "ran")}, tmp_path / "weights.pt")
     with pytest.raises(ValueError, match="weights.pt is not a file of weights"):
@@ -334,7 +389,16 @@ def test_a_file_that_is_none_of_weights(tmp_path, content):
         load_weights(tmp_path / "weights.pt")
 
 
-@pytest.mark.parametrize("content", [[], {}, {"settings": {}}, {"settings": {}, "tensors": [1]}, {"settings": {}, "tensors": {"x": 1}}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {},
+        {"settings": {}},
+        {"settings": {}, "tensors": [1]},
+        {"settings": {}, "tensors": {"x": 1}},
+    ],
+)
 def test_a_file_of_something_else(tmp_path, content):
     torch.save(content, tmp_path / "weights.pt")
     with pytest.raises(ValueError, match="is not a file of weights"):
@@ -359,7 +423,11 @@ def test_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("attention", ["--parts", "stream", "compress"], r"parts of \['compress', 'gdpa'\], not interaction attention and parts"),
+        (
+            "attention",
+            ["--parts", "stream", "compress"],
+            r"parts of \['compress', 'gdpa'\], not interaction attention and parts",
+        ),
         ("hstu", ["--intervals"], "is served with the encoder hstu, without intervals"),
     ],
 )
@@ -370,18 +438,26 @@ def test_models_without_a_cache(tmp_path, name, arguments, message):
 
 
 def test_a_model_with_streams_is_served_without_a_cache(tmp_path):
-    ranker = ranker_of(train(tmp_path, "attention", "--parts", "stream", "compress", "gdpa", "interformer"), 0)
+    ranker = ranker_of(
+        train(tmp_path, "attention", "--parts", "stream", "compress", "gdpa", "interformer"), 0
+    )
     scores = ranker.score(Requests(ranker).batch())
     assert all(x.isfinite().all() for x in scores)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_padded_model_repeats_no_history(served, device):
-    """Its scores, through `fuse_broadcasts`, are those of the model as it is. Also after other weights were loaded."""
+    """Its scores, through `fuse_broadcasts`, are those of the model as it is. Also after other
+    weights were loaded."""
     weights = load_weights(served["padded"])
-    fused, plain = (make_ranker(weights, torch.device(device), 0, fuse_broadcasts=fuse) for fuse in (True, False))
+    fused, plain = (
+        make_ranker(weights, torch.device(device), 0, fuse_broadcasts=fuse)
+        for fuse in (True, False)
+    )
     requests = Requests(fused)
-    fused.model.head.interaction.attention.register_forward_hook(lambda *_: pytest.fail("the histories were repeated"))
+    fused.model.head.interaction.attention.register_forward_hook(
+        lambda *_: pytest.fail("the histories were repeated")
+    )
     for x in (*fused.model.parameters(), *plain.model.parameters()):
         x.data += 0.01
     batch = [requests.of(user, events=user % 3, candidates=9) for user in range(8)]

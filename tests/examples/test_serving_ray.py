@@ -1,4 +1,5 @@
-"""Replicas on Ray Serve on this machine: affinity of users, scores, faults, scaling, and a replica that is killed. Skipped without Ray."""
+"""Replicas on Ray Serve on this machine: affinity of users, scores, faults, scaling, and a replica
+that is killed. Skipped without Ray."""
 
 import asyncio
 import os
@@ -17,13 +18,13 @@ httpx = pytest.importorskip("httpx", reason='needs the extra "serve"')
 ray = pytest.importorskip("ray", reason='needs the package "ray[serve]"')
 serve = pytest.importorskip("ray.serve", reason='needs the package "ray[serve]"')
 
-import serving_ray  # noqa: E402
-import serving_replicas  # noqa: E402
-from fastapi import HTTPException  # noqa: E402
-from ray.serve.exceptions import BackPressureError  # noqa: E402
+import serving_ray
+import serving_replicas
+from fastapi import HTTPException
+from ray.serve.exceptions import BackPressureError
 
-from ..marks import PATIENCE  # noqa: E402
-from .serving import Requests, body_of, ranker_of  # noqa: E402
+from ..marks import PATIENCE
+from .serving import Requests, body_of, ranker_of
 
 TWO = ["--min-replicas", "2", "--max-replicas", "2"]
 DELAYS = ["--look-back", "11", "--upscale-delay", "1", "--downscale-delay", "1"]
@@ -35,7 +36,7 @@ NO_REPLICA = [
 ]
 
 
-# -- without processes of Ray ------------------------------------------------------------------------------------------------------------
+# -- without processes of Ray ----------------------------------------------------------------------
 
 
 async def owners_of(sets_of_replicas, users):
@@ -48,10 +49,14 @@ async def owners_of(sets_of_replicas, users):
     router.initialize_state(**config.request_router_kwargs)
     owners = []
     for names in sets_of_replicas:
-        router.update_replicas([SimpleNamespace(replica_id=ReplicaID(name, deployment)) for name in names])
+        router.update_replicas(
+            [SimpleNamespace(replica_id=ReplicaID(name, deployment)) for name in names]
+        )
         replicas, chosen = list(router.curr_replicas.values()), []
         for user in range(users):
-            request = SimpleNamespace(metadata=SimpleNamespace(session_id=str(user)), routing_context=SimpleNamespace())
+            request = SimpleNamespace(
+                metadata=SimpleNamespace(session_id=str(user)), routing_context=SimpleNamespace()
+            )
             ((replica,),) = await router.choose_replicas(replicas, request)
             chosen.append(replica.replica_id.unique_id)
         owners.append(chosen)
@@ -59,7 +64,8 @@ async def owners_of(sets_of_replicas, users):
 
 
 def test_few_users_move_when_a_replica_comes_or_goes():
-    """The new replica takes users of all others, no user moves between the others, and all return when it goes."""
+    """The new replica takes users of all others, no user moves between the others, and all return
+    when it goes."""
     four, five, users = "abcd", "abcde", 5000
     before, with_e, reordered, after = asyncio.run(owners_of([four, five, five[::-1], four], users))
     moved = [(old, new) for old, new in zip(before, with_e, strict=True) if old != new]
@@ -71,7 +77,12 @@ def test_few_users_move_when_a_replica_comes_or_goes():
 
 @pytest.mark.parametrize(("arguments", "message"), NO_REPLICA)
 def test_numbers_of_replicas_that_do_not_fit_end_with_one_line(arguments, message):
-    with pytest.raises(SystemExit, match=f"serving_ray: --min-replicas must be at least 1 and at most --max-replicas, {message}"):
+    with pytest.raises(
+        SystemExit,
+        match=(
+            f"serving_ray: --min-replicas must be at least 1 and at most --max-replicas, {message}"
+        ),
+    ):
         serving_ray.main(["--weights", "any.pt", *arguments])
 
 
@@ -82,8 +93,12 @@ class Replicas:
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="name"))
         monkeypatch.setattr(serve, "get_replica_context", lambda: context)
         self.store = serving_replicas.EventStore.func_or_class()
-        handle = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self.store, name)) for name in ("get", "add")})
-        options = serving_ray.parse_arguments(["--weights", str(weights), "--device", "cpu", "--cache-mb", "10"])
+        handle = SimpleNamespace(
+            **{name: SimpleNamespace(remote=getattr(self.store, name)) for name in ("get", "add")}
+        )
+        options = serving_ray.parse_arguments(
+            ["--weights", str(weights), "--device", "cpu", "--cache-mb", "10"]
+        )
         self.replicas = [serving_replicas.Replica.func_or_class(handle, options) for _ in range(2)]
         self.handle, self.offline = handle, ranker_of(weights, 0)
         self.requests = Requests(self.offline)
@@ -124,14 +139,19 @@ def test_a_user_who_moves_keeps_the_new_events(local):
 
 
 def test_two_replicas_that_add_events_of_a_user_at_once(local):
-    """As when one router knows of a new replica and another does not yet. Both events are stored, and both replicas read them."""
+    """As when one router knows of a new replica and another does not yet. Both events are stored,
+    and both replicas read them."""
 
     async def collide():
         await local.check(0, 3, events=1)
         requests = [local.requests.of(3, events=1) for _ in local.replicas]
-        answers = await asyncio.gather(*(local.rank(index, request) for index, request in enumerate(requests)))
+        answers = await asyncio.gather(
+            *(local.rank(index, request) for index, request in enumerate(requests))
+        )
         assert [status for status, _ in answers] == [200, 200]
-        stored = local.offline.histories.items.rows(event["item"] for event in local.store.events["3"]).tolist()[1:]
+        stored = local.offline.histories.items.rows(
+            event["item"] for event in local.store.events["3"]
+        ).tolist()[1:]
         for request in sorted(requests, key=lambda request: stored.index(request.events.item[0])):
             local.offline.histories.add(3, request.events)
         for index in (0, 1, 0):
@@ -149,7 +169,9 @@ def test_a_user_whose_id_is_a_number_or_text(local):
             body = body_of(request, local.offline, **DEADLINE)
             status, answer = await local.replicas[index].rank({**body, "user": form(body["user"])})
             assert (status, answer["user"]) == (200, 3)
-            torch.testing.assert_close(torch.tensor(answer["scores"]), local.offline.score([request])[0])
+            torch.testing.assert_close(
+                torch.tensor(answer["scores"]), local.offline.score([request])[0]
+            )
 
     asyncio.run(send())
     assert [*local.store.events] == ["3"] and len(local.store.events["3"]) == 3
@@ -203,10 +225,14 @@ def test_requests_that_ray_refuses():
     handle = SimpleNamespace(rank=SimpleNamespace(remote=refuse))
     ingress = SimpleNamespace(replicas=SimpleNamespace(options=lambda session_id: handle))
     with pytest.raises(HTTPException, match="429: 1000 requests wait for the user's replica"):
-        asyncio.run(serving_replicas.Ingress.func_or_class.rank(ingress, serving_replicas.RankBody(user=3, candidates=[1])))
+        asyncio.run(
+            serving_replicas.Ingress.func_or_class.rank(
+                ingress, serving_replicas.RankBody(user=3, candidates=[1])
+            )
+        )
 
 
-# -- with processes ----------------------------------------------------------------------------------------------------------------------
+# -- with processes --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +240,20 @@ def cluster():
     """The port of Ray Serve."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, runtime_env=environment, logging_level="error")
+    environment = {
+        "env_vars": {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+    }
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        runtime_env=environment,
+        logging_level="error",
+    )
     serve.start(http_options={"port": port})
     yield port
     serve.shutdown()
@@ -226,7 +264,9 @@ class Deployment:
     """The replicas, a client, and a ranker that scores the same requests in this process."""
 
     def __init__(self, port, weights, *arguments):
-        options = serving_ray.parse_arguments(["--weights", str(weights), "--device", "cpu", "--cpus", "0.5", *arguments])
+        options = serving_ray.parse_arguments(
+            ["--weights", str(weights), "--device", "cpu", "--cpus", "0.5", *arguments]
+        )
         serve.run(serving_replicas.make_application(options))
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
         self.offline = ranker_of(weights, 0)
@@ -234,7 +274,8 @@ class Deployment:
         self.lock, self.weights = threading.Lock(), weights
 
     def rank(self, user, events=0):
-        """Send a request, and compare the scores with those in this process. Returns the replica that answered."""
+        """Send a request, and compare the scores with those in this process. Returns the replica
+        that answered."""
         with self.lock:
             request = self.requests.of(user, events)
         answer = self.client.post("/rank", json=body_of(request, self.offline, **DEADLINE))
@@ -261,10 +302,16 @@ def test_two_replicas(two, tmp_path):
     replicas = [[two.rank(user, events=step % 2) for user in users] for step in range(4)]
     assert replicas == [replicas[0]] * 4
     counts = two.counts()
-    assert counts.keys() == set(replicas[0]) and len({x["process"] for x in counts.values()} | {os.getpid()}) == 3
+    assert (
+        counts.keys() == set(replicas[0])
+        and len({x["process"] for x in counts.values()} | {os.getpid()}) == 3
+    )
     for name, x in counts.items():
-        assert x["reused"] + x["appended"] + x["encoded"] == 4 * replicas[0].count(name) and x["reused"] >= replicas[0].count(name)
-    assert two.client.post("/reload").json() == {"weights_version": [1, 1]}  # they are those in place
+        assert x["reused"] + x["appended"] + x["encoded"] == 4 * replicas[0].count(name) and x[
+            "reused"
+        ] >= replicas[0].count(name)
+    # they are those in place
+    assert two.client.post("/reload").json() == {"weights_version": [1, 1]}
     two.weights.rename(tmp_path / "weights.pt")
     answer = two.client.post("/reload")
     assert answer.status_code == 409 and "No such file" in answer.json()["error"]
@@ -277,34 +324,46 @@ def test_two_replicas(two, tmp_path):
         ('{"user": 1', 400),
         ('{"user": 1, "candidates": [1]}' + " " * 1_000_000, 413),
     ):
-        answer = two.client.post("/rank", content=body, headers={"content-type": "application/json"})
+        answer = two.client.post(
+            "/rank", content=body, headers={"content-type": "application/json"}
+        )
         assert answer.status_code == status and answer.json()["error"]
     assert [two.rank(user) for user in users] == replicas[0]
 
 
 @pytest.mark.slow
 def test_a_replica_that_is_killed(two):
-    """The other replica goes on, and serves the users of the first with their new events. Ray replaces the replica."""
+    """The other replica goes on, and serves the users of the first with their new events. Ray
+    replaces the replica."""
     users = range(12)
     replicas = [two.rank(user, events=1) for user in users]
     killed, other = replicas[0], next(name for name in replicas if name != replicas[0])
     os.kill(two.counts()[killed]["process"], signal.SIGKILL)
     assert two.rank(replicas.index(other)) == other
     end = time.monotonic() + PATIENCE
-    while two.client.post("/rank", json={"user": 0, "candidates": [1]}).status_code != 200 or len(two.counts()) < 2:
+    while (
+        two.client.post("/rank", json={"user": 0, "candidates": [1]}).status_code != 200
+        or len(two.counts()) < 2
+    ):
         assert time.monotonic() < end
         time.sleep(0.5)
     after = [two.rank(user, events=1) for user in users]
     assert killed not in after
-    assert len(set(after)) == 2 and all(new == other for old, new in zip(replicas, after, strict=True) if old == other and new in replicas)
+    assert len(set(after)) == 2 and all(
+        new == other
+        for old, new in zip(replicas, after, strict=True)
+        if old == other and new in replicas
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "hstu"])
 def test_scaling_from_one_replica_to_two_and_back(cluster, served, name):
-    """All requests are answered with the scores of the whole histories, and users move only when a replica comes or goes.
+    """All requests are answered with the scores of the whole histories, and users move only when a
+    replica comes or goes.
 
-    12 users send one request after the other, then 3 of them, which are too few for two replicas, but some request is always on its way.
+    12 users send one request after the other, then 3 of them, which are too few for two replicas,
+    but some request is always on its way.
     """
     deployment = Deployment(cluster, served[name], *ONE_OR_TWO)
     replicas, failures, users = defaultdict(list), [], range(12)

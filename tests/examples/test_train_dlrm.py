@@ -12,7 +12,20 @@ from ..marks import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("few_measured_steps")
 ROOT = Path(__file__).parents[2]
-TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2"]
+TINY = [
+    "--device",
+    "cpu",
+    "--users",
+    "25",
+    "--epochs",
+    "2",
+    "--batch-size",
+    "8",
+    "--embedding-dim",
+    "16",
+    "--num-heads",
+    "2",
+]
 
 
 def train(out, *arguments):
@@ -28,34 +41,59 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, interaction, 
     assert last["loss"] < first["loss"]
     assert 0 < result["test"]["auc"] < 1 and result["test"]["normalized_entropy"] > 0
     assert last["examples_per_second"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", interaction])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["metrics.json", "curves.png", interaction]
+    )
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"{result['test']['auc']:.4f}" in capsys.readouterr().out
 
 
 def test_ablation_prints_a_row_without_each_part(tmp_path, capsys):
-    metrics = train(tmp_path, "--ablation", "--epochs", "1", "--users", "15", "--parts", "stream", "compress")
-    assert list(metrics["results"]) == ["whole", "no-stream", "no-compress", "no-attention", "no-parts"]
+    metrics = train(
+        tmp_path, "--ablation", "--epochs", "1", "--users", "15", "--parts", "stream", "compress"
+    )
+    assert list(metrics["results"]) == [
+        "whole",
+        "no-stream",
+        "no-compress",
+        "no-attention",
+        "no-parts",
+    ]
     table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
     rows = [line.split() for line in table.splitlines()[:5]]
     for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
-        values = (result["test"]["auc"], result["test"]["normalized_entropy"], result["step_ms"], result["peak_memory_mb"])
+        values = (
+            result["test"]["auc"],
+            result["test"]["normalized_entropy"],
+            result["step_ms"],
+            result["peak_memory_mb"],
+        )
         assert row[0] == name
         assert [float(value) for value in row[1:]] == pytest.approx(values, abs=0.051)
-    assert metrics["results"]["no-stream"]["peak_memory_mb"] < metrics["results"]["whole"]["peak_memory_mb"]
+    assert (
+        metrics["results"]["no-stream"]["peak_memory_mb"]
+        < metrics["results"]["whole"]["peak_memory_mb"]
+    )
 
 
 def test_variants_of_an_ablation():
     variants = train_dlrm.variants(train_dlrm.parse_arguments(["--ablation"]))
-    assert {name: (options.interaction, tuple(options.parts)) for name, options in variants.items()} == {
+    assert {
+        name: (options.interaction, tuple(options.parts)) for name, options in variants.items()
+    } == {
         "whole": ("attention", tuple(PARTS)),
-        **{f"no-{part}": ("attention", tuple(other for other in PARTS if other != part)) for part in PARTS},
+        **{
+            f"no-{part}": ("attention", tuple(other for other in PARTS if other != part))
+            for part in PARTS
+        },
         "no-attention": ("mean", tuple(PARTS)),
         "no-parts": ("attention", ()),
     }
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, assert_equal_checkpoints):
+def test_a_resumed_run_ends_as_an_uninterrupted_one(
+    tmp_path, without_speed, assert_equal_checkpoints
+):
     whole = train(tmp_path / "whole", "--epochs", "3")
     train(tmp_path / "parts", "--epochs", "1")
     resumed = train(tmp_path / "parts", "--epochs", "3", "--resume")
@@ -64,7 +102,9 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, ass
 
 
 def test_a_run_with_another_seed_ends_elsewhere(tmp_path, without_speed):
-    assert without_speed(train(tmp_path / "0")) != without_speed(train(tmp_path / "1", "--seed", "1"))
+    assert without_speed(train(tmp_path / "0")) != without_speed(
+        train(tmp_path / "1", "--seed", "1")
+    )
 
 
 def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
@@ -73,12 +113,20 @@ def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
     table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
     rows = [line.split() for line in table.splitlines()[:3]]
     for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
-        values = (result["test"]["auc"], result["test"]["normalized_entropy"], result["step_ms"], result["peak_memory_mb"])
+        values = (
+            result["test"]["auc"],
+            result["test"]["normalized_entropy"],
+            result["step_ms"],
+            result["peak_memory_mb"],
+        )
         assert row[0] == name
         assert [float(value) for value in row[1:]] == pytest.approx(values, abs=0.051)
         assert result["step_ms"] > 0
     # The padded copies of the histories are the largest thing in a step.
-    assert metrics["results"]["padded"]["peak_memory_mb"] > 2 * metrics["results"]["attention"]["peak_memory_mb"]
+    assert (
+        metrics["results"]["padded"]["peak_memory_mb"]
+        > 2 * metrics["results"]["attention"]["peak_memory_mb"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +146,9 @@ def test_bad_input_ends_with_one_line_and_writes_nothing(tmp_path, arguments, me
 
 def test_a_log_too_small_to_test_on_is_refused(tmp_path):
     (tmp_path / "u.data").write_text("1\t1\t5\t1\n1\t2\t1\t2\n")
-    with pytest.raises(SystemExit, match="0 of 0 valid candidates are liked; training and AUC need both kinds"):
+    with pytest.raises(
+        SystemExit, match="0 of 0 valid candidates are liked; training and AUC need both kinds"
+    ):
         train(tmp_path / "out", "--data", str(tmp_path / "u.data"))
 
 
@@ -130,11 +180,22 @@ def test_bad_options(arguments, message, capsys):
 
 @pytest.mark.slow
 def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
-    rows = [f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(12) for step in range(20)]
+    rows = [
+        f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}"
+        for user in range(12)
+        for step in range(20)
+    ]
     (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, str(ROOT / "examples" / "train_dlrm.py"), "--data", "u.data", *TINY]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
-    assert "u.data: 240 ratings (192 train, 24 valid, 24 test) of 40 items by 12 users" in done.stdout
-    assert json.loads((tmp_path / "runs" / "dlrm" / "metrics.json").read_text())["settings"]["data"] == "u.data"
+    assert (
+        "u.data: 240 ratings (192 train, 24 valid, 24 test) of 40 items by 12 users" in done.stdout
+    )
+    assert (
+        json.loads((tmp_path / "runs" / "dlrm" / "metrics.json").read_text())["settings"]["data"]
+        == "u.data"
+    )

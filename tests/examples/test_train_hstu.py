@@ -16,7 +16,18 @@ from ..marks import PATIENCE, SLOW
 
 pytestmark = pytest.mark.usefixtures("few_measured_steps")
 ROOT = Path(__file__).parents[2]
-TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--embedding-dim", "16", "--num-negatives", "64"]
+TINY = [
+    "--device",
+    "cpu",
+    "--users",
+    "25",
+    "--epochs",
+    "2",
+    "--embedding-dim",
+    "16",
+    "--num-negatives",
+    "64",
+]
 TINY += ["--max-history", "40", "--batch-events", "512"]
 METRICS = ["hr@10", "ndcg@10", "hr@50", "ndcg@50", "hr@200", "ndcg@200", "mrr"]
 COLUMNS = ["hr@10", "ndcg@10", "mrr"]
@@ -33,14 +44,20 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, model, capsys
     result = metrics["results"][model]
     first, last = result["epochs"]
     assert last["loss"] < first["loss"]
-    assert list(result["test"]) == METRICS and 0 <= last["valid_ndcg@10"] <= last["valid_hr@10"] <= 1
+    assert (
+        list(result["test"]) == METRICS and 0 <= last["valid_ndcg@10"] <= last["valid_hr@10"] <= 1
+    )
     assert last["examples_per_second"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", model])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["metrics.json", "curves.png", model]
+    )
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"{metrics['results']['popularity']['test']['hr@10']:.4f}" in capsys.readouterr().out
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, assert_equal_checkpoints):
+def test_a_resumed_run_ends_as_an_uninterrupted_one(
+    tmp_path, without_speed, assert_equal_checkpoints
+):
     whole = train(tmp_path / "whole", "--epochs", "3")
     train(tmp_path / "parts", "--epochs", "1")
     resumed = train(tmp_path / "parts", "--epochs", "3", "--resume")
@@ -63,17 +80,38 @@ def test_tensorboard(tmp_path):
 
 def test_tensorboard_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(SystemExit, match="^train_hstu: --tensorboard needs the package tensorboard"):
+    with pytest.raises(
+        SystemExit, match="^train_hstu: --tensorboard needs the package tensorboard"
+    ):
         train(tmp_path, "--tensorboard")
 
 
 @pytest.mark.slow
 def test_learns_more_than_popularity(tmp_path):
-    log = generate_log(num_users=300, num_items=200, num_clusters=8, mean_length=40, selectivity=train_hstu.SELECTIVITY, seed=0)
+    log = generate_log(
+        num_users=300,
+        num_items=200,
+        num_clusters=8,
+        mean_length=40,
+        selectivity=train_hstu.SELECTIVITY,
+        seed=0,
+    )
     datasets = make_datasets(log, max_history=40)
     sizes = ["--epochs", "6", "--embedding-dim", "32", "--batch-size", "8"]
-    arguments = [*sizes, "--lr", "3e-3", "--dropout", "0.2", "--temperature", "0.15", "--out", str(tmp_path)]
-    trainer = train_hstu.Trainer(train_hstu.parse_arguments([*TINY, *arguments]), "hstu", datasets, torch.device("cpu"))
+    arguments = [
+        *sizes,
+        "--lr",
+        "3e-3",
+        "--dropout",
+        "0.2",
+        "--temperature",
+        "0.15",
+        "--out",
+        str(tmp_path),
+    ]
+    trainer = train_hstu.Trainer(
+        train_hstu.parse_arguments([*TINY, *arguments]), "hstu", datasets, torch.device("cpu")
+    )
     trainer.fit()
     learned, popularity = trainer.test(), train_hstu.evaluate_popularity(datasets)
     assert all(learned[name] > 1.3 * popularity[name] for name in ("hr@10", "ndcg@10"))
@@ -81,8 +119,15 @@ def test_learns_more_than_popularity(tmp_path):
 
 def test_a_batch_has_the_given_number_of_events_on_average(tmp_path):
     windows = Windows(start=np.array([0, 10, 30, 40]), end=np.array([10, 29, 33, 48]))  # 40 events
-    assert [train_hstu.choose_batch_size(events, windows) for events in (1, 20, 26, 1000)] == [1, 2, 3, 100]
-    metrics = train(tmp_path, "--data", str(write_sequences(tmp_path)), "--epochs", "1", "--batch-events", "40")
+    assert [train_hstu.choose_batch_size(events, windows) for events in (1, 20, 26, 1000)] == [
+        1,
+        2,
+        3,
+        100,
+    ]
+    metrics = train(
+        tmp_path, "--data", str(write_sequences(tmp_path)), "--epochs", "1", "--batch-events", "40"
+    )
     assert 5 < metrics["settings"]["batch_size"] < 20  # of 30 windows
 
 
@@ -90,31 +135,53 @@ def test_popularity_counts_what_is_trained_on():
     log = generate_log(num_users=20, num_items=60, mean_length=30, seed=0)
     last_two = {row for user in range(20) for row in np.flatnonzero(log.user == user)[-2:].tolist()}
     trained = [item for row, item in enumerate(log.item.tolist()) if row not in last_two]
-    assert train_hstu.popularity(make_datasets(log)).tolist() == [trained.count(item) for item in range(log.num_items)]
+    assert train_hstu.popularity(make_datasets(log)).tolist() == [
+        trained.count(item) for item in range(log.num_items)
+    ]
 
 
 def test_compare_prints_a_row_of_each_model(tmp_path, capsys):
     metrics = train(tmp_path, "--compare", "--epochs", "1")
     assert list(metrics["results"]) == [*ENCODERS, "popularity"]
-    table = capsys.readouterr().out.partition("test HR@10  test NDCG@10  test MRR   step ms   peak MB\n")[2]
+    table = capsys.readouterr().out.partition(
+        "test HR@10  test NDCG@10  test MRR   step ms   peak MB\n"
+    )[2]
     rows = [line.split() for line in table.splitlines()[:3]]
     for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
         assert row[0] == name
-        assert [float(value) for value in row[1:4]] == pytest.approx([result["test"][column] for column in COLUMNS], abs=1e-4)
+        assert [float(value) for value in row[1:4]] == pytest.approx(
+            [result["test"][column] for column in COLUMNS], abs=1e-4
+        )
         assert (row[4:] == ["-", "-"]) == (name == "popularity")
 
 
 def write_sequences(folder):
     """A sequence file: user u chooses items u, u + 3, u + 6, ... of 20, more often than not."""
-    rows = [[user] + [100 + (user + 3 * step + step // 5) % 20 for step in range(3 + user % 9)] for user in range(30)]
+    rows = [
+        [user] + [100 + (user + 3 * step + step // 5) % 20 for step in range(3 + user % 9)]
+        for user in range(30)
+    ]
     (folder / "small.txt").write_text("".join(" ".join(map(str, row)) + "\n" for row in rows))
     return folder / "small.txt"
 
 
 @pytest.mark.parametrize("models", [["--model", "sasrec"], pytest.param(["--compare"], marks=SLOW)])
 def test_seeds_of_a_sequence_file_give_mean_and_deviation(tmp_path, models, capsys):
-    arguments = ["--data", str(write_sequences(tmp_path)), *models, "--epochs", "1", "--batch-size", "30"]
-    single = [train(tmp_path / f"single-{seed}", *arguments, "--seed", f"{seed}")["results"]["sasrec"]["test"] for seed in (3, 4)]
+    arguments = [
+        "--data",
+        str(write_sequences(tmp_path)),
+        *models,
+        "--epochs",
+        "1",
+        "--batch-size",
+        "30",
+    ]
+    single = [
+        train(tmp_path / f"single-{seed}", *arguments, "--seed", f"{seed}")["results"]["sasrec"][
+            "test"
+        ]
+        for seed in (3, 4)
+    ]
     capsys.readouterr()
     metrics = train(tmp_path / "both", *arguments, "--seed", "3", "--seeds", "2")
     assert metrics["settings"]["seeds"] == 2
@@ -134,16 +201,35 @@ def test_seeds_of_a_sequence_file_give_mean_and_deviation(tmp_path, models, caps
 
 def test_training_stops_after_epochs_without_a_better_result(tmp_path):
     # Without a learning rate the weights stay, so no epoch is better than the first.
-    still = ["--data", str(write_sequences(tmp_path)), "--lr", "0", "--weight-decay", "0", "--epochs", "9"]
+    still = [
+        "--data",
+        str(write_sequences(tmp_path)),
+        "--lr",
+        "0",
+        "--weight-decay",
+        "0",
+        "--epochs",
+        "9",
+    ]
     metrics = train(tmp_path / "out", *still, "--patience", "2")
     assert len(metrics["results"]["hstu"]["epochs"]) == 3
-    assert train(tmp_path / "out", *still, "--patience", "2", "--resume") == metrics  # which has nothing left to train
-    assert len(train(tmp_path / "out", *still, "--patience", "4", "--resume")["results"]["hstu"]["epochs"]) == 5
+    # which has nothing left to train
+    assert train(tmp_path / "out", *still, "--patience", "2", "--resume") == metrics
+    assert (
+        len(
+            train(tmp_path / "out", *still, "--patience", "4", "--resume")["results"]["hstu"][
+                "epochs"
+            ]
+        )
+        == 5
+    )
 
 
 @pytest.mark.parametrize("loss", ["gbce", "bce"])
 def test_other_losses_and_scores_train_too(tmp_path, loss):
-    first, last = train(tmp_path, "--loss", loss, "--scores", "dot", "--intervals", "--lr", "1e-2")["results"]["hstu"]["epochs"]
+    first, last = train(tmp_path, "--loss", loss, "--scores", "dot", "--intervals", "--lr", "1e-2")[
+        "results"
+    ]["hstu"]["epochs"]
     assert last["loss"] < first["loss"]
 
 
@@ -153,7 +239,12 @@ def test_intervals_need_timestamps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [["--relative-position", "--relative-time", "32"], pytest.param(["--relative-position"], marks=SLOW)], ids=str
+    "options",
+    [
+        ["--relative-position", "--relative-time", "32"],
+        pytest.param(["--relative-position"], marks=SLOW),
+    ],
+    ids=str,
 )
 def test_relative_biases_train_and_resume(tmp_path, options, without_speed):
     whole = train(tmp_path / "whole", *options)
@@ -167,8 +258,13 @@ def test_relative_biases_train_and_resume(tmp_path, options, without_speed):
 
 @pytest.mark.slow
 def test_comparison_gives_the_biases_to_hstu_alone(tmp_path):
-    results = [train(tmp_path / name, "--compare", "--epochs", "1", *options)["results"]
-               for name, options in (("plain", []), ("biased", ["--relative-position", "--relative-time", "32"]))]  # fmt: skip
+    results = [
+        train(tmp_path / name, "--compare", "--epochs", "1", *options)["results"]
+        for name, options in (
+            ("plain", []),
+            ("biased", ["--relative-position", "--relative-time", "32"]),
+        )
+    ]
     (plain, biased) = ([result[name]["test"] for name in ENCODERS] for result in results)
     assert [a == b for a, b in zip(plain, biased, strict=True)] == [False, True]
 
@@ -188,8 +284,14 @@ def test_relative_time_needs_timestamps(tmp_path):
         (["--max-history", "0"], "^2$"),
         (["--temperature", "0"], "^2$"),
         (["--relative-time", "-1"], "--relative-time must not be negative, not -1"),
-        (["--model", "sasrec", "--relative-position"], "--relative-position and --relative-time need --model hstu, not sasrec"),
-        (["--model", "sasrec", "--relative-time", "8"], "--relative-position and --relative-time need --model hstu, not sasrec"),
+        (
+            ["--model", "sasrec", "--relative-position"],
+            "--relative-position and --relative-time need --model hstu, not sasrec",
+        ),
+        (
+            ["--model", "sasrec", "--relative-time", "8"],
+            "--relative-position and --relative-time need --model hstu, not sasrec",
+        ),
         (["--dropout", "nan"], "^2$"),
         (["--patience", "-1"], "^2$"),
         (["--calibration", "1.5"], r"calibration must lie in \[0, 1\], not 1.5"),
@@ -210,7 +312,9 @@ def test_a_log_too_small_to_test_on_is_refused(tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["--batch-size", "4"]])
 def test_a_log_too_small_to_train_on_is_refused(tmp_path, arguments):
     (tmp_path / "log.txt").write_text("1 5 6 7\n2 6 7 8\n3 9\n")
-    with pytest.raises(SystemExit, match="log.txt: nothing to train on: all users have 1 or 3 events"):
+    with pytest.raises(
+        SystemExit, match="log.txt: nothing to train on: all users have 1 or 3 events"
+    ):
         train(tmp_path / "out", "--data", str(tmp_path / "log.txt"), *arguments)
     assert not (tmp_path / "out").exists()
 
@@ -222,7 +326,11 @@ def test_settings_of_the_checkpoint_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--embedding-dim", "9"], "not a multiple of --num-heads 2"), (["--num-negatives", "0"], "at least 1")]
+    ("arguments", "message"),
+    [
+        (["--embedding-dim", "9"], "not a multiple of --num-heads 2"),
+        (["--num-negatives", "0"], "at least 1"),
+    ],
 )
 def test_bad_options(arguments, message, capsys):
     with pytest.raises(SystemExit):
@@ -232,11 +340,20 @@ def test_bad_options(arguments, message, capsys):
 
 @pytest.mark.slow
 def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
-    rows = [f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(12) for step in range(20)]
+    rows = [
+        f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}"
+        for user in range(12)
+        for step in range(20)
+    ]
     (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, str(ROOT / "examples" / "train_hstu.py"), "--data", "u.data", *TINY]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     assert "u.data: 240 events of 40 items by 12 users, of whom 12 are tested" in done.stdout
-    assert json.loads((tmp_path / "runs" / "hstu" / "metrics.json").read_text())["settings"]["data"] == "u.data"
+    assert (
+        json.loads((tmp_path / "runs" / "hstu" / "metrics.json").read_text())["settings"]["data"]
+        == "u.data"
+    )

@@ -5,7 +5,11 @@ import pytest
 import torch
 import training
 from torch.nn import functional
-from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg, retrieval_reciprocal_rank
+from torchmetrics.functional.retrieval import (
+    retrieval_hit_rate,
+    retrieval_normalized_dcg,
+    retrieval_reciprocal_rank,
+)
 from torchrec import JaggedTensor
 from training import (
     MISSED,
@@ -27,9 +31,12 @@ def test_auc_and_normalized_entropy_of_a_worked_case():
     logits = torch.tensor([2.0, -1.0, 0.5, 0.0])
     labels = torch.tensor([1.0, 0.0, 0.0, 1.0])
     metrics = ranking_metrics(logits, labels)
-    # Liked at 2.0 and 0.0 against disliked at -1.0 and 0.5: three of the four pairs are in order. The base rate 1/2 costs log 2.
+    # Liked at 2.0 and 0.0 against disliked at -1.0 and 0.5: three of the four pairs are in order.
+    # The base rate 1/2 costs log 2.
     log_loss = sum(math.log1p(math.exp(-logit)) for logit in (2.0, 1.0, -0.5, 0.0)) / 4
-    assert metrics == pytest.approx({"auc": 0.75, "normalized_entropy": log_loss / math.log(2)}, rel=1e-9)
+    assert metrics == pytest.approx(
+        {"auc": 0.75, "normalized_entropy": log_loss / math.log(2)}, rel=1e-9
+    )
 
 
 def test_metrics_need_both_labels():
@@ -40,7 +47,9 @@ def test_metrics_need_both_labels():
 @pytest.mark.parametrize("logits", [[40.0, 50.0, 50.0, 70.0], [-900.0, -50.0, -50.0, -40.0]])
 def test_auc_of_logits_whose_probabilities_are_equal(logits):
     """Of the four pairs three are in order and one is a tie."""
-    assert ranking_metrics(torch.tensor(logits), torch.tensor([0.0, 0.0, 1.0, 1.0]))["auc"] == pytest.approx(7 / 8)
+    assert ranking_metrics(torch.tensor(logits), torch.tensor([0.0, 0.0, 1.0, 1.0]))[
+        "auc"
+    ] == pytest.approx(7 / 8)
 
 
 def test_metrics_of_a_diverged_model():
@@ -58,7 +67,10 @@ def test_rank_counts_unseen_items_that_score_at_least_as_high():
 
 
 def test_a_missed_target_adds_nothing():
-    found, with_missed = (next_item_metrics(torch.tensor(ranks), cutoffs=(2, 500)) for ranks in ([0, 7], [0, 7, MISSED, MISSED]))
+    found, with_missed = (
+        next_item_metrics(torch.tensor(ranks), cutoffs=(2, 500))
+        for ranks in ([0, 7], [0, 7, MISSED, MISSED])
+    )
     assert with_missed == pytest.approx({name: value / 2 for name, value in found.items()})
 
 
@@ -74,7 +86,9 @@ def test_items_that_are_seen_twice_do_not_raise_the_hit_rate():
 def test_next_item_metrics_are_those_of_torchmetrics():
     scores = torch.rand(50, 30)
     targets = torch.randint(30, (50,))
-    nothing = JaggedTensor(values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(50, dtype=torch.int64))
+    nothing = JaggedTensor(
+        values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(50, dtype=torch.int64)
+    )
     metrics = next_item_metrics(rank_unseen(scores, targets, nothing), cutoffs=(5, 20))
     relevant = functional.one_hot(targets, 30)
     expected_metrics = {
@@ -86,7 +100,11 @@ def test_next_item_metrics_are_those_of_torchmetrics():
     }
     assert list(metrics) == list(expected_metrics)
     for name, metric in expected_metrics.items():
-        expected = torch.stack([metric(*pair) for pair in zip(scores, relevant, strict=True)]).mean().item()
+        expected = (
+            torch.stack([metric(*pair) for pair in zip(scores, relevant, strict=True)])
+            .mean()
+            .item()
+        )
         assert 0 < metrics[name] == pytest.approx(expected, rel=1e-6)
 
 
@@ -95,7 +113,8 @@ def test_random_numbers_of_an_epoch_do_not_depend_on_earlier_ones():
     after_others = torch.rand(4)
     assert seed_epoch(1, 3) == seeds[1] != seeds[0]
     assert torch.equal(torch.rand(4), after_others)
-    assert seed_epoch(1, 3, rank=1) == seeds[1]  # the order of the data is that of all ranks, the dropout is not
+    # the order of the data is that of all ranks, the dropout is not
+    assert seed_epoch(1, 3, rank=1) == seeds[1]
     assert not torch.equal(torch.rand(4), after_others)
 
 
@@ -133,11 +152,17 @@ def test_steps_are_timed_by_their_median(monkeypatch):
         return move
 
     monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
-    assert time_steps({"short": step(1.0), "long": step(5.0)}, [100.0, 0.0, 0.0], CPU) == {"short": 1.0, "long": 5.0}
+    assert time_steps({"short": step(1.0), "long": step(5.0)}, [100.0, 0.0, 0.0], CPU) == {
+        "short": 1.0,
+        "long": 5.0,
+    }
 
 
 def test_curves_show_what_they_are_given():
-    epochs = [{"epoch": 1, "loss": 0.7, "valid_auc": 0.5}, {"epoch": 2, "loss": 0.6, "valid_auc": 0.6}]
+    epochs = [
+        {"epoch": 1, "loss": 0.7, "valid_auc": 0.5},
+        {"epoch": 2, "loss": 0.6, "valid_auc": 0.6},
+    ]
     figure = draw_curves({"attention": epochs, "mean": epochs[:1]})
     loss, auc = ([list(line.get_ydata()) for line in axis.lines] for axis in figure.axes)
     assert (loss, auc) == ([[0.7, 0.6], [0.7]], [[0.5, 0.6], [0.5]])

@@ -1,6 +1,7 @@
 """Batches for successive training steps: (history rows of each user, candidates of each user)."""
 
-# Short, medium and long segments, few and many users: kernels are selected by mean length and batch size.
+# Short, medium and long segments, few and many users: kernels are selected by mean length and batch
+# size.
 FIRST_BATCHES = [
     ([200] * 7, [40] * 7),
     ([7] * 9, [3] * 9),

@@ -1,10 +1,11 @@
-"""Fixtures of the kernels' tests: those of one operator, which its interpreter and GPU tests share, are in fixtures/."""
+"""Fixtures of the kernels' tests: those of one operator, which its interpreter and GPU tests share,
+are in fixtures/."""
 
 import pytest
 import torch
 
-from .fixtures.activations import check_activation  # noqa: F401
-from .fixtures.attention import (  # noqa: F401
+from .fixtures.activations import check_activation
+from .fixtures.attention import (
     check_attention,
     check_empty_shared_operands,
     check_one_key,
@@ -12,32 +13,57 @@ from .fixtures.attention import (  # noqa: F401
     check_self_target_attention,
     check_very_negative_scores,
 )
-from .fixtures.bias import check_sums_stay_in_memory  # noqa: F401
-from .fixtures.block_attention import check_block_attention, check_block_layer_memory, check_packed_block_attention  # noqa: F401
-from .fixtures.ds import check_delta, check_ds_blocks  # noqa: F401
-from .fixtures.jagged_matmul import jagged_matmuls  # noqa: F401
-from .fixtures.jagged_ops import assert_neighbours_kept, assert_second_derivatives, jagged_pair  # noqa: F401
-from .fixtures.jagged_softmax import assert_hidden_lines_give_0, jagged_softmaxes  # noqa: F401
-from .fixtures.linear_compress import check_linear_compress, compress_inputs  # noqa: F401
-from .fixtures.packed import check_packed, check_packed_neighbours, check_packed_tiles, packed_launches  # noqa: F401
-from .fixtures.pages import check_compiled_pages, check_pages  # noqa: F401
-from .fixtures.tile_list import check_grouped_tiles, check_random_tiles, check_tile_list, check_tiles  # noqa: F401
+from .fixtures.bias import check_sums_stay_in_memory
+from .fixtures.block_attention import (
+    check_block_attention,
+    check_block_layer_memory,
+    check_packed_block_attention,
+)
+from .fixtures.ds import check_delta, check_ds_blocks
+from .fixtures.jagged_matmul import jagged_matmuls
+from .fixtures.jagged_ops import assert_neighbours_kept, assert_second_derivatives, jagged_pair
+from .fixtures.jagged_softmax import assert_hidden_lines_give_0, jagged_softmaxes
+from .fixtures.linear_compress import check_linear_compress, compress_inputs
+from .fixtures.packed import (
+    check_packed,
+    check_packed_neighbours,
+    check_packed_tiles,
+    packed_launches,
+)
+from .fixtures.pages import check_compiled_pages, check_pages
+from .fixtures.tile_list import (
+    check_grouped_tiles,
+    check_random_tiles,
+    check_tile_list,
+    check_tiles,
+)
 
 
 @pytest.fixture
 def record_cell(record_property):
-    """Records the operator, dtype, size and options that a test covers, and the largest head dim, for the matrix of `make test-gpu`."""
+    """Records the operator, dtype, size and options that a test covers, and the largest head dim,
+    for the matrix of `make test-gpu`."""
 
     def record(operator, dtype, dims, *options):
-        names = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-        record_property("cell", f"{operator}|{names[dtype]}|D{max(*dims, 1)}|{' '.join(filter(None, options)) or 'plain'}")
+        names = {
+            torch.float64: "fp64",
+            torch.float32: "fp32",
+            torch.float16: "fp16",
+            torch.bfloat16: "bf16",
+        }
+        record_property(
+            "cell",
+            f"{operator}|{names[dtype]}|D{max(*dims, 1)}|"
+            + (" ".join(filter(None, options)) or "plain"),
+        )
 
     return record
 
 
 @pytest.fixture
 def change_selection(monkeypatch):
-    """Replaces a rule or limit of attention/select.py, also for inputs for which kernels have been selected before."""
+    """Replaces a rule or limit of attention/select.py, also for inputs for which kernels have been
+    selected before."""
     from jagged_kernels.attention import op, select
 
     def change(name, value):
@@ -50,12 +76,15 @@ def change_selection(monkeypatch):
 
 @pytest.fixture
 def check_bits_beside_other_kernels():
-    """Checks that steps give the same bits while two streams run them and a third one matrix multiplications. The thread blocks of a launch
-    then run in any number and order."""
+    """Checks that steps give the same bits while two streams run them and a third one matrix
+    multiplications. The thread blocks of a launch then run in any number and order."""
 
     def check(step, repeats):
         """step: its number -> tensors."""
-        streams, matrix = [torch.cuda.Stream() for _ in range(3)], torch.randn(3000, 3000, device="cuda", dtype=torch.bfloat16)
+        streams, matrix = (
+            [torch.cuda.Stream() for _ in range(3)],
+            torch.randn(3000, 3000, device="cuda", dtype=torch.bfloat16),
+        )
         torch.cuda.synchronize()
         runs = []
         for number in range(repeats):
@@ -78,7 +107,8 @@ def offsets(offsets_of):
 
 @pytest.fixture
 def check_cuda_graph(offsets):
-    """Checks that a captured `attend(q, k, v, offsets)` of 300 rows gives the results of new lengths when it is replayed."""
+    """Checks that a captured `attend(q, k, v, offsets)` of 300 rows gives the results of new
+    lengths when it is replayed."""
 
     def check(attend):
         q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -98,7 +128,8 @@ def check_cuda_graph(offsets):
 
 @pytest.fixture
 def assert_no_synchronisation():
-    """Checks that a step does not synchronise with the device; its first call may, while it compiles."""
+    """Checks that a step does not synchronise with the device; its first call may, while it
+    compiles."""
 
     def check(step):
         step()

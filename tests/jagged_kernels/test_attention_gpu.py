@@ -1,7 +1,8 @@
 """The attention kernels on a GPU, through the public functions.
 
-Kernels compile for seconds: what is not about head dims, heads and types runs those of `CASES`, with four query heads on two key heads. Two
-parameters that touch different lines of a kernel are not multiplied: `alternate` pairs them, so that each value meets several of the other.
+Kernels compile for seconds: what is not about head dims, heads and types runs those of `CASES`,
+with four query heads on two key heads. Two parameters that touch different lines of a kernel are
+not multiplied: `alternate` pairs them, so that each value meets several of the other.
 """
 
 import math
@@ -22,26 +23,65 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400]
 MASKS = [
-    "causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets",
-    "semi-local", "truncated", "open-truncated",
-]  # fmt: skip
-CASES = [((24, 40), torch.float32), ((24, 40), torch.bfloat16), ((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
-DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128), (200, 72), (256, 256)]
+    "causal",
+    "window",
+    "causal-window",
+    "targets",
+    "grouped-targets",
+    "hstu",
+    "long-context",
+    "band",
+    "open-targets",
+    "semi-local",
+    "truncated",
+    "open-truncated",
+]
+CASES = [
+    ((24, 40), torch.float32),
+    ((24, 40), torch.bfloat16),
+    ((64, 64), torch.float16),
+    ((128, 128), torch.bfloat16),
+]
+DIMS = [
+    (8, 8),
+    (24, 40),
+    (40, 64),
+    (64, 64),
+    (96, 96),
+    (128, 72),
+    (128, 128),
+    (200, 72),
+    (256, 256),
+]
 
 
-def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=None, mask=None, shared="none", activation="softmax", **_):
-    """Whether the kernels take what a test with such parameters gives them; the others are not collected."""
+def applies(
+    kernels="triton",
+    dtype=torch.bfloat16,
+    dims=None,
+    dim=None,
+    case=None,
+    mask=None,
+    shared="none",
+    activation="softmax",
+    **_,
+):
+    """Whether the kernels take what a test with such parameters gives them; the others are not
+    collected."""
     if kernels == "triton":
         return True
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         return False
     if kernels == "hopper-ds" and (mask is not None or shared not in ("none", None)):
         return False
-    if kernels == "hopper-long" and isinstance(mask, str) and mask not in ("causal", "hstu"):  # longer blocks are masked as short ones are
+    # longer blocks are masked as short ones are
+    if kernels == "hopper-long" and isinstance(mask, str) and mask not in ("causal", "hstu"):
         return False
-    if kernels != "hopper" and dtype == torch.float16:  # one 16-bit dtype is enough for the variants
+    # one 16-bit dtype is enough for the variants
+    if kernels != "hopper" and dtype == torch.float16:
         return False
-    if kernels != "hopper" and activation not in ("softmax", "silu", "gelu_tanh"):  # and these activations
+    # and these activations
+    if kernels != "hopper" and activation not in ("softmax", "silu", "gelu_tanh"):
         return False
     dims, dtype = case or (dims, dtype)
     dims = (dims, dims) if isinstance(dims, int) else dims
@@ -53,13 +93,19 @@ def alternate(number, values):
 
 
 def plan_for(blocks, parts):
-    """A replacement of plan_workspace: `blocks` blocks of dS, and at most `parts` parts of the batch, with bounds by the same rule."""
+    """A replacement of plan_workspace: `blocks` blocks of dS, and at most `parts` parts of the
+    batch, with bounds by the same rule."""
 
     def plan(q, k, q_offsets, *rest):
         from jagged_kernels.attention.hopper_ds import PART
 
         segments = len(q_offsets) - 1
-        bounds = sorted({min(PART * math.ceil(part * segments / parts / PART), segments) for part in range(parts + 1)})
+        bounds = sorted(
+            {
+                min(PART * math.ceil(part * segments / parts / PART), segments)
+                for part in range(parts + 1)
+            }
+        )
         return blocks, list(zip(bounds, bounds[1:]))
 
     return plan
@@ -67,26 +113,31 @@ def plan_for(blocks, parts):
 
 @pytest.fixture(params=["triton", "hopper", "hopper-long", "hopper-ds"])
 def kernels(request, monkeypatch, change_selection):
-    """Implementations; Hopper's with small tiles, with large tiles and blocks for long segments, and with large tiles and dS stored for
-    dq."""
+    """Implementations; Hopper's with small tiles, with large tiles and blocks for long segments,
+    and with large tiles and dS stored for dq."""
     implementation, *variant = request.param.split("-")
     if variant:
         change_selection("small_tiles_are_faster", lambda *_: (False, False))
     if variant == ["long"]:
         change_selection("long_key_blocks_are_faster", lambda *_: True)
     if variant == ["ds"]:
-        monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(10_000, 1))
+        monkeypatch.setattr(
+            "jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(10_000, 1)
+        )
     return implementation
 
 
 @pytest.fixture
 def check_attention(check_attention, kernels, request):
-    """With all `kernels`. Default head dims: 24 and 40 for the portable kernels, 64 for Hopper's, 128 where dS is stored."""
+    """With all `kernels`. Default head dims: 24 and 40 for the portable kernels, 64 for Hopper's,
+    128 where dS is stored."""
     stores_ds = request.node.callspec.params["kernels"] == "hopper-ds"
     default_dims = (24, 40) if kernels == "triton" else (128, 128) if stores_ds else (64, 64)
 
     def check(lengths, dtype, device, dims=default_dims, tensors=None, **options):
-        check_attention(lengths, dtype, device, dims=dims, tensors=tensors, kernels=kernels, **options)
+        check_attention(
+            lengths, dtype, device, dims=dims, tensors=tensors, kernels=kernels, **options
+        )
 
     return check
 
@@ -98,7 +149,11 @@ def test_head_dims(check_attention, dims, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lengths", ["empty-ends", "no-keys", "no-queries", "skewed", "nothing", ([], []), ([3000], [2500])], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    ["empty-ends", "no-keys", "no-queries", "skewed", "nothing", ([], []), ([3000], [2500])],
+    ids=str,
+)
 def test_lengths(check_attention, lengths, dtype):
     check_attention(lengths, dtype, "cuda", dims=(64, 64))
 
@@ -119,7 +174,10 @@ def test_shared_operands(check_attention, shared, case):
 @pytest.mark.parametrize("lengths", ["two-groups", "three-groups", "groups-of-one-segment"])
 def test_several_query_groups(check_attention, lengths, case):
     (dims, dtype), index = case, CASES.index(case)
-    activation, heads = alternate(index, ["softmax", "gelu_tanh"]), alternate(index // 2, [(4, 4), (4, 2)])
+    activation, heads = (
+        alternate(index, ["softmax", "gelu_tanh"]),
+        alternate(index // 2, [(4, 4), (4, 2)]),
+    )
     check_attention(lengths, dtype, "cuda", heads=heads, dims=dims, activation=activation)
 
 
@@ -127,7 +185,10 @@ def test_several_query_groups(check_attention, lengths, case):
 @pytest.mark.parametrize("query_groups", [2, 3])
 def test_many_segments_of_several_query_groups(check_attention, activation, query_groups, dim):
     """Tiles of keys whose query groups have no, one and many blocks in any order."""
-    queries, keys = (torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)) for n in (query_groups * 80, 80))
+    queries, keys = (
+        torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n))
+        for n in (query_groups * 80, 80)
+    )
     queries[::3], keys[::7] = 0, 0
     queries[1::29] = 1500
     output_scale = 1 if activation == "softmax" else torch.rand(len(queries), device="cuda") + 0.1
@@ -136,21 +197,40 @@ def test_many_segments_of_several_query_groups(check_attention, activation, quer
 
 
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
-@pytest.mark.parametrize("case", [(24, torch.float32), (64, torch.float16), (128, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "case", [(24, torch.float32), (64, torch.float16), (128, torch.bfloat16)], ids=str
+)
 def test_user_rows_and_candidates_together(check_self_target_attention, kernels, case, activation):
     (dim, dtype), lengths, candidates = case, SELF, [200, 3, 0, 5, 0, 1, 129, 64, 65, 17, 300]
-    check_self_target_attention(lengths, candidates, dtype, "cuda", dim=dim, kernels=kernels, activation=activation)
+    check_self_target_attention(
+        lengths, candidates, dtype, "cuda", dim=dim, kernels=kernels, activation=activation
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
-def test_runs_and_schedules_of_several_query_groups_agree_bit_for_bit(offsets, kernels, activation, dim):
-    queries, keys = (torch.randint(0, 400, (n,), generator=torch.Generator().manual_seed(5)) for n in (96, 32))
-    q, k, v = (torch.randn(int(n.sum()), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (queries, keys, keys))
-    schedule = host_schedule(queries, keys, num_heads=4, num_kv_heads=4, head_dim=dim, dtype=torch.bfloat16)
-    segments, grad, runs = [offsets(x.tolist(), "cuda") for x in (queries, keys)], torch.randn_like(q), []
+def test_runs_and_schedules_of_several_query_groups_agree_bit_for_bit(
+    offsets, kernels, activation, dim
+):
+    queries, keys = (
+        torch.randint(0, 400, (n,), generator=torch.Generator().manual_seed(5)) for n in (96, 32)
+    )
+    q, k, v = (
+        torch.randn(int(n.sum()), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (queries, keys, keys)
+    )
+    schedule = host_schedule(
+        queries, keys, num_heads=4, num_kv_heads=4, head_dim=dim, dtype=torch.bfloat16
+    )
+    segments, grad, runs = (
+        [offsets(x.tolist(), "cuda") for x in (queries, keys)],
+        torch.randn_like(q),
+        [],
+    )
     for option in (schedule, None, None):
-        out = F.jagged_attention(q, k, v, *segments, activation=activation, schedule=option, implementation=kernels)
+        out = F.jagged_attention(
+            q, k, v, *segments, activation=activation, schedule=option, implementation=kernels
+        )
         runs.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
 
@@ -160,18 +240,25 @@ def test_runs_and_schedules_of_several_query_groups_agree_bit_for_bit(offsets, k
 def test_nan_in_a_query_group_reaches_the_keys_that_it_reads(offsets, kernels, dim, activation):
     queries, keys = offsets([70, 100, 130, 50, 90, 65], "cuda"), offsets([40, 129, 64], "cuda")
     rows_and_heads = (505, 4), (233, 2), (233, 2)
-    q, k, v = (torch.randn(n, h, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n, h in rows_and_heads)
+    q, k, v = (
+        torch.randn(n, h, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n, h in rows_and_heads
+    )
     with torch.no_grad():
         q[350:440] = float("nan")
     out = F.jagged_attention(q, k, v, queries, keys, activation=activation, implementation=kernels)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
     for x, first, end in ((out, 350, 440), (dq, 350, 440), (dk, 40, 169), (dv, 40, 169)):
-        assert x[:first].isfinite().all() and x[first:end].isnan().all() and x[end:].isfinite().all()
+        assert (
+            x[:first].isfinite().all() and x[first:end].isnan().all() and x[end:].isfinite().all()
+        )
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (6, 3)], ids=str)
 def test_heads(check_attention, heads):
-    check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(128, 128) if heads[0] == 6 else (40, 40))
+    check_attention(
+        "mixed", torch.bfloat16, "cuda", heads=heads, dims=(128, 128) if heads[0] == 6 else (40, 40)
+    )
 
 
 def test_empty_shared_operands(check_empty_shared_operands, kernels):
@@ -179,14 +266,21 @@ def test_empty_shared_operands(check_empty_shared_operands, kernels):
 
 
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
-@pytest.mark.parametrize("blocks, parts", [(10_000, 1), (10_000, 4), (60, 1), (60, 3), (5, 2), (1, 11)])
+@pytest.mark.parametrize(
+    "blocks, parts", [(10_000, 1), (10_000, 4), (60, 1), (60, 3), (5, 2), (1, 11)]
+)
 @pytest.mark.parametrize("kernels", ["hopper-ds"], indirect=True)
 def test_ds_of_some_segments_is_stored(check_attention, monkeypatch, blocks, parts, activation):
-    """The batch runs in parts. dS of segments that have no room in the workspace is computed again."""
-    monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(blocks, parts))
+    """The batch runs in parts. dS of segments that have no room in the workspace is computed
+    again."""
+    monkeypatch.setattr(
+        "jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(blocks, parts)
+    )
     output_scale = 1 if activation == "softmax" else torch.rand(11, device="cuda") + 0.1
     for heads in ((4, 4), (4, 2)):
-        options = dict(dims=(128, 128), heads=heads, activation=activation, output_scale=output_scale)
+        options = dict(
+            dims=(128, 128), heads=heads, activation=activation, output_scale=output_scale
+        )
         check_attention("mixed", torch.bfloat16, "cuda", **options)
 
 
@@ -210,15 +304,34 @@ def test_scale(check_attention, scale):
 def test_activations(check_attention, activation):
     """In bf16, which has its own functions. test_cells_gpu.py has all dtypes."""
     dims = alternate(ACTIVATIONS.index(activation), [(64, 64), (128, 128)])
-    check_attention("mixed", torch.bfloat16, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=0.02)
+    check_attention(
+        "mixed",
+        torch.bfloat16,
+        "cuda",
+        dims=dims,
+        activation=activation,
+        scale=0.3,
+        output_scale=0.02,
+    )
 
 
-@pytest.mark.parametrize("case, mask", [(alternate(i + j, CASES), mask) for i, mask in enumerate(MASKS) for j in (0, 2)], ids=str)
+@pytest.mark.parametrize(
+    "case, mask",
+    [(alternate(i + j, CASES), mask) for i, mask in enumerate(MASKS) for j in (0, 2)],
+    ids=str,
+)
 @pytest.mark.parametrize("lengths", ["self", "mixed"])
 def test_masks(check_attention, lengths, mask, case):
     """Each with two of the cases; test_cells_gpu.py has other pairs."""
     (dims, dtype), activation = case, alternate(MASKS.index(mask) // 2, ["softmax", "silu"])
-    check_attention((SELF, SELF) if lengths == "self" else lengths, dtype, "cuda", activation=activation, mask=mask, dims=dims)
+    check_attention(
+        (SELF, SELF) if lengths == "self" else lengths,
+        dtype,
+        "cuda",
+        activation=activation,
+        mask=mask,
+        dims=dims,
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -231,7 +344,16 @@ def test_very_negative_scores_under_a_mask(check_very_negative_scores, case):
 @pytest.mark.parametrize("activation", ACTIVATIONS[1::2])
 def test_activations_under_a_mask(check_attention, activation, mask):
     dims = alternate(ACTIVATIONS.index(activation) // 2, [(128, 128), (64, 64)])
-    check_attention((SELF, SELF), torch.bfloat16, "cuda", dims=dims, activation=activation, mask=mask, scale=0.3, output_scale=0.02)
+    check_attention(
+        (SELF, SELF),
+        torch.bfloat16,
+        "cuda",
+        dims=dims,
+        activation=activation,
+        mask=mask,
+        scale=0.3,
+        output_scale=0.02,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -239,7 +361,9 @@ def test_activations_under_a_mask(check_attention, activation, mask):
 @pytest.mark.parametrize("activation", ["gelu_tanh", "sigmoid"])
 def test_shared_operands_with_pointwise_activations(check_attention, activation, shared, dtype):
     output_scale = torch.rand(11, device="cuda") + 0.1
-    check_attention("mixed", dtype, "cuda", shared=shared, activation=activation, output_scale=output_scale)
+    check_attention(
+        "mixed", dtype, "cuda", shared=shared, activation=activation, output_scale=output_scale
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -251,8 +375,14 @@ def test_scales_with_a_gradient(check_scales_with_a_gradient, kernels, shared, d
 @pytest.mark.parametrize("dims", [(8, 8), (96, 96), (200, 72), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_pointwise_head_dims(check_attention, kernels, dtype, dims):
-    mask = None if kernels == "hopper" else alternate(dims[0] // 8 + DTYPES.index(dtype), [None, "hstu"])
-    check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation="silu", mask=mask, output_scale=0.05)
+    mask = (
+        None
+        if kernels == "hopper"
+        else alternate(dims[0] // 8 + DTYPES.index(dtype), [None, "hstu"])
+    )
+    check_attention(
+        (SELF, SELF), dtype, "cuda", dims=dims, activation="silu", mask=mask, output_scale=0.05
+    )
 
 
 @pytest.mark.parametrize("dim", [20, 64], ids=["unaligned", "aligned"])
@@ -263,7 +393,9 @@ def test_packed_views_and_gradients_of_any_stride(check_attention, dim):
         lambda out: torch.ones((), dtype=out.dtype, device="cuda").expand_as(out),
         lambda out: torch.randn(1, *out.shape[1:], dtype=out.dtype, device="cuda").expand_as(out),
         lambda out: torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(2, 1, 0),
-        lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[..., ::2],
+        lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[
+            ..., ::2
+        ],
     ):
         check_attention(lengths, torch.bfloat16, "cuda", tensors=packed.unbind(1), grad=grad)
 
@@ -271,7 +403,10 @@ def test_packed_views_and_gradients_of_any_stride(check_attention, dim):
 def test_one_row_and_one_head_of_odd_stride(check_attention):
     """A dimension of size 1 may have any stride."""
     q = torch.randn(1, 193, device="cuda", dtype=torch.bfloat16)[:, None, :64]
-    k, v = (torch.randn(3, 64, device="cuda", dtype=torch.bfloat16).as_strided((3, 1, 64), (64, 7, 1)) for _ in range(2))
+    k, v = (
+        torch.randn(3, 64, device="cuda", dtype=torch.bfloat16).as_strided((3, 1, 64), (64, 7, 1))
+        for _ in range(2)
+    )
     check_attention(([1], [3]), torch.bfloat16, "cuda", tensors=[q, k, v])
 
 
@@ -284,7 +419,15 @@ def test_a_neighbours_nan_stays_where_it_is(offsets, kernels, dims, mask, activa
     for x in (q, k, v):
         x[:70], x[170:] = float("nan"), float("nan")
         x.requires_grad_()
-    out = F.jagged_attention(q, k, v, offsets([70, 100, 130], "cuda"), activation=activation, mask=mask, implementation=kernels)
+    out = F.jagged_attention(
+        q,
+        k,
+        v,
+        offsets([70, 100, 130], "cuda"),
+        activation=activation,
+        mask=mask,
+        implementation=kernels,
+    )
     grad = torch.randn_like(out)
     grad[:70], grad[170:] = float("nan"), float("nan")
     for x in (out, *torch.autograd.grad(out, (q, k, v), grad)):
@@ -299,7 +442,9 @@ def test_more_than_two_to_the_31_elements(offsets, kernels):
     tail = q[rows - 700 :]
     lengths = offsets([0, 700], "cuda")
     out = F.jagged_attention(tail, q, q, lengths, segments, implementation=kernels)
-    expected = F.jagged_attention(tail.float(), tail.float(), tail.float(), offsets([700], "cuda"), implementation="reference")
+    expected = F.jagged_attention(
+        tail.float(), tail.float(), tail.float(), offsets([700], "cuda"), implementation="reference"
+    )
     assert ((out.float() - expected).norm() / expected.norm()).item() < 5e-3
 
 
@@ -307,11 +452,22 @@ def test_more_than_two_to_the_31_elements(offsets, kernels):
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
 def test_twenty_runs_agree_bit_for_bit(offsets, kernels, activation, mask):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(1)).tolist()
-    q, k, v = (torch.randn(sum(lengths), h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+    q, k, v = (
+        torch.randn(sum(lengths), h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (4, 2, 2)
+    )
     grad = torch.randn_like(q)
     runs = []
     for _ in range(20):
-        out = F.jagged_attention(q, k, v, offsets(lengths, "cuda"), activation=activation, mask=mask, implementation=kernels)
+        out = F.jagged_attention(
+            q,
+            k,
+            v,
+            offsets(lengths, "cuda"),
+            activation=activation,
+            mask=mask,
+            implementation=kernels,
+        )
         runs.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
@@ -321,12 +477,24 @@ def test_twenty_runs_agree_bit_for_bit(offsets, kernels, activation, mask):
 @pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
 def test_twenty_runs_with_a_bias_agree_bit_for_bit(offsets, kernels, dim, activation):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(1)).tolist()
-    q, k, v = (torch.randn(sum(lengths), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(sum(lengths), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
     tables = [torch.randn(shape, device="cuda", requires_grad=True) for shape in ((799,), (4, 9))]
     times, grad, runs = torch.randint(10_000, (len(q),), device="cuda"), torch.randn_like(q), []
     for _ in range(20):
         bias, mask = jm.RelativeBias(*tables, times), jm.AttentionMask(causal=True)
-        out = F.jagged_attention(q, k, v, offsets(lengths, "cuda"), activation=activation, mask=mask, bias=bias, implementation=kernels)
+        out = F.jagged_attention(
+            q,
+            k,
+            v,
+            offsets(lengths, "cuda"),
+            activation=activation,
+            mask=mask,
+            bias=bias,
+            implementation=kernels,
+        )
         runs.append((out, *torch.autograd.grad(out, (q, k, v, *tables), grad)))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
@@ -339,7 +507,8 @@ def test_sums_of_positions_stay_in_memory(check_sums_stay_in_memory, kernels, di
     check_sums_stay_in_memory("cuda", torch.bfloat16, 2, dim, kernels)
 
 
-BOUNDARIES = {  # entries of Hopper's kernels serve the first and the second, its other paths the others
+# entries of Hopper's kernels serve the first and the second, its other paths the others
+BOUNDARIES = {
     "log": jm.RelativeBias.log_boundaries(71),
     "duplicates": torch.tensor([3, 3, 3, 100, 100, 5000, 2**20, 2**20]),
     "dense": 1000 + 36 * torch.arange(128),
@@ -352,22 +521,41 @@ BOUNDARIES = {  # entries of Hopper's kernels serve the first and the second, it
 @pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
 @pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
 def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, order):
-    """Each result is the bias alone, and the table's gradient the number of scores in each bucket: integers that bf16 and fp32 hold."""
-    distances = torch.cat([boundaries - 1, boundaries, boundaries + 1, torch.tensor([0, 1, 7])]).repeat(3)
+    """Each result is the bias alone, and the table's gradient the number of scores in each bucket:
+    integers that bf16 and fp32 hold."""
+    distances = torch.cat(
+        [boundaries - 1, boundaries, boundaries + 1, torch.tensor([0, 1, 7])]
+    ).repeat(3)
     distances = torch.cat([distances, -distances])
-    distances = distances.sort().values if order == "sorted" else distances[torch.randperm(len(distances))]
+    distances = (
+        distances.sort().values if order == "sorted" else distances[torch.randperm(len(distances))]
+    )
     buckets = (boundaries[:, None] <= distances.abs()).sum(0)
-    origin = torch.tensor([-(2**40), 10**9, 77])  # three keys, and a query row sees one of them: that of its segment
+    # three keys, and a query row sees one of them: that of its segment
+    origin = torch.tensor([-(2**40), 10**9, 77])
     table = torch.arange(len(boundaries) + 1.0, device="cuda", requires_grad=True)
     bias = jm.RelativeBias(
-        time=table, timestamps=origin.cuda(), query_timestamps=(origin[:, None] + distances).flatten().cuda(), boundaries=boundaries.cuda()
-    )  # fmt: skip
-    q, k, v = (torch.zeros(n, 1, dim, device="cuda", dtype=torch.bfloat16) for n in (3 * len(distances), 3, 3))
+        time=table,
+        timestamps=origin.cuda(),
+        query_timestamps=(origin[:, None] + distances).flatten().cuda(),
+        boundaries=boundaries.cuda(),
+    )
+    q, k, v = (
+        torch.zeros(n, 1, dim, device="cuda", dtype=torch.bfloat16)
+        for n in (3 * len(distances), 3, 3)
+    )
     v[..., 0] = 1
     segments = offsets([len(distances)] * 3, "cuda"), offsets([1, 1, 1], "cuda")
     out = F.jagged_attention(
-        q, k.requires_grad_(), v, *segments, activation="identity", scale=1.0, bias=bias, implementation=kernels
-    )  # fmt: skip
+        q,
+        k.requires_grad_(),
+        v,
+        *segments,
+        activation="identity",
+        scale=1.0,
+        bias=bias,
+        implementation=kernels,
+    )
     assert torch.equal(out[:, 0, 0].cpu().long(), buckets.repeat(3))
     counts, _ = torch.autograd.grad(out[..., 0].sum(), (table, k))
     assert torch.equal(counts.cpu().long(), 3 * buckets.bincount(minlength=len(table)))
@@ -378,17 +566,28 @@ def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, 
 def test_a_time_bias_of_long_segments(offsets, kernels, dim):
     """Hopper's kernels find the ranges of buckets of 16 blocks of 64 rows at a time."""
     lengths = [2500, 70, 1100]
-    q, k, v, grad = (torch.randn(sum(lengths), 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, grad = (
+        torch.randn(sum(lengths), 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
     times = torch.randn(sum(lengths), device="cuda").mul(2).exp().mul(400).long().cumsum(0)
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(65, device="cuda"))]
     results = []
     for dtype, implementation in ((torch.bfloat16, kernels), (torch.float64, "reference")):
-        *rows, table = given = [x.to(dtype if x.dim() == 3 else torch.promote_types(dtype, torch.float32)) for x in inputs]
+        *rows, table = given = [
+            x.to(dtype if x.dim() == 3 else torch.promote_types(dtype, torch.float32))
+            for x in inputs
+        ]
         bias, mask = jm.RelativeBias(time=table, timestamps=times), jm.AttentionMask(causal=True)
         segments = offsets(lengths, "cuda")
         out = F.jagged_attention(
-            *rows, segments, activation="silu", output_scale=1 / 2500, mask=mask, bias=bias, implementation=implementation
-        )  # fmt: skip
+            *rows,
+            segments,
+            activation="silu",
+            output_scale=1 / 2500,
+            mask=mask,
+            bias=bias,
+            implementation=implementation,
+        )
         results.append((out, *torch.autograd.grad(out, given, grad.to(dtype))))
     for result, expected in zip(*results):
         assert ((result - expected).norm() / expected.norm()).item() < 1e-2
@@ -396,9 +595,16 @@ def test_a_time_bias_of_long_segments(offsets, kernels, dim):
 
 def test_host_and_device_schedules_agree_bit_for_bit(offsets, kernels):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(2))
-    q, k, v = (torch.randn(int(lengths.sum()), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(
+            int(lengths.sum()), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        for _ in range(3)
+    )
     segments = offsets(lengths.tolist(), "cuda")
-    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16)
+    schedule = host_schedule(
+        lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16
+    )
     results = []
     for option in (schedule, None):
         out = F.jagged_attention(q, k, v, segments, schedule=option, implementation=kernels)
@@ -410,7 +616,9 @@ def test_host_and_device_schedules_agree_bit_for_bit(offsets, kernels):
 def test_a_users_own_schedule(check_attention, block_m):
     lengths = [3, 200, 65], [70, 4, 129]
     for dims in ((64, 64), (128, 128)):
-        schedule = jm.zigzag_schedule(*lengths, num_heads=4, block_m=block_m, block_n=64, num_workers=132)
+        schedule = jm.zigzag_schedule(
+            *lengths, num_heads=4, block_m=block_m, block_n=64, num_workers=132
+        )
         check_attention(lengths, torch.bfloat16, "cuda", dims=dims, schedule=schedule)
 
 
@@ -420,27 +628,41 @@ def test_tiles_of_one_block_and_of_many(check_attention, activation, dim):
     """A thread block's rings serve tiles of no, one and many blocks in any order."""
     lengths = torch.randint(0, 300, (2, 160), generator=torch.Generator().manual_seed(3))
     lengths[1, ::3] = 0
-    lengths[1, 1::7] = torch.randint(1, 2000, (len(lengths[1, 1::7]),), generator=torch.Generator().manual_seed(4))
-    check_attention(lengths.tolist(), torch.bfloat16, "cuda", dims=(dim, dim), activation=activation)
+    lengths[1, 1::7] = torch.randint(
+        1, 2000, (len(lengths[1, 1::7]),), generator=torch.Generator().manual_seed(4)
+    )
+    check_attention(
+        lengths.tolist(), torch.bfloat16, "cuda", dims=(dim, dim), activation=activation
+    )
 
 
 def test_cuda_graph_with_new_lengths(check_cuda_graph, kernels):
     check_cuda_graph(partial(F.jagged_attention, implementation=kernels))
 
 
-@pytest.mark.parametrize("activation, mask", [("softmax", None), ("silu", [1, -1, -1, 1, 1, 2, 50, 0])], ids=["softmax", "silu-hstu"])
+@pytest.mark.parametrize(
+    "activation, mask",
+    [("softmax", None), ("silu", [1, -1, -1, 1, 1, 2, 50, 0])],
+    ids=["softmax", "silu-hstu"],
+)
 def test_operators_pass_opcheck(offsets, kernels, activation, mask):
     from jagged_kernels.attention.op import triton_attention
     from jagged_kernels.schedule.device import tile_list
 
     segments = offsets([70, 100, 130], "cuda")
-    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+        for _ in range(3)
+    )
     targets = None if mask is None else torch.tensor([5, 0, 130], device="cuda")
     library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
     tiles = tile_list(segments, segments, 300, 4, 128, 64, mask, targets)
     key_tiles = tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True)
     params = AttentionParams(0.125, False, activation, mask, 0.5, False, False, targets, None)
-    library.opcheck(triton_attention, (q, k, v, segments, segments, *tiles, *key_tiles, 128, 64, False, kernels, None, *params))
+    library.opcheck(
+        triton_attention,
+        (q, k, v, segments, segments, *tiles, *key_tiles, 128, 64, False, kernels, None, *params),
+    )
 
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
@@ -450,15 +672,46 @@ def test_operators_with_a_bias_pass_opcheck(offsets, kernels, activation):
     from jagged_kernels.schedule.device import tile_list
 
     segments = offsets([70, 100, 130], "cuda")
-    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
-    position, time = torch.randn(1, 299, device="cuda", requires_grad=True), torch.randn(4, 4, device="cuda", requires_grad=True)
-    fields = dict(timestamps=torch.randint(50, (300,), device="cuda"), boundaries=torch.tensor([1, 5, 20], device="cuda"))
-    params = AttentionParams(0.125, False, activation, None, 1.0, False, True, None, None, position, time, **fields)
-    tiles, key_tiles = tile_list(segments, segments, 300, 4, 128, 64), tile_list(segments, segments, 300, 4, 64, 128, None, None, True)
-    arguments = q, k, v, segments, segments, *tiles, *key_tiles, 128, 64, False, kernels, None, *params
+    q, k, v = (
+        torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+        for _ in range(3)
+    )
+    position, time = (
+        torch.randn(1, 299, device="cuda", requires_grad=True),
+        torch.randn(4, 4, device="cuda", requires_grad=True),
+    )
+    fields = dict(
+        timestamps=torch.randint(50, (300,), device="cuda"),
+        boundaries=torch.tensor([1, 5, 20], device="cuda"),
+    )
+    params = AttentionParams(
+        0.125, False, activation, None, 1.0, False, True, None, None, position, time, **fields
+    )
+    tiles, key_tiles = (
+        tile_list(segments, segments, 300, 4, 128, 64),
+        tile_list(segments, segments, 300, 4, 64, 128, None, None, True),
+    )
+    arguments = (
+        q,
+        k,
+        v,
+        segments,
+        segments,
+        *tiles,
+        *key_tiles,
+        128,
+        64,
+        False,
+        kernels,
+        None,
+        *params,
+    )
     library.opcheck(triton_attention, arguments)
     out, lse = triton_attention(*arguments)
-    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in (torch.randn_like(q), out, lse, *arguments)]
+    detached = [
+        x.detach() if isinstance(x, torch.Tensor) else x
+        for x in (torch.randn_like(q), out, lse, *arguments)
+    ]
     library.opcheck(triton_attention_backward, detached)
 
 
@@ -470,6 +723,8 @@ def test_several_streams_at_once(offsets, kernels):
     streams, outputs = [torch.cuda.Stream() for _ in range(4)], []
     for stream in streams:
         with torch.cuda.stream(stream):
-            outputs.append([F.jagged_attention(q, k, v, segments, implementation=kernels) for _ in range(5)])
+            outputs.append(
+                [F.jagged_attention(q, k, v, segments, implementation=kernels) for _ in range(5)]
+            )
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for outs in outputs for out in outs)

@@ -12,12 +12,18 @@ def test_parts_of_long_segments():
         return launch.chunk_shift(num_rows, max_seqlen, 8, torch.device("cpu"), batch_invariant)
 
     assert parts(1000, False) != parts(100_000, False)
-    assert parts(10, True) == parts(1000, True) == parts(10_000_000, True) == parts(1000, True, 5000)
-    assert parts(1000, True, 2**launch.INVARIANT_SHIFT) > parts(1000, True)  # no segment is longer: none is split
+    assert (
+        parts(10, True) == parts(1000, True) == parts(10_000_000, True) == parts(1000, True, 5000)
+    )
+    # no segment is longer: none is split
+    assert parts(1000, True, 2**launch.INVARIANT_SHIFT) > parts(1000, True)
 
 
 def test_means_are_not_known():
-    assert launch.mean_seqlen(30, torch.empty(4)) == 10 and launch.mean_seqlen(30, torch.empty(4), True) is None
+    assert (
+        launch.mean_seqlen(30, torch.empty(4)) == 10
+        and launch.mean_seqlen(30, torch.empty(4), True) is None
+    )
 
 
 def test_a_single_row_is_aligned_as_many_are():
@@ -28,7 +34,8 @@ def test_a_single_row_is_aligned_as_many_are():
 
 def test_strides_past_int32_reach_kernels_whole():
     """Kernels multiply a stride by `align` in the stride's own type, which is int32 below 2^31."""
-    heads_first = torch.empty(2, 2**28, 8, device="meta").transpose(0, 1)  # the stride of a head is 2^31
+    # the stride of a head is 2^31
+    heads_first = torch.empty(2, 2**28, 8, device="meta").transpose(0, 1)
     assert launch.row_and_head_strides(heads_first) == (1, [8, 2**31])
     assert launch.aligned_strides((heads_first, 0), (heads_first, 1)) == (1, [8, 2**31])
     assert launch.row_and_head_strides(heads_first[1:, :, :4].contiguous()) == (4, [2, 1])
@@ -36,8 +43,13 @@ def test_strides_past_int32_reach_kernels_whole():
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 def test_tiles_of_schedules(capability):
-    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, capability=capability)
+    sizes = dict(
+        num_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, capability=capability
+    )
     short, long = torch.tensor([3, 5]), torch.tensor([600, 700])
     by_length = [host_schedule(x, x, **sizes).block_m for x in (short, long)]
     fixed = [host_schedule(x, x, **sizes, batch_invariant=True).block_m for x in (short, long)]
-    assert by_length == ([64, 192] if capability == (9, 0) else [64, 128]) and fixed == [by_length[1]] * 2
+    assert (
+        by_length == ([64, 192] if capability == (9, 0) else [64, 128])
+        and fixed == [by_length[1]] * 2
+    )

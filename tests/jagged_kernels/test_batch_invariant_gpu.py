@@ -1,15 +1,15 @@
-"""Under jm.batch_invariant(True) a segment has the same bits alone and in any batch: operators and layers on a GPU, with lengths for which
-the default selects different kernels, tiles and splits."""
+"""Under jm.batch_invariant(True) a segment has the same bits alone and in any batch: operators and
+layers on a GPU, with lengths for which the default selects different kernels, tiles and splits."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-import jagged_modules as jm  # noqa: E402
-from jagged_modules import functional as F  # noqa: E402
+import jagged_modules as jm
+from jagged_modules import functional as F
 
-from ..batch_invariance import check, layers, operators  # noqa: E402
+from ..batch_invariance import check, layers, operators
 
 pytestmark = pytest.mark.gpu
 
@@ -31,14 +31,23 @@ def test_operators(name, dtype, batches):
 def test_portable_kernels_on_hopper(name):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the portable kernels are those of test_operators")
-    check(operators("cuda", torch.bfloat16, **SIZES, implementation="triton")[name], LENGTHS, OWN, 200)
+    check(
+        operators("cuda", torch.bfloat16, **SIZES, implementation="triton")[name], LENGTHS, OWN, 200
+    )
 
 
 @pytest.mark.parametrize("implementation", ["auto", "triton"])
-@pytest.mark.parametrize("name", ["attention", "attention-causal", "attention-silu", "target-attention"])
+@pytest.mark.parametrize(
+    "name", ["attention", "attention-causal", "attention-silu", "target-attention"]
+)
 def test_wide_heads(name, implementation):
     """By default the backward of these sizes stores dS for long segments."""
-    check(operators("cuda", torch.float16, dim=128, heads=4, implementation=implementation)[name], [1, 64, 900, 2900], [130, 1100], 60)
+    check(
+        operators("cuda", torch.float16, dim=128, heads=4, implementation=implementation)[name],
+        [1, 64, 900, 2900],
+        [130, 1100],
+        60,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -54,7 +63,8 @@ def test_many_rows_of_a_long_segment():
 
 
 def test_a_single_row_of_unaligned_rows():
-    """A single row of a buffer with rows that are not aligned to 16 bytes, which Hopper's kernels do not support for several rows."""
+    """A single row of a buffer with rows that are not aligned to 16 bytes, which Hopper's kernels
+    do not support for several rows."""
     buffer = torch.randn(40, 2 * 64 + 1, device="cuda", dtype=torch.bfloat16)
     rows = buffer[:, :128].unflatten(1, (2, 64))
     with jm.batch_invariant(True):
@@ -68,13 +78,20 @@ def test_a_single_row_of_unaligned_rows():
 
 def test_schedules_of_another_mode_or_tile_are_not_used():
     lengths = torch.tensor([20, 300, 7])
-    q, k, v = (torch.randn(int(lengths.sum()), 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (
+        torch.randn(int(lengths.sum()), 2, 64, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3)
+    )
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     with jm.batch_invariant(True):
         expected = F.jagged_attention(q, k, v, offsets)
         for block in (16, 64, 128, 192):
-            schedule = jm.zigzag_schedule(lengths, lengths, num_heads=2, block_m=block, block_n=64, num_workers=132)
-            assert torch.equal(F.jagged_attention(q, k, v, offsets, schedule=schedule.to("cuda")), expected)
+            schedule = jm.zigzag_schedule(
+                lengths, lengths, num_heads=2, block_m=block, block_n=64, num_workers=132
+            )
+            assert torch.equal(
+                F.jagged_attention(q, k, v, offsets, schedule=schedule.to("cuda")), expected
+            )
 
 
 def test_a_backward_in_a_thread_of_autograd_takes_the_mode_of_its_forward(monkeypatch):
@@ -82,9 +99,15 @@ def test_a_backward_in_a_thread_of_autograd_takes_the_mode_of_its_forward(monkey
 
     seen, backward = [], attention.triton_attention_backward
     names = [argument.name for argument in backward._schema.arguments]
-    monkeypatch.setattr(attention, "triton_attention_backward", lambda *args: seen.append(dict(zip(names, args))) or backward(*args))
+    monkeypatch.setattr(
+        attention,
+        "triton_attention_backward",
+        lambda *args: seen.append(dict(zip(names, args))) or backward(*args),
+    )
     q = torch.randn(7, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with jm.batch_invariant(True), jm.backward_workspace(2**20):
         out = F.jagged_attention(q, q, q, torch.tensor([0, 3, 7]))
     out.sum().backward()
-    assert [(arguments["workspace"], arguments["batch_invariant"]) for arguments in seen] == [(2**20, True)]
+    assert [(arguments["workspace"], arguments["batch_invariant"]) for arguments in seen] == [
+        (2**20, True)
+    ]

@@ -1,4 +1,5 @@
-"""Every cell of the matrix (`cells.py`) on a GPU: forward and every gradient against float64 models."""
+"""Every cell of the matrix (`cells.py`) on a GPU: forward and every gradient against float64
+models."""
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ pytestmark = pytest.mark.gpu
 EXPECTED_CELLS = [cell.name for cell in CELLS]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name.replace("|", "-").replace(" ", "_"))
+@pytest.mark.parametrize(
+    "cell", CELLS, ids=lambda cell: cell.name.replace("|", "-").replace(" ", "_")
+)
 def test_cell(record_property, cell):
     record_property("cell", cell.name)
     if cell.name.endswith("hopper") and torch.cuda.get_device_capability() != (9, 0):

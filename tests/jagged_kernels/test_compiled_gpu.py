@@ -1,4 +1,5 @@
-"""Every function and layer on a GPU under torch.compile with symbolic sizes: one graph, and the values and gradients of eager mode."""
+"""Every function and layer on a GPU under torch.compile with symbolic sizes: one graph, and the
+values and gradients of eager mode."""
 
 import functools
 
@@ -11,7 +12,9 @@ pytestmark = pytest.mark.gpu
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
-@pytest.mark.parametrize("name, dtype", [(name, list(TOLERANCES)[i % 2]) for i, name in enumerate(FUNCTIONS)], ids=str)
+@pytest.mark.parametrize(
+    "name, dtype", [(name, list(TOLERANCES)[i % 2]) for i, name in enumerate(FUNCTIONS)], ids=str
+)
 def test_function(name, dtype):
     function, make_inputs = FUNCTIONS[name]
     batches = [on_device(make_inputs(*sizes), "cuda", dtype) for sizes in SIZES]
@@ -24,12 +27,22 @@ def test_layer(name, dtype):
     make_layer, make_inputs, call = LAYERS[name]
     layer = make_layer("cuda").to(dtype)
     batches = [on_device(make_inputs(*sizes), "cuda", dtype) for sizes in SIZES]
-    assert_compiles_once(functools.partial(call, layer=layer), batches, list(layer.parameters()), tolerance=TOLERANCES[dtype])
+    assert_compiles_once(
+        functools.partial(call, layer=layer),
+        batches,
+        list(layer.parameters()),
+        tolerance=TOLERANCES[dtype],
+    )
 
 
-@pytest.mark.parametrize("name", ["JaggedTargetAttention", "HSTULayer", "BlockDiagonalSelfAttention", "LinearCompressEmbedding"])
+@pytest.mark.parametrize(
+    "name",
+    ["JaggedTargetAttention", "HSTULayer", "BlockDiagonalSelfAttention", "LinearCompressEmbedding"],
+)
 def test_layer_with_inductor(name):
     make_layer, make_inputs, call = LAYERS[name]
     layer = make_layer("cuda")
     batches = [on_device(make_inputs(*sizes), "cuda") for sizes in SIZES]
-    assert_compiles_once(functools.partial(call, layer=layer), batches, list(layer.parameters()), "inductor", 1e-4)
+    assert_compiles_once(
+        functools.partial(call, layer=layer), batches, list(layer.parameters()), "inductor", 1e-4
+    )

@@ -5,12 +5,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention.hopper_ds import plan_workspace  # noqa: E402
+from jagged_kernels.attention.hopper_ds import plan_workspace
 
 
 def test_workspace_of_ds():
     def plan(segments, rows, dim=128, workspace=None):
-        q, offsets = torch.empty(segments * rows, 4, dim, dtype=torch.bfloat16, device="meta"), torch.empty(segments + 1)
+        q, offsets = (
+            torch.empty(segments * rows, 4, dim, dtype=torch.bfloat16, device="meta"),
+            torch.empty(segments + 1),
+        )
         blocks, parts = plan_workspace(q, q, offsets, offsets, workspace, q, q, q)
         assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]]
         assert not parts or (parts[0][0], parts[-1][1]) == (0, segments)

@@ -1,4 +1,5 @@
-"""Hopper's forward with dynamic assignment of tiles. It is for long segments; here it also gets short ones."""
+"""Hopper's forward with dynamic assignment of tiles. It is for long segments; here it also gets
+short ones."""
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from jagged_modules import functional as F
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs compute capability 9.0",
+    ),
 ]
 SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400, 1000]
 
@@ -39,7 +43,17 @@ def check(check_attention, dynamic):
 
 
 @pytest.mark.parametrize(
-    "lengths", ["mixed", "empty-ends", "no-keys", "no-queries", "nothing", ([3000], [2500]), ([4, 130, 5], [0, 0, 70])], ids=str
+    "lengths",
+    [
+        "mixed",
+        "empty-ends",
+        "no-keys",
+        "no-queries",
+        "nothing",
+        ([3000], [2500]),
+        ([4, 130, 5], [0, 0, 70]),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("dim", [64, 128])
 def test_lengths(check_attention, dynamic, lengths, dim):
@@ -47,13 +61,20 @@ def test_lengths(check_attention, dynamic, lengths, dim):
     assert all(dynamic)
 
 
-@pytest.mark.parametrize("dims, dtype", [((64, 40), torch.float16), ((72, 128), torch.bfloat16), ((128, 128), torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "dims, dtype",
+    [((64, 40), torch.float16), ((72, 128), torch.bfloat16), ((128, 128), torch.float16)],
+    ids=str,
+)
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_dtypes_and_masks(check, dims, dtype, mask):
     check((SELF, SELF), dims, dtype, mask=mask)
 
 
-@pytest.mark.parametrize("activation, dim, mask", [("silu", 64, "causal"), ("gelu_tanh", 64, None), ("silu", 128, "causal")])
+@pytest.mark.parametrize(
+    "activation, dim, mask",
+    [("silu", 64, "causal"), ("gelu_tanh", 64, None), ("silu", 128, "causal")],
+)
 def test_activations(check, activation, dim, mask):
     check((SELF, SELF), (dim, dim), mask=mask, activation=activation)
 
@@ -72,15 +93,36 @@ def test_activations(check, activation, dim, mask):
     ],
 )
 def test_the_same_bits_as_with_the_zigzag(
-    offsets, dynamic, change_selection, check_bits_beside_other_kernels, dim, mask, activation, biased
+    offsets,
+    dynamic,
+    change_selection,
+    check_bits_beside_other_kernels,
+    dim,
+    mask,
+    activation,
+    biased,
 ):
     """Beside other kernels, where thread blocks run in any number and order."""
-    q, k, v = (torch.randn(sum(SELF), heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(sum(SELF), heads, dim, device="cuda", dtype=torch.bfloat16)
+        for heads in (4, 2, 2)
+    )
     segments, mask = offsets(SELF, "cuda"), mask and jm.AttentionMask(causal=True)
     bias = jm.RelativeBias(torch.randn(4, 2 * max(SELF) - 1, device="cuda")) if biased else None
 
     def step(number=0):
-        return (F.jagged_attention(q, k, v, segments, activation=activation, mask=mask, bias=bias, implementation="hopper"),)
+        return (
+            F.jagged_attention(
+                q,
+                k,
+                v,
+                segments,
+                activation=activation,
+                mask=mask,
+                bias=bias,
+                implementation="hopper",
+            ),
+        )
 
     (out,) = step()
     check_bits_beside_other_kernels(step, 20)

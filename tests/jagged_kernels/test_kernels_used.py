@@ -16,9 +16,21 @@ def test_the_page_is_up_to_date():
     "section, row",
     [
         ("Attention", "| fp16, bf16 | 65 to 128 | triton 64×64, 64×32, 64×32 | "),
-        ("Block attention", "| fp16, bf16 | 65 to 128 | triton 64×128, 64×128 | triton 64×128, 64×128 | hopper 64×128, 64×128 | "),
-        ("Linear compression", "| fp16, bf16 | 128 | triton 128×128×32 | triton 128×128×32 | hopper 192×128×64 | "),
-        ("Jagged matrix multiplications", "| `jagged_jagged_bmm` | fp16, bf16 | 16×16×64 | 64×64×64 | 128×128×32 | 128×128×32 |"),
+        (
+            "Block attention",
+            (
+                "| fp16, bf16 | 65 to 128 | triton 64×128, 64×128 | triton 64×128, 64×128 | hopper"
+                " 64×128, 64×128 | "
+            ),
+        ),
+        (
+            "Linear compression",
+            "| fp16, bf16 | 128 | triton 128×128×32 | triton 128×128×32 | hopper 192×128×64 | ",
+        ),
+        (
+            "Jagged matrix multiplications",
+            "| `jagged_jagged_bmm` | fp16, bf16 | 16×16×64 | 64×64×64 | 128×128×32 | 128×128×32 |",
+        ),
         ("Jagged softmax", "| fp32 | 64×16 | 64×16 | 64×32 | 64×32 |"),
     ],
 )

@@ -7,15 +7,15 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from jagged_kernels.common import launch  # noqa: E402
-from jagged_kernels.common.descriptors import descriptor  # noqa: E402
-from jagged_kernels.common.pipeline import descriptor as gluon_descriptor  # noqa: E402
-from jagged_kernels.common.pipeline import head_descriptor  # noqa: E402
-from jagged_kernels.common.ptxas import safe_ptxas  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import triton.language as tl
+from jagged_kernels.common import launch
+from jagged_kernels.common.descriptors import descriptor
+from jagged_kernels.common.pipeline import descriptor as gluon_descriptor
+from jagged_kernels.common.pipeline import head_descriptor
+from jagged_kernels.common.ptxas import safe_ptxas
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -32,8 +32,10 @@ def launches(monkeypatch):
     """A list that grows by (launched by "triton" or "cache", compiled kernel, its arguments)."""
     made = []
     driver = SimpleNamespace(
-        device=0, get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_stream=lambda device: 100 + device
-    )  # fmt: skip
+        device=0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_stream=lambda device: 100 + device,
+    )
     driver.get_current_device = lambda: driver.device
 
     def run(kernel, *args, grid, warmup, **constants):
@@ -73,12 +75,26 @@ def test_a_later_launch_runs_the_kernel_compiled_first(launches, kernel):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(x=X[1:]), dict(x=X.half()), dict(x=X.float()), dict(x=None),
-        dict(size=1), dict(size=16), dict(size=2**40), dict(size=None), dict(size=True), dict(size=1.0), dict(length=2**40),
-        dict(constant=4), dict(constant=None), dict(OTHER=1), dict(num_warps=8), dict(num_stages=2), dict(maxnreg=128),
+        dict(x=X[1:]),
+        dict(x=X.half()),
+        dict(x=X.float()),
+        dict(x=None),
+        dict(size=1),
+        dict(size=16),
+        dict(size=2**40),
+        dict(size=None),
+        dict(size=True),
+        dict(size=1.0),
+        dict(length=2**40),
+        dict(constant=4),
+        dict(constant=None),
+        dict(OTHER=1),
+        dict(num_warps=8),
+        dict(num_stages=2),
+        dict(maxnreg=128),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_a_kernel_is_compiled_for_makes_another_one(launches, kernel, change):
     first, second = call(kernel), call(kernel, **change)
     assert first is not second
@@ -86,7 +102,11 @@ def test_what_a_kernel_is_compiled_for_makes_another_one(launches, kernel, chang
     assert [by for by, *_ in launches.made] == ["triton", "triton", "cache", "cache"]
 
 
-@pytest.mark.parametrize("change", [dict(x=X[8:]), dict(size=2), dict(length=1), dict(length=16), dict(scale=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [dict(x=X[8:]), dict(size=2), dict(length=1), dict(length=16), dict(scale=1.0)],
+    ids=str,
+)
 def test_other_values_run_the_same_kernel(launches, kernel, change):
     assert call(kernel, **change) is call(kernel)
 
@@ -138,26 +158,39 @@ def test_triton_runs_launches_of_its_own_kinds(launches, kernel):
 
 
 def test_a_compilation_that_a_hook_prevents_is_tried_again(launches, kernel, monkeypatch):
-    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: launches.made.append("refused"))
+    monkeypatch.setattr(
+        JITFunction, "run", lambda *args, **options: launches.made.append("refused")
+    )
     assert call(kernel) is call(kernel) is None
     assert launches.made == ["refused", "refused"]
 
 
 def test_constants_are_the_last_parameters():
-    with pytest.raises(ValueError, match="the constants of _constant_before_an_argument must be its last parameters"):
+    with pytest.raises(
+        ValueError,
+        match="the constants of _constant_before_an_argument must be its last parameters",
+    ):
         safe_ptxas(triton.jit(_constant_before_an_argument))
 
 
 @pytest.mark.parametrize("make", [descriptor, gluon_descriptor], ids=["triton", "gluon"])
 def test_descriptors_differ_by_their_boxes_alone(launches, kernel, make):
-    x, y = torch.zeros(4, 64, 128, dtype=torch.bfloat16), torch.zeros(2, 96, 128, dtype=torch.bfloat16)[:, 32:]
+    x, y = (
+        torch.zeros(4, 64, 128, dtype=torch.bfloat16),
+        torch.zeros(2, 96, 128, dtype=torch.bfloat16)[:, 32:],
+    )
     first = call(kernel, make(x, 1, 64, 128))
     assert call(kernel, make(y, 1, 64, 128)) is first
-    others = [call(kernel, d) for d in (x, make(x, 1, 32, 128), make(x, 1, 64, 64), make(x.half(), 1, 64, 128))]
+    others = [
+        call(kernel, d)
+        for d in (x, make(x, 1, 32, 128), make(x, 1, 64, 64), make(x.half(), 1, 64, 128))
+    ]
     assert len({id(compiled) for compiled in (first, *others)}) == 5
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="other releases run Triton's own launcher")
+@pytest.mark.skipif(
+    not triton.__version__.startswith("3.6."), reason="other releases run Triton's own launcher"
+)
 @pytest.mark.parametrize("described", [True, False])
 def test_the_c_launcher_gets_what_tritons_launcher_gives_it(launches, monkeypatch, described):
     driver = pytest.importorskip("triton.backends.nvidia.driver")
@@ -165,16 +198,26 @@ def test_the_c_launcher_gets_what_tritons_launcher_gives_it(launches, monkeypatc
     launches.driver.utils = utils
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=launches.driver))
     x, made = torch.zeros(4, 64, 128, dtype=torch.bfloat16), []
-    args = (X, head_descriptor(x, 64), None, gluon_descriptor(x, 1, 64, 128), 0.5) if described else (X, 7, 0.5)
-    signature = dict(enumerate("tensordesc<bf16[1, 64, 128]>" if hasattr(a, "box") else "i32" for a in args)) | {9: "constexpr"}
+    args = (
+        (X, head_descriptor(x, 64), None, gluon_descriptor(x, 1, 64, 128), 0.5)
+        if described
+        else (X, 7, 0.5)
+    )
+    signature = dict(
+        enumerate("tensordesc<bf16[1, 64, 128]>" if hasattr(a, "box") else "i32" for a in args)
+    ) | {9: "constexpr"}
     box = dict(swizzle=3, elem_size=2, elem_type=10, block_size=[1, 64, 64], fp4_padded=False)
 
     def c_launcher(*given):
         made.append(given)
 
     run = object.__new__(driver.CudaLauncher)
-    run.launch = driver.wrap_handle_tensordesc(c_launcher, signature, [box] * 2 if described else [])
-    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
+    run.launch = driver.wrap_handle_tensordesc(
+        c_launcher, signature, [box] * 2 if described else []
+    )
+    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = (
+        run.profile_scratch_align
+    ) = 0
     run.launch_cooperative_grid = run.launch_pdl = False
     compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
     launch._launcher(compiled, args, (None,))((5, 6, 1), 100, args)
@@ -185,5 +228,9 @@ def test_the_c_launcher_gets_what_tritons_launcher_gives_it(launches, monkeypatc
 
 def test_descriptors_of_triton_and_gluon_differ(launches, kernel):
     x = torch.zeros(4, 64, 128, dtype=torch.bfloat16)
-    assert call(kernel, descriptor(x, 1, 64, 128)) is not call(kernel, gluon_descriptor(x, 1, 64, 128))
-    assert call(kernel, head_descriptor(x.transpose(0, 1), 64)) is call(kernel, gluon_descriptor(x, 1, 64, 128))
+    assert call(kernel, descriptor(x, 1, 64, 128)) is not call(
+        kernel, gluon_descriptor(x, 1, 64, 128)
+    )
+    assert call(kernel, head_descriptor(x.transpose(0, 1), 64)) is call(
+        kernel, gluon_descriptor(x, 1, 64, 128)
+    )

@@ -22,8 +22,9 @@ def kernels(request):
 
 
 def applies(kernels="triton", dtype=torch.bfloat16, width=8, depths=(), **_):
-    """Whether the kernels take what a test with such parameters gives them; the others are not collected. fp16 code differs
-    from bf16 code in a type only, so it runs with one list of depths."""
+    """Whether the kernels take what a test with such parameters gives them; the others are not
+    collected. fp16 code differs from bf16 code in a type only, so it runs with one list of
+    depths."""
     if dtype == torch.float16 and len(depths) not in (0, 3):
         return False
     on_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
@@ -34,7 +35,13 @@ def applies(kernels="triton", dtype=torch.bfloat16, width=8, depths=(), **_):
 @pytest.mark.parametrize("grouped", [False, True], ids=["map", "grouped"])
 @pytest.mark.parametrize(
     "batches, depths",
-    [([37], [33]), ([3, 70], [1178, 866]), ([40, 200], [99, 40]), ([2, 30, 50], [40, 331, 170]), ([1, 1], [1, 70])],
+    [
+        ([37], [33]),
+        ([3, 70], [1178, 866]),
+        ([40, 200], [99, 40]),
+        ([2, 30, 50], [40, 331, 170]),
+        ([1, 1], [1, 70]),
+    ],
     ids=str,
 )
 def test_forward_and_gradients(check_linear_compress, kernels, batches, depths, grouped, dtype):
@@ -45,7 +52,9 @@ def test_forward_and_gradients(check_linear_compress, kernels, batches, depths, 
     "num_compressed, width, dtype",
     [
         (*sizes, dtype)
-        for i, sizes in enumerate([(1, 1), (64, 16), (130, 37), (200, 64), (128, 128), (5, 260), (300, 320)])
+        for i, sizes in enumerate(
+            [(1, 1), (64, 16), (130, 37), (200, 64), (128, 128), (5, 260), (300, 320)]
+        )
         for dtype in (torch.float32, DTYPES[1 + i % 2])
     ],
     ids=str,
@@ -54,18 +63,38 @@ def test_sizes(check_linear_compress, kernels, num_compressed, width, dtype):
     check_linear_compress([2, 30], [8, 173], num_compressed, width, dtype, "cuda", kernels=kernels)
 
 
-@pytest.mark.parametrize("num_compressed, depth", [(height, DEPTHS[(i + more) % 5]) for i, height in enumerate(HEIGHTS) for more in (0, 2)])
+@pytest.mark.parametrize(
+    "num_compressed, depth",
+    [(height, DEPTHS[(i + more) % 5]) for i, height in enumerate(HEIGHTS) for more in (0, 2)],
+)
 def test_heights_and_depths(check_linear_compress, kernels, num_compressed, depth):
-    check_linear_compress([3, 150], [depth, depth], num_compressed, 136, torch.bfloat16, "cuda", kernels=kernels)
+    check_linear_compress(
+        [3, 150], [depth, depth], num_compressed, 136, torch.bfloat16, "cuda", kernels=kernels
+    )
 
 
 @pytest.mark.parametrize(
     "num_compressed, depth",
-    [(64, 8), (64, 64), (128, 33), (128, 65), (192, 8), (192, 64), (300, 33), (300, 65), (433, 8), (433, 64), (1000, 33), (1000, 65)],
+    [
+        (64, 8),
+        (64, 64),
+        (128, 33),
+        (128, 65),
+        (192, 8),
+        (192, 64),
+        (300, 33),
+        (300, 65),
+        (433, 8),
+        (433, 64),
+        (1000, 33),
+        (1000, 65),
+    ],
 )
 def test_one_shallow_level(check_linear_compress, kernels, num_compressed, depth):
     """One K step: the assembler lost operands when it computed tiles of two heights at once."""
-    check_linear_compress([150], [depth], num_compressed, 256, torch.float16, "cuda", kernels=kernels)
+    check_linear_compress(
+        [150], [depth], num_compressed, 256, torch.float16, "cuda", kernels=kernels
+    )
 
 
 @pytest.mark.parametrize("strides", [(1, 33), (40, 1), (66, 2), (0, 0)], ids=str)
@@ -73,33 +102,46 @@ def test_weights_of_any_stride(check_linear_compress, kernels, strides):
     def strided(x):
         return x if x.dim() == 3 else x.new_empty(66 * 70).normal_().as_strided(x.shape, strides)
 
-    check_linear_compress([2, 9], [33, 33], 33, 256, torch.bfloat16, "cuda", change=strided, kernels=kernels)
+    check_linear_compress(
+        [2, 9], [33, 33], 33, 256, torch.bfloat16, "cuda", change=strided, kernels=kernels
+    )
 
 
 @pytest.mark.parametrize("candidates", [1, 8, 16, 131, 1000])
 @pytest.mark.parametrize("num_compressed", [433, 449, 512])
 def test_every_output_is_written(check_linear_compress, kernels, candidates, num_compressed):
-    check_linear_compress([5, candidates], [72, 100], num_compressed, 256, torch.float16, "cuda", kernels=kernels)
+    check_linear_compress(
+        [5, candidates], [72, 100], num_compressed, 256, torch.float16, "cuda", kernels=kernels
+    )
 
 
 @pytest.mark.parametrize("users", [1, 50, 400])
 def test_more_tiles_than_programs(check_linear_compress, kernels, users):
     """Also with users without candidates."""
-    check_linear_compress([users, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
+    check_linear_compress(
+        [users, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels
+    )
 
 
 @pytest.mark.parametrize("num_sms", [1, 7, 1000])
 @pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
 def test_any_number_of_programs(check_linear_compress, monkeypatch, kernels, num_sms):
-    """Fewer programs than the GPU runs at once, and more: these depend only on programs that finish."""
+    """Fewer programs than the GPU runs at once, and more: these depend only on programs that
+    finish."""
     from jagged_kernels.common.device import DeviceProperties
     from jagged_kernels.linear_compress import hopper
 
-    monkeypatch.setattr(hopper, "device_properties", lambda device: DeviceProperties((9, 0), num_sms))
+    monkeypatch.setattr(
+        hopper, "device_properties", lambda device: DeviceProperties((9, 0), num_sms)
+    )
     check_linear_compress([200, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
 
 
-@pytest.mark.parametrize("batches, depths", [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])], ids=str)
+@pytest.mark.parametrize(
+    "batches, depths",
+    [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])],
+    ids=str,
+)
 def test_nothing_to_multiply(check_linear_compress, batches, depths):
     check_linear_compress(batches, depths, 5, 8, torch.float16, "cuda", kernels="auto")
 
@@ -117,13 +159,19 @@ def test_inputs_and_gradients_of_any_stride(check_linear_compress, kernels, widt
 
     for change, aligned in ((transposed_rows, False), (wider, True), (repeated, False)):
         taken_by = kernels if aligned else "auto"
-        check_linear_compress([2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", change=change, kernels=taken_by)
+        check_linear_compress(
+            [2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", change=change, kernels=taken_by
+        )
     for grad in (
         lambda out: torch.ones((), dtype=out.dtype, device="cuda").expand_as(out),
         lambda out: torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(2, 1, 0),
-        lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[..., ::2],
+        lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[
+            ..., ::2
+        ],
     ):
-        check_linear_compress([2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", grad=grad, kernels=kernels)
+        check_linear_compress(
+            [2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", grad=grad, kernels=kernels
+        )
 
 
 def test_hopper_refuses_what_its_kernel_does_not_take(compress_inputs):
@@ -139,7 +187,9 @@ def test_hopper_refuses_what_its_kernel_does_not_take(compress_inputs):
 
 
 def test_a_neighbours_nan_stays_where_it_is(compress_inputs, kernels):
-    weights, (users, candidates), _ = compress_inputs([3, 9], [33, 70], 150, 256, torch.float16, "cuda")
+    weights, (users, candidates), _ = compress_inputs(
+        [3, 9], [33, 70], 150, 256, torch.float16, "cuda"
+    )
     users[1], candidates[4] = float("nan"), float("nan")
     index = torch.tensor([0, 0, 1, 2, 2, 0, 2, 2, 0], device="cuda")
     users.requires_grad_(), candidates.requires_grad_()
@@ -150,12 +200,16 @@ def test_a_neighbours_nan_stays_where_it_is(compress_inputs, kernels):
     grad[touched] = float("nan")
     d_users, d_candidates = torch.autograd.grad(out, (users, candidates), grad)
     assert d_users[1:].isnan().all() and d_users[0].isfinite().all()
-    assert d_candidates[touched].isnan().all() and d_candidates[[0, 1, 3, 5, 6, 7, 8]].isfinite().all()
+    assert (
+        d_candidates[touched].isnan().all() and d_candidates[[0, 1, 3, 5, 6, 7, 8]].isfinite().all()
+    )
 
 
 @pytest.mark.large_memory
 def test_more_than_two_to_the_31_elements(kernels):
-    candidates = torch.randn(2**31 // (64 * 256) + 100, 64, 256, device="cuda", dtype=torch.float16, requires_grad=True)
+    candidates = torch.randn(
+        2**31 // (64 * 256) + 100, 64, 256, device="cuda", dtype=torch.float16, requires_grad=True
+    )
     weight = torch.randn(70, 64, device="cuda", dtype=torch.float16)
     out = F.linear_compress(weight, candidates, implementation=kernels)
     (gradient,) = torch.autograd.grad(out, candidates, out)
@@ -164,7 +218,9 @@ def test_more_than_two_to_the_31_elements(kernels):
 
 
 def test_twenty_runs_agree_bit_for_bit(compress_inputs, kernels):
-    weights, embeddings, indices = compress_inputs([7, 300], [331, 170], 433, 256, torch.bfloat16, "cuda")
+    weights, embeddings, indices = compress_inputs(
+        [7, 300], [331, 170], 433, 256, torch.bfloat16, "cuda"
+    )
     inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
     grad = torch.randn(300, 433, 256, device="cuda", dtype=torch.bfloat16)
     runs = []
@@ -176,19 +232,28 @@ def test_twenty_runs_agree_bit_for_bit(compress_inputs, kernels):
 
 
 def test_no_synchronisation(assert_no_synchronisation, compress_inputs, kernels):
-    weights, embeddings, (index,) = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
+    weights, embeddings, (index,) = compress_inputs(
+        [7, 30], [33, 17], 43, 64, torch.float16, "cuda"
+    )
     inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
-    grouped = jm.CandidateIndex.from_counts(torch.full((7,), 4).index_fill(0, torch.tensor([0]), 6).cuda())
+    grouped = jm.CandidateIndex.from_counts(
+        torch.full((7,), 4).index_fill(0, torch.tensor([0]), 6).cuda()
+    )
 
     def step():
         for indices in ([index], [grouped]):
-            torch.autograd.grad(F.linear_compress(weights, embeddings, indices, implementation=kernels).sum(), inputs)
+            torch.autograd.grad(
+                F.linear_compress(weights, embeddings, indices, implementation=kernels).sum(),
+                inputs,
+            )
 
     assert_no_synchronisation(step)
 
 
 def test_cuda_graph_with_new_values_and_another_map(compress_inputs, kernels):
-    weights, embeddings, (index,) = compress_inputs([7, 30], [331, 170], 433, 256, torch.float16, "cuda")
+    weights, embeddings, (index,) = compress_inputs(
+        [7, 30], [331, 170], 433, 256, torch.float16, "cuda"
+    )
     inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
     grad = torch.randn(30, 433, 256, device="cuda", dtype=torch.float16)
 
@@ -227,12 +292,18 @@ def test_compiled_without_recompiling_per_batch(compress_inputs, kernels):
 
 
 def test_peak_memory_does_not_grow_with_the_replication(kernels):
-    """A step's memory is that of the actual rows. A replicated [B, Ku + Kc, N], or weight gradients [B, M, Kc], would exceed it."""
-    weights = [torch.randn(64, k, device="cuda", dtype=torch.float16, requires_grad=True) for k in (1024, 64)]
+    """A step's memory is that of the actual rows. A replicated [B, Ku + Kc, N], or weight gradients
+    [B, M, Kc], would exceed it."""
+    weights = [
+        torch.randn(64, k, device="cuda", dtype=torch.float16, requires_grad=True)
+        for k in (1024, 64)
+    ]
     candidates = torch.randn(1024, 64, 128, device="cuda", dtype=torch.float16, requires_grad=True)
     peaks = []
     for num_users in (8, 8, 2, 1):
-        users = torch.randn(num_users, 1024, 128, device="cuda", dtype=torch.float16, requires_grad=True)
+        users = torch.randn(
+            num_users, 1024, 128, device="cuda", dtype=torch.float16, requires_grad=True
+        )
         index = torch.arange(1024, device="cuda") * num_users // 1024
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -241,11 +312,13 @@ def test_peak_memory_does_not_grow_with_the_replication(kernels):
         torch.autograd.grad(out.square().sum(), (*weights, users, candidates))
         del out
         peaks.append(torch.cuda.max_memory_allocated() - before)
-        for _ in range(500):  # the thread that ran the backward may still hold gradients, which the next peak would lack
+        # the thread that ran the backward may still hold gradients, which the next peak would lack
+        for _ in range(500):
             if torch.cuda.memory_allocated() <= before:
                 break
             time.sleep(0.01)
-    assert max(peaks[1:]) < 8 * candidates.nbytes, peaks  # the replicated users alone are 16 times the candidates
+    # the replicated users alone are 16 times the candidates
+    assert max(peaks[1:]) < 8 * candidates.nbytes, peaks
     assert peaks[3] <= peaks[2] <= peaks[1], peaks
 
 
@@ -262,15 +335,28 @@ def test_operator_passes_opcheck(compress_inputs, kernels):
     from jagged_kernels.linear_compress.op import triton_linear_compress
 
     weights, embeddings, indices = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
-    weights, embeddings = ([x.requires_grad_() for x in tensors] for tensors in (weights, embeddings))
+    weights, embeddings = (
+        [x.requires_grad_() for x in tensors] for tensors in (weights, embeddings)
+    )
     library.opcheck(triton_linear_compress, (weights, embeddings, indices, [None], [None], kernels))
 
 
 def test_error_is_at_most_that_of_cublas(compress_inputs, kernels):
-    """The fused sum rounds once: its error against fp32 is no more than that of 16-bit GEMM results, gathered and added."""
-    weights, embeddings, indices = compress_inputs([15, 200], [1178, 866], 433, 256, torch.float16, "cuda")
-    exact = F.linear_compress([x.double() for x in weights], [x.double() for x in embeddings], indices, implementation="decomposed")
-    ours, decomposed = (F.linear_compress(weights, embeddings, indices, implementation=name) for name in (kernels, "padded"))
+    """The fused sum rounds once: its error against fp32 is no more than that of 16-bit GEMM
+    results, gathered and added."""
+    weights, embeddings, indices = compress_inputs(
+        [15, 200], [1178, 866], 433, 256, torch.float16, "cuda"
+    )
+    exact = F.linear_compress(
+        [x.double() for x in weights],
+        [x.double() for x in embeddings],
+        indices,
+        implementation="decomposed",
+    )
+    ours, decomposed = (
+        F.linear_compress(weights, embeddings, indices, implementation=name)
+        for name in (kernels, "padded")
+    )
     assert (ours - exact).norm() <= (decomposed - exact).norm()
 
 
@@ -288,7 +374,8 @@ def test_several_streams_at_once(compress_inputs, kernels):
 
 @pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
 def test_ten_thousand_launches_on_several_streams(compress_inputs, kernels):
-    """Thread blocks of a launch wait for one another. None waits forever, even while other launches occupy the SMs."""
+    """Thread blocks of a launch wait for one another. None waits forever, even while other launches
+    occupy the SMs."""
     cases = []
     for batches, depths in (([40, 100], [300, 70]), ([3, 70], [200, 40]), ([130, 30], [64, 200])):
         inputs = compress_inputs(batches, depths, 200, 136, torch.float16, "cuda")

@@ -1,4 +1,5 @@
-"""Hopper's kernel for all three gradients of attention. It serves long segments; here it also gets short ones."""
+"""Hopper's kernel for all three gradients of attention. It serves long segments; here it also gets
+short ones."""
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from jagged_modules.schedule import host_schedule
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs compute capability 9.0",
+    ),
 ]
 SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400, 1000]
 CASES = [((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
@@ -55,14 +59,29 @@ def test_head_dims(check, dims, mask):
 
 
 @pytest.mark.parametrize(
-    "lengths", ["mixed", "empty-ends", "skewed", ([3000], [2500]), ([4, 130, 5], [0, 0, 70]), ([0, 0, 9], [4, 130, 200])], ids=str
+    "lengths",
+    [
+        "mixed",
+        "empty-ends",
+        "skewed",
+        ([3000], [2500]),
+        ([4, 130, 5], [0, 0, 70]),
+        ([0, 0, 9], [4, 130, 200]),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("case, mask", [(CASES[0], None), (CASES[0], "causal"), (CASES[1], None), (CASES[1], "causal")], ids=str)
+@pytest.mark.parametrize(
+    "case, mask",
+    [(CASES[0], None), (CASES[0], "causal"), (CASES[1], None), (CASES[1], "causal")],
+    ids=str,
+)
 def test_lengths(check, lengths, case, mask):
     check(lengths, case[1], case[0], mask=mask)
 
 
-@pytest.mark.parametrize("heads, mask", [((1, 1), "causal"), ((6, 6), None), ((8, 1), None), ((6, 3), "causal")], ids=str)
+@pytest.mark.parametrize(
+    "heads, mask", [((1, 1), "causal"), ((6, 6), None), ((8, 1), None), ((6, 3), "causal")], ids=str
+)
 def test_heads(check, heads, mask):
     check((SELF, SELF), heads=heads, mask=mask)
 
@@ -80,7 +99,15 @@ def test_heads(check, heads, mask):
 )
 def test_activations(check, activation, mask, case):
     output_scale = torch.rand(len(SELF), device="cuda") + 0.1
-    check((SELF, SELF), case[1], case[0], activation=activation, mask=mask, scale=0.3, output_scale=output_scale)
+    check(
+        (SELF, SELF),
+        case[1],
+        case[0],
+        activation=activation,
+        mask=mask,
+        scale=0.3,
+        output_scale=output_scale,
+    )
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
@@ -92,11 +119,21 @@ def test_scale(check, scale):
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_neighbours_nan_stays_where_it_is(offsets, calls, dim, mask, activation):
-    q, k, v = (torch.randn(300, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(300, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
+    )
     for x in (q, k, v):
         x[:70], x[170:] = float("nan"), float("nan")
         x.requires_grad_()
-    out = F.jagged_attention(q, k, v, offsets([70, 100, 130], "cuda"), activation=activation, mask=mask, implementation="hopper")
+    out = F.jagged_attention(
+        q,
+        k,
+        v,
+        offsets([70, 100, 130], "cuda"),
+        activation=activation,
+        mask=mask,
+        implementation="hopper",
+    )
     grad = torch.randn_like(out)
     grad[:70], grad[170:] = float("nan"), float("nan")
     for x in torch.autograd.grad(out, (q, k, v), grad):
@@ -116,7 +153,15 @@ def test_a_neighbours_nan_stays_where_it_is(offsets, calls, dim, mask, activatio
     ids=str,
 )
 def test_long_segments_take_it(check_attention, counts, dim, mask, heads, lengths):
-    check_attention((lengths, lengths), torch.bfloat16, "cuda", dims=(dim, dim), heads=heads, mask=mask, kernels="hopper")
+    check_attention(
+        (lengths, lengths),
+        torch.bfloat16,
+        "cuda",
+        dims=(dim, dim),
+        heads=heads,
+        mask=mask,
+        kernels="hopper",
+    )
     assert counts["one_pass"] == 1
 
 
@@ -125,7 +170,9 @@ def test_long_segments_take_it(check_attention, counts, dim, mask, heads, length
 @pytest.mark.parametrize("heads", [(8, 8), (16, 8)], ids=str)
 def test_targets_on_long_histories_take_it(check_attention, counts, dim, heads):
     queries, keys = [90, 1, 300, 128, 506, 0], [3000, 6000, 64, 1500, 2500, 129]
-    check_attention((queries, keys), torch.bfloat16, "cuda", dims=(dim, dim), heads=heads, kernels="hopper")
+    check_attention(
+        (queries, keys), torch.bfloat16, "cuda", dims=(dim, dim), heads=heads, kernels="hopper"
+    )
     assert counts["one_pass"] == 1
 
 
@@ -138,22 +185,31 @@ def test_a_workspace_without_room_for_its_sums(check_attention, calls):
 def random_batch(seed, num_segments, longest, dim):
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, longest + 1, (num_segments,), generator=random)
-    q, k, v = (torch.randn(int(lengths.sum()), heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(int(lengths.sum()), heads, dim, device="cuda", dtype=torch.bfloat16)
+        for heads in (4, 2, 2)
+    )
     return lengths, [x.requires_grad_() for x in (q, k, v)]
 
 
 @pytest.mark.parametrize("num_segments, longest", [(1, 9000), (5, 3000), (64, 400), (300, 130)])
 @pytest.mark.parametrize("dim, mask", [(64, None), (64, "causal"), (128, None), (128, "causal")])
-def test_the_same_bits_beside_other_kernels(offsets, calls, check_bits_beside_other_kernels, dim, mask, num_segments, longest):
+def test_the_same_bits_beside_other_kernels(
+    offsets, calls, check_bits_beside_other_kernels, dim, mask, num_segments, longest
+):
     """With and without a schedule. Thread blocks wait for one another."""
     mask = None if mask is None else jm.AttentionMask(causal=True)
     lengths, leaves = random_batch(dim, num_segments, longest, dim)
     segments, do = offsets(lengths.tolist(), "cuda"), torch.randn_like(leaves[0])
-    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=dim, dtype=torch.bfloat16, mask=mask).to("cuda")
+    schedule = host_schedule(
+        lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=dim, dtype=torch.bfloat16, mask=mask
+    ).to("cuda")
 
     def step(number):
         given = schedule if number % 2 else None
-        out = F.jagged_attention(*leaves, segments, mask=mask, schedule=given, implementation="hopper")
+        out = F.jagged_attention(
+            *leaves, segments, mask=mask, schedule=given, implementation="hopper"
+        )
         return torch.autograd.grad(out, leaves, do)
 
     check_bits_beside_other_kernels(step, 30)
@@ -162,11 +218,16 @@ def test_the_same_bits_beside_other_kernels(offsets, calls, check_bits_beside_ot
 
 def test_a_graph_serves_other_lengths(offsets, calls):
     """A captured step, replayed with new offsets."""
-    leaves = [torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    leaves = [
+        torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
     segments, do = offsets([70, 100, 130], "cuda"), torch.randn_like(leaves[0])
 
     def step():
-        return torch.autograd.grad(F.jagged_attention(*leaves, segments, implementation="hopper"), leaves, do)
+        return torch.autograd.grad(
+            F.jagged_attention(*leaves, segments, implementation="hopper"), leaves, do
+        )
 
     with torch.cuda.stream(torch.cuda.Stream()):
         step()

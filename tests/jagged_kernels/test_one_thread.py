@@ -10,12 +10,23 @@ import torch
 from jagged_kernels.common.one_thread import one_thread
 
 BOOKKEEPING = {
-    "schedule": "zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64, num_workers=132)",
-    "schedule-masked": "zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64, num_workers=132, mask=mask)",
-    "schedule-many-segments": "zigzag_schedule([64] * 40_000, [64] * 40_000, num_heads=1, block_m=64, block_n=64, num_workers=132)",
+    "schedule": (
+        "zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64, num_workers=132)"
+    ),
+    "schedule-masked": (
+        "zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64, num_workers=132,"
+        " mask=mask)"
+    ),
+    "schedule-many-segments": (
+        "zigzag_schedule([64] * 40_000, [64] * 40_000, num_heads=1, block_m=64, block_n=64,"
+        " num_workers=132)"
+    ),
     "offsets": "check_offsets('offsets', torch.tensor(list(range(40_000))), 39_999)",
     "candidates": "jm.CandidateIndex.from_map(torch.tensor([u % 999 for u in range(40_000)]), 999)",
-    "prepare": "jm.Jagged(torch.empty(32 * 900, 1), torch.tensor(range(0, 32 * 901, 32))).prepare(num_heads=45, head_dim=64)",
+    "prepare": (
+        "jm.Jagged(torch.empty(32 * 900, 1), torch.tensor(range(0, 32 * 901,"
+        " 32))).prepare(num_heads=45, head_dim=64)"
+    ),
 }
 PROGRAM = """
 import os
@@ -37,12 +48,16 @@ for name, call in {BOOKKEEPING!r}.items():
 else:
     torch.zeros(100_000).exp()
     print("an operator of torch", threads() - before, torch.get_num_threads())
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of a process as Linux shows them")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/task"),
+    reason="counts the threads of a process as Linux shows them",
+)
 def test_bookkeeping_starts_no_thread():
-    """torch starts its pool at the first operator that uses it. The library's calls come first and must not start it."""
+    """torch starts its pool at the first operator that uses it. The library's calls come first and
+    must not start it."""
     environment = os.environ | dict(OMP_NUM_THREADS="2", PYTHONPATH=os.pathsep.join(sys.path))
     program = [sys.executable, "-c", PROGRAM.replace("{BOOKKEEPING!r}", repr(BOOKKEEPING))]
     result = subprocess.run(program, env=environment, capture_output=True, text=True)

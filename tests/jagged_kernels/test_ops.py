@@ -6,13 +6,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention import op  # noqa: E402
-from jagged_kernels.attention.params import AttentionParams  # noqa: E402
-from jagged_kernels.common import ops  # noqa: E402
+from jagged_kernels.attention import op
+from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.common import ops
 
-from .launches import recorded_launches  # noqa: E402
+from .launches import recorded_launches
 
-PARAMS = AttentionParams(1.0, False, "softmax", [1, -1, -1, 0, 1, 0, 0, 0], 1.0, False, False, None, None)
+PARAMS = AttentionParams(
+    1.0, False, "softmax", [1, -1, -1, 0, 1, 0, 0, 0], 1.0, False, False, None, None
+)
 
 
 class Subclass(torch.Tensor):
@@ -75,20 +77,30 @@ def test_forward_and_backward_launch_the_same_kernels(observed):
         if observed:
             with seen:
                 out, _ = op.attention(*arguments(q, k, v))
-                grads = torch.autograd.grad(out, (q, k, v), torch.zeros(60, 2, 64, dtype=torch.float16))
+                grads = torch.autograd.grad(
+                    out, (q, k, v), torch.zeros(60, 2, 64, dtype=torch.float16)
+                )
         else:
             out, _ = op.attention(*arguments(q, k, v))
             grads = torch.autograd.grad(out, (q, k, v), torch.zeros(60, 2, 64, dtype=torch.float16))
     assert [x.shape for x in grads] == [q.shape] * 3
     attention_kernels = [x.kernel for x in launches if x.kernel.startswith("attention")]
-    assert attention_kernels == ["attention_fwd_hopper_kernel", "attention_bwd_dq_hopper_kernel", "attention_bwd_dkdv_hopper_kernel"]
-    assert [x for x in seen.names if x.startswith("attention")] == (["attention", "attention_backward"] if observed else [])
+    assert attention_kernels == [
+        "attention_fwd_hopper_kernel",
+        "attention_bwd_dq_hopper_kernel",
+        "attention_bwd_dkdv_hopper_kernel",
+    ]
+    assert [x for x in seen.names if x.startswith("attention")] == (
+        ["attention", "attention_backward"] if observed else []
+    )
 
 
 def test_a_second_derivative_is_refused():
     q, k, v = operands()
     with recorded_launches():
         out, _ = op.attention(*arguments(q, k, v))
-        (dq,) = torch.autograd.grad(out, q, torch.zeros(60, 2, 64, dtype=torch.float16), create_graph=True)
+        (dq,) = torch.autograd.grad(
+            out, q, torch.zeros(60, 2, 64, dtype=torch.float16), create_graph=True
+        )
         with pytest.raises(RuntimeError, match="not differentiable twice"):
             dq.sum().backward()

@@ -16,15 +16,29 @@ HEADS = [(2, 2), (4, 2), (3, 1)]
 MANY = EVERY_KIND * 30
 MANY_PAIRS = EVERY_PAIR[0] * 30, EVERY_PAIR[1] * 30
 MASKS = [
-    "causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets",
-    "semi-local", "truncated", "open-truncated",
-]  # fmt: skip
+    "causal",
+    "window",
+    "causal-window",
+    "targets",
+    "grouped-targets",
+    "hstu",
+    "long-context",
+    "band",
+    "open-targets",
+    "semi-local",
+    "truncated",
+    "open-truncated",
+]
 
 
 DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128)]
 
 
-@pytest.mark.parametrize("dims, heads, dtype", [(dims, HEADS[i % 3], dtype) for i, dims in enumerate(DIMS) for dtype in HALVES], ids=str)
+@pytest.mark.parametrize(
+    "dims, heads, dtype",
+    [(dims, HEADS[i % 3], dtype) for i, dims in enumerate(DIMS) for dtype in HALVES],
+    ids=str,
+)
 def test_head_dims(check_packed, heads, dims, dtype):
     check_packed(MANY, dtype, "cuda", heads=heads, dims=dims, kernels="auto")
 
@@ -34,43 +48,87 @@ def test_head_dims(check_packed, heads, dims, dtype):
 def test_activations(check_packed, activation, dtype):
     scale = 1.0 if activation == "softmax" else torch.rand(len(MANY), device="cuda") + 0.1
     dims = (64, 64) if dtype == torch.float16 else (128, 128)
-    check_packed(MANY, dtype, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=scale, kernels="auto")
+    check_packed(
+        MANY,
+        dtype,
+        "cuda",
+        dims=dims,
+        activation=activation,
+        scale=0.3,
+        output_scale=scale,
+        kernels="auto",
+    )
 
 
-@pytest.mark.parametrize("mask, activation", [(mask, ("softmax", "silu")[i % 2]) for i, mask in enumerate(MASKS)])
+@pytest.mark.parametrize(
+    "mask, activation", [(mask, ("softmax", "silu")[i % 2]) for i, mask in enumerate(MASKS)]
+)
 def test_masks(check_packed, mask, activation):
-    dims, dtype = ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
+    dims, dtype = (
+        ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
+    )
     check_packed(MANY, dtype, "cuda", dims=dims, mask=mask, activation=activation, kernels="auto")
 
 
-@pytest.mark.parametrize("dims, heads, dtype", [(dims, HEADS[i % 3], HALVES[i % 2]) for i, dims in enumerate(DIMS)], ids=str)
+@pytest.mark.parametrize(
+    "dims, heads, dtype",
+    [(dims, HEADS[i % 3], HALVES[i % 2]) for i, dims in enumerate(DIMS)],
+    ids=str,
+)
 def test_cross_attention(check_packed, heads, dims, dtype):
     check_packed(MANY_PAIRS, dtype, "cuda", heads=heads, dims=dims, kernels="auto")
 
 
-@pytest.mark.parametrize("activation, dtype", [(activation, HALVES[i % 2]) for i, activation in enumerate(ACTIVATIONS)], ids=str)
+@pytest.mark.parametrize(
+    "activation, dtype",
+    [(activation, HALVES[i % 2]) for i, activation in enumerate(ACTIVATIONS)],
+    ids=str,
+)
 def test_activations_in_cross_attention(check_packed, activation, dtype):
     scale = 1.0 if activation == "softmax" else torch.rand(len(MANY_PAIRS[0]), device="cuda") + 0.1
     dims = (64, 64) if dtype == torch.float16 else (128, 128)
-    check_packed(MANY_PAIRS, dtype, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=scale, kernels="auto")
+    check_packed(
+        MANY_PAIRS,
+        dtype,
+        "cuda",
+        dims=dims,
+        activation=activation,
+        scale=0.3,
+        output_scale=scale,
+        kernels="auto",
+    )
 
 
-@pytest.mark.parametrize("mask, activation", [(mask, ("silu", "softmax")[i % 2]) for i, mask in enumerate(MASKS)])
+@pytest.mark.parametrize(
+    "mask, activation", [(mask, ("silu", "softmax")[i % 2]) for i, mask in enumerate(MASKS)]
+)
 def test_masks_in_cross_attention(check_packed, mask, activation):
-    dims, dtype = ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
-    check_packed(MANY_PAIRS, dtype, "cuda", dims=dims, mask=mask, activation=activation, kernels="auto")
+    dims, dtype = (
+        ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
+    )
+    check_packed(
+        MANY_PAIRS, dtype, "cuda", dims=dims, mask=mask, activation=activation, kernels="auto"
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("options", [dict(), dict(activation="silu"), dict(cross=True), dict(cross=True, activation="silu")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(activation="silu"), dict(cross=True), dict(cross=True, activation="silu")],
+    ids=str,
+)
 def test_a_segments_values_stay_in_it(check_packed_neighbours, dtype, options):
     check_packed_neighbours(dtype, "cuda", heads=(4, 2), dims=(64, 64), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("num_segments, longest", [(1, 64), (65, 90), (5000, 30), (3000, 200), (20_000, 5)])
+@pytest.mark.parametrize(
+    "num_segments, longest", [(1, 64), (65, 90), (5000, 30), (3000, 200), (20_000, 5)]
+)
 def test_packed_tiles(check_packed_tiles, num_segments, longest, dtype):
-    lengths, others = (torch.randint(0, n + 1, (num_segments,)).tolist() for n in (longest, 70 - longest % 67))
+    lengths, others = (
+        torch.randint(0, n + 1, (num_segments,)).tolist() for n in (longest, 70 - longest % 67)
+    )
     check_packed_tiles(lengths, "cuda", dtype)
     check_packed_tiles((lengths, others), "cuda", dtype)
 
@@ -91,21 +149,40 @@ def everyday(segments, mean, longest, dim, seed):
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randn(segments, generator=random).mul(1.1).exp()
     lengths = (lengths / lengths.mean() * mean).round().long().clamp(1, longest)
-    q, k, v = (torch.randn(int(lengths.sum()), 4, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(
+            int(lengths.sum()), 4, dim, device="cuda", dtype=torch.bfloat16
+        ).requires_grad_()
+        for _ in range(3)
+    )
     return lengths, q, k, v
 
 
-@pytest.mark.parametrize("segments, mean, longest, dim", [(2048, 55, 500, 128), (1024, 107, 1000, 64), (8192, 20, 100, 64)])
+@pytest.mark.parametrize(
+    "segments, mean, longest, dim",
+    [(2048, 55, 500, 128), (1024, 107, 1000, 64), (8192, 20, 100, 64)],
+)
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["full", "causal"])
 def test_steps_that_follow_one_another_at_once(offsets, segments, mean, longest, dim, mask):
-    """Thousands of thread blocks, with and without a schedule, for batches of changing lengths: the same bits every time."""
+    """Thousands of thread blocks, with and without a schedule, for batches of changing lengths: the
+    same bits every time."""
     for seed in range(4):
         lengths, q, k, v = everyday(segments, mean, longest, dim, seed)
         of_segments = offsets(lengths.tolist(), "cuda")
-        schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=dim, dtype=q.dtype, mask=mask).to("cuda")
+        schedule = host_schedule(
+            lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=dim, dtype=q.dtype, mask=mask
+        ).to("cuda")
         do, first = torch.randn_like(v), None
         for step in range(20):
-            out = F.jagged_attention(q, k, v, of_segments, of_segments, mask=mask, schedule=schedule if step % 2 else None)
+            out = F.jagged_attention(
+                q,
+                k,
+                v,
+                of_segments,
+                of_segments,
+                mask=mask,
+                schedule=schedule if step % 2 else None,
+            )
             results = out.detach(), *torch.autograd.grad(out, (q, k, v), do)
             first = first or results
             assert all(torch.equal(x, y) for x, y in zip(results, first))
@@ -130,16 +207,20 @@ def targets(dim):
     """1 to 20 candidates each of 2,048 users with histories of 0 to 80 events: lengths, q, k, v."""
     lengths = torch.randint(1, 21, (2048,)), torch.randint(0, 81, (2048,))
     shapes = ((int(x.sum()), 4, dim) for x in (lengths[0], lengths[1], lengths[1]))
-    return lengths, *(torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes)
+    return lengths, *(
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_targets_of_short_histories(offsets, packed_launches, change_selection, dim):
-    """With and without a schedule the same bits; without packed tiles the same output within two roundings, and the rows of long segments
-    bit for bit."""
+    """With and without a schedule the same bits; without packed tiles the same output within two
+    roundings, and the rows of long segments bit for bit."""
     lengths, q, k, v = targets(dim)
     of_queries, of_keys = (offsets(x.tolist(), "cuda") for x in lengths)
-    schedule = host_schedule(*lengths, num_heads=4, num_kv_heads=4, head_dim=dim, dtype=q.dtype).to("cuda")
+    schedule = host_schedule(*lengths, num_heads=4, num_kv_heads=4, head_dim=dim, dtype=q.dtype).to(
+        "cuda"
+    )
     do = torch.randn_like(q)
 
     def results(schedule=None):
@@ -148,7 +229,9 @@ def test_targets_of_short_histories(offsets, packed_launches, change_selection, 
 
     packed = results()
     for step in range(20):
-        assert all(torch.equal(x, y) for x, y in zip(results(schedule if step % 2 else None), packed))
+        assert all(
+            torch.equal(x, y) for x, y in zip(results(schedule if step % 2 else None), packed)
+        )
     assert packed_launches == dict(forward=21, backward=21)
     for limits in LIMITS:
         change_selection(limits, (0, 0))
@@ -162,5 +245,7 @@ def test_targets_of_short_histories(offsets, packed_launches, change_selection, 
 def test_targets_do_not_synchronise(assert_no_synchronisation, offsets, packed_launches):
     lengths, q, k, v = targets(64)
     of_queries, of_keys = (offsets(x.tolist(), "cuda") for x in lengths)
-    assert_no_synchronisation(lambda: F.jagged_attention(q, k, v, of_queries, of_keys).sum().backward())
+    assert_no_synchronisation(
+        lambda: F.jagged_attention(q, k, v, of_queries, of_keys).sum().backward()
+    )
     assert packed_launches == dict(forward=2, backward=2)

@@ -1,4 +1,5 @@
-"""Attention to keys in pages on a GPU. Both forms run the same blocks, so results have the same bits."""
+"""Attention to keys in pages on a GPU. Both forms run the same blocks, so results have the same
+bits."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import library
 import jagged_modules as jm
 
 pytestmark = pytest.mark.gpu
-LONG = [5, 700, 130, 0, 64], [3000, 1000, 129, 70, 128]  # mean lengths for which the Hopper forward has blocks of 128 keys
+# mean lengths for which the Hopper forward has blocks of 128 keys
+LONG = [5, 700, 130, 0, 64], [3000, 1000, 129, 70, 128]
 KERNELS = [("triton", 64), ("triton", 128), ("triton", 256), ("hopper", 64), ("hopper", 128)]
 
 
@@ -19,27 +21,47 @@ def supported(request):
         pytest.skip("the Hopper kernels need compute capability 9.0")
 
 
-@pytest.mark.parametrize("lengths", ["mixed", "empty-ends", "no-keys", "no-queries", "nothing", LONG], ids=str)
+@pytest.mark.parametrize(
+    "lengths", ["mixed", "empty-ends", "no-keys", "no-queries", "nothing", LONG], ids=str
+)
 @pytest.mark.parametrize("kernels, dim", KERNELS)
 def test_lengths(check_pages, kernels, dim, lengths):
     check_pages(lengths, torch.bfloat16, "cuda", dims=(dim, dim), kernels=kernels)
 
 
-@pytest.mark.parametrize("dtype, dims", [(torch.float32, (24, 40)), (torch.float16, (128, 72)), (torch.float32, (128, 128))], ids=str)
+@pytest.mark.parametrize(
+    "dtype, dims",
+    [(torch.float32, (24, 40)), (torch.float16, (128, 72)), (torch.float32, (128, 128))],
+    ids=str,
+)
 def test_portable_dtypes_and_dims(check_pages, dtype, dims):
     check_pages("mixed", dtype, "cuda", dims=dims)
 
 
-@pytest.mark.parametrize("mask, activation", [(None, "silu"), ("hstu", "silu"), ("semi-local", "softmax"), ("causal", "gelu_tanh")])
+@pytest.mark.parametrize(
+    "mask, activation",
+    [(None, "silu"), ("hstu", "silu"), ("semi-local", "softmax"), ("causal", "gelu_tanh")],
+)
 @pytest.mark.parametrize("kernels, dim", [("triton", 64), ("hopper", 64), ("hopper", 128)])
 def test_masks_and_activations(check_pages, kernels, dim, mask, activation):
     for lengths in ("mixed", LONG):
-        check_pages(lengths, torch.bfloat16, "cuda", heads=(4, 4), dims=(dim, dim), kernels=kernels, mask=mask, activation=activation)
+        check_pages(
+            lengths,
+            torch.bfloat16,
+            "cuda",
+            heads=(4, 4),
+            dims=(dim, dim),
+            kernels=kernels,
+            mask=mask,
+            activation=activation,
+        )
 
 
 @pytest.mark.parametrize("kernels, dim", [("triton", 64), ("hopper", 64), ("hopper", 128)])
 def test_bias(check_pages, kernels, dim):
-    check_pages("mixed", torch.bfloat16, "cuda", dims=(dim, dim), kernels=kernels, page_rows=256, bias=True)
+    check_pages(
+        "mixed", torch.bfloat16, "cuda", dims=(dim, dim), kernels=kernels, page_rows=256, bias=True
+    )
 
 
 @pytest.mark.parametrize("kernels, dim", [("triton", 64), ("hopper", 64)])
@@ -53,11 +75,27 @@ def test_the_operator_passes_opcheck(offsets, kernels, dim):
     from jagged_kernels.schedule.device import tile_list
 
     lengths = [70, 200, 130]
-    storage, pages = in_pages(torch.randn(400, 4, 2 * dim, device="cuda", dtype=torch.float16), lengths)
-    q, segments = torch.randn(300, 4, dim, device="cuda", dtype=torch.float16), (offsets([70, 100, 130], "cuda"), offsets(lengths, "cuda"))
+    storage, pages = in_pages(
+        torch.randn(400, 4, 2 * dim, device="cuda", dtype=torch.float16), lengths
+    )
+    q, segments = (
+        torch.randn(300, 4, dim, device="cuda", dtype=torch.float16),
+        (offsets([70, 100, 130], "cuda"), offsets(lengths, "cuda")),
+    )
     params = AttentionParams(0.125, False, "softmax", None, 1.0, False, False, None, None)
     tiles = tile_list(*segments, 300, 4, 64, 64)
-    arguments = q, *storage.split(dim, dim=2), *segments, pages.table, pages.page_rows, pages.num_rows, *tiles, 64, kernels, *params
+    arguments = (
+        q,
+        *storage.split(dim, dim=2),
+        *segments,
+        pages.table,
+        pages.page_rows,
+        pages.num_rows,
+        *tiles,
+        64,
+        kernels,
+        *params,
+    )
     library.opcheck(triton_paged_attention, arguments)
 
 
@@ -66,21 +104,35 @@ def test_scores_of_a_paged_cache(offsets, dim):
     """In pages, the scores have the bits of those of copied rows, and no row is copied."""
     layer = jm.JaggedTargetAttention(2 * dim, 2, device="cuda", dtype=torch.bfloat16)
     lengths = [300, 1, 0, 128, 1000]
-    history = torch.randn(sum(lengths), 2 * dim, device="cuda", dtype=torch.bfloat16), offsets(lengths, "cuda")
+    history = (
+        torch.randn(sum(lengths), 2 * dim, device="cuda", dtype=torch.bfloat16),
+        offsets(lengths, "cuda"),
+    )
     paged, copied = (jm.PagedHistoryCache(layer, 2**24, rows) for rows in (128, 16))
-    targets, candidates = torch.randn(50, 3, 2 * dim, device="cuda", dtype=torch.bfloat16), torch.randint(5, (50,), device="cuda")
+    targets, candidates = (
+        torch.randn(50, 3, 2 * dim, device="cuda", dtype=torch.bfloat16),
+        torch.randint(5, (50,), device="cuda"),
+    )
     with torch.no_grad():
         for cache in (paged, copied):
             cache.put(list(range(5)), history)
         kv, rows = (cache.select([4, 2, 0, 3, 1]) for cache in (paged, copied))
-        assert torch.equal(layer.score(targets, kv, candidates), layer.score(targets, rows, candidates))
+        assert torch.equal(
+            layer.score(targets, kv, candidates), layer.score(targets, rows, candidates)
+        )
         assert "values" not in vars(kv.layers[0])
 
 
 def test_a_write_on_another_stream_waits_for_those_that_read_the_page():
     layer = jm.JaggedTargetAttention(128, 2, device="cuda", dtype=torch.bfloat16)
     cache = jm.PagedHistoryCache(layer, 128 * 2 * 128 * 2, 128)  # one page
-    first, second = ((torch.randn(128, 128, device="cuda", dtype=torch.bfloat16), torch.tensor([0, 128], device="cuda")) for _ in range(2))
+    first, second = (
+        (
+            torch.randn(128, 128, device="cuda", dtype=torch.bfloat16),
+            torch.tensor([0, 128], device="cuda"),
+        )
+        for _ in range(2)
+    )
     targets = torch.randn(1, 100, 128, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         expected = layer(targets, first)

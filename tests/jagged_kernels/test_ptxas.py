@@ -9,12 +9,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-import jagged_kernels  # noqa: E402
-from jagged_kernels.attention import triton_kernels  # noqa: E402
-from jagged_kernels.common import ptxas  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import jagged_kernels
+from jagged_kernels.attention import triton_kernels
+from jagged_kernels.common import ptxas
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
 
 def tool(version):
@@ -23,7 +23,8 @@ def tool(version):
 
 @pytest.fixture
 def releases(monkeypatch):
-    """(release of Triton's own ptxas, of the one for Blackwell) → replaces knobs.nvidia's tools by such ones."""
+    """(release of Triton's own ptxas, of the one for Blackwell) → replaces knobs.nvidia's tools by
+    such ones."""
 
     def install(own, blackwell):
         tools = dict(ptxas=tool(own), ptxas_blackwell=tool(blackwell))
@@ -35,14 +36,23 @@ def releases(monkeypatch):
 
 
 def test_every_kernel_is_compiled_by_it():
-    modules = [importlib.import_module(x.name) for x in pkgutil.walk_packages(jagged_kernels.__path__, "jagged_kernels.")]
-    kernels = {x for module in modules for x in vars(module).values() if isinstance(x, JITFunction) and x.__name__.endswith("_kernel")}
+    modules = [
+        importlib.import_module(x.name)
+        for x in pkgutil.walk_packages(jagged_kernels.__path__, "jagged_kernels.")
+    ]
+    kernels = {
+        x
+        for module in modules
+        for x in vars(module).values()
+        if isinstance(x, JITFunction) and x.__name__.endswith("_kernel")
+    }
     assert len(kernels) > 20
     assert [x.__name__ for x in kernels if x.compile is not ptxas.compile_kernel] == []
 
 
 def test_a_first_launch_in_another_thread_leaves_the_compiler(monkeypatch):
-    """Triton sets a kernel's compiler at its first launch on a device, while another thread may be about to compile."""
+    """Triton sets a kernel's compiler at its first launch on a device, while another thread may be
+    about to compile."""
     kernel = triton_kernels.attention_fwd_kernel
     driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
@@ -50,7 +60,10 @@ def test_a_first_launch_in_another_thread_leaves_the_compiler(monkeypatch):
     assert kernel.compile is ptxas.compile_kernel
 
 
-@pytest.mark.parametrize("own, blackwell, chosen", [("12.8", "12.9", "12.9"), ("12.8", "13.1", "13.1"), ("12.9", "13.3", "12.9")])
+@pytest.mark.parametrize(
+    "own, blackwell, chosen",
+    [("12.8", "12.9", "12.9"), ("12.8", "13.1", "13.1"), ("12.9", "13.3", "12.9")],
+)
 def test_the_first_sound_release_is_taken(releases, own, blackwell, chosen):
     releases(own, blackwell)
     assert ptxas.hopper_ptxas().version == chosen
@@ -85,6 +98,8 @@ def test_settings_of_triton_are_left_as_they_were(monkeypatch):
     with pytest.raises(ValueError):
         ptxas.compile_kernel("bad", hopper, {})
     assert knobs.nvidia.ptxas == before and "ptxas" not in vars(knobs.nvidia)
-    assert len(seen) == 33 and all(tuple(map(int, release.split("."))) >= (12, 9) for release, _ in seen)
+    assert len(seen) == 33 and all(
+        tuple(map(int, release.split("."))) >= (12, 9) for release, _ in seen
+    )
     ptxas.compile_kernel("other", GPUTarget("cuda", 80, 32), {})
     assert seen[-1] == (before.version, None)

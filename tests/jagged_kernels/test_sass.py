@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from .sass import find_unwritten  # noqa: E402
+from .sass import find_unwritten
 
 LISTING = """
 .text.kernel:
@@ -34,7 +34,7 @@ INDEXED = """
         /*0040*/                   IADD3 R0, R0, UR4, RZ ;
         /*0050*/                   EXIT ;
         /*0060*/                   IADD3 R0, R0, UR5, RZ ;
-"""
+"""  # noqa: E501
 CALLING = """
         /*0000*/                   CALL.REL.NOINC `($__internal_0_$__div_s64) ;
         /*0010*/                   IMAD.U32 R2, RZ, RZ, UR6 ;
@@ -49,11 +49,17 @@ $__internal_0_$__div_s64:
 
 def test_registers_of_a_branch_that_may_not_have_run():
     assert [x.split(":")[0] for x in find_unwritten(LISTING.format(between=""))] == ["UR10", "UR11"]
-    assert find_unwritten(LISTING.format(between="        /*00a0*/  ULDC UR10, c[0x0][0x210] ;"))[0].startswith("UR11: @!P0 HGMMA")
+    assert find_unwritten(LISTING.format(between="        /*00a0*/  ULDC UR10, c[0x0][0x210] ;"))[
+        0
+    ].startswith("UR11: @!P0 HGMMA")
 
 
 @pytest.mark.parametrize(
-    "write", ["        /*00a0*/   ULDC.64 UR10, c[0x0][0x210] ;", "        /*00a0*/   @!P0 UIMAD.WIDE UR10, UR6, UR7, URZ ;"]
+    "write",
+    [
+        "        /*00a0*/   ULDC.64 UR10, c[0x0][0x210] ;",
+        "        /*00a0*/   @!P0 UIMAD.WIDE UR10, UR6, UR7, URZ ;",
+    ],
 )
 def test_registers_written_on_every_path(write):
     assert find_unwritten(LISTING.format(between=write)) == []
@@ -72,8 +78,15 @@ def test_a_function_writes_its_results():
 @pytest.mark.parametrize("selector, leaves_the_upper_half", [("0x7632", True), ("0x7610", False)])
 def test_half_of_a_register_may_be_written(selector, leaves_the_upper_half):
     write = f"UPRMT UR4, URZ, {selector}, UR4"
-    assert find_unwritten(INDEXED.format(write=f"{write} ;")) == ([] if leaves_the_upper_half else [f"UR4: {write}"])
+    assert find_unwritten(INDEXED.format(write=f"{write} ;")) == (
+        [] if leaves_the_upper_half else [f"UR4: {write}"]
+    )
 
 
 def test_a_register_may_be_saved_before_it_holds_anything():
-    assert find_unwritten(INDEXED.format(write="NOP ;").replace("IADD3 R0, R0, UR4, RZ", "MOV R0, UR4")) == []
+    assert (
+        find_unwritten(
+            INDEXED.format(write="NOP ;").replace("IADD3 R0, R0, UR4, RZ", "MOV R0, UR4")
+        )
+        == []
+    )

@@ -1,4 +1,5 @@
-"""Which kernels an attention call takes, and with which tiles: every rule at its edges. No GPU: the compute capability is an argument."""
+"""Which kernels an attention call takes, and with which tiles: every rule at its edges. No GPU: the
+compute capability is an argument."""
 
 import dataclasses
 import itertools
@@ -19,11 +20,18 @@ HOPPER_KERNELS = ("fwd", "dq", "dkdv", "dq_from_ds")
 
 
 def problem(head_dim=128, v_dim=None, dtype=torch.bfloat16, capability=H100, **options):
-    return AttentionProblem(head_dim, head_dim if v_dim is None else v_dim, dtype, capability, **options)
+    return AttentionProblem(
+        head_dim, head_dim if v_dim is None else v_dim, dtype, capability, **options
+    )
 
 
 def sizes(q_seqlen, kv_seqlen, segments=64):
-    return dict(q_rows=q_seqlen * segments, q_segments=segments, kv_rows=kv_seqlen * segments, kv_segments=segments)
+    return dict(
+        q_rows=q_seqlen * segments,
+        q_segments=segments,
+        kv_rows=kv_seqlen * segments,
+        kv_segments=segments,
+    )
 
 
 BACKENDS = [  # what differs from long segments of head dim 128 in bf16 on an H100 → backend
@@ -65,10 +73,17 @@ BACKENDS = [  # what differs from long segments of head dim 128 in bf16 on an H1
     (dict(q_rows=0), "hopper"),  # a schedule has the same tiles as one with rows
     (dict(q_rows=0, misaligned=("q",)), "hopper"),
     (dict(kv_rows=0, misaligned=("k",), implementation="hopper"), "hopper"),
-    (dict(biased=True, q_shared=True, q_rows=3, kv_rows=64 * 342), "hopper"),  # 3 rows with every segment's 342 keys
+    # 3 rows with every segment's 342 keys
+    (dict(biased=True, q_shared=True, q_rows=3, kv_rows=64 * 342), "hopper"),
     (dict(biased=True, q_shared=True, q_rows=3, kv_rows=64 * 341), "triton"),
-    (dict(biased=True, kv_shared=True, q_rows=1024, q_segments=1, kv_rows=1, kv_segments=1), "hopper"),
-    (dict(biased=True, kv_shared=True, q_rows=1023, q_segments=1, kv_rows=1, kv_segments=1), "triton"),
+    (
+        dict(biased=True, kv_shared=True, q_rows=1024, q_segments=1, kv_rows=1, kv_segments=1),
+        "hopper",
+    ),
+    (
+        dict(biased=True, kv_shared=True, q_rows=1023, q_segments=1, kv_rows=1, kv_segments=1),
+        "triton",
+    ),
 ]
 
 
@@ -78,12 +93,27 @@ def test_backend(change, backend):
 
 
 REFUSED = [
-    (dict(dtype=torch.float32), "got torch.float32 on compute capability 9.0, head dims 128 and 128"),
-    (dict(capability=A100), "a GPU of compute capability 9.0, .* got torch.bfloat16 on compute capability 8.0"),
+    (
+        dict(dtype=torch.float32),
+        "got torch.float32 on compute capability 9.0, head dims 128 and 128",
+    ),
+    (
+        dict(capability=A100),
+        "a GPU of compute capability 9.0, .* got torch.bfloat16 on compute capability 8.0",
+    ),
     (dict(capability=None), "got torch.bfloat16 on no GPU"),
-    (dict(head_dim=32), "head dims of q and v both 40 to 64 or both 72 to 128, in multiples of 8; got .* head dims 32 and 32"),
+    (
+        dict(head_dim=32),
+        (
+            "head dims of q and v both 40 to 64 or both 72 to 128, in multiples of 8; got .* head"
+            " dims 32 and 32"
+        ),
+    ),
     (dict(v_dim=64), "head dims 128 and 64"),
-    (dict(misaligned=("q [8, 2, 64] with strides (130, 65, 1)",)), r"begin at 16-byte boundaries, .*got q \[8, 2, 64\] with strides"),
+    (
+        dict(misaligned=("q [8, 2, 64] with strides (130, 65, 1)",)),
+        r"begin at 16-byte boundaries, .*got q \[8, 2, 64\] with strides",
+    ),
 ]
 
 
@@ -93,7 +123,8 @@ def test_an_explicit_request_never_falls_back(change, message):
         select(problem(**(LONG | change), implementation="hopper"))
 
 
-TRITON_TILES = [  # what differs from head dim 64 in bf16 on an A100, without a schedule → query tile, key tile
+# what differs from head dim 64 in bf16 on an A100, without a schedule → query tile, key tile
+TRITON_TILES = [
     (dict(), 128, 64),
     (dict(head_dim=72), 64, 64),
     (dict(head_dim=64, v_dim=72), 64, 64),
@@ -114,32 +145,54 @@ TRITON_TILES = [  # what differs from head dim 64 in bf16 on an A100, without a 
 ]
 
 
-@pytest.mark.parametrize("change, query, key", TRITON_TILES, ids=[str(change) for change, _, _ in TRITON_TILES])
+@pytest.mark.parametrize(
+    "change, query, key", TRITON_TILES, ids=[str(change) for change, _, _ in TRITON_TILES]
+)
 def test_tiles_of_the_portable_kernels(change, query, key):
     selection = select(problem(**(dict(head_dim=64, capability=A100) | LONG | change)))
     assert (selection.fwd.tile, selection.dq.tile, selection.dkdv.tile) == (query, query, key)
     assert (selection.tile.query, selection.tile.key) == (query, key)
 
 
-@pytest.mark.parametrize("head_dim, tiles", [(64, (192, 192, 128, 192)), (128, (128, 128, 128, 128))])
+@pytest.mark.parametrize(
+    "head_dim, tiles", [(64, (192, 192, 128, 192)), (128, (128, 128, 128, 128))]
+)
 @pytest.mark.parametrize("schedule", [(None, None), (16, 16), (64, 64)])
 def test_hoppers_tiles_are_its_own(head_dim, tiles, schedule):
     selection = select(problem(head_dim, **sizes(640, 640), schedule=schedule))
-    assert tuple(config.tile for config in (selection.fwd, selection.dq, selection.dkdv, selection.dq_from_ds)) == tiles
+    assert (
+        tuple(
+            config.tile
+            for config in (selection.fwd, selection.dq, selection.dkdv, selection.dq_from_ds)
+        )
+        == tiles
+    )
 
 
 def test_a_schedule_made_without_the_activation_has_hoppers_tiles():
-    """Hopper's tiles do not depend on the activation. A time table makes a difference at head dims up to 64."""
+    """Hopper's tiles do not depend on the activation. A time table makes a difference at head dims
+    up to 64."""
     for dim in (64, 96, 128):
         options = list(itertools.product(ACTIVATIONS, *[[False, True]] * 3))  # masked, biased, long
-        tiles = {kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options} for kernel in HOPPER_KERNELS}
-        assert all(len(rows) == 1 for rows in tiles.values()) and tiles["fwd"] == tiles["dq"] == tiles["dq_from_ds"]
+        tiles = {
+            kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options}
+            for kernel in HOPPER_KERNELS
+        }
+        assert (
+            all(len(rows) == 1 for rows in tiles.values())
+            and tiles["fwd"] == tiles["dq"] == tiles["dq_from_ds"]
+        )
     timed = dict(biased=True, timed=True)
-    assert select(problem(64, **LONG, **timed)).tile == select(problem(128, **LONG, **timed)).tile == select(problem(128, **LONG)).tile
+    assert (
+        select(problem(64, **LONG, **timed)).tile
+        == select(problem(128, **LONG, **timed)).tile
+        == select(problem(128, **LONG)).tile
+    )
 
 
 @pytest.mark.parametrize(
-    "head_dim, change, queries, keys",  # change: of mean lengths → whether tiles of queries and of keys are small
+    # change: of mean lengths → whether tiles of queries and of keys are small
+    "head_dim, change, queries, keys",
     [
         (64, sizes(639, 639), True, True),
         (64, sizes(640, 640), False, False),
@@ -157,7 +210,12 @@ def test_a_schedule_made_without_the_activation_has_hoppers_tiles():
         (128, sizes(64, 64) | dict(masked=True), False, False),
         (64, sizes(10, 10) | dict(batch_invariant=True), False, False),
         (64, sizes(639, 639) | dict(biased=True, masked=True), True, True),
-        (64, sizes(640, 640) | dict(biased=True, activation="gelu", implementation="hopper"), False, False),
+        (
+            64,
+            sizes(640, 640) | dict(biased=True, activation="gelu", implementation="hopper"),
+            False,
+            False,
+        ),
         (64, sizes(255, 255) | dict(biased=True, timed=True), True, True),
         (64, sizes(256, 256) | dict(biased=True, timed=True, masked=True), False, False),
         (128, sizes(127, 127) | dict(biased=True, masked=True), True, False),
@@ -172,26 +230,48 @@ def test_hoppers_tiles_are_small_where_segments_are_short(head_dim, change, quer
     assert [config.consumers == 1 for config in (fwd, dq, dkdv)] == [queries, queries, keys]
     assert fwd.tile == dq.tile, "they share a list of tiles"
     for config in (fwd, dq, dkdv):
-        assert config.tile == 64 * config.consumers and (config.ctas_per_sm > 1) == (config.consumers == 1)
+        assert config.tile == 64 * config.consumers and (config.ctas_per_sm > 1) == (
+            config.consumers == 1
+        )
 
 
 def test_blocks_are_small_where_query_segments_are_short():
-    assert [select(problem(64, **sizes(length, 300))).dkdv.block for length in (255, 256)] == [32, 64]
+    assert [select(problem(64, **sizes(length, 300))).dkdv.block for length in (255, 256)] == [
+        32,
+        64,
+    ]
 
 
 @pytest.mark.parametrize(
     "head_dim, masked, below, from_on",
-    [(128, False, 383, 384), (64, False, 767, 768), (72, False, 383, 384), (128, True, 1535, 1536), (64, True, 3071, 3072)],
+    [
+        (128, False, 383, 384),
+        (64, False, 767, 768),
+        (72, False, 383, 384),
+        (128, True, 1535, 1536),
+        (64, True, 3071, 3072),
+    ],
 )
 def test_hoppers_key_blocks_are_larger_where_segments_are_long(head_dim, masked, below, from_on):
-    blocks = [select(problem(head_dim, masked=masked, **sizes(700, length))).fwd.block for length in (below, from_on)]
+    blocks = [
+        select(problem(head_dim, masked=masked, **sizes(700, length))).fwd.block
+        for length in (below, from_on)
+    ]
     assert blocks == [64, 128]
-    assert select(problem(head_dim, masked=masked, batch_invariant=True, **sizes(700, from_on))).fwd.block == 64
-    assert select(problem(head_dim, masked=masked)).fwd.block == 64, "nothing is known of the segments"
+    assert (
+        select(
+            problem(head_dim, masked=masked, batch_invariant=True, **sizes(700, from_on))
+        ).fwd.block
+        == 64
+    )
+    assert select(problem(head_dim, masked=masked)).fwd.block == 64, (
+        "nothing is known of the segments"
+    )
 
 
 def test_portable_blocks_are_larger_where_a_tile_loops_over_many_rows():
-    """For `dkdv`, the number of queries that read a tile of keys decides; for the forward and dq, the number of keys."""
+    """For `dkdv`, the number of queries that read a tile of keys decides; for the forward and dq,
+    the number of keys."""
     short, long = (attention_config(128, 2, A100, 64, long) for long in (False, True))
     assert short.dq.block < long.dq.block and short.dkdv.block < long.dkdv.block
 
@@ -205,7 +285,10 @@ def test_portable_blocks_are_larger_where_a_tile_loops_over_many_rows():
     assert blocks(**sizes(768, 768), masked=True) == (short.dq.block, short.dkdv.block)
     assert blocks(**sizes(768, 768), batch_invariant=True) == (short.dq.block, short.dkdv.block)
     shared = dict(q_shared=True, q_rows=768, q_segments=64, kv_rows=64, kv_segments=64)
-    assert blocks(**shared)[1] == long.dkdv.block and blocks(**shared | dict(q_rows=767))[1] == short.dkdv.block
+    assert (
+        blocks(**shared)[1] == long.dkdv.block
+        and blocks(**shared | dict(q_rows=767))[1] == short.dkdv.block
+    )
     groups = dict(q_rows=2 * 64 * 384, q_segments=2 * 64, kv_rows=64, kv_segments=64)
     assert blocks(**groups)[1] == long.dkdv.block, "a tile of keys meets the queries of both groups"
 
@@ -228,18 +311,41 @@ def test_gpus_with_little_shared_memory_keep_small_blocks():
         (100_000, 0, 4, 132, 264),
     ],
 )
-def test_query_rows_are_split_where_all_segments_share_the_keys(q_rows, kv_rows, num_kv_heads, num_sms, chunks):
-    shared = dict(q_rows=q_rows, q_segments=1, kv_rows=kv_rows, kv_segments=1, num_kv_heads=num_kv_heads, num_sms=num_sms)
+def test_query_rows_are_split_where_all_segments_share_the_keys(
+    q_rows, kv_rows, num_kv_heads, num_sms, chunks
+):
+    shared = dict(
+        q_rows=q_rows,
+        q_segments=1,
+        kv_rows=kv_rows,
+        kv_segments=1,
+        num_kv_heads=num_kv_heads,
+        num_sms=num_sms,
+    )
     assert select(problem(capability=A100, kv_shared=True, **shared)).query_chunks == chunks
     assert select(problem(capability=A100, **shared)).query_chunks == 1
 
 
 def test_hopper_splits_query_rows_by_its_own_tile():
-    shared = dict(kv_shared=True, q_rows=100_000, q_segments=1, kv_rows=65, kv_segments=1, num_kv_heads=4, num_sms=132)
-    assert [select(problem(capability=capability, **shared)).query_chunks for capability in (A100, H100)] == [33, 66]
+    shared = dict(
+        kv_shared=True,
+        q_rows=100_000,
+        q_segments=1,
+        kv_rows=65,
+        kv_segments=1,
+        num_kv_heads=4,
+        num_sms=132,
+    )
+    assert [
+        select(problem(capability=capability, **shared)).query_chunks for capability in (A100, H100)
+    ] == [33, 66]
 
 
-@pytest.mark.parametrize("capability, tma", [(None, False), ((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)], ids=str)
+@pytest.mark.parametrize(
+    "capability, tma",
+    [(None, False), ((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)],
+    ids=str,
+)
 def test_portable_kernels_use_the_tensor_memory_accelerator_where_there_is_one(capability, tma):
     assert select(problem(dtype=torch.float32, capability=capability)).tma == tma
 
@@ -247,13 +353,19 @@ def test_portable_kernels_use_the_tensor_memory_accelerator_where_there_is_one(c
 def test_ds_is_stored_where_that_is_faster():
     faster = module.storing_ds_is_faster
     assert faster(2**14, 128, 128) and faster(2**14, 128, 72)
-    assert not faster(2**14 - 1, 128, 128) and not faster(2**14, 127, 128) and not faster(2**14, 128, 64)
+    assert (
+        not faster(2**14 - 1, 128, 128)
+        and not faster(2**14, 127, 128)
+        and not faster(2**14, 128, 64)
+    )
 
 
 def test_equal_problems_give_one_selection():
     """This saves host time at each launch. The cache does not grow with the number of batches."""
     assert select(problem(**sizes(400, 500))) is select(problem(**sizes(500, 600)))
-    assert select(problem(capability=A100, **sizes(400, 500))) is select(problem(capability=A100, **sizes(401, 501)))
+    assert select(problem(capability=A100, **sizes(400, 500))) is select(
+        problem(capability=A100, **sizes(401, 501))
+    )
 
 
 def rows(number):
@@ -309,16 +421,27 @@ SHORT_BATCH = dict(self_attention=True, num_kv_heads=4, num_sms=132) | sizes(55,
 )
 def test_short_segments_are_packed_where_they_fill_the_gpu(monkeypatch, change, forward, backward):
     selection = select(problem(**SHORT_BATCH | change))
-    assert (selection.packed_fwd is not None, selection.packed_bwd is not None) == (forward, backward)
+    assert (selection.packed_fwd is not None, selection.packed_bwd is not None) == (
+        forward,
+        backward,
+    )
     monkeypatch.setattr(module, "packed_tiles_are_faster", lambda *_: (False, False))
-    assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(problem(**SHORT_BATCH | change))
+    assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(
+        problem(**SHORT_BATCH | change)
+    )
 
 
 def test_packed_tiles_replace_the_kernel_of_few_queries():
     """Above head dim 64, where both take short histories."""
     batch = dict(num_heads=4, num_kv_heads=4, num_sms=132)
-    packed, few_queries = (select(problem(**batch, **sizes(10, length, 4096))) for length in (31, 32))
-    assert packed.packed_bwd is not None and packed.short_queries is None and packed.dq.tile == packed.fwd.tile
+    packed, few_queries = (
+        select(problem(**batch, **sizes(10, length, 4096))) for length in (31, 32)
+    )
+    assert (
+        packed.packed_bwd is not None
+        and packed.short_queries is None
+        and packed.dq.tile == packed.fwd.tile
+    )
     assert few_queries.packed_bwd is None and few_queries.short_queries is not None
 
 
@@ -377,10 +500,22 @@ def test_one_kernel_for_all_gradients_of_long_segments(dim, change, expected):
         assert selection.one_pass.tile == selection.dkdv.tile == selection.tile.key
 
 
-@pytest.mark.parametrize("dim, masked, least", [(40, False, 573), (64, True, 1024), (72, False, 363), (128, False, 363), (128, True, 2560)])
+@pytest.mark.parametrize(
+    "dim, masked, least",
+    [(40, False, 573), (64, True, 1024), (72, False, 363), (128, False, 363), (128, True, 2560)],
+)
 def test_how_long_segments_are_for_one_kernel(dim, masked, least):
     for seqlen in (least - 1, least):
-        found = select(problem(dim, masked=masked, causal=masked, num_heads=8, num_kv_heads=8, **sizes(seqlen, seqlen)))
+        found = select(
+            problem(
+                dim,
+                masked=masked,
+                causal=masked,
+                num_heads=8,
+                num_kv_heads=8,
+                **sizes(seqlen, seqlen),
+            )
+        )
         assert (found.one_pass is not None) == (seqlen >= least)
 
 
@@ -395,12 +530,40 @@ def test_how_long_segments_are_for_one_kernel(dim, masked, least):
         (128, sizes(100, 1310), False),
         (128, sizes(2000, 319), False),
         (64, dict(q_segments=8, kv_segments=8, q_rows=8 * 1024, kv_rows=8 * 1024), True),
-        (64, dict(q_segments=7, kv_segments=7, q_rows=7 * 1024, kv_rows=7 * 1024), False),  # keys of 4 heads do not fill the GPU
-        (64, dict(q_segments=2, kv_segments=2, q_rows=2 * 512, kv_rows=2 * 8192), False),  # nor do queries
+        # keys of 4 heads do not fill the GPU
+        (64, dict(q_segments=7, kv_segments=7, q_rows=7 * 1024, kv_rows=7 * 1024), False),
+        # nor do queries
+        (64, dict(q_segments=2, kv_segments=2, q_rows=2 * 512, kv_rows=2 * 8192), False),
         (128, dict(q_segments=6, kv_segments=6, q_rows=6 * 4096, kv_rows=6 * 4096), True),
-        (128, dict(q_segments=6, kv_segments=6, q_rows=6 * 4096, kv_rows=6 * 4096, num_kv_heads=2), False),
-        (128, dict(q_segments=2, kv_segments=2, q_rows=2 * 4096, kv_rows=2 * 4096, masked=True, causal=True), False),
-        (128, dict(q_segments=3, kv_segments=3, q_rows=3 * 4096, kv_rows=3 * 4096, masked=True, causal=True), True),
+        (
+            128,
+            dict(q_segments=6, kv_segments=6, q_rows=6 * 4096, kv_rows=6 * 4096, num_kv_heads=2),
+            False,
+        ),
+        (
+            128,
+            dict(
+                q_segments=2,
+                kv_segments=2,
+                q_rows=2 * 4096,
+                kv_rows=2 * 4096,
+                masked=True,
+                causal=True,
+            ),
+            False,
+        ),
+        (
+            128,
+            dict(
+                q_segments=3,
+                kv_segments=3,
+                q_rows=3 * 4096,
+                kv_rows=3 * 4096,
+                masked=True,
+                causal=True,
+            ),
+            True,
+        ),
     ],
     ids=str,
 )
@@ -464,8 +627,12 @@ def test_the_causal_mask_hides_later_keys_alone():
     masks = [jm.AttentionMask(causal=True, min_full_attn_seqlen=0)]
     assert all(MaskParams(*mask.params).is_causal for mask in masks)
     others = (
-        dict(), dict(causal=True, window=(5, None)), dict(causal=True, num_targets=torch.tensor([1])),
-        dict(causal=True, contextual_seqlen=2), dict(causal=True, max_attn_len=3), dict(causal=True, recent_history=5),
+        dict(),
+        dict(causal=True, window=(5, None)),
+        dict(causal=True, num_targets=torch.tensor([1])),
+        dict(causal=True, contextual_seqlen=2),
+        dict(causal=True, max_attn_len=3),
+        dict(causal=True, recent_history=5),
         dict(causal=True, global_prefix=3, window=(9, None)),
-    )  # fmt: skip
+    )
     assert not any(MaskParams(*jm.AttentionMask(**fields).params).is_causal for fields in others)

@@ -4,14 +4,25 @@ import pytest
 import torch
 from jagged_kernels.block_attention.configs import BlockAttentionConfig, HopperBlockAttentionConfig
 from jagged_kernels.block_attention.params import RotaryParams
-from jagged_kernels.block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
+from jagged_kernels.block_attention.select import (
+    BlockAttentionProblem,
+    has_kernels,
+    select_block_attention,
+)
 from jagged_kernels.common.configs import KernelChoice
 
 TABLE = torch.ones(4, 32)
 TYPICAL = BlockAttentionProblem(
-    num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16, block_size=64, rotary="none", aligned=True, device_type="cuda",
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    dtype=torch.bfloat16,
+    block_size=64,
+    rotary="none",
+    aligned=True,
+    device_type="cuda",
     capability=(9, 0),
-)  # fmt: skip
+)
 UNSUPPORTED_BY_HOPPER = {
     "fp32": dict(dtype=torch.float32),
     "grouped heads": dict(num_kv_heads=2),
@@ -26,9 +37,16 @@ UNSUPPORTED_BY_HOPPER = {
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd"])
 @pytest.mark.parametrize("implementation", ["auto", "hopper"])
-@pytest.mark.parametrize("changes", [{}, dict(dtype=torch.float16), dict(head_dim=8), dict(head_dim=128), dict(block_size=128)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, dict(dtype=torch.float16), dict(head_dim=8), dict(head_dim=128), dict(block_size=128)],
+    ids=str,
+)
 def test_hopper(kernel, implementation, changes):
-    assert select_block_attention(kernel, TYPICAL._replace(**changes), implementation).backend == "hopper"
+    assert (
+        select_block_attention(kernel, TYPICAL._replace(**changes), implementation).backend
+        == "hopper"
+    )
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd"])
@@ -36,7 +54,13 @@ def test_hopper(kernel, implementation, changes):
 def test_triton(kernel, reason):
     problem = TYPICAL._replace(**UNSUPPORTED_BY_HOPPER[reason])
     assert select_block_attention(kernel, problem, "auto").backend == "triton"
-    with pytest.raises(ValueError, match=r"implementation 'hopper' takes .*; got torch\.\w+ on (cuda|cpu) with capability \d+\.0, D = "):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"implementation 'hopper' takes .*; got torch\.\w+ on (cuda|cpu) with capability"
+            r" \d+\.0, D = "
+        ),
+    ):
         select_block_attention(kernel, problem, "hopper")
 
 
@@ -48,17 +72,72 @@ def test_explicit_triton(kernel):
 @pytest.mark.parametrize(
     "kernel, changes, implementation, config",
     [
-        ("fwd", {}, "auto", HopperBlockAttentionConfig(64, 64, heads_per_cta=4, num_warps=4, max_registers=168)),
-        ("bwd", {}, "auto", HopperBlockAttentionConfig(64, 64, heads_per_cta=4, num_warps=4, max_registers=168)),
-        ("bwd", dict(head_dim=72), "auto", HopperBlockAttentionConfig(64, 128, heads_per_cta=4, num_warps=4, max_registers=None)),
-        ("fwd", dict(num_heads=6, num_kv_heads=6), "auto", HopperBlockAttentionConfig(64, 64, 3, num_warps=4, max_registers=168)),
-        ("fwd", dict(block_size=128), "auto", HopperBlockAttentionConfig(128, 64, 4, num_warps=8, max_registers=None)),
-        ("fwd", dict(block_size=16), "triton", BlockAttentionConfig(64, 64, num_warps=4, num_stages=3)),
-        ("fwd", dict(rotary="relative"), "triton", BlockAttentionConfig(64, 64, num_warps=4, num_stages=2, ctas_per_sm=2)),
-        ("bwd", dict(rotary="absolute", num_kv_heads=2), "triton", BlockAttentionConfig(64, 64, num_warps=8, num_stages=2)),
-        ("fwd", dict(capability=(8, 0)), "auto", BlockAttentionConfig(64, 64, num_warps=4, num_stages=1, ctas_per_sm=4)),
-        ("fwd", dict(dtype=torch.float32, head_dim=128, block_size=16), "auto", BlockAttentionConfig(32, 128, num_warps=8, num_stages=1)),
-        ("fwd", dict(head_dim=8), "triton", BlockAttentionConfig(64, 32, num_warps=4, num_stages=3)),
+        (
+            "fwd",
+            {},
+            "auto",
+            HopperBlockAttentionConfig(64, 64, heads_per_cta=4, num_warps=4, max_registers=168),
+        ),
+        (
+            "bwd",
+            {},
+            "auto",
+            HopperBlockAttentionConfig(64, 64, heads_per_cta=4, num_warps=4, max_registers=168),
+        ),
+        (
+            "bwd",
+            dict(head_dim=72),
+            "auto",
+            HopperBlockAttentionConfig(64, 128, heads_per_cta=4, num_warps=4, max_registers=None),
+        ),
+        (
+            "fwd",
+            dict(num_heads=6, num_kv_heads=6),
+            "auto",
+            HopperBlockAttentionConfig(64, 64, 3, num_warps=4, max_registers=168),
+        ),
+        (
+            "fwd",
+            dict(block_size=128),
+            "auto",
+            HopperBlockAttentionConfig(128, 64, 4, num_warps=8, max_registers=None),
+        ),
+        (
+            "fwd",
+            dict(block_size=16),
+            "triton",
+            BlockAttentionConfig(64, 64, num_warps=4, num_stages=3),
+        ),
+        (
+            "fwd",
+            dict(rotary="relative"),
+            "triton",
+            BlockAttentionConfig(64, 64, num_warps=4, num_stages=2, ctas_per_sm=2),
+        ),
+        (
+            "bwd",
+            dict(rotary="absolute", num_kv_heads=2),
+            "triton",
+            BlockAttentionConfig(64, 64, num_warps=8, num_stages=2),
+        ),
+        (
+            "fwd",
+            dict(capability=(8, 0)),
+            "auto",
+            BlockAttentionConfig(64, 64, num_warps=4, num_stages=1, ctas_per_sm=4),
+        ),
+        (
+            "fwd",
+            dict(dtype=torch.float32, head_dim=128, block_size=16),
+            "auto",
+            BlockAttentionConfig(32, 128, num_warps=8, num_stages=1),
+        ),
+        (
+            "fwd",
+            dict(head_dim=8),
+            "triton",
+            BlockAttentionConfig(64, 32, num_warps=4, num_stages=3),
+        ),
     ],
 )
 def test_configurations(kernel, changes, implementation, config):

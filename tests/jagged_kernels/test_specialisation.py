@@ -1,6 +1,8 @@
-"""The first training steps of a layer compile every kernel that later ones launch, whatever the lengths.
+"""The first training steps of a layer compile every kernel that later ones launch, whatever the
+lengths.
 
-Triton compiles another variant of a kernel for an integer argument of 1, for one divisible by 16, and for a pointer aligned to 16 bytes.
+Triton compiles another variant of a kernel for an integer argument of 1, for one divisible by 16,
+and for a pointer aligned to 16 bytes.
 """
 
 import pytest
@@ -11,15 +13,17 @@ import jagged_modules as jm
 
 pytest.importorskip("triton")
 
-from benchmarks.training_steps import training_steps  # noqa: E402
+from benchmarks.training_steps import training_steps
 
-from .batches import FIRST_BATCHES, LATER_BATCHES  # noqa: E402
-from .launches import recorded_launches  # noqa: E402
+from .batches import FIRST_BATCHES, LATER_BATCHES
+from .launches import recorded_launches
 
 LAYERS = list(training_steps("cpu", torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SLOW), torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=SLOW), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_later_batches_need_no_other_kernels(name, capability, dtype):
@@ -46,7 +50,15 @@ def test_a_bias_is_compiled_once_for_all_lengths(offsets, activation, implementa
         tables = torch.randn(399).requires_grad_(), torch.randn(4, 21).requires_grad_()
         bias = jm.RelativeBias(*tables, torch.arange(sum(lengths))) if biased else None
         with recorded_launches() as launches:
-            F.jagged_attention(q, k, v, offsets(lengths), activation=activation, bias=bias, implementation=implementation).sum().backward()
+            F.jagged_attention(
+                q,
+                k,
+                v,
+                offsets(lengths),
+                activation=activation,
+                bias=bias,
+                implementation=implementation,
+            ).sum().backward()
         return {x for x in launches if x.kernel.startswith("attention")}
 
     first = launched([100, 90])

@@ -1,4 +1,5 @@
-"""What rows behind the last segment cost: launches of the kernels that clear them, and none where the host knows the lengths."""
+"""What rows behind the last segment cost: launches of the kernels that clear them, and none where
+the host knows the lengths."""
 
 from collections import Counter
 
@@ -12,7 +13,7 @@ from jagged_modules.containers.segmentation import note_rows
 
 pytest.importorskip("triton")
 
-from .launches import recorded_launches  # noqa: E402
+from .launches import recorded_launches
 
 TO_CLEAR = "zero_tails_kernel", "keep_rows_kernel"
 COSTS = {  # of a layer: launches of each kernel in the forward, and in the backward
@@ -40,7 +41,10 @@ def cleared(launches):
 def test_launches_of_a_layer(offsets, name):
     layer, case = layer_case(name, dtype=torch.bfloat16)
     lengths = dict(x=[30, 0, 40, 20], y=[10, 1, 20, 30])
-    tensors = {x[0]: torch.randn(sum(lengths[x[-1]]), 32, requires_grad=True).bfloat16() for x in case.inputs}
+    tensors = {
+        x[0]: torch.randn(sum(lengths[x[-1]]), 32, requires_grad=True).bfloat16()
+        for x in case.inputs
+    }
     with recorded_launches() as launches:
         out = case.call(tensors, {side: offsets(x) for side, x in lengths.items()})
         forward = cleared(launches)
@@ -52,11 +56,15 @@ def test_launches_of_a_layer(offsets, name):
 def test_no_launches_where_the_host_knows_the_lengths(offsets, name):
     layer, case = layer_case(name, dtype=torch.bfloat16)
     lengths = dict(x=[30, 0, 40, 20], y=[10, 1, 20, 30])
-    tensors = {x[0]: torch.randn(sum(lengths[x[-1]]), 32, requires_grad=True).bfloat16() for x in case.inputs}
+    tensors = {
+        x[0]: torch.randn(sum(lengths[x[-1]]), 32, requires_grad=True).bfloat16()
+        for x in case.inputs
+    }
     known = {side: offsets(x) for side, x in lengths.items()}
     with recorded_launches() as launches:
         for side, x in known.items():
-            note_rows(x, sum(lengths[side]))  # as host_lengths do, from which a schedule would be built
+            # as host_lengths do, from which a schedule would be built
+            note_rows(x, sum(lengths[side]))
         out = case.call(tensors, known)
         sum(x.sum() for x in (out if isinstance(out, tuple) else (out,))).backward()
         assert cleared(launches) == (0, 0)
@@ -81,5 +89,8 @@ def test_each_pass_of_a_function_clears_all_its_tensors_in_one_launch(offsets):
 def test_lengths_on_the_host_that_end_elsewhere_are_an_error(offsets):
     known = jm.Jagged(torch.randn(90, 1), offsets([30, 60]), host_lengths=torch.tensor([30, 60]))
     q = torch.randn(100, 2, 64).bfloat16()
-    with recorded_launches(), pytest.raises(ValueError, match="q_offsets must end at the number of rows, 100, got 90"):
+    with (
+        recorded_launches(),
+        pytest.raises(ValueError, match="q_offsets must end at the number of rows, 100, got 90"),
+    ):
         F.jagged_attention(q, q, q, known.offsets)

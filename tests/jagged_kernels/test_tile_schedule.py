@@ -19,15 +19,21 @@ SIZES = dict(num_heads=2, block_m=16, block_n=8, num_workers=5)
 
 
 def expected_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, short_last=True):
-    """(segment, head, block) and work of every tile, by the definition: enumerate, then sort stably by work, longest first, short segments
-    after the others."""
+    """(segment, head, block) and work of every tile, by the definition: enumerate, then sort stably
+    by work, longest first, short segments after the others."""
     tiles = [
         ((segment, head, block), -(-kv_lengths[segment] // block_n))
         for segment, rows in enumerate(q_lengths)
         for head in range(num_heads)
         for block in range(-(-rows // block_m))
     ]
-    return sorted(tiles, key=lambda tile: (short_last and max(q_lengths[tile[0][0]], kv_lengths[tile[0][0]]) <= SHORT, -tile[1]))
+    return sorted(
+        tiles,
+        key=lambda tile: (
+            short_last and max(q_lengths[tile[0][0]], kv_lengths[tile[0][0]]) <= SHORT,
+            -tile[1],
+        ),
+    )
 
 
 @st.composite
@@ -35,7 +41,11 @@ def problems(draw):
     """Lengths (empty segments, no segments included) and sizes."""
     segments = draw(st.integers(0, 12))
     lengths = st.lists(st.integers(0, 100), min_size=segments, max_size=segments)
-    sizes = dict(num_heads=draw(st.integers(1, 4)), block_m=draw(st.sampled_from([1, 16, 64])), block_n=draw(st.sampled_from([1, 8, 32])))
+    sizes = dict(
+        num_heads=draw(st.integers(1, 4)),
+        block_m=draw(st.sampled_from([1, 16, 64])),
+        block_n=draw(st.sampled_from([1, 8, 32])),
+    )
     return draw(lengths), draw(lengths), sizes
 
 
@@ -46,8 +56,13 @@ def test_every_tile_once_longest_first_and_stable(problem, num_workers):
     expected = expected_tiles(q_lengths, kv_lengths, **sizes)
     assert [tuple(tile) for tile in schedule.tiles.tolist()] == [tile for tile, _ in expected]
     assert schedule.work.tolist() == [work for _, work in expected]
-    long = [max(q_lengths[segment], kv_lengths[segment]) > SHORT for segment, _, _ in schedule.tiles.tolist()]
-    assert schedule.num_tiles.tolist() == [len(expected), sum(long)] and long == sorted(long, reverse=True)
+    long = [
+        max(q_lengths[segment], kv_lengths[segment]) > SHORT
+        for segment, _, _ in schedule.tiles.tolist()
+    ]
+    assert schedule.num_tiles.tolist() == [len(expected), sum(long)] and long == sorted(
+        long, reverse=True
+    )
     assert len(set(map(tuple, schedule.tiles.tolist()))) == len(expected)
     for tensor in (schedule.tiles, schedule.work, schedule.worker, schedule.num_tiles):
         assert tensor.dtype == torch.int32 and tensor.device.type == "cpu"
@@ -59,20 +74,25 @@ def test_assignment_alternates_direction(problem, num_workers):
     q_lengths, kv_lengths, sizes = problem
     schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
     there_and_back = [*range(num_workers), *reversed(range(num_workers))]
-    assert schedule.worker.tolist() == [there_and_back[position % len(there_and_back)] for position in range(len(schedule.worker))]
+    assert schedule.worker.tolist() == [
+        there_and_back[position % len(there_and_back)] for position in range(len(schedule.worker))
+    ]
     counts = torch.bincount(schedule.worker, minlength=num_workers)
     assert counts.max() - counts.min() <= 1
 
 
 @given(problem=problems(), num_workers=st.integers(1, 40))
 def test_loads_differ_by_at_most_the_longest_tiles(problem, num_workers):
-    """Two workers' tiles of one wave differ by at most the wave's spread, with alternating sign from wave to wave; the waves' spreads
-    lie one after the other in the sorted list, so they add up to at most its longest tile. Short segments are a list of their own."""
+    """Two workers' tiles of one wave differ by at most the wave's spread, with alternating sign
+    from wave to wave; the waves' spreads lie one after the other in the sorted list, so they add up
+    to at most its longest tile. Short segments are a list of their own."""
     q_lengths, kv_lengths, sizes = problem
     schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
     loads = schedule.loads()
     assert loads.shape == (num_workers,) and loads.sum() == schedule.work.sum()
-    parts = schedule.work.split([int(schedule.num_tiles[1]), len(schedule.work) - int(schedule.num_tiles[1])])
+    parts = schedule.work.split(
+        [int(schedule.num_tiles[1]), len(schedule.work) - int(schedule.num_tiles[1])]
+    )
     longest = sum(part.max() for part in parts if len(part))
     assert loads.max() - loads.min() <= longest
     assert loads.max() - loads.double().mean() <= longest
@@ -80,11 +100,21 @@ def test_loads_differ_by_at_most_the_longest_tiles(problem, num_workers):
 
 @pytest.mark.parametrize("segments, longest, allowed", [(1152, 512, 1.01), (64, 1024, 1.07)])
 def test_makespan_over_mean(segments, longest, allowed):
-    """Lengths as in the GDPA post: mean over longest length 0.3, 4 heads, 132 workers, 128 query rows against blocks of 64 keys."""
+    """Lengths as in the GDPA post: mean over longest length 0.3, 4 heads, 132 workers, 128 query
+    rows against blocks of 64 keys."""
     ratios = []
     for seed in range(10):
-        lengths = torch.randint(1, int(2 * 0.3 * longest) + 1, (segments,), generator=torch.Generator().manual_seed(seed))
-        loads = zigzag_schedule(lengths, lengths, num_heads=4, block_m=128, block_n=64, num_workers=132).loads().double()
+        lengths = torch.randint(
+            1,
+            int(2 * 0.3 * longest) + 1,
+            (segments,),
+            generator=torch.Generator().manual_seed(seed),
+        )
+        loads = (
+            zigzag_schedule(lengths, lengths, num_heads=4, block_m=128, block_n=64, num_workers=132)
+            .loads()
+            .double()
+        )
         ratios.append((loads.max() / loads.mean()).item())
     assert sum(ratios) / len(ratios) <= allowed
 
@@ -94,7 +124,8 @@ def test_forty_thousand_tiles_within_two_milliseconds():
     arguments = dict(num_heads=4, block_m=128, block_n=64, num_workers=132)
     assert len(zigzag_schedule(lengths, lengths, **arguments).tiles) >= 40_000
     seconds = []
-    while len(seconds) < 30 or min(seconds) >= 2e-3 and sum(seconds) < 2:  # other processes may keep this one waiting for a while
+    # other processes may keep this one waiting for a while
+    while len(seconds) < 30 or min(seconds) >= 2e-3 and sum(seconds) < 2:
         start = time.perf_counter()
         zigzag_schedule(lengths, lengths, **arguments)
         seconds.append(time.perf_counter() - start)
@@ -102,7 +133,8 @@ def test_forty_thousand_tiles_within_two_milliseconds():
 
 
 def test_capacity_is_reached():
-    """One row more than whole blocks in every segment but the last: the bound is tight up to the rounding of the total."""
+    """One row more than whole blocks in every segment but the last: the bound is tight up to the
+    rounding of the total."""
     lengths, sizes = [17] * 8, dict(num_heads=3, block_m=16, block_n=8)
     assert int(zigzag_schedule(lengths, lengths, **sizes, num_workers=1).num_tiles[0]) == 3 * 16
     assert tile_capacity(sum(lengths), 8, 3, 16) == 3 * (9 + 8)
@@ -110,27 +142,44 @@ def test_capacity_is_reached():
 
 def test_queries_without_keys_keep_their_tiles():
     schedule = zigzag_schedule([20, 0, 3], [0, 9, 8], **SIZES)
-    assert schedule.tiles.tolist() == [[2, 0, 0], [2, 1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+    assert schedule.tiles.tolist() == [
+        [2, 0, 0],
+        [2, 1, 0],
+        [0, 0, 0],
+        [0, 0, 1],
+        [0, 1, 0],
+        [0, 1, 1],
+    ]
     assert schedule.work.tolist() == [1, 1, 0, 0, 0, 0]
 
 
 @given(problem=problems(), groups=st.integers(2, 3))
 def test_several_query_groups(problem, groups):
-    """The work of a query tile is the blocks of its keys; that of a key tile, the blocks of all query groups."""
+    """The work of a query tile is the blocks of its keys; that of a key tile, the blocks of all
+    query groups."""
     lengths, more, sizes = problem
     queries = [n for i in range(groups) for n in more[i:] + more[:i]]
     schedule = zigzag_schedule(queries, lengths, **sizes, num_workers=3)
     expected = expected_tiles(queries, lengths * groups, **sizes, short_last=False)
     assert list(zip(map(tuple, schedule.tiles.tolist()), schedule.work.tolist())) == expected
     keys = zigzag_schedule(lengths, queries, **sizes, num_workers=3, key_tiles=True)
-    blocks = [sum(-(-n // sizes["block_n"]) for n in queries[b :: len(lengths)]) for b in range(len(lengths))]
-    expected = expected_tiles(lengths, blocks, sizes["num_heads"], sizes["block_m"], 1, short_last=False)
+    blocks = [
+        sum(-(-n // sizes["block_n"]) for n in queries[b :: len(lengths)])
+        for b in range(len(lengths))
+    ]
+    expected = expected_tiles(
+        lengths, blocks, sizes["num_heads"], sizes["block_m"], 1, short_last=False
+    )
     assert list(zip(map(tuple, keys.tiles.tolist()), keys.work.tolist())) == expected
 
 
 def test_no_segments():
     schedule = zigzag_schedule([], [], **SIZES)
-    assert schedule.tiles.shape == (0, 3) and schedule.num_tiles.tolist() == [0, 0] and schedule.loads().tolist() == [0] * 5
+    assert (
+        schedule.tiles.shape == (0, 3)
+        and schedule.num_tiles.tolist() == [0, 0]
+        and schedule.loads().tolist() == [0] * 5
+    )
 
 
 def test_a_moved_schedule_keeps_its_backward():
@@ -139,10 +188,14 @@ def test_a_moved_schedule_keeps_its_backward():
     moved = schedule.to("meta")
     assert moved.tiles.is_meta and moved.backward.tiles.is_meta and moved.backward.backward is None
     assert moved.num_tiles.is_meta and moved.backward.num_tiles.is_meta
-    assert torch.equal(moved.loads(), schedule.loads()) and torch.equal(moved.worker, schedule.worker), "known on the host alone"
+    assert torch.equal(moved.loads(), schedule.loads()) and torch.equal(
+        moved.worker, schedule.worker
+    ), "known on the host alone"
     assert schedule.to("cpu") is schedule
     restored = pickle.loads(pickle.dumps(schedule))
-    assert torch.equal(restored.tiles, schedule.tiles) and torch.equal(restored.backward.tiles, schedule.backward.tiles)
+    assert torch.equal(restored.tiles, schedule.tiles) and torch.equal(
+        restored.backward.tiles, schedule.backward.tiles
+    )
 
 
 def test_a_schedule_without_work_moves_and_has_no_loads():
@@ -153,12 +206,19 @@ def test_a_schedule_without_work_moves_and_has_no_loads():
 
 
 def test_a_mask_changes_what_tiles_cost():
-    """A causal query tile visits the blocks up to its diagonal. A key tile visits the rows from its own on."""
+    """A causal query tile visits the blocks up to its diagonal. A key tile visits the rows from its
+    own on."""
     mask = jm.AttentionMask(causal=True)
-    schedule = zigzag_schedule([64], [64], num_heads=2, block_m=16, block_n=16, num_workers=3, mask=mask)
-    assert schedule.tiles.tolist() == [[0, head, block] for block in (3, 2, 1, 0) for head in (0, 1)]
+    schedule = zigzag_schedule(
+        [64], [64], num_heads=2, block_m=16, block_n=16, num_workers=3, mask=mask
+    )
+    assert schedule.tiles.tolist() == [
+        [0, head, block] for block in (3, 2, 1, 0) for head in (0, 1)
+    ]
     assert schedule.work.tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
-    keys = zigzag_schedule([64], [64], num_heads=1, block_m=16, block_n=16, num_workers=3, mask=mask, key_tiles=True)
+    keys = zigzag_schedule(
+        [64], [64], num_heads=1, block_m=16, block_n=16, num_workers=3, mask=mask, key_tiles=True
+    )
     assert keys.tiles[:, 2].tolist() == [0, 1, 2, 3] and keys.work.tolist() == [4, 3, 2, 1]
 
 
@@ -166,20 +226,36 @@ def test_a_mask_changes_what_tiles_cost():
 def test_masked_tiles_are_sorted_by_work(problem, key_tiles):
     """Stably: segments, then blocks, then heads. Short segments come last."""
     q_lengths, kv_lengths, sizes = problem
-    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=3, mask=jm.AttentionMask(causal=True), key_tiles=key_tiles)
+    schedule = zigzag_schedule(
+        q_lengths,
+        kv_lengths,
+        **sizes,
+        num_workers=3,
+        mask=jm.AttentionMask(causal=True),
+        key_tiles=key_tiles,
+    )
     order = [
         (max(q_lengths[segment], kv_lengths[segment]) <= SHORT, -work, segment, block, head)
         for work, (segment, head, block) in zip(schedule.work.tolist(), schedule.tiles.tolist())
     ]
     assert order == sorted(order)
-    assert sorted(map(tuple, schedule.tiles.tolist())) == sorted(tile for tile, _ in expected_tiles(q_lengths, kv_lengths, **sizes))
+    assert sorted(map(tuple, schedule.tiles.tolist())) == sorted(
+        tile for tile, _ in expected_tiles(q_lengths, kv_lengths, **sizes)
+    )
 
 
 def test_works_of_a_class_are_nearly_equal():
-    work = torch.cat([torch.arange(2**18, dtype=torch.int32), torch.tensor([2**30, 2**31 - 1], dtype=torch.int32)])
+    work = torch.cat(
+        [
+            torch.arange(2**18, dtype=torch.int32),
+            torch.tensor([2**30, 2**31 - 1], dtype=torch.int32),
+        ]
+    )
     classes = work_class(work)
     assert torch.equal(classes[:EXACT_WORK], work[:EXACT_WORK])
-    assert classes.dtype == torch.int32 and classes.unique().tolist() == list(range(WORK_CLASSES)), "none is left out"
+    assert classes.dtype == torch.int32 and classes.unique().tolist() == list(
+        range(WORK_CLASSES)
+    ), "none is left out"
     assert (classes.diff() >= 0).all(), "they ascend"
     below = 64_000  # the last class
     first = torch.searchsorted(classes, classes[:below])
@@ -190,7 +266,9 @@ def test_masked_tiles_of_much_work_are_sorted_by_its_class():
     sizes = dict(num_heads=1, block_m=16, block_n=1, num_workers=3)
     schedule = zigzag_schedule([3000], [3000], **sizes, mask=jm.AttentionMask(causal=True))
     classes = work_class(schedule.work)
-    order = [(-of_work, block) for of_work, block in zip(classes.tolist(), schedule.tiles[:, 2].tolist())]
+    order = [
+        (-of_work, block) for of_work, block in zip(classes.tolist(), schedule.tiles[:, 2].tolist())
+    ]
     assert order == sorted(order) and schedule.work[0] > EXACT_WORK
 
 
@@ -200,21 +278,35 @@ def test_tiles_that_a_prefix_and_truncation_leave_hidden_are_no_work(num_targets
     """The work of a tile is the number of blocks that one of its rows sees."""
     length, block, targets = 128, 16, None if num_targets is None else torch.tensor([num_targets])
     fields = dict(causal=True, window=(20, None)), dict(causal=True), dict(window=(9, 30)), dict()
-    changes = dict(global_prefix=18), dict(recent_history=40), dict(global_prefix=18, recent_history=40)
+    changes = (
+        dict(global_prefix=18),
+        dict(recent_history=40),
+        dict(global_prefix=18, recent_history=40),
+    )
     for others, change in itertools.product(fields, changes):
         mask = jm.AttentionMask(**others, **change, num_targets=targets)
         sizes = dict(num_heads=1, block_m=block, block_n=block, num_workers=3)
         schedule = zigzag_schedule([length], [length], **sizes, mask=mask, key_tiles=key_tiles)
-        seen = mask.keep(length, length, num_targets or 0).unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1)
+        seen = (
+            mask.keep(length, length, num_targets or 0)
+            .unflatten(0, (-1, block))
+            .unflatten(2, (-1, block))
+            .any(3)
+            .any(1)
+        )
         expected = seen.sum(0 if key_tiles else 1)
-        work = torch.empty_like(expected).index_copy_(0, schedule.tiles[:, 2].long(), schedule.work.long())
+        work = torch.empty_like(expected).index_copy_(
+            0, schedule.tiles[:, 2].long(), schedule.work.long()
+        )
         assert torch.equal(work, expected), mask
 
 
 @pytest.mark.parametrize("targets", [None, 20])
 def test_masked_schedules_are_balanced(targets):
     lengths = torch.randint(30, 1025, (128,))
-    mask = jm.AttentionMask(causal=True, num_targets=None if targets is None else torch.full((128,), targets))
+    mask = jm.AttentionMask(
+        causal=True, num_targets=None if targets is None else torch.full((128,), targets)
+    )
     sizes = dict(num_heads=4, block_m=64, block_n=64, num_workers=264)
     loads = zigzag_schedule(lengths, lengths, **sizes, mask=mask).loads()
     dense = zigzag_schedule(lengths, lengths, **sizes).loads()
@@ -224,20 +316,52 @@ def test_masked_schedules_are_balanced(targets):
 
 BAD = [
     (dict(mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
-    (dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 2]))), ValueError, "must have one entry per segment, 1, got 2"),
-    (dict(q_lengths=[1, 2, 3], kv_lengths=[1, 2]), ValueError, "q_lengths must describe as many segments as kv_lengths, .*, got 3 and 2"),
-    (dict(kv_lengths=[1, 2]), ValueError, "q_lengths must describe as many .*, or a multiple of them, got 1 and 2"),
-    (dict(q_lengths=[1, 2], key_tiles=True), ValueError, "kv_lengths must describe as many .*, or a multiple of them, got 1 and 2"),
+    (
+        dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 2]))),
+        ValueError,
+        "must have one entry per segment, 1, got 2",
+    ),
+    (
+        dict(q_lengths=[1, 2, 3], kv_lengths=[1, 2]),
+        ValueError,
+        "q_lengths must describe as many segments as kv_lengths, .*, got 3 and 2",
+    ),
+    (
+        dict(kv_lengths=[1, 2]),
+        ValueError,
+        "q_lengths must describe as many .*, or a multiple of them, got 1 and 2",
+    ),
+    (
+        dict(q_lengths=[1, 2], key_tiles=True),
+        ValueError,
+        "kv_lengths must describe as many .*, or a multiple of them, got 1 and 2",
+    ),
     (dict(q_lengths=[]), ValueError, "q_lengths must describe as many segments .*, got 0 and 1"),
-    (dict(q_lengths=[1, 2], mask=jm.AttentionMask(causal=True)), ValueError, "mask must be None with several query groups, got 2"),
+    (
+        dict(q_lengths=[1, 2], mask=jm.AttentionMask(causal=True)),
+        ValueError,
+        "mask must be None with several query groups, got 2",
+    ),
     (dict(q_lengths=[-1]), ValueError, "q_lengths must not be negative, got -1"),
     (dict(kv_lengths=torch.tensor([-3])), ValueError, "kv_lengths must not be negative, got -3"),
     (dict(q_lengths=[1.5]), TypeError, "q_lengths must hold integers, got torch.float32"),
-    (dict(q_lengths=torch.tensor([True])), TypeError, "q_lengths must hold integers, got torch.bool"),
+    (
+        dict(q_lengths=torch.tensor([True])),
+        TypeError,
+        "q_lengths must hold integers, got torch.bool",
+    ),
     (dict(q_lengths=None), TypeError, "q_lengths must hold integers, got None"),
     (dict(q_lengths="abc"), TypeError, "q_lengths must hold integers, got 'abc'"),
-    (dict(q_lengths=torch.tensor([[1]])), ValueError, r"q_lengths must have shape \[B\], got \[1, 1\]"),
-    (dict(q_lengths=torch.tensor([1], device="meta")), ValueError, "q_lengths must be on the host, got device meta"),
+    (
+        dict(q_lengths=torch.tensor([[1]])),
+        ValueError,
+        r"q_lengths must have shape \[B\], got \[1, 1\]",
+    ),
+    (
+        dict(q_lengths=torch.tensor([1], device="meta")),
+        ValueError,
+        "q_lengths must be on the host, got device meta",
+    ),
     (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
     (dict(block_m=-16), ValueError, "block_m must be at least 1, got -16"),
     (dict(block_n=0), ValueError, "block_n must be at least 1, got 0"),
@@ -254,32 +378,56 @@ def test_bad_input(change, error, message):
 
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
 def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
-    """The longest segments come first. A group has its segments' first blocks, then the second ones, and so on."""
-    lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64  # middles at rows 17408, 4096, 10240, 14336 and 18582
+    """The longest segments come first. A group has its segments' first blocks, then the second
+    ones, and so on."""
+    # middles at rows 17408, 4096, 10240, 14336 and 18582
+    lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64
     elements = 12800 * heads * head_dim
     monkeypatch.setattr(cost, "one_pass_elements", lambda *_: elements)
     sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132)
-    schedule = zigzag_schedule(lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim)
+    schedule = zigzag_schedule(
+        lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim
+    )
     expected = []
     for group in [(1, 2), (3, 0, 4)]:
         for block in range(64):
-            expected += [[segment, head, block] for segment in group if 128 * block < lengths[segment] for head in range(heads)]
+            expected += [
+                [segment, head, block]
+                for segment in group
+                if 128 * block < lengths[segment]
+                for head in range(heads)
+            ]
     assert schedule.tiles.tolist() == expected
     assert schedule.num_tiles.tolist() == [len(expected)] * 2
-    assert schedule.work.tolist() == [-(-lengths[segment] // 64) - (2 * block if mask else 0) for segment, _, block in expected]
+    assert schedule.work.tolist() == [
+        -(-lengths[segment] // 64) - (2 * block if mask else 0) for segment, _, block in expected
+    ]
 
 
 @pytest.mark.parametrize("key_tiles", [False, True])
 def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatch, key_tiles):
-    """The first group begins with the blocks that have most work, the second one with those that have least."""
-    lengths, heads, head_dim = [300, 1024, 512, 512, 100], 2, 128  # middles at rows 2198, 512, 1280, 1792 and 2398
+    """The first group begins with the blocks that have most work, the second one with those that
+    have least."""
+    # middles at rows 2198, 512, 1280, 1792 and 2398
+    lengths, heads, head_dim = [300, 1024, 512, 512, 100], 2, 128
     monkeypatch.setattr(cost, "GROUP_ELEMENTS", 1536 * heads * head_dim)
-    sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132, mask=jm.AttentionMask(causal=True))
+    sizes = dict(
+        num_heads=heads,
+        block_m=128,
+        block_n=64,
+        num_workers=132,
+        mask=jm.AttentionMask(causal=True),
+    )
     schedule = zigzag_schedule(lengths, lengths, **sizes, key_tiles=key_tiles, head_dim=head_dim)
     expected = []
     for group, is_reversed in [((1, 2), False), ((3, 0, 4), True)]:
         for block in range(8) if key_tiles != is_reversed else reversed(range(8)):
-            expected += [[segment, head, block] for segment in group if 128 * block < lengths[segment] for head in range(heads)]
+            expected += [
+                [segment, head, block]
+                for segment in group
+                if 128 * block < lengths[segment]
+                for head in range(heads)
+            ]
     assert schedule.tiles.tolist() == expected
     assert schedule.num_tiles.tolist() == [len(expected)] * 2
     by_work = zigzag_schedule(lengths, lengths, **sizes, key_tiles=key_tiles)
@@ -300,8 +448,13 @@ def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatc
 )
 def test_which_lists_of_key_tiles_ascend(mask, by_work, head_dim):
     """Hopper's one-pass backward would be a deadlock with another list."""
-    lengths, sizes = [300, 700, 0, 2500, 128, 900], dict(num_heads=2, block_m=64, block_n=64, num_workers=3)
-    schedule = zigzag_schedule(lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim)
+    lengths, sizes = (
+        [300, 700, 0, 2500, 128, 900],
+        dict(num_heads=2, block_m=64, block_n=64, num_workers=3),
+    )
+    schedule = zigzag_schedule(
+        lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim
+    )
     assert schedule.ascending == (by_work and (mask is None or head_dim < 128))
     blocks = {}
     for segment, head, block in schedule.tiles.tolist():
@@ -311,15 +464,31 @@ def test_which_lists_of_key_tiles_ascend(mask, by_work, head_dim):
 
 
 @pytest.mark.parametrize(
-    "queries, num_other_heads, first", [([64] * 8, 2, 4), ([64] * 8, 4, 2), ([10, 200, 20, 300] * 2, None, 3)], ids=str
+    "queries, num_other_heads, first",
+    [([64] * 8, 2, 4), ([64] * 8, 4, 2), ([10, 200, 20, 300] * 2, None, 3)],
+    ids=str,
 )
-def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch, queries, num_other_heads, first):
-    """Targets: a history has 4,096 keys, 32 blocks, and a group 256 rows of queries of 2 heads, or as many rows of other heads."""
+def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(
+    monkeypatch, queries, num_other_heads, first
+):
+    """Targets: a history has 4,096 keys, 32 blocks, and a group 256 rows of queries of 2 heads, or
+    as many rows of other heads."""
     monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 256 * 2 * 64)
     monkeypatch.setattr(cost, "one_pass_minimum", lambda *_: cost.OnePassMinimum(0, 0))
-    sizes = dict(num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True, head_dim=64, num_other_heads=num_other_heads)
+    sizes = dict(
+        num_heads=2,
+        block_m=128,
+        block_n=64,
+        num_workers=132,
+        key_tiles=True,
+        head_dim=64,
+        num_other_heads=num_other_heads,
+    )
     tiles = zigzag_schedule([4096] * 8, queries, **sizes).tiles
-    assert tiles[: first * 2 * 32, 0].unique().tolist() == list(range(first)) and tiles[: first * 2, 2].tolist() == [0] * first * 2
+    assert (
+        tiles[: first * 2 * 32, 0].unique().tolist() == list(range(first))
+        and tiles[: first * 2, 2].tolist() == [0] * first * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -340,7 +509,13 @@ def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch, qu
 )
 def test_other_tiles_are_sorted_by_work(change):
     options = dict(lengths=[2048, 4096, 2048], head_dim=64, key_tiles=True, mask=None) | change
-    lengths, sizes = options.pop("lengths"), dict(num_heads=128, block_m=128, block_n=64, num_workers=132)
+    lengths, sizes = (
+        options.pop("lengths"),
+        dict(num_heads=128, block_m=128, block_n=64, num_workers=132),
+    )
     schedule = zigzag_schedule(lengths, lengths, **sizes, **options)
-    assert torch.equal(schedule.tiles, zigzag_schedule(lengths, lengths, **sizes, **options | dict(head_dim=0)).tiles)
+    assert torch.equal(
+        schedule.tiles,
+        zigzag_schedule(lengths, lengths, **sizes, **options | dict(head_dim=0)).tiles,
+    )
     assert schedule.work.diff().max() <= 0

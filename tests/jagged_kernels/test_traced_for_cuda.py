@@ -1,5 +1,6 @@
-"""torch.compile traces every function and layer for CUDA tensors, without a GPU: with fake tensors and the compute capability of each GPU
-generation. Only the forward, because autograd needs a device."""
+"""torch.compile traces every function and layer for CUDA tensors, without a GPU: with fake tensors
+and the compute capability of each GPU generation. Only the forward, because autograd needs a
+device."""
 
 import functools
 import types
@@ -24,12 +25,18 @@ GENERATIONS = [
 ]
 
 
-@pytest.fixture(params=GENERATIONS, ids=lambda x: "sm{}{}-{}".format(*x[0], str(x[1]).removeprefix("torch.")))
+@pytest.fixture(
+    params=GENERATIONS, ids=lambda x: "sm{}{}-{}".format(*x[0], str(x[1]).removeprefix("torch."))
+)
 def dtype(request, monkeypatch):
     """The dtype of inputs and layers. torch reports a GPU of each generation."""
     capability, dtype = request.param
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: types.SimpleNamespace(multi_processor_count=100))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device=None: types.SimpleNamespace(multi_processor_count=100),
+    )
     launch.device_properties.cache_clear()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -41,7 +48,10 @@ def dtype(request, monkeypatch):
 @pytest.mark.parametrize("name", CALLS)
 def test_one_graph_for_all_lengths_and_batch_sizes(name, dtype):
     if not torch.backends.cuda.is_built() and (name in LAYERS or name == "self_target_attention"):
-        pytest.skip("a build of torch without CUDA cannot index tensors of its devices, even those without memory")
+        pytest.skip(
+            "a build of torch without CUDA cannot index tensors of its devices, even those without"
+            " memory"
+        )
     call, make_inputs, *layer = FUNCTIONS[name] if name in FUNCTIONS else LAYERS[name]
     batches = [make_inputs(*sizes) for sizes in SIZES]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

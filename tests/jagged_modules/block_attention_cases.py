@@ -9,7 +9,11 @@ def rotated(x, cos, sin):
     """Rows rotated by complex multiplication, in fp32 or fp64, and rounded once."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     pairs = torch.view_as_complex(x.to(dtype).unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.complex(cos, sin).to(pairs.dtype)[:, None]).flatten(-2).to(x.dtype)
+    return (
+        torch.view_as_real(pairs * torch.complex(cos, sin).to(pairs.dtype)[:, None])
+        .flatten(-2)
+        .to(x.dtype)
+    )
 
 
 def blockwise_attention(q, k, v, offsets, block_size=64, scale=None, rotary=None):
@@ -21,7 +25,10 @@ def blockwise_attention(q, k, v, offsets, block_size=64, scale=None, rotary=None
             rows = range(first, min(first + block_size, end))
             queries, keys, values = (x[rows.start : rows.stop] for x in (q, k, v))
             if rotary is not None:
-                positions = [row - start if rotary.positions is None else int(rotary.positions[row]) for row in rows]
+                positions = [
+                    row - start if rotary.positions is None else int(rotary.positions[row])
+                    for row in rows
+                ]
                 tables = rotary.cos[positions], rotary.sin[positions]
                 queries, keys = rotated(queries, *tables), rotated(keys, *tables)
                 values = rotated(values, *tables) if rotary.rotate == "qkv" else values
@@ -32,12 +39,19 @@ def blockwise_attention(q, k, v, offsets, block_size=64, scale=None, rotary=None
 
 
 def make_qkv(rows, heads=2, kv_heads=None, dim=8, dtype=torch.float32):
-    return [torch.randn(rows, h, dim).to(dtype) for h in (heads, kv_heads or heads, kv_heads or heads)]
+    return [
+        torch.randn(rows, h, dim).to(dtype) for h in (heads, kv_heads or heads, kv_heads or heads)
+    ]
 
 
 def make_rotary(kind, dim, rows=0, max_seqlen=1000):
-    """Rotary of "qk" or "qkv", with given positions in no order where it ends in "-given"; None without a kind."""
+    """Rotary of "qk" or "qkv", with given positions in no order where it ends in "-given"; None
+    without a kind."""
     if kind is None:
         return None
     rotary = jm.Rotary.from_frequencies(dim, max_seqlen, kind.removesuffix("-given"))
-    return jm.Rotary(rotary.cos, rotary.sin, rotary.rotate, torch.randint(max_seqlen, (rows,))) if kind.endswith("given") else rotary
+    return (
+        jm.Rotary(rotary.cos, rotary.sin, rotary.rotate, torch.randint(max_seqlen, (rows,)))
+        if kind.endswith("given")
+        else rotary
+    )

@@ -15,7 +15,9 @@ HSTU_CONFIGS = {
     "position": config_of(relative_position=40),
     "short-position": config_of(max_attn_len=3, relative_position=40),
     "time": config_of(relative_time=6),
-    "all": config_of(max_attn_len=4, relative_position=40, relative_time=6, target_group_size=2, linear_dim=3),
+    "all": config_of(
+        max_attn_len=4, relative_position=40, relative_time=6, target_group_size=2, linear_dim=3
+    ),
 }
 
 
@@ -50,7 +52,14 @@ def jagged(parts: list[torch.Tensor]) -> jm.Jagged:
 class Timeline:
     """Users with random events, cut into parts, and targets after them."""
 
-    def __init__(self, parts: list[list[int]], targets: list[int], dtype=torch.float64, width: int = WIDTH, device="cpu"):
+    def __init__(
+        self,
+        parts: list[list[int]],
+        targets: list[int],
+        dtype=torch.float64,
+        width: int = WIDTH,
+        device="cpu",
+    ):
         """parts: for each part, the number of events of each user."""
         self.parts, self.targets = parts, targets
         self.lengths = [sum(x) + t for *x, t in zip(*parts, targets)]
@@ -72,8 +81,13 @@ class Timeline:
         if not timed:
             return {}
         columns = dict(timestamps=self.times, query_timestamps=self.next_times)
-        return {name: torch.cat(x if number is None else self.take(x, number)) for name, x in columns.items()}
+        return {
+            name: torch.cat(x if number is None else self.take(x, number))
+            for name, x in columns.items()
+        }
 
 
-def hstu(config: jm.HSTUConfig, num_layers: int = 3, dtype=torch.float64, device=None) -> jm.HSTUStack:
+def hstu(
+    config: jm.HSTUConfig, num_layers: int = 3, dtype=torch.float64, device=None
+) -> jm.HSTUStack:
     return jm.HSTUStack(WIDTH, HEADS, num_layers, config, device=device).to(dtype).eval()

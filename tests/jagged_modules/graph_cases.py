@@ -4,14 +4,15 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 HEADS, DIM, WIDTH = 2, 16, 32
-SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 14, 15)]  # users, history rows, candidates; no two sizes of a batch equal
+# users, history rows, candidates; no two sizes of a batch equal
+SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 14, 15)]
 
 
 def compiled(function, floats_as_inputs=False):
     """The function compiled as one graph, and the counter of compilations.
 
-    floats_as_inputs: torch's default, in which the first call compiles twice if a float of a module, such as nn.Dropout's p, is unused. All
-    layers are compiled so in tests/compatibility.
+    floats_as_inputs: torch's default, in which the first call compiles twice if a float of a
+    module, such as nn.Dropout's p, is unused. All layers are compiled so in tests/compatibility.
     """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -20,7 +21,13 @@ def compiled(function, floats_as_inputs=False):
 
 
 def random_offsets(segments: int, total: int) -> torch.Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(total, (segments - 1,)).sort().values, torch.tensor([total])])
+    return torch.cat(
+        [
+            torch.zeros(1, dtype=torch.int64),
+            torch.randint(total, (segments - 1,)).sort().values,
+            torch.tensor([total]),
+        ]
+    )
 
 
 def random_targets(offsets: torch.Tensor) -> torch.Tensor:
@@ -28,6 +35,17 @@ def random_targets(offsets: torch.Tensor) -> torch.Tensor:
 
 
 def compress_inputs(users, _, count):
-    """Candidate embeddings, user embeddings and vendor embeddings for 3 users of each vendor, and the maps of users and vendors."""
-    candidates, shared, vendors = torch.randn(count, 10, WIDTH), torch.randn(users, 9, WIDTH), torch.randn(3 * users, 8, WIDTH)
-    return candidates, shared, vendors, torch.randint(users, (count,)), torch.randint(3 * users, (count,))
+    """Candidate embeddings, user embeddings and vendor embeddings for 3 users of each vendor, and
+    the maps of users and vendors."""
+    candidates, shared, vendors = (
+        torch.randn(count, 10, WIDTH),
+        torch.randn(users, 9, WIDTH),
+        torch.randn(3 * users, 8, WIDTH),
+    )
+    return (
+        candidates,
+        shared,
+        vendors,
+        torch.randint(users, (count,)),
+        torch.randint(3 * users, (count,)),
+    )

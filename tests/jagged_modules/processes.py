@@ -1,4 +1,5 @@
-"""Prints a digest of training steps' results for each seed: `python processes.py serial|threads|fork|spawn cpu|cuda`."""
+"""Prints a digest of training steps' results for each seed:
+`python processes.py serial|threads|fork|spawn cpu|cuda`."""
 
 import functools
 import hashlib
@@ -18,7 +19,9 @@ WORKERS = 8
 
 
 def digest(results) -> str:
-    return hashlib.sha256(b"".join(bytes(x.cpu().contiguous().view(torch.uint8).flatten().tolist()) for x in results)).hexdigest()
+    return hashlib.sha256(
+        b"".join(bytes(x.cpu().contiguous().view(torch.uint8).flatten().tolist()) for x in results)
+    ).hexdigest()
 
 
 def digest_of_steps(seed: int, device: str, steps=None) -> str:

@@ -1,9 +1,15 @@
-"""Helpers of tests of jagged operators: dtypes, segments as lists and back, checks against a definition in plain torch."""
+"""Helpers of tests of jagged operators: dtypes, segments as lists and back, checks against a
+definition in plain torch."""
 
 import accuracy
 import torch
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def split(x, offsets):
@@ -11,7 +17,8 @@ def split(x, offsets):
 
 
 def joined(parts, like):
-    """The parts concatenated along their rows. `like` has no rows; without parts, it keeps the gradient."""
+    """The parts concatenated along their rows. `like` has no rows; without parts, it keeps the
+    gradient."""
     return torch.cat([like, *parts])
 
 

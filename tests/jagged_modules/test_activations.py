@@ -1,4 +1,5 @@
-"""The activations: their values against written formulas, gradients against torch's, stated bounds of gelu_taylor."""
+"""The activations: their values against written formulas, gradients against torch's, stated bounds
+of gelu_taylor."""
 
 import math
 
@@ -23,7 +24,12 @@ EXPECTED = {
     "hardswish": (lambda x: x * (x + 3).clamp(0, 6) / 6, nnf.hardswish),
     "sigmoid": (lambda x: 1 / (1 + torch.exp(-x)), torch.sigmoid),
 }
-POINTS = torch.cat([torch.linspace(-30, 30, 2401, dtype=torch.float64), torch.tensor([0.0, -0.0, 3.06, -3.06], dtype=torch.float64)])
+POINTS = torch.cat(
+    [
+        torch.linspace(-30, 30, 2401, dtype=torch.float64),
+        torch.tensor([0.0, -0.0, 3.06, -3.06], dtype=torch.float64),
+    ]
+)
 
 
 def gradient(function, x, grad=None):
@@ -49,17 +55,26 @@ def test_values_and_gradients(name):
 def test_backward_is_the_gradient_of_the_function(name, dtype):
     x = POINTS.to(dtype)
     grad = torch.randn_like(x)
-    torch.testing.assert_close(POINTWISE[name].backward(grad, x), gradient(POINTWISE[name].function, x, grad))
+    torch.testing.assert_close(
+        POINTWISE[name].backward(grad, x), gradient(POINTWISE[name].function, x, grad)
+    )
 
 
-# -- gelu_taylor ---------------------------------------------------------------------------------------------------------------
+# -- gelu_taylor -----------------------------------------------------------------------------------
 
 DENSE = torch.linspace(-8, 8, 400_001, dtype=torch.float64)
 
 
 def test_gelu_taylor_keeps_its_bounds():
     value_error = (gelu_taylor(DENSE) - nnf.gelu(DENSE)).abs().max()
-    slope_error = (POINTWISE["gelu_taylor"].backward(torch.ones_like(DENSE), DENSE) - gradient(nnf.gelu, DENSE)).abs().max()
+    slope_error = (
+        (
+            POINTWISE["gelu_taylor"].backward(torch.ones_like(DENSE), DENSE)
+            - gradient(nnf.gelu, DENSE)
+        )
+        .abs()
+        .max()
+    )
     assert 3e-3 < value_error < 4e-3 and 2e-2 < slope_error < 2.2e-2
 
 

@@ -1,4 +1,5 @@
-"""Cached histories that grow: append, then score equals the full forward, for every layer with a cache."""
+"""Cached histories that grow: append, then score equals the full forward, for every layer with a
+cache."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import jagged_modules as jm
 from .caching import HSTU_CONFIGS, Timeline, hstu, jagged
 from .hstu_cases import HEADS, WIDTH, config_of
 
-PARTS = [[4, 0, 7, 1, 0], [1, 0, 0, 3, 2], [0, 0, 5, 1, 1]]  # events of five users: the history, then two times new ones
+# events of five users: the history, then two times new ones
+PARTS = [[4, 0, 7, 1, 0], [1, 0, 0, 3, 2], [0, 0, 5, 1, 1]]
 TARGETS = [2, 1, 4, 0, 3]
 BUDGET = 2**20
 CACHES = {"tensors": None, "pages": 3, "long-pages": 128}  # rows of a page
@@ -22,19 +24,27 @@ def page_rows(request):
 
 @torch.no_grad()
 def grow(layer, timeline, page_rows, timed=False):
-    """The cache of all parts, and what append returned, part by part. Through a PagedHistoryCache, or HistoryCache.append."""
+    """The cache of all parts, and what append returned, part by part. Through a PagedHistoryCache,
+    or HistoryCache.append."""
     users = list(range(len(timeline.targets)))
     if page_rows is not None:
         cache = jm.PagedHistoryCache(layer, BUDGET, page_rows)
         cache.put(users, jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed))
         outputs = [
-            cache.append(users, jagged(timeline.take(timeline.rows, i)), **timeline.times_of(i, timed))
+            cache.append(
+                users, jagged(timeline.take(timeline.rows, i)), **timeline.times_of(i, timed)
+            )
             for i in range(1, len(timeline.parts))
         ]
         return cache.select(users), outputs
-    kv, outputs = layer.cache(jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed)), []
+    kv, outputs = (
+        layer.cache(jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed)),
+        [],
+    )
     for i in range(1, len(timeline.parts)):
-        out, added = layer.append(jagged(timeline.take(timeline.rows, i)), kv, **timeline.times_of(i, timed))
+        out, added = layer.append(
+            jagged(timeline.take(timeline.rows, i)), kv, **timeline.times_of(i, timed)
+        )
         outputs.append(out)
         kv = kv.append(added)
     return kv, outputs
@@ -48,7 +58,9 @@ def test_hstu(name, page_rows):
     full = stack(jagged(timeline.rows), torch.tensor(TARGETS), **timeline.times_of(None, timed))
     expected = list(full.values.split(timeline.lengths))
     kv, outputs = grow(stack, timeline, page_rows, timed)
-    scores = stack.score(jagged(timeline.take(timeline.rows, -1)), kv, **timeline.times_of(-1, timed))
+    scores = stack.score(
+        jagged(timeline.take(timeline.rows, -1)), kv, **timeline.times_of(-1, timed)
+    )
     torch.testing.assert_close(scores.values, torch.cat(timeline.take(expected, -1)))
     for i, out in enumerate(outputs):
         torch.testing.assert_close(out.values, torch.cat(timeline.take(expected, i + 1)))
@@ -64,7 +76,9 @@ def test_the_cached_rows_of_limited_attention(page_rows):
 GDPA = {
     "gelu": dict(),
     "softmax": dict(activation="softmax"),
-    "norm": dict(activation="softmax", config=jm.GDPAConfig(qk_norm=True, num_kv_heads=1, head_dim=6)),
+    "norm": dict(
+        activation="softmax", config=jm.GDPAConfig(qk_norm=True, num_kv_heads=1, head_dim=6)
+    ),
     "causal": dict(activation="softmax", mask=jm.AttentionMask(causal=True)),
     "window": dict(activation="silu", mask=jm.AttentionMask(causal=True, window=(2, 0))),
 }
@@ -94,7 +108,11 @@ def test_gdpa_with_targets_and_a_bias():
     timeline = Timeline(PARTS, TARGETS)
     layer = jm.JaggedGDPA(WIDTH, HEADS, "softmax", mask=jm.AttentionMask(causal=True)).double()
     bias = jm.RelativeBias(position=torch.randn(2 * 40 - 1, dtype=torch.float64))
-    everything, targets, counts = jagged(timeline.rows), jagged(timeline.take(timeline.rows, -1)), torch.tensor(TARGETS)
+    everything, targets, counts = (
+        jagged(timeline.rows),
+        jagged(timeline.take(timeline.rows, -1)),
+        torch.tensor(TARGETS),
+    )
     full = layer(everything, num_targets=counts, bias=bias).values.split(timeline.lengths)
     scores = layer.score(targets, layer.cache(everything), num_targets=counts, bias=bias)
     torch.testing.assert_close(scores.values, torch.cat(timeline.take(list(full), -1)))
@@ -111,16 +129,23 @@ def test_target_attention(form, page_rows):
         return
     targets = torch.randn(5, 3, WIDTH, dtype=torch.float64)
     candidates = None if form == "dense" else torch.tensor([4, 0, 0, 2, 1])
-    torch.testing.assert_close(layer.score(targets, kv, candidates), layer(targets, history, candidates))
+    torch.testing.assert_close(
+        layer.score(targets, kv, candidates), layer(targets, history, candidates)
+    )
 
 
 def test_scoring_runs_hooks_and_projects_no_history():
     """Forward hooks see cache and score, as they see a plain forward."""
-    history, targets = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), (torch.randn(2, WIDTH), torch.tensor([0, 1, 2]))
+    history, targets = (
+        (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])),
+        (torch.randn(2, WIDTH), torch.tensor([0, 1, 2])),
+    )
     for layer in (jm.JaggedTargetAttention(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS)):
         calls, projections = [], []
         layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        layer.kv_proj.register_forward_hook(lambda *_, projections=projections: projections.append(1))
+        layer.kv_proj.register_forward_hook(
+            lambda *_, projections=projections: projections.append(1)
+        )
         kv = layer.cache(history)
         layer.score(targets, kv)
         assert len(calls) == 2 and len(projections) == 1
@@ -129,7 +154,9 @@ def test_scoring_runs_hooks_and_projects_no_history():
 NOT_APPENDABLE = {
     "contextual_seqlen must be 0 to append": dict(contextual_seqlen=2),
     "recent_history must be 0 to append": dict(recent_history=3),
-    "min_full_attn_seqlen must be 0 with max_attn_len": dict(max_attn_len=2, min_full_attn_seqlen=1),
+    "min_full_attn_seqlen must be 0 with max_attn_len": dict(
+        max_attn_len=2, min_full_attn_seqlen=1
+    ),
     "global_prefix must be 0 with max_attn_len": dict(max_attn_len=2, global_prefix=1),
     "scaling_seqlen must be given": dict(scaling_seqlen=None),
 }
@@ -137,7 +164,12 @@ NOT_APPENDABLE = {
 
 @pytest.mark.parametrize("message, fields", NOT_APPENDABLE.items(), ids=NOT_APPENDABLE)
 def test_configs_whose_earlier_rows_change(message, fields):
-    stack, x = hstu(config_of(**fields)), jm.Jagged(torch.randn(5, WIDTH, dtype=torch.float64), torch.tensor([0, 2, 5]), max_seqlen=4)
+    stack, x = (
+        hstu(config_of(**fields)),
+        jm.Jagged(
+            torch.randn(5, WIDTH, dtype=torch.float64), torch.tensor([0, 2, 5]), max_seqlen=4
+        ),
+    )
     kv = stack.cache(x)
     with pytest.raises(ValueError, match=f"^config.{message}"):
         stack.append(x, kv)
@@ -149,23 +181,37 @@ def test_configs_whose_earlier_rows_change(message, fields):
 
 @pytest.mark.parametrize("option", ["num_seeds", "num_weights"])
 def test_learned_rows_have_no_cache(option):
-    layer, x = jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**{option: 2})), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
+    layer, x = (
+        jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**{option: 2})),
+        (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])),
+    )
     kv = jm.JaggedGDPA(WIDTH, HEADS).cache(x)
     for call in (lambda: layer.cache(x), lambda: layer.score(x, kv), lambda: layer.append(x, kv)):
-        with pytest.raises(ValueError, match=f"^config.{option} must be 0 to cache keys and values of a context, got 2"):
+        with pytest.raises(
+            ValueError,
+            match=f"^config.{option} must be 0 to cache keys and values of a context, got 2",
+        ):
             call()
 
 
 def test_arguments_of_forward_exclude_one_another():
     x, kv = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), None
-    target, gdpa, layer = jm.JaggedTargetAttention(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS), hstu(config_of()).layers[0]
+    target, gdpa, layer = (
+        jm.JaggedTargetAttention(WIDTH, HEADS),
+        jm.JaggedGDPA(WIDTH, HEADS),
+        hstu(config_of()).layers[0],
+    )
     kv = target.cache(x)
     for call, message in {
         lambda: target(x, x, cache=kv): "^history must be None with cache, got tuple",
-        lambda: target(x, x, return_cache=True): "^targets must be None with return_cache, got tuple",
+        lambda: target(
+            x, x, return_cache=True
+        ): "^targets must be None with return_cache, got tuple",
         lambda: gdpa(x, x, cache=kv): "^context must be None with cache, got tuple",
         lambda: gdpa(x, x, return_cache=True): "^x must be None with return_cache, got tuple",
-        lambda: layer((x[0].double(), x[1]), append=True): "^cache must be given with append, got None",
+        lambda: layer(
+            (x[0].double(), x[1]), append=True
+        ): "^cache must be given with append, got None",
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
@@ -180,7 +226,9 @@ class CopiesToMeta(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        self.count += function is torch.ops.aten._to_copy.default and out.is_meta and not args[0].is_meta
+        self.count += (
+            function is torch.ops.aten._to_copy.default and out.is_meta and not args[0].is_meta
+        )
         return out
 
 

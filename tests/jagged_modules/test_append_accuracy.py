@@ -1,4 +1,5 @@
-"""Appended and full forwards of an HSTU, each within the bounds of the definition in float64, on the CPU and on a GPU."""
+"""Appended and full forwards of an HSTU, each within the bounds of the definition in float64, on
+the CPU and on a GPU."""
 
 import accuracy
 import pytest
@@ -20,10 +21,14 @@ def bounds_of(padded: PaddedHSTU, timeline: Timeline, dtype: torch.dtype) -> lis
     rows = torch.cat([x.cpu() for x in timeline.rows])
 
     def definition(x, *parameters):
-        return torch.func.functional_call(padded, dict(zip(names, parameters, strict=True)), (x, timeline.lengths, TARGETS))
+        return torch.func.functional_call(
+            padded, dict(zip(names, parameters, strict=True)), (x, timeline.lengths, TARGETS)
+        )
 
     tensors = dict(zip(("x", *names), (rows, *parameters), strict=True))
-    return accuracy.definition(definition, tensors, torch.ones(len(rows), WIDTH, dtype=dtype))["out"]
+    return accuracy.definition(definition, tensors, torch.ones(len(rows), WIDTH, dtype=dtype))[
+        "out"
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -31,23 +36,36 @@ def bounds_of(padded: PaddedHSTU, timeline: Timeline, dtype: torch.dtype) -> lis
 @pytest.mark.parametrize("page_rows", [16, 128])
 @slow_after(1, "name", ["plain", "short", "dims"])
 def test_appended_rows_and_scores(name, page_rows, dtype, device):
-    """Pages of 16 rows are copied. Into pages of 128 the new rows are written first, then attention reads them there."""
+    """Pages of 16 rows are copied. Into pages of 128 the new rows are written first, then attention
+    reads them there."""
     config, timeline = HSTU_CONFIGS[name], Timeline(PARTS, TARGETS, dtype, device=device)
-    padded, stack = PaddedHSTU(LAYERS, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, LAYERS, config).to(dtype)
+    padded, stack = (
+        PaddedHSTU(LAYERS, config).to(dtype),
+        jm.HSTUStack(WIDTH, HEADS, LAYERS, config).to(dtype),
+    )
     stack.load_state_dict(converted(dict(padded.named_parameters())))
     stack, cache, users = stack.to(device).eval(), None, list("abcde")
     with torch.no_grad():
         full = stack(jagged(timeline.rows).to(device), torch.tensor(TARGETS, device=device)).values
         cache = jm.PagedHistoryCache(stack, 2**22, page_rows)
         cache.put(users, jagged([x[:0] for x in timeline.rows]).to(device))
-        parts = [cache.append(users, jagged(timeline.take(timeline.rows, i)).to(device)).values for i in range(len(PARTS))]
-        parts.append(stack.score(jagged(timeline.take(timeline.rows, -1)).to(device), cache.select(users)).values)
+        parts = [
+            cache.append(users, jagged(timeline.take(timeline.rows, i)).to(device)).values
+            for i in range(len(PARTS))
+        ]
+        parts.append(
+            stack.score(
+                jagged(timeline.take(timeline.rows, -1)).to(device), cache.select(users)
+            ).values
+        )
     cached = torch.empty_like(full)
     order = torch.arange(len(full)).split(timeline.lengths)
     for i, part in zip((0, 1, 2, -1), parts, strict=True):
         cached[torch.cat(timeline.take(list(order), i)).to(device)] = part
     bound = bounds_of(padded, timeline, dtype)
-    accuracy.assert_accurate({"full": full.cpu(), "cached": cached.cpu()}, {"full": bound, "cached": bound})
+    accuracy.assert_accurate(
+        {"full": full.cpu(), "cached": cached.cpu()}, {"full": bound, "cached": bound}
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,15 +79,25 @@ def test_scores_of_target_attention(dtype, device):
         w = dict(zip(names, parameters, strict=True))
         results = []
         for rows, t in zip(x.split(timeline.lengths), timeline.targets, strict=True):
-            q = torch.nn.functional.linear(rows[-t:], w["q_proj.weight"], w["q_proj.bias"]).unflatten(1, (heads, -1)).transpose(0, 1)
-            kv = torch.nn.functional.linear(rows[:-t], w["kv_proj.weight"], w["kv_proj.bias"]).unflatten(1, (2, heads, -1))
+            q = (
+                torch.nn.functional.linear(rows[-t:], w["q_proj.weight"], w["q_proj.bias"])
+                .unflatten(1, (heads, -1))
+                .transpose(0, 1)
+            )
+            kv = torch.nn.functional.linear(
+                rows[:-t], w["kv_proj.weight"], w["kv_proj.bias"]
+            ).unflatten(1, (2, heads, -1))
             k, v = (y.transpose(0, 1) for y in kv.unbind(1))
             out = ((q @ k.mT * k.shape[-1] ** -0.5).softmax(dim=-1) @ v).transpose(0, 1).flatten(1)
-            results.append(torch.nn.functional.linear(out, w["out_proj.weight"], w["out_proj.bias"]))
+            results.append(
+                torch.nn.functional.linear(out, w["out_proj.weight"], w["out_proj.bias"])
+            )
         return torch.cat(results)
 
     tensors = dict(zip(("x", *names), (torch.cat(timeline.rows), *parameters), strict=True))
-    bound = accuracy.definition(definition, tensors, torch.ones(sum(timeline.targets), 32, dtype=dtype))["out"]
+    bound = accuracy.definition(
+        definition, tensors, torch.ones(sum(timeline.targets), 32, dtype=dtype)
+    )["out"]
     users, layer = ["a", "b", "c"], layer.to(device)
     history, targets, *parts = (
         jagged(x).to(device)
@@ -83,8 +111,13 @@ def test_scores_of_target_attention(dtype, device):
         cache.put(users, parts[0])
         for part in parts[1:]:
             cache.append(users, part)
-        results = {"full": layer(targets, history), "cached": layer.score(targets, cache.select(users))}
-    accuracy.assert_accurate({name: x.values.cpu() for name, x in results.items()}, dict.fromkeys(results, bound))
+        results = {
+            "full": layer(targets, history),
+            "cached": layer.score(targets, cache.select(users)),
+        }
+    accuracy.assert_accurate(
+        {name: x.values.cpu() for name, x in results.items()}, dict.fromkeys(results, bound)
+    )
 
 
 @pytest.mark.gpu

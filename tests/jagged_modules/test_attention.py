@@ -1,4 +1,5 @@
-"""F.jagged_attention on the CPU: lengths, heads, layouts, values that are not finite, work and memory."""
+"""F.jagged_attention on the CPU: lengths, heads, layouts, values that are not finite, work and
+memory."""
 
 import math
 from functools import partial
@@ -40,7 +41,10 @@ def test_one_key(q_lengths, dtype, assert_one_key):
     assert_one_key(F.jagged_attention, q_lengths, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dim, v_dim", [(1, 1), (8, 8), (24, 40), (40, 24), (72, 72), (17, 33), (128, 64), (200, 8), (256, 256)])
+@pytest.mark.parametrize(
+    "dim, v_dim",
+    [(1, 1), (8, 8), (24, 40), (40, 24), (72, 72), (17, 33), (128, 64), (200, 8), (256, 256)],
+)
 def test_head_dims(dim, v_dim, offsets_of):
     tensors = make_qkv(15, 12, dim=dim, v_dim=v_dim)
     check(*tensors, offsets_of([5, 0, 10]), offsets_of([7, 2, 3]))
@@ -75,7 +79,12 @@ def test_scale(scale, offsets_of):
 def test_scores_far_outside_the_exponentials_range(scale, offsets_of):
     q, k, v = (x.requires_grad_() for x in make_qkv(12, 12))
     out = F.jagged_attention(q, k, v, offsets_of([5, 7]), scale=scale)
-    exact = F.jagged_attention(*(x.double() for x in (q, k, v)), offsets_of([5, 7]), scale=scale, implementation="reference")
+    exact = F.jagged_attention(
+        *(x.double() for x in (q, k, v)),
+        offsets_of([5, 7]),
+        scale=scale,
+        implementation="reference",
+    )
     torch.testing.assert_close(out, exact.float())
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), [q, k, v]))
 
@@ -84,13 +93,17 @@ def test_scores_far_outside_the_exponentials_range(scale, offsets_of):
 def test_offset_dtypes_give_the_same(dtype, offsets_of):
     q, k, v = make_qkv(9, 6)
     expected = F.jagged_attention(q, k, v, offsets_of([4, 5]), offsets_of([0, 6]))
-    assert torch.equal(F.jagged_attention(q, k, v, offsets_of([4, 5], dtype), offsets_of([0, 6], dtype)), expected)
+    assert torch.equal(
+        F.jagged_attention(q, k, v, offsets_of([4, 5], dtype), offsets_of([0, 6], dtype)), expected
+    )
 
 
 def test_max_seqlen_changes_no_result(offsets_of):
     q, k, v = make_qkv(9, 9)
     expected = F.jagged_attention(q, k, v, offsets_of([4, 5]))
-    assert torch.equal(F.jagged_attention(q, k, v, offsets_of([4, 5]), max_seqlen_q=5, max_seqlen_kv=100), expected)
+    assert torch.equal(
+        F.jagged_attention(q, k, v, offsets_of([4, 5]), max_seqlen_q=5, max_seqlen_kv=100), expected
+    )
 
 
 def test_packed_projection_is_read_in_place(offsets_of):
@@ -105,16 +118,24 @@ def test_any_strides(offsets_of):
     check(q, k, v, offsets_of([9, 5]), None)
 
 
-@pytest.mark.parametrize("grad", [torch.tensor(0.5).expand(14, 2, 8), torch.randn(8, 2, 14).permute(2, 1, 0)], ids=["expanded", "permuted"])
+@pytest.mark.parametrize(
+    "grad",
+    [torch.tensor(0.5).expand(14, 2, 8), torch.randn(8, 2, 14).permute(2, 1, 0)],
+    ids=["expanded", "permuted"],
+)
 def test_gradients_of_any_strides(grad, offsets_of):
     check(*make_qkv(14, 14), offsets_of([9, 5]), None, grad=grad)
 
 
-@pytest.mark.parametrize("activation, mask", [("softmax", None), ("softmax", jm.AttentionMask(True)), ("silu", jm.AttentionMask(True))])
+@pytest.mark.parametrize(
+    "activation, mask",
+    [("softmax", None), ("softmax", jm.AttentionMask(True)), ("silu", jm.AttentionMask(True))],
+)
 @pytest.mark.parametrize("lengths", [[9, 9, 6, 9], [1, 300, 2, 290]])
 @pytest.mark.parametrize("dim", [8, 13])  # rows of 13 floats start at any multiple of 4 bytes
 def test_nan_in_a_segment_stays_there(lengths, dim, activation, mask, offsets_of):
-    """Values and gradients of other segments do not change, even of segments of equal length, which are computed in one call."""
+    """Values and gradients of other segments do not change, even of segments of equal length, which
+    are computed in one call."""
     offsets, total = offsets_of(lengths), sum(lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
@@ -152,7 +173,10 @@ def test_queries_without_keys_get_zero(offsets_of):
     assert not dq[:2].any()
 
 
-@pytest.mark.parametrize("activation, mask", [("softmax", None), ("softmax", jm.AttentionMask(True)), ("silu", jm.AttentionMask(True))])
+@pytest.mark.parametrize(
+    "activation, mask",
+    [("softmax", None), ("softmax", jm.AttentionMask(True)), ("silu", jm.AttentionMask(True))],
+)
 def test_two_runs_are_bitwise_equal(activation, mask, offsets_of):
     inputs = [x.requires_grad_() for x in make_qkv(400, 400)]
     offsets = offsets_of([100, 7, 280, 13])
@@ -165,14 +189,21 @@ def test_two_runs_are_bitwise_equal(activation, mask, offsets_of):
 
 
 def test_work_is_that_of_the_real_rows(offsets_of):
-    """Scores computed, counted from the shapes given to torch's fused kernel: every query of a segment with its keys, nothing else."""
+    """Scores computed, counted from the shapes given to torch's fused kernel: every query of a
+    segment with its keys, nothing else."""
     q_lengths, kv_lengths = torch.randint(0, 200, (2, 60)).tolist()
     inputs = [x.requires_grad_() for x in make_qkv(sum(q_lengths), sum(kv_lengths), heads=3)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
         F.jagged_attention(*inputs, offsets_of(q_lengths), offsets_of(kv_lengths)).sum().backward()
 
     def scores(name, q_argument):
-        shapes = [event.input_shapes[q_argument : q_argument + 2] for event in profile.events() if event.name == name]
+        shapes = [
+            event.input_shapes[q_argument : q_argument + 2]
+            for event in profile.events()
+            if event.name == name
+        ]
         return sum(q[0] * q[1] * q[2] * k[2] for q, k in shapes)
 
     real = 3 * sum(n * m for n, m in zip(q_lengths, kv_lengths))
@@ -182,8 +213,8 @@ def test_work_is_that_of_the_real_rows(offsets_of):
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 def test_no_scores_are_kept(activation, offsets_of, one_thread):
-    """For 2000 rows, the backward keeps q, k and v, and with softmax the output and one number per row. Scores exist for a few rows at a
-    time."""
+    """For 2000 rows, the backward keeps q, k and v, and with softmax the output and one number per
+    row. Scores exist for a few rows at a time."""
     rows, heads = 2000, 2
     inputs = [x.requires_grad_() for x in make_qkv(rows, rows, heads)]
     saved = []
@@ -193,11 +224,15 @@ def test_no_scores_are_kept(activation, offsets_of, one_thread):
         return x
 
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile,
         torch.autograd.graph.saved_tensors_hooks(save, lambda x: x),
     ):
         mask = jm.AttentionMask(causal=True, num_targets=torch.tensor([30]))
-        F.jagged_attention(*inputs, offsets_of([rows]), activation=activation, mask=mask).sum().backward()
+        F.jagged_attention(
+            *inputs, offsets_of([rows]), activation=activation, mask=mask
+        ).sum().backward()
     size = inputs[0].nbytes
     assert max(saved) == size and saved.count(size) == (4 if activation == "softmax" else 3)
     largest = max(event.self_cpu_memory_usage for event in profile.events())
@@ -212,12 +247,16 @@ def test_any_lengths_and_heads(data, offsets_of):
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     dim, v_dim = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     dtype = data.draw(st.sampled_from(list(DTYPES.values())))
-    tensors = make_qkv(sum(q_lengths), sum(kv_lengths), kv_heads * group, kv_heads, dim, v_dim, dtype)
+    tensors = make_qkv(
+        sum(q_lengths), sum(kv_lengths), kv_heads * group, kv_heads, dim, v_dim, dtype
+    )
     check(*tensors, offsets_of(q_lengths), offsets_of(kv_lengths))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize("name, mask", [("q", None), ("q", jm.AttentionMask(causal=True)), ("k", None), ("v", None)])
+@pytest.mark.parametrize(
+    "name, mask", [("q", None), ("q", jm.AttentionMask(causal=True)), ("k", None), ("v", None)]
+)
 def test_nan_and_infinity_are_where_the_definition_has_them(name, mask, value, offsets_of):
     """And nowhere else. A row that sees nothing stays 0."""
     tensors = {x: torch.randn(12, 2, 8) for x in "qkv"}
@@ -231,7 +270,8 @@ def test_nan_and_infinity_are_where_the_definition_has_them(name, mask, value, o
 @pytest.mark.parametrize("rows", [3, 70])
 @pytest.mark.parametrize("case", ["all keys NaN", "all scores -infinity", "a score +infinity"])
 def test_rows_without_a_softmax_are_nan(case, rows, offsets_of):
-    """Also where torch's fused attention returns 0. The gradients are NaN where those of the reference are."""
+    """Also where torch's fused attention returns 0. The gradients are NaN where those of the
+    reference are."""
     q, k, v = torch.randn(4, 4, 8), torch.randn(rows + 5, 2, 8), torch.randn(rows + 5, 2, 8)
     if case == "all keys NaN":
         k[:rows, 1] = math.nan
@@ -241,7 +281,13 @@ def test_rows_without_a_softmax_are_nan(case, rows, offsets_of):
     tensors = [x.requires_grad_() for x in (q, k, v)]
     results = []
     for implementation in ("auto", "reference"):
-        out = F.jagged_attention(*tensors, offsets_of([2, 2]), offsets_of([rows, 5]), scale=1.0, implementation=implementation)
+        out = F.jagged_attention(
+            *tensors,
+            offsets_of([2, 2]),
+            offsets_of([rows, 5]),
+            scale=1.0,
+            implementation=implementation,
+        )
         results.append([out, *torch.autograd.grad(out.sum(), tensors)])
     for x, expected in zip(*results, strict=True):
         torch.testing.assert_close(x, expected, equal_nan=True)

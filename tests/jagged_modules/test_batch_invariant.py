@@ -1,4 +1,5 @@
-"""Under jm.batch_invariant(True) a segment gives the same bits alone and in any batch: on the CPU, forward and gradients."""
+"""Under jm.batch_invariant(True) a segment gives the same bits alone and in any batch: on the CPU,
+forward and gradients."""
 
 import pytest
 import torch
@@ -34,7 +35,18 @@ def test_dtypes(name, dtype):
     check(operators("cpu", DTYPES[dtype])[name], LENGTHS, OWN, 12)
 
 
-@pytest.mark.parametrize("name", ["attention", "attention-hstu", "attention-silu", "jagged-bmm", "linear", "linear-compress", "softmax"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention",
+        "attention-hstu",
+        "attention-silu",
+        "jagged-bmm",
+        "linear",
+        "linear-compress",
+        "softmax",
+    ],
+)
 def test_threads_and_larger_sizes(name, threads):
     """Rows and segments that torch would divide among threads."""
     check(operators("cpu", torch.float32, dim=40, width=72)[name], [0, 5, 64, 130], [90], 4, most=3)
@@ -45,32 +57,48 @@ def test_layers(name):
     check(layers("cpu", torch.float32)[name], LENGTHS, OWN, 40, most=4)
 
 
-@pytest.mark.parametrize("name", ["attention", "attention-candidates", "dense-bmm", "softmax", "linear", "linear-segments"])
+@pytest.mark.parametrize(
+    "name",
+    ["attention", "attention-candidates", "dense-bmm", "softmax", "linear", "linear-segments"],
+)
 def test_results_are_those_of_the_default_but_for_rounding(name):
     operator = operators("cpu", torch.float64)[name]
     segments = [operator.operands(length) for length in (3, 0, 17, 1)]
-    offsets = {name: torch.tensor([0, *(x[name].shape[0] for x in segments)]).cumsum(0) for name in segments[0]}
+    offsets = {
+        name: torch.tensor([0, *(x[name].shape[0] for x in segments)]).cumsum(0)
+        for name in segments[0]
+    }
     operands = {name: torch.cat([x[name] for x in segments]) for name in segments[0]}
     wanted = [operands[name].requires_grad_() for name in operator.gradients]
     default = operator.apply(operands, offsets)
     with jm.batch_invariant(True):
         fixed = operator.apply(operands, offsets)
     torch.testing.assert_close(fixed, default)
-    grads = (torch.autograd.grad(out, wanted, torch.cos(default.detach())) for out in (fixed, default))
+    grads = (
+        torch.autograd.grad(out, wanted, torch.cos(default.detach())) for out in (fixed, default)
+    )
     for found, expected in zip(*grads):
         torch.testing.assert_close(found, expected)
 
 
 def test_gradients_of_weights_and_of_second_order():
-    x, weight, bias = torch.randn(5, 4).double(), torch.randn(3, 4).double(), torch.randn(3).double()
+    x, weight, bias = (
+        torch.randn(5, 4).double(),
+        torch.randn(3, 4).double(),
+        torch.randn(3).double(),
+    )
     e = torch.randn(5, 4, 2).double()
     with jm.batch_invariant(True):
         inputs = [z.requires_grad_() for z in (x, weight, bias, e)]
-        assert torch.autograd.gradcheck(lambda x, w, b, _: F.jagged_linear(x, w, b, activation="gelu"), inputs)
+        assert torch.autograd.gradcheck(
+            lambda x, w, b, _: F.jagged_linear(x, w, b, activation="gelu"), inputs
+        )
         assert torch.autograd.gradgradcheck(lambda x, w, b, _: F.jagged_linear(x, w, b), inputs)
         assert torch.autograd.gradcheck(lambda x, w, b, e: F.linear_compress(w, e), inputs)
         with pytest.raises(RuntimeError, match="not differentiable twice"):
-            (grad,) = torch.autograd.grad(F.jagged_linear(x, weight, bias, activation="gelu").sum(), x, create_graph=True)
+            (grad,) = torch.autograd.grad(
+                F.jagged_linear(x, weight, bias, activation="gelu").sum(), x, create_graph=True
+            )
             torch.autograd.grad(grad.sum(), x)
 
 
@@ -88,8 +116,12 @@ class _Gemms(TorchDispatchMode):
 
 
 def test_compression_multiplies_no_batch_of_matrices():
-    """The bits of torch.bmm depend on the batch with some processors only, so this test looks at the operators."""
-    weights, embeddings = [torch.randn(5, k) for k in (3, 4)], [torch.randn(b, k, 8).requires_grad_() for b, k in ((2, 3), (6, 4))]
+    """The bits of torch.bmm depend on the batch with some processors only, so this test looks at
+    the operators."""
+    weights, embeddings = (
+        [torch.randn(5, k) for k in (3, 4)],
+        [torch.randn(b, k, 8).requires_grad_() for b, k in ((2, 3), (6, 4))],
+    )
     with _Gemms() as gemms:
         with jm.batch_invariant(True):
             out = F.linear_compress(weights, embeddings, torch.arange(6) % 2)
@@ -98,7 +130,8 @@ def test_compression_multiplies_no_batch_of_matrices():
 
 
 def test_sums_of_half_precision_under_scales():
-    """Where scales are factored out, sums that are larger than fp16 holds are scaled before they are rounded to it."""
+    """Where scales are factored out, sums that are larger than fp16 holds are scaled before they
+    are rounded to it."""
     rows = 2000
     k = torch.full((rows, 1, 8), 10.0, dtype=torch.float16)
     q, offsets = torch.ones(3, 1, 8, dtype=torch.float16), torch.tensor([0, 1, 3])
@@ -136,15 +169,23 @@ def test_schedules_of_the_mode_are_their_own():
     with jm.batch_invariant(True):
         fixed = jagged.prepare(**sizes).to("meta").schedule(**sizes)
     default = jagged.prepare(**sizes).to("meta").schedule(**sizes)
-    assert (fixed.block_m, default.block_m) == (128, 64)  # short segments take the smaller tile by default
+    # short segments take the smaller tile by default
+    assert (fixed.block_m, default.block_m) == (128, 64)
 
 
-@slow_after(1, "name", ["linear", "linear-segments", "linear-compress", "attention", "attention-hstu"])
+@slow_after(
+    1, "name", ["linear", "linear-segments", "linear-compress", "attention", "attention-hstu"]
+)
 def test_under_torch_compile(name):
     torch._dynamo.reset()
     operator = operators("cpu", torch.float32)[name]
     compiled = torch.compile(operator.apply, fullgraph=True, dynamic=True, backend="aot_eager")
-    check(operator.__class__(operator.operands, compiled, operator.result, operator.gradients), [2, 3, 9, 17], [5], 6)
+    check(
+        operator.__class__(operator.operands, compiled, operator.result, operator.gradients),
+        [2, 3, 9, 17],
+        [5],
+        6,
+    )
 
 
 @slow_after(1, "name", ["gdpa", "mlp", "hstu"])
@@ -152,4 +193,9 @@ def test_layers_under_torch_compile(name):
     torch._dynamo.reset()
     operator = layers("cpu", torch.float32)[name]
     compiled = torch.compile(operator.apply, fullgraph=True, dynamic=True, backend="aot_eager")
-    check(operator.__class__(operator.operands, compiled, operator.result, operator.gradients), [2, 3, 9, 17], [5], 4)
+    check(
+        operator.__class__(operator.operands, compiled, operator.result, operator.gradients),
+        [2, 3, 9, 17],
+        [5],
+        4,
+    )

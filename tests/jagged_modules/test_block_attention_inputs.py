@@ -1,4 +1,5 @@
-"""Bad input of F.block_diagonal_attention: the error names the argument, the value and what was expected."""
+"""Bad input of F.block_diagonal_attention: the error names the argument, the value and what was
+expected."""
 
 import pytest
 import torch
@@ -20,25 +21,69 @@ def positions(*values):
 
 BAD_CALLS = [
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
-    (dict(k=torch.ones(6, 2, 8, dtype=torch.int64)), TypeError, "k must be float64, .* on cpu, got torch.int64"),
+    (
+        dict(k=torch.ones(6, 2, 8, dtype=torch.int64)),
+        TypeError,
+        "k must be float64, .* on cpu, got torch.int64",
+    ),
     (dict(v=torch.ones(6, 16)), ValueError, r"v must have shape \[L, H, D\], got \[6, 16\]"),
-    (dict(k=torch.ones(6, 2, 8, dtype=torch.float64)), ValueError, "k must have q's dtype, torch.float32, got torch.float64"),
-    (dict(v=torch.ones(6, 2, 8, device="meta")), ValueError, "v must be on q's device, cpu, got meta"),
+    (
+        dict(k=torch.ones(6, 2, 8, dtype=torch.float64)),
+        ValueError,
+        "k must have q's dtype, torch.float32, got torch.float64",
+    ),
+    (
+        dict(v=torch.ones(6, 2, 8, device="meta")),
+        ValueError,
+        "v must be on q's device, cpu, got meta",
+    ),
     (dict(k=torch.ones(6, 2, 4)), ValueError, "k must have q's head dim, 8, got 4"),
-    (dict(v=torch.ones(6, 2, 4)), ValueError, r"k and v must be \[L, Hkv, D\] of q \[6, 2, 8\], got \[6, 2, 8\] and \[6, 2, 4\]"),
-    (dict(v=torch.ones(5, 2, 8)), ValueError, r"v must have k's rows and heads, \[6, 2\], got \[5, 2\]"),
-    (dict(k=torch.ones(5, 2, 8), v=torch.ones(5, 2, 8)), ValueError, r"k and v must be \[L, Hkv, D\] of q \[6, 2, 8\], got \[5, 2, 8\]"),
+    (
+        dict(v=torch.ones(6, 2, 4)),
+        ValueError,
+        r"k and v must be \[L, Hkv, D\] of q \[6, 2, 8\], got \[6, 2, 8\] and \[6, 2, 4\]",
+    ),
+    (
+        dict(v=torch.ones(5, 2, 8)),
+        ValueError,
+        r"v must have k's rows and heads, \[6, 2\], got \[5, 2\]",
+    ),
+    (
+        dict(k=torch.ones(5, 2, 8), v=torch.ones(5, 2, 8)),
+        ValueError,
+        r"k and v must be \[L, Hkv, D\] of q \[6, 2, 8\], got \[5, 2, 8\]",
+    ),
     (dict(q=torch.ones(6, 3, 8)), ValueError, "q's heads must be a multiple of k's, got 3 and 2"),
     (dict(zip("qkv", make_qkv(6, dim=257))), ValueError, "q's head dim must be 1 to 256, got 257"),
     (dict(zip("qkv", make_qkv(6, dim=0))), ValueError, "q's head dim must be 1 to 256, got 0"),
     (dict(offsets=None), TypeError, "offsets must be a torch.Tensor, got NoneType"),
     (dict(offsets="shared"), TypeError, "offsets must be a torch.Tensor, got str"),
-    (dict(offsets=torch.tensor([0.0, 6.0])), TypeError, "offsets must be int32 or int64, got torch.float32"),
-    (dict(offsets=torch.zeros(0, dtype=torch.int64)), ValueError, r"offsets must have shape \[B \+ 1\], got \[0\]"),
-    (dict(offsets=torch.tensor([0, 2, 5])), ValueError, "^offsets must end at the number of rows, 6, got 5"),
+    (
+        dict(offsets=torch.tensor([0.0, 6.0])),
+        TypeError,
+        "offsets must be int32 or int64, got torch.float32",
+    ),
+    (
+        dict(offsets=torch.zeros(0, dtype=torch.int64)),
+        ValueError,
+        r"offsets must have shape \[B \+ 1\], got \[0\]",
+    ),
+    (
+        dict(offsets=torch.tensor([0, 2, 5])),
+        ValueError,
+        "^offsets must end at the number of rows, 6, got 5",
+    ),
     (dict(offsets=torch.tensor([1, 6])), ValueError, "^offsets must start at 0, got 1"),
-    (dict(offsets=torch.tensor([0, 4, 2, 6])), ValueError, "^offsets must not decrease, got 4 then 2 at segment 1"),
-    (dict(offsets=torch.tensor([0, 6], device="meta")), ValueError, "^offsets must be on q's device, cpu, or the host, got meta"),
+    (
+        dict(offsets=torch.tensor([0, 4, 2, 6])),
+        ValueError,
+        "^offsets must not decrease, got 4 then 2 at segment 1",
+    ),
+    (
+        dict(offsets=torch.tensor([0, 6], device="meta")),
+        ValueError,
+        "^offsets must be on q's device, cpu, or the host, got meta",
+    ),
     (dict(block_size=48), ValueError, r"block_size must be one of \(16, 32, 64, 128\), got 48"),
     (dict(block_size=0), ValueError, "block_size must be at least 1, got 0"),
     (dict(block_size=16.0), TypeError, "block_size must be an int, got float"),
@@ -46,21 +91,43 @@ BAD_CALLS = [
     (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
     (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
     (dict(rotary="qk"), TypeError, "rotary must be a Rotary, got str"),
-    (dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] with D = 8 even, got \[5, 3\]"),
-    (ODD | dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] with D = 7 even, got \[5, 3\]"),
-    (dict(rotary=jm.Rotary(COS, SIN.clone().requires_grad_())), ValueError, "rotary's cos and sin must not require gradients"),
+    (
+        dict(rotary=NARROW),
+        ValueError,
+        r"must have shape \[P, D / 2\] with D = 8 even, got \[5, 3\]",
+    ),
+    (
+        ODD | dict(rotary=NARROW),
+        ValueError,
+        r"must have shape \[P, D / 2\] with D = 7 even, got \[5, 3\]",
+    ),
+    (
+        dict(rotary=jm.Rotary(COS, SIN.clone().requires_grad_())),
+        ValueError,
+        "rotary's cos and sin must not require gradients",
+    ),
     (
         dict(rotary=TABLES, offsets=torch.tensor([0, 6])),
         ValueError,
         "offsets must have segments of at most rotary.s max_seqlen = 5 rows, got 6",
     ),
     (positions(0, 1, 2), ValueError, "rotary's positions must have one entry per row, 6, got 3"),
-    (positions(0, 1, 2, 3, 4, 5), ValueError, "rotary's positions must be 0 to 4, the rows of cos, got values 0 to 5"),
-    (positions(0, 1, 2, 3, 4, -1), ValueError, "rotary's positions must be 0 to 4, the rows of cos, got values -1 to 4"),
+    (
+        positions(0, 1, 2, 3, 4, 5),
+        ValueError,
+        "rotary's positions must be 0 to 4, the rows of cos, got values 0 to 5",
+    ),
+    (
+        positions(0, 1, 2, 3, 4, -1),
+        ValueError,
+        "rotary's positions must be 0 to 4, the rows of cos, got values -1 to 4",
+    ),
 ]
 
 
-@pytest.mark.parametrize("change, error, message", BAD_CALLS, ids=[message[:40] for _, _, message in BAD_CALLS])
+@pytest.mark.parametrize(
+    "change, error, message", BAD_CALLS, ids=[message[:40] for _, _, message in BAD_CALLS]
+)
 def test_bad_input_of_the_function(change, error, message):
     with pytest.raises(error, match=message):
         F.block_diagonal_attention(**(GOOD | change))
@@ -68,7 +135,9 @@ def test_bad_input_of_the_function(change, error, message):
 
 def test_given_positions_let_a_segment_be_longer_than_the_tables():
     rotary = jm.Rotary(COS, SIN, positions=torch.tensor([0, 1, 2, 3, 4, 0]))
-    assert F.block_diagonal_attention(**(GOOD | dict(offsets=torch.tensor([0, 6]), rotary=rotary))).shape == (6, 2, 8)
+    assert F.block_diagonal_attention(
+        **(GOOD | dict(offsets=torch.tensor([0, 6]), rotary=rotary))
+    ).shape == (6, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +145,11 @@ def test_given_positions_let_a_segment_be_longer_than_the_tables():
     [
         (None, TypeError, "qkv must be a torch.Tensor, got NoneType"),
         (torch.ones(5, 2, 8), ValueError, r"qkv must have shape \[L, 3, H, D\], got \[5, 2, 8\]"),
-        (torch.ones(5, 2, 1, 8), ValueError, r"qkv must have shape \[L, 3, H, D\], got \[5, 2, 1, 8\]"),
+        (
+            torch.ones(5, 2, 1, 8),
+            ValueError,
+            r"qkv must have shape \[L, 3, H, D\], got \[5, 2, 1, 8\]",
+        ),
     ],
     ids=["none", "dimensions", "two"],
 )

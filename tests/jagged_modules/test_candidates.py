@@ -18,7 +18,10 @@ def assert_same_index(a: jm.CandidateIndex, b: jm.CandidateIndex) -> None:
 @given(counts=st.lists(st.integers(0, 5), max_size=8), data=st.data())
 def test_a_map_in_any_order(counts, data):
     users = [user for user, count in enumerate(counts) for _ in range(count)]
-    candidate_to_user = torch.tensor(data.draw(st.permutations(users)), dtype=data.draw(st.sampled_from([torch.int32, torch.int64])))
+    candidate_to_user = torch.tensor(
+        data.draw(st.permutations(users)),
+        dtype=data.draw(st.sampled_from([torch.int32, torch.int64])),
+    )
     index = jm.CandidateIndex.from_map(candidate_to_user, len(counts))
     assert index.num_users == len(counts)
     assert index.offsets.diff().tolist() == counts
@@ -29,7 +32,9 @@ def test_a_map_in_any_order(counts, data):
         assert candidate_to_user[index.order].tolist() == users
         assert torch.equal(index.order[index.inverse], torch.arange(len(users)))
         grouped = [index.order[start:end] for start, end in zip(index.offsets, index.offsets[1:])]
-        assert all((candidates.diff() > 0).all() for candidates in grouped), "a user's candidates keep their order"
+        assert all((candidates.diff() > 0).all() for candidates in grouped), (
+            "a user's candidates keep their order"
+        )
 
 
 def test_an_index_or_a_map():
@@ -46,7 +51,9 @@ def test_counts_offsets_map_and_container_agree(dtype):
     assert_same_index(jm.CandidateIndex.from_counts(counts), expected)
     assert_same_index(jm.CandidateIndex.from_offsets(offsets), expected)
     assert_same_index(jm.CandidateIndex.from_jagged((torch.randn(5, 4), offsets)), expected)
-    assert_same_index(jm.CandidateIndex.from_jagged(jm.Jagged(torch.randn(5, 4), offsets)), expected)
+    assert_same_index(
+        jm.CandidateIndex.from_jagged(jm.Jagged(torch.randn(5, 4), offsets)), expected
+    )
 
 
 def test_from_torchrec_containers_with_lengths_only():
@@ -60,14 +67,21 @@ def test_from_torchrec_containers_with_lengths_only():
 
 def test_several_keys_are_refused():
     torchrec = pytest.importorskip("torchrec")
-    keyed = torchrec.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
-    with pytest.raises(ValueError, match=r"x must have one key, the candidates, got \['a', 'b'\]; pass x\[key\]"):
+    keyed = torchrec.KeyedJaggedTensor(
+        ["a", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 2, 1])
+    )
+    with pytest.raises(
+        ValueError, match=r"x must have one key, the candidates, got \['a', 'b'\]; pass x\[key\]"
+    ):
         jm.CandidateIndex.from_jagged(keyed)
     assert jm.CandidateIndex.from_jagged(keyed["b"]).offsets.tolist() == [0, 2, 3]
 
 
 def test_no_candidates_and_no_users():
-    for index in (jm.CandidateIndex.from_map(torch.zeros(0, dtype=torch.int64), 3), jm.CandidateIndex.from_counts(torch.tensor([0, 0, 0]))):
+    for index in (
+        jm.CandidateIndex.from_map(torch.zeros(0, dtype=torch.int64), 3),
+        jm.CandidateIndex.from_counts(torch.tensor([0, 0, 0])),
+    ):
         assert index.offsets.tolist() == [0, 0, 0, 0] and index.candidate_to_user.numel() == 0
     assert jm.CandidateIndex.from_counts(torch.zeros(0, dtype=torch.int64)).num_users == 0
 
@@ -77,7 +91,9 @@ def test_query_rows_of_a_user():
     assert index.query_offsets(4).tolist() == [0, 12, 12, 20]
     assert index.query_offsets(4) is index.query_offsets(4), "computed once for all layers"
     assert index.query_segments(4).host_lengths.tolist() == [12, 0, 8]
-    assert index.query_offsets(3).tolist() == [0, 9, 9, 15], "another layer may have another number of rows"
+    assert index.query_offsets(3).tolist() == [0, 9, 9, 15], (
+        "another layer may have another number of rows"
+    )
 
 
 def test_layers_with_other_numbers_of_query_rows_share_an_index():
@@ -91,12 +107,18 @@ def test_layers_with_other_numbers_of_query_rows_share_an_index():
 @given(counts=st.lists(st.integers(0, 5), max_size=8), data=st.data())
 def test_users_where_the_number_of_candidates_is_known(counts, data):
     """Candidates are in any order, and some users have none."""
-    candidate_to_user = torch.tensor(data.draw(st.permutations([user for user, count in enumerate(counts) for _ in range(count)])))
+    candidate_to_user = torch.tensor(
+        data.draw(
+            st.permutations([user for user, count in enumerate(counts) for _ in range(count)])
+        )
+    )
     candidate_to_user = candidate_to_user.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
     index = jm.CandidateIndex.from_map(candidate_to_user, len(counts))
     assert torch.equal(index.users(len(candidate_to_user)), candidate_to_user.long())
     grouped = jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64))
-    assert torch.equal(grouped.users(len(candidate_to_user)), candidate_to_user.sort().values.long())
+    assert torch.equal(
+        grouped.users(len(candidate_to_user)), candidate_to_user.sort().values.long()
+    )
 
 
 def test_users_are_computed_once_and_on_the_device_of_the_index():
@@ -119,7 +141,8 @@ def test_users_of_another_number_of_candidates_are_not_those_computed_before():
 def test_a_moved_index_groups_the_same_candidates(device):
     """The order is a cycle of three, so that its inverse is another permutation."""
     index = jm.CandidateIndex.from_map(torch.tensor([1, 2, 0]), 3)
-    moved = index._map(torch.clone) if device == "cpu" else index.to(device)  # `to` returns self where it has nothing to move
+    # `to` returns self where it has nothing to move
+    moved = index._map(torch.clone) if device == "cpu" else index.to(device)
     assert moved.users(3).tolist() == [1, 2, 0] and moved.candidate_to_user.tolist() == [1, 2, 0]
     x = torch.arange(3, device=device)
     assert torch.equal(moved.ungrouped(x.index_select(0, moved.order)), x)
@@ -128,7 +151,9 @@ def test_a_moved_index_groups_the_same_candidates(device):
 
 def test_users_under_compile():
     torch._dynamo.reset()
-    graph = torch.compile(lambda index, count: index.users(count), fullgraph=True, dynamic=True, backend="aot_eager")
+    graph = torch.compile(
+        lambda index, count: index.users(count), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
     for candidate_to_user in ([2, 0, 2], [0, 0, 3, 3, 3], [1]):
         candidate_to_user = torch.tensor(candidate_to_user)
         index = jm.CandidateIndex.from_map(candidate_to_user, 4)
@@ -139,29 +164,94 @@ def test_users_under_compile():
 
 def test_copies_keep_the_segmentation_id():
     index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
-    assert pickle.loads(pickle.dumps(index)).segmentation_id != index.segmentation_id, "nobody had asked for the id when it was pickled"
+    assert pickle.loads(pickle.dumps(index)).segmentation_id != index.segmentation_id, (
+        "nobody had asked for the id when it was pickled"
+    )
     assert pickle.loads(pickle.dumps(index)).segmentation_id == index.segmentation_id
     assert index.to("meta").segmentation_id == index.segmentation_id
     assert index.to("meta").host_counts.tolist() == [1, 2]
-    assert jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2).segmentation_id != index.segmentation_id
+    assert (
+        jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2).segmentation_id
+        != index.segmentation_id
+    )
 
 
 BAD = [
-    (lambda: jm.CandidateIndex.from_map([0, 1], 2), TypeError, "candidate_to_user must be a torch.Tensor, got list"),
-    (lambda: jm.CandidateIndex.from_map(torch.tensor([0.0]), 2), TypeError, "candidate_to_user must be int32 or int64, got torch.float32"),
-    (lambda: jm.CandidateIndex.from_map(torch.tensor([[0]]), 2), ValueError, r"candidate_to_user must be 1-D, got shape \[1, 1\]"),
-    (lambda: jm.CandidateIndex.from_map(torch.tensor([0, 2]), 2), ValueError, "candidate_to_user must be 0 to .*= 1, got.* 2"),
-    (lambda: jm.CandidateIndex.from_map(torch.tensor([-1, 0]), 2), ValueError, "candidate_to_user must be 0 to .*= 1, got.*-1"),
-    (lambda: jm.CandidateIndex.from_map(torch.tensor([0]), -1), ValueError, "num_users must be at least 0, got -1"),
-    (lambda: jm.CandidateIndex.from_map(torch.tensor([0]), 2.0), TypeError, "num_users must be an int, got float"),
-    (lambda: jm.CandidateIndex.from_counts(torch.tensor([1, -2])), ValueError, "candidates_per_user must not be negative, got -2"),
-    (lambda: jm.CandidateIndex.from_counts(torch.tensor([True])), TypeError, "candidates_per_user must be int32 or int64, got torch.bool"),
-    (lambda: jm.CandidateIndex.from_offsets(torch.tensor([1, 2])), ValueError, "candidate_offsets must start at 0, got 1"),
-    (lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 1])), ValueError, "candidate_offsets must not decrease, got 2 then 1"),
-    (lambda: jm.CandidateIndex.from_offsets(torch.tensor(0)), ValueError, r"candidate_offsets must be 1-D, got shape \[\]"),
-    (lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 5])).users(7), ValueError, "describe 5 candidates, num_candidates is 7"),
-    (lambda: jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2).users(3), ValueError, "describe 2 candidates, num_candidates is 3"),
-    (lambda: jm.CandidateIndex.from_jagged(torch.tensor([0])), TypeError, "x must be a JaggedTensor.*got Tensor"),
+    (
+        lambda: jm.CandidateIndex.from_map([0, 1], 2),
+        TypeError,
+        "candidate_to_user must be a torch.Tensor, got list",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_map(torch.tensor([0.0]), 2),
+        TypeError,
+        "candidate_to_user must be int32 or int64, got torch.float32",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_map(torch.tensor([[0]]), 2),
+        ValueError,
+        r"candidate_to_user must be 1-D, got shape \[1, 1\]",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_map(torch.tensor([0, 2]), 2),
+        ValueError,
+        "candidate_to_user must be 0 to .*= 1, got.* 2",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_map(torch.tensor([-1, 0]), 2),
+        ValueError,
+        "candidate_to_user must be 0 to .*= 1, got.*-1",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_map(torch.tensor([0]), -1),
+        ValueError,
+        "num_users must be at least 0, got -1",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_map(torch.tensor([0]), 2.0),
+        TypeError,
+        "num_users must be an int, got float",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_counts(torch.tensor([1, -2])),
+        ValueError,
+        "candidates_per_user must not be negative, got -2",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_counts(torch.tensor([True])),
+        TypeError,
+        "candidates_per_user must be int32 or int64, got torch.bool",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_offsets(torch.tensor([1, 2])),
+        ValueError,
+        "candidate_offsets must start at 0, got 1",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 1])),
+        ValueError,
+        "candidate_offsets must not decrease, got 2 then 1",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_offsets(torch.tensor(0)),
+        ValueError,
+        r"candidate_offsets must be 1-D, got shape \[\]",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 5])).users(7),
+        ValueError,
+        "describe 5 candidates, num_candidates is 7",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2).users(3),
+        ValueError,
+        "describe 2 candidates, num_candidates is 3",
+    ),
+    (
+        lambda: jm.CandidateIndex.from_jagged(torch.tensor([0])),
+        TypeError,
+        "x must be a JaggedTensor.*got Tensor",
+    ),
 ]
 
 

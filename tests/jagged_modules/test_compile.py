@@ -9,24 +9,45 @@ from marks import slow_after
 import jagged_modules as jm
 from jagged_modules import functional as F
 
-from .graph_cases import DIM, HEADS, SIZES, WIDTH, compiled, compress_inputs, random_offsets, random_targets
+from .graph_cases import (
+    DIM,
+    HEADS,
+    SIZES,
+    WIDTH,
+    compiled,
+    compress_inputs,
+    random_offsets,
+    random_targets,
+)
 
 
 def assert_compiles_once(function, batches) -> None:
-    """One graph for all batches; values and gradients of every floating-point input as without compilation."""
+    """One graph for all batches; values and gradients of every floating-point input as without
+    compilation."""
     graph, counter = compiled(function)
     for inputs in batches:
         results = []
         for call in (function, graph):
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
             out = call(*leaves)
-            results.append([out, *torch.autograd.grad(out.square().sum(), [x for x in leaves if x.requires_grad])])
+            results.append(
+                [
+                    out,
+                    *torch.autograd.grad(
+                        out.square().sum(), [x for x in leaves if x.requires_grad]
+                    ),
+                ]
+            )
         torch.testing.assert_close(*results)
     assert counter.frame_count == 1
 
 
 def qkv(q_rows, kv_rows):
-    return torch.randn(q_rows, HEADS, DIM), torch.randn(kv_rows, HEADS, DIM), torch.randn(kv_rows, HEADS, DIM)
+    return (
+        torch.randn(q_rows, HEADS, DIM),
+        torch.randn(kv_rows, HEADS, DIM),
+        torch.randn(kv_rows, HEADS, DIM),
+    )
 
 
 def test_self_attention():
@@ -35,12 +56,18 @@ def test_self_attention():
 
 
 def test_cross_attention():
-    batches = [(*qkv(c, rows), random_offsets(users, c), random_offsets(users, rows)) for users, rows, c in SIZES]
+    batches = [
+        (*qkv(c, rows), random_offsets(users, c), random_offsets(users, rows))
+        for users, rows, c in SIZES
+    ]
     assert_compiles_once(lambda *x: F.jagged_attention(*x, scale=0.2), batches)
 
 
 def test_self_target_attention():
-    batches = [(*qkv(rows, rows), qkv(c, 0)[0], random_offsets(users, rows), random_offsets(users, c)) for users, rows, c in SIZES]
+    batches = [
+        (*qkv(rows, rows), qkv(c, 0)[0], random_offsets(users, rows), random_offsets(users, c))
+        for users, rows, c in SIZES
+    ]
 
     def attend(q, k, v, q_candidates, offsets, candidate_offsets):
         return torch.cat(F.self_target_attention(q, q_candidates, k, v, offsets, candidate_offsets))
@@ -77,18 +104,35 @@ def test_mask_made_outside_of_the_graph():
 @slow_after(1, "activation", ["softmax", "silu"])
 @pytest.mark.parametrize("given", ["defaults", "everything"])
 def test_bias_made_in_the_graph(given, activation):
-    """Tables that serve segments of all lengths; boundaries are constants of the graph, or inputs."""
+    """Tables that serve segments of all lengths; boundaries are constants of the graph, or
+    inputs."""
 
     def attend(q, k, v, position, time, timestamps, boundaries, offsets):
-        others = dict(boundaries=boundaries, query_timestamps=timestamps + 5, query_shift=offsets[1:] % 3) if given == "everything" else {}
+        others = (
+            dict(
+                boundaries=boundaries, query_timestamps=timestamps + 5, query_shift=offsets[1:] % 3
+            )
+            if given == "everything"
+            else {}
+        )
         bias = jm.RelativeBias(position, time, timestamps, **others)
-        return F.jagged_attention(q, k, v, offsets, mask=jm.AttentionMask(causal=True), activation=activation, bias=bias)
+        return F.jagged_attention(
+            q, k, v, offsets, mask=jm.AttentionMask(causal=True), activation=activation, bias=bias
+        )
 
     batches = []
     for users, rows, _ in SIZES:
         tables = torch.randn(2 * max(SIZES)[1] + 299), torch.randn(HEADS, 10)
         edges = torch.randint(100, (9,)).sort().values
-        batches.append((*qkv(rows, rows), *tables, torch.randint(200, (rows,)), edges, random_offsets(users, rows)))
+        batches.append(
+            (
+                *qkv(rows, rows),
+                *tables,
+                torch.randint(200, (rows,)),
+                edges,
+                random_offsets(users, rows),
+            )
+        )
     assert_compiles_once(attend, batches)
 
 
@@ -98,7 +142,9 @@ def test_bias_made_outside_of_the_graph():
 
     graph, counter = compiled(attend)
     for users, rows, _ in SIZES:
-        bias = jm.RelativeBias(torch.randn(301), torch.randn(HEADS, 10), torch.randint(200, (rows,)))
+        bias = jm.RelativeBias(
+            torch.randn(301), torch.randn(HEADS, 10), torch.randint(200, (rows,))
+        )
         inputs = *qkv(rows, rows), random_offsets(users, rows), bias
         torch.testing.assert_close(graph(*inputs), attend(*inputs))
     assert counter.frame_count == 1
@@ -121,11 +167,19 @@ def attend_rows(q_offsets=None, kv_offsets=None):
     """Attention of rows with sizes that follow from the batch's longest segment."""
 
     def attend(values, offsets, longest):
-        x, options = values.unflatten(1, (HEADS, -1)), dict(max_seqlen_q=longest, max_seqlen_kv=longest)
+        x, options = (
+            values.unflatten(1, (HEADS, -1)),
+            dict(max_seqlen_q=longest, max_seqlen_kv=longest),
+        )
         operands = x[:3] if q_offsets else x, *([x[:3]] * 2 if kv_offsets else [x, x])
         options = {} if q_offsets or kv_offsets else options
         return F.jagged_attention(
-            *operands, q_offsets or offsets, kv_offsets or offsets, activation="silu", output_scale=1 / longest, **options
+            *operands,
+            q_offsets or offsets,
+            kv_offsets or offsets,
+            activation="silu",
+            output_scale=1 / longest,
+            **options,
         )
 
     return attend
@@ -134,8 +188,13 @@ def attend_rows(q_offsets=None, kv_offsets=None):
 def attend_to_own_rows(values, offsets, longest):
     """Every row is a candidate of the user of the row."""
     x = values.unflatten(1, (HEADS, -1))
-    index, options = jm.CandidateIndex.from_offsets(offsets), dict(max_seqlen_q=longest, max_seqlen_kv=longest)
-    return F.target_attention(x[:, None], x, x, index, offsets, activation="silu", output_scale=longest**-0.5, **options)
+    index, options = (
+        jm.CandidateIndex.from_offsets(offsets),
+        dict(max_seqlen_q=longest, max_seqlen_kv=longest),
+    )
+    return F.target_attention(
+        x[:, None], x, x, index, offsets, activation="silu", output_scale=longest**-0.5, **options
+    )
 
 
 LONGEST = {  # functions of values, offsets, and the length of the longest segment
@@ -143,17 +202,29 @@ LONGEST = {  # functions of values, offsets, and the length of the longest segme
     "jagged_attention": attend_rows,
     "target_attention": lambda: attend_to_own_rows,
     "jagged_dense_bmm": lambda: (
-        lambda x, offsets, n: F.jagged_dense_bmm(x, F.jagged_jagged_bmm(x, x, offsets, max_seqlen=n), offsets, max_seqlen=n)
+        lambda x, offsets, n: F.jagged_dense_bmm(
+            x, F.jagged_jagged_bmm(x, x, offsets, max_seqlen=n), offsets, max_seqlen=n
+        )
     ),
     "jagged_softmax": lambda: lambda x, offsets, n: F.jagged_softmax(x, offsets, max_seqlen=n),
-    "jagged_to_padded": lambda: lambda x, offsets, n: F.jagged_to_padded(x, offsets, n, padding_value=1 / n),
+    "jagged_to_padded": lambda: (
+        lambda x, offsets, n: F.jagged_to_padded(x, offsets, n, padding_value=1 / n)
+    ),
     "jagged_attention-shared-q": lambda: attend_rows(q_offsets="shared"),
     "jagged_attention-shared-kv": lambda: attend_rows(kv_offsets="shared"),
-    "HSTULayer-dropout": lambda: in_graph(jm.HSTULayer(WIDTH, HEADS, jm.HSTUConfig(dropout=0.1)).eval()),
-    "HSTULayer-masked": lambda: in_graph(jm.HSTULayer(WIDTH, HEADS, jm.HSTUConfig(contextual_seqlen=2, relative_position=200))),
+    "HSTULayer-dropout": lambda: in_graph(
+        jm.HSTULayer(WIDTH, HEADS, jm.HSTUConfig(dropout=0.1)).eval()
+    ),
+    "HSTULayer-masked": lambda: in_graph(
+        jm.HSTULayer(WIDTH, HEADS, jm.HSTUConfig(contextual_seqlen=2, relative_position=200))
+    ),
     "HSTUStack": lambda: in_graph(jm.HSTUStack(WIDTH, HEADS, 2)),
     "HSTUStack-score": lambda: score_cached(jm.HSTUStack(WIDTH, HEADS, 2)),
-    "JaggedGDPA": lambda: in_graph(jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(output_scale=0.3, scale=0.2, dropout=0.1)).eval()),
+    "JaggedGDPA": lambda: in_graph(
+        jm.JaggedGDPA(
+            WIDTH, HEADS, config=jm.GDPAConfig(output_scale=0.3, scale=0.2, dropout=0.1)
+        ).eval()
+    ),
 }
 
 
@@ -172,21 +243,29 @@ def test_sizes_that_follow_from_the_longest_segment(name, floats_as_inputs):
             results.append([out, *torch.autograd.grad(out.square().sum(), values)])
         torch.testing.assert_close(*results)
         compilations.append(counter.frame_count)
-    assert set(compilations) <= ({1, 2} if floats_as_inputs else {1}) and len(set(compilations)) == 1
+    assert (
+        set(compilations) <= ({1, 2} if floats_as_inputs else {1}) and len(set(compilations)) == 1
+    )
 
 
 @slow_after(1, "kind", ["nested", "Jagged"])
 def test_containers_that_know_their_longest_segment(kind):
-    """Made outside of the graph. Shortest segments of 0 and 1 rows would take graphs of their own: torch compiles sizes 0 and 1 apart."""
+    """Made outside of the graph. Shortest segments of 0 and 1 rows would take graphs of their own:
+    torch compiles sizes 0 and 1 apart."""
     layer = jm.HSTULayer(WIDTH, HEADS)
     graph, counter = compiled(layer)
     for users, rows, _ in SIZES[:3]:
         lengths = torch.full((users,), 2)
         lengths[0] += rows - 2 * users
-        offsets, values = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), torch.randn(rows, WIDTH)
+        offsets, values = (
+            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+            torch.randn(rows, WIDTH),
+        )
         x = jm.Jagged(values, offsets, int(lengths.max()))
         if kind == "nested":
-            x = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=x.max_seqlen)
+            x = torch.nested.nested_tensor_from_jagged(
+                values, offsets, min_seqlen=2, max_seqlen=x.max_seqlen
+            )
         out, expected = graph(x), layer(x)
         assert type(out) is type(x)
         torch.testing.assert_close(jm.Jagged.wrap(out).values, jm.Jagged.wrap(expected).values)
@@ -199,9 +278,15 @@ def test_containers_that_know_their_longest_segment(kind):
 def test_output_scale(kind, kv_offsets):
     def attend(q, k, v, offsets, output_scale):
         factor = {"number": 0.125, "tensor": output_scale.detach(), "parameter": output_scale}[kind]
-        return F.jagged_attention(q, k, v, offsets, kv_offsets, activation="silu", output_scale=factor) * output_scale.sum()
+        return (
+            F.jagged_attention(q, k, v, offsets, kv_offsets, activation="silu", output_scale=factor)
+            * output_scale.sum()
+        )
 
-    batches = [(*qkv(rows, rows), random_offsets(users, rows), torch.rand(users)) for users, rows, _ in SIZES]
+    batches = [
+        (*qkv(rows, rows), random_offsets(users, rows), torch.rand(users))
+        for users, rows, _ in SIZES
+    ]
     assert_compiles_once(attend, batches)
 
 
@@ -209,15 +294,23 @@ def test_output_scale(kind, kv_offsets):
 def test_shared_operands(shared):
     if shared == "q":
         batches = [(*qkv(3, rows), random_offsets(users, rows)) for users, rows, _ in SIZES]
-        assert_compiles_once(lambda q, k, v, offsets: F.jagged_attention(q, k, v, "shared", offsets), batches)
+        assert_compiles_once(
+            lambda q, k, v, offsets: F.jagged_attention(q, k, v, "shared", offsets), batches
+        )
     else:
         batches = [(*qkv(rows, 3), random_offsets(users, rows)) for users, rows, _ in SIZES]
-        assert_compiles_once(lambda q, k, v, offsets: F.jagged_attention(q, k, v, offsets, "shared"), batches)
+        assert_compiles_once(
+            lambda q, k, v, offsets: F.jagged_attention(q, k, v, offsets, "shared"), batches
+        )
 
 
 def user_index(form, users, count):
     """The input from which the graph makes the users of the candidates."""
-    return torch.randint(users, (count,)) if form in ("tensor", "map") else random_offsets(users, count)
+    return (
+        torch.randint(users, (count,))
+        if form in ("tensor", "map")
+        else random_offsets(users, count)
+    )
 
 
 @slow_after(1, "form", ["tensor", "map", "offsets"])
@@ -232,7 +325,15 @@ def test_target_attention(form):
     batches = []
     for users, rows, count in SIZES:
         _, k, v = qkv(1, rows)
-        batches.append((torch.randn(count, 4, HEADS, DIM), k, v, random_offsets(users, rows), user_index(form, users, count)))
+        batches.append(
+            (
+                torch.randn(count, 4, HEADS, DIM),
+                k,
+                v,
+                random_offsets(users, rows),
+                user_index(form, users, count),
+            )
+        )
     assert_compiles_once(attend, batches)
 
 
@@ -244,12 +345,16 @@ def test_linear_compress(implementation, form):
             index = jm.CandidateIndex.from_map(index, users.shape[0])
         elif form == "offsets":
             index = jm.CandidateIndex.from_offsets(index)
-        return F.linear_compress((w_user, w_candidate), (users, candidates), index, implementation=implementation)
+        return F.linear_compress(
+            (w_user, w_candidate), (users, candidates), index, implementation=implementation
+        )
 
     batches = []
     for users, _, count in SIZES:
         embeddings = torch.randn(users, 9, WIDTH), torch.randn(count, 10, WIDTH)
-        batches.append((torch.randn(4, 9), torch.randn(4, 10), *embeddings, user_index(form, users, count)))
+        batches.append(
+            (torch.randn(4, 9), torch.randn(4, 10), *embeddings, user_index(form, users, count))
+        )
     assert_compiles_once(compress, batches)
 
 
@@ -258,10 +363,18 @@ def test_block_diagonal_attention(rotary):
     tables = jm.Rotary.from_frequencies(DIM, 100)
 
     def attend(q, k, v, offsets, positions):
-        made = rotary and jm.Rotary(tables.cos, tables.sin, "qkv" if rotary == "qkv" else "qk", positions if rotary == "given" else None)
+        made = rotary and jm.Rotary(
+            tables.cos,
+            tables.sin,
+            "qkv" if rotary == "qkv" else "qk",
+            positions if rotary == "given" else None,
+        )
         return F.block_diagonal_attention(q, k, v, offsets, block_size=16, rotary=made)
 
-    batches = [(*qkv(rows, rows), random_offsets(users, rows), torch.randint(100, (rows,))) for users, rows, _ in SIZES]
+    batches = [
+        (*qkv(rows, rows), random_offsets(users, rows), torch.randint(100, (rows,)))
+        for users, rows, _ in SIZES
+    ]
     assert_compiles_once(attend, batches)
 
 
@@ -272,9 +385,13 @@ def test_block_diagonal_layer(kind, rotary):
     wrap = {
         "pair": lambda values, offsets: (values, offsets),
         "Jagged": jm.Jagged,
-        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff()),
+        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(
+            values, lengths=offsets.diff()
+        ),
     }[kind]
-    layer = jm.BlockDiagonalSelfAttention(WIDTH, HEADS, block_size=16, rotary=rotary, max_seqlen=100)
+    layer = jm.BlockDiagonalSelfAttention(
+        WIDTH, HEADS, block_size=16, rotary=rotary, max_seqlen=100
+    )
     graph, counter = compiled(layer)
     for users, rows, _ in SIZES:
         x = wrap(torch.randn(rows, WIDTH), random_offsets(users, rows))
@@ -283,23 +400,36 @@ def test_block_diagonal_layer(kind, rotary):
             out = call(x)
             assert type(out) is type(x)
             values = jm.Jagged.wrap(out).values
-            results.append([values, *torch.autograd.grad(values.square().sum(), list(layer.parameters()))])
+            results.append(
+                [values, *torch.autograd.grad(values.square().sum(), list(layer.parameters()))]
+            )
         torch.testing.assert_close(*results)
     assert counter.frame_count == 1
 
 
 JAGGED = {
     "jagged_dense_bmm": lambda x, w, offsets: F.jagged_dense_bmm(x, w, offsets),
-    "jagged_jagged_bmm": lambda x, w, offsets: F.jagged_jagged_bmm(x, F.jagged_dense_bmm(x, w, offsets), offsets),
+    "jagged_jagged_bmm": lambda x, w, offsets: F.jagged_jagged_bmm(
+        x, F.jagged_dense_bmm(x, w, offsets), offsets
+    ),
     "jagged_softmax": lambda x, w, offsets: F.jagged_softmax(x, offsets) * w.sum(),
     "jagged_linear": lambda x, w, offsets: F.jagged_linear(x, w, w[:, 0], offsets, "silu"),
-    "jagged_linear-shared": lambda x, w, offsets: F.jagged_linear(x, w[0].T, w[0, 0], None, "gelu_taylor"),
-    "jagged_layer_norm": lambda x, w, offsets: F.jagged_layer_norm(x, eps=1e-6) * w.sum(),  # a float default is traced twice
-    "jagged_dense_add": lambda x, w, offsets: F.jagged_dense_add(x, w.repeat(1, 9, 1)[..., :DIM], offsets),
+    "jagged_linear-shared": lambda x, w, offsets: F.jagged_linear(
+        x, w[0].T, w[0, 0], None, "gelu_taylor"
+    ),
+    # a float default is traced twice
+    "jagged_layer_norm": lambda x, w, offsets: F.jagged_layer_norm(x, eps=1e-6) * w.sum(),
+    "jagged_dense_add": lambda x, w, offsets: F.jagged_dense_add(
+        x, w.repeat(1, 9, 1)[..., :DIM], offsets
+    ),
     "jagged_concat": lambda x, w, offsets: F.jagged_concat([x, x * w.sum()], [offsets, offsets])[0],
-    "jagged_split": lambda x, w, offsets: F.jagged_split(x, offsets, offsets.diff(), x.shape[0])[0][0] * w.sum(),
+    "jagged_split": lambda x, w, offsets: (
+        F.jagged_split(x, offsets, offsets.diff(), x.shape[0])[0][0] * w.sum()
+    ),
     "jagged_to_padded": lambda x, w, offsets: F.jagged_to_padded(x, offsets, 100) * w.sum(),
-    "padded_to_jagged": lambda x, w, offsets: F.padded_to_jagged(w.repeat(1, 9, 1), offsets, x.shape[0]) * x.sum(),
+    "padded_to_jagged": lambda x, w, offsets: (
+        F.padded_to_jagged(w.repeat(1, 9, 1), offsets, x.shape[0]) * x.sum()
+    ),
 }
 
 
@@ -307,7 +437,9 @@ JAGGED = {
 def test_jagged_operators(operator):
     batches = []
     for users, rows, _ in SIZES:
-        batches.append((torch.randn(rows, DIM), torch.randn(users, DIM, 20), random_offsets(users, rows)))
+        batches.append(
+            (torch.randn(rows, DIM), torch.randn(users, DIM, 20), random_offsets(users, rows))
+        )
     assert_compiles_once(JAGGED[operator], batches)
 
 
@@ -348,13 +480,19 @@ def test_layer_with_every_container(kind):
     wrap = {
         "pair": lambda values, offsets: (values, offsets),
         "Jagged": jm.Jagged,
-        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff()),
+        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(
+            values, lengths=offsets.diff()
+        ),
         "nested": torch.nested.nested_tensor_from_jagged,
     }[kind]
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     graph, counter = compiled(layer)
     for users, rows, _ in SIZES:
-        targets, values, offsets = torch.randn(users, 3, WIDTH), torch.randn(rows, WIDTH), random_offsets(users, rows)
+        targets, values, offsets = (
+            torch.randn(users, 3, WIDTH),
+            torch.randn(rows, WIDTH),
+            random_offsets(users, rows),
+        )
         out = graph(targets, wrap(values, offsets))
         torch.testing.assert_close(out, layer(targets, (values, offsets)))
         out.sum().backward()
@@ -364,7 +502,11 @@ def test_layer_with_every_container(kind):
 @slow_after(1, "kind", ["Jagged", "JaggedTensor"])
 def test_layer_gives_the_same_container(kind):
     torchrec = pytest.importorskip("torchrec")
-    wrap = jm.Jagged if kind == "Jagged" else lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff())
+    wrap = (
+        jm.Jagged
+        if kind == "Jagged"
+        else lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff())
+    )
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     graph, counter = compiled(layer)
     for users, rows, count in SIZES:
@@ -386,7 +528,11 @@ def test_layer_with_candidates(form):
             index = jm.CandidateIndex.from_map(users_of, users)
         else:
             index = jm.CandidateIndex.from_counts(torch.bincount(users_of, minlength=users))
-        inputs = torch.randn(count, 3, WIDTH), (torch.randn(rows, WIDTH), random_offsets(users, rows)), index
+        inputs = (
+            torch.randn(count, 3, WIDTH),
+            (torch.randn(rows, WIDTH), random_offsets(users, rows)),
+            index,
+        )
         out = graph(*inputs)
         torch.testing.assert_close(out, layer(*inputs))
         out.sum().backward()
@@ -396,11 +542,18 @@ def test_layer_with_candidates(form):
 def test_compressing_layer_with_keyed_tensors():
     torchrec = pytest.importorskip("torchrec")
     names = [str(i) for i in range(10)]
-    layer = jm.LinearCompressEmbedding(10, 4, 9, candidate_features=names[::-1], user_features=names[:9])
+    layer = jm.LinearCompressEmbedding(
+        10, 4, 9, candidate_features=names[::-1], user_features=names[:9]
+    )
     graph, counter = compiled(layer)
     for sizes in SIZES:
         candidates, shared, _, users_of, _ = compress_inputs(*sizes)
-        keyed = [torchrec.KeyedTensor(list(map(str, range(x.shape[1]))), [WIDTH] * x.shape[1], x.flatten(1)) for x in (candidates, shared)]
+        keyed = [
+            torchrec.KeyedTensor(
+                list(map(str, range(x.shape[1]))), [WIDTH] * x.shape[1], x.flatten(1)
+            )
+            for x in (candidates, shared)
+        ]
         out = graph(*keyed, jm.CandidateIndex.from_map(users_of, sizes[0]))
         torch.testing.assert_close(out, layer(candidates.flip(1), shared, users_of))
         out.sum().backward()
@@ -412,16 +565,23 @@ def test_inductor():
     torch._dynamo.reset()
     graph = torch.compile(layer, fullgraph=True, dynamic=True)
     for users, rows, _ in SIZES[:2]:
-        inputs = torch.randn(users, 3, WIDTH), (torch.randn(rows, WIDTH), random_offsets(users, rows))
+        inputs = (
+            torch.randn(users, 3, WIDTH),
+            (torch.randn(rows, WIDTH), random_offsets(users, rows)),
+        )
         expected = torch.autograd.grad(layer(*inputs).square().sum(), list(layer.parameters()))
-        torch.testing.assert_close(torch.autograd.grad(graph(*inputs).square().sum(), list(layer.parameters())), expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(graph(*inputs).square().sum(), list(layer.parameters())), expected
+        )
 
 
 CACHING = {
     "target attention": lambda: jm.JaggedTargetAttention(WIDTH, HEADS),
     "gdpa": lambda: jm.JaggedGDPA(WIDTH, HEADS),
     "hstu": lambda: jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=50)),
-    "hstu-limited": lambda: jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=50, max_attn_len=9, relative_position=200)),
+    "hstu-limited": lambda: jm.HSTUStack(
+        WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=50, max_attn_len=9, relative_position=200)
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""torch's default device and dtype change no result: what the library makes for itself is where it belongs."""
+"""torch's default device and dtype change no result: what the library makes for itself is where it
+belongs."""
 
 import ast
 from pathlib import Path
@@ -10,29 +11,63 @@ from compatibility.cases import CASES, SIZES, make, training_step
 import jagged_modules as jm
 
 FACTORIES = {
-    "arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros", "as_tensor",
-}  # fmt: skip
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+    "as_tensor",
+}
 ROOT = Path(__file__).parents[2]
 
 
-OF_FLOATS = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}  # unless they are given a dtype
+# unless they are given a dtype
+OF_FLOATS = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
 
 
 def factories_without(keyword: str, factories: set[str], source: str) -> list[int]:
-    """Lines of calls of torch's factories that follow a default, because they are not given the keyword."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
-    torchs = (x for x in calls if x.func.attr in factories and isinstance(x.func.value, ast.Name) and x.func.value.id == "torch")
-    return [x.lineno for x in torchs if not any(given.arg in (keyword, None) for given in x.keywords)]
+    """Lines of calls of torch's factories that follow a default, because they are not given the
+    keyword."""
+    calls = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    )
+    torchs = (
+        x
+        for x in calls
+        if x.func.attr in factories
+        and isinstance(x.func.value, ast.Name)
+        and x.func.value.id == "torch"
+    )
+    return [
+        x.lineno for x in torchs if not any(given.arg in (keyword, None) for given in x.keywords)
+    ]
 
 
 @pytest.mark.parametrize(
     "keyword, factories, folders",
-    [("device", FACTORIES, ["jagged_modules", "kernels/jagged_kernels"]), ("dtype", OF_FLOATS, ["kernels/jagged_kernels"])],
+    [
+        ("device", FACTORIES, ["jagged_modules", "kernels/jagged_kernels"]),
+        ("dtype", OF_FLOATS, ["kernels/jagged_kernels"]),
+    ],
 )
 def test_factories_follow_no_default(keyword, factories, folders):
-    assert factories_without(keyword, factories, f"torch.zeros(3)\ntorch.ones(3, {keyword}=x)") == [1]
+    assert factories_without(keyword, factories, f"torch.zeros(3)\ntorch.ones(3, {keyword}=x)") == [
+        1
+    ]
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    found = {str(path.relative_to(ROOT)): factories_without(keyword, factories, path.read_text()) for path in files}
+    found = {
+        str(path.relative_to(ROOT)): factories_without(keyword, factories, path.read_text())
+        for path in files
+    }
     assert not {path: lines for path, lines in found.items() if lines}
 
 

@@ -1,4 +1,5 @@
-"""Every function with every dtype of torch, on every device: a right result where the table lists the dtype, else a ValueError."""
+"""Every function with every dtype of torch, on every device: a right result where the table lists
+the dtype, else a ValueError."""
 
 import pytest
 import torch
@@ -9,13 +10,15 @@ from jagged_modules import functional as F
 from jagged_modules.dtypes import DTYPES, EVERYWHERE, WITHOUT_KERNELS, dtype_table, dtypes_of
 
 ALL_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
-QUANTIZED = [dtype for dtype in ALL_DTYPES if str(dtype).startswith(("torch.qint", "torch.quint"))]  # made on the CPU alone
+# made on the CPU alone
+QUANTIZED = [dtype for dtype in ALL_DTYPES if str(dtype).startswith(("torch.qint", "torch.quint"))]
 OFFSETS = torch.tensor([0, 2, 5])
 DEVICES = ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Inputs:
-    """Small numbers that every dtype represents exactly, multiples of `unit`; offsets and indices on the device."""
+    """Small numbers that every dtype represents exactly, multiples of `unit`; offsets and indices
+    on the device."""
 
     def __init__(self, dtype: torch.dtype, device: str, unit: float) -> None:
         self.dtype, self.device, self.unit = dtype, device, unit
@@ -27,37 +30,56 @@ class Inputs:
         numbers = (torch.arange(torch.Size(shape).numel()).view(shape) * 7 % 5) * self.unit
         try:
             return numbers.to(self.device, self.dtype)
-        except (RuntimeError, NotImplementedError):  # no conversion to this dtype: no function takes it, whatever the values
+        # no conversion to this dtype: no function takes it, whatever the values
+        except (RuntimeError, NotImplementedError):
             return self._uninitialized(shape)
 
     def _uninitialized(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.dtype in QUANTIZED:
-            return torch._empty_affine_quantized(shape, scale=1.0, zero_point=0, dtype=self.dtype, device=self.device)
+            return torch._empty_affine_quantized(
+                shape, scale=1.0, zero_point=0, dtype=self.dtype, device=self.device
+            )
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 CALLS = {
-    "jagged_attention": lambda x, **kw: F.jagged_attention(x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x.offsets, **kw),
-    "target_attention": lambda x, **kw: F.target_attention(x(3, 2, 2, 8), x(5, 2, 8), x(5, 2, 8), x.candidates, x.offsets, **kw),
+    "jagged_attention": lambda x, **kw: F.jagged_attention(
+        x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x.offsets, **kw
+    ),
+    "target_attention": lambda x, **kw: F.target_attention(
+        x(3, 2, 2, 8), x(5, 2, 8), x(5, 2, 8), x.candidates, x.offsets, **kw
+    ),
     "self_target_attention": lambda x, **kw: F.self_target_attention(
         x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x.offsets, x.offsets, **kw
     )[1],
-    "block_diagonal_attention": lambda x, **kw: F.block_diagonal_attention(x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x.offsets, **kw),
-    "block_diagonal_attention_packed": lambda x, **kw: F.block_diagonal_attention_packed(x(5, 3, 2, 8), x.offsets, **kw),
+    "block_diagonal_attention": lambda x, **kw: F.block_diagonal_attention(
+        x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x.offsets, **kw
+    ),
+    "block_diagonal_attention_packed": lambda x, **kw: F.block_diagonal_attention_packed(
+        x(5, 3, 2, 8), x.offsets, **kw
+    ),
     "linear_compress": lambda x, **kw: F.linear_compress(x(3, 4), x(5, 4, 8), **kw),
     "jagged_dense_bmm": lambda x, **kw: F.jagged_dense_bmm(x(5, 4), x(2, 4, 3), x.offsets, **kw),
     "jagged_jagged_bmm": lambda x, **kw: F.jagged_jagged_bmm(x(5, 4), x(5, 3), x.offsets, **kw),
     "jagged_softmax": lambda x, **kw: F.jagged_softmax(x(5, 4), x.offsets, **kw),
-    "jagged_jagged_bmm_jagged_out": lambda x, **kw: F.jagged_jagged_bmm_jagged_out(x(5, 4), x(5, 4), x.plan, **kw),
-    "array_jagged_bmm_jagged_out": lambda x, **kw: F.array_jagged_bmm_jagged_out(x(13), x(5, 4), x.plan, **kw),
+    "jagged_jagged_bmm_jagged_out": lambda x, **kw: F.jagged_jagged_bmm_jagged_out(
+        x(5, 4), x(5, 4), x.plan, **kw
+    ),
+    "array_jagged_bmm_jagged_out": lambda x, **kw: F.array_jagged_bmm_jagged_out(
+        x(13), x(5, 4), x.plan, **kw
+    ),
     "jagged2_softmax": lambda x, **kw: F.jagged2_softmax(x(13), x.plan, **kw),
-    "jagged_linear (weight per segment)": lambda x, **kw: F.jagged_linear(x(5, 4), x(2, 4, 3), x(2, 3), x.offsets, "silu", **kw),
+    "jagged_linear (weight per segment)": lambda x, **kw: F.jagged_linear(
+        x(5, 4), x(2, 4, 3), x(2, 3), x.offsets, "silu", **kw
+    ),
     "jagged_linear (one weight)": lambda x: F.jagged_linear(x(5, 4), x(3, 4), x(3), None, "silu"),
     "jagged_layer_norm": lambda x: F.jagged_layer_norm(x(5, 4), x(4), x(4)),
     "jagged_dense_add": lambda x: F.jagged_dense_add(x(5, 4), x(2, 3, 4), x.offsets),
     "jagged_dense_mul": lambda x: F.jagged_dense_mul(x(5, 4), x(2, 3, 4), x.offsets),
     "apply_rotary": lambda x: F.apply_rotary(x(5, 2, 8), x(5, 4), x(5, 4)),
-    "jagged_concat": lambda x: F.jagged_concat([x(5, 4), x(3, 4)], [x.offsets, torch.tensor([0, 3, 3]).to(x.device)])[0],
+    "jagged_concat": lambda x: F.jagged_concat(
+        [x(5, 4), x(3, 4)], [x.offsets, torch.tensor([0, 3, 3]).to(x.device)]
+    )[0],
     "jagged_split": lambda x: F.jagged_split(x(5, 4), x.offsets, 1)[1][0],
     "jagged_to_padded": lambda x: F.jagged_to_padded(x(5, 4), x.offsets, 3),
     "padded_to_jagged": lambda x: F.padded_to_jagged(x(2, 3, 4), x.offsets, 5),
@@ -128,9 +150,19 @@ class _Sparse(Inputs):
 @pytest.mark.parametrize("function", WITH_KERNELS)
 def test_kernels_take_no_host_tensors(function, implementation):
     """The error names the argument, not an internal function."""
-    if implementation == "hopper" and function.startswith(("jagged_", "jagged2", "array")) and function != "jagged_attention":
+    if (
+        implementation == "hopper"
+        and function.startswith(("jagged_", "jagged2", "array"))
+        and function != "jagged_attention"
+    ):
         pytest.skip("has no such implementation")
-    with pytest.raises(ValueError, match=f"^implementation='{implementation}' needs CUDA tensors, got cpu tensors; 'auto' takes both"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"^implementation='{implementation}' needs CUDA tensors, got cpu tensors; 'auto' takes"
+            " both"
+        ),
+    ):
         CALLS[function](Inputs(torch.float32, "cpu", 1), implementation=implementation)
     with pytest.raises(ValueError, match="float32, float16 or bfloat16 for .*, got torch.float64"):
         CALLS[function](Inputs(torch.float64, "cpu", 1), implementation=implementation)
@@ -138,7 +170,10 @@ def test_kernels_take_no_host_tensors(function, implementation):
 
 def test_a_device_without_a_path():
     x = FakeTensor(FakeTensorMode(), torch.empty(5, 4, device="meta"), torch.device("xpu:0"))
-    with pytest.raises(ValueError, match="x must be on the CPU or a CUDA device, got xpu:0; .*reference.* takes any device"):
+    with pytest.raises(
+        ValueError,
+        match="x must be on the CPU or a CUDA device, got xpu:0; .*reference.* takes any device",
+    ):
         F.jagged_softmax(x, OFFSETS)
 
 
@@ -146,15 +181,24 @@ def test_a_device_without_a_path():
 def test_other_floating_point_arguments(dtype):
     x, table = torch.randn(5, 2, 8), torch.ones(5, 4).to(dtype)
     with pytest.raises(ValueError, match=f"output_scale must be float64, .*, got {dtype}"):
-        F.jagged_attention(x, x, x, OFFSETS, activation="silu", output_scale=torch.ones(2).to(dtype))
+        F.jagged_attention(
+            x, x, x, OFFSETS, activation="silu", output_scale=torch.ones(2).to(dtype)
+        )
     with pytest.raises(ValueError, match=f"cos must be float64, .*, got {dtype}"):
         jm.Rotary(table, table)
 
 
-@pytest.mark.parametrize("make", [jm.JaggedGDPA, jm.GDPABlock, jm.BlockDiagonalSelfAttention, jm.HSTULayer], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [jm.JaggedGDPA, jm.GDPABlock, jm.BlockDiagonalSelfAttention, jm.HSTULayer],
+    ids=lambda make: make.__name__,
+)
 def test_layers_refuse_fp8_under_autocast_too(make):
     layer, x = make(8, 2), torch.randn(5, 8).to(torch.float8_e4m3fn)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="x's values must have the layer's dtype, .*got .*float8"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="x's values must have the layer's dtype, .*got .*float8"),
+    ):
         layer((x, OFFSETS))
 
 
@@ -165,7 +209,9 @@ def test_the_documented_table_is_the_rule():
     for function, (plain, kernels) in DTYPES.items():
         (row,) = [row for row in rows if f"`{function}`" in row[0]]
         for cell, dtypes in zip(row[1:], (plain, kernels), strict=True):
-            assert cell.replace(" or ", ", ").split(", ") == [str(dtype).removeprefix("torch.") for dtype in dtypes]
+            assert cell.replace(" or ", ", ").split(", ") == [
+                str(dtype).removeprefix("torch.") for dtype in dtypes
+            ]
     assert table in F.__doc__
 
 

@@ -1,4 +1,5 @@
-"""Mistakes that torch or Python would report in words of their own, or that would give a wrong result silently."""
+"""Mistakes that torch or Python would report in words of their own, or that would give a wrong
+result silently."""
 
 import re
 from array import array
@@ -48,66 +49,171 @@ def in_pages(k=STORAGE, v=STORAGE, offsets=OFFSETS, pages=PAGES):
 def of_users(method, users, page_rows=16, events=EVENTS):
     cache = jm.PagedHistoryCache(STACK, 2**22, page_rows)
     cache.put(["a", "b", "c"], ROWS, timestamps=TIMES)
-    return lambda: getattr(cache, method)(users, *([events] if method == "append" else []), **(TIMED if method == "append" else {}))
+    return lambda: getattr(cache, method)(
+        users, *([events] if method == "append" else []), **(TIMED if method == "append" else {})
+    )
 
 
 TIMED = dict(timestamps=torch.arange(5))
 
 
 def schedule(**options):
-    return lambda: jm.zigzag_schedule(**(dict(q_lengths=[3], kv_lengths=[3], num_heads=2, block_m=64, block_n=64, num_workers=4) | options))
+    return lambda: jm.zigzag_schedule(
+        **(
+            dict(q_lengths=[3], kv_lengths=[3], num_heads=2, block_m=64, block_n=64, num_workers=4)
+            | options
+        )
+    )
 
 
 def keyed(values):
-    return lambda: COMPRESS(pytest.importorskip("torchrec").KeyedTensor(["a", "b", "c"], [6, 6, 6], values))
+    return lambda: COMPRESS(
+        pytest.importorskip("torchrec").KeyedTensor(["a", "b", "c"], [6, 6, 6], values)
+    )
 
 
 MISTAKES = [
     # names, as arrays
     (attention(activation=NAMES), ValueError, "activation must be one of .*, got <"),
     (attention(implementation=NAMES), ValueError, "implementation must be one of .*, got <"),
-    (lambda: F.jagged_linear(ROWS[0], ROWS[0], activation=NAMES), ValueError, "activation must be None or one of .*, got <"),
+    (
+        lambda: F.jagged_linear(ROWS[0], ROWS[0], activation=NAMES),
+        ValueError,
+        "activation must be None or one of .*, got <",
+    ),
     (lambda: jm.JaggedGDPA(WIDTH, 2, NAMES), ValueError, "activation must be one of .*, got <"),
     (lambda: jm.JaggedMLP([4, 4], NAMES), ValueError, "activation must be one of .*, got <"),
-    (lambda: jm.BlockDiagonalSelfAttention(WIDTH, 2, rotary=NAMES), ValueError, 'rotary must be "qk", "qkv" or None, got <'),
-    (lambda: jm.Rotary.from_frequencies(8, 4, NAMES), ValueError, 'rotate must be "qk" or "qkv", got <'),
+    (
+        lambda: jm.BlockDiagonalSelfAttention(WIDTH, 2, rotary=NAMES),
+        ValueError,
+        'rotary must be "qk", "qkv" or None, got <',
+    ),
+    (
+        lambda: jm.Rotary.from_frequencies(8, 4, NAMES),
+        ValueError,
+        'rotate must be "qk" or "qkv", got <',
+    ),
     # numbers that are not finite
     (attention(scale=float("nan")), ValueError, "scale must be finite, got nan"),
     (attention(scale=10**400), ValueError, "scale must be finite, got 10000"),
-    (attention(activation="silu", output_scale=float("inf")), ValueError, "output_scale must be finite, got inf"),
-    (lambda: F.block_diagonal_attention(Q, Q, Q, OFFSETS, scale=float("inf")), ValueError, "scale must be finite, got inf"),
+    (
+        attention(activation="silu", output_scale=float("inf")),
+        ValueError,
+        "output_scale must be finite, got inf",
+    ),
+    (
+        lambda: F.block_diagonal_attention(Q, Q, Q, OFFSETS, scale=float("inf")),
+        ValueError,
+        "scale must be finite, got inf",
+    ),
     (lambda: jm.GDPAConfig(scale=float("inf")), ValueError, "scale must be finite, got inf"),
-    (lambda: F.jagged_layer_norm(ROWS[0], eps=float("inf")), ValueError, "eps must be finite and at least 0, got inf"),
+    (
+        lambda: F.jagged_layer_norm(ROWS[0], eps=float("inf")),
+        ValueError,
+        "eps must be finite and at least 0, got inf",
+    ),
     # flags
-    (lambda: TARGET(torch.ones(5, 1, WIDTH), ROWS, USERS, return_cache=USERS), TypeError, "return_cache must be a bool, got Tensor"),
+    (
+        lambda: TARGET(torch.ones(5, 1, WIDTH), ROWS, USERS, return_cache=USERS),
+        TypeError,
+        "return_cache must be a bool, got Tensor",
+    ),
     (lambda: GDPA(ROWS, return_cache=1), TypeError, "return_cache must be a bool, got int"),
     (lambda: STACK(ROWS, return_cache=[]), TypeError, "return_cache must be a bool, got list"),
     (lambda: HSTU(ROWS, update="no"), TypeError, "update must be a bool, got str"),
     # rows and indices
-    (lambda: HSTU(ROWS, cache_rows=torch.tensor([0, 8])), ValueError, "cache_rows must be 0 to 7, the rows of x, got values 0 to 8"),
-    (lambda: HSTU(ROWS, cache_rows=torch.tensor([-1])), ValueError, "cache_rows must be 0 to 7, the rows of x, got values -1 to -1"),
+    (
+        lambda: HSTU(ROWS, cache_rows=torch.tensor([0, 8])),
+        ValueError,
+        "cache_rows must be 0 to 7, the rows of x, got values 0 to 8",
+    ),
+    (
+        lambda: HSTU(ROWS, cache_rows=torch.tensor([-1])),
+        ValueError,
+        "cache_rows must be 0 to 7, the rows of x, got values -1 to -1",
+    ),
     (lambda: HSTU(ROWS, append=True), ValueError, "cache must be given with append, got None"),
-    (lambda: HSTU(ROWS, USERS[:3], append=True, cache=jm.Jagged(*ROWS)), ValueError, "num_targets must be None with append, got Tensor"),
-    (lambda: jm.Jagged(*ROWS).with_values(torch.tensor(1.0)), ValueError, "values must keep the number of rows, 8, got a scalar"),
-    (lambda: INDEX.ungrouped(torch.ones(6, 2)), ValueError, r"x must have a row for each of the 5 candidates, got shape \[6, 2\]"),
+    (
+        lambda: HSTU(ROWS, USERS[:3], append=True, cache=jm.Jagged(*ROWS)),
+        ValueError,
+        "num_targets must be None with append, got Tensor",
+    ),
+    (
+        lambda: jm.Jagged(*ROWS).with_values(torch.tensor(1.0)),
+        ValueError,
+        "values must keep the number of rows, 8, got a scalar",
+    ),
+    (
+        lambda: INDEX.ungrouped(torch.ones(6, 2)),
+        ValueError,
+        r"x must have a row for each of the 5 candidates, got shape \[6, 2\]",
+    ),
     (lambda: INDEX.ungrouped([1, 2]), TypeError, "x must be a torch.Tensor, got list"),
     (lambda: INDEX.query_offsets(2.5), TypeError, "rows_per_candidate must be an int, got float"),
     (lambda: jm.AttentionMask().keep(3, -1), ValueError, "num_keys must be at least 0, got -1"),
     (lambda: jm.AttentionMask().keep(2.5, 3), TypeError, "num_queries must be an int, got float"),
-    (lambda: F.jagged_split(ROWS[0], OFFSETS, 0, USERS), TypeError, "total_first must be an int, got Tensor"),
-    (lambda: F.jagged_linear(ROWS[0], ROWS[0], max_seqlen="x"), TypeError, "max_seqlen must be an int, got str"),
-    (lambda: F.jagged_to_padded(*ROWS, 5, 1j), ValueError, "padding_value must be a real number for values of torch.float32, got 1j"),
+    (
+        lambda: F.jagged_split(ROWS[0], OFFSETS, 0, USERS),
+        TypeError,
+        "total_first must be an int, got Tensor",
+    ),
+    (
+        lambda: F.jagged_linear(ROWS[0], ROWS[0], max_seqlen="x"),
+        TypeError,
+        "max_seqlen must be an int, got str",
+    ),
+    (
+        lambda: F.jagged_to_padded(*ROWS, 5, 1j),
+        ValueError,
+        "padding_value must be a real number for values of torch.float32, got 1j",
+    ),
     # sums of positions and these lengths must fit int32
-    (lambda: jm.AttentionMask(window=(None, 2**31 - 1)), ValueError, r"window's right must be at most 2\^30, got 2147483647"),
-    (lambda: jm.AttentionMask(max_attn_len=2**40), ValueError, r"max_attn_len must be at most 2\^30, got 1099511627776"),
-    (lambda: jm.HSTUConfig(target_group_size=2**31), ValueError, r"target_group_size must be at most 2\^30, got 2147483648"),
+    (
+        lambda: jm.AttentionMask(window=(None, 2**31 - 1)),
+        ValueError,
+        r"window's right must be at most 2\^30, got 2147483647",
+    ),
+    (
+        lambda: jm.AttentionMask(max_attn_len=2**40),
+        ValueError,
+        r"max_attn_len must be at most 2\^30, got 1099511627776",
+    ),
+    (
+        lambda: jm.HSTUConfig(target_group_size=2**31),
+        ValueError,
+        r"target_group_size must be at most 2\^30, got 2147483648",
+    ),
     # timestamps and caches
-    (lambda: STACK(ROWS, timestamps=TIMES.to_sparse()), ValueError, "timestamps must be a dense tensor, got torch.sparse_coo"),
-    (lambda: CACHE.append(jm.HistoryCache(CACHE.layers, [1] * 8)), TypeError, "new's timestamps must be a torch.Tensor, got list"),
-    (lambda: CACHE.append(jm.HistoryCache(CACHE.layers, TIMES.float())), TypeError, "new's timestamps must be int64, got torch.float32"),
-    (lambda: jm.HistoryCache(CACHE.layers, TIMES, "x").select([0]), TypeError, "cache's max_rows must be an int, got str"),
-    (of_users("append", ["a", "b"]), ValueError, "users must be one per segment of events, 3, got 2"),
-    (of_users("append", ["a", "b", "c"], 128, 3), TypeError, "events must be a JaggedTensor, .*, got int"),
+    (
+        lambda: STACK(ROWS, timestamps=TIMES.to_sparse()),
+        ValueError,
+        "timestamps must be a dense tensor, got torch.sparse_coo",
+    ),
+    (
+        lambda: CACHE.append(jm.HistoryCache(CACHE.layers, [1] * 8)),
+        TypeError,
+        "new's timestamps must be a torch.Tensor, got list",
+    ),
+    (
+        lambda: CACHE.append(jm.HistoryCache(CACHE.layers, TIMES.float())),
+        TypeError,
+        "new's timestamps must be int64, got torch.float32",
+    ),
+    (
+        lambda: jm.HistoryCache(CACHE.layers, TIMES, "x").select([0]),
+        TypeError,
+        "cache's max_rows must be an int, got str",
+    ),
+    (
+        of_users("append", ["a", "b"]),
+        ValueError,
+        "users must be one per segment of events, 3, got 2",
+    ),
+    (
+        of_users("append", ["a", "b", "c"], 128, 3),
+        TypeError,
+        "events must be a JaggedTensor, .*, got int",
+    ),
     (
         of_users("append", ["a", "b", "c"], 128, META),
         ValueError,
@@ -119,16 +225,40 @@ MISTAKES = [
     (of_users("__contains__", []), TypeError, "users must be hashable, got a list"),
     # pages
     (in_pages(v=STORAGE[:128]), ValueError, "v must have k's rows, 512, got 128"),
-    (in_pages(offsets=OFFSETS.to("meta")), ValueError, "kv_offsets must be on q's device, cpu, or the host, got meta"),
-    (in_pages(pages=jm.Pages(PAGES.table, 128, None)), TypeError, "pages.num_rows must be an int, got NoneType"),
-    (lambda: jm.Pages.of(None, [3], 128), TypeError, "pages must have an entry for each segment, got NoneType"),
+    (
+        in_pages(offsets=OFFSETS.to("meta")),
+        ValueError,
+        "kv_offsets must be on q's device, cpu, or the host, got meta",
+    ),
+    (
+        in_pages(pages=jm.Pages(PAGES.table, 128, None)),
+        TypeError,
+        "pages.num_rows must be an int, got NoneType",
+    ),
+    (
+        lambda: jm.Pages.of(None, [3], 128),
+        TypeError,
+        "pages must have an entry for each segment, got NoneType",
+    ),
     (lambda: jm.Pages.of([3], [3], 128), TypeError, "pages must be sequences of ints, got 3"),
-    (lambda: jm.Pages.of([[0.5]], [3], 128), TypeError, "pages must be sequences of ints: 'float' object"),
+    (
+        lambda: jm.Pages.of([[0.5]], [3], 128),
+        TypeError,
+        "pages must be sequences of ints: 'float' object",
+    ),
     (lambda: jm.Pages.of([[0]], [3.0], 128), TypeError, "lengths must be ints, got 3.0"),
     (lambda: jm.Pages.of([[0]], [3], 0), ValueError, "page_rows must be at least 1 .*, got 0"),
     # linear compression
-    (keyed(torch.ones(5, 17)), ValueError, r"candidate_embeddings' values must have shape \[B, 18\], .*, got \[5, 17\]"),
-    (keyed(torch.ones(18)), ValueError, r"candidate_embeddings' values must have shape \[B, 18\], .*, got \[18\]"),
+    (
+        keyed(torch.ones(5, 17)),
+        ValueError,
+        r"candidate_embeddings' values must have shape \[B, 18\], .*, got \[5, 17\]",
+    ),
+    (
+        keyed(torch.ones(18)),
+        ValueError,
+        r"candidate_embeddings' values must have shape \[B, 18\], .*, got \[18\]",
+    ),
     (
         lambda: jm.LinearCompressEmbedding(3, 4, [2, 7], user_features=3),
         TypeError,
@@ -142,14 +272,28 @@ MISTAKES = [
     # schedules
     (schedule(head_dim="x"), TypeError, "head_dim must be an int, got str"),
     (schedule(block_m=True), TypeError, "block_m must be an int, got bool"),
-    (schedule(num_other_heads=0, head_dim=8), ValueError, "num_other_heads must be at least 1, got 0"),
+    (
+        schedule(num_other_heads=0, head_dim=8),
+        ValueError,
+        "num_other_heads must be at least 1, got 0",
+    ),
     (schedule(key_tiles=1), TypeError, "key_tiles must be a bool, got int"),
-    (schedule(q_lengths=torch.tensor([3]).to_sparse()), ValueError, "q_lengths must be a dense tensor, got torch.sparse_coo"),
-    (schedule(kv_lengths=[2**40]), ValueError, r"kv_lengths must be below 2\^31, got 1099511627776"),
+    (
+        schedule(q_lengths=torch.tensor([3]).to_sparse()),
+        ValueError,
+        "q_lengths must be a dense tensor, got torch.sparse_coo",
+    ),
+    (
+        schedule(kv_lengths=[2**40]),
+        ValueError,
+        r"kv_lengths must be below 2\^31, got 1099511627776",
+    ),
 ]
 
 
-@pytest.mark.parametrize("call,kind,message", MISTAKES, ids=[message[:40] for _, _, message in MISTAKES])
+@pytest.mark.parametrize(
+    "call,kind,message", MISTAKES, ids=[message[:40] for _, _, message in MISTAKES]
+)
 def test_a_mistake_is_an_error_in_the_callers_words(call, kind, message):
     with pytest.raises(kind, match=f"^{message}"):
         call()
@@ -160,7 +304,14 @@ def test_a_mistake_is_an_error_in_the_callers_words(call, kind, message):
     (lambda x: TARGET.append(x, TARGET.cache(ROWS)), "events"),
     (lambda x: STACK.score(x, CACHE, timestamps=torch.arange(5)), "targets"),
 ])  # fmt: skip
-@pytest.mark.parametrize("values,offsets", [(EVENTS[0], EVENTS[1].float()), (EVENTS[0][:, :0], EVENTS[1]), (EVENTS[0].double(), EVENTS[1])])
+@pytest.mark.parametrize(
+    "values,offsets",
+    [
+        (EVENTS[0], EVENTS[1].float()),
+        (EVENTS[0][:, :0], EVENTS[1]),
+        (EVENTS[0].double(), EVENTS[1]),
+    ],
+)
 def test_a_plural_has_the_possessive_of_plurals(call, name, values, offsets):
     with pytest.raises((TypeError, ValueError)) as error:
         call((values, offsets))
@@ -170,5 +321,7 @@ def test_a_plural_has_the_possessive_of_plurals(call, name, values, offsets):
 
 def test_pages_of_any_sequences_are_taken():
     expected = jm.Pages.of([[1, 0], [2]], [200, 5], 128).table
-    assert torch.equal(jm.Pages.of(iter([array("q", [1, 0]), range(2, 3)]), (200, 5), 128).table, expected)
+    assert torch.equal(
+        jm.Pages.of(iter([array("q", [1, 0]), range(2, 3)]), (200, 5), 128).table, expected
+    )
     assert not jm.Pages.of([], [], 128).table.numel()

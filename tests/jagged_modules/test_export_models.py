@@ -23,8 +23,16 @@ class Compressor(torch.nn.Module):
 def test_export_of_linear_compress_with_all_batch_sizes_dynamic():
     model = Compressor()
     count, users, vendors = (torch.export.Dim(name) for name in ("count", "users", "vendors"))
-    shapes = dict(candidates={0: count}, shared={0: users}, vendors={0: vendors}, users_of={0: count}, vendors_of={0: count})
-    exported = torch.export.export(model, compress_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
+    shapes = dict(
+        candidates={0: count},
+        shared={0: users},
+        vendors={0: vendors},
+        users_of={0: count},
+        vendors_of={0: count},
+    )
+    exported = torch.export.export(
+        model, compress_inputs(*SIZES[0]), dynamic_shapes=shapes
+    ).module()
     for sizes in [*SIZES, (2, 0, 400)]:
         inputs = compress_inputs(*sizes)
         torch.testing.assert_close(exported(*inputs), model(*inputs))
@@ -35,7 +43,9 @@ class Scorer(torch.nn.Module):
 
     def forward(self, x, offsets, num_targets, output_scale):
         mask = jm.AttentionMask(causal=True, num_targets=num_targets)
-        return F.jagged_attention(x, x, x, offsets, mask=mask, activation="silu", output_scale=output_scale)
+        return F.jagged_attention(
+            x, x, x, offsets, mask=mask, activation="silu", output_scale=output_scale
+        )
 
 
 def scorer_inputs(users, rows, _):
@@ -45,8 +55,12 @@ def scorer_inputs(users, rows, _):
 
 def test_export_of_masked_attention():
     users, rows = torch.export.Dim("users"), torch.export.Dim("rows")
-    shapes = dict(x={0: rows}, offsets={0: users + 1}, num_targets={0: users}, output_scale={0: users})
-    exported = torch.export.export(Scorer(), scorer_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
+    shapes = dict(
+        x={0: rows}, offsets={0: users + 1}, num_targets={0: users}, output_scale={0: users}
+    )
+    exported = torch.export.export(
+        Scorer(), scorer_inputs(*SIZES[0]), dynamic_shapes=shapes
+    ).module()
     for sizes in SIZES:
         inputs = scorer_inputs(*sizes)
         torch.testing.assert_close(exported(*inputs), Scorer()(*inputs))
@@ -57,7 +71,9 @@ class BlockEncoder(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention = jm.BlockDiagonalSelfAttention(WIDTH, HEADS, block_size=16, rotary="qkv", max_seqlen=1000)
+        self.attention = jm.BlockDiagonalSelfAttention(
+            WIDTH, HEADS, block_size=16, rotary="qkv", max_seqlen=1000
+        )
         self.tables = jm.Rotary.from_frequencies(DIM, 1000)
 
     def forward(self, x, offsets, positions):
@@ -72,7 +88,11 @@ def encoder_inputs(users, rows, _):
 
 
 def test_export_of_block_diagonal_attention():
-    model, rows, boundaries = BlockEncoder(), torch.export.Dim("rows"), torch.export.Dim("boundaries")
+    model, rows, boundaries = (
+        BlockEncoder(),
+        torch.export.Dim("rows"),
+        torch.export.Dim("boundaries"),
+    )
     shapes = dict(x={0: rows}, offsets={0: boundaries}, positions={0: rows})
     exported = torch.export.export(model, encoder_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
     for sizes in [*SIZES, (2, 700, 0)]:

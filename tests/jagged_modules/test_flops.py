@@ -1,4 +1,5 @@
-"""torch's FLOP counter knows the operators: GEMMs of the real rows, on the host and in the kernels' operators."""
+"""torch's FLOP counter knows the operators: GEMMs of the real rows, on the host and in the kernels'
+operators."""
 
 import pytest
 import torch
@@ -25,14 +26,18 @@ def rows(*shape, device="cpu", n=3):
     return [torch.randn(shape, device=device, requires_grad=True) for _ in range(n)]
 
 
-# Kernels' operators run on meta tensors. There, offsets have no values, so segments count as equally long.
+# Kernels' operators run on meta tensors. There, offsets have no values, so segments count as
+# equally long.
 DEVICES = [pytest.param("cpu", "auto", id="host"), pytest.param("meta", "triton", id="kernels")]
 
 
 @pytest.mark.parametrize("device,implementation", DEVICES)
 def test_attention(device, implementation):
     pairs = PAIRS if device == "cpu" else 8 * 8 // 3
-    forward, backward = count(lambda *x: F.jagged_attention(*x, OFFSETS, implementation=implementation), *rows(8, 4, 16, device=device))
+    forward, backward = count(
+        lambda *x: F.jagged_attention(*x, OFFSETS, implementation=implementation),
+        *rows(8, 4, 16, device=device),
+    )
     assert (forward, backward) == (4 * pairs * 2 * (16 + 16), 4 * pairs * 2 * 5 * 16)
 
 
@@ -41,7 +46,9 @@ def test_target_attention_counts_no_copies(device, implementation):
     q = torch.randn(3, 2, 4, 16, device=device)
     k, v = torch.randn(2, 8, 4, 16, device=device)
     index = jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2]))
-    forward, _ = count(lambda: F.target_attention(q, k, v, index, OFFSETS, implementation=implementation))
+    forward, _ = count(
+        lambda: F.target_attention(q, k, v, index, OFFSETS, implementation=implementation)
+    )
     assert forward == 4 * (2 * 3 + 4 * 5 if device == "cpu" else 6 * 8 // 3) * 2 * (16 + 16)
 
 
@@ -58,11 +65,27 @@ def test_keys_in_pages(device, implementation):
 @pytest.mark.parametrize("device,implementation", DEVICES)
 def test_shared_operands_and_query_groups(device, implementation):
     seeds, (k, v) = torch.randn(2, 4, 16, device=device), torch.randn(2, 8, 4, 16, device=device)
-    assert count(lambda: F.jagged_attention(seeds, k, v, "shared", OFFSETS, implementation=implementation))[0] == 4 * 2 * 8 * 2 * 32
-    assert count(lambda: F.jagged_attention(k, seeds, seeds, OFFSETS, "shared", implementation=implementation))[0] == 4 * 8 * 2 * 2 * 32
+    assert (
+        count(
+            lambda: F.jagged_attention(
+                seeds, k, v, "shared", OFFSETS, implementation=implementation
+            )
+        )[0]
+        == 4 * 2 * 8 * 2 * 32
+    )
+    assert (
+        count(
+            lambda: F.jagged_attention(
+                k, seeds, seeds, OFFSETS, "shared", implementation=implementation
+            )
+        )[0]
+        == 4 * 8 * 2 * 2 * 32
+    )
     groups = torch.tensor([0, 3, 3, 8, 9, 9, 11])
     q = torch.randn(11, 4, 16, device=device)
-    forward, _ = count(lambda: F.jagged_attention(q, k, v, groups, OFFSETS, implementation=implementation))
+    forward, _ = count(
+        lambda: F.jagged_attention(q, k, v, groups, OFFSETS, implementation=implementation)
+    )
     assert forward == 4 * (PAIRS + 1 * 3 + 2 * 5 if device == "cpu" else 11 * 8 // 3) * 2 * 32
 
 
@@ -71,10 +94,19 @@ def test_block_attention(device, implementation):
     q, k, v = rows(50, 4, 16, device=device)
     offsets = torch.tensor([0, 20, 50])
     pairs = 16**2 + 4**2 + 16**2 + 14**2 if device == "cpu" else 50 * 16
-    call = lambda *x: F.block_diagonal_attention(*x, offsets, block_size=16, implementation=implementation)  # noqa: E731
+    call = lambda *x: F.block_diagonal_attention(
+        *x, offsets, block_size=16, implementation=implementation
+    )
     assert count(call, q, k, v) == (4 * pairs * 2 * 32, 4 * pairs * 2 * 5 * 16)
     qkv = torch.randn(50, 3, 4, 16, device=device)
-    assert count(lambda: F.block_diagonal_attention_packed(qkv, offsets, block_size=16, implementation=implementation))[0] == 4 * pairs * 64
+    assert (
+        count(
+            lambda: F.block_diagonal_attention_packed(
+                qkv, offsets, block_size=16, implementation=implementation
+            )
+        )[0]
+        == 4 * pairs * 64
+    )
 
 
 @pytest.mark.parametrize("device,implementation", DEVICES)
@@ -82,57 +114,104 @@ def test_matrix_multiplications(device, implementation):
     x, y = rows(8, 16, device=device, n=2)
     matrices = torch.randn(3, 16, 5, device=device, requires_grad=True)
     options = dict(implementation=implementation)
-    assert count(lambda *args: F.jagged_dense_bmm(*args, OFFSETS, **options), x, matrices) == (2 * 8 * 16 * 5, 2 * 2 * 8 * 16 * 5)
-    assert count(lambda *args: F.jagged_jagged_bmm(*args, OFFSETS, **options), x, y) == (2 * 8 * 16 * 16, 2 * 2 * 8 * 16 * 16)
+    assert count(lambda *args: F.jagged_dense_bmm(*args, OFFSETS, **options), x, matrices) == (
+        2 * 8 * 16 * 5,
+        2 * 2 * 8 * 16 * 5,
+    )
+    assert count(lambda *args: F.jagged_jagged_bmm(*args, OFFSETS, **options), x, y) == (
+        2 * 8 * 16 * 16,
+        2 * 2 * 8 * 16 * 16,
+    )
     plan = F.ScorePlan.from_offsets(OFFSETS).to(device)
-    assert count(lambda *args: F.jagged_jagged_bmm_jagged_out(*args, plan, **options), x, y) == (2 * PAIRS * 16, 2 * 2 * PAIRS * 16)
+    assert count(lambda *args: F.jagged_jagged_bmm_jagged_out(*args, plan, **options), x, y) == (
+        2 * PAIRS * 16,
+        2 * 2 * PAIRS * 16,
+    )
     p = torch.randn(PAIRS, device=device, requires_grad=True)
-    assert count(lambda *args: F.array_jagged_bmm_jagged_out(*args, plan, **options), p, y) == (2 * PAIRS * 16, 2 * 2 * PAIRS * 16)
+    assert count(lambda *args: F.array_jagged_bmm_jagged_out(*args, plan, **options), p, y) == (
+        2 * PAIRS * 16,
+        2 * 2 * PAIRS * 16,
+    )
 
 
 @pytest.mark.parametrize("device,implementation", DEVICES)
 def test_linear_compression(device, implementation):
     weights = [torch.randn(7, k, device=device, requires_grad=True) for k in (6, 4)]
-    embeddings = [torch.randn(b, k, 16, device=device, requires_grad=True) for b, k in ((3, 6), (5, 4))]
+    embeddings = [
+        torch.randn(b, k, 16, device=device, requires_grad=True) for b, k in ((3, 6), (5, 4))
+    ]
     users = torch.tensor([0, 2, 2, 0, 1], device=device)
-    call = lambda *x: F.linear_compress(tuple(x[:2]), tuple(x[2:]), (users,), implementation=implementation)  # noqa: E731
+    call = lambda *x: F.linear_compress(
+        tuple(x[:2]), tuple(x[2:]), (users,), implementation=implementation
+    )
     work = 2 * 7 * 16 * (3 * 6 + 5 * 4)
     assert count(call, *weights, *embeddings) == (work, 2 * work)
 
 
 def test_kernels_formulas_with_offsets_that_have_values():
     q, k, v = rows(8, 4, 16)
-    attention, blocks, packed = (flops.OF_KERNELS[name] for name in ("attention", "block_attention", "block_attention_packed_backward"))
+    attention, blocks, packed = (
+        flops.OF_KERNELS[name]
+        for name in ("attention", "block_attention", "block_attention_packed_backward")
+    )
     groups = torch.tensor([0, 3, 3, 8, 9, 9, 11])
-    assert attention(torch.randn(11, 4, 16), k, v, groups, OFFSETS, out_val=(torch.randn(11, 4, 16),)) == 4 * (PAIRS + 3 + 10) * 2 * 32
-    assert flops.OF_KERNELS["attention_backward"](q, None, None, q, k, v, OFFSETS, OFFSETS, out_val=None) == 4 * PAIRS * 2 * 5 * 16
+    assert (
+        attention(torch.randn(11, 4, 16), k, v, groups, OFFSETS, out_val=(torch.randn(11, 4, 16),))
+        == 4 * (PAIRS + 3 + 10) * 2 * 32
+    )
+    assert (
+        flops.OF_KERNELS["attention_backward"](
+            q, None, None, q, k, v, OFFSETS, OFFSETS, out_val=None
+        )
+        == 4 * PAIRS * 2 * 5 * 16
+    )
     options = (OFFSETS, None, None, None, False, False, False, 4)
     assert blocks(q, k, v, *options, out_val=None) == 4 * (3 * 3 + 4 * 4 + 1) * 2 * 32
-    assert packed(q, torch.randn(8, 3, 4, 16), *options, out_val=None) == 4 * (3 * 3 + 4 * 4 + 1) * 2 * 5 * 16
+    assert (
+        packed(q, torch.randn(8, 3, 4, 16), *options, out_val=None)
+        == 4 * (3 * 3 + 4 * 4 + 1) * 2 * 5 * 16
+    )
 
 
 def test_a_layer_and_offsets_without_values():
     """The projections are torch's. Without values, segments count as equally long."""
     attention = jm.JaggedTargetAttention(32, 4)
-    forward, backward = count(lambda *x: attention(*x[:1], (x[1], OFFSETS)), *rows(3, 2, 32, n=1), *rows(8, 32, n=1))
+    forward, backward = count(
+        lambda *x: attention(*x[:1], (x[1], OFFSETS)), *rows(3, 2, 32, n=1), *rows(8, 32, n=1)
+    )
     projections = 2 * 6 * 32 * 32 + 2 * 8 * 32 * 64 + 2 * 6 * 32 * 32
-    assert (forward, backward) == (projections + 4 * 2 * 8 * 2 * 16, 2 * projections + 4 * 2 * 8 * 2 * 5 * 8)
+    assert (forward, backward) == (
+        projections + 4 * 2 * 8 * 2 * 16,
+        2 * projections + 4 * 2 * 8 * 2 * 5 * 8,
+    )
     meta = jm.JaggedTargetAttention(32, 4, device="meta")
-    targets, values, offsets = torch.empty(2, 2, 32), torch.empty(8, 32), torch.empty(3, dtype=torch.int64)
-    call = lambda: meta(targets.to("meta"), (values.to("meta"), offsets.to("meta")))  # noqa: E731
+    targets, values, offsets = (
+        torch.empty(2, 2, 32),
+        torch.empty(8, 32),
+        torch.empty(3, dtype=torch.int64),
+    )
+    call = lambda: meta(targets.to("meta"), (values.to("meta"), offsets.to("meta")))
     projections = 2 * 4 * 32 * 32 + 2 * 8 * 32 * 64 + 2 * 4 * 32 * 32
     assert count(call)[0] == projections + 4 * (4 * 8 // 2) * 2 * 16
 
 
 def test_each_operator_with_matrix_multiplications_has_a_formula():
     """The others move rows, add them up, or take a softmax."""
-    without = {"tile_list", "jagged_sum", "jagged_symmetric"} | {name for name in dir(torch.ops.jagged_kernels) if "softmax" in name}
+    without = {"tile_list", "jagged_sum", "jagged_symmetric"} | {
+        name for name in dir(torch.ops.jagged_kernels) if "softmax" in name
+    }
     defined = {
-        name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("jagged_kernels::")
+        name.partition("::")[2].partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("jagged_kernels::")
     }
     assert defined - without == set(flops.OF_KERNELS)
     host = {
-        name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("jagged_modules::")
+        name.partition("::")[2].partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("jagged_modules::")
     }
     moves = {name for name in host if "softmax" in name or "pointwise" in name}
-    assert {name for name in host - moves if name.endswith("_cpu") or name.endswith("_cpu_backward")} == set(flops.ON_THE_HOST)
+    assert {
+        name for name in host - moves if name.endswith("_cpu") or name.endswith("_cpu_backward")
+    } == set(flops.ON_THE_HOST)

@@ -26,16 +26,25 @@ DENSE_ACTIVATIONS = {
 
 
 def dense_gdpa(layer, x, context, keep=None, bias=None):
-    """The layer on one segment `[N, E]` with keys `[M, E]`: `[N, E]`, or `[S, E]` with seeds. bias: `[H, N, M]`."""
+    """The layer on one segment `[N, E]` with keys `[M, E]`: `[N, E]`, or `[S, E]` with seeds. bias:
+    `[H, N, M]`."""
     parameters, config, dim = dict(layer.named_parameters()), layer.config, layer.head_dim
 
     def heads(rows, weight, bias):
         return (rows @ weight.T + bias).reshape(len(rows), -1, dim).transpose(0, 1)
 
     def rms_norm(rows, weight):
-        return rows * (rows.square().mean(-1, keepdim=True) + torch.finfo(rows.dtype).eps).rsqrt() * weight
+        return (
+            rows
+            * (rows.square().mean(-1, keepdim=True) + torch.finfo(rows.dtype).eps).rsqrt()
+            * weight
+        )
 
-    q = layer.seeds.transpose(0, 1) if config.num_seeds else heads(x, layer.q_proj.weight, layer.q_proj.bias)
+    q = (
+        layer.seeds.transpose(0, 1)
+        if config.num_seeds
+        else heads(x, layer.q_proj.weight, layer.q_proj.bias)
+    )
     if config.num_weights:
         k, v = layer.key_weights.transpose(0, 1), layer.value_weights.transpose(0, 1)
     else:
@@ -49,7 +58,11 @@ def dense_gdpa(layer, x, context, keep=None, bias=None):
     if layer.activation == "softmax" and keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))
     p = DENSE_ACTIVATIONS[layer.activation](scores)
-    p = p * config.output_scale if keep is None else (p * config.output_scale).masked_fill(~keep, 0.0)
+    p = (
+        p * config.output_scale
+        if keep is None
+        else (p * config.output_scale).masked_fill(~keep, 0.0)
+    )
     return (p @ v).transpose(0, 1).flatten(1) @ layer.out_proj.weight.T + layer.out_proj.bias
 
 
@@ -59,28 +72,46 @@ def rows_of(out):
 
 
 def outputs_and_gradients(run, layer, *inputs):
-    """Values, and gradients of inputs and of every parameter, for a fixed random gradient of the output."""
+    """Values, and gradients of inputs and of every parameter, for a fixed random gradient of the
+    output."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = run(*inputs)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
     return [out, *torch.autograd.grad(out, [*inputs, *layer.parameters()], grad)]
 
 
-def assert_equals_dense(layer, x_lengths, context_lengths, offsets_of, keep=lambda b: None, num_targets=None):
+def assert_equals_dense(
+    layer, x_lengths, context_lengths, offsets_of, keep=lambda b: None, num_targets=None
+):
     """Self-attention if context_lengths is None."""
     x_offsets = offsets_of(x_lengths)
-    inputs = [torch.randn(sum(lengths), WIDTH, dtype=torch.float64) for lengths in (x_lengths, context_lengths) if lengths is not None]
+    inputs = [
+        torch.randn(sum(lengths), WIDTH, dtype=torch.float64)
+        for lengths in (x_lengths, context_lengths)
+        if lengths is not None
+    ]
 
     def run(x, context=None):
-        return rows_of(layer((x, x_offsets), None if context is None else (context, offsets_of(context_lengths)), num_targets))
+        return rows_of(
+            layer(
+                (x, x_offsets),
+                None if context is None else (context, offsets_of(context_lengths)),
+                num_targets,
+            )
+        )
 
     def dense(x, context=None):
         segments = x.split(x_lengths)
         contexts = segments if context is None else context.split(context_lengths)
-        outputs = [dense_gdpa(layer, *pair, keep(b)) for b, pair in enumerate(zip(segments, contexts, strict=True))]
+        outputs = [
+            dense_gdpa(layer, *pair, keep(b))
+            for b, pair in enumerate(zip(segments, contexts, strict=True))
+        ]
         return torch.stack(outputs) if layer.config.num_seeds else torch.cat(outputs)
 
-    torch.testing.assert_close(outputs_and_gradients(run, layer, *inputs), outputs_and_gradients(dense, layer, *inputs))
+    torch.testing.assert_close(
+        outputs_and_gradients(run, layer, *inputs), outputs_and_gradients(dense, layer, *inputs)
+    )
 
 
 USES = {
@@ -115,7 +146,10 @@ def test_equals_dense_attention(config, activation, offsets_of):
 def test_masks(targets, cross, offsets_of):
     lengths, context_lengths, num_targets = [4, 1, 7], [6, 3, 7], [1, 0, 3]
     stale = torch.tensor([0, 0, 1])
-    mask = jm.AttentionMask(causal=True, num_targets=dict(call=None, mask=torch.tensor(num_targets), both=stale)[targets])
+    mask = jm.AttentionMask(
+        causal=True,
+        num_targets=dict(call=None, mask=torch.tensor(num_targets), both=stale)[targets],
+    )
     layer = jm.JaggedGDPA(WIDTH, HEADS, "silu", mask).double()
     columns = context_lengths if cross else lengths
     assert_equals_dense(
@@ -134,24 +168,48 @@ def test_bias(activation, cross, offsets_of):
     """A dense bias per segment, with gradients of both tables; the block passes it on."""
     lengths, columns = [4, 1, 7], [6, 3, 7] if cross else [4, 1, 7]
     block = jm.GDPABlock(WIDTH, HEADS, activation, jm.AttentionMask(causal=True)).double()
-    tables = [torch.randn(HEADS, 2 * 7 - 1, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
+    tables = [
+        torch.randn(HEADS, 2 * 7 - 1, dtype=torch.float64),
+        torch.randn(5, dtype=torch.float64),
+    ]
     x, context = (torch.randn(sum(n), WIDTH, dtype=torch.float64) for n in (lengths, columns))
-    t, u, boundaries = torch.randint(100, (sum(columns),)), torch.randint(100, (sum(lengths),)), torch.tensor([1, 5, 10, 60])
+    t, u, boundaries = (
+        torch.randint(100, (sum(columns),)),
+        torch.randint(100, (sum(lengths),)),
+        torch.tensor([1, 5, 10, 60]),
+    )
 
     def ours(x, context, position, time):
-        bias = jm.RelativeBias(position, time, timestamps=t, boundaries=boundaries, query_timestamps=u)
-        return rows_of(block((x, offsets_of(lengths)), (context, offsets_of(columns)) if cross else None, bias=bias))
+        bias = jm.RelativeBias(
+            position, time, timestamps=t, boundaries=boundaries, query_timestamps=u
+        )
+        return rows_of(
+            block(
+                (x, offsets_of(lengths)),
+                (context, offsets_of(columns)) if cross else None,
+                bias=bias,
+            )
+        )
 
     def dense(x, context, position, time):
         normed, outputs = nnf.rms_norm(x, (WIDTH,), block.norm.weight), []
         keys = context if cross else normed
         for n, m, rows, own, at, asked in zip(
-            lengths, columns, normed.split(lengths), keys.split(columns), t.split(columns), u.split(lengths)
+            lengths,
+            columns,
+            normed.split(lengths),
+            keys.split(columns),
+            t.split(columns),
+            u.split(lengths),
         ):
             i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
             distance = (asked[:, None] - at).abs()
             bucket = sum((distance >= edge).long() for edge in boundaries)
-            outputs.append(dense_gdpa(block.attention, rows, own, j <= i, position[:, j - i + 6] + time[bucket]))
+            outputs.append(
+                dense_gdpa(
+                    block.attention, rows, own, j <= i, position[:, j - i + 6] + time[bucket]
+                )
+            )
         return x + torch.cat(outputs)
 
     inputs = [x, context, *tables] if cross else [x, x, *tables]
@@ -159,7 +217,9 @@ def test_bias(activation, cross, offsets_of):
     for run in (ours, dense):
         leaves = [y.clone().requires_grad_() for y in inputs]
         out = run(*leaves)
-        gradients = torch.autograd.grad(out.square().sum(), [*leaves, *block.parameters()], materialize_grads=True)
+        gradients = torch.autograd.grad(
+            out.square().sum(), [*leaves, *block.parameters()], materialize_grads=True
+        )
         results.append([out, *gradients])
     torch.testing.assert_close(*results)
 
@@ -168,14 +228,18 @@ def test_targets_without_another_mask(offsets_of):
     layer = jm.JaggedGDPA(WIDTH, HEADS, "relu").double()
     keep = jm.AttentionMask().keep(5, 5, 2)
     assert not keep[:3, 3:].any() and keep[:, :3].all()
-    assert_equals_dense(layer, [5], None, offsets_of, keep=lambda b: keep, num_targets=torch.tensor([2]))
+    assert_equals_dense(
+        layer, [5], None, offsets_of, keep=lambda b: keep, num_targets=torch.tensor([2])
+    )
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_trains(activation, offsets_of):
     layer = jm.JaggedGDPA(WIDTH, HEADS, activation)
     layer((torch.randn(5, WIDTH), offsets_of([2, 3])))[0].square().sum().backward()
-    assert all(x.grad.abs().sum() > 0 for name, x in layer.named_parameters() if name != "q_proj.bias")
+    assert all(
+        x.grad.abs().sum() > 0 for name, x in layer.named_parameters() if name != "q_proj.bias"
+    )
 
 
 def test_no_segments_and_empty_segments(offsets_of):
@@ -183,9 +247,14 @@ def test_no_segments_and_empty_segments(offsets_of):
         layer = jm.JaggedGDPA(WIDTH, HEADS, config=config)
         for lengths in ([], [0, 0], [0, 2, 0]):
             out = rows_of(layer((torch.randn(sum(lengths), WIDTH), offsets_of(lengths))))
-            assert out.shape == ((len(lengths), 3, WIDTH) if config.num_seeds else (sum(lengths), WIDTH))
+            assert out.shape == (
+                (len(lengths), 3, WIDTH) if config.num_seeds else (sum(lengths), WIDTH)
+            )
     pooled = jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(num_seeds=3))
-    assert torch.equal(pooled((torch.zeros(0, WIDTH), offsets_of([0, 0]))), pooled.out_proj.bias.expand(2, 3, WIDTH))
+    assert torch.equal(
+        pooled((torch.zeros(0, WIDTH), offsets_of([0, 0]))),
+        pooled.out_proj.bias.expand(2, 3, WIDTH),
+    )
 
 
 def test_dropout(offsets_of):
@@ -198,8 +267,16 @@ def test_dropout(offsets_of):
 
 
 def test_containers(container, offsets_of):
-    values, context_values, offsets = torch.randn(11, WIDTH), torch.randn(6, WIDTH), offsets_of([4, 0, 7])
-    layer, x, context = jm.JaggedGDPA(WIDTH, HEADS), container(values, offsets), container(context_values, offsets_of([2, 1, 3]))
+    values, context_values, offsets = (
+        torch.randn(11, WIDTH),
+        torch.randn(6, WIDTH),
+        offsets_of([4, 0, 7]),
+    )
+    layer, x, context = (
+        jm.JaggedGDPA(WIDTH, HEADS),
+        container(values, offsets),
+        container(context_values, offsets_of([2, 1, 3])),
+    )
     for out, (expected, _) in (
         (layer(x), layer((values, offsets))),
         (layer(x, context), layer((values, offsets), (context_values, offsets_of([2, 1, 3])))),
@@ -214,8 +291,16 @@ def test_containers(container, offsets_of):
 def test_initialisation_of_learned_rows():
     seeds = jm.JaggedGDPA(64, HEADS, config=jm.GDPAConfig(num_seeds=50)).seeds
     feed_forward = jm.JaggedGDPA(64, HEADS, config=jm.GDPAConfig(num_weights=50))
-    for rows, std in ((seeds, 1.0), (feed_forward.key_weights, 1.0), (feed_forward.value_weights, 50**-0.5)):
-        assert rows.shape == (50, HEADS, 32) and abs(rows.mean()) < 0.1 * std and abs(rows.std() / std - 1) < 0.1
+    for rows, std in (
+        (seeds, 1.0),
+        (feed_forward.key_weights, 1.0),
+        (feed_forward.value_weights, 50**-0.5),
+    ):
+        assert (
+            rows.shape == (50, HEADS, 32)
+            and abs(rows.mean()) < 0.1 * std
+            and abs(rows.std() / std - 1) < 0.1
+        )
 
 
 @pytest.mark.parametrize("config", USES.values(), ids=USES)
@@ -227,7 +312,11 @@ def test_state_dict_round_trip(config, offsets_of):
     assert torch.equal(rows_of(layer(x)), rows_of(other(x)))
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))],
+    ids=["deepcopy", "pickle"],
+)
 def test_copies(clone, offsets_of):
     layer = jm.JaggedGDPA(WIDTH, HEADS, mask=jm.AttentionMask(causal=True))
     x = torch.randn(5, WIDTH), offsets_of([2, 3])
@@ -236,7 +325,9 @@ def test_copies(clone, offsets_of):
 
 @pytest.mark.parametrize("config", USES.values(), ids=USES)
 def test_meta_parameters_are_materialised_by_reset_parameters(config):
-    layer, expected = (jm.JaggedGDPA(WIDTH, HEADS, config=config, device=device) for device in ("meta", None))
+    layer, expected = (
+        jm.JaggedGDPA(WIDTH, HEADS, config=config, device=device) for device in ("meta", None)
+    )
     assert all(x.is_meta for x in layer.parameters())
     layer.to_empty(device="cpu")
     for parameter in layer.parameters():
@@ -244,29 +335,43 @@ def test_meta_parameters_are_materialised_by_reset_parameters(config):
     for module in (layer, expected):
         torch.manual_seed(5)
         module.reset_parameters()
-    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in layer.state_dict().items())
+    assert all(
+        torch.equal(x, expected.state_dict()[name]) for name, x in layer.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("config", USES.values(), ids=USES)
 def test_shapes_on_the_meta_device(config):
     layer = jm.JaggedGDPA(WIDTH, HEADS, config=config, device="meta")
-    out = rows_of(layer((torch.empty(11, WIDTH, device="meta"), torch.empty(4, dtype=torch.int64, device="meta"))))
+    out = rows_of(
+        layer(
+            (
+                torch.empty(11, WIDTH, device="meta"),
+                torch.empty(4, dtype=torch.int64, device="meta"),
+            )
+        )
+    )
     assert out.shape == ((3, 3, WIDTH) if config.num_seeds else (11, WIDTH))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, offsets_of):
     for config in USES.values():
-        out = jm.JaggedGDPA(WIDTH, HEADS, config=config).to(dtype)((torch.randn(5, WIDTH, dtype=dtype), offsets_of([2, 3])))
+        out = jm.JaggedGDPA(WIDTH, HEADS, config=config).to(dtype)(
+            (torch.randn(5, WIDTH, dtype=dtype), offsets_of([2, 3]))
+        )
         assert rows_of(out).dtype == dtype
 
 
 class Encoder(nn.Module):
-    """The layers that published models stack: self-attention, a feed-forward, cross-attention to context, pooling."""
+    """The layers that published models stack: self-attention, a feed-forward, cross-attention to
+    context, pooling."""
 
     def __init__(self):
         super().__init__()
-        self.attention = jm.GDPABlock(WIDTH, HEADS, mask=jm.AttentionMask(causal=True), config=jm.GDPAConfig(qk_norm=True))
+        self.attention = jm.GDPABlock(
+            WIDTH, HEADS, mask=jm.AttentionMask(causal=True), config=jm.GDPAConfig(qk_norm=True)
+        )
         self.feed_forward = jm.GDPABlock(WIDTH, HEADS, config=jm.GDPAConfig(num_weights=16))
         self.cross = jm.GDPABlock(WIDTH, HEADS, config=jm.GDPAConfig(num_kv_heads=1))
         self.pooling = jm.JaggedGDPA(WIDTH, HEADS, "softmax", config=jm.GDPAConfig(num_seeds=2))
@@ -278,7 +383,8 @@ class Encoder(nn.Module):
 
 
 def test_training(offsets_of):
-    """Whether the last event also occurs in the context: every parameter learns, and the loss falls to a tenth."""
+    """Whether the last event also occurs in the context: every parameter learns, and the loss falls
+    to a tenth."""
     model, items = Encoder(), torch.randn(4, WIDTH)
     offsets, ids = offsets_of([3] * 16), torch.randint(4, (16, 3))
     context = torch.randint(4, (16, 1))
@@ -286,7 +392,9 @@ def test_training(offsets_of):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
     for _ in range(150):
-        logits = model((items[ids.flatten()], offsets), (items[context.flatten()], offsets_of([1] * 16)))
+        logits = model(
+            (items[ids.flatten()], offsets), (items[context.flatten()], offsets_of([1] * 16))
+        )
         losses.append(nnf.binary_cross_entropy_with_logits(logits, labels))
         optimizer.zero_grad()
         losses[-1].backward()
@@ -303,7 +411,7 @@ def test_block_is_norm_attention_residual(offsets_of):
     torch.testing.assert_close(block((values, offsets))[0], expected)
 
 
-# -- graph tools ---------------------------------------------------------------------------------------------------------------
+# -- graph tools -----------------------------------------------------------------------------------
 
 SIZES = [(5, 41), (6, 83), (7, 59), (13, 14)]  # segments, rows
 
@@ -311,7 +419,11 @@ SIZES = [(5, 41), (6, 83), (7, 59), (13, 14)]  # segments, rows
 def batches():
     for segments, rows in SIZES:
         offsets = random_offsets(segments, rows)
-        yield torch.randn(rows, WIDTH), offsets, torch.minimum(offsets.diff(), torch.randint(3, (segments,)))
+        yield (
+            torch.randn(rows, WIDTH),
+            offsets,
+            torch.minimum(offsets.diff(), torch.randint(3, (segments,))),
+        )
 
 
 @slow_after(1, "use", ["plain", "grouped-heads", "qk-norm", "seeds", "weights", "mask", "targets"])
@@ -320,12 +432,17 @@ def test_compiles_once(use):
     layer = jm.JaggedGDPA(WIDTH, HEADS, mask=mask, config=USES.get(use))
 
     def run(values, offsets, num_targets):
-        return rows_of(layer((values, offsets), num_targets=num_targets if use == "targets" else None))
+        return rows_of(
+            layer((values, offsets), num_targets=num_targets if use == "targets" else None)
+        )
 
     graph, counter = compiled(run)
     compilations = []
     for values, offsets, num_targets in batches():
-        calls = [functools.partial(call, offsets=offsets, num_targets=num_targets) for call in (run, graph)]
+        calls = [
+            functools.partial(call, offsets=offsets, num_targets=num_targets)
+            for call in (run, graph)
+        ]
         torch.testing.assert_close(*(outputs_and_gradients(call, layer, values) for call in calls))
         compilations.append(counter.frame_count)
     assert set(compilations) == {1}
@@ -348,26 +465,52 @@ def test_traced_by_torchrec_as_a_leaf(offsets_of):
     assert torch.equal(traced(x), model(x))
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 CAUSAL = jm.AttentionMask(causal=True)
 BAD_LAYERS = [
-    (dict(embedding_dim=10, num_heads=4), ValueError, "embedding_dim must be a multiple of num_heads, got 10 and 4"),
+    (
+        dict(embedding_dim=10, num_heads=4),
+        ValueError,
+        "embedding_dim must be a multiple of num_heads, got 10 and 4",
+    ),
     (dict(embedding_dim=8.0), TypeError, "embedding_dim must be an int, got float"),
     (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
-    (dict(embedding_dim=1024), ValueError, "embedding_dim / num_heads must be at most 256, got 512"),
+    (
+        dict(embedding_dim=1024),
+        ValueError,
+        "embedding_dim / num_heads must be at most 256, got 512",
+    ),
     (dict(config=jm.GDPAConfig(head_dim=257)), ValueError, "head_dim must be at most 256, got 257"),
-    (dict(config=jm.GDPAConfig(num_kv_heads=3)), ValueError, "num_heads must be a multiple of num_kv_heads, got 2 and 3"),
+    (
+        dict(config=jm.GDPAConfig(num_kv_heads=3)),
+        ValueError,
+        "num_heads must be a multiple of num_kv_heads, got 2 and 3",
+    ),
     (dict(activation="swish"), ValueError, "activation must be one of .*got 'swish'"),
-    (dict(activation="softmax", config=jm.GDPAConfig(output_scale=0.5)), ValueError, "output_scale must be 1 with softmax, got 0.5"),
+    (
+        dict(activation="softmax", config=jm.GDPAConfig(output_scale=0.5)),
+        ValueError,
+        "output_scale must be 1 with softmax, got 0.5",
+    ),
     (dict(mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
-    (dict(mask=CAUSAL, config=jm.GDPAConfig(num_weights=2)), ValueError, "mask must be None with num_seeds or num_weights"),
-    (dict(mask=CAUSAL, config=jm.GDPAConfig(num_seeds=2)), ValueError, "mask must be None with num_seeds or num_weights"),
+    (
+        dict(mask=CAUSAL, config=jm.GDPAConfig(num_weights=2)),
+        ValueError,
+        "mask must be None with num_seeds or num_weights",
+    ),
+    (
+        dict(mask=CAUSAL, config=jm.GDPAConfig(num_seeds=2)),
+        ValueError,
+        "mask must be None with num_seeds or num_weights",
+    ),
     (dict(config=dict(num_seeds=2)), TypeError, "config must be a GDPAConfig, got dict"),
 ]
 
 
-@pytest.mark.parametrize("change, error, message", BAD_LAYERS, ids=[message[:40] for _, _, message in BAD_LAYERS])
+@pytest.mark.parametrize(
+    "change, error, message", BAD_LAYERS, ids=[message[:40] for _, _, message in BAD_LAYERS]
+)
 def test_bad_constructor(change, error, message):
     with pytest.raises(error, match=message):
         jm.JaggedGDPA(**(dict(embedding_dim=WIDTH, num_heads=HEADS) | change))
@@ -382,11 +525,17 @@ BAD_CONFIGS = [
     (dict(num_seeds=-1), ValueError, "num_seeds must be at least 0, got -1"),
     (dict(num_weights=1.5), TypeError, "num_weights must be an int, got float"),
     (dict(num_kv_heads=0), ValueError, "num_kv_heads must be at least 1, got 0"),
-    (dict(num_seeds=2, num_weights=3), ValueError, "num_seeds and num_weights must not both be given, got 2 and 3"),
+    (
+        dict(num_seeds=2, num_weights=3),
+        ValueError,
+        "num_seeds and num_weights must not both be given, got 2 and 3",
+    ),
 ]
 
 
-@pytest.mark.parametrize("fields, error, message", BAD_CONFIGS, ids=[message[:40] for _, _, message in BAD_CONFIGS])
+@pytest.mark.parametrize(
+    "fields, error, message", BAD_CONFIGS, ids=[message[:40] for _, _, message in BAD_CONFIGS]
+)
 def test_bad_config(fields, error, message):
     with pytest.raises(error, match=message):
         jm.GDPAConfig(**fields)
@@ -394,27 +543,94 @@ def test_bad_config(fields, error, message):
 
 def timed(rows, queries=None):
     asked = None if queries is None else torch.arange(queries)
-    return jm.RelativeBias(time=torch.zeros(3), timestamps=torch.arange(rows), query_timestamps=asked)
+    return jm.RelativeBias(
+        time=torch.zeros(3), timestamps=torch.arange(rows), query_timestamps=asked
+    )
 
 
 X, TARGETS = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), torch.tensor([1, 1])
 POSITION = jm.RelativeBias(torch.zeros(5))
 BAD_FORWARDS = [
     ({}, dict(x=torch.randn(5, WIDTH)), TypeError, "x must be a JaggedTensor.*got Tensor"),
-    ({}, dict(x=(X[0].double(), X[1])), ValueError, "x's values must have the layer's dtype, torch.float32, got torch.float64"),
-    ({}, dict(context=(X[0].long(), X[1])), ValueError, "context's values must have the layer's dtype, torch.float32, got torch.int64"),
-    ({}, dict(x=(X[0].to("meta"), X[1])), ValueError, "x's values must be on the layer's device, cpu, got meta"),
-    ({}, dict(x=(torch.randn(5, 9), X[1])), ValueError, r"x's values must have shape \[L, 8\], got \[5, 9\]"),
-    ({}, dict(context=(torch.randn(5, 9), X[1])), ValueError, r"context's values must have shape \[L, 8\], got \[5, 9\]"),
-    ({}, dict(context=(X[0], torch.tensor([0, 5]))), ValueError, "the same number of segments, got 2 and 1"),
-    ({}, dict(num_targets=torch.tensor([1])), ValueError, r"num_targets must have shape \[B\] = \[2\], got \[1\]"),
-    ({}, dict(num_targets=torch.tensor([1, 4])), ValueError, "num_targets must be at most the segment's length, got 4 of 3 at segment 1"),
+    (
+        {},
+        dict(x=(X[0].double(), X[1])),
+        ValueError,
+        "x's values must have the layer's dtype, torch.float32, got torch.float64",
+    ),
+    (
+        {},
+        dict(context=(X[0].long(), X[1])),
+        ValueError,
+        "context's values must have the layer's dtype, torch.float32, got torch.int64",
+    ),
+    (
+        {},
+        dict(x=(X[0].to("meta"), X[1])),
+        ValueError,
+        "x's values must be on the layer's device, cpu, got meta",
+    ),
+    (
+        {},
+        dict(x=(torch.randn(5, 9), X[1])),
+        ValueError,
+        r"x's values must have shape \[L, 8\], got \[5, 9\]",
+    ),
+    (
+        {},
+        dict(context=(torch.randn(5, 9), X[1])),
+        ValueError,
+        r"context's values must have shape \[L, 8\], got \[5, 9\]",
+    ),
+    (
+        {},
+        dict(context=(X[0], torch.tensor([0, 5]))),
+        ValueError,
+        "the same number of segments, got 2 and 1",
+    ),
+    (
+        {},
+        dict(num_targets=torch.tensor([1])),
+        ValueError,
+        r"num_targets must have shape \[B\] = \[2\], got \[1\]",
+    ),
+    (
+        {},
+        dict(num_targets=torch.tensor([1, 4])),
+        ValueError,
+        "num_targets must be at most the segment's length, got 4 of 3 at segment 1",
+    ),
     ({}, dict(num_targets=2), TypeError, "num_targets must be a torch.Tensor, got int"),
-    (dict(num_seeds=2), dict(context=X), ValueError, "context must be None with num_seeds or num_weights, got tuple"),
-    (dict(num_weights=2), dict(context=X), ValueError, "context must be None with num_seeds or num_weights, got tuple"),
-    (dict(num_weights=2), dict(num_targets=TARGETS), ValueError, "num_targets must be None with num_seeds or num_weights, got Tensor"),
-    (dict(num_seeds=2), dict(bias=POSITION), ValueError, "bias must be None with num_seeds or num_weights, got RelativeBias"),
-    (dict(num_weights=2), dict(bias=POSITION), ValueError, "bias must be None with num_seeds or num_weights, got RelativeBias"),
+    (
+        dict(num_seeds=2),
+        dict(context=X),
+        ValueError,
+        "context must be None with num_seeds or num_weights, got tuple",
+    ),
+    (
+        dict(num_weights=2),
+        dict(context=X),
+        ValueError,
+        "context must be None with num_seeds or num_weights, got tuple",
+    ),
+    (
+        dict(num_weights=2),
+        dict(num_targets=TARGETS),
+        ValueError,
+        "num_targets must be None with num_seeds or num_weights, got Tensor",
+    ),
+    (
+        dict(num_seeds=2),
+        dict(bias=POSITION),
+        ValueError,
+        "bias must be None with num_seeds or num_weights, got RelativeBias",
+    ),
+    (
+        dict(num_weights=2),
+        dict(bias=POSITION),
+        ValueError,
+        "bias must be None with num_seeds or num_weights, got RelativeBias",
+    ),
     ({}, dict(bias=torch.zeros(5)), TypeError, "bias must be a RelativeBias, got Tensor"),
     (
         {},
@@ -422,21 +638,50 @@ BAD_FORWARDS = [
         ValueError,
         "bias.position must have one row for each of the layer's 2 heads, got 3",
     ),
-    ({}, dict(bias=jm.RelativeBias(torch.zeros(3))), ValueError, "bias.position has entries for 2 rows, but x has a segment of 3 rows"),
+    (
+        {},
+        dict(bias=jm.RelativeBias(torch.zeros(3))),
+        ValueError,
+        "bias.position has entries for 2 rows, but x has a segment of 3 rows",
+    ),
     (
         {},
         dict(bias=jm.RelativeBias(torch.zeros(5, device="meta"))),
         ValueError,
         "bias.position must be on the layer's device, cpu, got meta",
     ),
-    ({}, dict(bias=timed(4)), ValueError, "bias.timestamps must have one element for each row of x, 5, got 4"),
-    ({}, dict(bias=timed(5), context=(torch.randn(7, WIDTH), torch.tensor([0, 3, 7]))), ValueError, "for each row of context, 7, got 5"),
-    ({}, dict(bias=timed(5, 3)), ValueError, "bias.query_timestamps must have one element for each row of x, 5, got 3"),
-    ({}, dict(bias=jm.RelativeBias(torch.zeros(5), query_shift=TARGETS[:1])), ValueError, "query_shift .* for each segment of x, 2, got 1"),
+    (
+        {},
+        dict(bias=timed(4)),
+        ValueError,
+        "bias.timestamps must have one element for each row of x, 5, got 4",
+    ),
+    (
+        {},
+        dict(bias=timed(5), context=(torch.randn(7, WIDTH), torch.tensor([0, 3, 7]))),
+        ValueError,
+        "for each row of context, 7, got 5",
+    ),
+    (
+        {},
+        dict(bias=timed(5, 3)),
+        ValueError,
+        "bias.query_timestamps must have one element for each row of x, 5, got 3",
+    ),
+    (
+        {},
+        dict(bias=jm.RelativeBias(torch.zeros(5), query_shift=TARGETS[:1])),
+        ValueError,
+        "query_shift .* for each segment of x, 2, got 1",
+    ),
 ]
 
 
-@pytest.mark.parametrize("fields, change, error, message", BAD_FORWARDS, ids=[message[:40] for *_, message in BAD_FORWARDS])
+@pytest.mark.parametrize(
+    "fields, change, error, message",
+    BAD_FORWARDS,
+    ids=[message[:40] for *_, message in BAD_FORWARDS],
+)
 def test_bad_forward(fields, change, error, message):
     layer = jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**fields))
     with pytest.raises(error, match=message):
@@ -444,7 +689,9 @@ def test_bad_forward(fields, change, error, message):
 
 
 def test_bad_block():
-    with pytest.raises(ValueError, match="num_seeds must be 0: pooled rows have no residual, got 2"):
+    with pytest.raises(
+        ValueError, match="num_seeds must be 0: pooled rows have no residual, got 2"
+    ):
         jm.GDPABlock(WIDTH, HEADS, config=jm.GDPAConfig(num_seeds=2))
     with pytest.raises(ValueError, match=r"x's values must have shape \[L, 8\], got \[5, 9\]"):
         jm.GDPABlock(WIDTH, HEADS)((torch.randn(5, 9), X[1]))
@@ -452,4 +699,7 @@ def test_bad_block():
 
 def test_extra_repr():
     layer = jm.JaggedGDPA(32, 2, "silu", jm.AttentionMask(causal=True), jm.GDPAConfig(dropout=0.5))
-    assert "embedding_dim=32, num_heads=2, activation='silu', mask=AttentionMask(causal=True), config=GDPAConfig(" in repr(layer)
+    assert (
+        "embedding_dim=32, num_heads=2, activation='silu', mask=AttentionMask(causal=True),"
+        " config=GDPAConfig(" in repr(layer)
+    )

@@ -1,4 +1,5 @@
-"""jm.graphed without a GPU: `padded` runs the padded buffers through the module where a GPU would replay a graph."""
+"""jm.graphed without a GPU: `padded` runs the padded buffers through the module where a GPU would
+replay a graph."""
 
 import contextlib
 import copy
@@ -16,7 +17,16 @@ import jagged_modules as jm
 from jagged_modules.captured_step import RUNNERS, Direct
 from jagged_modules.padded_arguments import OFFSETS, Arguments, Buckets, capacities_of, pad
 
-from ..compatibility.cases import CASES, HEADS, HSTU, WIDTH, OnCandidates, OnRows, make, training_step
+from ..compatibility.cases import (
+    CASES,
+    HEADS,
+    HSTU,
+    WIDTH,
+    OnCandidates,
+    OnRows,
+    make,
+    training_step,
+)
 
 OF_VALUES = {"offsets": "values"}
 BATCHES = [  # lengths of histories
@@ -42,14 +52,23 @@ def leaf(*shape):
 
 
 def compare(module, other, arguments, wanted=()):
-    """Results, and gradients of the parameters and of `wanted`, of two modules that share parameters."""
+    """Results, and gradients of the parameters and of `wanted`, of two modules that share
+    parameters."""
     wanted, results = [*module.parameters(), *wanted], []
     for called in (module, other):
         torch.manual_seed(1)
         out = called(*arguments)
-        out = out.values if isinstance(out, jm.Jagged) else out[0] if isinstance(out, (tuple, list)) else out
+        out = (
+            out.values
+            if isinstance(out, jm.Jagged)
+            else out[0]
+            if isinstance(out, (tuple, list))
+            else out
+        )
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-        results.append([out, *torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)])
+        results.append(
+            [out, *torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)]
+        )
     for x, y in zip(*results):
         assert (x is None) == (y is None)
         if x is not None:
@@ -66,12 +85,16 @@ def poison(graph, value=float("nan")):
 
 LAYERS = {
     "gdpa": lambda: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(qk_norm=True)),
-    "gdpa-softmax-causal": lambda: jm.JaggedGDPA(WIDTH, HEADS, "softmax", jm.AttentionMask(causal=True)),
+    "gdpa-softmax-causal": lambda: jm.JaggedGDPA(
+        WIDTH, HEADS, "softmax", jm.AttentionMask(causal=True)
+    ),
     "pooling": lambda: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(num_seeds=3)),
     "weights": lambda: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(num_weights=5)),
     "block": lambda: jm.GDPABlock(WIDTH, HEADS),
     "hstu": lambda: jm.HSTUStack(WIDTH, HEADS, 2, HSTU),
-    "hstu-relative-position": lambda: jm.HSTUStack(WIDTH, HEADS, 1, jm.HSTUConfig(scaling_seqlen=30, relative_position=40)),
+    "hstu-relative-position": lambda: jm.HSTUStack(
+        WIDTH, HEADS, 1, jm.HSTUConfig(scaling_seqlen=30, relative_position=40)
+    ),
     "blocks": lambda: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, max_seqlen=40),
     "mlp": lambda: jm.JaggedMLP([WIDTH, 24, 40], "silu"),
 }
@@ -85,14 +108,26 @@ def test_layers_on_rows(padded, poisoned_memory, offsets_of, layer, kind):
     for lengths in BATCHES:
         values, offsets = leaf(sum(lengths), WIDTH), offsets_of(lengths)
         poison(graph)
-        compare(module, graph, [(values, offsets) if kind == "pair" else jm.Jagged(values, offsets)], [values])
+        compare(
+            module,
+            graph,
+            [(values, offsets) if kind == "pair" else jm.Jagged(values, offsets)],
+            [values],
+        )
     assert 1 < len(graph._steps) < len(BATCHES)
 
 
 def random_candidates(users, counts, width):
-    """Dense targets, and candidates in each form that a layer takes: name → the first argument, its tensor, the last argument."""
-    rows, map_ = leaf(sum(counts), 2, width), torch.arange(users).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    offsets, shuffled = jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64)).offsets, map_[torch.randperm(len(map_))]
+    """Dense targets, and candidates in each form that a layer takes: name → the first argument, its
+    tensor, the last argument."""
+    rows, map_ = (
+        leaf(sum(counts), 2, width),
+        torch.arange(users).repeat_interleave(torch.tensor(counts, dtype=torch.int64)),
+    )
+    offsets, shuffled = (
+        jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64)).offsets,
+        map_[torch.randperm(len(map_))],
+    )
     dense, jagged = leaf(users, 3, width), leaf(sum(counts), width)
     return {
         "dense": (dense, dense, None),
@@ -129,7 +164,12 @@ def test_linear_compression(padded, poisoned_memory):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_models_of_plain_tensors(padded, case):
     model = make(case)
-    graph = jm.graphed(model, offsets=OF_VALUES if issubclass(case.model, OnRows) and case.layer != "LinearCompressEmbedding" else None)
+    graph = jm.graphed(
+        model,
+        offsets=OF_VALUES
+        if issubclass(case.model, OnRows) and case.layer != "LinearCompressEmbedding"
+        else None,
+    )
     for size in [(5, 41, 11), (6, 83, 23), (5, 43, 11), (7, 59, 37)]:
         inputs = case.model.inputs(*size)
         torch.testing.assert_close(training_step(graph, inputs), training_step(model, inputs))
@@ -145,10 +185,15 @@ def test_hstu_with_targets_and_times(padded, offsets_of):
         times = torch.randint(1000, (sum(lengths),))
         num_targets = torch.tensor(lengths, dtype=torch.int64) // 3
 
-        results = [called((values, offsets), num_targets, timestamps=times)[0] for called in (module, graph)]
+        results = [
+            called((values, offsets), num_targets, timestamps=times)[0]
+            for called in (module, graph)
+        ]
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
         wanted = [*module.parameters(), values]
-        gradients = [torch.autograd.grad(out.square().sum(), wanted, allow_unused=True) for out in results]
+        gradients = [
+            torch.autograd.grad(out.square().sum(), wanted, allow_unused=True) for out in results
+        ]
         torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
@@ -166,18 +211,31 @@ class Ranker(nn.Module):
         ids, offsets = history
         encoded, _ = self.encoder((self.items(ids), offsets))
         targets = self.items(candidates)
-        interest = self.attention(targets.unsqueeze(1), (encoded, offsets), jm.CandidateIndex.from_map(users, len(offsets) - 1))
-        return {"logits": self.head(interest.squeeze(1)).squeeze(1), "history": jm.Jagged(encoded, offsets), "name": "ranker"}
+        interest = self.attention(
+            targets.unsqueeze(1),
+            (encoded, offsets),
+            jm.CandidateIndex.from_map(users, len(offsets) - 1),
+        )
+        return {
+            "logits": self.head(interest.squeeze(1)).squeeze(1),
+            "history": jm.Jagged(encoded, offsets),
+            "name": "ranker",
+        }
 
 
 def ranker_batch(offsets_of, lengths):
     rows = sum(lengths)
     users = torch.randint(len(lengths), (2 * len(lengths) + 1,))
-    return (torch.randint(50, (rows,)), offsets_of(lengths)), torch.randint(50, (len(users),)), users
+    return (
+        (torch.randint(50, (rows,)), offsets_of(lengths)),
+        torch.randint(50, (len(users),)),
+        users,
+    )
 
 
 def test_training_a_whole_model(padded, offsets_of):
-    """Parameters after some steps are those of the plain model. Gradients accumulate over two batches."""
+    """Parameters after some steps are those of the plain model. Gradients accumulate over two
+    batches."""
     torch.manual_seed(0)
     model = Ranker().double()
     other = copy.deepcopy(model)
@@ -190,7 +248,9 @@ def test_training_a_whole_model(padded, offsets_of):
             for lengths in ([3, 0, 5, 2, 1], [1 + number, 7, 0, 2]):
                 out = called(*ranker_batch(offsets_of, lengths))
                 assert list(out) == ["logits", "history", "name"] and out["name"] == "ranker"
-                assert out["logits"].shape == (2 * len(lengths) + 1,) and out["history"].values.shape[0] == sum(lengths)
+                assert out["logits"].shape == (2 * len(lengths) + 1,) and out[
+                    "history"
+                ].values.shape[0] == sum(lengths)
                 (out["logits"].square().mean() + out["history"].values.square().mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -219,10 +279,14 @@ def test_what_the_loss_does_not_use_gets_no_gradient(padded):
         for called in (model, graph):
             results = called(*arguments)
             loss = sum(results[i].square().sum() for i in used)
-            gradients.append(torch.autograd.grad(loss, [*arguments, *model.parameters()], allow_unused=True))
+            gradients.append(
+                torch.autograd.grad(loss, [*arguments, *model.parameters()], allow_unused=True)
+            )
         expected, found = gradients
         assert [x is None for x in found] == [x is None for x in expected]
-        torch.testing.assert_close([x for x in found if x is not None], [x for x in expected if x is not None])
+        torch.testing.assert_close(
+            [x for x in found if x is not None], [x for x in expected if x is not None]
+        )
     assert len(graph._steps) == 1
 
 
@@ -233,7 +297,9 @@ def test_offsets_in_results_are_the_callers(padded, offsets_of):
     jagged = jm.Jagged(values, offsets, max_seqlen=4, host_lengths=torch.tensor([3, 4]))
     out = graph(jagged)
     assert isinstance(out, jm.Jagged) and out.offsets is offsets and out.max_seqlen == 4
-    assert out.segmentation_id == jagged.segmentation_id and torch.equal(out.host_lengths, jagged.host_lengths)
+    assert out.segmentation_id == jagged.segmentation_id and torch.equal(
+        out.host_lengths, jagged.host_lengths
+    )
 
 
 def test_same_bits_when_batch_invariant(padded, offsets_of):
@@ -262,10 +328,12 @@ def test_a_nan_stays_in_its_segment_and_its_call(padded, offsets_of):
     out = graph((torch.randn(58, WIDTH), offsets_of([29, 29])))[0]
     out.sum().backward()
     assert len(graph._steps) == 1
-    assert out.isfinite().all() and all(x.grad.isfinite().all() for x in module.parameters() if x.grad is not None)
+    assert out.isfinite().all() and all(
+        x.grad.isfinite().all() for x in module.parameters() if x.grad is not None
+    )
 
 
-# -- modes --------------------------------------------------------------------------------------------------------------------------
+# -- modes -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -343,7 +411,9 @@ def test_parameters_may_change_between_calls(padded):
     assert module.weight.grad is not None
     with torch.no_grad():
         swapped = {"weight": torch.ones(8, 8), "bias": torch.zeros(8)}
-        torch.testing.assert_close(torch.func.functional_call(graph, swapped, x), x.sum(1, keepdim=True).expand(5, 8))
+        torch.testing.assert_close(
+            torch.func.functional_call(graph, swapped, x), x.sum(1, keepdim=True).expand(5, 8)
+        )
 
 
 def test_hooks_of_parameters_run_once(padded):
@@ -362,14 +432,18 @@ def test_several_calls_before_a_backward(padded):
     graph, (x, y) = jm.graphed(module), torch.randn(2, 5, 8)
     expected = torch.autograd.grad((module(x) * module(y)).sum(), [*module.parameters()])
     first = graph(x)
-    with pytest.warns(UserWarning, match="a call before the backward of the last one runs without a graph"):
+    with pytest.warns(
+        UserWarning, match="a call before the backward of the last one runs without a graph"
+    ):
         second = graph(y)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graph(y)
         with torch.no_grad():
             graph(-y)
-    torch.testing.assert_close(torch.autograd.grad((first * second).sum(), [*module.parameters()]), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad((first * second).sum(), [*module.parameters()]), expected
+    )
     first = graph(x)
     del first
     calls = []
@@ -384,7 +458,9 @@ def test_a_second_backward_is_an_error(padded):
     out.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a graphed module's backward runs once for each call"):
         out.sum().backward()
-    (gradient,) = torch.autograd.grad(graph(x := torch.randn(5, 8, requires_grad=True)).sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        graph(x := torch.randn(5, 8, requires_grad=True)).sum(), x, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
         gradient.sum().backward()
 
@@ -410,10 +486,14 @@ def test_results_that_get_no_gradient(padded):
     module = Two(8, 8)
     graph, x = jm.graphed(module), torch.randn(5, 8, requires_grad=True)
     for which in (0, 1, 0):
-        expected = torch.autograd.grad(module(x)[which].square().sum(), [x, module.weight], allow_unused=True)
+        expected = torch.autograd.grad(
+            module(x)[which].square().sum(), [x, module.weight], allow_unused=True
+        )
         out = graph(x)
         assert not out[2].requires_grad and torch.equal(out[2], x > 0)
-        found = torch.autograd.grad(out[which].square().sum(), [x, module.weight], allow_unused=True)
+        found = torch.autograd.grad(
+            out[which].square().sum(), [x, module.weight], allow_unused=True
+        )
         torch.testing.assert_close(found, expected)
 
 
@@ -432,24 +512,44 @@ def test_nested_arguments_and_scalars(padded):
     class Nested(nn.Module):
         def forward(self, parts, *, scale, names=()):
             (values, offsets), others = parts["x"], parts["others"]
-            return {"x": [jm.Jagged(values * scale, offsets), (others[0] + 1,)], "y": others[1], "names": names[0]}
+            return {
+                "x": [jm.Jagged(values * scale, offsets), (others[0] + 1,)],
+                "y": others[1],
+                "names": names[0],
+            }
 
     module = Nested()
     graph = jm.graphed(module)
     for rows, scale in ((5, 2.0), (6, -1.0), (6, float("nan"))):
         others = [torch.randn(3), torch.randn(rows, 2).to(torch.float64)]
-        values, factor = torch.randn(rows, 2, requires_grad=True), torch.tensor(scale, requires_grad=True)
+        values, factor = (
+            torch.randn(rows, 2, requires_grad=True),
+            torch.tensor(scale, requires_grad=True),
+        )
         parts = {"x": (values, torch.tensor([0, 2, rows])), "others": others}
-        found, expected = (called(parts, scale=factor, names=["a", 1, None]) for called in (graph, module))
-        assert isinstance(found["x"], list) and isinstance(found["x"][1], tuple) and found["names"] == "a"
-        for x, y in ((found["x"][0].values, expected["x"][0].values), (found["x"][1][0], others[0] + 1), (found["y"], others[1])):
+        found, expected = (
+            called(parts, scale=factor, names=["a", 1, None]) for called in (graph, module)
+        )
+        assert (
+            isinstance(found["x"], list)
+            and isinstance(found["x"][1], tuple)
+            and found["names"] == "a"
+        )
+        for x, y in (
+            (found["x"][0].values, expected["x"][0].values),
+            (found["x"][1][0], others[0] + 1),
+            (found["y"], others[1]),
+        ):
             torch.testing.assert_close(x, y, equal_nan=True)
-        gradients = [torch.autograd.grad(out["x"][0].values.square().sum(), [values, factor]) for out in (found, expected)]
+        gradients = [
+            torch.autograd.grad(out["x"][0].values.square().sum(), [values, factor])
+            for out in (found, expected)
+        ]
         torch.testing.assert_close(*gradients, equal_nan=True)
     assert len(graph._steps) == 1
 
 
-# -- as a module --------------------------------------------------------------------------------------------------------------------
+# -- as a module -----------------------------------------------------------------------------------
 
 
 def test_it_looks_like_the_module(padded):
@@ -458,9 +558,17 @@ def test_it_looks_like_the_module(padded):
     parent = nn.ModuleDict({"layer": graph})
     assert list(graph.state_dict()) == list(module.state_dict())
     assert list(parent.state_dict()) == [f"layer.{name}" for name in module.state_dict()]
-    assert [name for name, _ in parent.named_parameters()] == [f"layer.{name}" for name, _ in module.named_parameters()]
-    assert graph.config is module.config and graph.layers is module.layers and "graphed(HSTUStack)" in repr(graph)
-    parent.load_state_dict(nn.ModuleDict({"layer": jm.HSTUStack(WIDTH, HEADS, 2, HSTU)}).state_dict())
+    assert [name for name, _ in parent.named_parameters()] == [
+        f"layer.{name}" for name, _ in module.named_parameters()
+    ]
+    assert (
+        graph.config is module.config
+        and graph.layers is module.layers
+        and "graphed(HSTUStack)" in repr(graph)
+    )
+    parent.load_state_dict(
+        nn.ModuleDict({"layer": jm.HSTUStack(WIDTH, HEADS, 2, HSTU)}).state_dict()
+    )
     parent.eval()
     assert not module.training and not module.layers[0].training
     with torch.no_grad():
@@ -468,7 +576,11 @@ def test_it_looks_like_the_module(padded):
     assert not hasattr(graph, "nothing")
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "copy", "pickle"])
+@pytest.mark.parametrize(
+    "way",
+    [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))],
+    ids=["deepcopy", "copy", "pickle"],
+)
 def test_copies_have_no_graphs(padded, way):
     graph = jm.graphed(jm.JaggedMLP([8, 8]))
     x = torch.randn(5, 8), torch.tensor([0, 5])
@@ -488,7 +600,10 @@ def test_compiled_and_traced_as_the_module(padded):
     compiled = torch.compile(graph, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), module(x))
     parent = nn.Sequential(graph)
-    assert any(node.op == "call_module" and node.target == "0" for node in torch.fx.symbolic_trace(parent).graph.nodes)
+    assert any(
+        node.op == "call_module" and node.target == "0"
+        for node in torch.fx.symbolic_trace(parent).graph.nodes
+    )
     assert not graph._steps
 
 
@@ -500,16 +615,30 @@ def test_on_the_cpu_it_is_the_module():
         assert torch.equal(graph(x)[0], module(x)[0])
 
 
-# -- buckets ------------------------------------------------------------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------------------
 
 
 def test_capacities_of_sizes():
     buckets = Buckets(8)
     assert [buckets.of(x) for x in (0, 8, 9, 64, 65, 1000, 1024, 1025, 100_000)] == [
-        (0, 8), (0, 8), (9, 16), (57, 64), (65, 72), (961, 1024), (961, 1024), (1025, 1152), (98_305, 106_496),
-    ]  # fmt: skip
+        (0, 8),
+        (0, 8),
+        (9, 16),
+        (57, 64),
+        (65, 72),
+        (961, 1024),
+        (961, 1024),
+        (1025, 1152),
+        (98_305, 106_496),
+    ]
     listed = Buckets(8, (10, 20))
-    assert [listed.of(x) for x in (0, 10, 11, 20, 21)] == [(0, 10), (0, 10), (11, 20), (11, 20), None]
+    assert [listed.of(x) for x in (0, 10, 11, 20, 21)] == [
+        (0, 10),
+        (0, 10),
+        (11, 20),
+        (11, 20),
+        None,
+    ]
 
 
 lengths = st.lists(st.integers(0, 300), max_size=60)
@@ -517,21 +646,37 @@ lengths = st.lists(st.integers(0, 300), max_size=60)
 
 @given(lengths, st.sampled_from([1, 4, 8]), st.booleans())
 def test_padded_batches_are_batches(histories, steps, shuffled):
-    """Offsets end at the capacity, no padding segment is longer than the longest real one, and sizes have their own capacities."""
-    users, counts = len(histories), torch.tensor([(5 * b) % 7 for b in range(len(histories))], dtype=torch.int64)
+    """Offsets end at the capacity, no padding segment is longer than the longest real one, and
+    sizes have their own capacities."""
+    users, counts = (
+        len(histories),
+        torch.tensor([(5 * b) % 7 for b in range(len(histories))], dtype=torch.int64),
+    )
     index = jm.CandidateIndex.from_counts(counts)
     if shuffled:
-        index = jm.CandidateIndex.from_map(index.candidate_to_user[torch.randperm(int(counts.sum()))], users)
+        index = jm.CandidateIndex.from_map(
+            index.candidate_to_user[torch.randperm(int(counts.sum()))], users
+        )
     offsets = torch.tensor([0, *histories]).cumsum(0)
-    arguments = Arguments((torch.randn(sum(histories), 1), offsets, torch.randn(int(counts.sum())), index), {}, "xoti", {"o": "x"})
+    arguments = Arguments(
+        (torch.randn(sum(histories), 1), offsets, torch.randn(int(counts.sum())), index),
+        {},
+        "xoti",
+        {"o": "x"},
+    )
     capacities = capacities_of(arguments.leaves, Buckets(steps))
     assert len(set(capacities.values())) == len(capacities)
     for leaf in arguments.leaves:
         capacity = capacities[leaf.size]
-        buffer = torch.full((capacity + (leaf.kind == OFFSETS), *leaf.tensor.shape[1:]), -1, dtype=leaf.tensor.dtype)
+        buffer = torch.full(
+            (capacity + (leaf.kind == OFFSETS), *leaf.tensor.shape[1:]), -1, dtype=leaf.tensor.dtype
+        )
         pad(buffer, leaf, capacities)
         if leaf.kind == OFFSETS:
-            assert torch.equal(buffer[: leaf.size + 1], leaf.tensor) and buffer[-1] == capacities[leaf.rows]
+            assert (
+                torch.equal(buffer[: leaf.size + 1], leaf.tensor)
+                and buffer[-1] == capacities[leaf.rows]
+            )
             added = buffer.diff()[leaf.size :]
             assert added.min() >= 0 and added.max() <= max([1, *leaf.tensor.diff().tolist()])
         else:
@@ -556,7 +701,9 @@ def test_sizes_above_the_capacities(padded):
     graph = jm.graphed(module, capacities=[4, 16])
     graph(torch.randn(5, 8))
     x = torch.randn(17, 8)
-    with pytest.warns(UserWarning, match=r"sizes above capacities run without a graph: \[17\] for \[4, 16\]"):
+    with pytest.warns(
+        UserWarning, match=r"sizes above capacities run without a graph: \[17\] for \[4, 16\]"
+    ):
         assert torch.equal(graph(x), module(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -574,21 +721,37 @@ def test_the_first_batch_is_not_kept(padded):
     assert kept() is None
 
 
-# -- errors -------------------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "options, error, message",
     [
         (dict(module="x"), TypeError, "module must be a torch.nn.Module, got str"),
-        (dict(module=nn.Sequential(nn.BatchNorm1d(8))), ValueError, "module must compute each row by itself, but it has a BatchNorm1d"),
+        (
+            dict(module=nn.Sequential(nn.BatchNorm1d(8))),
+            ValueError,
+            "module must compute each row by itself, but it has a BatchNorm1d",
+        ),
         (dict(steps_per_octave=0), ValueError, "steps_per_octave must be at least 1, got 0"),
         (dict(max_graphs=0), ValueError, "max_graphs must be at least 1, got 0"),
         (dict(capacities=8), TypeError, "capacities must be a sequence of ints, got int"),
-        (dict(capacities=[8, 8]), ValueError, r"capacities must be one or more sizes in ascending order, got \[8, 8\]"),
+        (
+            dict(capacities=[8, 8]),
+            ValueError,
+            r"capacities must be one or more sizes in ascending order, got \[8, 8\]",
+        ),
         (dict(capacities=[0]), ValueError, r"capacities\[0\] must be at least 1, got 0"),
-        (dict(offsets="x"), TypeError, "offsets must be a mapping of names to names, or None, got str"),
-        (dict(offsets={"o": "input"}), ValueError, r"offsets must name arguments of the module's forward, \['input'\], got 'o'"),
+        (
+            dict(offsets="x"),
+            TypeError,
+            "offsets must be a mapping of names to names, or None, got str",
+        ),
+        (
+            dict(offsets={"o": "input"}),
+            ValueError,
+            r"offsets must name arguments of the module's forward, \['input'\], got 'o'",
+        ),
     ],
 )
 def test_bad_options(options, error, message):
@@ -611,12 +774,42 @@ class Any(nn.Module):
 @pytest.mark.parametrize(
     "function, arguments, error, message",
     [
-        (lambda x: x, (torch.randn(5), slice(3)), TypeError, "offsets must be a tensor, Jagged, .* got slice"),
-        (lambda x: x, (torch.randn(5), [torch.randn(2).to_sparse()]), TypeError, r"offsets\[0\] must be a dense tensor, got torch.sparse"),
-        (lambda x: x.mean(), (torch.randn(5, 2),), ValueError, r"module must return tensors with one row for each .* \[8\], got \[\]"),
-        (lambda x: x.T, (torch.randn(5, 2),), ValueError, r"one row for each .* \[8\], got \[2, 8\]"),
-        (lambda x: x, (torch.randn(5, 2), torch.tensor([0, 2, 5])), ValueError, "offsets must be padded as offsets .* got 0 to 5"),
-        (lambda x: x[0], ((torch.randn(5, 2), torch.tensor([0, 2, 4])),), ValueError, "values' offsets must end at the number of rows, 5"),
+        (
+            lambda x: x,
+            (torch.randn(5), slice(3)),
+            TypeError,
+            "offsets must be a tensor, Jagged, .* got slice",
+        ),
+        (
+            lambda x: x,
+            (torch.randn(5), [torch.randn(2).to_sparse()]),
+            TypeError,
+            r"offsets\[0\] must be a dense tensor, got torch.sparse",
+        ),
+        (
+            lambda x: x.mean(),
+            (torch.randn(5, 2),),
+            ValueError,
+            r"module must return tensors with one row for each .* \[8\], got \[\]",
+        ),
+        (
+            lambda x: x.T,
+            (torch.randn(5, 2),),
+            ValueError,
+            r"one row for each .* \[8\], got \[2, 8\]",
+        ),
+        (
+            lambda x: x,
+            (torch.randn(5, 2), torch.tensor([0, 2, 5])),
+            ValueError,
+            "offsets must be padded as offsets .* got 0 to 5",
+        ),
+        (
+            lambda x: x[0],
+            ((torch.randn(5, 2), torch.tensor([0, 2, 4])),),
+            ValueError,
+            "values' offsets must end at the number of rows, 5",
+        ),
     ],
 )
 def test_bad_arguments(padded, function, arguments, error, message):
@@ -625,18 +818,31 @@ def test_bad_arguments(padded, function, arguments, error, message):
 
 
 def test_candidates_of_an_unknown_argument(padded, monkeypatch):
-    """Counts on a device, as a sorted index on a GPU has, and two arguments whose rows they may count."""
+    """Counts on a device, as a sorted index on a GPU has, and two arguments whose rows they may
+    count."""
 
     class Two(nn.Module):
         def forward(self, x, y, z, index):
             return y * index.offsets[-1]
 
     monkeypatch.setattr(jm.CandidateIndex, "host_counts", None)
-    arguments = torch.randn(2, 1), torch.randn(5, 1), torch.randn(6, 1), jm.CandidateIndex.from_counts(torch.tensor([2, 3]))
-    with pytest.raises(ValueError, match=r"index must be a CandidateIndex of known length .* offsets=\{'index': \.\.\.\}"):
+    arguments = (
+        torch.randn(2, 1),
+        torch.randn(5, 1),
+        torch.randn(6, 1),
+        jm.CandidateIndex.from_counts(torch.tensor([2, 3])),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"index must be a CandidateIndex of known length .* offsets=\{'index': \.\.\.\}",
+    ):
         jm.graphed(Two())(*arguments)
-    torch.testing.assert_close(jm.graphed(Two(), offsets={"index": "y"})(*arguments), arguments[1] * 8)
-    with pytest.raises(TypeError, match="y must be a tensor with rows, which index count, got NoneType"):
+    torch.testing.assert_close(
+        jm.graphed(Two(), offsets={"index": "y"})(*arguments), arguments[1] * 8
+    )
+    with pytest.raises(
+        TypeError, match="y must be a tensor with rows, which index count, got NoneType"
+    ):
         jm.graphed(Two(), offsets={"index": "y"})(arguments[0], None, *arguments[2:])
     one = arguments[0], arguments[1], None, arguments[3]
     torch.testing.assert_close(jm.graphed(Two())(*one), arguments[1] * 8)
@@ -649,7 +855,11 @@ def test_numbers_are_no_results(padded):
         def forward(self, x):
             return super().forward(x), len(x)
 
-    with pytest.raises(ValueError, match="module must return tensors, None, bools and strings, and containers of them, got int"):
+    with pytest.raises(
+        ValueError,
+        match="module must return tensors, None, bools and strings, and containers of them, "
+        "got int",
+    ):
         jm.graphed(Sized(8, 8))(torch.randn(5, 8))
 
 
@@ -668,13 +878,23 @@ def test_sparse_gradients_are_refused(padded):
 
 def test_plain_models_name_their_offsets(padded):
     graph = jm.graphed(make(CASES["JaggedTargetAttention"]))
-    with pytest.raises(ValueError, match=r"offsets must be padded as offsets .* graphed\(..., offsets=\{'offsets': ...\}\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"offsets must be padded as offsets .* graphed\(..., offsets=\{'offsets': ...\}\)",
+    ):
         graph(*OnCandidates.inputs(5, 41, 11))
 
 
 def test_a_map_that_looks_like_offsets(padded):
     """The error says what to pass instead."""
-    graph, history = jm.graphed(jm.JaggedTargetAttention(8, 2)), (torch.randn(1, 8), torch.tensor([0, 0, 1]))
-    with pytest.raises(ValueError, match="candidates must be padded as offsets .* pass a map of candidates as a CandidateIndex"):
+    graph, history = (
+        jm.graphed(jm.JaggedTargetAttention(8, 2)),
+        (torch.randn(1, 8), torch.tensor([0, 0, 1])),
+    )
+    with pytest.raises(
+        ValueError,
+        match="candidates must be padded as offsets .* pass a map of candidates as a "
+        "CandidateIndex",
+    ):
         graph(torch.randn(2, 1, 8), history, torch.tensor([0, 1]))
     graph(torch.randn(2, 1, 8), history, jm.CandidateIndex.from_map(torch.tensor([0, 1]), 2))

@@ -1,4 +1,5 @@
-"""jm.graphed on a GPU: replayed graphs against the module itself, for batches of changing sizes and lengths."""
+"""jm.graphed on a GPU: replayed graphs against the module itself, for batches of changing sizes and
+lengths."""
 
 import copy
 
@@ -27,32 +28,48 @@ def leaf(*shape, dtype):
 
 
 def poison(graph):
-    """Overwrite all buffers, as if other batches had been there. Their offsets are then no offsets either."""
+    """Overwrite all buffers, as if other batches had been there. Their offsets are then no offsets
+    either."""
     for step in graph._steps.values():
         for x in (*step.buffers, *(x for x in step.gradients if x is not None)):
             x.detach().fill_(float("nan") if x.is_floating_point() else -(2**30))
 
 
 def assert_close(found, expected, dtype):
-    """Of several tensors, each to a fraction of its largest element, or to a fifth of that of the largest of all: some gradients are
-    differences that vanish but for rounding."""
-    largest = max((y.abs().max().item() for y in expected if y is not None and y.numel()), default=0)
+    """Of several tensors, each to a fraction of its largest element, or to a fifth of that of the
+    largest of all: some gradients are differences that vanish but for rounding."""
+    largest = max(
+        (y.abs().max().item() for y in expected if y is not None and y.numel()), default=0
+    )
     for x, y in zip(found, expected):
         assert (x is None) == (y is None)
         if x is None:
             continue
         assert x.shape == y.shape and x.dtype == y.dtype and x.isfinite().all()
         if y.numel():
-            allowed = (1e-4 if dtype == torch.float32 else 2e-2) * max(y.abs().max().item(), largest / 5)
+            allowed = (1e-4 if dtype == torch.float32 else 2e-2) * max(
+                y.abs().max().item(), largest / 5
+            )
             assert (x - y).abs().max() <= allowed, ((x - y).abs().max().item(), allowed)
 
 
 def step(module, arguments, wanted):
     """The result, and the gradients of `wanted` and of the parameters."""
     out = module(*arguments)
-    out = out.values if isinstance(out, jm.Jagged) else out[0] if isinstance(out, (tuple, list)) else out
+    out = (
+        out.values
+        if isinstance(out, jm.Jagged)
+        else out[0]
+        if isinstance(out, (tuple, list))
+        else out
+    )
     weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape)
-    return [out, *torch.autograd.grad((out.float() * weights).sum(), [*wanted, *module.parameters()], allow_unused=True)]
+    return [
+        out,
+        *torch.autograd.grad(
+            (out.float() * weights).sum(), [*wanted, *module.parameters()], allow_unused=True
+        ),
+    ]
 
 
 def history_of(offsets_of, lengths, dtype):
@@ -78,7 +95,9 @@ def with_candidates(kind):
         map_ = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
         index = {
             "sorted": lambda: jm.CandidateIndex.from_offsets(offsets_of(counts).cuda()),
-            "unsorted": lambda: jm.CandidateIndex.from_map(map_[torch.randperm(len(map_))].cuda(), len(counts)),
+            "unsorted": lambda: jm.CandidateIndex.from_map(
+                map_[torch.randperm(len(map_))].cuda(), len(counts)
+            ),
         }[kind]()
         return (targets, history, index), (targets, values)
 
@@ -87,19 +106,37 @@ def with_candidates(kind):
 
 def compressed(offsets_of, lengths, dtype):
     counts = [(7 * b + 3) % 11 for b in range(len(lengths))]
-    candidates, users = leaf(sum(counts), 5, 64, dtype=dtype), leaf(len(lengths), 7, 64, dtype=dtype)
-    return (candidates, users, jm.CandidateIndex.from_offsets(offsets_of(counts).cuda())), (candidates, users)
+    candidates, users = (
+        leaf(sum(counts), 5, 64, dtype=dtype),
+        leaf(len(lengths), 7, 64, dtype=dtype),
+    )
+    return (candidates, users, jm.CandidateIndex.from_offsets(offsets_of(counts).cuda())), (
+        candidates,
+        users,
+    )
 
 
 HSTU = jm.HSTUConfig(scaling_seqlen=200, max_attn_len=64)
 CASES = {
-    "target_attention-sorted": (lambda: jm.JaggedTargetAttention(WIDTH, HEADS), with_candidates("sorted")),
-    "target_attention-unsorted": (lambda: jm.JaggedTargetAttention(WIDTH, HEADS), with_candidates("unsorted")),
+    "target_attention-sorted": (
+        lambda: jm.JaggedTargetAttention(WIDTH, HEADS),
+        with_candidates("sorted"),
+    ),
+    "target_attention-unsorted": (
+        lambda: jm.JaggedTargetAttention(WIDTH, HEADS),
+        with_candidates("unsorted"),
+    ),
     "hstu": (lambda: jm.HSTUStack(WIDTH, HEADS, 2, HSTU), with_targets),
     "gdpa": (lambda: jm.JaggedGDPA(WIDTH, HEADS), on_rows),
-    "gdpa-softmax-causal": (lambda: jm.JaggedGDPA(WIDTH, HEADS, "softmax", jm.AttentionMask(causal=True)), on_rows),
+    "gdpa-softmax-causal": (
+        lambda: jm.JaggedGDPA(WIDTH, HEADS, "softmax", jm.AttentionMask(causal=True)),
+        on_rows,
+    ),
     "pooling": (lambda: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(num_seeds=3)), on_rows),
-    "block_attention": (lambda: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, max_seqlen=256), on_rows),
+    "block_attention": (
+        lambda: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, max_seqlen=256),
+        on_rows,
+    ),
     "linear_compress": (lambda: jm.LinearCompressEmbedding(5, 16, 7), compressed),
 }
 
@@ -116,7 +153,11 @@ def test_replays_give_the_modules_results_and_gradients(offsets_of, case, dtype)
         assert_close(step(graph, arguments, wanted), step(module, arguments, wanted), dtype)
         with torch.no_grad():
             poison(graph)
-            assert_close(step_without_gradients(graph, arguments), step_without_gradients(module, arguments), dtype)
+            assert_close(
+                step_without_gradients(graph, arguments),
+                step_without_gradients(module, arguments),
+                dtype,
+            )
     assert graph._captures < 2 * len(BATCHES)
 
 
@@ -128,7 +169,9 @@ def step_without_gradients(module, arguments):
 def test_a_replayed_step_is_two_launches_of_graphs_without_a_sync(offsets_of):
     module = jm.JaggedTargetAttention(WIDTH, HEADS, device="cuda")
     graph = jm.graphed(module)
-    batches = [with_candidates("sorted")(offsets_of, lengths, torch.float32) for lengths in BATCHES[:2]]
+    batches = [
+        with_candidates("sorted")(offsets_of, lengths, torch.float32) for lengths in BATCHES[:2]
+    ]
     for arguments, wanted in batches:
         step(graph, arguments, wanted)
     assert graph._captures == 1
@@ -144,7 +187,9 @@ def test_a_replayed_step_is_two_launches_of_graphs_without_a_sync(offsets_of):
         step(graph, *batches[0])
         torch.cuda.synchronize()
     counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts.get("cudaGraphLaunch") == 2, {name: count for name, count in counts.items() if name.startswith("cu")}
+    assert counts.get("cudaGraphLaunch") == 2, {
+        name: count for name, count in counts.items() if name.startswith("cu")
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -171,11 +216,14 @@ class Ranker(nn.Module):
 
     def forward(self, targets, history, candidates):
         encoded, offsets = self.encoder(history)
-        return self.head(self.attention(targets, (encoded, offsets), candidates).squeeze(1)).squeeze(1)
+        return self.head(
+            self.attention(targets, (encoded, offsets), candidates).squeeze(1)
+        ).squeeze(1)
 
 
 def test_training_a_model(offsets_of):
-    """Parameters after steps of an optimizer, each after two batches whose gradients accumulate, are those of the plain model."""
+    """Parameters after steps of an optimizer, each after two batches whose gradients accumulate,
+    are those of the plain model."""
     torch.manual_seed(0)
     model = Ranker().cuda()
     other = copy.deepcopy(model)
@@ -191,7 +239,9 @@ def test_training_a_model(offsets_of):
             optimizer.zero_grad()
     assert len(graph._steps) == 3 and graph._captures > 3
     for (name, x), y in zip(model.named_parameters(), other.parameters()):
-        torch.testing.assert_close(y, x, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            y, x, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_several_calls_before_a_backward(offsets_of):
@@ -199,13 +249,17 @@ def test_several_calls_before_a_backward(offsets_of):
     graph = jm.graphed(module)
     (x, _), (y, _) = (history_of(offsets_of, lengths, torch.float32) for lengths in BATCHES[:2])
     parameters = [*module.parameters()]
-    expected = torch.autograd.grad(module(x)[0].square().mean() + module(y)[0].square().mean(), parameters)
+    expected = torch.autograd.grad(
+        module(x)[0].square().mean() + module(y)[0].square().mean(), parameters
+    )
     for _ in range(2):
         first = graph(x)[0].square().mean()
         with torch.no_grad():
             graph(y)
         total = first + graph(y)[0].square().mean()
-        torch.testing.assert_close(torch.autograd.grad(total, parameters), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            torch.autograd.grad(total, parameters), expected, rtol=1e-4, atol=1e-6
+        )
         del first, total
     out = graph(x)[0]
     out.sum().backward(retain_graph=True)
@@ -238,7 +292,9 @@ def test_dropped_graphs_free_their_memory(offsets_of):
     allocated = []
     for _ in range(3):
         for rows in (500, 1000, 2000, 4000):
-            graph(history_of(offsets_of, [rows // 2, rows // 2], torch.float32)[0])[0].sum().backward()
+            graph(history_of(offsets_of, [rows // 2, rows // 2], torch.float32)[0])[
+                0
+            ].sum().backward()
             graph.zero_grad()
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())

@@ -1,4 +1,5 @@
-"""NaN and infinity at positions that a mask hides, on the CPU: no result and no gradient has a term of a hidden pair."""
+"""NaN and infinity at positions that a mask hides, on the CPU: no result and no gradient has a term
+of a hidden pair."""
 
 import math
 from functools import partial
@@ -13,11 +14,14 @@ from jagged_modules.activations import ACTIVATIONS, POINTWISE
 LENGTHS, TARGETS, HEADS, KV_HEADS = [150, 3, 3, 0], [5, 1, 2, 0], 4, 2
 MASKS = {
     "causal": dict(causal=True),
-    "targets": dict(causal=True, num_targets=torch.tensor(TARGETS), contextual_seqlen=2, max_attn_len=40),
+    "targets": dict(
+        causal=True, num_targets=torch.tensor(TARGETS), contextual_seqlen=2, max_attn_len=40
+    ),
     "window": dict(window=(3, 2)),
     "prefix": dict(causal=True, window=(30, None), global_prefix=2, recent_history=60),
 }
-# At NaN, torch's hardswish has a gradient of 0 or NaN, by memory address. Autograd's of relu(x)² is 0 below 0 whatever its factor is.
+# At NaN, torch's hardswish has a gradient of 0 or NaN, by memory address. Autograd's of relu(x)² is
+# 0 below 0 whatever its factor is.
 TESTED = [name for name in ACTIVATIONS if name not in ("hardswish", "relu_squared")]
 
 
@@ -30,7 +34,11 @@ def attention_of_visible_pairs(q, k, v, mask, activation):
             seen = start + keep[i].nonzero().squeeze(1)
             keys, values = (x[seen].repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
             scores = torch.einsum("hd,jhd->hj", q[start + i], keys) * q.shape[2] ** -0.5
-            p = scores.softmax(-1) if activation == "softmax" else POINTWISE[activation].function(scores)
+            p = (
+                scores.softmax(-1)
+                if activation == "softmax"
+                else POINTWISE[activation].function(scores)
+            )
             rows.append(torch.einsum("hj,jhd->hd", p, values))
         start += length
     return torch.stack(rows)
@@ -52,7 +60,10 @@ def operands():
 def check(operands, mask, activation):
     mask = jm.AttentionMask(**MASKS[mask])
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
-    ours = run(lambda q, k, v: F.jagged_attention(q, k, v, offsets, activation=activation, mask=mask), operands)
+    ours = run(
+        lambda q, k, v: F.jagged_attention(q, k, v, offsets, activation=activation, mask=mask),
+        operands,
+    )
     expected = run(lambda q, k, v: attention_of_visible_pairs(q, k, v, mask, activation), operands)
     assert not all(y.isfinite().all() for y in expected), "the poison is seen somewhere"
     for name, x, y in zip(("out", "dq", "dk", "dv"), ours, expected):
@@ -71,7 +82,11 @@ def test_nan_reaches_only_rows_that_see_it(operands, operand, mask, activation):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("operand", ["k", "v", "do"])
 def test_infinity_reaches_only_rows_that_see_it(operands, operand, mask, activation):
-    operands[operand][130, :, 3], operands[operand][133, :, 3], operands[operand][154, :, 5] = math.inf, -math.inf, math.inf
+    operands[operand][130, :, 3], operands[operand][133, :, 3], operands[operand][154, :, 5] = (
+        math.inf,
+        -math.inf,
+        math.inf,
+    )
     check(operands, mask, activation)
 
 
@@ -80,7 +95,9 @@ def test_hidden_scores_may_be_too_large_for_the_dtype(activation):
     q, k, v = (torch.ones(3, 1, 8, requires_grad=True) for _ in range(3))
     scale = torch.tensor([1.0, 1.0, 1e30])[:, None, None]
     offsets, mask = torch.tensor([0, 3]), jm.AttentionMask(window=(0, 0))
-    out = F.jagged_attention(q * scale.flip(0), k * scale, v, offsets, activation=activation, mask=mask, scale=1e-9)
+    out = F.jagged_attention(
+        q * scale.flip(0), k * scale, v, offsets, activation=activation, mask=mask, scale=1e-9
+    )
     out.sum().backward()
     assert all(x.isfinite().all() for x in (out, q.grad, k.grad, v.grad))
 

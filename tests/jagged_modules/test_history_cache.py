@@ -1,4 +1,5 @@
-"""HistoryCache.select and append: rows, gradients, sizes and errors. test_append.py compares their scores with the full forward."""
+"""HistoryCache.select and append: rows, gradients, sizes and errors. test_append.py compares their
+scores with the full forward."""
 
 import random
 
@@ -14,18 +15,33 @@ SHAPES = [(2, 6), (1, 3)]  # heads and widths of two layers
 LENGTHS = [[3, 0, 1, 5], [0, 0], [1], [], [0, 7, 2]]
 
 
-def cache_of(lengths, timed=False, max_seqlen=None, max_rows=None, dtype=torch.float64, offsets_dtype=torch.int64):
+def cache_of(
+    lengths,
+    timed=False,
+    max_seqlen=None,
+    max_rows=None,
+    dtype=torch.float64,
+    offsets_dtype=torch.int64,
+):
     """A cache of two layers with random rows, which need gradients."""
-    offsets = torch.nn.functional.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(offsets_dtype)
+    offsets = torch.nn.functional.pad(
+        torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)
+    ).to(offsets_dtype)
     total = sum(lengths)
-    first = jm.Jagged(torch.randn(total, *SHAPES[0], dtype=dtype, requires_grad=True), offsets, max_seqlen)
+    first = jm.Jagged(
+        torch.randn(total, *SHAPES[0], dtype=dtype, requires_grad=True), offsets, max_seqlen
+    )
     second = first.with_values(torch.randn(total, *SHAPES[1], dtype=dtype, requires_grad=True))
-    return jm.HistoryCache((first, second), torch.randint(100, (total,)) if timed else None, max_rows)
+    return jm.HistoryCache(
+        (first, second), torch.randint(100, (total,)) if timed else None, max_rows
+    )
 
 
 def columns(cache):
     """For each layer, and the timestamps if there are any, the rows of each segment."""
-    tensors = [x.values for x in cache.layers] + ([] if cache.timestamps is None else [cache.timestamps])
+    tensors = [x.values for x in cache.layers] + (
+        [] if cache.timestamps is None else [cache.timestamps]
+    )
     return [list(x.split(cache.layers[0].offsets.diff().tolist())) for x in tensors]
 
 
@@ -33,7 +49,11 @@ def assert_holds(cache, expected):
     """expected: as `columns`."""
     assert cache.num_segments == len(expected[0])
     for layer in cache.layers:
-        assert layer.host_lengths.tolist() == layer.offsets.diff().tolist() == [len(x) for x in expected[0]]
+        assert (
+            layer.host_lengths.tolist()
+            == layer.offsets.diff().tolist()
+            == [len(x) for x in expected[0]]
+        )
         assert layer.segmentation_id == cache.layers[0].segmentation_id
     for found, wanted in zip(columns(cache), expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
@@ -50,7 +70,9 @@ def test_select(lengths, timed):
         assert (selected.layers[0].max_seqlen, selected.max_rows) == (9, 8)
 
 
-@pytest.mark.parametrize("of", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "of", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)]
+)
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64], ids=str)
 def test_select_takes_sequences_and_tensors(of, offsets_dtype):
     cache = cache_of([3, 0, 1], offsets_dtype=offsets_dtype)
@@ -64,12 +86,19 @@ def test_append(lengths, max_rows, timed):
     for new_lengths in ([0] * len(lengths), [1] * len(lengths), lengths[::-1]):
         cache, new = (cache_of(x, timed, max_rows=max_rows) for x in (lengths, new_lengths))
         grown, kept = cache.append(new), slice(-max_rows if max_rows else None, None)
-        assert_holds(grown, [[torch.cat(rows)[kept] for rows in zip(*x)] for x in zip(columns(cache), columns(new))])
+        assert_holds(
+            grown,
+            [
+                [torch.cat(rows)[kept] for rows in zip(*x)]
+                for x in zip(columns(cache), columns(new))
+            ],
+        )
         assert grown.max_rows == max_rows
 
 
 @pytest.mark.parametrize(
-    "old, new, max_rows, expected", [(5, 2, None, 7), (None, 2, None, None), (5, None, 6, None), (5, 2, 6, 6), (5, 2, 9, 7)]
+    "old, new, max_rows, expected",
+    [(5, 2, None, 7), (None, 2, None, None), (5, None, 6, None), (5, 2, 6, 6), (5, 2, 9, 7)],
 )
 def test_max_seqlen_of_a_grown_cache(old, new, max_rows, expected):
     parts = [cache_of([1, 2], max_seqlen=x, max_rows=max_rows) for x in (old, new)]
@@ -83,7 +112,9 @@ def test_gradients(max_rows):
 
     def grown(*values):
         parts = [
-            jm.HistoryCache(tuple(x.with_values(y) for x, y in zip(part.layers, pair)), None, max_rows)
+            jm.HistoryCache(
+                tuple(x.with_values(y) for x, y in zip(part.layers, pair)), None, max_rows
+            )
             for part, pair in ((cache, values[:2]), (new, values[2:]))
         ]
         return tuple(x.values for x in parts[0].append(parts[1]).select([2, 0, 0]).layers)
@@ -100,24 +131,36 @@ def test_the_rows_are_copies():
 
 def test_keys_of_a_keyed_jagged_tensor():
     torchrec = pytest.importorskip("torchrec")
-    history = torchrec.KeyedJaggedTensor(["a", "b"], torch.randn(5, WIDTH), lengths=torch.tensor([2, 3]))
+    history = torchrec.KeyedJaggedTensor(
+        ["a", "b"], torch.randn(5, WIDTH), lengths=torch.tensor([2, 3])
+    )
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     cache = layer.cache(history)
     assert cache.append(layer.append(history, cache)[1]).layers[0].feature_keys == ["a", "b"]
-    assert cache.select([1, 0]).layers[0].feature_keys is None, "segments in another order belong to other keys"
+    assert cache.select([1, 0]).layers[0].feature_keys is None, (
+        "segments in another order belong to other keys"
+    )
 
 
 @pytest.mark.parametrize("name", ["plain", "short", "all"])
 def test_scores_of_selected_histories(name):
     """Those of one user at a time."""
-    timeline, stack, segments = Timeline([[4, 0, 7, 1, 0]], [2, 1, 4, 0, 3]), hstu(HSTU_CONFIGS[name]), [2, 0, 2, 1, 4]
+    timeline, stack, segments = (
+        Timeline([[4, 0, 7, 1, 0]], [2, 1, 4, 0, 3]),
+        hstu(HSTU_CONFIGS[name]),
+        [2, 0, 2, 1, 4],
+    )
     timed = stack.config.relative_time > 0
     cache = stack.cache(jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed))
 
     def scores(chosen, cache):
         targets = [timeline.take(timeline.rows, -1)[b] for b in chosen]
-        times = dict(timestamps=timeline.times, query_timestamps=timeline.next_times) if timed else {}
-        times = {key: torch.cat([timeline.take(x, -1)[b] for b in chosen]) for key, x in times.items()}
+        times = (
+            dict(timestamps=timeline.times, query_timestamps=timeline.next_times) if timed else {}
+        )
+        times = {
+            key: torch.cat([timeline.take(x, -1)[b] for b in chosen]) for key, x in times.items()
+        }
         return stack.score(jagged(targets), cache, **times).values
 
     expected = torch.cat([scores([b], cache.select([b])) for b in segments])
@@ -127,7 +170,10 @@ def test_scores_of_selected_histories(name):
 def test_learning_through_a_grown_cache():
     """Parameters get the gradients of the full forward."""
     layer = jm.JaggedTargetAttention(WIDTH, HEADS).double()
-    rows, targets = torch.randn(6, WIDTH, dtype=torch.float64), torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    rows, targets = (
+        torch.randn(6, WIDTH, dtype=torch.float64),
+        torch.randn(2, 3, WIDTH, dtype=torch.float64),
+    )
     layer(targets, (rows, torch.tensor([0, 2, 6]))).square().sum().backward()
     expected = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
@@ -138,7 +184,7 @@ def test_learning_through_a_grown_cache():
         torch.testing.assert_close(p.grad, grad)
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 SEGMENTS = {
     "^segments must be a tensor or a sequence of ints, got str": "ab",
@@ -158,7 +204,9 @@ def test_wrong_segments(message, segments):
 
 
 def _with(**fields):
-    return lambda cache: jm.HistoryCache(**dict(layers=cache.layers, timestamps=cache.timestamps, max_rows=cache.max_rows) | fields)
+    return lambda cache: jm.HistoryCache(
+        **dict(layers=cache.layers, timestamps=cache.timestamps, max_rows=cache.max_rows) | fields
+    )
 
 
 def _mapped(change):
@@ -167,18 +215,28 @@ def _mapped(change):
 
 NEW = {
     "^new must be a HistoryCache, got tuple": lambda cache: cache.layers,
-    "^new must have the cache's number of layers, 2, got 1": lambda cache: jm.HistoryCache(cache.layers[:1]),
-    "^new must have at least 1 layer, got 0": _with(layers=()),
-    "^new must be a HistoryCache of Jagged layers, got Tensor": lambda cache: jm.HistoryCache((cache.layers[0].values,) * 2),
-    r"^new must have the cache's heads and widths, \[\[2, 6\], \[1, 3\]\], got \[\[2\], \[1\]\]": _mapped(
-        lambda x: x.with_values(x.values[..., 0])
+    "^new must have the cache's number of layers, 2, got 1": lambda cache: jm.HistoryCache(
+        cache.layers[:1]
     ),
-    "^new must have the cache's dtypes, .*float64.*, got .*float32": _mapped(lambda x: x.with_values(x.values.float())),
+    "^new must have at least 1 layer, got 0": _with(layers=()),
+    "^new must be a HistoryCache of Jagged layers, got Tensor": lambda cache: jm.HistoryCache(
+        (cache.layers[0].values,) * 2
+    ),
+    r"^new must have the cache's heads and widths, \[\[2, 6\], \[1, 3\]\], got \[\[2\], \[1\]\]": (
+        _mapped(lambda x: x.with_values(x.values[..., 0]))
+    ),
+    "^new must have the cache's dtypes, .*float64.*, got .*float32": _mapped(
+        lambda x: x.with_values(x.values.float())
+    ),
     "^new must have the cache's devices, .*cpu.*, got .*meta": _mapped(lambda x: x.to("meta")),
     "^new must have the cache's max_rows, None, got 4": _with(max_rows=4),
     "^new must have the cache's timestamps, False, got True": _with(timestamps=torch.arange(4)),
-    r"^new must have as many rows in each layer and in its timestamps, got \[4, 4, 3\]": _with(timestamps=torch.arange(3)),
-    "^new and cache must have the same number of segments, got 2 and 3": lambda cache: cache.select([0, 2]),
+    r"^new must have as many rows in each layer and in its timestamps, got \[4, 4, 3\]": _with(
+        timestamps=torch.arange(3)
+    ),
+    "^new and cache must have the same number of segments, got 2 and 3": lambda cache: cache.select(
+        [0, 2]
+    ),
 }
 
 

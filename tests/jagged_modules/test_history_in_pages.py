@@ -26,7 +26,7 @@ def is_in_pages(kv: jm.HistoryCache) -> bool:
     return all(isinstance(x, PagedRows) and "values" not in vars(x) for x in kv.layers)
 
 
-# -- scores --------------------------------------------------------------------------------------------------------------------
+# -- scores ----------------------------------------------------------------------------------------
 
 
 def layers() -> dict:
@@ -35,7 +35,9 @@ def layers() -> dict:
     grouped = jm.GDPAConfig(qk_norm=True, num_kv_heads=1, head_dim=6)
     return {
         "target": lambda: jm.JaggedTargetAttention(WIDTH, HEADS),
-        "gdpa": lambda: jm.JaggedGDPA(WIDTH, HEADS, "softmax", jm.AttentionMask(causal=True), grouped),
+        "gdpa": lambda: jm.JaggedGDPA(
+            WIDTH, HEADS, "softmax", jm.AttentionMask(causal=True), grouped
+        ),
         "hstu": lambda: hstu(config),
         "hstu-timed": lambda: hstu(timed),
     }
@@ -55,37 +57,66 @@ def test_scores_equal_those_of_copied_rows(name):
     with torch.no_grad():
         scores = layer.score(targets, paged, **timeline.times_of(-1, timed)).values
     assert is_in_pages(paged) and not isinstance(copied.layers[0], PagedRows)
-    torch.testing.assert_close(scores, layer.score(targets, copied, **timeline.times_of(-1, timed)).values)
+    torch.testing.assert_close(
+        scores, layer.score(targets, copied, **timeline.times_of(-1, timed)).values
+    )
 
 
-@pytest.mark.parametrize("fields", [{}, {"max_attn_len": 200}, {"relative_position": 400}, {"relative_time": 6}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"max_attn_len": 200}, {"relative_position": 400}, {"relative_time": 6}], ids=str
+)
 def test_appended_events_are_written_to_pages_and_read_there(fields, monkeypatch):
-    """No cached row of keys and values is copied, also where max_attn_len has cut a history within a page, and each layer attends once."""
+    """No cached row of keys and values is copied, also where max_attn_len has cut a history within
+    a page, and each layer attends once."""
     copied, attended = [], []
     gather, attend = containers.pages.gather_pages, jm.HSTULayer._attend
-    monkeypatch.setattr(containers.pages, "gather_pages", lambda *args: copied.append(1) or gather(*args))
+    monkeypatch.setattr(
+        containers.pages, "gather_pages", lambda *args: copied.append(1) or gather(*args)
+    )
     monkeypatch.setattr(jm.PagedHistoryCache, "_gather", lambda *_: copied.append(1))
-    monkeypatch.setattr(jm.HSTULayer, "_attend", lambda *args: attended.append(args[-1]) or attend(*args))
+    monkeypatch.setattr(
+        jm.HSTULayer, "_attend", lambda *args: attended.append(args[-1]) or attend(*args)
+    )
     timeline = Timeline([HISTORIES, [1, 2, 0, 3, 0], [0, 140, 1, 2, 3]], [0] * 5)
-    layer, timed, users = hstu(jm.HSTUConfig(scaling_seqlen=400, **fields)), "relative_time" in fields, list("abcde")
+    layer, timed, users = (
+        hstu(jm.HSTUConfig(scaling_seqlen=400, **fields)),
+        "relative_time" in fields,
+        list("abcde"),
+    )
     cache = jm.PagedHistoryCache(layer, 2**24, PAGE)
     cache.put(users, jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed))
-    full = list(layer(jagged(timeline.rows), **timeline.times_of(None, timed)).values.split(timeline.lengths))
+    full = list(
+        layer(jagged(timeline.rows), **timeline.times_of(None, timed)).values.split(
+            timeline.lengths
+        )
+    )
     attended.clear()
     for i in (1, 2):
-        out = cache.append(users, jagged(timeline.take(timeline.rows, i)), **timeline.times_of(i, timed))
+        out = cache.append(
+            users, jagged(timeline.take(timeline.rows, i)), **timeline.times_of(i, timed)
+        )
         torch.testing.assert_close(out.values, torch.cat(timeline.take(full, i)))
     assert not copied and len(attended) == 2 * len(layer.layers) and None not in attended
     cache.clear()
-    cache.put(["f"], jagged([torch.randn(0, WIDTH, dtype=torch.float64)]), **({"timestamps": torch.zeros(0).long()} if timed else {}))
+    cache.put(
+        ["f"],
+        jagged([torch.randn(0, WIDTH, dtype=torch.float64)]),
+        **({"timestamps": torch.zeros(0).long()} if timed else {}),
+    )
     assert cache.statistics().bytes == 0, "no page is pinned"
 
 
 def test_relative_positions_of_a_cut_history():
-    """The position table has no room for the rows of a page before the cut, so the rows that are seen are copied."""
-    timeline, layer = Timeline([[300], [1], [1]], [2]), hstu(jm.HSTUConfig(scaling_seqlen=9, max_attn_len=200, relative_position=203))
+    """The position table has no room for the rows of a page before the cut, so the rows that are
+    seen are copied."""
+    timeline, layer = (
+        Timeline([[300], [1], [1]], [2]),
+        hstu(jm.HSTUConfig(scaling_seqlen=9, max_attn_len=200, relative_position=203)),
+    )
     cache = jm.PagedHistoryCache(layer, 2**24, PAGE)
-    with pytest.raises(ValueError, match="segment of 300 rows, more than config.relative_position, 203"):
+    with pytest.raises(
+        ValueError, match="segment of 300 rows, more than config.relative_position, 203"
+    ):
         cache.put(["a"], jagged(timeline.take(timeline.rows, 0)))
     cache.put(["a"], jagged([timeline.rows[0][:150]]))
     for begin, end in ((150, 200), (200, 203), (203, 204)):
@@ -94,8 +125,12 @@ def test_relative_positions_of_a_cut_history():
 
 
 def test_an_append_that_fails_leaves_the_cache_as_it_was(monkeypatch):
-    """In the second layer, after the first has written rows. New pages are free again, and the next append overwrites the rows."""
-    timeline, layer = Timeline([[120, 5], [300, 1]], [0, 0], torch.float32), hstu(jm.HSTUConfig(scaling_seqlen=400), dtype=torch.float32)
+    """In the second layer, after the first has written rows. New pages are free again, and the next
+    append overwrites the rows."""
+    timeline, layer = (
+        Timeline([[120, 5], [300, 1]], [0, 0], torch.float32),
+        hstu(jm.HSTUConfig(scaling_seqlen=400), dtype=torch.float32),
+    )
     cache = jm.PagedHistoryCache(layer, 2**24, PAGE)
     cache.put([0, 1], jagged(timeline.take(timeline.rows, 0)))
     before, rows = cache.statistics(), cache.select([0, 1]).layers[1].values
@@ -104,7 +139,10 @@ def test_an_append_that_fails_leaves_the_cache_as_it_was(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             cache.append([0, 1], jagged(timeline.take(timeline.rows, 1)))
     assert cache.statistics() == before and torch.equal(cache.select([0, 1]).layers[1].values, rows)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="the dtype of the first put, torch.float32, got torch.b"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="the dtype of the first put, torch.float32, got torch.b"),
+    ):
         cache.append([0, 1], jagged(timeline.take(timeline.rows, 1)))
     assert cache.statistics() == before
     full = layer(jagged(timeline.rows)).values.split(timeline.lengths)
@@ -119,8 +157,13 @@ def test_candidates_of_a_target_attention():
     history = jagged([rows.split(HISTORIES)[i] for i in (3, 0, 3)])
     with torch.no_grad():
         kv = cache.select([3, 0, 3])
-        for targets, candidates in ((torch.randn(4, 2, WIDTH), torch.tensor([2, 0, 0, 1])), (torch.randn(3, 7, WIDTH), None)):
-            torch.testing.assert_close(layer.score(targets, kv, candidates), layer(targets, history, candidates))
+        for targets, candidates in (
+            (torch.randn(4, 2, WIDTH), torch.tensor([2, 0, 0, 1])),
+            (torch.randn(3, 7, WIDTH), None),
+        ):
+            torch.testing.assert_close(
+                layer.score(targets, kv, candidates), layer(targets, history, candidates)
+            )
     assert is_in_pages(kv)
 
 
@@ -146,7 +189,9 @@ def test_a_cut_history_is_copied():
     assert not isinstance(kv.layers[0], PagedRows)
     full = stack(jagged(timeline.rows), torch.tensor([1, 2]))
     expected = torch.cat(timeline.take(list(full.values.split(timeline.lengths)), -1))
-    torch.testing.assert_close(stack.score(jagged(timeline.take(timeline.rows, -1)), kv).values, expected)
+    torch.testing.assert_close(
+        stack.score(jagged(timeline.take(timeline.rows, -1)), kv).values, expected
+    )
 
 
 def test_selected_histories_are_containers_as_any_other():
@@ -155,7 +200,11 @@ def test_selected_histories_are_containers_as_any_other():
     put(cache, {7: 200, 8: 3})
     kv = cache.select([8, 7])
     (layer,), expected = kv.layers, [rows_for(8, 0, 3), rows_for(7, 0, 200)]
-    assert (layer.num_rows, layer.num_segments, layer.device) == (203, 2, torch.device("cpu")) and is_in_pages(kv)
+    assert (layer.num_rows, layer.num_segments, layer.device) == (
+        203,
+        2,
+        torch.device("cpu"),
+    ) and is_in_pages(kv)
     assert layer.host_lengths.tolist() == [3, 200]
     grown = kv.append(Rows().cache(jagged([rows_for(8, 3, 5), rows_for(7, 200, 200)])))
     for found in (
@@ -170,7 +219,7 @@ def test_selected_histories_are_containers_as_any_other():
     assert {len(x) for x in tree_leaves(kv)} == {203, 3}
 
 
-# -- pins ----------------------------------------------------------------------------------------------------------------------
+# -- pins ------------------------------------------------------------------------------------------
 
 
 def test_pages_that_are_read_are_not_written_to():
@@ -178,7 +227,10 @@ def test_pages_that_are_read_are_not_written_to():
     put(cache, {1: 200})
     kv = cache.select([1])
     put(cache, {1: 5})  # takes the third page: the others are read
-    message = "^max_bytes allows 3 pages of 128 rows, of which selected histories read 2, but the histories of these 1 users need 2$"
+    message = (
+        "^max_bytes allows 3 pages of 128 rows, of which selected histories read 2, but the"
+        " histories of these 1 users need 2$"
+    )
     with pytest.raises(jm.CacheFull, match=message):
         put(cache, {2: 200})
     assert 1 in cache and cache.statistics().bytes == cache.max_bytes
@@ -209,12 +261,15 @@ def test_events_are_appended_to_a_page_that_is_read():
     before = cache.select([1])
     cache.append([1], jagged([rows_for(1, 100, 150)]))
     after = cache.select([1])
-    assert torch.equal(rows_of(before)[0], rows_for(1, 0, 100)) and torch.equal(rows_of(after)[0], rows_for(1, 0, 150))
+    assert torch.equal(rows_of(before)[0], rows_for(1, 0, 100)) and torch.equal(
+        rows_of(after)[0], rows_for(1, 0, 150)
+    )
     assert before.layers[0].storage.data_ptr() == after.layers[0].storage.data_ptr()
 
 
 def test_random_calls_while_histories_are_read():
-    """Selected histories, held for some steps, keep their rows; pages come back when they are dropped."""
+    """Selected histories, held for some steps, keep their rows; pages come back when they are
+    dropped."""
     generator, cache, lengths, held, full = random.Random(0), cache_of(14, PAGE), {}, [], 0
     for step in range(400):
         user, count = generator.randrange(5), generator.randint(0, 250)
@@ -244,12 +299,16 @@ def test_random_calls_while_histories_are_read():
 
 
 def test_threads_score_while_others_replace_append_and_evict():
-    """Each thread scores histories of its users that it selected before its last write, while all threads write to one cache."""
+    """Each thread scores histories of its users that it selected before its last write, while all
+    threads write to one cache."""
     layer = jm.JaggedTargetAttention(WIDTH, HEADS).eval()
     cache, scored = jm.PagedHistoryCache(layer, 24 * PAGE * 2 * WIDTH * 4, PAGE), [0] * WORKERS
 
     def work(worker: int) -> None:
-        generator, rows = random.Random(worker), torch.randn(2, 400, WIDTH, generator=torch.Generator().manual_seed(worker))
+        generator, rows = (
+            random.Random(worker),
+            torch.randn(2, 400, WIDTH, generator=torch.Generator().manual_seed(worker)),
+        )
         targets, lengths, before = torch.randn(1, 3, WIDTH), [0, 0], None
         with torch.no_grad():
             for _ in range(60):
@@ -264,10 +323,13 @@ def test_threads_score_while_others_replace_append_and_evict():
                         cache.put([user], jagged([rows[which, :count]]))
                         lengths[which] = count
                     now = cache.select([user]), rows[which, : lengths[which]]
-                except (KeyError, jm.CacheFull):  # evicted in between; or other threads read too many pages
+                # evicted in between; or other threads read too many pages
+                except (KeyError, jm.CacheFull):
                     continue
                 for kv, history in filter(None, (before, now)):
-                    torch.testing.assert_close(layer.score(targets, kv), layer(targets, jagged([history])))
+                    torch.testing.assert_close(
+                        layer.score(targets, kv), layer(targets, jagged([history]))
+                    )
                     assert is_in_pages(kv)
                     scored[worker] += 1
                 before = now

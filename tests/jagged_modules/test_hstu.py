@@ -1,4 +1,5 @@
-"""HSTULayer and HSTUStack: equal to a padded HSTU with dense masks, and to themselves with cached histories."""
+"""HSTULayer and HSTUStack: equal to a padded HSTU with dense masks, and to themselves with cached
+histories."""
 
 import copy
 import pickle
@@ -41,7 +42,8 @@ from .hstu_cases import (
     ids=str,
 )
 def test_equals_the_padded_network(name, dtype, offsets_of):
-    """Outputs and the gradients of the input and of every parameter, weights converted from the padded network."""
+    """Outputs and the gradients of the input and of every parameter, weights converted from the
+    padded network."""
     config = CONFIGS[name]
     padded, stack = PaddedHSTU(2, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, 2, config).to(dtype)
     names, parameters = zip(*padded.named_parameters())
@@ -53,7 +55,9 @@ def test_equals_the_padded_network(name, dtype, offsets_of):
         return torch.func.functional_call(stack, state, ((values, offsets), num_targets))[0]
 
     def theirs(values, *parameters):
-        return torch.func.functional_call(padded, dict(zip(names, parameters, strict=True)), (values, LENGTHS, TARGETS))
+        return torch.func.functional_call(
+            padded, dict(zip(names, parameters, strict=True)), (values, LENGTHS, TARGETS)
+        )
 
     tensors = dict(zip(("x", *names), (torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters)))
     accuracy.check(ours, lambda *x: accuracy.definition(theirs, tensors, x[-1]), tensors)
@@ -86,7 +90,10 @@ def test_other_segments_do_not_matter(config, offsets_of):
 
 def test_the_scaling_length_of_the_container(offsets_of):
     values = history_values()
-    stack, fixed = double_stack(config_of(scaling_seqlen=None)), double_stack(config_of(scaling_seqlen=30))
+    stack, fixed = (
+        double_stack(config_of(scaling_seqlen=None)),
+        double_stack(config_of(scaling_seqlen=30)),
+    )
     fixed.load_state_dict(stack.state_dict())
     x = jm.Jagged(values, offsets_of(LENGTHS), max_seqlen=30)
     assert torch.equal(stack(x).values, fixed(x).values)
@@ -109,19 +116,22 @@ def test_q_k_and_v_are_views_of_one_projection(offsets_of, monkeypatch):
     assert [x.stride(0) for x in seen] == [HEADS * 2 * (3 + 5)] * 3
 
 
-# -- cached histories ----------------------------------------------------------------------------------------------------------
+# -- cached histories ------------------------------------------------------------------------------
 
 
 @every_config
 @slow_after(1, "offsets_dtype", [torch.int32, torch.int64])
 def test_cached_histories(config, offsets_dtype, offsets_of):
-    """Empty histories, users without targets, histories shorter and longer than context and max_attn_len."""
+    """Empty histories, users without targets, histories shorter and longer than context and
+    max_attn_len."""
     values = history_values()
     stack = double_stack(config)
     is_target = torch.cat([torch.arange(h + t) >= h for h, t in zip(HISTORY, TARGETS)])
     out, _ = stack((values, offsets_of(LENGTHS, offsets_dtype)), torch.tensor(TARGETS))
     history, targets = offsets_of(HISTORY, offsets_dtype), offsets_of(TARGETS, offsets_dtype)
-    scores, offsets = stack.score((values[is_target], targets), stack.cache((values[~is_target], history)))
+    scores, offsets = stack.score(
+        (values[is_target], targets), stack.cache((values[~is_target], history))
+    )
     torch.testing.assert_close(scores, out[is_target])
     assert offsets is targets
 
@@ -129,12 +139,20 @@ def test_cached_histories(config, offsets_dtype, offsets_of):
 def test_caching_and_scoring_call_the_stack_and_its_layers(offsets_of):
     """So forward hooks see both, as they see a plain forward."""
     values = history_values()
-    stack, history, targets = double_stack(CONFIGS["all"]), (values, offsets_of(LENGTHS)), (values[:10], offsets_of([1] * 10))
+    stack, history, targets = (
+        double_stack(CONFIGS["all"]),
+        (values, offsets_of(LENGTHS)),
+        (values[:10], offsets_of([1] * 10)),
+    )
     seen = []
     for module, name in ((stack, "stack"), *((layer, i) for i, layer in enumerate(stack.layers))):
         module.register_forward_pre_hook(lambda *_, name=name: seen.append(("before", name)))
         module.register_forward_hook(lambda *_, name=name: seen.append(("after", name)))
-    order = [("before", "stack"), *((when, i) for i in range(LAYERS) for when in ("before", "after")), ("after", "stack")]
+    order = [
+        ("before", "stack"),
+        *((when, i) for i in range(LAYERS) for when in ("before", "after")),
+        ("after", "stack"),
+    ]
     stack(history)
     assert seen == order
     cache = stack.cache(history)
@@ -146,7 +164,11 @@ def test_caching_and_scoring_call_the_stack_and_its_layers(offsets_of):
 def test_the_last_layer_of_a_cache_only_projects(offsets_of, monkeypatch):
     values = history_values()
     calls, attend = [], hstu.jagged_attention
-    monkeypatch.setattr(hstu, "jagged_attention", lambda *args, **options: calls.append(args) or attend(*args, **options))
+    monkeypatch.setattr(
+        hstu,
+        "jagged_attention",
+        lambda *args, **options: calls.append(args) or attend(*args, **options),
+    )
     stack = double_stack(CONFIGS["plain"])
     stack.cache((values, offsets_of(LENGTHS)))
     assert len(calls) == len(stack.layers) - 1
@@ -167,20 +189,29 @@ def test_a_cache_serves_many_times(offsets_of):
 def test_a_cache_holds_what_targets_see(context, rows, offsets_of):
     """Histories of 3 + context - 2, 0 and 9 rows, of which targets see 2 events back."""
     lengths = [max(context + 1, 3), 0, 9]
-    stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of(contextual_seqlen=context, max_attn_len=2, head_dim=3, linear_dim=5))
+    stack = jm.HSTUStack(
+        WIDTH,
+        HEADS,
+        2,
+        config_of(contextual_seqlen=context, max_attn_len=2, head_dim=3, linear_dim=5),
+    )
     cache = stack.cache((torch.randn(sum(lengths), WIDTH), offsets_of(lengths)))
     assert [layer.values.shape for layer in cache.layers] == [(rows, HEADS, 3 + 5)] * 2
 
 
-@pytest.mark.parametrize("fields, rows", [
-    (dict(global_prefix=2), 3 + 0 + 1 + 9),
-    (dict(recent_history=2), 2 + 0 + 1 + 2),
-    (dict(recent_history=2, global_prefix=2), 3 + 0 + 1 + 4),
-    (dict(recent_history=4, max_attn_len=3, global_prefix=1), 3 + 0 + 1 + 4),
-    (dict(recent_history=4, max_attn_len=3, min_full_attn_seqlen=1), 3 + 0 + 1 + 4),
-    (dict(recent_history=9, global_prefix=1, contextual_seqlen=3), 3 + 0 + 1 + 9),  # one row sees nothing but the prefix
-    (dict(recent_history=5, contextual_seqlen=3), 3 + 0 + 0 + 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields, rows",
+    [
+        (dict(global_prefix=2), 3 + 0 + 1 + 9),
+        (dict(recent_history=2), 2 + 0 + 1 + 2),
+        (dict(recent_history=2, global_prefix=2), 3 + 0 + 1 + 4),
+        (dict(recent_history=4, max_attn_len=3, global_prefix=1), 3 + 0 + 1 + 4),
+        (dict(recent_history=4, max_attn_len=3, min_full_attn_seqlen=1), 3 + 0 + 1 + 4),
+        # one row sees nothing but the prefix
+        (dict(recent_history=9, global_prefix=1, contextual_seqlen=3), 3 + 0 + 1 + 9),
+        (dict(recent_history=5, contextual_seqlen=3), 3 + 0 + 0 + 5),
+    ],
+)
 def test_a_cache_holds_the_prefix_and_the_recent_history(fields, rows, offsets_of):
     """Histories of 3, 0, 1 and 9 rows. The rows are those that a target after the history sees."""
     lengths, config = [3, 0, 1, 9], config_of(**fields)
@@ -189,7 +220,10 @@ def test_a_cache_holds_the_prefix_and_the_recent_history(fields, rows, offsets_o
     stack, values = jm.HSTUStack(WIDTH, HEADS, 2, config), torch.randn(sum(lengths), WIDTH)
     all_rows = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
     all_rows.load_state_dict(stack.state_dict())
-    cache, whole = stack.cache((values, offsets_of(lengths))), all_rows.cache((values, offsets_of(lengths)))
+    cache, whole = (
+        stack.cache((values, offsets_of(lengths))),
+        all_rows.cache((values, offsets_of(lengths))),
+    )
     torch.testing.assert_close(cache.layers[0].values, whole.layers[0].values[kept])
     counts = [int(part.sum()) for part in kept.split(lengths)]
     assert cache.layers[0].offsets.diff().tolist() == counts
@@ -202,8 +236,13 @@ def test_the_cache_of_a_jagged_keeps_its_scaling_length(offsets_of):
     assert [layer.max_seqlen for layer in cache.layers] == [30] * LAYERS
     targets = torch.randn(10, WIDTH, dtype=torch.float64), offsets_of([1] * 10)
     both = torch.cat([y for pair in zip(values.split(LENGTHS), targets[0].split(1)) for y in pair])
-    full = stack(jm.Jagged(both, offsets_of([n + 1 for n in LENGTHS]), max_seqlen=30), torch.ones(10, dtype=torch.int64))
-    torch.testing.assert_close(stack.score(targets, cache)[0], full.values[offsets_of([n + 1 for n in LENGTHS])[1:] - 1])
+    full = stack(
+        jm.Jagged(both, offsets_of([n + 1 for n in LENGTHS]), max_seqlen=30),
+        torch.ones(10, dtype=torch.int64),
+    )
+    torch.testing.assert_close(
+        stack.score(targets, cache)[0], full.values[offsets_of([n + 1 for n in LENGTHS])[1:] - 1]
+    )
 
 
 def test_scoring_copies_no_history(offsets_of):
@@ -211,39 +250,59 @@ def test_scoring_copies_no_history(offsets_of):
     length = 4000
     stack = jm.HSTUStack(32, 2, 2, config_of())
     with torch.no_grad():
-        cache, targets = stack.cache((torch.randn(length, 32), offsets_of([length]))), (torch.randn(3, 32), offsets_of([3]))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        cache, targets = (
+            stack.cache((torch.randn(length, 32), offsets_of([length]))),
+            (torch.randn(3, 32), offsets_of([3])),
+        )
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
             stack.score(targets, cache)
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 0 < largest <= 4 * 2 * 3 * length, "the scores of both heads and all targets"
 
 
 def test_layers_share_one_schedule(builds, offsets_of):
-    """On the meta device, everything runs except the kernels' arithmetic, including the schedules."""
+    """On the meta device, everything runs except the kernels' arithmetic, including the
+    schedules."""
     config, num_targets = CONFIGS["context-short"], torch.tensor(TARGETS)
     stack = jm.HSTUStack(WIDTH, HEADS, LAYERS, config, device="meta")
     x = jm.Jagged(torch.randn(sum(LENGTHS), WIDTH), offsets_of(LENGTHS))
-    x = x.prepare(num_heads=HEADS, head_dim=WIDTH // HEADS, mask=config.mask(num_targets)).to("meta")
+    x = x.prepare(num_heads=HEADS, head_dim=WIDTH // HEADS, mask=config.mask(num_targets)).to(
+        "meta"
+    )
     stack(x, num_targets)
     assert len(builds) == 1
     builds.clear()
-    cache, targets = stack.cache(x), jm.Jagged(torch.randn(20, WIDTH), offsets_of([2] * 10)).to("meta")
+    cache, targets = (
+        stack.cache(x),
+        jm.Jagged(torch.randn(20, WIDTH), offsets_of([2] * 10)).to("meta"),
+    )
     assert len(builds) == 1, "the mask without targets"
     for _ in range(2):
         stack.score(targets, cache)
     assert len(builds) == 3, "one for the targets and the cache, one for the targets themselves"
 
 
-# -- containers, devices, dtypes -----------------------------------------------------------------------------------------------
+# -- containers, devices, dtypes -------------------------------------------------------------------
 
 
 def test_containers(container, offsets_of):
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
-    values, target_values, num_targets = torch.randn(11, WIDTH), torch.randn(6, WIDTH), torch.tensor([1, 0, 2])
-    x, targets = container(values, offsets_of([4, 0, 7])), container(target_values, offsets_of([2, 1, 3]))
+    values, target_values, num_targets = (
+        torch.randn(11, WIDTH),
+        torch.randn(6, WIDTH),
+        torch.tensor([1, 0, 2]),
+    )
+    x, targets = (
+        container(values, offsets_of([4, 0, 7])),
+        container(target_values, offsets_of([2, 1, 3])),
+    )
     out, expected = stack(x, num_targets), stack((values, offsets_of([4, 0, 7])), num_targets)
     scores = stack.score(targets, stack.cache(x))
-    expected_scores = stack.score((target_values, offsets_of([2, 1, 3])), stack.cache((values, offsets_of([4, 0, 7]))))
+    expected_scores = stack.score(
+        (target_values, offsets_of([2, 1, 3])), stack.cache((values, offsets_of([4, 0, 7])))
+    )
     for result, (rows, offsets), given in ((out, expected, x), (scores, expected_scores, targets)):
         assert type(result) is type(given)
         assert torch.equal(jm.Jagged.wrap(result).values, rows)
@@ -252,10 +311,18 @@ def test_containers(container, offsets_of):
 
 def test_embedding_collection_outputs():
     torchrec = pytest.importorskip("torchrec")
-    tables = [torchrec.EmbeddingConfig(name="table", embedding_dim=WIDTH, num_embeddings=50, feature_names=["events"])]
+    tables = [
+        torchrec.EmbeddingConfig(
+            name="table", embedding_dim=WIDTH, num_embeddings=50, feature_names=["events"]
+        )
+    ]
     collection = torchrec.EmbeddingCollection(tables=tables)
-    ids = torchrec.KeyedJaggedTensor(["events"], torch.randint(50, (7,)), lengths=torch.tensor([3, 0, 4], dtype=torch.int32))
-    out = jm.HSTULayer(WIDTH, HEADS, config_of())(collection(ids)["events"], torch.tensor([1, 0, 2]))
+    ids = torchrec.KeyedJaggedTensor(
+        ["events"], torch.randint(50, (7,)), lengths=torch.tensor([3, 0, 4], dtype=torch.int32)
+    )
+    out = jm.HSTULayer(WIDTH, HEADS, config_of())(
+        collection(ids)["events"], torch.tensor([1, 0, 2])
+    )
     assert isinstance(out, torchrec.JaggedTensor) and out.lengths().tolist() == [3, 0, 4]
     out.values().sum().backward()
     (weight,) = collection.parameters()
@@ -272,13 +339,19 @@ def test_initialisation():
         assert (norm.weight == 1).all() and not norm.bias.any() and norm.eps == 1e-6
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))],
+    ids=["deepcopy", "pickle"],
+)
 def test_a_copys_projection_resets_its_own_parameters(clone):
     layer = jm.HSTULayer(64, 4)
     copied, before = clone(layer), layer.uvqk_proj.weight.clone()
     copied.uvqk_proj.reset_parameters()
     assert type(copied.uvqk_proj) is nn.Linear, "as tools that replace Linears look for"
-    assert torch.equal(layer.uvqk_proj.weight, before) and not torch.equal(copied.uvqk_proj.weight, before)
+    assert torch.equal(layer.uvqk_proj.weight, before) and not torch.equal(
+        copied.uvqk_proj.weight, before
+    )
 
 
 def test_the_input_norm_is_a_layer_norm_of_any_shape():
@@ -293,7 +366,9 @@ def test_gradients_of_the_input_norm_in_16_bits_are_summed_in_fp32(dtype):
     norm(x).backward(torch.ones(rows, 8, dtype=dtype))
     assert norm.weight.grad.dtype == dtype and (norm.bias.grad == rows).all()
     normal = nn.functional.layer_norm(x.double(), (8,), eps=norm.eps)
-    torch.testing.assert_close(norm.weight.grad.double(), normal.sum(0), rtol=torch.finfo(dtype).eps, atol=1e-3)
+    torch.testing.assert_close(
+        norm.weight.grad.double(), normal.sum(0), rtol=torch.finfo(dtype).eps, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["default", "batch_invariant"])
@@ -313,17 +388,25 @@ def test_norms_may_stay_in_fp32(offsets_of):
     assert values.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("fields", [dict(contextual_seqlen=2), dict(max_attn_len=3), dict(recent_history=3, global_prefix=1)], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [dict(contextual_seqlen=2), dict(max_attn_len=3), dict(recent_history=3, global_prefix=1)],
+    ids=str,
+)
 def test_caching_on_meta_needs_offsets_on_the_host(fields):
     """How many rows the cache has depends on their values."""
     stack = jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=9, **fields), device="meta")
     values, offsets = torch.empty(9, WIDTH, device="meta"), torch.tensor([0, 2, 9])
-    with pytest.raises(ValueError, match="^history's offsets must be on the host if .*, got meta offsets"):
+    with pytest.raises(
+        ValueError, match="^history's offsets must be on the host if .*, got meta offsets"
+    ):
         stack.cache((values, offsets.to("meta")))
     on_host = jm.HSTUStack(WIDTH, HEADS, 2, stack.config).cache((torch.zeros(9, WIDTH), offsets))
     cache = stack.cache((values, offsets))
     assert [x.values.shape for x in cache.layers] == [x.values.shape for x in on_host.layers]
-    assert stack.score((torch.empty(4, WIDTH, device="meta"), offsets[[0, 1, 1]].to("meta")), cache)[0].is_meta
+    assert stack.score(
+        (torch.empty(4, WIDTH, device="meta"), offsets[[0, 1, 1]].to("meta")), cache
+    )[0].is_meta
 
 
 def test_state_dict_round_trip(offsets_of):
@@ -334,7 +417,11 @@ def test_state_dict_round_trip(offsets_of):
     assert torch.equal(stack(x)[0], other(x)[0])
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda stack: pickle.loads(pickle.dumps(stack))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda stack: pickle.loads(pickle.dumps(stack))],
+    ids=["deepcopy", "pickle"],
+)
 def test_copies(clone, offsets_of):
     stack = jm.HSTUStack(WIDTH, HEADS, 2, CONFIGS["all"])
     x = torch.randn(5, WIDTH), offsets_of([2, 3])
@@ -365,29 +452,49 @@ def test_no_segments_and_no_rows(offsets_of):
     for config in CONFIGS.values():
         stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
         for lengths in ([], [0, 0]):
-            x, num_targets = (torch.randn(0, WIDTH), offsets_of(lengths)), torch.zeros(len(lengths), dtype=torch.int64)
-            assert stack(x, num_targets)[0].shape == stack.score(x, stack.cache(x))[0].shape == (0, WIDTH)
+            x, num_targets = (
+                (torch.randn(0, WIDTH), offsets_of(lengths)),
+                torch.zeros(len(lengths), dtype=torch.int64),
+            )
+            assert (
+                stack(x, num_targets)[0].shape
+                == stack.score(x, stack.cache(x))[0].shape
+                == (0, WIDTH)
+            )
 
 
 def test_autocast(offsets_of):
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
-    x, targets = (torch.randn(5, WIDTH), offsets_of([2, 3])), (torch.randn(3, WIDTH), offsets_of([1, 2]))
+    x, targets = (
+        (torch.randn(5, WIDTH), offsets_of([2, 3])),
+        (torch.randn(3, WIDTH), offsets_of([1, 2])),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (out, _), (scores, _) = stack(x), stack.score(targets, stack.cache(x))
     assert out.dtype == scores.dtype == torch.float32  # the residual stream keeps its dtype
     out.sum().backward()
     assert all(x.grad.dtype == torch.float32 for x in stack.parameters())
     for actual, (expected, _) in ((out, stack(x)), (scores, stack.score(targets, stack.cache(x)))):
-        assert (actual - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
+        assert (actual - expected).abs().max() <= 8 * torch.finfo(
+            torch.bfloat16
+        ).eps * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, offsets_of):
-    assert jm.HSTULayer(WIDTH, HEADS, config_of()).to(dtype)((torch.randn(5, WIDTH, dtype=dtype), offsets_of([2, 3])))[0].dtype == dtype
+    assert (
+        jm.HSTULayer(WIDTH, HEADS, config_of())
+        .to(dtype)((torch.randn(5, WIDTH, dtype=dtype), offsets_of([2, 3])))[0]
+        .dtype
+        == dtype
+    )
 
 
 def test_dropout(offsets_of):
-    layer, plain = jm.HSTULayer(WIDTH, HEADS, config_of(dropout=0.5)), jm.HSTULayer(WIDTH, HEADS, config_of())
+    layer, plain = (
+        jm.HSTULayer(WIDTH, HEADS, config_of(dropout=0.5)),
+        jm.HSTULayer(WIDTH, HEADS, config_of()),
+    )
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(5, WIDTH), offsets_of([2, 3])
     assert not torch.equal(layer(x)[0], layer(x)[0])
@@ -395,8 +502,13 @@ def test_dropout(offsets_of):
 
 
 def test_training(offsets_of):
-    """Whether the target occurs in the history: every parameter learns, and the loss falls to a tenth."""
-    stack, head, items = jm.HSTUStack(16, HEADS, 2, config_of(contextual_seqlen=1)), nn.Linear(16, 1), torch.randn(4, 16)
+    """Whether the target occurs in the history: every parameter learns, and the loss falls to a
+    tenth."""
+    stack, head, items = (
+        jm.HSTUStack(16, HEADS, 2, config_of(contextual_seqlen=1)),
+        nn.Linear(16, 1),
+        torch.randn(4, 16),
+    )
     ids, targets = torch.randint(4, (16, 3)), torch.randint(4, (16, 2))
     labels = (ids[:, None, 1:] == targets[:, :, None]).any(2).float().flatten()
     values, offsets = items[torch.cat([ids, targets], dim=1).flatten()], offsets_of([5] * 16)
@@ -404,7 +516,11 @@ def test_training(offsets_of):
     optimizer, losses = torch.optim.Adam(parameters, lr=0.01), []
     for _ in range(100):
         out, _ = stack((values, offsets), torch.full((16,), 2))
-        losses.append(nnf.binary_cross_entropy_with_logits(head(out.unflatten(0, (16, 5))[:, 3:]).flatten(), labels))
+        losses.append(
+            nnf.binary_cross_entropy_with_logits(
+                head(out.unflatten(0, (16, 5))[:, 3:]).flatten(), labels
+            )
+        )
         optimizer.zero_grad()
         losses[-1].backward()
         assert all(x.grad.abs().sum() > 0 for x in parameters)

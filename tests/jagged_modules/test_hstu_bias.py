@@ -1,4 +1,5 @@
-"""HSTU with learned biases by relative position and time: equal to a padded HSTU with dense biases, and to itself with cached histories."""
+"""HSTU with learned biases by relative position and time: equal to a padded HSTU with dense biases,
+and to itself with cached histories."""
 
 import copy
 import dataclasses
@@ -13,7 +14,19 @@ from torch import nn
 import jagged_modules as jm
 
 from .graph_cases import compiled, random_offsets
-from .hstu_cases import CONFIGS, HEADS, HISTORY, LENGTHS, TARGETS, WIDTH, PaddedHSTU, config_of, converted, double_stack, history_values
+from .hstu_cases import (
+    CONFIGS,
+    HEADS,
+    HISTORY,
+    LENGTHS,
+    TARGETS,
+    WIDTH,
+    PaddedHSTU,
+    config_of,
+    converted,
+    double_stack,
+    history_values,
+)
 
 LONGEST, BUCKETS = max(LENGTHS), 20
 POSITION, TIME = dict(relative_position=LONGEST), dict(relative_time=BUCKETS)
@@ -21,7 +34,10 @@ BIASED = {
     "position": config_of(**POSITION),
     "time": config_of(**TIME),
     "both": config_of(**POSITION, **TIME),
-    **{name: dataclasses.replace(CONFIGS[name], **POSITION, **TIME) for name in ("short", "context", "context-short", "groups", "all")},
+    **{
+        name: dataclasses.replace(CONFIGS[name], **POSITION, **TIME)
+        for name in ("short", "context", "context-short", "groups", "all")
+    },
 }
 every_config = pytest.mark.parametrize("config", BIASED.values(), ids=BIASED)
 IS_TARGET = torch.cat([torch.arange(h + t) >= h for h, t in zip(HISTORY, TARGETS)])
@@ -43,25 +59,37 @@ def pick(times, rows):
     return None if times is None else times[rows]
 
 
-# -- equal to ---------------------------------------------------------------------------------------------------------------------
+# -- equal to --------------------------------------------------------------------------------------
 
 
 def both_networks(config, dtype, asked, offsets_of):
-    """Functions of the input and all parameters: a stack, and the padded network. The tensors by name, those of a padded network."""
+    """Functions of the input and all parameters: a stack, and the padded network. The tensors by
+    name, those of a padded network."""
     padded, stack = PaddedHSTU(2, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, 2, config).to(dtype)
     names, parameters = zip(*padded.named_parameters())
-    assert converted(dict(padded.named_parameters())).keys() == dict(stack.named_parameters()).keys()
+    assert (
+        converted(dict(padded.named_parameters())).keys() == dict(stack.named_parameters()).keys()
+    )
     offsets, num_targets = offsets_of(LENGTHS), torch.tensor(TARGETS)
-    times = dict(timestamps=times_of(sum(LENGTHS), config), query_timestamps=times_of(sum(LENGTHS), config) if asked else None)
+    times = dict(
+        timestamps=times_of(sum(LENGTHS), config),
+        query_timestamps=times_of(sum(LENGTHS), config) if asked else None,
+    )
 
     def ours(values, *parameters):
         state = converted(dict(zip(names, parameters, strict=True)))
         return torch.func.functional_call(stack, state, ((values, offsets), num_targets), times)[0]
 
     def theirs(values, *parameters):
-        return torch.func.functional_call(padded, dict(zip(names, parameters, strict=True)), (values, LENGTHS, TARGETS), times)
+        return torch.func.functional_call(
+            padded, dict(zip(names, parameters, strict=True)), (values, LENGTHS, TARGETS), times
+        )
 
-    return ours, theirs, dict(zip(("x", *names), (torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters)))
+    return (
+        ours,
+        theirs,
+        dict(zip(("x", *names), (torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters))),
+    )
 
 
 @every_config
@@ -101,36 +129,60 @@ def test_tables_of_zeros_change_nothing(offsets_of):
     torch.testing.assert_close(stack(x, timestamps=times_of(len(x[0])))[0], plain(x)[0])
 
 
-# -- cached histories -------------------------------------------------------------------------------------------------------------
+# -- cached histories ------------------------------------------------------------------------------
 
 
 @every_config
 @slow_after(1, "offsets_dtype", [torch.int32, torch.int64])
 def test_cached_histories(config, offsets_dtype, offsets_of):
-    """With every row's query timestamp given, and targets with theirs by default: histories and targets of many lengths."""
+    """With every row's query timestamp given, and targets with theirs by default: histories and
+    targets of many lengths."""
     values, stack, times = history_values(), double_stack(config), times_of(sum(LENGTHS), config)
     asked = times_of(sum(LENGTHS), config)
     history, targets = offsets_of(HISTORY, offsets_dtype), offsets_of(TARGETS, offsets_dtype)
     for of_targets in ("given", "default"):
         if asked is not None and of_targets == "default":
             asked[IS_TARGET] = moved(times[IS_TARGET], TARGETS)
-        out, _ = stack((values, offsets_of(LENGTHS)), torch.tensor(TARGETS), timestamps=times, query_timestamps=asked)
-        cache = stack.cache((values[~IS_TARGET], history), pick(times, ~IS_TARGET), pick(asked, ~IS_TARGET))
+        out, _ = stack(
+            (values, offsets_of(LENGTHS)),
+            torch.tensor(TARGETS),
+            timestamps=times,
+            query_timestamps=asked,
+        )
+        cache = stack.cache(
+            (values[~IS_TARGET], history), pick(times, ~IS_TARGET), pick(asked, ~IS_TARGET)
+        )
         of_score = pick(asked, IS_TARGET) if of_targets == "given" else None
-        scores, _ = stack.score((values[IS_TARGET], targets), cache, timestamps=pick(times, IS_TARGET), query_timestamps=of_score)
+        scores, _ = stack.score(
+            (values[IS_TARGET], targets),
+            cache,
+            timestamps=pick(times, IS_TARGET),
+            query_timestamps=of_score,
+        )
         torch.testing.assert_close(scores, out[IS_TARGET])
 
 
 def test_a_cache_of_defaults_is_given_the_request_time(offsets_of):
-    """forward's default: the last row of a history has the time of the first target. A cache's: its own."""
+    """forward's default: the last row of a history has the time of the first target. A cache's: its
+    own."""
     values, stack, times = history_values(), double_stack(BIASED["both"]), times_of(sum(LENGTHS))
     out, _ = stack((values, offsets_of(LENGTHS)), torch.tensor(TARGETS), timestamps=times)
     request, of_history = moved(times, LENGTHS)[~IS_TARGET], times[~IS_TARGET]
-    history, targets = (values[~IS_TARGET], offsets_of(HISTORY)), (values[IS_TARGET], offsets_of(TARGETS))
-    scores, _ = stack.score(targets, stack.cache(history, of_history, request), timestamps=times[IS_TARGET])
+    history, targets = (
+        (values[~IS_TARGET], offsets_of(HISTORY)),
+        (values[IS_TARGET], offsets_of(TARGETS)),
+    )
+    scores, _ = stack.score(
+        targets, stack.cache(history, of_history, request), timestamps=times[IS_TARGET]
+    )
     torch.testing.assert_close(scores, out[IS_TARGET])
-    caches = [stack.cache(history, of_history), stack.cache(history, of_history, moved(of_history, HISTORY))]
-    default, explicit = (stack.score(targets, cache, timestamps=times[IS_TARGET])[0] for cache in caches)
+    caches = [
+        stack.cache(history, of_history),
+        stack.cache(history, of_history, moved(of_history, HISTORY)),
+    ]
+    default, explicit = (
+        stack.score(targets, cache, timestamps=times[IS_TARGET])[0] for cache in caches
+    )
     assert torch.equal(default, explicit) and not torch.allclose(default, scores)
 
 
@@ -148,16 +200,21 @@ def test_a_cache_keeps_the_timestamps_of_its_rows(name, offsets_of):
 
 def test_a_layer_finds_the_query_timestamps_of_targets_itself(offsets_of):
     stack, times = double_stack(BIASED["both"]), times_of(20)
-    history, targets = (history_values(), offsets_of(LENGTHS)), (torch.randn(20, WIDTH, dtype=torch.float64), offsets_of([2] * 10))
+    history, targets = (
+        (history_values(), offsets_of(LENGTHS)),
+        (torch.randn(20, WIDTH, dtype=torch.float64), offsets_of([2] * 10)),
+    )
     stack = jm.HSTUStack(WIDTH, HEADS, 1, BIASED["both"]).double()
     config = dataclasses.replace(stack.config, relative_position=LONGEST + 2)
     stack = jm.HSTUStack(WIDTH, HEADS, 1, config).double()
     cache = stack.cache(history, times_of(sum(LENGTHS)))
-    alone, _ = stack.layers[0](targets, timestamps=times, cache=cache.layers[0], cache_timestamps=cache.timestamps)
+    alone, _ = stack.layers[0](
+        targets, timestamps=times, cache=cache.layers[0], cache_timestamps=cache.timestamps
+    )
     assert torch.equal(alone, stack.score(targets, cache, timestamps=times)[0])
 
 
-# -- parameters, devices, dtypes ----------------------------------------------------------------------------------------------------
+# -- parameters, devices, dtypes -------------------------------------------------------------------
 
 
 def test_initialisation():
@@ -173,7 +230,9 @@ def test_initialisation():
 
 @pytest.mark.parametrize("by", ["reset_parameters", "load_state_dict"])
 def test_meta_layers_are_materialised(by, offsets_of):
-    stack, expected = (jm.HSTUStack(WIDTH, HEADS, 2, BIASED["both"], device=device) for device in ("meta", None))
+    stack, expected = (
+        jm.HSTUStack(WIDTH, HEADS, 2, BIASED["both"], device=device) for device in ("meta", None)
+    )
     assert all(x.is_meta for x in stack.state_dict().values())
     stack.to_empty(device="cpu")
     for x in stack.state_dict().values():
@@ -184,10 +243,16 @@ def test_meta_layers_are_materialised(by, offsets_of):
         for module in (stack, expected):
             torch.manual_seed(5)
             module.reset_parameters()
-    assert all(torch.equal(x, expected.state_dict()[name]) for name, x in stack.state_dict().items())
+    assert all(
+        torch.equal(x, expected.state_dict()[name]) for name, x in stack.state_dict().items()
+    )
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda stack: pickle.loads(pickle.dumps(stack))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda stack: pickle.loads(pickle.dumps(stack))],
+    ids=["deepcopy", "pickle"],
+)
 def test_copies(clone, offsets_of):
     stack, times = jm.HSTUStack(WIDTH, HEADS, 2, BIASED["both"]), times_of(5)
     x = torch.randn(5, WIDTH), offsets_of([2, 3])
@@ -202,7 +267,9 @@ def test_every_parameter_gets_a_gradient_under_autocast_too(name, offsets_of):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, _ = stack(x, timestamps=times)
     assert out.dtype == torch.float32
-    assert (out - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
+    assert (out - expected).abs().max() <= 8 * torch.finfo(
+        torch.bfloat16
+    ).eps * expected.abs().max()
     out.sum().backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in stack.parameters())
 
@@ -210,7 +277,10 @@ def test_every_parameter_gets_a_gradient_under_autocast_too(name, offsets_of):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, offsets_of):
     layer = jm.HSTULayer(WIDTH, HEADS, BIASED["both"]).to(dtype)
-    assert layer.position_bias.dtype == layer.time_bias.dtype == dtype and layer.time_boundaries.dtype == torch.int64
+    assert (
+        layer.position_bias.dtype == layer.time_bias.dtype == dtype
+        and layer.time_boundaries.dtype == torch.int64
+    )
     out, _ = layer((torch.randn(5, WIDTH, dtype=dtype), offsets_of([2, 3])), timestamps=times_of(5))
     out.sum().backward()
     assert out.dtype == layer.time_bias.grad.dtype == dtype
@@ -219,25 +289,41 @@ def test_other_dtypes(dtype, offsets_of):
 def test_shapes_on_the_meta_device_and_without_rows(offsets_of):
     config = BIASED["groups"]
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config, device="meta")
-    x, times = (torch.empty(11, WIDTH, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")), times_of(11).to("meta")
+    x, times = (
+        (torch.empty(11, WIDTH, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")),
+        times_of(11).to("meta"),
+    )
     assert stack(x, timestamps=times)[0].shape == (11, WIDTH)
     assert stack.score(x, stack.cache(x, times), timestamps=times)[0].shape == (11, WIDTH)
     stack, none = jm.HSTUStack(WIDTH, HEADS, 2, config), torch.zeros(0, dtype=torch.int64)
     for lengths in ([], [0, 0]):
         x = torch.randn(0, WIDTH), offsets_of(lengths)
-        assert stack(x, timestamps=none)[0].shape == stack.score(x, stack.cache(x, none), timestamps=none)[0].shape == (0, WIDTH)
+        assert (
+            stack(x, timestamps=none)[0].shape
+            == stack.score(x, stack.cache(x, none), timestamps=none)[0].shape
+            == (0, WIDTH)
+        )
 
 
 def test_timestamps_of_a_keyed_jagged_tensor(offsets_of):
     """Another feature's values, or int64 weights."""
     torchrec = pytest.importorskip("torchrec")
-    layer, times, values, offsets = jm.HSTULayer(WIDTH, HEADS, BIASED["both"]), times_of(5), torch.randn(5, WIDTH), offsets_of([2, 3])
+    layer, times, values, offsets = (
+        jm.HSTULayer(WIDTH, HEADS, BIASED["both"]),
+        times_of(5),
+        torch.randn(5, WIDTH),
+        offsets_of([2, 3]),
+    )
     features = torchrec.KeyedJaggedTensor(["time"], times, offsets=offsets, weights=times)
-    out = layer(torchrec.JaggedTensor(values, offsets=offsets), timestamps=features["time"].weights())
-    assert torch.equal(out.values(), layer((values, offsets), timestamps=features["time"].values())[0])
+    out = layer(
+        torchrec.JaggedTensor(values, offsets=offsets), timestamps=features["time"].weights()
+    )
+    assert torch.equal(
+        out.values(), layer((values, offsets), timestamps=features["time"].values())[0]
+    )
 
 
-# -- graph tools --------------------------------------------------------------------------------------------------------------------
+# -- graph tools -----------------------------------------------------------------------------------
 
 SIZES = [(5, 41, 11), (6, 83, 23), (13, 140, 15)]  # segments, rows, targets
 
@@ -247,11 +333,17 @@ def test_compiles_once():
     graph, counter = compiled(stack, floats_as_inputs=True)
     compilations = []
     for segments, rows, _ in SIZES:
-        offsets, times, values = random_offsets(segments, rows), times_of(rows), torch.randn(rows, WIDTH)
+        offsets, times, values = (
+            random_offsets(segments, rows),
+            times_of(rows),
+            torch.randn(rows, WIDTH),
+        )
         results = []
         for call in (stack, graph):
             out, _ = call((values, offsets), timestamps=times)
-            results.append([out, *torch.autograd.grad(out.square().sum(), list(stack.parameters()))])
+            results.append(
+                [out, *torch.autograd.grad(out.square().sum(), list(stack.parameters()))]
+            )
         torch.testing.assert_close(*results)
         compilations.append(counter.frame_count)
     assert len(set(compilations)) == 1
@@ -262,35 +354,89 @@ def test_scoring_compiles_once():
     graph, counter = compiled(stack.score, floats_as_inputs=True)
     compilations = []
     for segments, rows, count in SIZES:
-        cache = stack.cache((torch.randn(rows, WIDTH), random_offsets(segments, rows)), times_of(rows))
-        targets, times = (torch.randn(count, WIDTH), random_offsets(segments, count)), times_of(count)
+        cache = stack.cache(
+            (torch.randn(rows, WIDTH), random_offsets(segments, rows)), times_of(rows)
+        )
+        targets, times = (
+            (torch.randn(count, WIDTH), random_offsets(segments, count)),
+            times_of(count),
+        )
         expected = stack.score(targets, cache, timestamps=times)[0]
         torch.testing.assert_close(graph(targets, cache, timestamps=times)[0], expected)
         compilations.append(counter.frame_count)
     assert len(set(compilations)) == 1
 
 
-# -- bad input ----------------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 X, TIMES = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), torch.arange(5)
 BAD_FORWARDS = [
     (TIME, {}, ValueError, "^timestamps must be given with config.relative_time, got None"),
-    (TIME, dict(query_timestamps=TIMES), ValueError, "^timestamps must be given with config.relative_time, got None"),
-    (POSITION, dict(timestamps=TIMES), ValueError, "^timestamps must be None without config.relative_time, got a Tensor"),
-    (POSITION, dict(query_timestamps=TIMES), ValueError, "^query_timestamps must be None without config.relative_time, got a Tensor"),
-    (TIME, dict(timestamps=TIMES.float()), TypeError, "^timestamps must be int64, got torch.float32"),
+    (
+        TIME,
+        dict(query_timestamps=TIMES),
+        ValueError,
+        "^timestamps must be given with config.relative_time, got None",
+    ),
+    (
+        POSITION,
+        dict(timestamps=TIMES),
+        ValueError,
+        "^timestamps must be None without config.relative_time, got a Tensor",
+    ),
+    (
+        POSITION,
+        dict(query_timestamps=TIMES),
+        ValueError,
+        "^query_timestamps must be None without config.relative_time, got a Tensor",
+    ),
+    (
+        TIME,
+        dict(timestamps=TIMES.float()),
+        TypeError,
+        "^timestamps must be int64, got torch.float32",
+    ),
     (TIME, dict(timestamps=TIMES.int()), ValueError, "^timestamps must be int64, got torch.int32"),
     (TIME, dict(timestamps=[1, 2]), TypeError, "^timestamps must be a torch.Tensor, got list"),
-    (TIME, dict(timestamps=TIMES[None]), ValueError, r"^timestamps must be 1-D, got shape \[1, 5\]"),
-    (TIME, dict(timestamps=TIMES[:4]), ValueError, "^timestamps must have one element for each row of x, 5, got 4"),
-    (TIME, dict(timestamps=TIMES.to("meta")), ValueError, "^timestamps must be on the device of x's values, cpu, got meta"),
-    (TIME, dict(timestamps=TIMES, query_timestamps=TIMES[:4]), ValueError, "^query_timestamps must have one element for each row of x"),
-    (dict(relative_position=2), {}, ValueError, "^x has a segment of 3 rows, more than config.relative_position, 2$"),
+    (
+        TIME,
+        dict(timestamps=TIMES[None]),
+        ValueError,
+        r"^timestamps must be 1-D, got shape \[1, 5\]",
+    ),
+    (
+        TIME,
+        dict(timestamps=TIMES[:4]),
+        ValueError,
+        "^timestamps must have one element for each row of x, 5, got 4",
+    ),
+    (
+        TIME,
+        dict(timestamps=TIMES.to("meta")),
+        ValueError,
+        "^timestamps must be on the device of x's values, cpu, got meta",
+    ),
+    (
+        TIME,
+        dict(timestamps=TIMES, query_timestamps=TIMES[:4]),
+        ValueError,
+        "^query_timestamps must have one element for each row of x",
+    ),
+    (
+        dict(relative_position=2),
+        {},
+        ValueError,
+        "^x has a segment of 3 rows, more than config.relative_position, 2$",
+    ),
 ]
 
 
 @pytest.mark.parametrize("kind", [jm.HSTULayer, jm.HSTUStack])
-@pytest.mark.parametrize("fields, options, error, message", BAD_FORWARDS, ids=[message[1:60] for *_, message in BAD_FORWARDS])
+@pytest.mark.parametrize(
+    "fields, options, error, message",
+    BAD_FORWARDS,
+    ids=[message[1:60] for *_, message in BAD_FORWARDS],
+)
 def test_bad_forward(kind, fields, options, error, message):
     module = kind(WIDTH, HEADS, *([2] if kind is jm.HSTUStack else []), config_of(**fields))
     with pytest.raises(error, match=message):
@@ -306,23 +452,42 @@ def test_bad_config(name):
 
 
 def test_bad_caches():
-    gap = jm.HSTUStack(WIDTH, HEADS, 1, config_of(relative_position=5, global_prefix=1, recent_history=2))
-    stack, timeless = (jm.HSTUStack(WIDTH, HEADS, 2, config_of(relative_position=5, **fields)) for fields in (TIME, {}))
+    gap = jm.HSTUStack(
+        WIDTH, HEADS, 1, config_of(relative_position=5, global_prefix=1, recent_history=2)
+    )
+    stack, timeless = (
+        jm.HSTUStack(WIDTH, HEADS, 2, config_of(relative_position=5, **fields))
+        for fields in (TIME, {})
+    )
     cache, one = stack.cache(X, TIMES), (X[0][:2], torch.tensor([0, 1, 2]))
     for call, message in {
         lambda: stack.cache(X): "^timestamps must be given with config.relative_time",
-        lambda: stack.cache(X, TIMES[:3]): "^timestamps must have one element for each row of history, 5, got 3",
+        lambda: stack.cache(
+            X, TIMES[:3]
+        ): "^timestamps must have one element for each row of history, 5, got 3",
         lambda: stack.score(one, cache): "^timestamps must be given with config.relative_time",
-        lambda: stack.score(one, cache, timestamps=TIMES): "^timestamps must have one element for each row of targets, 2, got 5",
-        lambda: stack.score(one, jm.HistoryCache(cache.layers), timestamps=TIMES[:2]): "^cache's timestamps must be given",
+        lambda: stack.score(
+            one, cache, timestamps=TIMES
+        ): "^timestamps must have one element for each row of targets, 2, got 5",
+        lambda: stack.score(
+            one, jm.HistoryCache(cache.layers), timestamps=TIMES[:2]
+        ): "^cache's timestamps must be given",
         lambda: stack.score(
             X, cache, timestamps=TIMES
         ): "^targets and cache have a segment of 6 rows, more than config.relative_position, 5$",
-        lambda: stack.layers[0](one, cache=cache.layers[0], timestamps=TIMES[:2]): "^cache_timestamps must be given",
-        lambda: stack.layers[0](one, timestamps=TIMES[:2], cache_timestamps=TIMES): "^cache_timestamps must be None without cache",
-        lambda: timeless.score(one, timeless.cache(X), timestamps=TIMES[:2]): "^timestamps must be None without config.relative_time",
+        lambda: stack.layers[0](
+            one, cache=cache.layers[0], timestamps=TIMES[:2]
+        ): "^cache_timestamps must be given",
+        lambda: stack.layers[0](
+            one, timestamps=TIMES[:2], cache_timestamps=TIMES
+        ): "^cache_timestamps must be None without cache",
+        lambda: timeless.score(
+            one, timeless.cache(X), timestamps=TIMES[:2]
+        ): "^timestamps must be None without config.relative_time",
         lambda: gap.cache(X): "^config.global_prefix must be 0 to cache with relative_position",
-        lambda: timeless.cache((torch.zeros(6, WIDTH), torch.tensor([0, 6]))): "^history has a segment of 6 rows, more than",
+        lambda: timeless.cache(
+            (torch.zeros(6, WIDTH), torch.tensor([0, 6]))
+        ): "^history has a segment of 6 rows, more than",
     }.items():
         with pytest.raises(ValueError, match=message):
             call()

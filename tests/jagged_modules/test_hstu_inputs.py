@@ -12,7 +12,7 @@ import jagged_modules as jm
 from .graph_cases import compiled, random_offsets
 from .hstu_cases import CONFIGS, HEADS, WIDTH, config_of
 
-# -- graph tools ---------------------------------------------------------------------------------------------------------------
+# -- graph tools -----------------------------------------------------------------------------------
 
 SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 140, 15)]  # segments, rows, targets
 
@@ -23,7 +23,9 @@ def test_compiles_once(kind, config):
     wrap = {
         "pair": lambda values, offsets: (values, offsets),
         "Jagged": lambda values, offsets: jm.Jagged(values, offsets, max_seqlen=100),
-        "JaggedTensor": lambda values, offsets: pytest.importorskip("torchrec").JaggedTensor(values, offsets=offsets),
+        "JaggedTensor": lambda values, offsets: pytest.importorskip("torchrec").JaggedTensor(
+            values, offsets=offsets
+        ),
     }[kind]
     if kind == "Jagged":
         config = dataclasses.replace(config, scaling_seqlen=None)
@@ -32,18 +34,25 @@ def test_compiles_once(kind, config):
     compilations = []
     for segments, rows, _ in SIZES:
         offsets = random_offsets(segments, rows)
-        num_targets, values = torch.minimum(offsets.diff(), torch.randint(3, (segments,))), torch.randn(rows, WIDTH)
+        num_targets, values = (
+            torch.minimum(offsets.diff(), torch.randint(3, (segments,))),
+            torch.randn(rows, WIDTH),
+        )
         results = []
         for call in (stack, graph):
             leaf = values.clone().requires_grad_()
             out = jm.Jagged.wrap(call(wrap(leaf, offsets), num_targets)).values
-            results.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *stack.parameters()])])
+            results.append(
+                [out, *torch.autograd.grad(out.square().sum(), [leaf, *stack.parameters()])]
+            )
         torch.testing.assert_close(*results)
         compilations.append(counter.frame_count)
     assert set(compilations) == {1}
 
 
-@slow_after(1, "config", [CONFIGS["plain"], CONFIGS["context-short"]], ids=["plain", "context-short"])
+@slow_after(
+    1, "config", [CONFIGS["plain"], CONFIGS["context-short"]], ids=["plain", "context-short"]
+)
 def test_scoring_compiles_once(config):
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
     graph, counter = compiled(stack.score)
@@ -74,20 +83,30 @@ def test_traced_by_torchrec_as_a_leaf(leaf, offsets_of):
     assert torch.equal(traced(*arguments), model(*arguments))
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 BAD_STACKS = [
-    (dict(embedding_dim=10, num_heads=4), ValueError, "embedding_dim must be a multiple of num_heads, got 10 and 4"),
+    (
+        dict(embedding_dim=10, num_heads=4),
+        ValueError,
+        "embedding_dim must be a multiple of num_heads, got 10 and 4",
+    ),
     (dict(embedding_dim="8"), TypeError, "embedding_dim must be an int, got str"),
     (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
     (dict(num_layers=0), ValueError, "num_layers must be at least 1, got 0"),
-    (dict(embedding_dim=1024), ValueError, "embedding_dim / num_heads must be at most 256, got 512"),
+    (
+        dict(embedding_dim=1024),
+        ValueError,
+        "embedding_dim / num_heads must be at most 256, got 512",
+    ),
     (dict(config=jm.HSTUConfig(head_dim=257)), ValueError, "head_dim must be at most 256, got 257"),
     (dict(config=dict(head_dim=4)), TypeError, "config must be an HSTUConfig, got dict"),
 ]
 
 
-@pytest.mark.parametrize("change, error, message", BAD_STACKS, ids=[message[:40] for _, _, message in BAD_STACKS])
+@pytest.mark.parametrize(
+    "change, error, message", BAD_STACKS, ids=[message[:40] for _, _, message in BAD_STACKS]
+)
 def test_bad_constructor(change, error, message):
     with pytest.raises(error, match=message):
         jm.HSTUStack(**(dict(embedding_dim=WIDTH, num_heads=HEADS, num_layers=2) | change))
@@ -105,7 +124,9 @@ BAD_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("fields, error, message", BAD_CONFIGS, ids=[message[:40] for _, _, message in BAD_CONFIGS])
+@pytest.mark.parametrize(
+    "fields, error, message", BAD_CONFIGS, ids=[message[:40] for _, _, message in BAD_CONFIGS]
+)
 def test_bad_config(fields, error, message):
     with pytest.raises(error, match=message):
         jm.HSTUConfig(**fields)
@@ -114,15 +135,33 @@ def test_bad_config(fields, error, message):
 X = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
 BAD_FORWARDS = [
     (dict(x=torch.randn(5, WIDTH)), TypeError, "x must be a JaggedTensor.*got Tensor"),
-    (dict(x=(X[0].half(), X[1])), ValueError, "x's values must have the layer's dtype, torch.float32, got torch.float16"),
-    (dict(x=(torch.randn(5, 9), X[1])), ValueError, r"x's values must have shape \[L, 8\], got \[5, 9\]"),
-    (dict(num_targets=torch.tensor([1])), ValueError, r"num_targets must have shape \[B\] = \[2\], got \[1\]"),
-    (dict(num_targets=torch.tensor([1, 4])), ValueError, "num_targets must be at most the segment's length, got 4 of 3 at segment 1"),
+    (
+        dict(x=(X[0].half(), X[1])),
+        ValueError,
+        "x's values must have the layer's dtype, torch.float32, got torch.float16",
+    ),
+    (
+        dict(x=(torch.randn(5, 9), X[1])),
+        ValueError,
+        r"x's values must have shape \[L, 8\], got \[5, 9\]",
+    ),
+    (
+        dict(num_targets=torch.tensor([1])),
+        ValueError,
+        r"num_targets must have shape \[B\] = \[2\], got \[1\]",
+    ),
+    (
+        dict(num_targets=torch.tensor([1, 4])),
+        ValueError,
+        "num_targets must be at most the segment's length, got 4 of 3 at segment 1",
+    ),
     (dict(num_targets=[1, 1]), TypeError, "num_targets must be a torch.Tensor, got list"),
 ]
 
 
-@pytest.mark.parametrize("change, error, message", BAD_FORWARDS, ids=[message[:40] for _, _, message in BAD_FORWARDS])
+@pytest.mark.parametrize(
+    "change, error, message", BAD_FORWARDS, ids=[message[:40] for _, _, message in BAD_FORWARDS]
+)
 def test_bad_forward(change, error, message):
     with pytest.raises(error, match=message):
         jm.HSTUStack(WIDTH, HEADS, 2, config_of())(**(dict(x=X) | change))
@@ -131,14 +170,19 @@ def test_bad_forward(change, error, message):
 def test_an_unknown_scaling_length():
     stack = jm.HSTUStack(WIDTH, HEADS, 2)
     for call in (stack, stack.cache):
-        with pytest.raises(ValueError, match="scaling_seqlen must be given if the container has no max_seqlen, got None"):
+        with pytest.raises(
+            ValueError,
+            match="scaling_seqlen must be given if the container has no max_seqlen, got None",
+        ):
             call(X)
 
 
 def test_bad_cache():
     stack, shorter = (jm.HSTUStack(WIDTH, HEADS, layers, config_of()) for layers in (2, 1))
     for options in (dict(return_cache=True), dict(cache=stack.cache(X))):
-        with pytest.raises(ValueError, match="num_targets must be None with cache or return_cache, got Tensor"):
+        with pytest.raises(
+            ValueError, match="num_targets must be None with cache or return_cache, got Tensor"
+        ):
             stack(X, torch.tensor([1, 1]), **options)
     assert isinstance(stack.cache(X), jm.HistoryCache)
     with pytest.raises(TypeError, match="cache must be a HistoryCache, got list"):

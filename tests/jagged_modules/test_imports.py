@@ -30,26 +30,40 @@ mlp = jm.JaggedMLP([8, 3])
 mlp(history).values.sum().backward()
 F.jagged_softmax(F.jagged_to_padded(history.values, history.offsets, 3).flatten(1), torch.tensor([0, 2]))
 assert all(p.grad is not None for module in (layer, compress, blocks, mlp) for p in module.parameters())
-"""
+"""  # noqa: E501
 
 
 def modules() -> dict[str, Path]:
     files = [(ROOT, file) for file in (ROOT / "jagged_modules").rglob("*.py")]
-    files += [(ROOT / "kernels", file) for file in (ROOT / "kernels" / "jagged_kernels").rglob("*.py")]
-    return {".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): file for folder, file in files}
+    files += [
+        (ROOT / "kernels", file) for file in (ROOT / "kernels" / "jagged_kernels").rglob("*.py")
+    ]
+    return {
+        ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): file
+        for folder, file in files
+    }
 
 
 def imports(name: str, file: Path, known: dict[str, Path]) -> set[str]:
-    """The known modules that a module imports, those within functions included, those for type checkers not."""
+    """The known modules that a module imports, those within functions included, those for type
+    checkers not."""
     tree, found = ast.parse(file.read_text()), set()
-    for block in [x for x in ast.walk(tree) if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]:
+    for block in [
+        x
+        for x in ast.walk(tree)
+        if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"
+    ]:
         block.body.clear()
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module
+            base = (
+                importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else node.module
+            )
             for alias in node.names:
                 submodule = f"{base}.{alias.name}"
                 found.add(submodule if submodule in known else base)
@@ -59,10 +73,15 @@ def imports(name: str, file: Path, known: dict[str, Path]) -> set[str]:
 def test_no_import_cycles():
     known = modules()
     graph = {name: imports(name, file, known) for name, file in known.items()}
-    assert "jagged_kernels.attention.op" in graph["jagged_modules.functional.attention"], "imports within functions count"
-    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules of a cycle
+    assert "jagged_kernels.attention.op" in graph["jagged_modules.functional.attention"], (
+        "imports within functions count"
+    )
+    # CycleError names the modules of a cycle
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_training_with_torch_alone():
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "/usr/bin:/bin"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", TRAIN_WITHOUT_EXTRAS], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TRAIN_WITHOUT_EXTRAS], check=True, env=environment
+    )

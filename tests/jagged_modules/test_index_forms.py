@@ -1,5 +1,6 @@
-"""Every tensor of indices in every form (`forms.py`) gives the plain form's results and gradients: (function or layer) × argument × form,
-and under torch.compile and CUDA graphs all arguments in different forms at once."""
+"""Every tensor of indices in every form (`forms.py`) gives the plain form's results and gradients:
+(function or layer) × argument × form, and under torch.compile and CUDA graphs all arguments in
+different forms at once."""
 
 import itertools
 
@@ -34,7 +35,10 @@ def cell(name: str, option: str) -> str:
 
 EXPECTED_CELLS = [
     *(cell(name, f"forms of {argument}") for name, argument in OF_FUNCTIONS + OF_LAYERS),
-    *(cell(name, mode) for name, mode in itertools.product(FUNCTIONS, ("eager", "compile", "graph", "defaults"))),
+    *(
+        cell(name, mode)
+        for name, mode in itertools.product(FUNCTIONS, ("eager", "compile", "graph", "defaults"))
+    ),
     *(cell(name, mode) for name, mode in itertools.product(LAYERS, ("eager", "defaults"))),
     *(cell(name, "compile") for name in IN_ONE_GRAPH),
     *(cell(name, "graph") for name in IN_CUDA_GRAPHS),
@@ -61,7 +65,9 @@ def in_modes(names, compiled, in_graphs):
         yield pytest.param(name, "eager", "cpu")
         yield pytest.param(name, "eager", "cuda", marks=GPU)
         if name in compiled:
-            yield pytest.param(name, "compile", "cpu", marks=SLOW if "-" in name or name in SLOW_LAYERS else ())
+            yield pytest.param(
+                name, "compile", "cpu", marks=SLOW if "-" in name or name in SLOW_LAYERS else ()
+            )
             yield pytest.param(name, "compile", "cuda", marks=GPU)
         if name in in_graphs:
             yield pytest.param(name, "graph", "cuda", marks=GPU)

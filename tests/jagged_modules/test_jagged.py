@@ -1,4 +1,5 @@
-"""Jagged: every container in and out, schedules built once and shared, also out of a DataLoader worker."""
+"""Jagged: every container in and out, schedules built once and shared, also out of a DataLoader
+worker."""
 
 import pickle
 import re
@@ -27,7 +28,7 @@ def offsets(offsets_of):
     return offsets_of(LENGTHS)
 
 
-# -- containers ----------------------------------------------------------------------------------------------------------------
+# -- containers ------------------------------------------------------------------------------------
 
 
 def test_a_jagged_is_returned_as_it_is(values, offsets):
@@ -39,7 +40,9 @@ def test_a_jagged_is_returned_as_it_is(values, offsets):
 def test_another_max_seqlen_of_a_jagged_is_checked(values, offsets):
     jagged = jm.Jagged(values, offsets, max_seqlen=7)
     assert jm.Jagged.wrap(jagged, max_seqlen=3).max_seqlen == 3 and jagged.max_seqlen == 7
-    with pytest.raises(ValueError, match="offsets must have segments of at most max_seqlen = 2 rows, got 3"):
+    with pytest.raises(
+        ValueError, match="offsets must have segments of at most max_seqlen = 2 rows, got 3"
+    ):
         jm.Jagged.wrap(jagged, max_seqlen=2)
 
 
@@ -54,7 +57,10 @@ def test_what_torch_does_not_count_as_written_makes_another_segmentation():
     offsets = torch.from_numpy(buffer)
     before = jm.Jagged(rows, offsets)
     key = before.segmentation_id
-    assert jm.Jagged(rows, offsets).segmentation_id == key and before.host_lengths.tolist() == [2, 2]
+    assert jm.Jagged(rows, offsets).segmentation_id == key and before.host_lengths.tolist() == [
+        2,
+        2,
+    ]
     buffer[1] = 3
     after = jm.Jagged(rows, offsets)
     assert after.segmentation_id == before.segmentation_id != key
@@ -124,19 +130,31 @@ def test_nested(values, offsets):
 
 
 def test_nested_keeps_its_lengths(values, offsets):
-    """to_padded_tensor pads to max_seqlen. Without one it pads to the number of all rows, or waits for the device."""
+    """to_padded_tensor pads to max_seqlen. Without one it pads to the number of all rows, or waits
+    for the device."""
     nested = torch.nested.nested_tensor(list(values.split(LENGTHS)), layout=torch.jagged)
     assert jm.Jagged.wrap(nested).max_seqlen == max(LENGTHS)
     assert jm.Jagged.wrap(nested, max_seqlen=7).max_seqlen == 7
-    for layer in (jm.HSTULayer(8, 2), jm.HSTUStack(8, 2, 2), jm.GDPABlock(8, 2)):  # the first two divide by max_seqlen
+    # the first two divide by max_seqlen
+    for layer in (jm.HSTULayer(8, 2), jm.HSTUStack(8, 2, 2), jm.GDPABlock(8, 2)):
         out = layer(nested)
         assert torch.equal(out.values(), layer(jm.Jagged(values, offsets, max(LENGTHS))).values)
-        assert out.to_padded_tensor(0.0).shape == (nested * 2).to_padded_tensor(0.0).shape == (len(LENGTHS), max(LENGTHS), 8)
+        assert (
+            out.to_padded_tensor(0.0).shape
+            == (nested * 2).to_padded_tensor(0.0).shape
+            == (len(LENGTHS), max(LENGTHS), 8)
+        )
         assert (out._maybe_min_seqlen, out._maybe_max_seqlen) == (min(LENGTHS), max(LENGTHS))
     without = torch.nested.nested_tensor_from_jagged(values, offsets)
-    assert jm.Jagged.wrap(without).max_seqlen is None and jm.JaggedMLP([8, 4])(without)._maybe_max_seqlen is None
+    assert (
+        jm.Jagged.wrap(without).max_seqlen is None
+        and jm.JaggedMLP([8, 4])(without)._maybe_max_seqlen is None
+    )
     wrong = torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=2)
-    with pytest.raises(ValueError, match=f"^x's offsets must have segments of at most max_seqlen = 2 rows, got {max(LENGTHS)}"):
+    with pytest.raises(
+        ValueError,
+        match=f"^x's offsets must have segments of at most max_seqlen = 2 rows, got {max(LENGTHS)}",
+    ):
         jm.GDPABlock(8, 2)(wrong)
 
 
@@ -157,7 +175,10 @@ def test_weights_that_layers_would_ignore(kind, values, offsets):
     torchrec = pytest.importorskip("torchrec")
     keys = [["a", "b"]] if kind == "KeyedJaggedTensor" else []
     x = getattr(torchrec, kind)(*keys, values, weights=torch.rand(6), lengths=offsets.diff())
-    message = r"^x must have no floating-point weights, which would not be applied, got weights \[6\]; multiply the values by them"
+    message = (
+        r"^x must have no floating-point weights, which would not be applied, got weights \[6\];"
+        r" multiply the values by them"
+    )
     with pytest.raises(ValueError, match=message):
         jm.JaggedMLP([8, 4])(x)
     with pytest.raises(ValueError, match="^targets must have no floating-point weights"):
@@ -165,7 +186,9 @@ def test_weights_that_layers_would_ignore(kind, values, offsets):
 
 
 def keyed(keys, values, offsets, **options):
-    return pytest.importorskip("torchrec").KeyedJaggedTensor(keys, values, lengths=offsets.diff().int(), **options)
+    return pytest.importorskip("torchrec").KeyedJaggedTensor(
+        keys, values, lengths=offsets.diff().int(), **options
+    )
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -174,9 +197,13 @@ def test_keys_in_another_order(block, values, offsets):
     layer = jm.GDPABlock(8, 2) if block else jm.JaggedTargetAttention(8, 2)
     name, other = ("x", "context") if block else ("targets", "history")
     x, same = keyed(["a", "b"], values, offsets), keyed(["a", "b"], values, offsets)
-    assert torch.equal(layer(x, same).values(), layer(x, keyed(["c", "d"], values, offsets)).values())
+    assert torch.equal(
+        layer(x, same).values(), layer(x, keyed(["c", "d"], values, offsets)).values()
+    )
     for keys in (["b", "a"], ["a"]):
-        message = f"{other} must have as many keys as {name}, in the same order, ['a', 'b'], got {keys}"
+        message = (
+            f"{other} must have as many keys as {name}, in the same order, ['a', 'b'], got {keys}"
+        )
         with pytest.raises(ValueError, match=re.escape(message)):
             layer(x, keyed(keys, values, offsets))
 
@@ -187,7 +214,11 @@ def test_keyed_jagged_tensor(values, offsets):
     jagged = jm.Jagged.wrap(x)
     assert jagged.num_segments == 4, "each feature and sample is a segment"
     out = jagged.unwrap(values * 2)
-    assert isinstance(out, torchrec.KeyedJaggedTensor) and out.keys() == ["a", "b"] and out.stride() == 2
+    assert (
+        isinstance(out, torchrec.KeyedJaggedTensor)
+        and out.keys() == ["a", "b"]
+        and out.stride() == 2
+    )
     assert torch.equal(out["b"].values(), values[2:] * 2)
     x.offset_per_key()  # what the host knows by now, the result knows too
     out = jagged.unwrap(values * 2)
@@ -196,7 +227,9 @@ def test_keyed_jagged_tensor(values, offsets):
 
 def test_keyed_jagged_tensor_with_a_batch_size_per_key(values, offsets):
     torchrec = pytest.importorskip("torchrec")
-    x = torchrec.KeyedJaggedTensor(["a", "b"], values, lengths=offsets.diff().int(), stride_per_key_per_rank=[[3], [1]])
+    x = torchrec.KeyedJaggedTensor(
+        ["a", "b"], values, lengths=offsets.diff().int(), stride_per_key_per_rank=[[3], [1]]
+    )
     out = jm.Jagged.wrap(x).unwrap(values * 2)
     assert out.stride_per_key() == [3, 1] and torch.equal(out["b"].values(), values[5:] * 2)
 
@@ -204,7 +237,9 @@ def test_keyed_jagged_tensor_with_a_batch_size_per_key(values, offsets):
 def test_a_rebuilt_keyed_jagged_tensor_keeps_its_inverse_indices(values, offsets):
     torchrec = pytest.importorskip("torchrec")
     inverse = ["a", "b"], torch.tensor([[0, 1, 0], [1, 1, 0]])
-    x = torchrec.KeyedJaggedTensor(["a", "b"], values, lengths=offsets.diff().int(), inverse_indices=inverse)
+    x = torchrec.KeyedJaggedTensor(
+        ["a", "b"], values, lengths=offsets.diff().int(), inverse_indices=inverse
+    )
     keys, indices = jm.Jagged.wrap(x).unwrap(values * 2).inverse_indices()
     assert keys == ["a", "b"] and torch.equal(indices, inverse[1])
 
@@ -218,9 +253,15 @@ def test_no_rows_and_no_segments():
 def test_copies_share_the_segmentation(values, offsets):
     jagged = jm.Jagged(values, offsets)
     segmentation_id = jagged.segmentation_id
-    for copy in (jagged.with_values(values.double()), jagged.to("meta"), pickle.loads(pickle.dumps(jagged))):
+    for copy in (
+        jagged.with_values(values.double()),
+        jagged.to("meta"),
+        pickle.loads(pickle.dumps(jagged)),
+    ):
         assert copy.segmentation_id == segmentation_id
-        assert copy.host_lengths.tolist() == LENGTHS, "known on the host though the copy may be on a device"
+        assert copy.host_lengths.tolist() == LENGTHS, (
+            "known on the host though the copy may be on a device"
+        )
     assert jm.Jagged(values, offsets.clone()).segmentation_id != segmentation_id
 
 
@@ -228,15 +269,18 @@ def test_a_container_whose_lengths_nobody_asked_for_takes_them_along(values, off
     assert jm.Jagged(values, offsets).to("meta").host_lengths.tolist() == LENGTHS
 
 
-# -- schedules -----------------------------------------------------------------------------------------------------------------
+# -- schedules -------------------------------------------------------------------------------------
 
 
 class ThreeLayers(torch.nn.Module):
-    """On the meta device, everything runs except the kernels' arithmetic, including the schedules."""
+    """On the meta device, everything runs except the kernels' arithmetic, including the
+    schedules."""
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(jm.JaggedTargetAttention(8, 2, device="meta") for _ in range(3))
+        self.layers = torch.nn.ModuleList(
+            jm.JaggedTargetAttention(8, 2, device="meta") for _ in range(3)
+        )
 
     def forward(self, targets, history, candidates=None):
         for layer in self.layers:
@@ -246,13 +290,20 @@ class ThreeLayers(torch.nn.Module):
 
 def step(targets, history, candidates=None):
     out = ThreeLayers()(targets, history, candidates)
-    (out if isinstance(out, torch.Tensor) and not out.is_nested else jm.Jagged.wrap(out).values).sum().backward()
+    (
+        out if isinstance(out, torch.Tensor) and not out.is_nested else jm.Jagged.wrap(out).values
+    ).sum().backward()
 
 
 def test_jagged_layers_share_one_schedule(builds, values, offsets, offsets_of):
-    history, targets = jm.Jagged(values, offsets).to("meta"), jm.Jagged(torch.randn(6, 8), offsets_of([1, 2, 0, 3])).to("meta")
+    history, targets = (
+        jm.Jagged(values, offsets).to("meta"),
+        jm.Jagged(torch.randn(6, 8), offsets_of([1, 2, 0, 3])).to("meta"),
+    )
     step(targets, history)
-    assert builds == ["host_schedule"], "from the lengths that the host knew before the Jagged moved"
+    assert builds == ["host_schedule"], (
+        "from the lengths that the host knew before the Jagged moved"
+    )
     step(targets, history.with_values(history.values))
     step(targets.with_values(targets.values), history)
     assert len(builds) == 1
@@ -261,13 +312,22 @@ def test_jagged_layers_share_one_schedule(builds, values, offsets, offsets_of):
 
 
 def test_the_device_makes_the_schedule_of_a_forward_alone(builds, values, offsets):
-    """Without gradients, unless it was prepared. A backward that meets it later makes its own list."""
-    history, index = jm.Jagged(values, offsets).to("meta"), jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])).to("meta")
+    """Without gradients, unless it was prepared. A backward that meets it later makes its own
+    list."""
+    history, index = (
+        jm.Jagged(values, offsets).to("meta"),
+        jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])).to("meta"),
+    )
     with torch.no_grad():
-        layer, targets = jm.JaggedTargetAttention(8, 2, device="meta"), torch.empty(4, 1, 8, device="meta")
+        layer, targets = (
+            jm.JaggedTargetAttention(8, 2, device="meta"),
+            torch.empty(4, 1, 8, device="meta"),
+        )
         for queries in (index, None):
             layer(targets if queries else history, history, *([queries] if queries else []))
-        assert builds == ["device_schedule"] * 2 and all(x.backward is None for x in builds.schedules)
+        assert builds == ["device_schedule"] * 2 and all(
+            x.backward is None for x in builds.schedules
+        )
     step(history, history)
     assert len(builds) == 2, "it has the forward's"
     with torch.no_grad():
@@ -283,7 +343,9 @@ def test_layers_share_one_schedule_of_other_containers(kind, builds, values, off
     wrap = {
         "pair": lambda: (values, offsets),
         "JaggedTensor": lambda: torchrec.JaggedTensor(values, lengths=offsets.diff()),
-        "KeyedJaggedTensor": lambda: torchrec.KeyedJaggedTensor(["a"], values, lengths=offsets.diff(), stride=4),
+        "KeyedJaggedTensor": lambda: torchrec.KeyedJaggedTensor(
+            ["a"], values, lengths=offsets.diff(), stride=4
+        ),
     }[kind]
     x = wrap()
     step(x, x)
@@ -300,7 +362,10 @@ def test_nested_tensors_share_the_schedules_of_their_offsets(values, offsets):
 
 
 def test_candidates_share_one_schedule(builds, values, offsets):
-    history, index = jm.Jagged(values, offsets).to("meta"), jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4)
+    history, index = (
+        jm.Jagged(values, offsets).to("meta"),
+        jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4),
+    )
     targets = torch.empty(4, 1, 8, device="meta")
     step(targets, history, index)
     step(targets, history, index.to("meta"))
@@ -310,7 +375,10 @@ def test_candidates_share_one_schedule(builds, values, offsets):
 
 
 def test_each_number_of_rows_per_candidate_has_its_schedule(builds, values, offsets):
-    history, index = jm.Jagged(values, offsets), jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1]))
+    history, index = (
+        jm.Jagged(values, offsets),
+        jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])),
+    )
     for rows in (1, 2, 1):
         history.prepare(**SIZES, queries=index, rows_per_candidate=rows)
     assert builds == ["host_schedule"] * 2
@@ -322,7 +390,9 @@ def test_offsets_that_were_written_to_get_a_new_schedule(builds, values, offsets
     offsets.copy_(offsets_of([6, 0, 0, 0]))
     jm.Jagged(values, offsets).prepare(**SIZES)
     before, after = builds.schedules
-    assert before.tiles[:, 0].unique().tolist() == [0, 2, 3] and after.tiles[:, 0].unique().tolist() == [0]
+    assert before.tiles[:, 0].unique().tolist() == [0, 2, 3] and after.tiles[
+        :, 0
+    ].unique().tolist() == [0]
 
 
 def test_the_schedule_is_that_of_the_lengths(builds, values, offsets, offsets_of):
@@ -336,14 +406,21 @@ def test_the_schedule_is_that_of_the_lengths(builds, values, offsets, offsets_of
     ):
         history.prepare(**sizes, queries=queries, rows_per_candidate=3)
         actual = builds.schedules[-1]
-        expected = schedule_module.host_schedule(torch.tensor(q_lengths), torch.tensor(LENGTHS), **sizes)
+        expected = schedule_module.host_schedule(
+            torch.tensor(q_lengths), torch.tensor(LENGTHS), **sizes
+        )
         for schedule, other in ((actual, expected), (actual.backward, expected.backward)):
-            assert torch.equal(schedule.tiles, other.tiles) and torch.equal(schedule.num_tiles, other.num_tiles)
+            assert torch.equal(schedule.tiles, other.tiles) and torch.equal(
+                schedule.num_tiles, other.num_tiles
+            )
 
 
 def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
     """It keeps those built last. Others are built again."""
-    history, queries = jm.Jagged(values, offsets), [jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])) for _ in range(100)]
+    history, queries = (
+        jm.Jagged(values, offsets),
+        [jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])) for _ in range(100)],
+    )
     for index in queries:
         history.prepare(**SIZES, queries=index)
     builds.clear()
@@ -356,21 +433,41 @@ def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
 
 
 def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):
-    history = jm.Jagged(values, offsets).to("meta").prepare(num_heads=2, head_dim=4).prepare(num_heads=2, head_dim=4, queries=3)
+    history = (
+        jm.Jagged(values, offsets)
+        .to("meta")
+        .prepare(num_heads=2, head_dim=4)
+        .prepare(num_heads=2, head_dim=4, queries=3)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(history, history)
         step(torch.empty(4, 3, 8, device="meta"), history)
-        step(torch.empty(4, 3, 8, device="meta"), jm.Jagged(values, offsets.clone()).to("meta"))  # nothing was prepared
+        # nothing was prepared
+        step(torch.empty(4, 3, 8, device="meta"), jm.Jagged(values, offsets.clone()).to("meta"))
     builds.clear()
-    sizes = "num_heads=2, num_kv_heads=2, head_dim={}, itemsize=4, batch_invariant=False, queries=Jagged, mask=None"
-    needed, prepared = rf"it needs \({sizes.format(8)}\)", rf"prepared are \({sizes.format(4)}; .*queries=3, mask=None\)"
-    with pytest.warns(UserWarning, match=f"no schedule that Jagged.prepare built fits.*{needed}, {prepared}"):
+    sizes = (
+        "num_heads=2, num_kv_heads=2, head_dim={}, itemsize=4, batch_invariant=False,"
+        " queries=Jagged, mask=None"
+    )
+    needed, prepared = (
+        rf"it needs \({sizes.format(8)}\)",
+        rf"prepared are \({sizes.format(4)}; .*queries=3, mask=None\)",
+    )
+    with pytest.warns(
+        UserWarning, match=f"no schedule that Jagged.prepare built fits.*{needed}, {prepared}"
+    ):
         history.schedule(num_heads=2, head_dim=8, dtype=torch.float32)
-    with pytest.warns(UserWarning, match="queries=Jagged, mask=None\\) of other queries, prepared are"):
-        history.schedule(num_heads=2, head_dim=4, dtype=torch.float32, queries=jm.Jagged(values, offsets.clone()))
+    with pytest.warns(
+        UserWarning, match="queries=Jagged, mask=None\\) of other queries, prepared are"
+    ):
+        history.schedule(
+            num_heads=2, head_dim=4, dtype=torch.float32, queries=jm.Jagged(values, offsets.clone())
+        )
     with pytest.warns(UserWarning, match=r"mask=AttentionMask\(causal=True\)\), prepared are"):
-        history.schedule(num_heads=2, head_dim=4, dtype=torch.float32, mask=jm.AttentionMask(causal=True))
+        history.schedule(
+            num_heads=2, head_dim=4, dtype=torch.float32, mask=jm.AttentionMask(causal=True)
+        )
     assert builds == ["host_schedule"] * 3
 
 
@@ -382,7 +479,12 @@ class Batches(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         generator = torch.Generator().manual_seed(i)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 9, (5,), generator=generator).cumsum(0)])
+        offsets = torch.cat(
+            [
+                torch.zeros(1, dtype=torch.int64),
+                torch.randint(0, 9, (5,), generator=generator).cumsum(0),
+            ]
+        )
         history = jm.Jagged(torch.randn(int(offsets[-1]), 8), offsets)
         candidates = jm.CandidateIndex.from_map(torch.randint(0, 5, (7,), generator=generator), 5)
         history.prepare(num_heads=2, head_dim=4, queries=candidates)
@@ -399,83 +501,262 @@ def test_schedules_prepared_in_a_data_loader_are_used(builds):
     assert builds == [], "the worker built them"
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 def test_lengths_that_contradict_the_offsets_are_an_error():
     torchrec = pytest.importorskip("torchrec")
     lengths, offsets = torch.tensor([2, 0, 4]), torch.tensor([0, 2, 3, 6])
     x = torchrec.JaggedTensor(torch.randn(6, 8), lengths=lengths, offsets=offsets)
-    message = r"history's lengths must be the differences of its offsets, \[2, 1, 3\], got \[2, 0, 4\]"
+    message = (
+        r"history's lengths must be the differences of its offsets, \[2, 1, 3\], got \[2, 0, 4\]"
+    )
     with pytest.raises(ValueError, match=message):
         jm.Jagged.wrap(x, name="history")
     with pytest.raises(ValueError, match=message):
-        jm.Jagged.wrap(torchrec.KeyedJaggedTensor(["a"], x.values(), lengths=lengths.int(), offsets=offsets), name="history")
+        jm.Jagged.wrap(
+            torchrec.KeyedJaggedTensor(["a"], x.values(), lengths=lengths.int(), offsets=offsets),
+            name="history",
+        )
 
 
 def bad_calls():
     values, offsets = torch.randn(6, 8), torch.tensor([0, 2, 2, 5, 6])
     nested = torch.nested.nested_tensor_from_jagged(values, offsets)
-    holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=torch.tensor([1, 0, 3, 1]))
-    strided = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.strided)
+    holes = torch.nested.nested_tensor_from_jagged(
+        values, offsets, lengths=torch.tensor([1, 0, 3, 1])
+    )
+    strided = torch.nested.nested_tensor(
+        [torch.randn(2, 8), torch.randn(3, 8)], layout=torch.strided
+    )
     jagged = jm.Jagged(values, offsets)
     on_device = jm.Jagged(values.to("meta"), offsets.to("meta"))
     one_user = jm.CandidateIndex.from_counts(torch.tensor([3]))
     too_many = jm.AttentionMask(num_targets=torch.tensor([9, 0, 0, 0]))
     return [
         (lambda: jm.Jagged([1.0], offsets), TypeError, "values must be a torch.Tensor, got list"),
-        (lambda: jm.Jagged(torch.tensor(1.0), offsets), ValueError, r"values must have shape \[L, ...\], got \[\]"),
+        (
+            lambda: jm.Jagged(torch.tensor(1.0), offsets),
+            ValueError,
+            r"values must have shape \[L, ...\], got \[\]",
+        ),
         (lambda: jm.Jagged(values, [0, 6]), TypeError, "offsets must be a torch.Tensor, got list"),
-        (lambda: jm.Jagged(values, offsets.float()), TypeError, "offsets must be int32 or int64, got torch.float32"),
-        (lambda: jm.Jagged(values, offsets[:0]), ValueError, r"offsets must have shape \[B \+ 1\], got \[0\]"),
-        (lambda: jm.Jagged(values, offsets[None]), ValueError, r"offsets must be 1-D, got shape \[1, 5\]"),
+        (
+            lambda: jm.Jagged(values, offsets.float()),
+            TypeError,
+            "offsets must be int32 or int64, got torch.float32",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets[:0]),
+            ValueError,
+            r"offsets must have shape \[B \+ 1\], got \[0\]",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets[None]),
+            ValueError,
+            r"offsets must be 1-D, got shape \[1, 5\]",
+        ),
         (lambda: jm.Jagged(values, offsets + 1), ValueError, "offsets must start at 0, got 1"),
-        (lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])), ValueError, "offsets must not decrease, got 4 then 3 at segment 1"),
-        (lambda: jm.Jagged(values[:5], offsets), ValueError, "offsets must end at the number of rows, 5, got 6"),
-        (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "^offsets must have segments of at most max_seqlen = 2 rows, got 3"),
-        (lambda: jm.Jagged(values, offsets, max_seqlen=2.5), TypeError, "max_seqlen must be an int, got float"),
-        (lambda: jm.Jagged(values, offsets.to("meta")), ValueError, "^offsets must be on the values' device, cpu, or the host, got meta"),
-        (lambda: jm.Jagged.wrap((values, offsets + 1), name="history"), ValueError, "^history's offsets must start at 0, got 1"),
-        (lambda: jm.Jagged.wrap((values, 3)), TypeError, "^x's offsets must be a torch.Tensor, got int"),
-        (lambda: jm.Jagged.wrap(jagged, 2, name="x"), ValueError, "^x's offsets must have segments of at most max_seqlen = 2 rows, got 3"),
-        (lambda: jagged.prepare(num_heads=1, head_dim=8, mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
-        (lambda: jagged.prepare(num_heads=1, head_dim=8, queries=[1]), TypeError, "queries must be a Jagged, .*got list"),
-        (lambda: jagged.prepare(num_heads=1, head_dim=8, dtype=0), TypeError, "dtype must be a torch.dtype, got int"),
-        (lambda: jm.Jagged(values, offsets, host_lengths="2013"), TypeError, "host_lengths must be a tensor or a sequence .*got str"),
-        (lambda: jm.Jagged(values, offsets, host_lengths={}), TypeError, "host_lengths must be a tensor or a sequence .*got dict"),
-        (lambda: jm.Jagged(values.to_sparse(), offsets), ValueError, "values must be a dense tensor, got torch.sparse_coo"),
-        (lambda: jm.Jagged.wrap((values.to_sparse(), offsets)), ValueError, "x's values must be a dense tensor, got torch.sparse_coo"),
-        (lambda: jm.Jagged(values, offsets.to_sparse()), ValueError, "offsets must be a dense tensor, got torch.sparse_coo"),
-        (lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 4]), ValueError, r"host_lengths must be \[B\] = \[4\].*got \[3\]"),
-        (lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 3, 2]), ValueError, "host_lengths must add up to .* 6, got 7"),
-        (lambda: jm.Jagged(values, offsets, host_lengths=[7, -1, 0, 0]), ValueError, "host_lengths must not be negative, got -1"),
-        (lambda: jm.Jagged(values, offsets, host_lengths=[2, 1, 2, 1]), ValueError, "host_lengths must be the differences of offsets"),
-        (lambda: jm.Jagged(values, offsets, host_lengths=[2.0, 0, 3, 1]), TypeError, "host_lengths must be int32 or int64"),
+        (
+            lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])),
+            ValueError,
+            "offsets must not decrease, got 4 then 3 at segment 1",
+        ),
+        (
+            lambda: jm.Jagged(values[:5], offsets),
+            ValueError,
+            "offsets must end at the number of rows, 5, got 6",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, max_seqlen=2),
+            ValueError,
+            "^offsets must have segments of at most max_seqlen = 2 rows, got 3",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, max_seqlen=2.5),
+            TypeError,
+            "max_seqlen must be an int, got float",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets.to("meta")),
+            ValueError,
+            "^offsets must be on the values' device, cpu, or the host, got meta",
+        ),
+        (
+            lambda: jm.Jagged.wrap((values, offsets + 1), name="history"),
+            ValueError,
+            "^history's offsets must start at 0, got 1",
+        ),
+        (
+            lambda: jm.Jagged.wrap((values, 3)),
+            TypeError,
+            "^x's offsets must be a torch.Tensor, got int",
+        ),
+        (
+            lambda: jm.Jagged.wrap(jagged, 2, name="x"),
+            ValueError,
+            "^x's offsets must have segments of at most max_seqlen = 2 rows, got 3",
+        ),
+        (
+            lambda: jagged.prepare(num_heads=1, head_dim=8, mask="causal"),
+            TypeError,
+            "mask must be an AttentionMask, got str",
+        ),
+        (
+            lambda: jagged.prepare(num_heads=1, head_dim=8, queries=[1]),
+            TypeError,
+            "queries must be a Jagged, .*got list",
+        ),
+        (
+            lambda: jagged.prepare(num_heads=1, head_dim=8, dtype=0),
+            TypeError,
+            "dtype must be a torch.dtype, got int",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, host_lengths="2013"),
+            TypeError,
+            "host_lengths must be a tensor or a sequence .*got str",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, host_lengths={}),
+            TypeError,
+            "host_lengths must be a tensor or a sequence .*got dict",
+        ),
+        (
+            lambda: jm.Jagged(values.to_sparse(), offsets),
+            ValueError,
+            "values must be a dense tensor, got torch.sparse_coo",
+        ),
+        (
+            lambda: jm.Jagged.wrap((values.to_sparse(), offsets)),
+            ValueError,
+            "x's values must be a dense tensor, got torch.sparse_coo",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets.to_sparse()),
+            ValueError,
+            "offsets must be a dense tensor, got torch.sparse_coo",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 4]),
+            ValueError,
+            r"host_lengths must be \[B\] = \[4\].*got \[3\]",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 3, 2]),
+            ValueError,
+            "host_lengths must add up to .* 6, got 7",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, host_lengths=[7, -1, 0, 0]),
+            ValueError,
+            "host_lengths must not be negative, got -1",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, host_lengths=[2, 1, 2, 1]),
+            ValueError,
+            "host_lengths must be the differences of offsets",
+        ),
+        (
+            lambda: jm.Jagged(values, offsets, host_lengths=[2.0, 0, 3, 1]),
+            TypeError,
+            "host_lengths must be int32 or int64",
+        ),
         (lambda: jm.Jagged.wrap(values), TypeError, "x must be a JaggedTensor.*got Tensor"),
-        (lambda: jm.Jagged.wrap((values, offsets, 3)), TypeError, "x must be a JaggedTensor.*got tuple"),
+        (
+            lambda: jm.Jagged.wrap((values, offsets, 3)),
+            TypeError,
+            "x must be a JaggedTensor.*got tuple",
+        ),
         (lambda: jm.Jagged.wrap(None), TypeError, "x must be a JaggedTensor.*got NoneType"),
         (lambda: jm.Jagged.wrap(strided), ValueError, "x must have layout torch.jagged"),
         (lambda: jm.Jagged.wrap(holes), ValueError, "x must have .*no holes"),
-        (lambda: jm.Jagged.wrap(nested.transpose(1, 2)), ValueError, "x must have .*second dimension ragged"),
-        (lambda: jagged.unwrap(values[:3]), ValueError, "values must keep the number of rows, 6, got 3"),
-        (lambda: jagged.with_values(values[:3]), ValueError, "values must keep the number of rows, 6, got 3"),
-        (lambda: on_device.prepare(**SIZES), ValueError, "lengths are on a device only; pass host_lengths"),
-        (lambda: jagged.prepare(num_heads=0, head_dim=8), ValueError, "num_heads must be at least 1, got 0"),
-        (lambda: jagged.prepare(num_heads=2, head_dim=0), ValueError, "head_dim must be at least 1, got 0"),
-        (lambda: jagged.prepare(**SIZES, num_kv_heads=1.0), TypeError, "num_kv_heads must be an int, got float"),
-        (lambda: jagged.prepare(**SIZES, dtype="bf16"), TypeError, "dtype must be a torch.dtype, got str"),
-        (lambda: jagged.prepare(**SIZES, queries="all"), TypeError, "queries must be a Jagged, a CandidateIndex, an int or None, got str"),
-        (lambda: jagged.prepare(**SIZES, queries=-1), ValueError, "queries must be at least 0, got -1"),
-        (lambda: jagged.prepare(**SIZES, queries=one_user), ValueError, "queries must have .*, 4, or a multiple, got 1"),
-        (lambda: jagged.prepare(num_heads=3, num_kv_heads=2, head_dim=8), ValueError, "num_heads must be a multiple of .*, got 3"),
-        (lambda: jagged.prepare(num_heads=2, head_dim=257), ValueError, "head_dim must be at most 256, got 257"),
-        (lambda: jagged.prepare(**SIZES, dtype=torch.int8), ValueError, "dtype must be float64, .* or bfloat16, got torch.int8"),
-        (lambda: jagged.prepare(**SIZES, mask=too_many), ValueError, "mask.num_targets must be at most the segment's length, got 9 of 2"),
-        (lambda: jagged.prepare(**SIZES, rows_per_candidate=-1), ValueError, "rows_per_candidate must be at least 1, got -1"),
-    ]  # fmt: skip
+        (
+            lambda: jm.Jagged.wrap(nested.transpose(1, 2)),
+            ValueError,
+            "x must have .*second dimension ragged",
+        ),
+        (
+            lambda: jagged.unwrap(values[:3]),
+            ValueError,
+            "values must keep the number of rows, 6, got 3",
+        ),
+        (
+            lambda: jagged.with_values(values[:3]),
+            ValueError,
+            "values must keep the number of rows, 6, got 3",
+        ),
+        (
+            lambda: on_device.prepare(**SIZES),
+            ValueError,
+            "lengths are on a device only; pass host_lengths",
+        ),
+        (
+            lambda: jagged.prepare(num_heads=0, head_dim=8),
+            ValueError,
+            "num_heads must be at least 1, got 0",
+        ),
+        (
+            lambda: jagged.prepare(num_heads=2, head_dim=0),
+            ValueError,
+            "head_dim must be at least 1, got 0",
+        ),
+        (
+            lambda: jagged.prepare(**SIZES, num_kv_heads=1.0),
+            TypeError,
+            "num_kv_heads must be an int, got float",
+        ),
+        (
+            lambda: jagged.prepare(**SIZES, dtype="bf16"),
+            TypeError,
+            "dtype must be a torch.dtype, got str",
+        ),
+        (
+            lambda: jagged.prepare(**SIZES, queries="all"),
+            TypeError,
+            "queries must be a Jagged, a CandidateIndex, an int or None, got str",
+        ),
+        (
+            lambda: jagged.prepare(**SIZES, queries=-1),
+            ValueError,
+            "queries must be at least 0, got -1",
+        ),
+        (
+            lambda: jagged.prepare(**SIZES, queries=one_user),
+            ValueError,
+            "queries must have .*, 4, or a multiple, got 1",
+        ),
+        (
+            lambda: jagged.prepare(num_heads=3, num_kv_heads=2, head_dim=8),
+            ValueError,
+            "num_heads must be a multiple of .*, got 3",
+        ),
+        (
+            lambda: jagged.prepare(num_heads=2, head_dim=257),
+            ValueError,
+            "head_dim must be at most 256, got 257",
+        ),
+        (
+            lambda: jagged.prepare(**SIZES, dtype=torch.int8),
+            ValueError,
+            "dtype must be float64, .* or bfloat16, got torch.int8",
+        ),
+        (
+            lambda: jagged.prepare(**SIZES, mask=too_many),
+            ValueError,
+            "mask.num_targets must be at most the segment's length, got 9 of 2",
+        ),
+        (
+            lambda: jagged.prepare(**SIZES, rows_per_candidate=-1),
+            ValueError,
+            "rows_per_candidate must be at least 1, got -1",
+        ),
+    ]
 
 
-@pytest.mark.parametrize("case", range(len(bad_calls())), ids=[message[:40] for _, _, message in bad_calls()])
+@pytest.mark.parametrize(
+    "case", range(len(bad_calls())), ids=[message[:40] for _, _, message in bad_calls()]
+)
 def test_bad_input(case):
     call, error, message = bad_calls()[case]
     with pytest.raises(error, match=message):

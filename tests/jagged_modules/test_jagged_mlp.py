@@ -13,9 +13,16 @@ DIMS = [6, 8, 3]
 
 @pytest.mark.parametrize("activation", POINTWISE)
 def test_linear_layers_each_with_an_activation(activation, offsets_of):
-    mlp, x, function = jm.JaggedMLP(DIMS, activation).double(), torch.randn(5, 6, dtype=torch.float64), POINTWISE[activation].function
+    mlp, x, function = (
+        jm.JaggedMLP(DIMS, activation).double(),
+        torch.randn(5, 6, dtype=torch.float64),
+        POINTWISE[activation].function,
+    )
     results = []
-    for run in (lambda x: mlp((x, offsets_of([2, 3])))[0], lambda x: function(mlp.layers[1](function(mlp.layers[0](x))))):
+    for run in (
+        lambda x: mlp((x, offsets_of([2, 3])))[0],
+        lambda x: function(mlp.layers[1](function(mlp.layers[0](x)))),
+    ):
         leaf = x.clone().requires_grad_()
         out = run(leaf)
         results.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *mlp.parameters()])])
@@ -55,7 +62,10 @@ def test_meta_parameters_are_materialised_by_reset_parameters():
     torch.manual_seed(5)
     mlp.reset_parameters()
     torch.manual_seed(5)
-    assert all(torch.equal(*pair) for pair in zip(mlp.parameters(), jm.JaggedMLP(DIMS).parameters(), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(mlp.parameters(), jm.JaggedMLP(DIMS).parameters(), strict=True)
+    )
 
 
 def test_training_step_changes_every_parameter(offsets_of):
@@ -75,12 +85,22 @@ BAD = [
     (dict(dims=[6]), ValueError, r"dims must be two sizes or more, got \[6\]"),
     (dict(dims=[6, 0]), ValueError, r"dims\[1\] must be at least 1, got 0"),
     (dict(dims=[6, 2.0]), TypeError, r"dims\[1\] must be an int, got float"),
-    (dict(dims=DIMS, activation="softmax"), ValueError, "activation must be one of .*, got 'softmax'"),
-    (dict(dims=DIMS, activation=["relu"]), ValueError, r"activation must be one of .*, got \['relu'\]"),
+    (
+        dict(dims=DIMS, activation="softmax"),
+        ValueError,
+        "activation must be one of .*, got 'softmax'",
+    ),
+    (
+        dict(dims=DIMS, activation=["relu"]),
+        ValueError,
+        r"activation must be one of .*, got \['relu'\]",
+    ),
 ]
 
 
-@pytest.mark.parametrize("arguments, error, message", BAD, ids=[message[:30] for _, _, message in BAD])
+@pytest.mark.parametrize(
+    "arguments, error, message", BAD, ids=[message[:30] for _, _, message in BAD]
+)
 def test_bad_sizes(arguments, error, message):
     with pytest.raises(error, match=message):
         jm.JaggedMLP(**arguments)
@@ -90,7 +110,9 @@ def test_bad_input(offsets_of):
     mlp = jm.JaggedMLP(DIMS)
     with pytest.raises(ValueError, match=r"x's values must have shape \[L, 6\], got \[5, 7\]"):
         mlp((torch.ones(5, 7), offsets_of([2, 3])))
-    with pytest.raises(ValueError, match="x's values must have the layer's dtype, torch.float32, got torch.float64"):
+    with pytest.raises(
+        ValueError, match="x's values must have the layer's dtype, torch.float32, got torch.float64"
+    ):
         mlp((torch.ones(5, 6, dtype=torch.float64), offsets_of([2, 3])))
     with pytest.raises(TypeError, match="x must be a JaggedTensor, .* got Tensor"):
         mlp(torch.ones(5, 6))

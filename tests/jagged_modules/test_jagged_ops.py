@@ -1,4 +1,5 @@
-"""Matrix multiplications and softmaxes of jagged tensors on the CPU, against loops over segments and published defects."""
+"""Matrix multiplications and softmaxes of jagged tensors on the CPU, against loops over segments
+and published defects."""
 
 import dataclasses
 
@@ -28,7 +29,7 @@ LENGTHS = {
 }
 
 
-# -- the operators, their bounds, and tensors for them -----------------------------------------------------------------------------
+# -- the operators, their bounds, and tensors for them ---------------------------------------------
 
 
 def matrices(p, plan):
@@ -45,20 +46,62 @@ def make_case(name, lengths, offsets_of, dtype=torch.float32):
     array, softmax = F.array_jagged_bmm_jagged_out, F.jagged2_softmax
     operator, bounds, shapes, arguments, options = {
         "jagged_dense_bmm": (
-            F.jagged_dense_bmm, accuracy.jagged_dense_bmm, dict(x=(plan.x_rows, d), y=(b, d, t)), [x_offsets], {},
+            F.jagged_dense_bmm,
+            accuracy.jagged_dense_bmm,
+            dict(x=(plan.x_rows, d), y=(b, d, t)),
+            [x_offsets],
+            {},
         ),
         "jagged_jagged_bmm": (
-            F.jagged_jagged_bmm, accuracy.jagged_jagged_bmm, dict(x=(plan.x_rows, d), y=(plan.x_rows, t)), [x_offsets], {},
+            F.jagged_jagged_bmm,
+            accuracy.jagged_jagged_bmm,
+            dict(x=(plan.x_rows, d), y=(plan.x_rows, t)),
+            [x_offsets],
+            {},
         ),
-        "jagged_softmax": (F.jagged_softmax, accuracy.jagged_softmax, dict(x=(plan.x_rows, d)), [x_offsets], {}),
+        "jagged_softmax": (
+            F.jagged_softmax,
+            accuracy.jagged_softmax,
+            dict(x=(plan.x_rows, d)),
+            [x_offsets],
+            {},
+        ),
         "jagged_jagged_bmm_jagged_out": (
-            F.jagged_jagged_bmm_jagged_out, accuracy.jagged_outer, dict(x=(plan.x_rows, d), y=(plan.y_rows, d)), [plan], {},
+            F.jagged_jagged_bmm_jagged_out,
+            accuracy.jagged_outer,
+            dict(x=(plan.x_rows, d), y=(plan.y_rows, d)),
+            [plan],
+            {},
         ),
-        "array_jagged_bmm_jagged_out": (array, accuracy.array_jagged_bmm, dict(p=(plan.total,), y=(plan.y_rows, d)), [plan], {}),
-        "transposed": (array, accuracy.array_jagged_bmm, dict(p=(plan.total,), y=(plan.x_rows, d)), [plan], dict(transposed=True)),
-        "jagged2_softmax": (softmax, accuracy.jagged2_softmax, dict(p=(plan.total,)), [plan], dict(dim=-1)),
-        "jagged2_softmax-columns": (softmax, accuracy.jagged2_softmax, dict(p=(plan.total,)), [plan], dict(dim=-2)),
-    }[name]  # fmt: skip
+        "array_jagged_bmm_jagged_out": (
+            array,
+            accuracy.array_jagged_bmm,
+            dict(p=(plan.total,), y=(plan.y_rows, d)),
+            [plan],
+            {},
+        ),
+        "transposed": (
+            array,
+            accuracy.array_jagged_bmm,
+            dict(p=(plan.total,), y=(plan.x_rows, d)),
+            [plan],
+            dict(transposed=True),
+        ),
+        "jagged2_softmax": (
+            softmax,
+            accuracy.jagged2_softmax,
+            dict(p=(plan.total,)),
+            [plan],
+            dict(dim=-1),
+        ),
+        "jagged2_softmax-columns": (
+            softmax,
+            accuracy.jagged2_softmax,
+            dict(p=(plan.total,)),
+            [plan],
+            dict(dim=-2),
+        ),
+    }[name]
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     offsets = plan.offsets if arguments == [plan] else arguments
 
@@ -68,7 +111,13 @@ def make_case(name, lengths, offsets_of, dtype=torch.float32):
     return run, lambda *x: bounds(*x[:-1], *offsets, x[-1], **options), tensors
 
 
-MATMULS = ["jagged_dense_bmm", "jagged_jagged_bmm", "jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "transposed"]
+MATMULS = [
+    "jagged_dense_bmm",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
+    "array_jagged_bmm_jagged_out",
+    "transposed",
+]
 SOFTMAXES = ["jagged_softmax", "jagged2_softmax", "jagged2_softmax-columns"]
 
 
@@ -82,7 +131,7 @@ def implementation(request):
     return request.param
 
 
-# -- matrix multiplication and softmax --------------------------------------------------------------------------------------------
+# -- matrix multiplication and softmax -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -109,7 +158,12 @@ def test_tensors_and_gradients_of_any_stride(name, kind, offsets_of):
 
     run, bounds, tensors = make_case(name, LENGTHS["scattered"], offsets_of)
     grad = strided(run(*tensors.values()))
-    accuracy.check(run, bounds, tensors if kind == "expanded" else {of: strided(x) for of, x in tensors.items()}, grad)
+    accuracy.check(
+        run,
+        bounds,
+        tensors if kind == "expanded" else {of: strided(x) for of, x in tensors.items()},
+        grad,
+    )
 
 
 @pytest.mark.parametrize("lengths", [([2, 0, 3], [1, 2, 2]), ([2, 1, 2], [3, 1, 3])])
@@ -139,8 +193,15 @@ def test_second_derivatives_of_the_softmaxes_are_those_of_the_reference(name, of
 @given(data=st.data())
 def test_anything(data, offsets_of):
     name = data.draw(st.sampled_from([*MATMULS, *SOFTMAXES]))
-    lengths = data.draw(st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 3, 30, 70])] * 2), max_size=8))
-    run, bounds, tensors = make_case(name, [*zip(*lengths)] or ([], []), offsets_of, data.draw(st.sampled_from([*DTYPES.values()])))
+    lengths = data.draw(
+        st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 3, 30, 70])] * 2), max_size=8)
+    )
+    run, bounds, tensors = make_case(
+        name,
+        [*zip(*lengths)] or ([], []),
+        offsets_of,
+        data.draw(st.sampled_from([*DTYPES.values()])),
+    )
     accuracy.check(run, bounds, tensors)
 
 
@@ -160,7 +221,12 @@ def test_low_precision_is_accumulated_in_fp32(offsets_of):
     for dtype in (torch.bfloat16, torch.float16):
         x, offsets = torch.ones(4096, 1, dtype=dtype), offsets_of([4096])
         assert F.jagged_jagged_bmm(x, x, offsets).item() == 4096
-        assert F.jagged_jagged_bmm_jagged_out(x.T, x.T, F.ScorePlan.from_offsets(offsets_of([1]))).item() == 4096
+        assert (
+            F.jagged_jagged_bmm_jagged_out(
+                x.T, x.T, F.ScorePlan.from_offsets(offsets_of([1]))
+            ).item()
+            == 4096
+        )
         assert F.jagged_softmax(x, offsets)[0].item() == 1 / 4096
 
 
@@ -176,7 +242,10 @@ def test_softmax_of_large_scores(offsets_of):
 def test_a_line_that_sees_nothing_gives_0(dim, implementation, offsets_of):
     """As attention does. In every implementation, with zeros as gradients; NaN still gives NaN."""
     plan = F.ScorePlan.from_offsets(offsets_of([2, 3]), offsets_of([4, 2]))
-    p, hidden = torch.randn(plan.total, dtype=torch.float64), torch.zeros(plan.total, dtype=torch.bool)
+    p, hidden = (
+        torch.randn(plan.total, dtype=torch.float64),
+        torch.zeros(plan.total, dtype=torch.bool),
+    )
     for matrix in matrices(hidden, plan):
         (matrix if dim == -1 else matrix.T)[1] = matrix[0, 0] = True
     masked = p.masked_fill(hidden, -torch.inf).requires_grad_()
@@ -184,22 +253,35 @@ def test_a_line_that_sees_nothing_gives_0(dim, implementation, offsets_of):
     results = []
     for x in (masked, p.masked_fill(hidden, -1e9).requires_grad_()):
         out = F.jagged2_softmax(x, plan, dim, implementation=implementation)
-        results.append([out.masked_fill(hidden, 0), *torch.autograd.grad(out.masked_fill(hidden, 0), x, grad)])
+        results.append(
+            [out.masked_fill(hidden, 0), *torch.autograd.grad(out.masked_fill(hidden, 0), x, grad)]
+        )
     torch.testing.assert_close(*results)
     assert not F.jagged2_softmax(masked, plan, dim, implementation=implementation)[hidden].any()
 
-    columns = torch.tensor([[-torch.inf, 1], [-torch.inf, 1], [torch.nan, -torch.inf], [1, -torch.inf]], requires_grad=True)
+    columns = torch.tensor(
+        [[-torch.inf, 1], [-torch.inf, 1], [torch.nan, -torch.inf], [1, -torch.inf]],
+        requires_grad=True,
+    )
     out = F.jagged_softmax(columns, offsets_of([2, 2]), implementation=implementation)
     out[:2].sum().backward()
     assert out[:2].tolist() == [[0, 0.5], [0, 0.5]] and not columns.grad[:2].any()
     assert out[2:, 0].isnan().all() and not out[2:, 1].any()
 
 
-def test_host_work_does_not_grow_with_the_segments_nor_padding_with_the_longest(tensor_sizes, offsets_of):
-    """The autograd graph has one node for an operator, and nothing is as large as the segments padded to the longest."""
+def test_host_work_does_not_grow_with_the_segments_nor_padding_with_the_longest(
+    tensor_sizes, offsets_of
+):
+    """The autograd graph has one node for an operator, and nothing is as large as the segments
+    padded to the longest."""
     lengths = [2000, *[3] * 500]
-    plan, offsets = F.ScorePlan.from_offsets(offsets_of(lengths), offsets_of([1] * 501)), offsets_of(lengths)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in ((3500, 4), (501, 4), (501, 4, 4))]
+    plan, offsets = (
+        F.ScorePlan.from_offsets(offsets_of(lengths), offsets_of([1] * 501)),
+        offsets_of(lengths),
+    )
+    inputs = [
+        torch.randn(shape, requires_grad=True) for shape in ((3500, 4), (501, 4), (501, 4, 4))
+    ]
     with tensor_sizes() as sizes:
         p = F.jagged_jagged_bmm_jagged_out(*inputs[:2], plan)
         out = F.array_jagged_bmm_jagged_out(F.jagged2_softmax(p, plan), inputs[1], plan)
@@ -217,7 +299,10 @@ def test_host_work_does_not_grow_with_the_segments_nor_padding_with_the_longest(
 def test_groups_cover_every_row_once(offsets_of):
     lengths = [GATHERED + 1, 2, 0, 2, 3, GATHERED + 1, 3, 2, GATHERED + 1]
     offsets, padded = offsets_of(lengths), offsets_of([7] * len(lengths))
-    counts, numbers = torch.zeros(sum(lengths)), torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    counts, numbers = (
+        torch.zeros(sum(lengths)),
+        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+    )
     for rows, others in groups(offsets, padded):
         block = rows.take(counts)
         rows.put(counts, block + 1)
@@ -231,12 +316,13 @@ def test_segments_one_after_the_other_are_not_copied():
     assert torch.equal(Rows.of((3, 7), 2).take(x), torch.stack([x[3:5], x[7:9]]))
 
 
-# -- defects of published implementations ----------------------------------------------------------------------------------------
+# -- defects of published implementations ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows, columns", [(700, 3), (3, 700)])
 def test_gradients_of_one_segment_much_longer_than_all_others(rows, columns, offsets_of):
-    """A published gradient of array_jagged_bmm is wrong where a segment exceeds max_seq_len; here no operator takes one."""
+    """A published gradient of array_jagged_bmm is wrong where a segment exceeds max_seq_len; here
+    no operator takes one."""
     for name in MATMULS:
         run, bounds, tensors = make_case(name, ([2, rows, 1], [1, columns, 2]), offsets_of)
         accuracy.check(run, bounds, tensors)
@@ -260,12 +346,15 @@ def test_softmax_is_not_divided_by_a_length(offsets_of):
 
 
 def test_causal_scores_see_no_later_row(offsets_of):
-    """Scores masked by hand, the only way to a causal softmax here: no later row changes an earlier result."""
+    """Scores masked by hand, the only way to a causal softmax here: no later row changes an earlier
+    result."""
     plan = F.ScorePlan.from_offsets(offsets_of([4, 3]))
     hidden = torch.cat([torch.ones(n, n).triu(1).flatten() for n in (4, 3)]).bool()
 
     def attend(x):
-        p = F.jagged2_softmax(F.jagged_jagged_bmm_jagged_out(x, x, plan).masked_fill(hidden, float("-inf")), plan)
+        p = F.jagged2_softmax(
+            F.jagged_jagged_bmm_jagged_out(x, x, plan).masked_fill(hidden, float("-inf")), plan
+        )
         return F.array_jagged_bmm_jagged_out(p, x, plan)
 
     x = torch.randn(7, 5)
@@ -285,7 +374,7 @@ def test_bf16_backward_compiles(name, offsets_of):
     torch._dynamo.reset()
 
 
-# -- attention of these parts ----------------------------------------------------------------------------------------------------
+# -- attention of these parts ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", ["skewed", "scattered", "x-empty", "y-empty", "no-segments"])
@@ -302,10 +391,17 @@ def test_unfused_attention_is_jagged_attention(lengths, offsets_of):
         whole = accuracy.attention(*operands, q_offsets, kv_offsets, scale=0.3)
         return {name: x.map(lambda y: y[:, 0]) for name, x in whole.items()}
 
-    accuracy.check(unfused, bounds, {name: torch.randn(n, 8) for name, n in zip("qkv", (plan.x_rows, plan.y_rows, plan.y_rows))})
+    accuracy.check(
+        unfused,
+        bounds,
+        {
+            name: torch.randn(n, 8)
+            for name, n in zip("qkv", (plan.x_rows, plan.y_rows, plan.y_rows))
+        },
+    )
 
 
-# -- the plan --------------------------------------------------------------------------------------------------------------------
+# -- the plan --------------------------------------------------------------------------------------
 
 
 def test_plan(offsets_of):
@@ -332,17 +428,24 @@ def test_plan_of_more_scores_than_an_int32_counts():
     assert plan.p_offsets.tolist() == [0, 70000**2, 2 * 70000**2] and plan.total == 2 * 70000**2
 
 
-# -- layers' functions -----------------------------------------------------------------------------------------------------------
+# -- layers' functions -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["identity", "relu", "gelu_tanh", "gelu_taylor", "hardswish"])
+@pytest.mark.parametrize(
+    "activation", ["identity", "relu", "gelu_tanh", "gelu_taylor", "hardswish"]
+)
 def test_linear_of_each_segment(activation, dtype, implementation, offsets_of):
     offsets = offsets_of([3, 0, 1, 40])
-    tensors = {name: torch.randn(shape).to(DTYPES[dtype]) for name, shape in dict(x=(44, 5), y=(4, 5, 3), bias=(4, 3)).items()}
+    tensors = {
+        name: torch.randn(shape).to(DTYPES[dtype])
+        for name, shape in dict(x=(44, 5), y=(4, 5, 3), bias=(4, 3)).items()
+    }
     accuracy.check(
         lambda *x: F.jagged_linear(*x, offsets, activation, implementation=implementation),
-        lambda x, y, bias, do: accuracy.jagged_dense_bmm(x, y, offsets, do, bias=bias, activation=activation),
+        lambda x, y, bias, do: accuracy.jagged_dense_bmm(
+            x, y, offsets, do, bias=bias, activation=activation
+        ),
         tensors,
     )
 
@@ -350,7 +453,9 @@ def test_linear_of_each_segment(activation, dtype, implementation, offsets_of):
 @pytest.mark.parametrize("activation", POINTWISE)
 def test_linear_of_all_rows(activation, offsets_of):
     def bounds(x, weight, bias, do):
-        one_segment = accuracy.jagged_dense_bmm(x, weight.T[None], offsets_of([7]), do, bias=bias[None], activation=activation)
+        one_segment = accuracy.jagged_dense_bmm(
+            x, weight.T[None], offsets_of([7]), do, bias=bias[None], activation=activation
+        )
         dweight, dbias = (one_segment.pop(name).map(lambda y: y[0]) for name in ("dy", "dbias"))
         return one_segment | dict(dweight=dweight.mT, dbias=dbias)
 
@@ -360,7 +465,9 @@ def test_linear_of_all_rows(activation, offsets_of):
 
 def test_linear_without_bias_or_activation(offsets_of):
     x, weight, offsets = torch.randn(5, 4), torch.randn(2, 4, 3), offsets_of([2, 3])
-    assert torch.equal(F.jagged_linear(x, weight, None, offsets), F.jagged_dense_bmm(x, weight, offsets))
+    assert torch.equal(
+        F.jagged_linear(x, weight, None, offsets), F.jagged_dense_bmm(x, weight, offsets)
+    )
     assert torch.equal(F.jagged_linear(x, weight[0].T), x @ weight[0])
 
 
@@ -369,7 +476,11 @@ def test_layer_norm():
         centred = x - x.mean(1, keepdim=True)
         return centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight + bias
 
-    check_definition(F.jagged_layer_norm, normed, dict(x=torch.randn(7, 5), weight=torch.randn(5), bias=torch.randn(5)))
+    check_definition(
+        F.jagged_layer_norm,
+        normed,
+        dict(x=torch.randn(7, 5), weight=torch.randn(5), bias=torch.randn(5)),
+    )
     x = 1e-3 * torch.randn(7, 5)
     torch.testing.assert_close(F.jagged_layer_norm(x), normed(x, 1, 0))
 
@@ -377,12 +488,16 @@ def test_layer_norm():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_a_layer_norm_in_16_bits_are_summed_in_fp32(dtype):
     rows = 1000
-    x, weight, bias = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((rows, 8), (8,), (8,)))
+    x, weight, bias = (
+        torch.randn(shape).to(dtype).requires_grad_() for shape in ((rows, 8), (8,), (8,))
+    )
     out = F.jagged_layer_norm(x, weight, bias)
     d_weight, d_bias = torch.autograd.grad(out, (weight, bias), torch.ones_like(out))
     assert out.dtype == d_weight.dtype == dtype and (d_bias == rows).all()
     normal = torch.nn.functional.layer_norm(x.double(), (8,), eps=1e-6)
-    torch.testing.assert_close(d_weight.double(), normal.sum(0), rtol=torch.finfo(dtype).eps, atol=1e-3)
+    torch.testing.assert_close(
+        d_weight.double(), normal.sum(0), rtol=torch.finfo(dtype).eps, atol=1e-3
+    )
 
 
 def test_autocast(offsets_of):

@@ -60,7 +60,11 @@ def test_every_small_mask_equals_the_written_rule(causal, limits, window):
         mask = AttentionMask(causal, window, None, group, c, *limits)
         for n, t in SIZES:
             keep = mask.keep(n, n, t).tolist()
-            assert keep == [[seen(mask, i, j, n, t) for j in range(n)] for i in range(n)], (mask, n, t)
+            assert keep == [[seen(mask, i, j, n, t) for j in range(n)] for i in range(n)], (
+                mask,
+                n,
+                t,
+            )
             assert all(intervals(row) <= 2 for row in keep), (mask, n, t)
             assert all(row[i] for i, row in enumerate(keep)), "a row sees its own column"
 
@@ -68,12 +72,20 @@ def test_every_small_mask_equals_the_written_rule(causal, limits, window):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("limits", [(0, 0), (1, 0), (2, 3)], ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_every_small_mask_with_a_prefix_or_a_truncated_history_equals_the_written_rule(causal, limits, window):
+def test_every_small_mask_with_a_prefix_or_a_truncated_history_equals_the_written_rule(
+    causal, limits, window
+):
     for group, c, prefix, recent in itertools.product([1, 2], [0, 2], [0, 1, 3], [0, 1, 2, 4]):
-        mask = AttentionMask(causal, window, None, group, c, *limits, global_prefix=prefix, recent_history=recent)
+        mask = AttentionMask(
+            causal, window, None, group, c, *limits, global_prefix=prefix, recent_history=recent
+        )
         for n, t in SIZES:
             keep = mask.keep(n, n, t).tolist()
-            assert keep == [[seen(mask, i, j, n, t) for j in range(n)] for i in range(n)], (mask, n, t)
+            assert keep == [[seen(mask, i, j, n, t) for j in range(n)] for i in range(n)], (
+                mask,
+                n,
+                t,
+            )
             assert all(intervals(row) <= 3 for row in keep), (mask, n, t)
             assert all(row[i] for i, row in enumerate(keep)), "a row sees its own column"
 
@@ -92,10 +104,14 @@ SOME = [
 def test_queries_are_aligned_with_the_end_of_the_keys(mask, num_queries):
     """With more queries than keys, rows before the first column follow the same rule."""
     n, t = 5, 2
-    expected = [[seen(mask, i + n - num_queries, j, n, t) for j in range(n)] for i in range(num_queries)]
+    expected = [
+        [seen(mask, i + n - num_queries, j, n, t) for j in range(n)] for i in range(num_queries)
+    ]
     assert mask.keep(num_queries, n, t).tolist() == expected
     if num_queries <= n:
-        assert mask.keep(num_queries, n, t).tolist() == mask.keep(n, n, t)[n - num_queries :].tolist()
+        assert (
+            mask.keep(num_queries, n, t).tolist() == mask.keep(n, n, t)[n - num_queries :].tolist()
+        )
 
 
 def test_rows_by_position():
@@ -120,7 +136,15 @@ def test_targets_see_all_history_and_no_other_target():
 
 
 def test_context_groups_and_a_limited_reach():
-    mask = jm.AttentionMask(True, None, torch.tensor([4]), target_group_size=2, contextual_seqlen=2, max_attn_len=2, min_full_attn_seqlen=1)
+    mask = jm.AttentionMask(
+        True,
+        None,
+        torch.tensor([4]),
+        target_group_size=2,
+        contextual_seqlen=2,
+        max_attn_len=2,
+        min_full_attn_seqlen=1,
+    )
     picture = """\
 # # # # # # . . . .
 # # # # # # . . . .
@@ -136,7 +160,8 @@ def test_context_groups_and_a_limited_reach():
 
 
 def test_semi_local_attention_of_a_truncated_history():
-    """The prefix of 2 columns is seen by all later rows; the window of 3 columns back, only within the last 5 of the history."""
+    """The prefix of 2 columns is seen by all later rows; the window of 3 columns back, only within
+    the last 5 of the history."""
     mask = jm.AttentionMask(True, (3, None), torch.tensor([2]), global_prefix=2, recent_history=5)
     picture = """\
 # . . . . . . . . .
@@ -183,7 +208,16 @@ def test_masks_do_not_change():
     mask = AttentionMask(causal=True, window=[3, 0])
     with pytest.raises(dataclasses.FrozenInstanceError):
         mask.causal = False
-    expected = MaskParams(causal=1, left=3, right=0, has_targets=0, group_size=1, context=0, max_attn_len=0, full_attn_len=0)
+    expected = MaskParams(
+        causal=1,
+        left=3,
+        right=0,
+        has_targets=0,
+        group_size=1,
+        context=0,
+        max_attn_len=0,
+        full_attn_len=0,
+    )
     assert expected[-2:] == (0, 0)
     assert copy.deepcopy(mask).params == mask.params == expected
 
@@ -191,26 +225,52 @@ def test_masks_do_not_change():
 def test_repr_has_the_fields_that_were_given():
     assert repr(AttentionMask()) == "AttentionMask()"
     mask = AttentionMask(True, (None, 2), torch.tensor([1, 2], device="meta"), max_attn_len=4)
-    assert repr(mask) == "AttentionMask(causal=True, window=(None, 2), max_attn_len=4, num_targets=Tensor[2])"
-    assert repr(AttentionMask(global_prefix=3, recent_history=4)) == "AttentionMask(global_prefix=3, recent_history=4)"
+    assert (
+        repr(mask)
+        == "AttentionMask(causal=True, window=(None, 2), max_attn_len=4, num_targets=Tensor[2])"
+    )
+    assert (
+        repr(AttentionMask(global_prefix=3, recent_history=4))
+        == "AttentionMask(global_prefix=3, recent_history=4)"
+    )
 
 
 BAD = [
     (dict(causal=1), TypeError, "causal must be a bool, got int"),
     (dict(window=3), TypeError, r"window must be a pair \(left, right\) or None, got 3"),
-    (dict(window=(1, 2, 3)), TypeError, r"window must be a pair \(left, right\) or None, got \(1, 2, 3\)"),
+    (
+        dict(window=(1, 2, 3)),
+        TypeError,
+        r"window must be a pair \(left, right\) or None, got \(1, 2, 3\)",
+    ),
     (dict(window=(1.5, 2)), TypeError, "window's left must be an int, got float"),
     (dict(window=(1, -2)), ValueError, "window's right must be at least 0, got -2"),
     (dict(num_targets=3), TypeError, "num_targets must be a torch.Tensor, got int"),
-    (dict(num_targets=torch.ones(2)), TypeError, "num_targets must be int32 or int64, got torch.float32"),
-    (dict(num_targets=torch.ones(2, 1, dtype=torch.int32)), ValueError, r"num_targets must be 1-D, got shape \[2, 1\]"),
-    (dict(num_targets=torch.tensor([1, -3])), ValueError, "num_targets must not be negative, got -3"),
+    (
+        dict(num_targets=torch.ones(2)),
+        TypeError,
+        "num_targets must be int32 or int64, got torch.float32",
+    ),
+    (
+        dict(num_targets=torch.ones(2, 1, dtype=torch.int32)),
+        ValueError,
+        r"num_targets must be 1-D, got shape \[2, 1\]",
+    ),
+    (
+        dict(num_targets=torch.tensor([1, -3])),
+        ValueError,
+        "num_targets must not be negative, got -3",
+    ),
     (dict(target_group_size=0), ValueError, "target_group_size must be at least 1, got 0"),
     (dict(target_group_size=True), TypeError, "target_group_size must be an int, got bool"),
     (dict(contextual_seqlen=-1), ValueError, "contextual_seqlen must be at least 0, got -1"),
     (dict(max_attn_len="8"), TypeError, "max_attn_len must be an int, got str"),
     (dict(max_attn_len=-8), ValueError, "max_attn_len must be at least 0, got -8"),
-    (dict(max_attn_len=1, min_full_attn_seqlen=-1), ValueError, "min_full_attn_seqlen must be at least 0, got -1"),
+    (
+        dict(max_attn_len=1, min_full_attn_seqlen=-1),
+        ValueError,
+        "min_full_attn_seqlen must be at least 0, got -1",
+    ),
     (dict(global_prefix=-1), ValueError, "global_prefix must be at least 0, got -1"),
     (dict(global_prefix=None), TypeError, "global_prefix must be an int, got NoneType"),
     (dict(recent_history=-2), ValueError, "recent_history must be at least 0, got -2"),
@@ -236,5 +296,8 @@ def test_bad_picture():
 
 
 def test_another_rule_is_refused():
-    with pytest.raises(TypeError, match="^AttentionMask must not be subclassed: kernels read its fields, not its rule$"):
+    with pytest.raises(
+        TypeError,
+        match="^AttentionMask must not be subclassed: kernels read its fields, not its rule$",
+    ):
         type("Dilated", (AttentionMask,), {"rule": lambda *_: None})

@@ -1,4 +1,5 @@
-"""torch's opcheck of the registered CPU operators: schema, fake kernel, autograd, dynamic shapes."""
+"""torch's opcheck of the registered CPU operators: schema, fake kernel, autograd, dynamic
+shapes."""
 
 import pytest
 import torch
@@ -12,15 +13,27 @@ from jagged_modules import functional as F
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("q_shared", [False, True])
 def test_opcheck(q_shared, activation, masked, offsets_of):
-    q, k, v = (torch.randn(n, h, d, requires_grad=True) for n, h, d in ((4, 4, 8), (7, 2, 8), (7, 2, 6)))
+    q, k, v = (
+        torch.randn(n, h, d, requires_grad=True) for n, h, d in ((4, 4, 8), (7, 2, 8), (7, 2, 6))
+    )
     q_offsets, kv_offsets = offsets_of([4, 4] if q_shared else [3, 1]), offsets_of([2, 5])
-    mask, num_targets = ([1, -1, 3, 1, 1, 0, 2, 0], torch.tensor([1, 2])) if masked else (None, None)
-    segment_scale, output_scale = (None, 1.0) if activation == "softmax" else (torch.tensor([0.5, 2.0]), 0.1)
-    params = AttentionParams(0.3, q_shared, activation, mask, output_scale, False, False, num_targets, segment_scale)
+    mask, num_targets = (
+        ([1, -1, 3, 1, 1, 0, 2, 0], torch.tensor([1, 2])) if masked else (None, None)
+    )
+    segment_scale, output_scale = (
+        (None, 1.0) if activation == "softmax" else (torch.tensor([0.5, 2.0]), 0.1)
+    )
+    params = AttentionParams(
+        0.3, q_shared, activation, mask, output_scale, False, False, num_targets, segment_scale
+    )
     arguments = q, k, v, q_offsets, kv_offsets, *params
     library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
     grad = torch.randn(8 if q_shared else 4, 4, 6)
-    saved = torch.ops.jagged_modules.attention_cpu(*arguments) if activation == "softmax" else (None, None)
+    saved = (
+        torch.ops.jagged_modules.attention_cpu(*arguments)
+        if activation == "softmax"
+        else (None, None)
+    )
     arguments = (grad, *(x if x is None else x.detach() for x in (q, k, v, *saved)), *arguments[3:])
     library.opcheck(torch.ops.jagged_modules.attention_cpu_backward.default, arguments)
 
@@ -29,18 +42,37 @@ def test_opcheck(q_shared, activation, masked, offsets_of):
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("tables", ["position", "time", "both"])
 def test_opcheck_with_a_bias(tables, activation, dtype, offsets_of):
-    q, k, v = (torch.randn(n, h, d, dtype=dtype, requires_grad=True) for n, h, d in ((4, 4, 8), (7, 2, 8), (7, 2, 6)))
+    q, k, v = (
+        torch.randn(n, h, d, dtype=dtype, requires_grad=True)
+        for n, h, d in ((4, 4, 8), (7, 2, 8), (7, 2, 6))
+    )
     position, time = torch.randn(1, 9, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    of_time = dict(time_bias=time, timestamps=torch.randint(50, (7,)), boundaries=torch.tensor([1, 5, 20]))
-    fields = dict(position_bias=position) | (of_time | dict(query_timestamps=torch.randint(50, (4,))) if tables == "both" else {})
+    of_time = dict(
+        time_bias=time, timestamps=torch.randint(50, (7,)), boundaries=torch.tensor([1, 5, 20])
+    )
+    fields = dict(position_bias=position) | (
+        of_time | dict(query_timestamps=torch.randint(50, (4,))) if tables == "both" else {}
+    )
     fields = (of_time if tables == "time" else fields) | dict(query_shift=torch.tensor([0, 3]))
     mask, output_scale = [1, -1, 3, 0, 1, 0, 2, 0], 1.0 if activation == "softmax" else 0.1
-    params = AttentionParams(0.3, False, activation, mask, output_scale, False, True, None, None, **fields)
+    params = AttentionParams(
+        0.3, False, activation, mask, output_scale, False, True, None, None, **fields
+    )
     arguments = q, k, v, offsets_of([3, 1]), offsets_of([2, 5]), *params
     library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
-    saved = torch.ops.jagged_modules.attention_cpu(*arguments) if activation == "softmax" else (None, None)
-    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in (*arguments[:3], *saved, *arguments[3:])]
-    library.opcheck(torch.ops.jagged_modules.attention_cpu_backward.default, (torch.randn(4, 4, 6, dtype=dtype), *detached))
+    saved = (
+        torch.ops.jagged_modules.attention_cpu(*arguments)
+        if activation == "softmax"
+        else (None, None)
+    )
+    detached = [
+        x.detach() if isinstance(x, torch.Tensor) else x
+        for x in (*arguments[:3], *saved, *arguments[3:])
+    ]
+    library.opcheck(
+        torch.ops.jagged_modules.attention_cpu_backward.default,
+        (torch.randn(4, 4, 6, dtype=dtype), *detached),
+    )
 
 
 def test_opcheck_of_strided_low_precision_inputs(offsets_of):
@@ -62,4 +94,7 @@ def test_opcheck_of_jagged_matmuls(dtype, offsets_of):
     library.opcheck(operators.matmul_cpu.default, (p, x, *plan.offsets, plan.y_rows, True))
     for columns in (False, True):
         library.opcheck(operators.softmax_cpu.default, (p, *plan.offsets, columns))
-        library.opcheck(operators.softmax_backward_cpu.default, (p.detach(), p.detach().exp(), *plan.offsets, columns))
+        library.opcheck(
+            operators.softmax_backward_cpu.default,
+            (p.detach(), p.detach().exp(), *plan.offsets, columns),
+        )

@@ -17,10 +17,14 @@ ROW_BYTES = 4 * 2  # of Rows on fp32 rows of width 2
 
 def rows_for(user: int, begin: int, end: int) -> torch.Tensor:
     """Rows [n, 2] that tell the user and the position."""
-    return torch.stack([torch.full((end - begin,), float(user)), torch.arange(float(begin), end)], dim=1)
+    return torch.stack(
+        [torch.full((end - begin,), float(user)), torch.arange(float(begin), end)], dim=1
+    )
 
 
-def cache_of(pages: int, page_rows: int = 4, max_cached_rows: int | None = None) -> jm.PagedHistoryCache:
+def cache_of(
+    pages: int, page_rows: int = 4, max_cached_rows: int | None = None
+) -> jm.PagedHistoryCache:
     return jm.PagedHistoryCache(Rows(max_cached_rows), pages * page_rows * ROW_BYTES, page_rows)
 
 
@@ -35,28 +39,35 @@ def assert_holds(cache: jm.PagedHistoryCache, ranges: dict[int, tuple[int, int]]
         assert torch.equal(rows, rows_for(user, begin, end)), user
 
 
-# -- pages ---------------------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 
 
 def test_any_order_and_repeated_users():
     cache = cache_of(9)
     put(cache, {7: 5, 8: 0, 9: 4})
     kept = rows_of(cache.select([9, 7, 8, 9]))
-    assert [rows.tolist() for rows in kept] == [rows_for(u, 0, n).tolist() for u, n in ((9, 4), (7, 5), (8, 0), (9, 4))]
+    assert [rows.tolist() for rows in kept] == [
+        rows_for(u, 0, n).tolist() for u, n in ((9, 4), (7, 5), (8, 0), (9, 4))
+    ]
 
 
 @pytest.mark.parametrize("limit", [None, 6])
 def test_random_calls_equal_a_dictionary(limit):
-    """Puts, appends and evictions of 12 users in a budget that rarely has room for them, for 400 steps."""
+    """Puts, appends and evictions of 12 users in a budget that rarely has room for them, for 400
+    steps."""
     generator, cache, expected = random.Random(0), cache_of(20, 4, limit), {}
     for step in range(400):
         users = generator.sample(range(12), generator.randint(1, 3))
         counts = [generator.randint(0, 9) for _ in users]
         if step % 7 == 6:
             cache.evict(users)
-        elif set(users) <= set(expected) and all(expected[u][1] - expected[u][0] < 16 for u in users):
+        elif set(users) <= set(expected) and all(
+            expected[u][1] - expected[u][0] < 16 for u in users
+        ):
             ends = [expected[u][1] for u in users]
-            cache.append(users, jagged([rows_for(u, end, end + n) for u, end, n in zip(users, ends, counts)]))
+            cache.append(
+                users, jagged([rows_for(u, end, end + n) for u, end, n in zip(users, ends, counts)])
+            )
             for u, end, n in zip(users, ends, counts):
                 begin = expected[u][0] if limit is None else max(expected[u][0], end + n - limit)
                 expected[u] = (begin, end + n)
@@ -105,7 +116,9 @@ def test_empty_histories_begin_without_the_layer(monkeypatch):
         with pytest.raises(ValueError, match="one per segment of history, 1, got 2$"):
             cache.put(["b", "c"], jagged([rows[:0]]))
     cache.append(["c", "b"], jagged([rows[:2], rows[3:]]))
-    for found, expected in zip(rows_of(cache.select(["a", "b", "c"])), (rows, rows[3:], rows[:2]), strict=True):
+    for found, expected in zip(
+        rows_of(cache.select(["a", "b", "c"])), (rows, rows[3:], rows[:2]), strict=True
+    ):
         assert torch.equal(found, expected)
 
 
@@ -125,7 +138,9 @@ def test_more_than_the_budget_changes_nothing():
         put(cache, {1: 13})
     with pytest.raises(jm.CacheFull, match=message):
         cache.append([2], jagged([rows_for(2, 8, 13)]))
-    with pytest.raises(jm.CacheFull, match="^max_bytes must be at least a page of 16 rows, 128, got 100$"):
+    with pytest.raises(
+        jm.CacheFull, match="^max_bytes must be at least a page of 16 rows, 128, got 100$"
+    ):
         jm.PagedHistoryCache(Rows(), 100).put([1], jagged([rows_for(1, 0, 1)]))
     assert_holds(cache, {1: (0, 4), 2: (0, 8)})
     assert cache.statistics() == jm.CacheStatistics(2, 12, 96, 96, 0, 0, 0)
@@ -133,10 +148,15 @@ def test_more_than_the_budget_changes_nothing():
 
 def test_statistics_and_forgetting():
     cache = cache_of(10)
-    assert cache.statistics() == jm.CacheStatistics(0, 0, 0, cache.max_bytes, 0, 0, 0) and len(cache) == 0
+    assert (
+        cache.statistics() == jm.CacheStatistics(0, 0, 0, cache.max_bytes, 0, 0, 0)
+        and len(cache) == 0
+    )
     put(cache, {1: 5, 2: 1})
     assert cache.missing([1, 3, 2, 4]) == [3, 4]
-    assert cache.statistics() == jm.CacheStatistics(2, 6, 3 * 4 * ROW_BYTES, cache.max_bytes, 2, 2, 0)
+    assert cache.statistics() == jm.CacheStatistics(
+        2, 6, 3 * 4 * ROW_BYTES, cache.max_bytes, 2, 2, 0
+    )
     storage = cache._columns[0].data_ptr()
     cache.evict([1, 3])
     assert len(cache) == 1 and 1 not in cache
@@ -164,7 +184,7 @@ def test_a_score_is_not_changed_by_later_calls():
     assert torch.equal(rows_of(before)[0], rows_for(1, 0, 4))
 
 
-# -- weights -------------------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def in_place(layer):
@@ -188,8 +208,13 @@ def test_rows_of_other_weights_are_not_cached(change):
     assert "a" in cache
     change(stack)
     assert "a" not in cache and cache.missing(["a", "b"]) == ["a", "b"]
-    for call in (lambda: cache.select(["a"]), lambda: cache.append(["a"], jagged(timeline.take(timeline.rows, 1)[:1]))):
-        with pytest.raises(KeyError, match="user 'a' was cached with other weights: put the history first"):
+    for call in (
+        lambda: cache.select(["a"]),
+        lambda: cache.append(["a"], jagged(timeline.take(timeline.rows, 1)[:1])),
+    ):
+        with pytest.raises(
+            KeyError, match="user 'a' was cached with other weights: put the history first"
+        ):
             call()
     cache.put(["b"], jagged(timeline.take(timeline.rows, 0)[1:]))
     kept = cache.select(["b"]).layers
@@ -198,7 +223,8 @@ def test_rows_of_other_weights_are_not_cached(change):
 
 
 def test_new_weights_at_the_address_of_old_ones():
-    """Memory of replaced weights is free. Here weights that are replaced twice get the memory of those that computed the rows."""
+    """Memory of replaced weights is free. Here weights that are replaced twice get the memory of
+    those that computed the rows."""
     layer = jm.JaggedTargetAttention(8, 2).eval()
     cache, parameter = jm.PagedHistoryCache(layer, 2**20), next(layer.parameters())
     memory = parameter.detach().clone(), parameter.detach().clone()
@@ -210,12 +236,13 @@ def test_new_weights_at_the_address_of_old_ones():
             assert "a" in cache
 
 
-# -- threads and size ----------------------------------------------------------------------------------------------------------
+# -- threads and size ------------------------------------------------------------------------------
 
 
 def test_threads_append_and_select():
-    """Each thread appends to its own users and selects those of all threads, in a budget that evicts: every selected user has the rows
-    from 0 to some length, without a gap, and its owner finds exactly what was appended."""
+    """Each thread appends to its own users and selects those of all threads, in a budget that
+    evicts: every selected user has the rows from 0 to some length, without a gap, and its owner
+    finds exactly what was appended."""
     cache, lost, selected = cache_of(60), [0] * WORKERS, [0] * WORKERS
 
     def work(worker: int) -> None:
@@ -231,7 +258,9 @@ def test_threads_append_and_select():
                 lost[worker] += user in lengths
                 put(cache, {user: count})
                 lengths[user] = count
-            others = [x for x in (w * 100 + generator.randrange(6) for w in range(WORKERS)) if x in cache]
+            others = [
+                x for x in (w * 100 + generator.randrange(6) for w in range(WORKERS)) if x in cache
+            ]
             try:
                 kept = rows_of(cache.select([user, *others]))
             except KeyError:  # evicted in between
@@ -248,12 +277,16 @@ def test_threads_append_and_select():
 
 @pytest.mark.parametrize("page_rows", [4, 128])
 def test_threads_score_while_others_append(page_rows):
-    """Scores of one thread equal those of the full forward at some number of events, while another thread appends one by one."""
+    """Scores of one thread equal those of the full forward at some number of events, while another
+    thread appends one by one."""
     timeline, stack = Timeline([[2, 3], *[[1, 1]] * 12], [1, 1]), hstu(config_of(), 2)
     targets, cache = timeline.take(timeline.rows, -1), jm.PagedHistoryCache(stack, 2**20, page_rows)
 
     def expected(events: int) -> torch.Tensor:
-        rows = [torch.cat([x[: start + events], t]) for x, start, t in zip(timeline.rows, timeline.parts[0], targets)]
+        rows = [
+            torch.cat([x[: start + events], t])
+            for x, start, t in zip(timeline.rows, timeline.parts[0], targets)
+        ]
         full = stack(jagged(rows), torch.tensor([1, 1]))
         return full.values[full.offsets[1:] - 1]
 
@@ -296,12 +329,17 @@ def test_a_hundred_thousand_users():
     found = cache.statistics()
     pages = [-(-n // 4) for n in lengths]
     assert found.evictions == users - found.users > 20_000
-    assert found.bytes == sum(pages[-found.users :]) * 4 * ROW_BYTES <= cache.max_bytes < sum(pages[-found.users - 1 :]) * 4 * ROW_BYTES
+    assert (
+        found.bytes
+        == sum(pages[-found.users :]) * 4 * ROW_BYTES
+        <= cache.max_bytes
+        < sum(pages[-found.users - 1 :]) * 4 * ROW_BYTES
+    )
     some = random.Random(0).sample(range(users - found.users, users), 1000)
     assert_holds(cache, {user: (0, lengths[user]) for user in some})
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 def test_users_that_are_not_cached():
@@ -311,7 +349,9 @@ def test_users_that_are_not_cached():
             call()
     nobody = jagged([rows_for(1, 0, 1)]).values[:0], torch.tensor([0])
     for call in (lambda: cache.select([]), lambda: cache.append([], nobody)):
-        with pytest.raises(KeyError, match="no user is given, and nothing is cached yet: put a history first"):
+        with pytest.raises(
+            KeyError, match="no user is given, and nothing is cached yet: put a history first"
+        ):
             call()
     put(cache, {1: 4})
     with pytest.raises(KeyError, match="user 2 is not cached"):
@@ -328,20 +368,68 @@ def test_bad_arguments():
             TypeError,
             "^layer must be an HSTUStack, JaggedTargetAttention or JaggedGDPA, got Linear",
         ),
-        (lambda: jm.PagedHistoryCache("x", 1), TypeError, "^layer must be a layer with cache and append, got str"),
-        (lambda: jm.PagedHistoryCache(Rows(), 0), ValueError, "^max_bytes must be at least 1, got 0"),
-        (lambda: jm.PagedHistoryCache(Rows(), 1.5), TypeError, "^max_bytes must be an int, got float"),
-        (lambda: jm.PagedHistoryCache(Rows(), 1, 0), ValueError, "^page_rows must be at least 1, got 0"),
-        (lambda: cache.put([1, 2], one), ValueError, "^users must be one per segment of history, 1, got 2"),
-        (lambda: cache.append([1, 2], one), ValueError, "^users must be one per segment of events, 1, got 2"),
+        (
+            lambda: jm.PagedHistoryCache("x", 1),
+            TypeError,
+            "^layer must be a layer with cache and append, got str",
+        ),
+        (
+            lambda: jm.PagedHistoryCache(Rows(), 0),
+            ValueError,
+            "^max_bytes must be at least 1, got 0",
+        ),
+        (
+            lambda: jm.PagedHistoryCache(Rows(), 1.5),
+            TypeError,
+            "^max_bytes must be an int, got float",
+        ),
+        (
+            lambda: jm.PagedHistoryCache(Rows(), 1, 0),
+            ValueError,
+            "^page_rows must be at least 1, got 0",
+        ),
+        (
+            lambda: cache.put([1, 2], one),
+            ValueError,
+            "^users must be one per segment of history, 1, got 2",
+        ),
+        (
+            lambda: cache.append([1, 2], one),
+            ValueError,
+            "^users must be one per segment of events, 1, got 2",
+        ),
         (lambda: cache.put([1, 1], two), ValueError, "^users must not be repeated, got 1 twice"),
         (lambda: cache.append([2, 2], two), ValueError, "^users must not be repeated, got 2 twice"),
-        (lambda: cache.put({1}, one), TypeError, "^users must be a list or a tuple of keys, got set"),
-        (lambda: cache.append({1}, one), TypeError, "^users must be a list or a tuple of keys, got set"),
-        (lambda: cache.select(user for user in [1, 2]), TypeError, "^users must be a list or a tuple of keys, got generator"),
-        (lambda: cache.select("12"), TypeError, "^users must be a list or a tuple of keys, got str"),
-        (lambda: cache.evict("12"), TypeError, "^users must be an iterable of keys, got the one key '12'"),
-        (lambda: cache.missing(b"12"), TypeError, "^users must be an iterable of keys, got the one key b'12'"),
+        (
+            lambda: cache.put({1}, one),
+            TypeError,
+            "^users must be a list or a tuple of keys, got set",
+        ),
+        (
+            lambda: cache.append({1}, one),
+            TypeError,
+            "^users must be a list or a tuple of keys, got set",
+        ),
+        (
+            lambda: cache.select(user for user in [1, 2]),
+            TypeError,
+            "^users must be a list or a tuple of keys, got generator",
+        ),
+        (
+            lambda: cache.select("12"),
+            TypeError,
+            "^users must be a list or a tuple of keys, got str",
+        ),
+        (
+            lambda: cache.evict("12"),
+            TypeError,
+            "^users must be an iterable of keys, got the one key '12'",
+        ),
+        (
+            lambda: cache.missing(b"12"),
+            TypeError,
+            "^users must be an iterable of keys, got the one key b'12'",
+        ),
     ):
         with pytest.raises(error, match=message):
             call()
@@ -349,16 +437,23 @@ def test_bad_arguments():
 
 
 def test_a_layer_that_changed_its_dtype_or_sizes():
-    layer, x = jm.JaggedTargetAttention(WIDTH, HEADS), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
+    layer, x = (
+        jm.JaggedTargetAttention(WIDTH, HEADS),
+        (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])),
+    )
     cache = jm.PagedHistoryCache(layer, 2**20)
     cache.put([1, 2], x)
     layer.double()
-    with pytest.raises(ValueError, match="must keep the dtype of the first put, torch.float32, got torch.float64$"):
+    with pytest.raises(
+        ValueError, match="must keep the dtype of the first put, torch.float32, got torch.float64$"
+    ):
         cache.put([1, 2], (x[0].double(), x[1]))
     assert len(cache) == 2 and cache.missing([1, 2]) == [1, 2]
     rows = cache_of(9)
     put(rows, {1: 3})
-    with pytest.raises(ValueError, match=r"must keep the shape of the first put, \(1, 1, 2\), got \(1, 1, 3\)$"):
+    with pytest.raises(
+        ValueError, match=r"must keep the shape of the first put, \(1, 1, 2\), got \(1, 1, 3\)$"
+    ):
         rows.append([1], (torch.randn(1, 3), torch.tensor([0, 1])))
     assert_holds(rows, {1: (0, 3)})
 
@@ -381,6 +476,8 @@ def test_the_layers_errors_change_nothing():
     cache.put([1, 2], x)
     before = cache.select([1, 2]).layers[0].values
     for owner, call in (("history's", cache.put), ("events'", cache.append)):
-        with pytest.raises(ValueError, match=rf"^{owner} values must have shape \[L, 8\], got \[5, 7\]"):
+        with pytest.raises(
+            ValueError, match=rf"^{owner} values must have shape \[L, 8\], got \[5, 7\]"
+        ):
             call([1, 2], (x[0][:, :7], x[1]))
     assert torch.equal(cache.select([1, 2]).layers[0].values, before)

@@ -32,7 +32,9 @@ def _cache():
 
 CONTAINERS = {
     "AttentionMask": lambda: jm.AttentionMask(causal=True, num_targets=torch.tensor([1, 0, 2])),
-    "RelativeBias": lambda: jm.RelativeBias(torch.randn(5), torch.randn(4), timestamps=torch.arange(5)),
+    "RelativeBias": lambda: jm.RelativeBias(
+        torch.randn(5), torch.randn(4), timestamps=torch.arange(5)
+    ),
     "CacheStatistics": lambda: jm.CacheStatistics(1, 2, 3, 4, 5, 6, 7),
     "CandidateIndex": lambda: jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3),
     "GDPAConfig": lambda: jm.GDPAConfig(num_seeds=2),
@@ -42,7 +44,9 @@ CONTAINERS = {
     "Pages": lambda: jm.Pages.of([[3, 1], []], [200, 0], 128),
     "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(_offsets()),
-    "TileSchedule": lambda: jm.zigzag_schedule([3, 70], [5, 6], num_heads=2, block_m=64, block_n=64, num_workers=3),
+    "TileSchedule": lambda: jm.zigzag_schedule(
+        [3, 70], [5, 6], num_heads=2, block_m=64, block_n=64, num_workers=3
+    ),
 }
 
 
@@ -112,7 +116,12 @@ def test_a_history_cache_stays_in_its_process():
 
 
 def test_nothing_public_is_missing():
-    """Switches, which are context managers, and exceptions hold no data; tests/compatibility has the layers."""
+    """Switches, which are context managers, and exceptions hold no data; tests/compatibility has
+    the layers."""
     classes = [getattr(jm, name) for name in jm.__all__ if inspect.isclass(getattr(jm, name))]
-    public = [x.__name__ for x in classes if not hasattr(x, "__enter__") and not issubclass(x, (torch.nn.Module, Exception))]
+    public = [
+        x.__name__
+        for x in classes
+        if not hasattr(x, "__enter__") and not issubclass(x, (torch.nn.Module, Exception))
+    ]
     assert [name for name in public if name not in (*CONTAINERS, "PagedHistoryCache")] == []

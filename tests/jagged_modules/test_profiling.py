@@ -10,19 +10,30 @@ from ..compatibility.cases import CASES, SIZES, make
 def ranges(model, inputs):
     with profile() as profiled:
         model(*inputs)
-    return {event.key.removeprefix("jagged_modules.") for event in profiled.key_averages() if event.key.startswith("jagged_modules.")}
+    return {
+        event.key.removeprefix("jagged_modules.")
+        for event in profiled.key_averages()
+        if event.key.startswith("jagged_modules.")
+    }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_layer_is_a_range_of_a_profile(case):
     model, inputs = make(case), case.model.inputs(*SIZES[0])
-    expected = {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("jagged_modules.layers")}
+    expected = {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__module__.startswith("jagged_modules.layers")
+    }
     assert ranges(model, inputs) == {name for name in expected if not name.startswith("_")}
 
 
 def test_a_profile_does_not_compile_again():
     case = CASES["JaggedMLP"]
-    model, inputs = torch.compile(make(case), backend="eager", fullgraph=True), case.model.inputs(*SIZES[0])
+    model, inputs = (
+        torch.compile(make(case), backend="eager", fullgraph=True),
+        case.model.inputs(*SIZES[0]),
+    )
     model(*inputs)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert ranges(model, inputs) == set()

@@ -10,7 +10,9 @@ import jagged_modules as jm
 def recorded(monkeypatch):
     """The tensors whose record_stream was called."""
     tensors = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: tensors.append(x), raising=False)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda x, stream: tensors.append(x), raising=False
+    )
     return tensors
 
 
@@ -36,11 +38,15 @@ def test_candidate_index_on_a_device(recorded):
     moved = index.to("meta")
     users, query_offsets = moved.users(3), moved.query_offsets(2)
     moved.record_stream(None)
-    assert [id(x) for x in recorded] == [id(x) for x in (moved.offsets, moved.order, moved.inverse, users, query_offsets)]
+    assert [id(x) for x in recorded] == [
+        id(x) for x in (moved.offsets, moved.order, moved.inverse, users, query_offsets)
+    ]
 
 
 def test_schedules_on_a_device(recorded):
-    schedule = jm.zigzag_schedule([3, 5], [3, 5], num_heads=1, block_m=64, block_n=64, num_workers=2)
+    schedule = jm.zigzag_schedule(
+        [3, 5], [3, 5], num_heads=1, block_m=64, block_n=64, num_workers=2
+    )
     schedule.record_stream(None)
     assert not recorded
     moved = schedule.to("meta")

@@ -1,4 +1,5 @@
-"""Containers while torch.compile or a CUDA graph records. tests/compatibility captures the layers on a GPU."""
+"""Containers while torch.compile or a CUDA graph records. tests/compatibility captures the layers
+on a GPU."""
 
 import torch
 
@@ -8,10 +9,17 @@ from jagged_modules.containers import candidates, jagged
 
 def test_caches_are_neither_read_nor_written_while_a_graph_records(monkeypatch, offsets_of):
     """The recorded calls are repeated with other lengths in the same tensors."""
-    history, index = jm.Jagged(torch.randn(5, 8), offsets_of([2, 3])).to("meta"), jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
+    history, index = (
+        jm.Jagged(torch.randn(5, 8), offsets_of([2, 3])).to("meta"),
+        jm.CandidateIndex.from_counts(torch.tensor([1, 2])),
+    )
 
     def derived():
-        return history.schedule(num_heads=2, head_dim=4, dtype=torch.float32), index.users(3), index.query_offsets(2)
+        return (
+            history.schedule(num_heads=2, head_dim=4, dtype=torch.float32),
+            index.users(3),
+            index.query_offsets(2),
+        )
 
     with monkeypatch.context() as recording:
         for module in (candidates, jagged):

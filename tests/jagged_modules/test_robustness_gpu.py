@@ -1,4 +1,5 @@
-"""On a GPU: several streams, two devices, data loaders that fork after CUDA is initialised, and running out of memory."""
+"""On a GPU: several streams, two devices, data loaders that fork after CUDA is initialised, and
+running out of memory."""
 
 import gc
 import time
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.gpu
 def assert_close(results, expected) -> None:
     assert len(results) == len(expected)
     for x, y in zip(results, expected):
-        assert x.shape == y.shape and (not y.numel() or (x.cpu() - y.cpu()).abs().max() <= 1e-5 * y.abs().max().cpu())
+        assert x.shape == y.shape and (
+            not y.numel() or (x.cpu() - y.cpu()).abs().max() <= 1e-5 * y.abs().max().cpu()
+        )
 
 
 def test_streams():
@@ -39,11 +42,15 @@ def test_streams():
 
 
 def test_one_history_on_several_streams():
-    """The schedule and the users of candidates, which the first stream cached with a history, serve the others."""
+    """The schedule and the users of candidates, which the first stream cached with a history, serve
+    the others."""
     offsets = torch.arange(0, 64 * 101, 100)
     history = jm.Jagged(torch.randn(6400, 32), offsets).to("cuda")
     index = jm.CandidateIndex.from_map(torch.randint(64, (500,)), 64).to("cuda")
-    layer, targets = jm.JaggedTargetAttention(32, 2, device="cuda"), torch.randn(500, 3, 32, device="cuda")
+    layer, targets = (
+        jm.JaggedTargetAttention(32, 2, device="cuda"),
+        torch.randn(500, 3, 32, device="cuda"),
+    )
     expected = layer(targets, history, index)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
@@ -63,7 +70,9 @@ class TestTwoGpus:
         """The current device is the first throughout."""
         steps = [make_steps(device) for device in self.devices]
         for seed in range(3):
-            first, second = (run_steps(some, seed, 2, device) for some, device in zip(steps, self.devices))
+            first, second = (
+                run_steps(some, seed, 2, device) for some, device in zip(steps, self.devices)
+            )
             assert torch.cuda.current_device() == 0
             assert {x.device for x in second} == {torch.device("cuda:1")}
             assert_close(second, first)
@@ -71,7 +80,9 @@ class TestTwoGpus:
     def test_in_threads(self):
         steps = [make_steps(device) for device in self.devices]
         expected = [run_steps(steps[0], seed, 2, "cuda:0") for seed in range(8)]
-        results = in_threads(lambda seed: run_steps(steps[seed % 2], seed, 2, self.devices[seed % 2]))
+        results = in_threads(
+            lambda seed: run_steps(steps[seed % 2], seed, 2, self.devices[seed % 2])
+        )
         for some, alone in zip(results, expected, strict=True):
             assert_close(some, alone)
 
@@ -80,7 +91,11 @@ class TestTwoGpus:
         history = jm.Jagged(torch.randn(300, 32), torch.tensor([0, 100, 300]))
         layers = [jm.JaggedGDPA(32, 2, device=device) for device in self.devices]
         layers[1].load_state_dict(layers[0].state_dict())
-        outs = [layer(history.to(device)).values for _ in range(2) for layer, device in zip(layers, self.devices)]
+        outs = [
+            layer(history.to(device)).values
+            for _ in range(2)
+            for layer, device in zip(layers, self.devices)
+        ]
         assert [str(x.device) for x in outs] == [*self.devices] * 2
         assert_close(outs, outs[:1] * 4)
 
@@ -92,14 +107,19 @@ class Prepared(Dataset):
     def __getitem__(self, number):
         assert not torch.cuda.is_initialized()  # that of the parent is none of a forked process
         lengths = torch.randint(1, 200, (20,), generator=torch.Generator().manual_seed(number))
-        history = jm.Jagged(torch.randn(int(lengths.sum()), 32), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+        history = jm.Jagged(
+            torch.randn(int(lengths.sum()), 32),
+            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        )
         return history.prepare(num_heads=2, head_dim=16)
 
 
 def test_data_loader_that_forks_after_cuda_is_initialised():
     layer = jm.JaggedGDPA(32, 2, device="cuda")
     torch.cuda.synchronize()
-    for history in DataLoader(Prepared(), batch_size=None, num_workers=2, pin_memory=True, multiprocessing_context="fork"):
+    for history in DataLoader(
+        Prepared(), batch_size=None, num_workers=2, pin_memory=True, multiprocessing_context="fork"
+    ):
         assert history.values.is_pinned() and len(history._segmentation.schedules) == 1
         on_device = history.to("cuda", non_blocking=True)
         out = layer(on_device)
@@ -127,7 +147,9 @@ def test_the_gpu_as_default_device():
     layer = jm.JaggedGDPA(32, 2, device="cuda")
     expected = layer(jm.Jagged(rows.cuda(), offsets.cuda()))
     with torch.device("cuda"):
-        history = jm.Jagged(rows.cuda(), offsets.cuda(), host_lengths=lengths).prepare(num_heads=2, head_dim=16)
+        history = jm.Jagged(rows.cuda(), offsets.cuda(), host_lengths=lengths).prepare(
+            num_heads=2, head_dim=16
+        )
         listed = jm.Jagged(rows.cuda(), offsets.cuda(), host_lengths=[300, 100])
         results = [layer(x).values for x in (history, listed)]
         assert jm.AttentionMask(causal=True).picture(2) == "# .\n# #"
@@ -137,33 +159,49 @@ def test_the_gpu_as_default_device():
 
 def _attention(rows):
     offsets = torch.arange(0, rows + 1, rows // 4, device="cuda")
-    q, k, v = (torch.randn(rows, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(rows, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
     return F.jagged_attention(q, k, v, offsets), (q, k, v)
 
 
 def _block_attention(rows):
     offsets = torch.arange(0, rows + 1, rows // 4, device="cuda")
-    q, k, v = (torch.randn(rows, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(rows, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
     return F.block_diagonal_attention(q, k, v, offsets), (q, k, v)
 
 
 def _linear_compress(rows):
-    weights = [torch.randn(64, k, device="cuda", dtype=torch.bfloat16, requires_grad=True) for k in (24, 40)]
+    weights = [
+        torch.randn(64, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for k in (24, 40)
+    ]
     users, candidates = rows // 160, rows // 16
     shapes = (users, 24, 64), (candidates, 40, 64)
-    embeddings = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    embeddings = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    ]
     index = torch.arange(candidates, device="cuda") % users
     return F.linear_compress(weights, embeddings, index), (*weights, *embeddings)
 
 
 def _matmuls(rows):
     offsets = torch.arange(0, rows + 1, rows // 4, device="cuda")
-    x, y = torch.randn(rows, 64, device="cuda", requires_grad=True), torch.randn(4, 64, 256, device="cuda", requires_grad=True)
+    x, y = (
+        torch.randn(rows, 64, device="cuda", requires_grad=True),
+        torch.randn(4, 64, 256, device="cuda", requires_grad=True),
+    )
     return F.jagged_softmax(F.jagged_dense_bmm(x, y, offsets), offsets), (x, y)
 
 
 def allocated_in_the_end(expected: int) -> int:
-    """Bytes allocated on the GPU. If a backward fails, autograd's thread releases its tensors after the caller has the error."""
+    """Bytes allocated on the GPU. If a backward fails, autograd's thread releases its tensors after
+    the caller has the error."""
     for _ in range(100):
         gc.collect()
         if torch.cuda.memory_allocated() == expected:
@@ -172,9 +210,12 @@ def allocated_in_the_end(expected: int) -> int:
     return torch.cuda.memory_allocated()
 
 
-@pytest.mark.parametrize("make", [_attention, _block_attention, _linear_compress, _matmuls], ids=lambda x: x.__name__[1:])
+@pytest.mark.parametrize(
+    "make", [_attention, _block_attention, _linear_compress, _matmuls], ids=lambda x: x.__name__[1:]
+)
 def test_out_of_memory_leaves_nothing_behind(make):
-    """Steps run out of memory, each at a later allocation. A small step then has the same results, and nothing stays allocated."""
+    """Steps run out of memory, each at a later allocation. A small step then has the same results,
+    and nothing stays allocated."""
 
     def step(rows):
         torch.manual_seed(0)
@@ -190,7 +231,9 @@ def test_out_of_memory_leaves_nothing_behind(make):
     try:
         for megabytes in range(8, 4000, 16):
             torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + megabytes * 2**20) / total)
+            torch.cuda.set_per_process_memory_fraction(
+                (torch.cuda.memory_reserved() + megabytes * 2**20) / total
+            )
             try:
                 step(160_000)
                 passed = True

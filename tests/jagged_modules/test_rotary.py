@@ -13,7 +13,9 @@ from jagged_modules.rotary import rotary_tables
 def rotated(x, cos, sin):
     """The rotation as a product of complex numbers, in float64."""
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())[:, None]).flatten(-2)
+    return torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())[:, None]).flatten(
+        -2
+    )
 
 
 def angles(rows, pairs, dtype=torch.float32):
@@ -21,12 +23,15 @@ def angles(rows, pairs, dtype=torch.float32):
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-# -- apply_rotary --------------------------------------------------------------------------------------------------------------
+# -- apply_rotary ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 8), (1, 1, 2), (4, 2, 6), (0, 2, 4), (3, 0, 4)])
 def test_equals_complex_multiplication(shape):
-    x, (cos, sin) = torch.randn(shape, dtype=torch.float64), angles(shape[0], shape[2] // 2, torch.float64)
+    x, (cos, sin) = (
+        torch.randn(shape, dtype=torch.float64),
+        angles(shape[0], shape[2] // 2, torch.float64),
+    )
     torch.testing.assert_close(F.apply_rotary(x, cos, sin), rotated(x, cos, sin))
 
 
@@ -40,20 +45,31 @@ def test_is_computed_in_fp32_or_better_and_rounded_once(dtype, table_dtype):
         assert torch.equal(out, F.apply_rotary(x.float(), *tables).to(dtype))
     else:  # the tables are rounded to x's dtype
         tables = [table.to(dtype) for table in tables]
-        torch.testing.assert_close(out.double(), rotated(x, *tables), rtol=0, atol=4 * torch.finfo(dtype).eps * float(x.abs().max()))
+        torch.testing.assert_close(
+            out.double(),
+            rotated(x, *tables),
+            rtol=0,
+            atol=4 * torch.finfo(dtype).eps * float(x.abs().max()),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_is_the_inverse_rotation(dtype):
     x, (cos, sin) = torch.randn(7, 2, 8, dtype=dtype, requires_grad=True), angles(7, 4)
-    strided, expanded = torch.randn(8, 2, 7, dtype=dtype).permute(2, 1, 0), torch.ones(1, dtype=dtype).expand(7, 2, 8)
+    strided, expanded = (
+        torch.randn(8, 2, 7, dtype=dtype).permute(2, 1, 0),
+        torch.ones(1, dtype=dtype).expand(7, 2, 8),
+    )
     for grad in (torch.randn(7, 2, 8, dtype=dtype), strided, expanded):
         (actual,) = torch.autograd.grad(F.apply_rotary(x, cos, sin), x, grad)
         assert torch.equal(actual, F.apply_rotary(grad, cos, -sin))
 
 
 def test_gradcheck():
-    x, tables = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True), angles(3, 2, torch.float64)
+    x, tables = (
+        torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True),
+        angles(3, 2, torch.float64),
+    )
     assert torch.autograd.gradcheck(F.apply_rotary, (x, *tables))
 
 
@@ -73,19 +89,35 @@ BAD_ROTATIONS = [
     ((ROWS, 1.0, TABLE), TypeError, "cos must be a torch.Tensor, got float"),
     ((ROWS, TABLE[0], TABLE), ValueError, r"cos must have shape \[L, D / 2\], got \[4\]"),
     ((ROWS, TABLE, TABLE.long()), TypeError, "sin must be float64, .* on cpu, got torch.int64"),
-    ((ROWS, TABLE, TABLE[:4]), ValueError, r"sin must have shape \[L, D / 2\] of x \[5, 2, 8\] with D even, got \[4, 4\]"),
-    ((ROWS, TABLE[:, :3], TABLE), ValueError, r"cos must have shape \[L, D / 2\] of x \[5, 2, 8\] with D even, got \[5, 3\]"),
-    ((ROWS[..., :7], TABLE[:, :3], TABLE[:, :3]), ValueError, r"cos must have .* of x \[5, 2, 7\] with D even, got \[5, 3\]"),
+    (
+        (ROWS, TABLE, TABLE[:4]),
+        ValueError,
+        r"sin must have shape \[L, D / 2\] of x \[5, 2, 8\] with D even, got \[4, 4\]",
+    ),
+    (
+        (ROWS, TABLE[:, :3], TABLE),
+        ValueError,
+        r"cos must have shape \[L, D / 2\] of x \[5, 2, 8\] with D even, got \[5, 3\]",
+    ),
+    (
+        (ROWS[..., :7], TABLE[:, :3], TABLE[:, :3]),
+        ValueError,
+        r"cos must have .* of x \[5, 2, 7\] with D even, got \[5, 3\]",
+    ),
 ]
 
 
-@pytest.mark.parametrize("arguments, error, message", BAD_ROTATIONS, ids=[message[:40] for _, _, message in BAD_ROTATIONS])
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    BAD_ROTATIONS,
+    ids=[message[:40] for _, _, message in BAD_ROTATIONS],
+)
 def test_bad_rotation(arguments, error, message):
     with pytest.raises(error, match=message):
         F.apply_rotary(*arguments)
 
 
-# -- tables --------------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500.0])
@@ -96,9 +128,14 @@ def test_tables_are_the_float64_values_rounded_once(theta):
     for table, function in zip(tables, (math.cos, math.sin), strict=True):
         assert table.shape == (positions, dim // 2) and table.dtype == torch.float32
         for position in (0, 1, 2, 4095, 100_003, positions - 1):
-            exact = torch.tensor([function(position * theta ** (-2 * i / dim)) for i in range(dim // 2)], dtype=torch.float64)
+            exact = torch.tensor(
+                [function(position * theta ** (-2 * i / dim)) for i in range(dim // 2)],
+                dtype=torch.float64,
+            )
             rounding = torch.finfo(torch.float32).eps / 4  # half the spacing of numbers up to 1
-            assert (table[position] - exact).abs().max() <= rounding + positions * torch.finfo(torch.float64).eps
+            assert (table[position] - exact).abs().max() <= rounding + positions * torch.finfo(
+                torch.float64
+            ).eps
 
 
 def test_rotary_from_frequencies():
@@ -111,7 +148,11 @@ def test_rotary_from_frequencies():
 
 BAD_ROTARIES = [
     (dict(cos=None), TypeError, "cos must be a torch.Tensor, got NoneType"),
-    (dict(cos=TABLE.long()), TypeError, "cos must be float64, float32, float16 or bfloat16, got torch.int64"),
+    (
+        dict(cos=TABLE.long()),
+        TypeError,
+        "cos must be float64, float32, float16 or bfloat16, got torch.int64",
+    ),
     (dict(cos=TABLE[0]), ValueError, r"cos must have shape \[P, D / 2\], got \[4\]"),
     (dict(sin=TABLE[None]), ValueError, r"sin must have shape \[P, D / 2\], got \[1, 5, 4\]"),
     (dict(sin=TABLE[:3]), ValueError, r"sin must have cos's shape, \[5, 4\], got \[3, 4\]"),
@@ -120,12 +161,22 @@ BAD_ROTARIES = [
     (dict(rotate="q"), ValueError, 'rotate must be "qk" or "qkv", got \'q\''),
     (dict(rotate=None), ValueError, 'rotate must be "qk" or "qkv", got None'),
     (dict(positions=[0, 1]), TypeError, "positions must be a torch.Tensor, got list"),
-    (dict(positions=torch.ones(5)), TypeError, "positions must be int32 or int64, got torch.float32"),
-    (dict(positions=torch.ones(5, 1, dtype=torch.int64)), ValueError, r"positions must be 1-D, got shape \[5, 1\]"),
+    (
+        dict(positions=torch.ones(5)),
+        TypeError,
+        "positions must be int32 or int64, got torch.float32",
+    ),
+    (
+        dict(positions=torch.ones(5, 1, dtype=torch.int64)),
+        ValueError,
+        r"positions must be 1-D, got shape \[5, 1\]",
+    ),
 ]
 
 
-@pytest.mark.parametrize("change, error, message", BAD_ROTARIES, ids=[message[:40] for _, _, message in BAD_ROTARIES])
+@pytest.mark.parametrize(
+    "change, error, message", BAD_ROTARIES, ids=[message[:40] for _, _, message in BAD_ROTARIES]
+)
 def test_bad_rotary(change, error, message):
     with pytest.raises(error, match=message):
         jm.Rotary(**(dict(cos=TABLE, sin=TABLE) | change))
@@ -144,7 +195,11 @@ BAD_FREQUENCIES = [
 ]
 
 
-@pytest.mark.parametrize("arguments, error, message", BAD_FREQUENCIES, ids=[message[:40] for _, _, message in BAD_FREQUENCIES])
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    BAD_FREQUENCIES,
+    ids=[message[:40] for _, _, message in BAD_FREQUENCIES],
+)
 def test_bad_frequencies(arguments, error, message):
     with pytest.raises(error, match=message):
         jm.Rotary.from_frequencies(*arguments)

@@ -27,17 +27,27 @@ def test_conversions(dtype, lengths, index, conversions, offsets_of):
     for shape in ((), (3,), (2, 3)):
         values = torch.randint(2 if dtype == torch.bool else 100, (sum(lengths), *shape)).to(dtype)
         padded = F.jagged_to_padded(values, offsets, longest + 2, 1)
-        assert padded.dtype == dtype and torch.equal(padded, padded_loop(values, offsets, longest + 2, 1))
+        assert padded.dtype == dtype and torch.equal(
+            padded, padded_loop(values, offsets, longest + 2, 1)
+        )
         assert torch.equal(F.padded_to_jagged(padded, offsets), values)
         assert torch.equal(F.padded_to_jagged(padded, offsets, sum(lengths)), values)
 
 
 @given(data=st.data())
 def test_conversions_round_trip(data, offsets_of):
-    lengths, width = data.draw(st.lists(st.integers(0, 20), max_size=6)), data.draw(st.integers(0, 4))
+    lengths, width = (
+        data.draw(st.lists(st.integers(0, 20), max_size=6)),
+        data.draw(st.integers(0, 4)),
+    )
     offsets, longest = offsets_of(lengths), max([0, *lengths])
     values = torch.randn(sum(lengths), width)
-    padded = F.jagged_to_padded(values, offsets, longest + data.draw(st.integers(0, 3)), data.draw(st.floats(-5, 5, width=32)))
+    padded = F.jagged_to_padded(
+        values,
+        offsets,
+        longest + data.draw(st.integers(0, 3)),
+        data.draw(st.floats(-5, 5, width=32)),
+    )
     assert torch.equal(F.padded_to_jagged(padded, offsets), values)
     again = F.jagged_to_padded(F.padded_to_jagged(padded, offsets), offsets, longest)
     assert torch.equal(again, F.jagged_to_padded(values, offsets, longest))
@@ -46,7 +56,9 @@ def test_conversions_round_trip(data, offsets_of):
 def test_second_derivatives_of_conversions(conversions, offsets_of):
     """FBGEMM's operator gives wrong ones."""
     offsets, x = offsets_of([1, 2]), torch.randn(3, 2, requires_grad=True)
-    (grad,) = torch.autograd.grad(F.jagged_to_padded(x, offsets, 2).pow(3).sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(
+        F.jagged_to_padded(x, offsets, 2).pow(3).sum(), x, create_graph=True
+    )
     torch.testing.assert_close(torch.autograd.grad(grad.sum(), x), (6 * x,))
 
 
@@ -63,14 +75,23 @@ def test_fbgemm_converts_what_needs_no_gradient(grad_enabled, offsets_of):
 def test_large_integers_as_padding(conversions, offsets_of, padding_value):
     """FBGEMM takes the padding value as fp64."""
     offsets, values = offsets_of([1, 2]), torch.arange(6).view(3, 2)
-    assert torch.equal(F.jagged_to_padded(values, offsets, 2, padding_value), padded_loop(values, offsets, 2, padding_value))
+    assert torch.equal(
+        F.jagged_to_padded(values, offsets, 2, padding_value),
+        padded_loop(values, offsets, 2, padding_value),
+    )
 
 
 @pytest.mark.parametrize("lengths", ROW_LENGTHS)
 def test_gradients_of_conversions(lengths, conversions, offsets_of):
     offsets, longest = offsets_of(lengths), max([0, *lengths])
-    values, dense = torch.randn(sum(lengths), 3, requires_grad=True), torch.randn(len(lengths), longest, 3, requires_grad=True)
-    grads = torch.randn(3, longest, len(lengths)).permute(2, 1, 0), torch.randn(1, 3).expand(sum(lengths), 3)
+    values, dense = (
+        torch.randn(sum(lengths), 3, requires_grad=True),
+        torch.randn(len(lengths), longest, 3, requires_grad=True),
+    )
+    grads = (
+        torch.randn(3, longest, len(lengths)).permute(2, 1, 0),
+        torch.randn(1, 3).expand(sum(lengths), 3),
+    )
     (dvalues,) = torch.autograd.grad(F.jagged_to_padded(values, offsets, longest), values, grads[0])
     (ddense,) = torch.autograd.grad(F.padded_to_jagged(dense, offsets), dense, grads[1])
     assert torch.equal(dvalues, F.padded_to_jagged(grads[0], offsets))
@@ -78,7 +99,8 @@ def test_gradients_of_conversions(lengths, conversions, offsets_of):
 
 
 def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
-    """Offsets on a device are not read. A long segment is truncated to N rows, and rows that a dense block does not have are 0."""
+    """Offsets on a device are not read. A long segment is truncated to N rows, and rows that a
+    dense block does not have are 0."""
     from jagged_modules import validation as checks
     from jagged_modules.functional import rows as jagged_rows
 
@@ -87,12 +109,17 @@ def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
     offsets, values = offsets_of([1, 4, 2]), torch.randn(7, 3, requires_grad=True)
     padded = F.jagged_to_padded(values, offsets, 2)
     rows = [0, 1, 2, 5, 6]
-    assert torch.equal(padded.flatten(0, 1)[[0, 2, 3, 4, 5]], values[rows]) and not padded[0, 1].any()
+    assert (
+        torch.equal(padded.flatten(0, 1)[[0, 2, 3, 4, 5]], values[rows]) and not padded[0, 1].any()
+    )
     (grad,) = torch.autograd.grad(padded.sum(), values)
     assert grad.sum(1).tolist() == [3, 3, 3, 0, 0, 3, 3]
     dense = torch.randn(3, 3, 3, requires_grad=True)
     taken = F.padded_to_jagged(dense, offsets, 7)
-    assert torch.equal(taken[[0, 1, 2, 3, 5, 6]], dense[[0, 1, 1, 1, 2, 2], [0, 0, 1, 2, 0, 1]]) and not taken[4].any()
+    assert (
+        torch.equal(taken[[0, 1, 2, 3, 5, 6]], dense[[0, 1, 1, 1, 2, 2], [0, 0, 1, 2, 0, 1]])
+        and not taken[4].any()
+    )
     (grad,) = torch.autograd.grad(taken.sum(), dense)
     assert grad.sum(2).tolist() == [[3, 0, 0], [3, 3, 3], [3, 3, 0]]
     assert torch.equal(F.jagged_dense_add(values, dense, offsets)[4], values[4])
@@ -103,31 +130,48 @@ def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
 @pytest.mark.parametrize("lengths", ROW_LENGTHS)
 def test_dense_arithmetic(lengths, dtype, offsets_of):
     offsets, b, longest = offsets_of(lengths), len(lengths), max([0, *lengths])
-    x, y = torch.randn(sum(lengths), 3).to(DTYPES[dtype]), torch.randn(b, longest + 1, 3).to(DTYPES[dtype])
+    x, y = (
+        torch.randn(sum(lengths), 3).to(DTYPES[dtype]),
+        torch.randn(b, longest + 1, 3).to(DTYPES[dtype]),
+    )
 
     def rows(y):
         return joined([block[:n] for block, n in zip(y, lengths)], y.flatten(0, 1)[:0])
 
-    check_definition(lambda x, y: F.jagged_dense_add(x, y, offsets), lambda x, y: x + rows(y), dict(x=x, y=y))
-    check_definition(lambda x, y: F.jagged_dense_mul(x, y, offsets), lambda x, y: x * rows(y), dict(x=x, y=y))
+    check_definition(
+        lambda x, y: F.jagged_dense_add(x, y, offsets), lambda x, y: x + rows(y), dict(x=x, y=y)
+    )
+    check_definition(
+        lambda x, y: F.jagged_dense_mul(x, y, offsets), lambda x, y: x * rows(y), dict(x=x, y=y)
+    )
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("lengths", [[[3, 0, 2]], [[3, 0, 2], [1, 4, 0]], [[0, 1], [2, 0], [0, 3]], [[0, 0], [0, 0]], [[], []]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[[3, 0, 2]], [[3, 0, 2], [1, 4, 0]], [[0, 1], [2, 0], [0, 3]], [[0, 0], [0, 0]], [[], []]],
+)
 def test_concat(lengths, index, offsets_of):
     offsets = [offsets_of(x, index) for x in lengths]
     values = [torch.randn(sum(x), 2, 3) for x in lengths]
-    expected = [rows for segment in zip(*(split(x, o) for x, o in zip(values, offsets))) for rows in segment]
+    expected = [
+        rows for segment in zip(*(split(x, o) for x, o in zip(values, offsets))) for rows in segment
+    ]
     out, bounds = F.jagged_concat(values, offsets)
     assert torch.equal(out, joined(expected, values[0][:0]))
     assert bounds.dtype == index and bounds.tolist() == offsets_of(map(sum, zip(*lengths))).tolist()
 
 
-@pytest.mark.parametrize("lengths, first", [([3, 0, 2], [1, 0, 2]), ([3, 4], 2), ([2, 1], [0, 0]), ([2, 1], [2, 1]), ([], []), ([], 3)])
+@pytest.mark.parametrize(
+    "lengths, first",
+    [([3, 0, 2], [1, 0, 2]), ([3, 4], 2), ([2, 1], [0, 0]), ([2, 1], [2, 1]), ([], []), ([], 3)],
+)
 def test_split(lengths, first, offsets_of):
     x, offsets = torch.randn(sum(lengths), 2), offsets_of(lengths, torch.int32)
     counts = [first] * len(lengths) if isinstance(first, int) else first
-    (head, head_offsets), (tail, tail_offsets) = F.jagged_split(x, offsets, first if isinstance(first, int) else torch.tensor(first).long())
+    (head, head_offsets), (tail, tail_offsets) = F.jagged_split(
+        x, offsets, first if isinstance(first, int) else torch.tensor(first).long()
+    )
     parts = split(x, offsets)
     assert torch.equal(head, joined([rows[:n] for rows, n in zip(parts, counts)], x[:0]))
     assert torch.equal(tail, joined([rows[n:] for rows, n in zip(parts, counts)], x[:0]))
@@ -139,7 +183,10 @@ def test_split(lengths, first, offsets_of):
 
 def test_gradcheck_of_rows(offsets_of):
     offsets, others = offsets_of([2, 0, 3]), offsets_of([1, 2, 0])
-    x, z, dense = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 2), (3, 2), (3, 3, 2)))
+    x, z, dense = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, 2), (3, 2), (3, 3, 2))
+    )
     checks = [
         (lambda x: F.jagged_to_padded(x, offsets, 4, 1.5), [x]),
         (lambda dense: F.padded_to_jagged(dense, offsets), [dense]),
@@ -149,4 +196,6 @@ def test_gradcheck_of_rows(offsets_of):
         (lambda x: F.jagged_split(x, offsets, torch.tensor([1, 0, 2]))[1][0], [x]),
     ]
     for function, inputs in checks:
-        assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
+        assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(
+            function, inputs
+        )

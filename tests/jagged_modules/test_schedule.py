@@ -1,4 +1,5 @@
-"""Which kernels a schedule is made for: those of the GPU, also where CUDA is not initialised, as in a data loader's worker."""
+"""Which kernels a schedule is made for: those of the GPU, also where CUDA is not initialised, as in
+a data loader's worker."""
 
 import pytest
 import torch
@@ -33,9 +34,17 @@ def no_driver(name):
     raise OSError(name)
 
 
-@pytest.mark.parametrize("capability, seen", [((9, 0), (9, 0)), ((8, 0), (8, 0)), (None, None), ("no driver", None)], ids=str)
+@pytest.mark.parametrize(
+    "capability, seen",
+    [((9, 0), (9, 0)), ((8, 0), (8, 0)), (None, None), ("no driver", None)],
+    ids=str,
+)
 def test_tiles_are_those_of_the_machines_gpu(monkeypatch, capability, seen):
-    monkeypatch.setattr(device.ctypes, "CDLL", no_driver if capability == "no driver" else lambda name: Driver(capability))
+    monkeypatch.setattr(
+        device.ctypes,
+        "CDLL",
+        no_driver if capability == "no driver" else lambda name: Driver(capability),
+    )
     monkeypatch.setattr(device.torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(device, "_driver_capability", device._driver_capability.__wrapped__)
     assert device.gpu_capability() == seen
@@ -43,7 +52,16 @@ def test_tiles_are_those_of_the_machines_gpu(monkeypatch, capability, seen):
     for rows in (100, 5):
         lengths = torch.tensor([rows, rows])
         made = host_schedule(lengths, lengths, **sizes)
-        problem = AttentionProblem(64, 64, torch.bfloat16, seen, q_rows=2 * rows, q_segments=2, kv_rows=2 * rows, kv_segments=2)
+        problem = AttentionProblem(
+            64,
+            64,
+            torch.bfloat16,
+            seen,
+            q_rows=2 * rows,
+            q_segments=2,
+            kv_rows=2 * rows,
+            kv_segments=2,
+        )
         tile = select(problem).tile
         assert (made.block_m, made.backward.block_m) == (tile.query, tile.key)
 
@@ -51,7 +69,9 @@ def test_tiles_are_those_of_the_machines_gpu(monkeypatch, capability, seen):
 def test_head_dims_that_hoppers_kernels_do_not_support_get_the_portable_tile():
     sizes = dict(num_heads=2, num_kv_heads=2, dtype=torch.bfloat16, capability=(9, 0))
     lengths = torch.tensor([600, 800])
-    assert [host_schedule(lengths, lengths, head_dim=head_dim, **sizes).block_m for head_dim in (64, 60)] == [192, 128]
+    assert [
+        host_schedule(lengths, lengths, head_dim=head_dim, **sizes).block_m for head_dim in (64, 60)
+    ] == [192, 128]
 
 
 class Made(Exception):
@@ -87,18 +107,31 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
         return operator(*args)
 
     monkeypatch.setattr(kernels, "triton_attention", record)
-    q, k = (torch.zeros((n, 2, head_dim), dtype=torch.bfloat16) for n in (60 if q_shared else 4 * rows, 4 * rows))
+    q, k = (
+        torch.zeros((n, 2, head_dim), dtype=torch.bfloat16)
+        for n in (60 if q_shared else 4 * rows, 4 * rows)
+    )
     with recorded_launches((9, 0)) as launches:
-        offsets, options = offsets_of([rows] * 4), dict(activation=activation, implementation=implementation)
+        offsets, options = (
+            offsets_of([rows] * 4),
+            dict(activation=activation, implementation=implementation),
+        )
         functional.jagged_attention(q, k, k, "shared" if q_shared else offsets, offsets, **options)
     assert seen[0]["block_m"] == tile
-    assert [launch.kernel for launch in launches].count("_tile_list_kernel") == 1, "the kernels take the list as it is"
+    assert [launch.kernel for launch in launches].count("_tile_list_kernel") == 1, (
+        "the kernels take the list as it is"
+    )
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask, kernels", [(None, ["_tile_list_kernel"]), (MASK, ["_tile_work_kernel", "_masked_list_kernel"])])
-def test_a_training_step_lists_the_tiles_of_each_side_once(offsets_of, mask, kernels, head_dim, capability):
+@pytest.mark.parametrize(
+    "mask, kernels",
+    [(None, ["_tile_list_kernel"]), (MASK, ["_tile_work_kernel", "_masked_list_kernel"])],
+)
+def test_a_training_step_lists_the_tiles_of_each_side_once(
+    offsets_of, mask, kernels, head_dim, capability
+):
     """The backward's dq takes the forward's list."""
     pytest.importorskip("triton")
     from ..jagged_kernels.launches import recorded_launches
@@ -106,7 +139,11 @@ def test_a_training_step_lists_the_tiles_of_each_side_once(offsets_of, mask, ker
     q = torch.zeros((800, 2, head_dim), dtype=torch.bfloat16, requires_grad=True)
     with recorded_launches(capability) as launches:
         functional.jagged_attention(q, q, q, offsets_of([200] * 4), mask=mask).sum().backward()
-    names = [launch.kernel for launch in launches if launch.kernel in ("_tile_list_kernel", "_tile_work_kernel", "_masked_list_kernel")]
+    names = [
+        launch.kernel
+        for launch in launches
+        if launch.kernel in ("_tile_list_kernel", "_tile_work_kernel", "_masked_list_kernel")
+    ]
     assert names == kernels * 2
 
 
@@ -123,14 +160,23 @@ def test_a_training_step_lists_the_tiles_of_each_side_once(offsets_of, mask, ker
 def test_key_tiles_are_listed_in_groups_for_hoppers_kernels_alone(options, grouped):
     lengths = torch.tensor([2048, 4096, 2048])
     sizes = dict(num_heads=4, num_kv_heads=4)
-    backward = host_schedule(lengths, lengths, **sizes, head_dim=64, dtype=torch.bfloat16, **options).backward
+    backward = host_schedule(
+        lengths, lengths, **sizes, head_dim=64, dtype=torch.bfloat16, **options
+    ).backward
     by_work = zigzag_schedule(
-        lengths, lengths, num_heads=4, block_m=backward.block_m, block_n=backward.block_n, num_workers=1, key_tiles=True
+        lengths,
+        lengths,
+        num_heads=4,
+        block_m=backward.block_m,
+        block_n=backward.block_n,
+        num_workers=1,
+        key_tiles=True,
     )
     assert torch.equal(backward.tiles, by_work.tiles) != grouped
 
 
-WINDOW = dict(mask=AttentionMask(window=(None, 300)), head_dim=64)  # the first tile has less work than the next ones
+# the first tile has less work than the next ones
+WINDOW = dict(mask=AttentionMask(window=(None, 300)), head_dim=64)
 
 
 @pytest.mark.parametrize(
@@ -146,20 +192,33 @@ WINDOW = dict(mask=AttentionMask(window=(None, 300)), head_dim=64)  # the first 
     ids=str,
 )
 def test_the_one_pass_backward_gets_no_list_in_another_order(offsets_of, made_for, change, given):
-    """A schedule for another head dim or mask: the backward then lists its own tiles. Another order of tiles would be a deadlock."""
+    """A schedule for another head dim or mask: the backward then lists its own tiles. Another order
+    of tiles would be a deadlock."""
     pytest.importorskip("triton")
     from ..jagged_kernels.launches import recorded_launches
 
     made_for = dict(head_dim=128, mask=AttentionMask(causal=True)) | made_for
     lengths, options = torch.tensor([2048, 2048]), made_for | change
-    schedule = host_schedule(lengths, lengths, num_heads=8, num_kv_heads=8, dtype=torch.bfloat16, capability=(9, 0), **made_for)
+    schedule = host_schedule(
+        lengths,
+        lengths,
+        num_heads=8,
+        num_kv_heads=8,
+        dtype=torch.bfloat16,
+        capability=(9, 0),
+        **made_for,
+    )
     assert not schedule.backward.ascending
     q = torch.zeros((4096, 8, options["head_dim"]), dtype=torch.bfloat16, requires_grad=True)
     segments = offsets_of(lengths.tolist())
     with recorded_launches() as launches:
-        out = functional.jagged_attention(q, q, q, segments, mask=options["mask"], schedule=schedule)
+        out = functional.jagged_attention(
+            q, q, q, segments, mask=options["mask"], schedule=schedule
+        )
         launches.clear()
         out.sum().backward()
-    listed = {"_segment_order_kernel", "_grouped_list_kernel"} <= {launch.kernel for launch in launches}
+    listed = {"_segment_order_kernel", "_grouped_list_kernel"} <= {
+        launch.kernel for launch in launches
+    }
     assert listed != given
     assert ("attention_bwd_hopper_kernel" in {launch.kernel for launch in launches}) != given

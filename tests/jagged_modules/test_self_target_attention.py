@@ -1,4 +1,5 @@
-"""F.self_target_attention, and query groups of F.jagged_attention, which it uses: equal to a call for each group."""
+"""F.self_target_attention, and query groups of F.jagged_attention, which it uses: equal to a call
+for each group."""
 
 import accuracy
 import pytest
@@ -19,7 +20,10 @@ LENGTHS = {  # queries, a multiple of the keys; keys
 
 
 def make_qkv(q_rows, kv_rows, dtype=torch.float64):
-    return [torch.randn(n, h, d, dtype=torch.float64).to(dtype) for n, h, d in ((q_rows, 4, 6), (kv_rows, 2, 6), (kv_rows, 2, 5))]
+    return [
+        torch.randn(n, h, d, dtype=torch.float64).to(dtype)
+        for n, h, d in ((q_rows, 4, 6), (kv_rows, 2, 6), (kv_rows, 2, 5))
+    ]
 
 
 def outputs_and_gradients(function, *tensors):
@@ -30,9 +34,13 @@ def outputs_and_gradients(function, *tensors):
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
-@pytest.mark.parametrize("activation, output_scale", [("softmax", 1.0), ("gelu_tanh", 0.3), ("silu", "tensor")])
+@pytest.mark.parametrize(
+    "activation, output_scale", [("softmax", 1.0), ("gelu_tanh", 0.3), ("silu", "tensor")]
+)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_groups_equal_a_call_for_each(lengths, activation, output_scale, implementation, offsets_of):
+def test_groups_equal_a_call_for_each(
+    lengths, activation, output_scale, implementation, offsets_of
+):
     queries, keys = LENGTHS[lengths]
     groups = [queries[first : first + len(keys)] for first in range(0, len(queries), len(keys))]
     rows, scales = [sum(x) for x in groups], [output_scale] * len(groups)
@@ -41,16 +49,27 @@ def test_groups_equal_a_call_for_each(lengths, activation, output_scale, impleme
         scales = output_scale.split(len(keys))
 
     def together(q, k, v):
-        options = dict(activation=activation, output_scale=output_scale, implementation=implementation)
+        options = dict(
+            activation=activation, output_scale=output_scale, implementation=implementation
+        )
         return F.jagged_attention(q, k, v, offsets_of(queries), offsets_of(keys), **options)
 
     def apart(q, k, v):
         parts = zip(q.split(rows), groups, scales)
         options = dict(activation=activation, implementation="reference")
-        return torch.cat([F.jagged_attention(x, k, v, offsets_of(n), offsets_of(keys), output_scale=s, **options) for x, n, s in parts])
+        return torch.cat(
+            [
+                F.jagged_attention(
+                    x, k, v, offsets_of(n), offsets_of(keys), output_scale=s, **options
+                )
+                for x, n, s in parts
+            ]
+        )
 
     tensors = make_qkv(sum(queries), sum(keys))
-    torch.testing.assert_close(outputs_and_gradients(together, *tensors), outputs_and_gradients(apart, *tensors))
+    torch.testing.assert_close(
+        outputs_and_gradients(together, *tensors), outputs_and_gradients(apart, *tensors)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -66,8 +85,12 @@ def test_groups_in_every_dtype(activation, dtype, offsets_of):
 
 @pytest.mark.parametrize("operands", ["groups", "shared keys"])
 def test_scales_of_very_different_size_in_fp16(operands, offsets_of):
-    """The keys' sums times another segment's scale are beyond fp16's range, or below it; times their own they are not."""
-    queries, keys = offsets_of([3, 2, 4, 1]), "shared" if operands == "shared keys" else offsets_of([40, 30])
+    """The keys' sums times another segment's scale are beyond fp16's range, or below it; times
+    their own they are not."""
+    queries, keys = (
+        offsets_of([3, 2, 4, 1]),
+        "shared" if operands == "shared keys" else offsets_of([40, 30]),
+    )
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float16) for n in (10, 70, 70))
     v, scales = v * 3000, torch.tensor([5.0, 1e-3, 1e-6, 0.1])
     options = dict(activation="silu", output_scale=scales)
@@ -83,10 +106,14 @@ def test_scales_of_very_different_size_in_fp16(operands, offsets_of):
 def test_gradcheck_of_groups(activation, offsets_of):
     queries, keys = (offsets_of(x) for x in ([2, 0, 1, 1, 2, 1], [3, 2, 0]))
     inputs = [x.requires_grad_() for x in make_qkv(7, 5)]
-    inputs += [] if activation == "softmax" else [torch.rand(6, dtype=torch.float64, requires_grad=True)]
+    inputs += (
+        [] if activation == "softmax" else [torch.rand(6, dtype=torch.float64, requires_grad=True)]
+    )
 
     def attend(q, k, v, output_scale=1):
-        return F.jagged_attention(q, k, v, queries, keys, activation=activation, output_scale=output_scale)
+        return F.jagged_attention(
+            q, k, v, queries, keys, activation=activation, output_scale=output_scale
+        )
 
     assert torch.autograd.gradcheck(attend, inputs)
 
@@ -94,15 +121,24 @@ def test_gradcheck_of_groups(activation, offsets_of):
 @given(data=st.data())
 def test_any_users_and_candidates(data, offsets_of):
     segments = data.draw(st.integers(0, 6))
-    lengths, candidates = (data.draw(st.lists(st.integers(0, 20), min_size=segments, max_size=segments)) for _ in range(2))
+    lengths, candidates = (
+        data.draw(st.lists(st.integers(0, 20), min_size=segments, max_size=segments))
+        for _ in range(2)
+    )
     activation = data.draw(st.sampled_from(["softmax", "silu", "relu"]))
-    output_scale = 1.0 if activation == "softmax" else data.draw(st.sampled_from([0.25, torch.rand(2 * segments)]))
+    output_scale = (
+        1.0
+        if activation == "softmax"
+        else data.draw(st.sampled_from([0.25, torch.rand(2 * segments)]))
+    )
     in_place, rows = data.draw(st.booleans()), [sum(lengths), sum(candidates)]
     users, targets = offsets_of(lengths), offsets_of(candidates)
 
     def operator(q, k, v):
         parts = [x if in_place else x.clone() for x in q.split(rows)]
-        outputs = F.self_target_attention(*parts, k, v, users, targets, activation=activation, output_scale=output_scale)
+        outputs = F.self_target_attention(
+            *parts, k, v, users, targets, activation=activation, output_scale=output_scale
+        )
         assert [x.shape for x in outputs] == [(n, 4, 5) for n in rows]
         return torch.cat(outputs)
 
@@ -118,13 +154,20 @@ def test_any_users_and_candidates(data, offsets_of):
 def test_gradients_of_some_inputs(needed, offsets_of):
     """q_user and q_candidates may be rows of one buffer, whichever of them needs a gradient."""
     q, k, v = make_qkv(9, 5)
-    inputs = [x.detach().requires_grad_(i in needed) for i, x in enumerate((*q.split([5, 4]), k, v))]
+    inputs = [
+        x.detach().requires_grad_(i in needed) for i, x in enumerate((*q.split([5, 4]), k, v))
+    ]
     (q_user, q_candidates, k, v), users, targets = inputs, offsets_of([2, 3]), offsets_of([3, 1])
     assert joined_rows(q_user, q_candidates).data_ptr() == q_user.data_ptr()
     together = F.self_target_attention(*inputs, users, targets)
-    apart = F.jagged_attention(q_user, k, v, users), F.jagged_attention(q_candidates, k, v, targets, users)
+    apart = (
+        F.jagged_attention(q_user, k, v, users),
+        F.jagged_attention(q_candidates, k, v, targets, users),
+    )
     leaves = [inputs[i] for i in needed]
-    torch.testing.assert_close(*(torch.autograd.grad(sum(x.square().sum() for x in y), leaves) for y in (together, apart)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(sum(x.square().sum() for x in y), leaves) for y in (together, apart))
+    )
 
 
 def test_rows_in_one_buffer_are_not_copied():
@@ -132,47 +175,103 @@ def test_rows_in_one_buffer_are_not_copied():
     for q in (packed[:, 0], packed[:, 1, :, ::2], packed.detach()[:, 2]):
         x, y = q.split([5, 4])
         joined = joined_rows(x, y)
-        assert joined.data_ptr() == q.data_ptr() and joined.stride() == q.stride() and torch.equal(joined, q)
-        for other in ((y, x), (x, y.clone()), (x[:4], y), (x, y[1:]), (x[:, :1], y[:, 1:]), (x[:0], y[:0]), (q[:1].expand(5, -1, -1), y)):
+        assert (
+            joined.data_ptr() == q.data_ptr()
+            and joined.stride() == q.stride()
+            and torch.equal(joined, q)
+        )
+        for other in (
+            (y, x),
+            (x, y.clone()),
+            (x[:4], y),
+            (x, y[1:]),
+            (x[:, :1], y[:, 1:]),
+            (x[:0], y[:0]),
+            (q[:1].expand(5, -1, -1), y),
+        ):
             joined = joined_rows(*other)
-            assert joined.untyped_storage().data_ptr() != q.untyped_storage().data_ptr() or not len(joined)
+            assert joined.untyped_storage().data_ptr() != q.untyped_storage().data_ptr() or not len(
+                joined
+            )
             assert torch.equal(joined, torch.cat(other))
 
 
 def test_results_are_views_of_one_tensor(offsets_of):
     q, k, v = make_qkv(9, 5)
-    user, candidates = F.self_target_attention(*q.split([5, 4]), k, v, offsets_of([2, 3]), offsets_of([3, 1]))
-    assert candidates.data_ptr() == user.data_ptr() + user.nbytes and user.is_contiguous() and candidates.is_contiguous()
+    user, candidates = F.self_target_attention(
+        *q.split([5, 4]), k, v, offsets_of([2, 3]), offsets_of([3, 1])
+    )
+    assert (
+        candidates.data_ptr() == user.data_ptr() + user.nbytes
+        and user.is_contiguous()
+        and candidates.is_contiguous()
+    )
 
 
 def test_offsets_of_two_dtypes(offsets_of):
     q, k, v = make_qkv(9, 5)
     results = (
-        F.self_target_attention(*q.split([5, 4]), k, v, offsets_of([2, 3], dtype), offsets_of([3, 1]))
+        F.self_target_attention(
+            *q.split([5, 4]), k, v, offsets_of([2, 3], dtype), offsets_of([3, 1])
+        )
         for dtype in (torch.int32, torch.int64)
     )
     assert all(map(torch.equal, *results))
 
 
-GOOD = dict(zip(("q_user", "k", "v"), (torch.randn(5, 2, 8) for _ in range(3)))) | dict(q_candidates=torch.randn(4, 2, 8))
+GOOD = dict(zip(("q_user", "k", "v"), (torch.randn(5, 2, 8) for _ in range(3)))) | dict(
+    q_candidates=torch.randn(4, 2, 8)
+)
 GOOD |= dict(offsets=torch.tensor([0, 2, 5]), candidate_offsets=torch.tensor([0, 3, 4]))
 BAD = [
     (dict(q_user=None), TypeError, "q_user must be a torch.Tensor, got NoneType"),
-    (dict(q_candidates=torch.ones(4, 16)), ValueError, r"q_candidates must have shape \[C, H, D\], got \[4, 16\]"),
+    (
+        dict(q_candidates=torch.ones(4, 16)),
+        ValueError,
+        r"q_candidates must have shape \[C, H, D\], got \[4, 16\]",
+    ),
     (
         dict(q_candidates=GOOD["q_candidates"].double()),
         ValueError,
         "must have q_user's dtype, torch.float32, got torch.float64",
     ),
-    (dict(q_candidates=torch.ones(4, 2, 8, device="meta")), ValueError, "q_candidates must have q_user's device, cpu, got meta"),
-    (dict(q_candidates=torch.ones(4, 1, 8)), ValueError, r"q_candidates must have q_user's heads and head dim, \[2, 8\], got \[1, 8\]"),
-    (dict(k=torch.ones(6, 2, 8), v=torch.ones(6, 2, 8)), ValueError, "k must have q_user's rows, 5, got 6"),
+    (
+        dict(q_candidates=torch.ones(4, 2, 8, device="meta")),
+        ValueError,
+        "q_candidates must have q_user's device, cpu, got meta",
+    ),
+    (
+        dict(q_candidates=torch.ones(4, 1, 8)),
+        ValueError,
+        r"q_candidates must have q_user's heads and head dim, \[2, 8\], got \[1, 8\]",
+    ),
+    (
+        dict(k=torch.ones(6, 2, 8), v=torch.ones(6, 2, 8)),
+        ValueError,
+        "k must have q_user's rows, 5, got 6",
+    ),
     (dict(offsets=[0, 2, 5]), TypeError, "offsets must be a torch.Tensor, got list"),
     (dict(offsets="shared"), TypeError, "offsets must be a torch.Tensor, got str"),
-    (dict(candidate_offsets=torch.tensor([0, 3, 5])), ValueError, "candidate_offsets must end at the number of rows, 4, got 5"),
-    (dict(candidate_offsets=torch.tensor([0, 4])), ValueError, "must describe the same number of segments, got 2 and 1"),
-    (dict(mask=jm.AttentionMask(causal=True)), ValueError, "mask must be None with several query groups, got 4 .* of q_offsets, 2 of"),
-    (dict(activation="silu", output_scale=torch.ones(2)), ValueError, r"output_scale must have shape \[B\] = \[4\], got \[2\]"),
+    (
+        dict(candidate_offsets=torch.tensor([0, 3, 5])),
+        ValueError,
+        "candidate_offsets must end at the number of rows, 4, got 5",
+    ),
+    (
+        dict(candidate_offsets=torch.tensor([0, 4])),
+        ValueError,
+        "must describe the same number of segments, got 2 and 1",
+    ),
+    (
+        dict(mask=jm.AttentionMask(causal=True)),
+        ValueError,
+        "mask must be None with several query groups, got 4 .* of q_offsets, 2 of",
+    ),
+    (
+        dict(activation="silu", output_scale=torch.ones(2)),
+        ValueError,
+        r"output_scale must have shape \[B\] = \[4\], got \[2\]",
+    ),
 ]
 
 

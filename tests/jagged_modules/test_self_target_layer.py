@@ -1,4 +1,5 @@
-"""JaggedSelfTargetAttention: equal to a layer for each part, in one call of the attention operator."""
+"""JaggedSelfTargetAttention: equal to a layer for each part, in one call of the attention
+operator."""
 
 import pytest
 import torch
@@ -34,16 +35,21 @@ def heads(x):
 
 
 def in_two_calls(layer, history, targets, candidates):
-    """The events' results by `jagged_attention`, the candidates' by JaggedTargetAttention with the same weights."""
+    """The events' results by `jagged_attention`, the candidates' by JaggedTargetAttention with the
+    same weights."""
     k, v = heads(layer.kv_proj(history).unflatten(-1, (2, WIDTH))).unbind(1)
     own = F.jagged_attention(heads(layer.q_proj(history)), k, v, OFFSETS).flatten(1)
     other = jm.JaggedTargetAttention(WIDTH, HEADS, TARGET_WIDTH).double()
-    for name, source in dict(q_proj="target_proj", kv_proj="kv_proj", out_proj="target_out_proj").items():
+    for name, source in dict(
+        q_proj="target_proj", kv_proj="kv_proj", out_proj="target_out_proj"
+    ).items():
         setattr(other, name, getattr(layer, source))
     return layer.out_proj(own), other(targets, (history, OFFSETS), candidates)
 
 
-@pytest.mark.parametrize("index", [[2, 0, 2, 1, 0], [0, 0, 1, 2, 2], []], ids=["any order", "grouped", "none"])
+@pytest.mark.parametrize(
+    "index", [[2, 0, 2, 1, 0], [0, 0, 1, 2, 2], []], ids=["any order", "grouped", "none"]
+)
 def test_candidates(layer, index):
     index = torch.tensor(index, dtype=torch.int64)
     history = torch.randn(9, WIDTH).double().requires_grad_()
@@ -54,7 +60,10 @@ def test_candidates(layer, index):
     assert mode.calls == 1 and torch.equal(offsets, OFFSETS)
     expected = in_two_calls(layer, history, targets, jm.CandidateIndex.from_map(index, 3))
     torch.testing.assert_close((values, out), expected)
-    gradients, theirs = (torch.autograd.grad(x[0].square().sum() + x[1].square().sum(), leaves) for x in ((values, out), expected))
+    gradients, theirs = (
+        torch.autograd.grad(x[0].square().sum() + x[1].square().sum(), leaves)
+        for x in ((values, out), expected)
+    )
     torch.testing.assert_close(gradients, theirs)
 
 
@@ -62,7 +71,9 @@ def test_jagged_targets(layer):
     history, targets = torch.randn(9, WIDTH).double(), torch.randn(5, TARGET_WIDTH).double()
     counts = torch.tensor([0, 2, 3, 5])
     values, out = layer(jm.Jagged(history, OFFSETS), jm.Jagged(targets, counts))
-    expected = in_two_calls(layer, history, targets[:, None], jm.CandidateIndex.from_offsets(counts))
+    expected = in_two_calls(
+        layer, history, targets[:, None], jm.CandidateIndex.from_offsets(counts)
+    )
     torch.testing.assert_close((values.values, out.values), (expected[0], expected[1][:, 0]))
 
 
@@ -75,10 +86,34 @@ BAD = {
         ValueError,
         "history's values must have shape",
     ),
-    "targets' width": (HISTORY, torch.randn(2, 1, 7).double(), [0, 1], ValueError, r"targets must have shape .*E_t = 6, got \[2, 1, 7\]"),
-    "two dimensions": (HISTORY, torch.randn(2, 6).double(), [0, 1], ValueError, r"\[num_candidates, n_q, E_t\]"),
-    "candidates": (HISTORY, torch.randn(2, 1, 6).double(), [0, 1, 1], ValueError, "candidates describe 3 candidates, targets have 2"),
-    "no such user": (HISTORY, torch.randn(2, 1, 6).double(), [0, 3], ValueError, "candidates must be 0 to num_users - 1 = 2"),
+    "targets' width": (
+        HISTORY,
+        torch.randn(2, 1, 7).double(),
+        [0, 1],
+        ValueError,
+        r"targets must have shape .*E_t = 6, got \[2, 1, 7\]",
+    ),
+    "two dimensions": (
+        HISTORY,
+        torch.randn(2, 6).double(),
+        [0, 1],
+        ValueError,
+        r"\[num_candidates, n_q, E_t\]",
+    ),
+    "candidates": (
+        HISTORY,
+        torch.randn(2, 1, 6).double(),
+        [0, 1, 1],
+        ValueError,
+        "candidates describe 3 candidates, targets have 2",
+    ),
+    "no such user": (
+        HISTORY,
+        torch.randn(2, 1, 6).double(),
+        [0, 3],
+        ValueError,
+        "candidates must be 0 to num_users - 1 = 2",
+    ),
     "dense targets": (HISTORY, torch.randn(2, 1, 6).double(), None, TypeError, "targets"),
     "other segments": (
         HISTORY,

@@ -1,4 +1,5 @@
-"""Settings of the calling thread or task: what a switch, a block, a thread, a task and a backward see of them."""
+"""Settings of the calling thread or task: what a switch, a block, a thread, a task and a backward
+see of them."""
 
 import asyncio
 import contextvars
@@ -11,7 +12,11 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules import settings
 
-VALUES = {jm.debug_checks: (True, False), jm.batch_invariant: (True, False), jm.backward_workspace: (2**20, 0)}
+VALUES = {
+    jm.debug_checks: (True, False),
+    jm.batch_invariant: (True, False),
+    jm.backward_workspace: (2**20, 0),
+}
 
 
 @pytest.fixture(params=VALUES, ids=lambda setting: setting.__name__)
@@ -92,7 +97,9 @@ def test_a_block_restores_a_switch_after_its_construction(setting, first, second
 
 
 @in_a_new_context
-def test_a_decorated_function_runs_with_the_value_and_restores_the_old_one(setting, first, second, default):
+def test_a_decorated_function_runs_with_the_value_and_restores_the_old_one(
+    setting, first, second, default
+):
     @setting(first)
     def decorated(x):
         """Documentation."""
@@ -116,7 +123,9 @@ def test_bad_values_change_nothing(setting, first, second, default):
             setting(-1)
     else:
         for wrong in ("off", 1, None):
-            with pytest.raises(TypeError, match=f"enabled must be a bool, got {type(wrong).__name__}"):
+            with pytest.raises(
+                TypeError, match=f"enabled must be a bool, got {type(wrong).__name__}"
+            ):
                 setting(wrong)
     assert setting.current() == default
 
@@ -169,14 +178,22 @@ def test_threads_have_their_own(setting, first, second, default):
         seen[name, "after"] = setting.current()
 
     setting(first)
-    threads = [threading.Thread(target=work, args=arguments) for arguments in (("a", first), ("b", second))]
+    threads = [
+        threading.Thread(target=work, args=arguments) for arguments in (("a", first), ("b", second))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert seen == {
-        **{("a", when): value for when, value in (("new", default), ("inside", first), ("after", default))},
-        **{("b", when): value for when, value in (("new", default), ("inside", second), ("after", default))},
+        **{
+            ("a", when): value
+            for when, value in (("new", default), ("inside", first), ("after", default))
+        },
+        **{
+            ("b", when): value
+            for when, value in (("new", default), ("inside", second), ("after", default))
+        },
     }
     assert setting.current() == first
 
@@ -225,12 +242,17 @@ def test_tasks_have_a_copy(setting, first, second, default):
 
 @pytest.mark.parametrize("forward_mode", [True, False])
 def test_a_backward_takes_the_mode_of_its_forward(monkeypatch, forward_mode):
-    """On a GPU it runs in a thread of autograd's, which has the defaults; here in one of ours, and inside of the other mode."""
+    """On a GPU it runs in a thread of autograd's, which has the defaults; here in one of ours, and
+    inside of the other mode."""
     from jagged_modules.cpu import attention as cpu
 
     seen, operator = [], cpu.attention_cpu_backward
     names = [argument.name for argument in operator._opoverload._schema.arguments]
-    monkeypatch.setattr(cpu, "attention_cpu_backward", lambda *args: seen.append(dict(zip(names, args))) or operator(*args))
+    monkeypatch.setattr(
+        cpu,
+        "attention_cpu_backward",
+        lambda *args: seen.append(dict(zip(names, args))) or operator(*args),
+    )
     q, offsets = torch.randn(7, 2, 8, requires_grad=True), torch.tensor([0, 3, 7])
     with jm.batch_invariant(forward_mode):
         out = F.jagged_attention(q, q, q, offsets)
@@ -242,7 +264,9 @@ def test_a_backward_takes_the_mode_of_its_forward(monkeypatch, forward_mode):
     thread = threading.Thread(target=backward)
     thread.start()
     thread.join(60)
-    assert [arguments["batch_invariant"] for arguments in seen] == [forward_mode] and q.grad is not None
+    assert [arguments["batch_invariant"] for arguments in seen] == [
+        forward_mode
+    ] and q.grad is not None
 
 
 def test_a_graph_takes_the_mode_in_which_it_is_traced():
@@ -251,11 +275,17 @@ def test_a_graph_takes_the_mode_in_which_it_is_traced():
         calls = []
 
         def backend(module, _):
-            calls.extend(node for node in module.graph.nodes if node.op == "call_function" and "batched_matmul_cpu" in str(node.target))
+            calls.extend(
+                node
+                for node in module.graph.nodes
+                if node.op == "call_function" and "batched_matmul_cpu" in str(node.target)
+            )
             return module.forward
 
         with jm.batch_invariant(mode):
-            torch.compile(lambda x: F.jagged_linear(x, torch.ones(3, 4)), backend=backend, fullgraph=True)(torch.ones(2, 4))
+            torch.compile(
+                lambda x: F.jagged_linear(x, torch.ones(3, 4)), backend=backend, fullgraph=True
+            )(torch.ones(2, 4))
         return len(calls)
 
     assert traced(False) == 0 and traced(True) == 1
@@ -264,7 +294,10 @@ def test_a_graph_takes_the_mode_in_which_it_is_traced():
 def test_what_the_mode_does_not_cover_is_an_error():
     x, offsets = torch.ones(3, 2, 8), torch.tensor([0, 3])
     with jm.batch_invariant(True):
-        with pytest.raises(ValueError, match=r"one that jm.batch_invariant\(True\) covers, such as 'auto', got 'reference'"):
+        with pytest.raises(
+            ValueError,
+            match=r"one that jm.batch_invariant\(True\) covers, such as 'auto', got 'reference'",
+        ):
             F.jagged_attention(x, x, x, offsets, implementation="reference")
         with pytest.raises(ValueError, match="got 'padded'"):
             F.linear_compress(x[0], x.mT.contiguous(), implementation="padded")

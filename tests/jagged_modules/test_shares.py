@@ -1,4 +1,5 @@
-"""Operators on the CPU divide groups of segments among threads, in which torch's operators use no others."""
+"""Operators on the CPU divide groups of segments among threads, in which torch's operators use no
+others."""
 
 import os
 import subprocess
@@ -67,13 +68,19 @@ for fixed in (False, True):
 print(threading.active_count())
 torch.zeros(100_000).exp()
 print(threads_of_torch() - before, torch.get_num_threads())
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of a process as Linux shows them")
-@pytest.mark.parametrize("share, python_threads", [(2**60, 1), (1, 2)], ids=["one-thread", "shares"])
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/task"),
+    reason="counts the threads of a process as Linux shows them",
+)
+@pytest.mark.parametrize(
+    "share, python_threads", [(2**60, 1), (1, 2)], ids=["one-thread", "shares"]
+)
 def test_no_operator_uses_torchs_threads(share, python_threads):
-    """torch starts its threads at the first operator that uses them. The library's calls come first and must not start them."""
+    """torch starts its threads at the first operator that uses them. The library's calls come first
+    and must not start them."""
     environment = os.environ | dict(OMP_NUM_THREADS="2", PYTHONPATH=os.pathsep.join(sys.path))
     program = [sys.executable, "-c", PROGRAM.replace("SHARE = SHARE", f"SHARE = {share}")]
     result = subprocess.run(program, env=environment, capture_output=True, text=True)
@@ -82,7 +89,8 @@ def test_no_operator_uses_torchs_threads(share, python_threads):
 
 
 def run(costs, threads, divisible=True):
-    """What `in_shares` computes where: the items, torch's number of threads, and whether in the caller's thread, of each share."""
+    """What `in_shares` computes where: the items, torch's number of threads, and whether in the
+    caller's thread, of each share."""
 
     def compute(share):
         return share, torch.get_num_threads(), threading.current_thread() is threading.main_thread()
@@ -125,7 +133,8 @@ def test_the_first_error_is_raised_after_all_threads_ended():
 
 @pytest.fixture
 def three_shares(monkeypatch):
-    """Calls a function twice: with one thread, and with three of which each computes small shares."""
+    """Calls a function twice: with one thread, and with three of which each computes small
+    shares."""
 
     def both(call):
         before, results = torch.get_num_threads(), []
@@ -142,29 +151,62 @@ def three_shares(monkeypatch):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "batch-invariant"])
-@pytest.mark.parametrize("case", ["self", "hstu", "groups", "shared-queries", "bias", "dense-bmm", "softmax", "outer", "linear-segments"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "self",
+        "hstu",
+        "groups",
+        "shared-queries",
+        "bias",
+        "dense-bmm",
+        "softmax",
+        "outer",
+        "linear-segments",
+    ],
+)
 def test_results_do_not_depend_on_the_number_of_threads(case, fixed, three_shares, offsets_of):
-    """All bits are equal, but for sums over all segments: gradients of tables and of shared queries."""
+    """All bits are equal, but for sums over all segments: gradients of tables and of shared
+    queries."""
     lengths, others = [5, 3, 0, 17, 5, 33, 1], [2, 3, 1, 0, 2, 9, 4]
     offsets, rows = offsets_of(lengths), sum(lengths)
-    q, k, v = (torch.randn(n, 4, 8, dtype=torch.float64, requires_grad=True) for n in (rows, rows, rows))
+    q, k, v = (
+        torch.randn(n, 4, 8, dtype=torch.float64, requires_grad=True) for n in (rows, rows, rows)
+    )
     candidates = torch.randn(sum(others), 4, 8, dtype=torch.float64, requires_grad=True)
-    x, y = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((rows, 6), (len(lengths), 6, 5)))
+    x, y = (
+        torch.randn(*size, dtype=torch.float64, requires_grad=True)
+        for size in ((rows, 6), (len(lengths), 6, 5))
+    )
     table = torch.randn(4, 2 * 40 - 1, requires_grad=True)
-    mask, plan = jm.AttentionMask(causal=True, contextual_seqlen=2), F.ScorePlan.from_offsets(offsets)
+    mask, plan = (
+        jm.AttentionMask(causal=True, contextual_seqlen=2),
+        F.ScorePlan.from_offsets(offsets),
+    )
     call, leaves = {
         "self": (lambda: F.jagged_attention(q, k, v, offsets), (q, k, v)),
-        "hstu": (lambda: F.jagged_attention(q, k, v, offsets, activation="silu", mask=mask), (q, k, v)),
+        "hstu": (
+            lambda: F.jagged_attention(q, k, v, offsets, activation="silu", mask=mask),
+            (q, k, v),
+        ),
         "groups": (
-            lambda: torch.cat(F.self_target_attention(q, candidates, k, v, offsets, offsets_of(others))),
+            lambda: torch.cat(
+                F.self_target_attention(q, candidates, k, v, offsets, offsets_of(others))
+            ),
             (q, candidates, k, v),
         ),
         "shared-queries": (lambda: F.jagged_attention(q[:3], k, v, "shared", offsets), (k, v, q)),
-        "bias": (lambda: F.jagged_attention(q, k, v, offsets, mask=mask, bias=jm.RelativeBias(table)), (q, k, v, table)),
+        "bias": (
+            lambda: F.jagged_attention(q, k, v, offsets, mask=mask, bias=jm.RelativeBias(table)),
+            (q, k, v, table),
+        ),
         "dense-bmm": (lambda: F.jagged_dense_bmm(x, y, offsets), (x, y)),
         "softmax": (lambda: F.jagged_softmax(x, offsets), (x,)),
         "outer": (lambda: F.jagged_jagged_bmm_jagged_out(x, x * 2, plan), (x,)),
-        "linear-segments": (lambda: F.jagged_linear(x, y, None, offsets, activation="gelu"), (x, y)),
+        "linear-segments": (
+            lambda: F.jagged_linear(x, y, None, offsets, activation="gelu"),
+            (x, y),
+        ),
     }[case]
 
     def step():

@@ -1,4 +1,5 @@
-"""Thousands of steps of random shapes: memory stays flat, caches do not grow, nothing compiles after the first steps.
+"""Thousands of steps of random shapes: memory stays flat, caches do not grow, nothing compiles
+after the first steps.
 
 SOAK_STEPS=20000 runs as many steps; by default there are few on the CPU and 20,000 on a GPU.
 """
@@ -24,8 +25,13 @@ def resident_bytes() -> int:
 
 
 def soak(steps: int, device, extra=lambda: ()):
-    """Run the steps. Return cache sizes, objects, bytes and the result of `extra` after a fifth of them, and at the end."""
-    cycle, generator, held = itertools.cycle(make_steps(device).values()), torch.Generator().manual_seed(1), []
+    """Run the steps. Return cache sizes, objects, bytes and the result of `extra` after a fifth of
+    them, and at the end."""
+    cycle, generator, held = (
+        itertools.cycle(make_steps(device).values()),
+        torch.Generator().manual_seed(1),
+        [],
+    )
     for number in range(1, steps + 1):
         next(cycle)(Batch(generator, device))
         if number in (steps // 5, steps):
@@ -35,9 +41,13 @@ def soak(steps: int, device, extra=lambda: ()):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the memory of a process as Linux shows it")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/statm"), reason="reads the memory of a process as Linux shows it"
+)
 def test_nothing_grows_on_the_cpu():
-    (caches, objects, resident, _), (caches_after, objects_after, resident_after, _) = soak(STEPS or 1000, "cpu")
+    (caches, objects, resident, _), (caches_after, objects_after, resident_after, _) = soak(
+        STEPS or 1000, "cpu"
+    )
     assert caches_after == caches
     assert objects_after <= objects + 100
     assert resident_after <= resident + RSS_GROWTH
@@ -58,11 +68,20 @@ def test_sizes_of_caches_are_seen():
 def test_nothing_grows_on_a_gpu(monkeypatch):
     from triton import knobs
 
-    compiled = []  # what Triton compiles or takes from its cache on disk: each a specialisation that no launch before it had
+    # what Triton compiles or takes from its cache on disk: each a specialisation that no launch
+    # before it had
+    compiled = []
     others = knobs.compilation.listener
-    monkeypatch.setattr(knobs.compilation, "listener", lambda **what: (compiled.append(what["src"].name), others and others(**what)))
+    monkeypatch.setattr(
+        knobs.compilation,
+        "listener",
+        lambda **what: (compiled.append(what["src"].name), others and others(**what)),
+    )
     held = soak(STEPS or 20_000, "cuda", lambda: (torch.cuda.memory_allocated(), len(compiled)))
-    (caches, objects, resident, (allocated, compilations)), (caches_after, objects_after, resident_after, _) = held
+    (
+        (caches, objects, resident, (allocated, compilations)),
+        (caches_after, objects_after, resident_after, _),
+    ) = held
     assert compiled and compiled[compilations:] == []
     assert caches_after == caches
     assert objects_after <= objects + 100

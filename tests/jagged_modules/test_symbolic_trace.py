@@ -28,7 +28,9 @@ def test_symbolic_trace_keeps_the_functions_whole(offsets_of):
             return F.jagged_attention(x, x, x, offsets).relu()
 
     traced = torch.fx.symbolic_trace(Attention())
-    assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == ["jagged_attention"]
+    assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == [
+        "jagged_attention"
+    ]
     x, offsets = torch.randn(9, 2, 4), offsets_of([4, 5])
     assert torch.equal(traced(x, offsets), Attention()(x, offsets))
 
@@ -49,7 +51,9 @@ def test_symbolic_trace_of_a_mask(offsets_of):
     class Attention(torch.nn.Module):
         def forward(self, x, offsets, output_scale):
             mask = jm.AttentionMask(causal=True, window=(3, None))
-            return F.jagged_attention(x, x, x, offsets, mask=mask, activation="relu", output_scale=output_scale)
+            return F.jagged_attention(
+                x, x, x, offsets, mask=mask, activation="relu", output_scale=output_scale
+            )
 
     traced = torch.fx.symbolic_trace(Attention())
     inputs = torch.randn(9, 2, 4), offsets_of([4, 5]), torch.rand(2)
@@ -59,7 +63,11 @@ def test_symbolic_trace_of_a_mask(offsets_of):
 def test_symbolic_trace_of_linear_compress():
     layer = jm.LinearCompressEmbedding(10, 4, 9)
     traced = torch.fx.symbolic_trace(layer)
-    assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == ["_dense", "_dense", "linear_compress"]
+    assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == [
+        "_dense",
+        "_dense",
+        "linear_compress",
+    ]
     candidates, shared, _, users_of, _ = compress_inputs(*SIZES[0])
     assert torch.equal(traced(candidates, shared, users_of), layer(candidates, shared, users_of))
 
@@ -67,11 +75,18 @@ def test_symbolic_trace_of_linear_compress():
 class EveryLayer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.block, self.gdpa, self.gdpa_block = jm.BlockDiagonalSelfAttention(8, 2), jm.JaggedGDPA(8, 2), jm.GDPABlock(8, 2)
+        self.block, self.gdpa, self.gdpa_block = (
+            jm.BlockDiagonalSelfAttention(8, 2),
+            jm.JaggedGDPA(8, 2),
+            jm.GDPABlock(8, 2),
+        )
         self.mlp = jm.JaggedMLP([8, 4, 8])
         self.hstu = jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10))
         self.layer = jm.HSTULayer(8, 2, jm.HSTUConfig(scaling_seqlen=10))
-        self.attention, self.compress = jm.JaggedTargetAttention(8, 2), jm.LinearCompressEmbedding(1, 4, 1)
+        self.attention, self.compress = (
+            jm.JaggedTargetAttention(8, 2),
+            jm.LinearCompressEmbedding(1, 4, 1),
+        )
 
     def forward(self, values, offsets, targets, candidate_to_user):
         history = self.mlp(self.gdpa_block(self.gdpa(self.block(jm.Jagged(values, offsets)))))
@@ -80,14 +95,28 @@ class EveryLayer(torch.nn.Module):
         own = jm.CandidateIndex.from_counts(jm.Jagged.wrap((values, offsets)).offsets.diff())
         out = self.attention(targets.unsqueeze(1), history, candidates=index)
         of_own = self.attention(values.unsqueeze(1), (values, offsets), own)
-        return self.compress(out, values[:3].unsqueeze(1), index), of_own, jm.CandidateIndex.from_offsets(offsets).offsets
+        return (
+            self.compress(out, values[:3].unsqueeze(1), index),
+            of_own,
+            jm.CandidateIndex.from_offsets(offsets).offsets,
+        )
 
 
 def test_symbolic_trace_of_containers_and_layers(offsets_of):
     model = EveryLayer()
     traced = torch.fx.symbolic_trace(model)
     layers = [node.target for node in traced.graph.nodes if node.op == "call_module"]
-    assert layers == ["block", "gdpa", "gdpa_block", "mlp", "hstu", "layer", "attention", "attention", "compress"]
+    assert layers == [
+        "block",
+        "gdpa",
+        "gdpa_block",
+        "mlp",
+        "hstu",
+        "layer",
+        "attention",
+        "attention",
+        "compress",
+    ]
     inputs = torch.randn(8, 8), offsets_of([3, 0, 5]), torch.randn(4, 8), torch.tensor([2, 0, 1, 2])
     for graph in (traced, pickle.loads(pickle.dumps(traced))):
         for x, expected in zip(graph(*inputs), model(*inputs), strict=True):

@@ -1,4 +1,5 @@
-"""Rows behind the last segment, where only a graph's device knows the lengths: the CPU path under torch.compile."""
+"""Rows behind the last segment, where only a graph's device knows the lengths: the CPU path under
+torch.compile."""
 
 import pytest
 import torch
@@ -38,14 +39,22 @@ def tailed_rows(x, real):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_candidates_of_no_user_in_a_graph(candidates, offsets_of, dtype):
     users, real = candidates
-    q, k, v, offsets = torch.randn(10, 2, 2, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8), offsets_of([3, 0, 5, 1])
+    q, k, v, offsets = (
+        torch.randn(10, 2, 2, 8),
+        torch.randn(9, 2, 8),
+        torch.randn(9, 2, 8),
+        offsets_of([3, 0, 5, 1]),
+    )
     all_q, some_q = tailed_rows(q, real), q[real].requires_grad_()
     k.requires_grad_()
 
     def attend(q, users):
         return F.target_attention(q, k, v, jm.CandidateIndex.from_map(users, 4), offsets)
 
-    found, expected = compiled(attend)(all_q, users.to(dtype)), attend(some_q, users[real].to(dtype))
+    found, expected = (
+        compiled(attend)(all_q, users.to(dtype)),
+        attend(some_q, users[real].to(dtype)),
+    )
     grad = torch.randn(10, 2, 2, 8)
     found = found, *torch.autograd.grad(found, (all_q, k), tailed_rows(grad, real).detach())
     expected = expected, *torch.autograd.grad(expected, (some_q, k), grad[real])
@@ -69,12 +78,21 @@ def test_layers_with_candidates_of_no_user_in_a_graph(candidates, offsets_of, la
     found, expected = compiled(score)(all_targets, users), score(some_targets, users[real])
     grad = torch.randn(10, 3, 16)
     found.backward(grad.masked_fill(~real[:, None, None], 0))
-    assert torch.equal(found[~real], found[~real][:1, :1].expand_as(found[~real]))  # the bias, as without a history
+    # the bias, as without a history
+    assert torch.equal(found[~real], found[~real][:1, :1].expand_as(found[~real]))
     assert not all_targets.grad[~real].any()
-    found = found.detach(), all_targets.grad, *(x.grad for x in layer.parameters() if x.grad is not None)
+    found = (
+        found.detach(),
+        all_targets.grad,
+        *(x.grad for x in layer.parameters() if x.grad is not None),
+    )
     layer.zero_grad(set_to_none=True)
     expected.backward(grad[real])
-    expected = expected, some_targets.grad, *(x.grad for x in layer.parameters() if x.grad is not None)
+    expected = (
+        expected,
+        some_targets.grad,
+        *(x.grad for x in layer.parameters() if x.grad is not None),
+    )
     for x, y in zip(found[:2], expected[:2]):
         torch.testing.assert_close(x[real], y)
     for x, y in zip(found[2:], expected[2:], strict=True):
@@ -83,8 +101,15 @@ def test_layers_with_candidates_of_no_user_in_a_graph(candidates, offsets_of, la
 
 def test_compression_clamps_indices_in_a_graph(candidates):
     users, _ = candidates
-    weights, embeddings = [torch.randn(3, 4), torch.randn(3, 5)], [torch.randn(4, 4, 6), torch.randn(10, 5, 6)]
+    weights, embeddings = (
+        [torch.randn(3, 4), torch.randn(3, 5)],
+        [torch.randn(4, 4, 6), torch.randn(10, 5, 6)],
+    )
     expected = F.linear_compress(weights, embeddings, users.clamp(0, 3))
     assert torch.equal(compiled(F.linear_compress)(weights, embeddings, users), expected)
-    index = compiled(lambda users: F.linear_compress(weights, embeddings, jm.CandidateIndex.from_map(users, 4)))(users)
-    assert torch.equal(index, F.linear_compress(weights, embeddings, torch.where(users < 0, 3, users).clamp(max=3)))
+    index = compiled(
+        lambda users: F.linear_compress(weights, embeddings, jm.CandidateIndex.from_map(users, 4))
+    )(users)
+    assert torch.equal(
+        index, F.linear_compress(weights, embeddings, torch.where(users < 0, 3, users).clamp(max=3))
+    )

@@ -1,4 +1,5 @@
-"""F.target_attention and JaggedTargetAttention: equal to the replicated computation, without replicating anything."""
+"""F.target_attention and JaggedTargetAttention: equal to the replicated computation, without
+replicating anything."""
 
 import copy
 import pickle
@@ -14,7 +15,8 @@ from jagged_modules import functional as F
 
 
 def replicated_attention(q, k, v, candidate_to_user, kv_offsets):
-    """The user's keys and values copied for every candidate, then dense softmax: q [C, n_q, H, D] -> [C, n_q, H, Dv]."""
+    """The user's keys and values copied for every candidate, then dense softmax: q [C, n_q, H, D]
+    -> [C, n_q, H, Dv]."""
     outputs = []
     for query, user in zip(q, candidate_to_user.tolist(), strict=True):
         rows = slice(int(kv_offsets[user]), int(kv_offsets[user + 1]))
@@ -26,7 +28,8 @@ def replicated_attention(q, k, v, candidate_to_user, kv_offsets):
 
 
 def check(candidate_to_user, kv_offsets, operator, q, k, v, **options):
-    """Check target attention of q `[C, n_q, H, D]` and its gradients against the attention of each user's candidates together."""
+    """Check target attention of q `[C, n_q, H, D]` and its gradients against the attention of each
+    user's candidates together."""
     order, rows = torch.argsort(candidate_to_user, stable=True), q.shape[1]
     counts = torch.bincount(candidate_to_user, minlength=len(kv_offsets) - 1)
     q_offsets = rows * torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
@@ -34,10 +37,15 @@ def check(candidate_to_user, kv_offsets, operator, q, k, v, **options):
     def bounds(q, k, v, *rest):
         queries, do = (x[order].flatten(0, 1) for x in (q, rest[-1]))
         grouped = accuracy.attention(queries, k, v, do, q_offsets, kv_offsets, **options)
-        own_order = {name: grouped[name].map(lambda x: x.unflatten(0, (-1, rows))[order.argsort()]) for name in ("out", "dq")}
+        own_order = {
+            name: grouped[name].map(lambda x: x.unflatten(0, (-1, rows))[order.argsort()])
+            for name in ("out", "dq")
+        }
         return grouped | own_order
 
-    tensors = dict(q=q, k=k, v=v) | ({"output_scale": options["output_scale"]} if "output_scale" in options else {})
+    tensors = dict(q=q, k=k, v=v) | (
+        {"output_scale": options["output_scale"]} if "output_scale" in options else {}
+    )
     accuracy.check(operator, bounds, tensors)
 
 
@@ -51,19 +59,27 @@ def attention():
 def replicated_layer(layer, targets, history_values, candidate_to_user, kv_offsets):
     """The layer on [C, n_q, E_t] targets, by `replicated_attention`."""
     q = layer.q_proj(targets).unflatten(-1, (layer.num_heads, layer.head_dim))
-    k, v = layer.kv_proj(history_values).unflatten(1, (2, layer.num_heads, layer.head_dim)).unbind(1)
+    k, v = (
+        layer.kv_proj(history_values).unflatten(1, (2, layer.num_heads, layer.head_dim)).unbind(1)
+    )
     return layer.out_proj(replicated_attention(q, k, v, candidate_to_user, kv_offsets).flatten(2))
 
 
 def outputs_and_gradients(run, layer, *inputs):
-    """Values, and gradients of inputs and of every parameter, for a fixed random gradient of the output."""
+    """Values, and gradients of inputs and of every parameter, for a fixed random gradient of the
+    output."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = run(*inputs)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
-    return [out, *torch.autograd.grad(out, [*inputs, *layer.parameters()], grad, allow_unused=True, materialize_grads=True)]
+    return [
+        out,
+        *torch.autograd.grad(
+            out, [*inputs, *layer.parameters()], grad, allow_unused=True, materialize_grads=True
+        ),
+    ]
 
 
-# -- the function --------------------------------------------------------------------------------------------------------------
+# -- the function ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_q", [1, 2, 5])
@@ -80,38 +96,68 @@ def test_equals_replicated_attention(counts, n_q, shuffled, offsets_of):
 
 @pytest.mark.parametrize("users", [[0, 2, 2], [2, 0, 1, 2, 0], []], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_an_index_tensor_gives_the_results_of_a_candidate_index(users, dtype, attention, offsets_of):
+def test_an_index_tensor_gives_the_results_of_a_candidate_index(
+    users, dtype, attention, offsets_of
+):
     users, offsets = torch.tensor(users, dtype=dtype), offsets_of([4, 0, 6])
     index = jm.CandidateIndex.from_map(users, 3)
     q, k, v = torch.randn(len(users), 2, 2, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
-    assert torch.equal(F.target_attention(q, k, v, users, offsets), F.target_attention(q, k, v, index, offsets))
-    targets, history = torch.randn(len(users), 2, 10).double(), (torch.randn(10, 12).double(), offsets)
+    assert torch.equal(
+        F.target_attention(q, k, v, users, offsets), F.target_attention(q, k, v, index, offsets)
+    )
+    targets, history = (
+        torch.randn(len(users), 2, 10).double(),
+        (torch.randn(10, 12).double(), offsets),
+    )
     assert torch.equal(attention(targets, history, users), attention(targets, history, index))
 
 
 def test_ten_thousand_candidates_of_one_user(offsets_of):
-    index, offsets = jm.CandidateIndex.from_counts(torch.tensor([2, 10_000, 0])), offsets_of([3, 20, 5])
+    index, offsets = (
+        jm.CandidateIndex.from_counts(torch.tensor([2, 10_000, 0])),
+        offsets_of([3, 20, 5]),
+    )
     tensors = torch.randn(10_002, 1, 2, 8), torch.randn(28, 2, 8), torch.randn(28, 2, 8)
-    check(index.candidate_to_user, offsets, lambda q, k, v: F.target_attention(q, k, v, index, offsets), *tensors)
+    check(
+        index.candidate_to_user,
+        offsets,
+        lambda q, k, v: F.target_attention(q, k, v, index, offsets),
+        *tensors,
+    )
 
 
 def test_a_history_shared_by_all_users(offsets_of):
-    index, tensors = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2), (torch.randn(n, 2, 8) for n in (6, 5, 5))
+    index, tensors = (
+        jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2),
+        (torch.randn(n, 2, 8) for n in (6, 5, 5)),
+    )
     q, k, v = tensors
     of_one = torch.zeros(3, dtype=torch.int64)
-    check(of_one, offsets_of([5]), lambda q, k, v: F.target_attention(q, k, v, index, "shared"), q.unflatten(0, (3, 2)), k, v)
+    check(
+        of_one,
+        offsets_of([5]),
+        lambda q, k, v: F.target_attention(q, k, v, index, "shared"),
+        q.unflatten(0, (3, 2)),
+        k,
+        v,
+    )
 
 
 def test_gradcheck(offsets_of):
     index = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3)
-    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 2, 2), (5, 1, 2), (5, 1, 3))]
-    assert torch.autograd.gradcheck(lambda q, k, v: F.target_attention(q, k, v, index, offsets_of([3, 1, 1])), inputs)
+    inputs = [
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 2, 2, 2), (5, 1, 2), (5, 1, 3))
+    ]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: F.target_attention(q, k, v, index, offsets_of([3, 1, 1])), inputs
+    )
 
 
 @pytest.mark.parametrize("shuffled", [False, True], ids=["grouped", "shuffled"])
 def test_memory_does_not_grow_with_candidates_times_history(shuffled, one_thread):
-    """In a training step nothing is allocated, or saved for the backward, that is larger than what exists once: the candidates'
-    rows or the histories' rows."""
+    """In a training step nothing is allocated, or saved for the backward, that is larger than what
+    exists once: the candidates' rows or the histories' rows."""
     users, candidates, history, width = 4, 40_000, 1000, 16
     layer = jm.JaggedTargetAttention(width, 2)
     candidate_to_user = torch.arange(users).repeat_interleave(candidates // users)
@@ -127,48 +173,77 @@ def test_memory_does_not_grow_with_candidates_times_history(shuffled, one_thread
         return x
 
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile,
         torch.autograd.graph.saved_tensors_hooks(save, lambda x: x),
     ):
         layer(targets, (values, torch.arange(users + 1) * history), index).sum().backward()
     rows = max(candidates, 2 * users * history) * width * 4
     assert 0 < max(saved) <= rows, "k and v of the histories are the largest tensors saved"
     largest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert 0 < largest <= rows, "far from a score or a copy of a key for every candidate and history row"
+    assert 0 < largest <= rows, (
+        "far from a score or a copy of a key for every candidate and history row"
+    )
 
 
 @pytest.mark.parametrize("users", [[0, 0, 2, 2, 2], [2, 0, 2, 2, 0]], ids=["grouped", "shuffled"])
 def test_activations_with_a_scale_for_each_user(users, offsets_of):
-    index, offsets, scale = jm.CandidateIndex.from_map(torch.tensor(users), 3), offsets_of([4, 6, 3]), torch.tensor([0.5, 2.0, 0.1])
+    index, offsets, scale = (
+        jm.CandidateIndex.from_map(torch.tensor(users), 3),
+        offsets_of([4, 6, 3]),
+        torch.tensor([0.5, 2.0, 0.1]),
+    )
 
     def operator(q, k, v, scale):
         return F.target_attention(q, k, v, index, offsets, activation="silu", output_scale=scale)
 
     tensors = torch.randn(5, 1, 2, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
-    check(torch.tensor(users), offsets, operator, *tensors, activation="silu", output_scale=scale.requires_grad_())
+    check(
+        torch.tensor(users),
+        offsets,
+        operator,
+        *tensors,
+        activation="silu",
+        output_scale=scale.requires_grad_(),
+    )
 
 
-# -- the layer -----------------------------------------------------------------------------------------------------------------
+# -- the layer -------------------------------------------------------------------------------------
 
 
 @given(data=st.data())
 def test_candidates_equal_replicated_histories(data, attention, offsets_of):
     lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
-    users = torch.tensor(data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=12)), dtype=torch.int64)
+    users = torch.tensor(
+        data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=12)), dtype=torch.int64
+    )
     n_q = data.draw(st.integers(1, 5))
     offsets, index = offsets_of(lengths), jm.CandidateIndex.from_map(users, len(lengths))
-    inputs = torch.randn(len(users), n_q, 10, dtype=torch.float64), torch.randn(sum(lengths), 12, dtype=torch.float64)
-    actual = outputs_and_gradients(lambda t, h: attention(t, (h, offsets), index), attention, *inputs)
-    expected = outputs_and_gradients(lambda t, h: replicated_layer(attention, t, h, users, offsets), attention, *inputs)
+    inputs = (
+        torch.randn(len(users), n_q, 10, dtype=torch.float64),
+        torch.randn(sum(lengths), 12, dtype=torch.float64),
+    )
+    actual = outputs_and_gradients(
+        lambda t, h: attention(t, (h, offsets), index), attention, *inputs
+    )
+    expected = outputs_and_gradients(
+        lambda t, h: replicated_layer(attention, t, h, users, offsets), attention, *inputs
+    )
     torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("targets_per_row", [0, 1, 3])
 def test_dense_targets(targets_per_row, attention, offsets_of):
     offsets = offsets_of([4, 0, 7])
-    inputs = torch.randn(3, targets_per_row, 10, dtype=torch.float64), torch.randn(11, 12, dtype=torch.float64)
+    inputs = (
+        torch.randn(3, targets_per_row, 10, dtype=torch.float64),
+        torch.randn(11, 12, dtype=torch.float64),
+    )
     actual = outputs_and_gradients(lambda t, h: attention(t, (h, offsets)), attention, *inputs)
-    expected = outputs_and_gradients(lambda t, h: replicated_layer(attention, t, h, torch.arange(3), offsets), attention, *inputs)
+    expected = outputs_and_gradients(
+        lambda t, h: replicated_layer(attention, t, h, torch.arange(3), offsets), attention, *inputs
+    )
     torch.testing.assert_close(actual, expected)
 
 
@@ -176,36 +251,59 @@ def test_jagged_targets(attention, offsets_of):
     offsets, counts = offsets_of([4, 0, 7]), [2, 1, 3]
     users = torch.arange(3).repeat_interleave(torch.tensor(counts))
     inputs = torch.randn(6, 10, dtype=torch.float64), torch.randn(11, 12, dtype=torch.float64)
-    actual = outputs_and_gradients(lambda t, h: attention((t, offsets_of(counts)), (h, offsets))[0], attention, *inputs)
+    actual = outputs_and_gradients(
+        lambda t, h: attention((t, offsets_of(counts)), (h, offsets))[0], attention, *inputs
+    )
     expected = outputs_and_gradients(
-        lambda t, h: replicated_layer(attention, t[:, None], h, users, offsets).flatten(0, 1), attention, *inputs
+        lambda t, h: replicated_layer(attention, t[:, None], h, users, offsets).flatten(0, 1),
+        attention,
+        *inputs,
     )
     torch.testing.assert_close(actual, expected)
 
 
 def test_an_empty_history_gives_the_output_bias(attention, offsets_of):
-    out = attention(torch.randn(2, 3, 10, dtype=torch.float64), (torch.zeros(0, 12, dtype=torch.float64), offsets_of([0, 0])))
+    out = attention(
+        torch.randn(2, 3, 10, dtype=torch.float64),
+        (torch.zeros(0, 12, dtype=torch.float64), offsets_of([0, 0])),
+    )
     assert torch.equal(out, attention.out_proj.bias.expand(2, 3, 12))
 
 
 def test_containers(container, attention, offsets_of):
-    history_values, target_values = torch.randn(11, 12, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
+    history_values, target_values = (
+        torch.randn(11, 12, dtype=torch.float64),
+        torch.randn(6, 10, dtype=torch.float64),
+    )
     dense = torch.randn(3, 2, 10, dtype=torch.float64)
-    history, targets = container(history_values, offsets_of([4, 0, 7])), container(target_values, offsets_of([2, 1, 3]))
-    expected, _ = attention((target_values, offsets_of([2, 1, 3])), (history_values, offsets_of([4, 0, 7])))
+    history, targets = (
+        container(history_values, offsets_of([4, 0, 7])),
+        container(target_values, offsets_of([2, 1, 3])),
+    )
+    expected, _ = attention(
+        (target_values, offsets_of([2, 1, 3])), (history_values, offsets_of([4, 0, 7]))
+    )
     out = attention(targets, history)
     assert type(out) is type(targets)
     assert torch.equal(jm.Jagged.wrap(out).values, expected)
     assert torch.equal(jm.Jagged.wrap(out).offsets, offsets_of([2, 1, 3]))
-    assert torch.equal(attention(dense, history), attention(dense, (history_values, offsets_of([4, 0, 7]))))
+    assert torch.equal(
+        attention(dense, history), attention(dense, (history_values, offsets_of([4, 0, 7])))
+    )
 
 
 def test_embedding_collection_outputs():
     torchrec = pytest.importorskip("torchrec")
-    tables = [torchrec.EmbeddingConfig(name="table", embedding_dim=12, num_embeddings=50, feature_names=["history", "target"])]
+    tables = [
+        torchrec.EmbeddingConfig(
+            name="table", embedding_dim=12, num_embeddings=50, feature_names=["history", "target"]
+        )
+    ]
     collection = torchrec.EmbeddingCollection(tables=tables)
     ids = torchrec.KeyedJaggedTensor(
-        ["history", "target"], torch.randint(50, (12,)), lengths=torch.tensor([3, 0, 4, 1, 1, 3], dtype=torch.int32)
+        ["history", "target"],
+        torch.randint(50, (12,)),
+        lengths=torch.tensor([3, 0, 4, 1, 1, 3], dtype=torch.int32),
     )
     embeddings = collection(ids)
     assert embeddings["history"].offsets_or_none() is None
@@ -225,7 +323,11 @@ def test_state_dict_round_trip(offsets_of):
     assert torch.equal(layer(targets, history), other(targets, history))
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))],
+    ids=["deepcopy", "pickle"],
+)
 def test_copies(clone, offsets_of):
     layer = jm.JaggedTargetAttention(8, 2)
     targets, history = torch.randn(2, 3, 8), (torch.randn(5, 8), offsets_of([2, 3]))
@@ -257,7 +359,12 @@ def test_shapes_on_the_meta_device():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, offsets_of):
     layer = jm.JaggedTargetAttention(8, 2).to(dtype)
-    assert layer(torch.randn(2, 3, 8, dtype=dtype), (torch.randn(5, 8, dtype=dtype), offsets_of([2, 3]))).dtype == dtype
+    assert (
+        layer(
+            torch.randn(2, 3, 8, dtype=dtype), (torch.randn(5, 8, dtype=dtype), offsets_of([2, 3]))
+        ).dtype
+        == dtype
+    )
 
 
 def test_training_step_changes_every_parameter(offsets_of):
@@ -287,52 +394,132 @@ def test_traced_by_torchrec_as_a_leaf(offsets_of):
     assert torch.equal(traced(targets, history), model(targets, history))
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
-GOOD = dict(q=torch.randn(3, 2, 2, 8), k=torch.randn(5, 2, 8), v=torch.randn(5, 2, 8), kv_offsets=torch.tensor([0, 3, 5]))
+GOOD = dict(
+    q=torch.randn(3, 2, 2, 8),
+    k=torch.randn(5, 2, 8),
+    v=torch.randn(5, 2, 8),
+    kv_offsets=torch.tensor([0, 3, 5]),
+)
 INDEX = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
-WRONG_CANDIDATES = r"candidates must be a CandidateIndex \(from_jagged makes it of a container\) or a torch.Tensor, got "
+WRONG_CANDIDATES = (
+    r"candidates must be a CandidateIndex \(from_jagged makes it of a container\) or a"
+    r" torch.Tensor, got "
+)
 BAD_CALLS = [
-    (dict(q=torch.randn(3, 2, 8)), ValueError, r"q must have shape \[num_candidates, n_q, H, D\], got \[3, 2, 8\]"),
+    (
+        dict(q=torch.randn(3, 2, 8)),
+        ValueError,
+        r"q must have shape \[num_candidates, n_q, H, D\], got \[3, 2, 8\]",
+    ),
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
     (dict(candidates=[0, 1, 1]), TypeError, WRONG_CANDIDATES + "list"),
-    (dict(candidates=torch.tensor([0.0, 1.0, 1.0])), TypeError, "^candidates must be int32 or int64, got torch.float32"),
-    (dict(candidates=torch.tensor([[0, 1, 1]])), ValueError, r"^candidates must be 1-D, got shape \[1, 3\]"),
-    (dict(candidates=torch.tensor([0, 2, 1])), ValueError, "^candidates must be 0 to num_users - 1 = 1, got values 0 to 2"),
-    (dict(candidates=torch.tensor([0, 1])), ValueError, "candidates describe 2 candidates, the queries have 3"),
-    (dict(candidates=torch.tensor([0, 1, 1]), kv_offsets="shared"), TypeError, 'a CandidateIndex where kv_offsets is "shared", got Tensor'),
-    (dict(q=torch.randn(4, 2, 2, 8)), ValueError, "candidates describe 3 candidates, the queries have 4"),
-    (dict(kv_offsets=torch.tensor([0, 2, 3, 5])), ValueError, "candidates describe 2 users, the history has 3"),
-    (dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)), ValueError, "describe 2 candidates, the queries have 3"),
-    (dict(kv_offsets=[0, 3, 5], candidates=torch.tensor([0, 1, 1])), TypeError, "^kv_offsets must be a torch.Tensor.*got list"),
-    (dict(kv_offsets="all", candidates=torch.tensor([0, 1, 1])), ValueError, '^kv_offsets must be a tensor or "shared", got "all"'),
+    (
+        dict(candidates=torch.tensor([0.0, 1.0, 1.0])),
+        TypeError,
+        "^candidates must be int32 or int64, got torch.float32",
+    ),
+    (
+        dict(candidates=torch.tensor([[0, 1, 1]])),
+        ValueError,
+        r"^candidates must be 1-D, got shape \[1, 3\]",
+    ),
+    (
+        dict(candidates=torch.tensor([0, 2, 1])),
+        ValueError,
+        "^candidates must be 0 to num_users - 1 = 1, got values 0 to 2",
+    ),
+    (
+        dict(candidates=torch.tensor([0, 1])),
+        ValueError,
+        "candidates describe 2 candidates, the queries have 3",
+    ),
+    (
+        dict(candidates=torch.tensor([0, 1, 1]), kv_offsets="shared"),
+        TypeError,
+        'a CandidateIndex where kv_offsets is "shared", got Tensor',
+    ),
+    (
+        dict(q=torch.randn(4, 2, 2, 8)),
+        ValueError,
+        "candidates describe 3 candidates, the queries have 4",
+    ),
+    (
+        dict(kv_offsets=torch.tensor([0, 2, 3, 5])),
+        ValueError,
+        "candidates describe 2 users, the history has 3",
+    ),
+    (
+        dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)),
+        ValueError,
+        "describe 2 candidates, the queries have 3",
+    ),
+    (
+        dict(kv_offsets=[0, 3, 5], candidates=torch.tensor([0, 1, 1])),
+        TypeError,
+        "^kv_offsets must be a torch.Tensor.*got list",
+    ),
+    (
+        dict(kv_offsets="all", candidates=torch.tensor([0, 1, 1])),
+        ValueError,
+        '^kv_offsets must be a tensor or "shared", got "all"',
+    ),
     (dict(kv_offsets=torch.tensor(5)), ValueError, r"^kv_offsets must be 1-D, got shape \[\]"),
-    (dict(kv_offsets=torch.tensor([], dtype=torch.int64)), ValueError, r"^kv_offsets must have shape \[B \+ 1\], got \[0\]"),
+    (
+        dict(kv_offsets=torch.tensor([], dtype=torch.int64)),
+        ValueError,
+        r"^kv_offsets must have shape \[B \+ 1\], got \[0\]",
+    ),
     (dict(kv_offsets=None), TypeError, "kv_offsets must be a torch.Tensor.*got NoneType"),
-    (dict(kv_offsets=torch.tensor([0, 3, 6])), ValueError, "kv_offsets must end at the number of rows, 5, got 6"),
-    (dict(max_seqlen_kv=2), ValueError, "kv_offsets must have segments of at most max_seqlen_kv = 2 rows, got 3"),
+    (
+        dict(kv_offsets=torch.tensor([0, 3, 6])),
+        ValueError,
+        "kv_offsets must end at the number of rows, 5, got 6",
+    ),
+    (
+        dict(max_seqlen_kv=2),
+        ValueError,
+        "kv_offsets must have segments of at most max_seqlen_kv = 2 rows, got 3",
+    ),
 ]
 
 
-@pytest.mark.parametrize("change, error, message", BAD_CALLS, ids=[message[:40] for _, _, message in BAD_CALLS])
+@pytest.mark.parametrize(
+    "change, error, message", BAD_CALLS, ids=[message[:40] for _, _, message in BAD_CALLS]
+)
 def test_bad_input_of_the_function(change, error, message):
     with pytest.raises(error, match=message):
         F.target_attention(**(GOOD | dict(candidates=INDEX) | change))
 
 
 BAD_LAYERS = [
-    (dict(embedding_dim=10, num_heads=4), ValueError, "embedding_dim must be a multiple of num_heads, got 10 and 4"),
+    (
+        dict(embedding_dim=10, num_heads=4),
+        ValueError,
+        "embedding_dim must be a multiple of num_heads, got 10 and 4",
+    ),
     (dict(embedding_dim=8, num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
     (dict(embedding_dim=0, num_heads=1), ValueError, "embedding_dim must be at least 1, got 0"),
     (dict(embedding_dim=8.0, num_heads=1), TypeError, "embedding_dim must be an int, got float"),
     (dict(embedding_dim=8, num_heads="2"), TypeError, "num_heads must be an int, got str"),
-    (dict(embedding_dim=8, num_heads=2, target_dim=0), ValueError, "target_dim must be at least 1, got 0"),
-    (dict(embedding_dim=1024, num_heads=2), ValueError, "embedding_dim / num_heads must be at most 256, got 512"),
+    (
+        dict(embedding_dim=8, num_heads=2, target_dim=0),
+        ValueError,
+        "target_dim must be at least 1, got 0",
+    ),
+    (
+        dict(embedding_dim=1024, num_heads=2),
+        ValueError,
+        "embedding_dim / num_heads must be at most 256, got 512",
+    ),
 ]
 
 
-@pytest.mark.parametrize("arguments, error, message", BAD_LAYERS, ids=[message[:40] for _, _, message in BAD_LAYERS])
+@pytest.mark.parametrize(
+    "arguments, error, message", BAD_LAYERS, ids=[message[:40] for _, _, message in BAD_LAYERS]
+)
 def test_bad_constructor(arguments, error, message):
     with pytest.raises(error, match=message):
         jm.JaggedTargetAttention(**arguments)
@@ -340,27 +527,85 @@ def test_bad_constructor(arguments, error, message):
 
 HISTORY = torch.randn(5, 8), torch.tensor([0, 2, 5])
 BAD_FORWARDS = [
-    ((torch.randn(2, 3, 7), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 3, 7\]"),
-    ((torch.randn(2, 3, 8).double(), HISTORY), ValueError, "targets must have the layer's dtype, torch.float32, got torch.float64"),
-    ((torch.randn(2, 8), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 8\]"),
-    ((torch.randn(3, 1, 8), HISTORY), ValueError, "targets without candidates must be one per history segment, 2, got 3"),
-    ((torch.randn(2, 1, 8), torch.randn(5, 8)), TypeError, "history must be a JaggedTensor.*got Tensor"),
-    ((torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])), ValueError, r"history's values must have shape \[L, 8\], got \[5, 9\]"),
-    ((torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))), ValueError, "offsets must end at the number of rows, 5, got 4"),
-    (((torch.randn(4, 7), torch.tensor([0, 1, 4])), HISTORY), ValueError, r"targets must have shape \[N, E_t\] with E_t = 8, got \[4, 7\]"),
-    (((torch.randn(4, 8), torch.tensor([0, 4])), HISTORY), ValueError, "the same number of segments, got 1 and 2"),
-    (((torch.randn(4, 8), torch.arange(5)), HISTORY), ValueError, "targets and history must have the same number of segments, got 4 and 2"),
-    ((torch.nested.nested_tensor([torch.ones(1, 8)] * 3), HISTORY, INDEX), ValueError, "^targets must be a dense tensor, got a nested"),
+    (
+        (torch.randn(2, 3, 7), HISTORY),
+        ValueError,
+        r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 3, 7\]",
+    ),
+    (
+        (torch.randn(2, 3, 8).double(), HISTORY),
+        ValueError,
+        "targets must have the layer's dtype, torch.float32, got torch.float64",
+    ),
+    (
+        (torch.randn(2, 8), HISTORY),
+        ValueError,
+        r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 8\]",
+    ),
+    (
+        (torch.randn(3, 1, 8), HISTORY),
+        ValueError,
+        "targets without candidates must be one per history segment, 2, got 3",
+    ),
+    (
+        (torch.randn(2, 1, 8), torch.randn(5, 8)),
+        TypeError,
+        "history must be a JaggedTensor.*got Tensor",
+    ),
+    (
+        (torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])),
+        ValueError,
+        r"history's values must have shape \[L, 8\], got \[5, 9\]",
+    ),
+    (
+        (torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))),
+        ValueError,
+        "offsets must end at the number of rows, 5, got 4",
+    ),
+    (
+        ((torch.randn(4, 7), torch.tensor([0, 1, 4])), HISTORY),
+        ValueError,
+        r"targets must have shape \[N, E_t\] with E_t = 8, got \[4, 7\]",
+    ),
+    (
+        ((torch.randn(4, 8), torch.tensor([0, 4])), HISTORY),
+        ValueError,
+        "the same number of segments, got 1 and 2",
+    ),
+    (
+        ((torch.randn(4, 8), torch.arange(5)), HISTORY),
+        ValueError,
+        "targets and history must have the same number of segments, got 4 and 2",
+    ),
+    (
+        (torch.nested.nested_tensor([torch.ones(1, 8)] * 3), HISTORY, INDEX),
+        ValueError,
+        "^targets must be a dense tensor, got a nested",
+    ),
     (("targets", HISTORY), TypeError, "targets must be a JaggedTensor.*got str"),
-    ((HISTORY, HISTORY, INDEX), TypeError, r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple"),
+    (
+        (HISTORY, HISTORY, INDEX),
+        TypeError,
+        r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple",
+    ),
     ((torch.randn(3, 1, 8), HISTORY, (0, 1, 1)), TypeError, WRONG_CANDIDATES + "tuple"),
     ((torch.randn(3, 1, 8), HISTORY, jm.Jagged(*HISTORY)), TypeError, WRONG_CANDIDATES + "Jagged"),
-    ((torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 3])), ValueError, "^candidates must be 0 to num_users - 1 = 1, got values 0 to 3"),
-    ((torch.randn(4, 1, 8), HISTORY, INDEX), ValueError, "candidates describe 3 candidates, targets have 4"),
+    (
+        (torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 3])),
+        ValueError,
+        "^candidates must be 0 to num_users - 1 = 1, got values 0 to 3",
+    ),
+    (
+        (torch.randn(4, 1, 8), HISTORY, INDEX),
+        ValueError,
+        "candidates describe 3 candidates, targets have 4",
+    ),
 ]
 
 
-@pytest.mark.parametrize("arguments, error, message", BAD_FORWARDS, ids=[message[:40] for _, _, message in BAD_FORWARDS])
+@pytest.mark.parametrize(
+    "arguments, error, message", BAD_FORWARDS, ids=[message[:40] for _, _, message in BAD_FORWARDS]
+)
 def test_bad_forward(arguments, error, message):
     with pytest.raises(error, match=message):
         jm.JaggedTargetAttention(8, 2)(*arguments)

@@ -1,4 +1,5 @@
-"""Threads and processes at once, with shared layers and with the very first call of a process: results as of one thread."""
+"""Threads and processes at once, with shared layers and with the very first call of a process:
+results as of one thread."""
 
 import os
 import pathlib
@@ -18,15 +19,21 @@ from .training_steps import make_steps, run_steps
 def test_threads_share_layers():
     steps = make_steps()
     expected = [run_steps(steps, seed, 3) for seed in range(WORKERS)]
-    for results, alone in zip(in_threads(lambda seed: run_steps(steps, seed, 3)), expected, strict=True):
+    for results, alone in zip(
+        in_threads(lambda seed: run_steps(steps, seed, 3)), expected, strict=True
+    ):
         assert all(map(torch.equal, results, alone))
 
 
 def output(way: str, device: str) -> list[str]:
     """What the program of processes.py prints."""
     program = pathlib.Path(__file__).with_name("processes.py")
-    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path), CUBLAS_WORKSPACE_CONFIG=":4096:8")
-    result = subprocess.run([sys.executable, program, way, device], env=environment, capture_output=True, text=True)
+    environment = os.environ | dict(
+        PYTHONPATH=os.pathsep.join(sys.path), CUBLAS_WORKSPACE_CONFIG=":4096:8"
+    )
+    result = subprocess.run(
+        [sys.executable, program, way, device], env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
 
@@ -73,13 +80,26 @@ def test_threads_get_one_segmentation_id():
         for _ in range(50):
             index = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))
             jagged = jm.Jagged(torch.randn(4, 2), torch.tensor([0, 3, 4]))
-            assert len(set(in_threads(lambda _, index=index, jagged=jagged: (index.segmentation_id, jagged.segmentation_id)))) == 1
+            assert (
+                len(
+                    set(
+                        in_threads(
+                            lambda _, index=index, jagged=jagged: (
+                                index.segmentation_id,
+                                jagged.segmentation_id,
+                            )
+                        )
+                    )
+                )
+                == 1
+            )
     finally:
         sys.setswitchinterval(before)
 
 
 def test_values_cached_in_inference_mode_serve_training():
-    """An index caches users of candidates and offsets of queries. Autograd refuses tensors made in inference mode."""
+    """An index caches users of candidates and offsets of queries. Autograd refuses tensors made in
+    inference mode."""
     index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
     layer = jm.LinearCompressEmbedding(3, 2, 4)
     embeddings = torch.randn(3, 3, 8), torch.randn(2, 4, 8)

@@ -1,5 +1,5 @@
-"""Small training steps of every layer, and of operators without a layer, on random batches: for tests of threads, processes, memory and
-caches."""
+"""Small training steps of every layer, and of operators without a layer, on random batches: for
+tests of threads, processes, memory and caches."""
 
 import sys
 import types
@@ -16,7 +16,8 @@ WIDTH, HEADS = 32, 2
 
 
 class Batch:
-    """Up to 12 users with up to 40 events each, and their candidates in any order, drawn by the generator."""
+    """Up to 12 users with up to 40 events each, and their candidates in any order, drawn by the
+    generator."""
 
     def __init__(self, generator: torch.Generator, device="cpu"):
         def below(high: int, *shape: int) -> Tensor:
@@ -39,14 +40,19 @@ class Batch:
 
 
 def make_steps(device="cpu") -> dict[str, Callable[[Batch], list[Tensor]]]:
-    """Name → a step: forward and backward on a batch, which returns the result and the gradients."""
+    """Name → a step: forward and backward on a batch, which returns the result and the
+    gradients."""
     generator_state = torch.get_rng_state()
     torch.manual_seed(0)
     attention = jm.JaggedTargetAttention(WIDTH, HEADS, device=device)
-    gdpa = jm.JaggedGDPA(WIDTH, HEADS, mask=jm.AttentionMask(causal=True, max_attn_len=9), device=device)
+    gdpa = jm.JaggedGDPA(
+        WIDTH, HEADS, mask=jm.AttentionMask(causal=True, max_attn_len=9), device=device
+    )
     pooling = jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(num_seeds=3), device=device)
     hstu = jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=40), device=device)
-    blocks = jm.BlockDiagonalSelfAttention(WIDTH, HEADS, block_size=16, max_seqlen=64, device=device)
+    blocks = jm.BlockDiagonalSelfAttention(
+        WIDTH, HEADS, block_size=16, max_seqlen=64, device=device
+    )
     compress = jm.LinearCompressEmbedding(10, 4, 9, device=device)
     mlp = jm.JaggedMLP([WIDTH, 16, 8], device=device)
     torch.set_rng_state(generator_state)
@@ -56,10 +62,17 @@ def make_steps(device="cpu") -> dict[str, Callable[[Batch], list[Tensor]]]:
         return attention(batch.randn(batch.num_candidates, 2, WIDTH), batch.history(), index)
 
     def linear_compress(batch):
-        return compress(batch.randn(batch.num_candidates, 10, WIDTH), batch.randn(batch.users, 9, WIDTH), batch.users_of)
+        return compress(
+            batch.randn(batch.num_candidates, 10, WIDTH),
+            batch.randn(batch.users, 9, WIDTH),
+            batch.users_of,
+        )
 
     def scores(batch):
-        x, y = batch.randn(batch.rows, WIDTH).requires_grad_(), batch.randn(batch.users, WIDTH, 8).requires_grad_()
+        x, y = (
+            batch.randn(batch.rows, WIDTH).requires_grad_(),
+            batch.randn(batch.users, WIDTH, 8).requires_grad_(),
+        )
         p = F.jagged2_softmax(F.jagged_jagged_bmm_jagged_out(x, x * 2, batch.plan), batch.plan)
         attended = F.array_jagged_bmm_jagged_out(p, F.jagged_softmax(x, batch.offsets), batch.plan)
         out = F.jagged_dense_bmm(attended, y, batch.offsets)
@@ -89,16 +102,26 @@ def make_steps(device="cpu") -> dict[str, Callable[[Batch], list[Tensor]]]:
 def run_steps(steps, seed: int, count: int, device="cpu") -> list[Tensor]:
     """The results and gradients of every step on `count` random batches."""
     generator = torch.Generator().manual_seed(seed)
-    return [x for _ in range(count) for step in steps.values() for x in step(Batch(generator, device))]
+    return [
+        x for _ in range(count) for step in steps.values() for x in step(Batch(generator, device))
+    ]
 
 
 def cache_sizes() -> dict[str, int]:
-    """Number of entries of every functools cache without a limit, and of every container, in this package's modules and classes."""
+    """Number of entries of every functools cache without a limit, and of every container, in this
+    package's modules and classes."""
     sizes = {}
     for name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or name.split(".")[0] not in ("jagged_modules", "jagged_kernels"):
+        if not isinstance(module, types.ModuleType) or name.split(".")[0] not in (
+            "jagged_modules",
+            "jagged_kernels",
+        ):
             continue
-        owners = {name: module} | {f"{name}.{key}": x for key, x in vars(module).items() if isinstance(x, type) and x.__module__ == name}
+        owners = {name: module} | {
+            f"{name}.{key}": x
+            for key, x in vars(module).items()
+            if isinstance(x, type) and x.__module__ == name
+        }
         for owner, namespace in owners.items():
             for key, x in list(vars(namespace).items()):
                 if key.startswith("__"):

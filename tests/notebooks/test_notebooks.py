@@ -1,4 +1,5 @@
-"""Every notebook runs as it stands, and its committed outputs are whole and say nothing of the machine that made them."""
+"""Every notebook runs as it stands, and its committed outputs are whole and say nothing of the
+machine that made them."""
 
 import os
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 nbformat = pytest.importorskip("nbformat", reason='needs the extra "notebooks"')
-from nbclient import NotebookClient  # noqa: E402
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -35,7 +36,12 @@ def test_there_are_notebooks():
 @pytest.mark.slow
 def test_runs_in_its_folder(notebook):
     execute(notebook, ROOT / "notebooks")
-    assert [output for cell in code_cells(notebook) for output in cell.outputs if output.get("name") == "stderr"] == []
+    assert [
+        output
+        for cell in code_cells(notebook)
+        for output in cell.outputs
+        if output.get("name") == "stderr"
+    ] == []
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "notebooks"], ids=["root", "notebooks"])
@@ -55,7 +61,13 @@ def test_committed_outputs_are_whole(notebook):
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert {output.output_type for output in outputs} <= {
+        "stream",
+        "display_data",
+        "execute_result",
+    }
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    texts = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
+    texts = [
+        output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs
+    ]
     assert [text for text in texts if MACHINE_PATH.search(text)] == []

@@ -1,4 +1,5 @@
-"""What a type checker knows of a user's model. `make lint` checks this file, and test_user_model.py runs it."""
+"""What a type checker knows of a user's model. `make lint` checks this file, and test_user_model.py
+runs it."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def layers(jagged: jm.Jagged) -> None:
 
     both = jm.JaggedSelfTargetAttention(32, num_heads=4)
     assert_type(both(jagged, pair()), tuple[jm.Jagged, Pair])
-    assert_type(both(jagged, torch.randn(3, 1, 32), torch.tensor([0, 1, 1])), tuple[jm.Jagged, Tensor])
+    assert_type(
+        both(jagged, torch.randn(3, 1, 32), torch.tensor([0, 1, 1])), tuple[jm.Jagged, Tensor]
+    )
 
     hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=10))
     assert_type(hstu(jagged, torch.tensor([1, 0])), jm.Jagged)
@@ -83,13 +86,17 @@ def layers(jagged: jm.Jagged) -> None:
     assert_type(layer(pair(), cache_rows=slice(0, 2)), tuple[Pair, Tensor])
 
     compress = jm.LinearCompressEmbedding(3, 4, num_user_embeddings=6)
-    assert_type(compress(torch.randn(3, 3, 16), torch.randn(2, 6, 16), torch.tensor([0, 1, 1])), Tensor)
+    assert_type(
+        compress(torch.randn(3, 3, 16), torch.randn(2, 6, 16), torch.tensor([0, 1, 1])), Tensor
+    )
 
 
 def caches(jagged: jm.Jagged) -> None:
     attention = jm.JaggedGDPA(32, num_heads=4, mask=jm.AttentionMask(causal=True))
     target = jm.JaggedTargetAttention(32, num_heads=4)
-    hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=10)).eval()
+    hstu = jm.HSTUStack(
+        32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=10)
+    ).eval()
     assert_type(hstu, jm.HSTUStack)
 
     cache = hstu.cache(jagged)
@@ -117,12 +124,18 @@ def caches(jagged: jm.Jagged) -> None:
 def whole_models(jagged: jm.Jagged) -> None:
     """A graphed module is called as the module itself."""
     assert_type(jm.graphed(jm.JaggedMLP([32, 16]))(jagged), jm.Jagged)
-    assert_type(jm.graphed(jm.JaggedTargetAttention(32, num_heads=4))(torch.randn(2, 3, 32), jagged), Tensor)
-    graphed = jm.graphed(jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=10)))
+    assert_type(
+        jm.graphed(jm.JaggedTargetAttention(32, num_heads=4))(torch.randn(2, 3, 32), jagged), Tensor
+    )
+    graphed = jm.graphed(
+        jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=10))
+    )
     assert_type(graphed(pair()), Pair)
     assert_type(graphed.score(pair(), graphed.cache(jagged)), Pair)
 
-    fused = jm.transforms.fuse_broadcasts(nn.Linear(32, 1).eval(), (torch.randn(6, 32),), request_only=["input"])
+    fused = jm.transforms.fuse_broadcasts(
+        nn.Linear(32, 1).eval(), (torch.randn(6, 32),), request_only=["input"]
+    )
     assert_type(fused.report, jm.transforms.Report)
     assert_type(fused.report.sites, tuple[jm.transforms.Site, ...])
     assert_type(fused.graph.python_code("self").src, str)
@@ -145,7 +158,10 @@ def functions() -> None:
     candidates = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
     assert_type(F.target_attention(torch.randn(3, 1, 2, 8), k, v, candidates, offsets), Tensor)
     assert_type(F.target_attention(torch.randn(3, 1, 2, 8), k, v, candidates, "shared"), Tensor)
-    assert_type(F.self_target_attention(q, torch.randn(3, 2, 8), k, v, offsets, torch.tensor([0, 1, 3])), Pair)
+    assert_type(
+        F.self_target_attention(q, torch.randn(3, 2, 8), k, v, offsets, torch.tensor([0, 1, 3])),
+        Pair,
+    )
     assert_type(F.block_diagonal_attention(q, k, v, offsets), Tensor)
     assert_type(F.block_diagonal_attention_packed(torch.randn(5, 3, 2, 8), offsets), Tensor)
     assert_type(F.linear_compress([torch.randn(4, 3)], [torch.randn(5, 3, 16)], []), Tensor)
@@ -169,5 +185,7 @@ def main() -> None:
     caches(jagged)
     whole_models(jagged)
     settings()
-    scores = Ranker()(jagged, torch.randn(3, 32), jm.CandidateIndex.from_counts(torch.tensor([1, 2])))
+    scores = Ranker()(
+        jagged, torch.randn(3, 32), jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
+    )
     assert scores.shape == (3,)

@@ -1,12 +1,17 @@
-"""RelativeBias in the attention kernels: what the portable kernels (triton_bias.py) and those for Hopper (hopper_bias.py) share.
+"""RelativeBias in the attention kernels: what the portable kernels (triton_bias.py) and those for
+Hopper (hopper_bias.py) share.
 
-    S[i, j] = scale · <q_i, k_j> + position[j - i + N - 1] + time[bucket(u_i - t_j)],  bucket(d) = number of boundaries <= |d|
+    S[i, j] = scale · <q_i, k_j> + position[j - i + N - 1] + time[bucket(u_i - t_j)],  bucket(d) =
+    number of boundaries <= |d|
 
-The bias is divided by the scale and added to q kᵀ, so that what follows is the same with and without a bias. The tables that the kernels
-read are copies that have been divided. Position tables are padded with PAD copies of their first and last entries: a block that lies
-partly beyond N - 1 rows of distance needs no bounds check, and one that lies wholly beyond reads the copies (`first_entry`).
+The bias is divided by the scale and added to q kᵀ, so that what follows is the same with and
+without a bias. The tables that the kernels read are copies that have been divided. Position tables
+are padded with PAD copies of their first and last entries: a block that lies partly beyond N - 1
+rows of distance needs no bounds check, and one that lies wholly beyond reads the copies
+(`first_entry`).
 
-The range of a block's buckets follows from the extremes of its timestamps, which may have any order (`bucket_block`).
+The range of a block's buckets follows from the extremes of its timestamps, which may have any order
+(`bucket_block`).
 """
 
 from typing import NamedTuple
@@ -15,7 +20,8 @@ import triton
 import triton.language as tl
 
 PAD = tl.constexpr(256)  # at least the rows and columns of a block of scores together
-LEADING_SHIFT = tl.constexpr(20)  # of a distance as fp32: its exponent and three bits of its mantissa are left
+# of a distance as fp32: its exponent and three bits of its mantissa are left
+LEADING_SHIFT = tl.constexpr(20)
 LEADING = tl.constexpr((127 + 31) * 8 + 1)  # values of these bits for distances up to 2^31
 NEAR = tl.constexpr(2**31 - 1)  # distances below it are found by their leading bits
 TIME_BLOCK = tl.constexpr(64)  # rows that extremes of timestamps are stored of
@@ -25,19 +31,23 @@ class Bias(NamedTuple):
     """RelativeBias as the kernels take it. `KIND` (params.py) says what is there; the rest is None.
 
     Attributes:
-        position_ptr, position_stride, num_positions: padded position table, divided by the scale; entries from one head's row to the next,
-            0 if heads share the table; entries of a row.
+        position_ptr, position_stride, num_positions: padded position table, divided by the scale;
+            entries from one head's row to the next, 0 if heads share the table; entries of a row.
         time_ptr, time_stride: the time table likewise, without padding.
         boundaries_ptr, num_boundaries: int64, ascending.
         edges_ptr: int32, the boundaries, at most NEAR, and once more NEAR.
-        leading_bits_ptr: int32 `[LEADING + 1]`: for each value of a distance's leading bits, the bucket of its smallest distance. Then by
-            how much the bucket of another distance with these bits may be above it.
-        entries_ptr, entries_stride: four words for each head or all, and each value of the leading bits: the first boundary above its
-            smallest distance; the table's value below this boundary, and from it on; both buckets, in halves of a word. Then a word that is
+        leading_bits_ptr: int32 `[LEADING + 1]`: for each value of a distance's leading bits, the
+            bucket of its smallest distance. Then by how much the bucket of another distance with
+            these bits may be above it.
+        entries_ptr, entries_stride: four words for each head or all, and each value of the leading
+            bits: the first boundary above its smallest distance; the table's value below this
+                boundary, and from it on; both buckets, in halves of a word. Then a word that is
             0 if a value of the bits has several boundaries. Only Hopper's kernels read entries.
-        timestamps_ptr: of the keys. query_timestamps_ptr: None for the default. query_shift_ptr: of each segment.
-        query_extremes_ptr, key_extremes_ptr: the earliest and the latest timestamp of each TIME_BLOCK rows of a segment, from block
-            `first_time_block` on. Only Hopper's kernels read them.
+        timestamps_ptr: of the keys. query_timestamps_ptr: None for the default. query_shift_ptr: of
+            each segment.
+        query_extremes_ptr, key_extremes_ptr: the earliest and the latest timestamp of each
+            TIME_BLOCK rows of a segment, from block `first_time_block` on. Only Hopper's kernels
+            read them.
     """
 
     position_ptr: tl.tensor
@@ -59,10 +69,12 @@ class Bias(NamedTuple):
 
 
 class TableSums(NamedTuple):
-    """Memory of the table gradients, of which each program has its own part. None for a table without a gradient.
+    """Memory of the table gradients, of which each program has its own part. None for a table
+    without a gradient.
 
-    position_ptr: `[programs, H or 1, num_positions]`; time_ptr: `[programs, H or 1, BUCKETS]`; both 0 at first. scratch_ptr: a block of dS
-    for each program. *_stride: elements of a program's part. time_head_stride: of a head's, 0 if heads share the table.
+    position_ptr: `[programs, H or 1, num_positions]`; time_ptr: `[programs, H or 1, BUCKETS]`; both
+    0 at first. scratch_ptr: a block of dS for each program. *_stride: elements of a program's part.
+    time_head_stride: of a head's, 0 if heads share the table.
     """
 
     position_ptr: tl.tensor
@@ -84,8 +96,9 @@ class Times(NamedTuple):
 class BiasOfTile(NamedTuple):
     """The bias of a segment and head.
 
-    position_ptr: the head's padded table, at distance 0, `middle` entries from either end. time_ptr, entries_ptr: the head's.
-    timestamps_ptr: at the segment's first key. query_timestamps_ptr: at its first query. query_extremes_ptr, key_extremes_ptr: at its first
+    position_ptr: the head's padded table, at distance 0, `middle` entries from either end.
+    time_ptr, entries_ptr: the head's. timestamps_ptr: at the segment's first key.
+    query_timestamps_ptr: at its first query. query_extremes_ptr, key_extremes_ptr: at its first
     blocks. shift: position of query 0. 0 stands for what is not there.
     """
 
@@ -112,7 +125,16 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
     shift = kv_len - q_len
     if KIND.shift:
         shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
-    middle, position_ptr, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, entries_ptr = 0, 0, 0, 0, 0, 0, 0, 0
+    (
+        middle,
+        position_ptr,
+        time_ptr,
+        boundaries_ptr,
+        num_boundaries,
+        edges_ptr,
+        leading_bits_ptr,
+        entries_ptr,
+    ) = 0, 0, 0, 0, 0, 0, 0, 0
     timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr = 0, 0, 0, 0
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
@@ -130,9 +152,22 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
         query_extremes_ptr = bias.query_extremes_ptr + 2 * first_time_block(q_start, segment)
         key_extremes_ptr = bias.key_extremes_ptr + 2 * first_time_block(kv_start, segment)
     return BiasOfTile(
-        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, entries_ptr, timestamps_ptr, query_ptr,
-        query_extremes_ptr, key_extremes_ptr, shift, q_len, kv_len,
-    )  # fmt: skip
+        position_ptr,
+        middle,
+        time_ptr,
+        boundaries_ptr,
+        num_boundaries,
+        edges_ptr,
+        leading_bits_ptr,
+        entries_ptr,
+        timestamps_ptr,
+        query_ptr,
+        query_extremes_ptr,
+        key_extremes_ptr,
+        shift,
+        q_len,
+        kv_len,
+    )
 
 
 @triton.jit
@@ -143,7 +178,8 @@ def first_time_block(start, segment):
 
 @triton.jit
 def key_times(bias, keys, KIND: tl.constexpr):
-    """Times of a vector of keys of the segment; past its end, of the last key. Without a time table nothing reads them."""
+    """Times of a vector of keys of the segment; past its end, of the last key. Without a time table
+    nothing reads them."""
     if KIND.boundaries > 0:
         return _times(load_key_times(bias, keys))
     else:
@@ -158,12 +194,17 @@ def _times(values):
 @triton.jit
 def load_key_times(bias, keys):
     """Timestamps of keys of the segment; past its end, of the last key."""
-    return tl.load(bias.timestamps_ptr + tl.maximum(tl.minimum(keys, bias.kv_len - 1), 0), mask=(keys == keys) & (bias.kv_len > 0), other=0)
+    return tl.load(
+        bias.timestamps_ptr + tl.maximum(tl.minimum(keys, bias.kv_len - 1), 0),
+        mask=(keys == keys) & (bias.kv_len > 0),
+        other=0,
+    )
 
 
 @triton.jit
 def query_times(bias, rows, KIND: tl.constexpr):
-    """Times of a vector of query rows of the segment; past its end, of the last row. Without a time table nothing reads them."""
+    """Times of a vector of query rows of the segment; past its end, of the last row. Without a time
+    table nothing reads them."""
     if KIND.boundaries > 0:
         return _times(load_query_times(bias, rows, KIND))
     else:
@@ -175,22 +216,27 @@ def load_query_times(bias, rows, KIND: tl.constexpr):
     """Timestamps of query rows of the segment; past its end, of the last row."""
     rows = tl.maximum(tl.minimum(rows, bias.q_len - 1), 0)
     if KIND.query_times:
-        return tl.load(bias.query_timestamps_ptr + rows, mask=(rows == rows) & (bias.q_len > 0), other=0)
+        return tl.load(
+            bias.query_timestamps_ptr + rows, mask=(rows == rows) & (bias.q_len > 0), other=0
+        )
     else:
         return load_key_times(bias, rows + bias.shift + 1)
 
 
 @triton.jit
 def first_entry(bias, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offset in the position table of a block's first query row and first key. It is limited so that the whole block, ROWS queries by
-    COLUMNS keys, lies in the padded table; the entries are the same."""
-    return tl.minimum(tl.maximum(column - row - bias.shift, ROWS - 1 - bias.middle), bias.middle - COLUMNS + 1)
+    """Offset in the position table of a block's first query row and first key. It is limited so
+    that the whole block, ROWS queries by COLUMNS keys, lies in the padded table; the entries are
+    the same."""
+    return tl.minimum(
+        tl.maximum(column - row - bias.shift, ROWS - 1 - bias.middle), bias.middle - COLUMNS + 1
+    )
 
 
 @triton.jit
 def bucket_block(rows, columns, bias, numbers):
-    """Buckets of a block, int32 `[rows, columns]`, of two Times, one of queries and one of keys. numbers: 0, 1, 2, ..., at least as many as
-    there are boundaries."""
+    """Buckets of a block, int32 `[rows, columns]`, of two Times, one of queries and one of keys.
+    numbers: 0, 1, 2, ..., at least as many as there are boundaries."""
     first, last, farthest = bucket_range(rows, columns, bias, numbers)
     return find_buckets(rows, columns, bias, first, last, farthest)
 
@@ -198,19 +244,32 @@ def bucket_block(rows, columns, bias, numbers):
 @triton.jit
 def bucket_range(rows, columns, bias, numbers):
     """First and last bucket of the distances between two Times, and a bound of the distances."""
-    nearest = tl.maximum(tl.maximum(rows.earliest - columns.latest, columns.earliest - rows.latest), 0)
+    nearest = tl.maximum(
+        tl.maximum(rows.earliest - columns.latest, columns.earliest - rows.latest), 0
+    )
     farthest = tl.maximum(rows.latest - columns.earliest, columns.latest - rows.earliest)
-    boundaries = tl.load(bias.boundaries_ptr + numbers, mask=numbers < bias.num_boundaries, other=0x7FFFFFFFFFFFFFFF)
+    boundaries = tl.load(
+        bias.boundaries_ptr + numbers, mask=numbers < bias.num_boundaries, other=0x7FFFFFFFFFFFFFFF
+    )
     # Both counts in one sum. A distance of 2^63 - 1 would count what is not there.
-    both = tl.sum((boundaries <= nearest).to(tl.int32) + ((boundaries <= farthest).to(tl.int32) << 16), 0)
-    return tl.minimum(both & 0xFFFF, bias.num_boundaries), tl.minimum(both >> 16, bias.num_boundaries), farthest
+    both = tl.sum(
+        (boundaries <= nearest).to(tl.int32) + ((boundaries <= farthest).to(tl.int32) << 16), 0
+    )
+    return (
+        tl.minimum(both & 0xFFFF, bias.num_boundaries),
+        tl.minimum(both >> 16, bias.num_boundaries),
+        farthest,
+    )
 
 
 @triton.jit
 def distances(rows, columns):
     """Distances of two Times, int32, if they are NEAR."""
     origin = columns.earliest
-    return tl.abs((rows.stamps - origin).to(tl.int32)[:, None] - (columns.stamps - origin).to(tl.int32)[None, :])
+    return tl.abs(
+        (rows.stamps - origin).to(tl.int32)[:, None]
+        - (columns.stamps - origin).to(tl.int32)[None, :]
+    )
 
 
 @triton.jit
@@ -220,7 +279,8 @@ def leading_bits(distance):
 
 @triton.jit
 def find_near_buckets(distance, bias):
-    """Buckets of NEAR distances: by the table of their leading bits, and then by comparing with the boundaries that have these bits too."""
+    """Buckets of NEAR distances: by the table of their leading bits, and then by comparing with the
+    boundaries that have these bits too."""
     bucket = tl.load(bias.leading_bits_ptr + leading_bits(distance))
     for _ in range(0, tl.load(bias.leading_bits_ptr + LEADING)):
         bucket += (tl.load(bias.edges_ptr + bucket) <= distance).to(tl.int32)

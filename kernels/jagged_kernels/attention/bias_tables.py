@@ -1,4 +1,5 @@
-"""Host side of RelativeBias in the kernels: arguments, and memory and final sums of the tables' gradients."""
+"""Host side of RelativeBias in the kernels: arguments, and memory and final sums of the tables'
+gradients."""
 
 from __future__ import annotations
 
@@ -17,23 +18,35 @@ from .params import AttentionParams, empty_table_gradients
 _PAD = PAD.value
 
 
-def kernel_bias(params: AttentionParams, segments: Segments | None = None, q_rows: int = 0) -> Bias | None:
-    """The bias of a call as a kernel argument. One launch makes its tables. segments, q_rows: for Hopper's kernels, which read entries and
-    extremes too."""
+def kernel_bias(
+    params: AttentionParams, segments: Segments | None = None, q_rows: int = 0
+) -> Bias | None:
+    """The bias of a call as a kernel argument. One launch makes its tables. segments, q_rows: for
+    Hopper's kernels, which read entries and extremes too."""
     if not params.has_bias:
         return None
     position, time, boundaries = params.position_bias, params.time_bias, params.boundaries
-    padded = None if position is None else position.new_empty((position.shape[0], position.shape[1] + 2 * _PAD))
-    edges = leading_bits = entry_table = divided = query_extremes = key_extremes = q_offsets = kv_offsets = None
+    padded = (
+        None
+        if position is None
+        else position.new_empty((position.shape[0], position.shape[1] + 2 * _PAD))
+    )
+    edges = leading_bits = entry_table = divided = query_extremes = key_extremes = q_offsets = (
+        kv_offsets
+    ) = None
     if boundaries is not None:
         divided = time.new_empty(time.shape)
         edges = boundaries.new_empty(boundaries.shape[0] + 1, dtype=torch.int32)
         leading_bits = boundaries.new_empty(LEADING.value + 1, dtype=torch.int32)
         if segments is not None:
-            entry_table = boundaries.new_empty((time.shape[0], 4 * LEADING.value + 4), dtype=torch.int32)
+            entry_table = boundaries.new_empty(
+                (time.shape[0], 4 * LEADING.value + 4), dtype=torch.int32
+            )
             q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
             rows = q_rows, params.timestamps.shape[0]
-            query_extremes, key_extremes = (boundaries.new_empty(x // TIME_BLOCK.value + q_offsets.shape[0], 2) for x in rows)
+            query_extremes, key_extremes = (
+                boundaries.new_empty(x // TIME_BLOCK.value + q_offsets.shape[0], 2) for x in rows
+            )
     bias = Bias(
         position_ptr=padded,
         position_stride=_head_stride(padded),
@@ -53,13 +66,24 @@ def kernel_bias(params: AttentionParams, segments: Segments | None = None, q_row
         key_extremes_ptr=key_extremes,
     )
     time_programs = 0 if boundaries is None else time.shape[0]
-    padding_programs = 0 if padded is None else padded.shape[0] * cdiv(padded.shape[1], PADDED.value)
+    padding_programs = (
+        0 if padded is None else padded.shape[0] * cdiv(padded.shape[1], PADDED.value)
+    )
     segment_programs = 0 if q_offsets is None else q_offsets.shape[0] - 1
     bits = 0 if boundaries is None else boundaries.shape[0].bit_length()
     bias_tables_kernel[(time_programs + padding_programs + segment_programs,)](
-        position, time, q_offsets, kv_offsets, bias, 1 / params.scale, time_programs, padding_programs, BITS=bits, KIND=params.bias_kind,
+        position,
+        time,
+        q_offsets,
+        kv_offsets,
+        bias,
+        1 / params.scale,
+        time_programs,
+        padding_programs,
+        BITS=bits,
+        KIND=params.bias_kind,
         num_warps=8,
-    )  # fmt: skip
+    )
     return bias
 
 
@@ -71,10 +95,12 @@ def _head_stride(table: Tensor | None) -> int | None:
 
 
 class TableGradients(NamedTuple):
-    """Sums that the programs of a launch write, or their warpgroups, each in its own part, so that their order is fixed.
+    """Sums that the programs of a launch write, or their warpgroups, each in its own part, so that
+    their order is fixed.
 
-    position: `[parts, H or 1, entries + 2 · PAD]`. time: `[parts, H or 1, entries, threads]`; without threads, one of each of the entries,
-    padded to a power of two. scratch: `[parts, scores of a block]`.
+    position: `[parts, H or 1, entries + 2 · PAD]`. time: `[parts, H or 1, entries, threads]`;
+    without threads, one of each of the entries, padded to a power of two. scratch:
+    `[parts, scores of a block]`.
     """
 
     position: Tensor | None
@@ -83,15 +109,26 @@ class TableGradients(NamedTuple):
 
     @classmethod
     def empty(
-        cls, params: AttentionParams, parts: int, device: torch.device, threads: int | None = None, block: int | None = None
-    ) -> TableGradients:  # fmt: skip
-        """Memory for a number of parts. threads: of a part, if each sums the time table alone. block: scores in a block of dS, if each part
-        needs scratch memory."""
+        cls,
+        params: AttentionParams,
+        parts: int,
+        device: torch.device,
+        threads: int | None = None,
+        block: int | None = None,
+    ) -> TableGradients:
+        """Memory for a number of parts. threads: of a part, if each sums the time table alone.
+        block: scores in a block of dS, if each part needs scratch memory."""
         position = time = scratch = None
         if params.position_bias is not None:
             heads, entries = params.position_bias.shape
-            position = torch.zeros(parts, heads, entries + 2 * _PAD, dtype=torch.float32, device=device)
-            scratch = None if block is None else torch.empty(parts, block, dtype=torch.float32, device=device)
+            position = torch.zeros(
+                parts, heads, entries + 2 * _PAD, dtype=torch.float32, device=device
+            )
+            scratch = (
+                None
+                if block is None
+                else torch.empty(parts, block, dtype=torch.float32, device=device)
+            )
         if params.time_bias is not None:
             heads, entries = params.time_bias.shape
             sizes = (padded_dim(entries), 1) if threads is None else (entries, threads)
@@ -105,16 +142,28 @@ class TableGradients(NamedTuple):
 
     def argument(self) -> TableSums:
         """The kernel's argument."""
-        position_stride, time_stride = (None if x is None else x.stride(0) for x in (self.position, self.time))
-        time_head_stride = None if self.time is None else 0 if self.time.shape[1] == 1 else self.time.stride(1)
-        return TableSums(self.position, position_stride, self.time, time_stride, time_head_stride, self.scratch)
+        position_stride, time_stride = (
+            None if x is None else x.stride(0) for x in (self.position, self.time)
+        )
+        time_head_stride = (
+            None if self.time is None else 0 if self.time.shape[1] == 1 else self.time.stride(1)
+        )
+        return TableSums(
+            self.position, position_stride, self.time, time_stride, time_head_stride, self.scratch
+        )
 
     def results(self, params: AttentionParams, like: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients in the shapes of the tables, by one launch; `[0]` for a table without one."""
         dposition, dtime = empty_table_gradients(params, like)
-        num_positions, num_buckets, threads = dposition.shape[-1], dtime.shape[-1], 1 if self.time is None else self.time.shape[3]
+        num_positions, num_buckets, threads = (
+            dposition.shape[-1],
+            dtime.shape[-1],
+            1 if self.time is None else self.time.shape[3],
+        )
         position_programs = dposition.shape[0] * cdiv(num_positions, SUMMED.value)
-        time_programs = dtime.shape[0] * (cdiv(num_buckets, SUMMED.value) if threads == 1 else num_buckets)
+        time_programs = dtime.shape[0] * (
+            cdiv(num_buckets, SUMMED.value) if threads == 1 else num_buckets
+        )
         parts = (self.time if self.position is None else self.position).shape[0]
         sum_tables_kernel[(position_programs + time_programs,)](
             self.argument(), dposition, num_positions, dtime, num_buckets, position_programs, parts,

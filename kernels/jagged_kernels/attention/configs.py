@@ -1,5 +1,5 @@
-"""Tiles and launch configurations of attention: static tables by head dim, dtype and GPU generation, which select.py reads. No tuning, and
-no triton import."""
+"""Tiles and launch configurations of attention: static tables by head dim, dtype and GPU
+generation, which select.py reads. No tuning, and no triton import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..schedule.cost import SHORT
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Launch configurations of the portable kernels. `fwd` and `dq` loop over blocks of keys, `dkdv` over blocks of queries."""
+    """Launch configurations of the portable kernels. `fwd` and `dq` loop over blocks of keys,
+    `dkdv` over blocks of queries."""
 
     fwd: LaunchConfig
     dq: LaunchConfig
@@ -21,7 +22,8 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionTile:
-    """Rows of a tile: `query` rows in the forward and dq kernels, `key` rows in the dk, dv kernel."""
+    """Rows of a tile: `query` rows in the forward and dq kernels, `key` rows in the dk, dv
+    kernel."""
 
     query: int
     key: int
@@ -32,7 +34,8 @@ def attention_tile(
 ) -> AttentionTile:  # fmt: skip
     """The largest tiles of the portable kernels.
 
-    mean_seqlen: mean query rows of a segment; None: many. With few rows, a tile of 128 rows is mostly empty.
+    mean_seqlen: mean query rows of a segment; None: many. With few rows, a tile of 128 rows is
+    mostly empty.
     """
     dim = padded_dim(head_dim)
     if itemsize == 4:  # the operands of a tile stay in shared memory: q and dO, or k and v
@@ -40,16 +43,21 @@ def attention_tile(
         if dim >= 128 and has_small_shared_memory(capability):
             rows //= 2
         return AttentionTile(query=rows, key=rows)
-    return AttentionTile(query=64 if dim > 64 or mean_seqlen is not None and mean_seqlen <= 64 else 128, key=64)
+    return AttentionTile(
+        query=64 if dim > 64 or mean_seqlen is not None and mean_seqlen <= 64 else 128, key=64
+    )
 
 
-def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], query_tile: int, long: bool) -> AttentionConfig:
+def attention_config(
+    head_dim: int, itemsize: int, capability: tuple[int, int], query_tile: int, long: bool
+) -> AttentionConfig:
     """Launch configurations of the attention kernels.
 
     Args:
         head_dim: the larger of the query and the value head dim.
         itemsize: bytes of an input element, 2 or 4.
-        capability: CUDA compute capability; (8, 6), (8, 9) and (12, 0) have 99 KB of shared memory per block, others 163 KB or more.
+        capability: CUDA compute capability; (8, 6), (8, 9) and (12, 0) have 99 KB of shared memory
+            per block, others 163 KB or more.
         query_tile: rows of a query tile, as the schedule has them.
         long: whether tiles loop over many rows, without a mask (`select.LONG`).
     """
@@ -57,7 +65,11 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
     small_memory = has_small_shared_memory(capability)
     if itemsize == 4:  # an fp32 MMA is six bf16 MMAs: registers and shared memory limit the blocks
         warps = 4 if dim <= 64 else 8
-        config = LaunchConfig(block=32 if dim <= 128 and not small_memory else 16, num_warps=warps, num_stages=2 if dim <= 64 else 1)
+        config = LaunchConfig(
+            block=32 if dim <= 128 and not small_memory else 16,
+            num_warps=warps,
+            num_stages=2 if dim <= 64 else 1,
+        )
         return AttentionConfig(fwd=config, dq=config, dkdv=config)
     if dim > 128:
         stages = 1 if small_memory else 2
@@ -77,10 +89,14 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
         return AttentionConfig(
             fwd=LaunchConfig(block=64, num_warps=4, num_stages=stages, ctas_per_sm=2),
             dq=LaunchConfig(block=32, num_warps=4, num_stages=stages, ctas_per_sm=2),
-            dkdv=LaunchConfig(block=32, num_warps=4, num_stages=2 if small_memory else 4, ctas_per_sm=2),
+            dkdv=LaunchConfig(
+                block=32, num_warps=4, num_stages=2 if small_memory else 4, ctas_per_sm=2
+            ),
         )
     return AttentionConfig(
-        fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=3 if query_tile <= 64 else 2),
+        fwd=LaunchConfig(
+            block=64, num_warps=4, num_stages=3, ctas_per_sm=3 if query_tile <= 64 else 2
+        ),
         dq=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
         dkdv=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
     )
@@ -88,15 +104,24 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
 
 @functools.cache
 def packed_config(kernel: str, head_dim: int) -> LaunchConfig:
-    """Configuration of the kernels for short segments, "fwd" or "bwd". head_dim: the larger of the query and the value head dim."""
+    """Configuration of the kernels for short segments, "fwd" or "bwd". head_dim: the larger of the
+    query and the value head dim."""
     ctas = (3 if kernel == "fwd" else 2) + (padded_dim(head_dim) <= 64)
-    registers = {2: None, 3: 168, 4: 128}[ctas]  # of a thread, so that this many thread blocks of 128 threads fit
-    return LaunchConfig(block=SHORT, num_warps=4, num_stages=1, ctas_per_sm=ctas, max_registers=registers)
+    # of a thread, so that this many thread blocks of 128 threads fit
+    registers = {2: None, 3: 168, 4: 128}[ctas]
+    return LaunchConfig(
+        block=SHORT, num_warps=4, num_stages=1, ctas_per_sm=ctas, max_registers=registers
+    )
 
 
 def biased_dq_config(config: LaunchConfig) -> LaunchConfig:
-    """The configuration of a dq kernel with its tile, with a bias. The sums of dS take registers, so large blocks get more warps."""
-    return dataclasses.replace(config, num_warps=8, ctas_per_sm=1) if (config.tile or 0) * config.block > 64 * 64 else config
+    """The configuration of a dq kernel with its tile, with a bias. The sums of dS take registers,
+    so large blocks get more warps."""
+    return (
+        dataclasses.replace(config, num_warps=8, ctas_per_sm=1)
+        if (config.tile or 0) * config.block > 64 * 64
+        else config
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +135,8 @@ class HopperConfig:
         launch_registers, registers: registers per thread at launch, and of consumers.
         rows_in_registers: the forward holds q in registers.
         ctas_per_sm: thread blocks that run on a multiprocessor at a time.
-        dynamic_tiles: in the forward, thread blocks take tiles through a counter; otherwise the zigzag assigns them.
+        dynamic_tiles: in the forward, thread blocks take tiles through a counter; otherwise the
+            zigzag assigns them.
     """
 
     consumers: int
@@ -129,16 +155,25 @@ class HopperConfig:
 
 
 def hopper_attention_config(
-    kernel: str, head_dim: int, activation: str, masked: bool, biased: bool = False, long: bool = False, timed: bool = False
-) -> HopperConfig:  # fmt: skip
-    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and head_dim only, as a schedule made on the host
-    knows no more; but with a time table, whose arithmetic takes longer than another list of tiles.
+    kernel: str,
+    head_dim: int,
+    activation: str,
+    masked: bool,
+    biased: bool = False,
+    long: bool = False,
+    timed: bool = False,
+) -> HopperConfig:
+    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and
+    head_dim only, as a schedule made on the host knows no more; but with a time table, whose
+    arithmetic takes longer than another list of tiles.
 
     Args:
-        kernel: "fwd", "dq", "dkdv", "dq_from_ds", whose tiles are dq's, or "one_pass", whose tiles are dkdv's.
+        kernel: "fwd", "dq", "dkdv", "dq_from_ds", whose tiles are dq's, or "one_pass", whose tiles
+            are dkdv's.
         head_dim: of q and k, or of v: both are padded to the same size.
         biased, timed: whether there is a RelativeBias, and a time table in it.
-        long: whether "fwd" loops over blocks of 128 keys instead of 64 (`select.long_key_blocks_are_faster`).
+        long: whether "fwd" loops over blocks of 128 keys instead of 64
+            (`select.long_key_blocks_are_faster`).
     """
     softmax = activation == "softmax"
     two = functools.partial(HopperConfig, consumers=2, launch_registers=168, registers=240)
@@ -147,38 +182,68 @@ def hopper_attention_config(
         if padded_dim(head_dim) == 128:
             return two(block=64, stages=3, row_stages=1)
         # With a mask, a bias or an activation, blocks of 128 rows would need too many registers.
-        return two(block=128, stages=2, row_stages=2) if softmax and not masked and not biased else two(block=64, stages=4, row_stages=2)
+        return (
+            two(block=128, stages=2, row_stages=2)
+            if softmax and not masked and not biased
+            else two(block=64, stages=4, row_stages=2)
+        )
     narrow = padded_dim(head_dim) == 64
     if kernel == "one_pass":
-        if narrow:  # beside the consumers, a warpgroup of its own computes dq. Long arithmetic would spill 192 registers.
-            registers = 208 if masked or activation in ("silu", "gelu", "gelu_tanh", "gelu_taylor") else 192
-            return HopperConfig(2, block=64, stages=3, row_stages=2, launch_registers=128, registers=registers)
+        # beside the consumers, a warpgroup of its own computes dq. Long arithmetic would spill 192
+        # registers.
+        if narrow:
+            registers = (
+                208 if masked or activation in ("silu", "gelu", "gelu_tanh", "gelu_taylor") else 192
+            )
+            return HopperConfig(
+                2, block=64, stages=3, row_stages=2, launch_registers=128, registers=registers
+            )
         return two(block=64, stages=2, row_stages=1)
-    if timed and narrow and kernel in ("fwd", "dq"):  # buckets take more registers than three warpgroups have
+    # buckets take more registers than three warpgroups have
+    if timed and narrow and kernel in ("fwd", "dq"):
         return two(block=64, stages=4, row_stages=2)
     if kernel == "dq":
-        row_stages = 1 if biased and not narrow else 2  # the gradients of the bias tables take shared memory
-        return three(block=64, stages=3, row_stages=row_stages) if narrow else two(block=64, stages=2, row_stages=row_stages)
+        # the gradients of the bias tables take shared memory
+        row_stages = 1 if biased and not narrow else 2
+        return (
+            three(block=64, stages=3, row_stages=row_stages)
+            if narrow
+            else two(block=64, stages=2, row_stages=row_stages)
+        )
     if kernel == "dq_from_ds":
         return (three if narrow else two)(block=64, stages=4, row_stages=4)
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers
         return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)
-    return two(block=128 if long else 64, stages=2 if long else 4, row_stages=2, rows_in_registers=softmax)
+    return two(
+        block=128 if long else 64, stages=2 if long else 4, row_stages=2, rows_in_registers=softmax
+    )
 
 
-def small_hopper_config(kernel: str, head_dim: int, biased: bool = False, timed: bool = False, few_rows: bool = False) -> HopperConfig:
-    """As hopper_attention_config, for a thread block with one consumer. Two or three of them share a multiprocessor, and one computes while
-    another waits for its tile's first rows or stores its last. A tile of 64 rows is also fuller where a segment ends.
+def small_hopper_config(
+    kernel: str, head_dim: int, biased: bool = False, timed: bool = False, few_rows: bool = False
+) -> HopperConfig:
+    """As hopper_attention_config, for a thread block with one consumer. Two or three of them share
+    a multiprocessor, and one computes while another waits for its tile's first rows or stores its
+    last. A tile of 64 rows is also fuller where a segment ends.
 
     Args:
         kernel: "fwd", "dq", or at head dims up to 64 "dkdv".
-        few_rows: whether "dkdv" loops over few query rows: blocks of 32 then leave registers for a third thread block.
+        few_rows: whether "dkdv" loops over few query rows: blocks of 32 then leave registers for a
+            third thread block.
     """
-    two = functools.partial(HopperConfig, consumers=1, ctas_per_sm=2, launch_registers=128, registers=232)
-    three = functools.partial(HopperConfig, consumers=1, ctas_per_sm=3, launch_registers=80, registers=136)
+    two = functools.partial(
+        HopperConfig, consumers=1, ctas_per_sm=2, launch_registers=128, registers=232
+    )
+    three = functools.partial(
+        HopperConfig, consumers=1, ctas_per_sm=3, launch_registers=80, registers=136
+    )
     if kernel == "dkdv":
-        return three(block=32, stages=3, row_stages=1) if few_rows else two(block=64, stages=3, row_stages=2)
+        return (
+            three(block=32, stages=3, row_stages=1)
+            if few_rows
+            else two(block=64, stages=3, row_stages=2)
+        )
     if padded_dim(head_dim) == 128:  # the gradients of the bias tables take shared memory in "dq"
         return two(block=64, stages=1 if biased and kernel == "dq" else 2, row_stages=1)
     if timed:  # buckets take registers
@@ -193,19 +258,24 @@ def dq_config(head_dim: int, consumers: int) -> HopperConfig:
     if consumers == 1:
         return small_hopper_config("dq", head_dim)
     if consumers == 2 and padded_dim(head_dim) == 64:
-        return HopperConfig(consumers=2, block=64, stages=4, row_stages=2, launch_registers=168, registers=240)
+        return HopperConfig(
+            consumers=2, block=64, stages=4, row_stages=2, launch_registers=168, registers=240
+        )
     return hopper_attention_config("dq", head_dim, "softmax", False)
 
 
 def short_queries_config(head_dim: int, consumers: int) -> HopperConfig:
-    """Launch configuration of the kernel for all gradients of segments with few query rows, 64 for each consumer.
+    """Launch configuration of the kernel for all gradients of segments with few query rows, 64 for
+    each consumer.
 
     consumers: up to three, above head dim 64 two.
     """
     narrow = padded_dim(head_dim) == 64
     stages, row_stages = (3, 2) if narrow else (2, 1)
     if consumers == 1:
-        return HopperConfig(1, 64, stages, row_stages, launch_registers=128, registers=232, ctas_per_sm=2)
+        return HopperConfig(
+            1, 64, stages, row_stages, launch_registers=128, registers=232, ctas_per_sm=2
+        )
     if consumers == 2:
         return HopperConfig(2, 64, stages, row_stages, launch_registers=168, registers=240)
     return HopperConfig(3, 64, stages, row_stages, launch_registers=128, registers=160)

@@ -1,4 +1,5 @@
-"""The fp32 sums of dq of Hopper's one-pass backward (hopper_one_pass.py), and the kernel that rounds them."""
+"""The fp32 sums of dq of Hopper's one-pass backward (hopper_one_pass.py), and the kernel that
+rounds them."""
 
 from __future__ import annotations
 
@@ -21,24 +22,46 @@ from .scales import output_factor
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "num_blocks"])
 def attention_dq_kernel(
-    sums_ptr, added_ptr, dq_ptr, q_offsets_ptr, segment_scale_ptr, factor, output_scale, num_segments, num_blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits it."""
-    index, head = tl.program_id(0) + (tl.load(q_offsets_ptr) >> SHIFT).to(tl.int32), tl.program_id(1)
+    sums_ptr,
+    added_ptr,
+    dq_ptr,
+    q_offsets_ptr,
+    segment_scale_ptr,
+    factor,
+    output_scale,
+    num_segments,
+    num_blocks,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits
+    it."""
+    index, head = (
+        tl.program_id(0) + (tl.load(q_offsets_ptr) >> SHIFT).to(tl.int32),
+        tl.program_id(1),
+    )
     segment, start, num_rows, first = find_tile(index, q_offsets_ptr, num_segments, SHIFT)
     if first < num_rows:
         added = tl.load(added_ptr + head * num_blocks + index)
         rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]
         real = (first + rows < num_rows) & (columns < DIM)
-        sums = sums_ptr + (head.to(tl.int64) * num_blocks + index) * (BLOCK * WIDTH) + rows * WIDTH + columns
+        sums = (
+            sums_ptr
+            + (head.to(tl.int64) * num_blocks + index) * (BLOCK * WIDTH)
+            + rows * WIDTH
+            + columns
+        )
         dq = tl.load(sums, mask=real & (added > 0), other=0.0)
         dq *= factor * output_factor(output_scale, segment_scale_ptr, segment)
         tl.store(dq_ptr + ((start + first + rows) * HEADS + head) * DIM + columns, dq, mask=real)
 
 
 class DqSums(NamedTuple):
-    """The sums of dq over tiles of keys, before they are rounded. Each segment begins with a block of its own.
+    """The sums of dq over tiles of keys, before they are rounded. Each segment begins with a block
+    of its own.
 
     Attributes:
         sums: fp32 `[H, blocks, rows, width]`, not initialised.
@@ -54,7 +77,9 @@ class DqSums(NamedTuple):
     def empty(cls, q: Tensor, num_segments: int, block: int) -> DqSums:
         """For the rows of q, in blocks of `block` rows."""
         heads, num_blocks, _, _ = shape = cls._shape(q, num_segments, block)
-        added, next_tile = torch.zeros(heads * num_blocks + 1, dtype=torch.int32, device=q.device).split([heads * num_blocks, 1])
+        added, next_tile = torch.zeros(
+            heads * num_blocks + 1, dtype=torch.int32, device=q.device
+        ).split([heads * num_blocks, 1])
         return cls(torch.empty(shape, dtype=torch.float32, device=q.device), added, next_tile)
 
     @classmethod
@@ -75,10 +100,29 @@ class DqSums(NamedTuple):
         """For TMA stores and additions of 64 rows and 64 columns."""
         return descriptor(self.sums.flatten(1, 2), 1, 64, 64)
 
-    def write(self, dq: Tensor, segments: Segments, segment_scale: Tensor | None, factor: float, output_scale: float) -> None:
+    def write(
+        self,
+        dq: Tensor,
+        segments: Segments,
+        segment_scale: Tensor | None,
+        factor: float,
+        output_scale: float,
+    ) -> None:
         """Launch attention_dq_kernel."""
         heads, num_blocks, block, width = self.sums.shape
         attention_dq_kernel[(num_blocks, heads)](
-            self.sums, self.added, dq, segments.q_offsets, segment_scale, factor, output_scale, segments.q_offsets.shape[0] - 1, num_blocks,
-            HEADS=heads, DIM=dq.shape[2], WIDTH=width, BLOCK=block, SHIFT=block.bit_length() - 1,
-        )  # fmt: skip
+            self.sums,
+            self.added,
+            dq,
+            segments.q_offsets,
+            segment_scale,
+            factor,
+            output_scale,
+            segments.q_offsets.shape[0] - 1,
+            num_blocks,
+            HEADS=heads,
+            DIM=dq.shape[2],
+            WIDTH=width,
+            BLOCK=block,
+            SHIFT=block.bit_length() - 1,
+        )

@@ -1,6 +1,8 @@
-"""The warps of Hopper's one-pass backward (hopper_one_pass.py) that add dq to its sums in global memory, in the order of the tiles.
+"""The warps of Hopper's one-pass backward (hopper_one_pass.py) that add dq to its sums in global
+memory, in the order of the tiles.
 
-Its docstring has the roles and barriers. The arguments of all warps are `_Kernel` and `_Options` there.
+Its docstring has the roles and barriers. The arguments of all warps are `_Kernel` and `_Options`
+there.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from .hopper_common import pop_tile, query_blocks, release_tile
 
 
 class DescendingBlocks(NamedTuple):
-    """The blocks of query rows that a tile of keys visits in each head, in descending order from `last` on: `at_end` masked blocks at the
-    end of the segment, `full` full ones, and the rest of `count` masked ones at the diagonal."""
+    """The blocks of query rows that a tile of keys visits in each head, in descending order from
+    `last` on: `at_end` masked blocks at the end of the segment, `full` full ones, and the rest of
+    `count` masked ones at the diagonal."""
 
     last: gl.tensor
     at_end: gl.tensor
@@ -29,7 +32,9 @@ class DescendingBlocks(NamedTuple):
 @gluon.jit
 def descending_blocks(tile, OPTIONS: gl.constexpr):
     """The DescendingBlocks of a tile."""
-    blocks, count = query_blocks(tile, OPTIONS.mask, OPTIONS.consumers * WARPGROUP_ROWS, OPTIONS.block)
+    blocks, count = query_blocks(
+        tile, OPTIONS.mask, OPTIONS.consumers * WARPGROUP_ROWS, OPTIONS.block
+    )
     first = gl.where(blocks.count > 0, blocks.first, blocks.second_first)
     at_end = gl.where(blocks.full_count > 0, count - blocks.full_index - blocks.full_count, count)
     return DescendingBlocks(first + count - 1, at_end, blocks.full_count, count)
@@ -37,7 +42,9 @@ def descending_blocks(tile, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _load_acquire(ptr):
-    return gl.inline_asm_elementwise("ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -46,19 +53,30 @@ def _wait_for_tiles(added_ptr, count):
     added = _load_acquire(added_ptr)
     while added < count:
         added = _load_acquire(added_ptr)
-    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [added], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [added], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def _wait_for_writes(step):
-    """Wait until this warp's TMA stores and additions are complete; tma.store_wait waits until shared memory has been read."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+    """Wait until this warp's TMA stores and additions are complete; tma.store_wait waits until
+    shared memory has been read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
+        "=r,r",
+        [step],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
     thread_barrier()
 
 
 @gluon.jit
 def _block_of_sums(tile, number, visited, OPTIONS: gl.constexpr):
-    """Head, and index among the blocks of all segments, of the number-th block that a tile visits."""
+    """Head, and index among the blocks of all segments, of the number-th block that a tile
+    visits."""
     last = (tile.q_start // OPTIONS.block).to(gl.int32) + tile.segment + visited.last
     if OPTIONS.group > 1:
         return tile.head * OPTIONS.group + number // visited.count, last - number % visited.count
@@ -68,8 +86,8 @@ def _block_of_sums(tile, number, visited, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
-    """Adds a writer's terms of dq: half of the columns at head dim 128, every other block at 64. The order of the tiles of a segment and
-    head is that of their blocks."""
+    """Adds a writer's terms of dq: half of the columns at head dim 128, every other block at 64.
+    The order of the tiles of a segment and head is that of their blocks."""
     sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
     ring = exchange.dq[writer]
     STAGES: gl.constexpr = ring.buffers.shape[0]
@@ -108,7 +126,8 @@ def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def publish_dq(kernel, OPTIONS: gl.constexpr):
-    """Counts the tiles added to each block, once both writers have added their halves of it, or one of them all of it."""
+    """Counts the tiles added to each block, once both writers have added their halves of it, or one
+    of them all of it."""
     sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
     step, wave = 0, 0
     tile = pop_tile(queue, wave)

@@ -1,4 +1,5 @@
-"""Online softmax of the forward kernel for Hopper, in a consumer's registers: running maximum and sums, and the rescale of the output."""
+"""Online softmax of the forward kernel for Hopper, in a consumer's registers: running maximum and
+sums, and the rescale of the output."""
 
 from typing import NamedTuple
 
@@ -8,11 +9,13 @@ from triton.experimental.gluon import language as gl
 from ..common.pipeline import WARPGROUP_ROWS, mma_layout
 from .hopper_common import visible_keys
 
-SUMS = gl.constexpr(8)  # partial sums of a row until its tile ends: two for each of the four threads that hold it
+# partial sums of a row until its tile ends: two for each of the four threads that hold it
+SUMS = gl.constexpr(8)
 
 
 class SoftmaxState(NamedTuple):
-    """Softmax's running maximum `[64]` and partial sums `[64, SUMS]` of the rows, and acc = P v `[64, width]`."""
+    """Softmax's running maximum `[64]` and partial sums `[64, SUMS]` of the rows, and acc = P v
+    `[64, width]`."""
 
     row_max: gl.tensor
     row_sum: gl.tensor
@@ -21,7 +24,8 @@ class SoftmaxState(NamedTuple):
 
 @gluon.jit
 def _mask_scores(x, value, position, MASK: gl.constexpr):
-    """x where the rows see the keys, `value` elsewhere. Without a mask, most blocks have all of their keys and are returned as they are."""
+    """x where the rows see the keys, `value` elsewhere. Without a mask, most blocks have all of
+    their keys and are returned as they are."""
     if MASK is not None or position.num_keys < x.shape[1]:
         x = gl.where(visible_keys(position, MASK, x.shape[1]), x, value)
     return x
@@ -29,15 +33,19 @@ def _mask_scores(x, value, position, MASK: gl.constexpr):
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of an MMA's columns. Both are registers of the same thread, so nothing moves."""
+    """The left and the right half of an MMA's columns. Both are registers of the same thread, so
+    nothing moves."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, x.shape[1] // 2)
     left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(right, L, assert_trivial=True)
+    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(
+        right, L, assert_trivial=True
+    )
 
 
 @gluon.jit
 def _fold(x, MAXIMUM: gl.constexpr):
-    """Maxima or sums `[64, SUMS]` of the columns that are SUMS apart: within a thread, as a tree instead of one long chain."""
+    """Maxima or sums `[64, SUMS]` of the columns that are SUMS apart: within a thread, as a tree
+    instead of one long chain."""
     if x.shape[1] == SUMS:
         return x
     else:
@@ -51,24 +59,29 @@ def _fold(x, MAXIMUM: gl.constexpr):
 
 @gluon.jit
 def _online_softmax(scores, position, state, scale, MASK: gl.constexpr, MASKED: gl.constexpr):
-    """exp2(scores - running maximum), the new state without an update of acc, and the factor by which acc is to be rescaled."""
+    """exp2(scores - running maximum), the new state without an update of acc, and the factor by
+    which acc is to be rescaled."""
     row_max = state.row_max
     if MASKED:
         scores = _mask_scores(scores, float("-inf"), position, MASK)
     block_max = gl.convert_layout(gl.max(_fold(scores, True), 1), row_max.type.layout)
     new_max = gl.maximum(row_max, block_max * scale)
     shift = new_max
-    if MASKED:  # the maximum of a row that has seen no key is -inf; any finite number gives it weights of 0
+    # the maximum of a row that has seen no key is -inf; any finite number gives it weights of 0
+    if MASKED:
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(scores * scale - shift[:, None])
     rescale = gl.exp2(row_max - shift)
-    row_sum = state.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, state.row_sum.type.layout))[:, None] + _fold(p, False)
+    row_sum = state.row_sum * gl.convert_layout(
+        rescale, gl.SliceLayout(1, state.row_sum.type.layout)
+    )[:, None] + _fold(p, False)
     return p, SoftmaxState(new_max, row_sum, state.acc), rescale
 
 
 @gluon.jit
 def attention_weights(scores, position, state, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
-    """P of a block's scores, the new state without an update of acc, and the factor by which softmax rescales acc."""
+    """P of a block's scores, the new state without an update of acc, and the factor by which
+    softmax rescales acc."""
     if OPTIONS.activation is None:
         return _online_softmax(scores, position, state, scale, OPTIONS.mask, MASKED)
     else:
@@ -87,4 +100,6 @@ def rescale_rows(acc, factor):
 @gluon.jit
 def log2_approx(x):
     """log2 by the special-function unit: error at most 2⁻²², absolute or relative."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )

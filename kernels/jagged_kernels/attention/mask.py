@@ -1,8 +1,9 @@
 """Device functions of attention masks: which columns a row sees, and which blocks a tile visits.
 
-`MASK` is a MaskParams (params.py), or None. Rows are numbered as columns of the segment: query row i is at column i + kv_len - q_len. A row
-sees the columns [low, high) and [own_low, row], and of the prefix [0, prefix), under a causal mask up to its own column. They follow from
-AttentionMask.rule. docs/decisions/mask-rule.md has the other copies.
+`MASK` is a MaskParams (params.py), or None. Rows are numbered as columns of the segment: query row
+i is at column i + kv_len - q_len. A row sees the columns [low, high) and [own_low, row], and of the
+prefix [0, prefix), under a causal mask up to its own column. They follow from AttentionMask.rule.
+docs/decisions/mask-rule.md has the other copies.
 """
 
 from typing import NamedTuple
@@ -12,10 +13,11 @@ import triton.language as tl
 
 
 class Blocks(NamedTuple):
-    """The blocks that a tile visits: three runs in ascending order, each of `count` blocks from `first` on. A run may be empty.
+    """The blocks that a tile visits: three runs in ascending order, each of `count` blocks from
+    `first` on. A run may be empty.
 
-    Every row of the tile sees all of a full block. There are full_count of them, from full_first on; full_index visited blocks come before.
-    The other visited blocks are masked blocks.
+    Every row of the tile sees all of a full block. There are full_count of them, from full_first
+    on; full_index visited blocks come before. The other visited blocks are masked blocks.
     """
 
     first: tl.tensor
@@ -42,7 +44,8 @@ def first_target_column(num_targets_ptr, segment, kv_len, MASK: tl.constexpr):
 
 @triton.jit
 def _row_id(row, first_target, MASK: tl.constexpr):
-    """HSTU's id of a row or column: context is 0, history counts up from there, targets share the last one."""
+    """HSTU's id of a row or column: context is 0, history counts up from there, targets share the
+    last one."""
     if MASK.context > 0:
         return tl.minimum(tl.maximum(row - MASK.context + 1, 0), first_target - MASK.context + 1)
     else:
@@ -51,7 +54,8 @@ def _row_id(row, first_target, MASK: tl.constexpr):
 
 @triton.jit
 def visible_columns(row, first_target, MASK: tl.constexpr):
-    """(low, high, own_low, prefix): each row sees the columns [low, high), [own_low, row] and [0, prefix); `prefix` is one for all rows."""
+    """(low, high, own_low, prefix): each row sees the columns [low, high), [own_low, row] and [0,
+    prefix); `prefix` is one for all rows."""
     id = _row_id(row, first_target, MASK)
     last_id = _row_id(first_target, first_target, MASK)
     low, high = row * 0, row * 0 + first_target
@@ -67,7 +71,8 @@ def visible_columns(row, first_target, MASK: tl.constexpr):
             if MASK.full_attn_len > 0:
                 near_end = tl.where(id >= last_id - MASK.full_attn_len, first_target, near_end)
             high = tl.minimum(high, near_end)
-    if MASK.context > 0:  # context sees all of context and history; without history, all share one id
+    # context sees all of context and history; without history, all share one id
+    if MASK.context > 0:
         if MASK.causal:
             high = tl.where(last_id > 0, tl.where(row < MASK.context, first_target, high), 0)
         else:
@@ -76,7 +81,9 @@ def visible_columns(row, first_target, MASK: tl.constexpr):
     own_low = row
     if MASK.has_targets:
         target = row - first_target
-        own_low = tl.where(target >= 0, first_target + target // MASK.group_size * MASK.group_size, row)
+        own_low = tl.where(
+            target >= 0, first_target + target // MASK.group_size * MASK.group_size, row
+        )
     if MASK.left >= 0:
         low, own_low = tl.maximum(low, row - MASK.left), tl.maximum(own_low, row - MASK.left)
     if MASK.right >= 0:
@@ -91,10 +98,19 @@ def visible_columns(row, first_target, MASK: tl.constexpr):
 
 @triton.jit
 def is_visible(column, row, bounds, MASK: tl.constexpr):
-    """Whether each row sees each column; `bounds` of the rows from visible_columns, broadcast against the columns."""
+    """Whether each row sees each column; `bounds` of the rows from visible_columns, broadcast
+    against the columns."""
     low, high, own_low, prefix = bounds
-    LIMITED: tl.constexpr = MASK.left >= 0 or MASK.right >= 0 or MASK.max_attn_len > 0 or MASK.recent_history > 0
-    if MASK.causal and not LIMITED and not MASK.has_targets and MASK.context == 0 and MASK.global_prefix == 0:
+    LIMITED: tl.constexpr = (
+        MASK.left >= 0 or MASK.right >= 0 or MASK.max_attn_len > 0 or MASK.recent_history > 0
+    )
+    if (
+        MASK.causal
+        and not LIMITED
+        and not MASK.has_targets
+        and MASK.context == 0
+        and MASK.global_prefix == 0
+    ):
         return column <= row
     seen = ((column >= low) & (column < high)) | ((column >= own_low) & (column <= row))
     if MASK.global_prefix > 0:
@@ -106,22 +122,39 @@ def is_visible(column, row, bounds, MASK: tl.constexpr):
 
 
 @triton.jit
-def column_blocks(first_row, last_row, kv_len, first_target, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The Blocks of keys that the query rows first_row to last_row visit: first those of [low, high), then those of [own_low, row]."""
+def column_blocks(
+    first_row, last_row, kv_len, first_target, MASK: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The Blocks of keys that the query rows first_row to last_row visit: first those of [low,
+    high), then those of [own_low, row]."""
     if MASK is None:
         return Blocks(0, tl.cdiv(kv_len, BLOCK_N), 0, 0, 0, 0, 0, 0, kv_len // BLOCK_N)
     else:
         low, high, own_low, _ = visible_columns(first_row, first_target, MASK)
-        extremes = _extend(last_row, (low, low, high, high), first_row, last_row, first_target, MASK)
-        # low and high increase with the row, except after the context and at the first row exempt from max_attn_len.
+        extremes = _extend(
+            last_row, (low, low, high, high), first_row, last_row, first_target, MASK
+        )
+        # low and high increase with the row, except after the context and at the first row exempt
+        # from max_attn_len.
         if MASK.context > 0:
             extremes = _extend(MASK.context - 1, extremes, first_row, last_row, first_target, MASK)
             extremes = _extend(MASK.context + 0, extremes, first_row, last_row, first_target, MASK)
         if MASK.full_attn_len > 0:
-            extremes = _extend(first_target - MASK.full_attn_len - 1, extremes, first_row, last_row, first_target, MASK)
-            extremes = _extend(first_target - MASK.full_attn_len, extremes, first_row, last_row, first_target, MASK)
+            extremes = _extend(
+                first_target - MASK.full_attn_len - 1,
+                extremes,
+                first_row,
+                last_row,
+                first_target,
+                MASK,
+            )
+            extremes = _extend(
+                first_target - MASK.full_attn_len, extremes, first_row, last_row, first_target, MASK
+            )
         if MASK.global_prefix > 0 or MASK.recent_history > 0:
-            return _three_runs_of_columns(extremes, own_low, first_row, last_row, kv_len, first_target, MASK, BLOCK_N)
+            return _three_runs_of_columns(
+                extremes, own_low, first_row, last_row, kv_len, first_target, MASK, BLOCK_N
+            )
         else:
             lowest, low, high, highest = extremes
             first = tl.maximum(lowest, 0) // BLOCK_N
@@ -137,36 +170,62 @@ def column_blocks(first_row, last_row, kv_len, first_target, MASK: tl.constexpr,
 def _extend(row, extremes, first_row, last_row, first_target, MASK: tl.constexpr):
     """(min low, max low, min high, max high) including one more row, clamped to the tile's rows."""
     lowest, low, high, highest = extremes
-    row_low, row_high, _, _ = visible_columns(tl.minimum(tl.maximum(row, first_row), last_row), first_target, MASK)
-    return tl.minimum(lowest, row_low), tl.maximum(low, row_low), tl.minimum(high, row_high), tl.maximum(highest, row_high)
+    row_low, row_high, _, _ = visible_columns(
+        tl.minimum(tl.maximum(row, first_row), last_row), first_target, MASK
+    )
+    return (
+        tl.minimum(lowest, row_low),
+        tl.maximum(low, row_low),
+        tl.minimum(high, row_high),
+        tl.maximum(highest, row_high),
+    )
 
 
 @triton.jit
-def _three_runs_of_columns(extremes, own_low, first_row, last_row, kv_len, first_target, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """column_blocks under a mask with a prefix or a truncated history: the blocks of the prefix, of [low, high), and of [own_low, row].
+def _three_runs_of_columns(
+    extremes,
+    own_low,
+    first_row,
+    last_row,
+    kv_len,
+    first_target,
+    MASK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """column_blocks under a mask with a prefix or a truncated history: the blocks of the prefix, of
+    [low, high), and of [own_low, row].
 
-    Rows whose own columns are truncated have these before [low, high). `extremes`: of the tile's rows, from _extend. own_low: of its first
-    row.
+    Rows whose own columns are truncated have these before [low, high). `extremes`: of the tile's
+    rows, from _extend. own_low: of its first row.
     """
     lowest, low, high, highest = extremes
     own_end = last_row + 1
     own_is_second = own_low < lowest
-    second, second_end = tl.where(own_is_second, own_low, lowest), tl.where(own_is_second, own_end, highest)
-    third, third_end = tl.where(own_is_second, lowest, own_low), tl.where(own_is_second, highest, own_end)
+    second, second_end = (
+        tl.where(own_is_second, own_low, lowest),
+        tl.where(own_is_second, own_end, highest),
+    )
+    third, third_end = (
+        tl.where(own_is_second, lowest, own_low),
+        tl.where(own_is_second, highest, own_end),
+    )
     stop = tl.cdiv(_prefix_end(last_row, first_target, MASK), BLOCK_N)
     second, second_stop = _blocks(second, second_end, 0, 0, kv_len, stop, BLOCK_N)
     third, third_stop = _blocks(third, third_end, 0, 0, kv_len, second_stop, BLOCK_N)
 
     full = tl.cdiv(tl.maximum(low, 0), BLOCK_N)
     full_count = tl.maximum(tl.maximum(high, 0) // BLOCK_N - full, 0)
-    if MASK.global_prefix > 0:  # all rows see [0, end): the prefix, with [low, high) if that begins in it or where it ends
+    # all rows see [0, end): the prefix, with [low, high) if that begins in it or where it ends
+    if MASK.global_prefix > 0:
         end = _prefix_end(first_row, first_target, MASK)
         full_prefix = tl.where(end >= low, tl.maximum(end, high), end) // BLOCK_N
         full = tl.where(full_prefix >= full_count, 0, full)
         full_count = tl.maximum(full_prefix, full_count)
     before = tl.minimum(full, stop) + tl.minimum(tl.maximum(full - second, 0), second_stop - second)
     before += tl.minimum(tl.maximum(full - third, 0), third_stop - third)
-    return Blocks(0, stop, second, second_stop - second, third, third_stop - third, before, full, full_count)
+    return Blocks(
+        0, stop, second, second_stop - second, third, third_stop - third, before, full, full_count
+    )
 
 
 @triton.jit
@@ -179,18 +238,28 @@ def _prefix_end(row, first_target, MASK: tl.constexpr):
 
 
 @triton.jit
-def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def row_blocks(
+    column,
+    q_len,
+    kv_len,
+    first_target,
+    MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """The Blocks of query rows that see a column of the key tile that begins at `column`.
 
-    The three runs are the rows of the context, the rows within reach, and the rows exempt from max_attn_len. A column of the prefix reaches
-    all rows that may see it. A truncated column reaches only its own row.
+    The three runs are the rows of the context, the rows within reach, and the rows exempt from
+    max_attn_len. A column of the prefix reaches all rows that may see it. A truncated column
+    reaches only its own row.
     """
     if MASK is None:
         return Blocks(0, tl.cdiv(q_len, BLOCK_M), 0, 0, 0, 0, 0, 0, q_len // BLOCK_M)
     else:
         shift = kv_len - q_len
         last = tl.minimum(column + BLOCK_N, kv_len) - 1
-        # Rows are half-open ranges: context [shift, context_end), reach [start, end), exempt [exempt, kv_len), full [full, full_end).
+        # Rows are half-open ranges: context [shift, context_end), reach [start, end), exempt
+        # [exempt, kv_len), full [full, full_end).
         start, end, context_end, exempt = shift, kv_len, shift, kv_len
         full, full_end = shift, kv_len
         nearest = column  # the tile's first column that is not truncated
@@ -201,11 +270,20 @@ def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M:
             start, full = column, last
         if MASK.max_attn_len > 0:
             # All columns of the context have one id: they count as its last column.
-            near, far = tl.maximum(nearest, MASK.context - 1), tl.maximum(tl.minimum(last, first_target - 1), MASK.context - 1)
-            end = tl.where(far + MASK.max_attn_len + 1 > first_target, kv_len, far + MASK.max_attn_len + 1)
-            full_end = tl.where(near + MASK.max_attn_len + 1 > first_target, kv_len, near + MASK.max_attn_len + 1)
+            near, far = (
+                tl.maximum(nearest, MASK.context - 1),
+                tl.maximum(tl.minimum(last, first_target - 1), MASK.context - 1),
+            )
+            end = tl.where(
+                far + MASK.max_attn_len + 1 > first_target, kv_len, far + MASK.max_attn_len + 1
+            )
+            full_end = tl.where(
+                near + MASK.max_attn_len + 1 > first_target, kv_len, near + MASK.max_attn_len + 1
+            )
             if not MASK.causal:
-                start = tl.where(near - MASK.max_attn_len < MASK.context, shift, near - MASK.max_attn_len)
+                start = tl.where(
+                    near - MASK.max_attn_len < MASK.context, shift, near - MASK.max_attn_len
+                )
                 if MASK.recent_history > 0:
                     start = tl.minimum(start, column)
                 full = tl.maximum(last, MASK.context - 1) - MASK.max_attn_len
@@ -215,11 +293,14 @@ def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M:
                     start = tl.minimum(start, exempt)
         if MASK.context > 0:
             context_end = MASK.context
-            full_end = tl.where(first_target < MASK.context, full, full_end)  # without history all share one id
+            # without history all share one id
+            full_end = tl.where(first_target < MASK.context, full, full_end)
         if MASK.has_targets:
             if column >= first_target:  # targets are seen by their own group alone
                 start, context_end, exempt = column, shift, kv_len
-                end = first_target + ((last - first_target) // MASK.group_size + 1) * MASK.group_size
+                end = (
+                    first_target + ((last - first_target) // MASK.group_size + 1) * MASK.group_size
+                )
             full_end = tl.where(last >= first_target, full, full_end)
         if MASK.recent_history > 0:
             full_end = tl.where(column < recent, full, full_end)
@@ -233,7 +314,8 @@ def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M:
                 lowest = tl.maximum(lowest, column - MASK.right)
             full = tl.maximum(full, last - MASK.right)
         if MASK.left >= 0:
-            highest, full_end = tl.minimum(highest, last + MASK.left + 1), tl.minimum(full_end, column + MASK.left + 1)
+            highest = tl.minimum(highest, last + MASK.left + 1)
+            full_end = tl.minimum(full_end, column + MASK.left + 1)
         if MASK.global_prefix > 0:
             prefix = tl.minimum(first_target, MASK.global_prefix)
             if column < prefix:
@@ -253,17 +335,28 @@ def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M:
         reach, reach_stop = _blocks(start, end, shift, lowest, highest, stop, BLOCK_M)
         exempt, exempt_stop = _blocks(exempt, kv_len, shift, lowest, highest, reach_stop, BLOCK_M)
         full = tl.maximum(tl.cdiv(tl.maximum(full - shift, 0), BLOCK_M), reach)
-        full_count = tl.maximum(tl.minimum(tl.maximum(full_end - shift, 0), q_len) // BLOCK_M - full, 0)
+        full_count = tl.maximum(
+            tl.minimum(tl.maximum(full_end - shift, 0), q_len) // BLOCK_M - full, 0
+        )
         full_count = tl.minimum(full_count, tl.maximum(reach_stop - full, 0))
         count = stop - first
         return Blocks(
-            first, count, reach, reach_stop - reach, exempt, exempt_stop - exempt, count + full - reach, full, full_count
-        )  # fmt: skip
+            first,
+            count,
+            reach,
+            reach_stop - reach,
+            exempt,
+            exempt_stop - exempt,
+            count + full - reach,
+            full,
+            full_count,
+        )
 
 
 @triton.jit
 def _blocks(start, end, shift, lowest, highest, not_before, BLOCK: tl.constexpr):
-    """First block and end of the blocks of the rows [start, end) that lie in [lowest, highest); none before `not_before`."""
+    """First block and end of the blocks of the rows [start, end) that lie in [lowest, highest);
+    none before `not_before`."""
     start, end = tl.maximum(start, lowest) - shift, tl.minimum(end, highest) - shift
     first = tl.where(end > start, tl.maximum(start // BLOCK, not_before), not_before)
     return first, tl.where(end > start, tl.maximum(tl.cdiv(end, BLOCK), first), first)

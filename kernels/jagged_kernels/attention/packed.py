@@ -14,34 +14,76 @@ from .params import AttentionParams, Gradients, Operands
 from .triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_kernel
 
 
-def forward(operands: Operands, segments: Segments, params: AttentionParams, config: LaunchConfig) -> None:
+def forward(
+    operands: Operands, segments: Segments, params: AttentionParams, config: LaunchConfig
+) -> None:
     """Write `out`, and with softmax `lse`, of the short segments."""
     q, k, v, out, lse = operands
     packed = pack_short_segments(segments, q.shape[0], k.shape[0])
     align, strides = row_and_head_strides(q, k, v, out)
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     packed_attention_fwd_kernel[_grid(config, packed, q)](
-        q, k, v, out, lse, *packed, params.num_targets, params.segment_scale,
-        params.scale, act_factor, params.output_scale, *strides, lse.stride(0), ALIGN=align, **_constants(config, operands, params),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *packed,
+        params.num_targets,
+        params.segment_scale,
+        params.scale,
+        act_factor,
+        params.output_scale,
+        *strides,
+        lse.stride(0),
+        ALIGN=align,
+        **_constants(config, operands, params),
+    )
 
 
-def backward(operands: Operands, grads: Gradients, segments: Segments, params: AttentionParams, config: LaunchConfig) -> None:
+def backward(
+    operands: Operands,
+    grads: Gradients,
+    segments: Segments,
+    params: AttentionParams,
+    config: LaunchConfig,
+) -> None:
     """Write dq, dk and dv of the short segments."""
     q, k, v, _, _ = operands
     do, dq, dk, dv, _ = grads
     packed = pack_short_segments(segments, q.shape[0], k.shape[0])
     align, strides = row_and_head_strides(q, k, v, do, dq, dk, dv)
-    act_factor, dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+    act_factor, dact_factor = activation_factors(
+        params.activation, q.dtype == torch.bfloat16, params.scale
+    )
     packed_attention_bwd_kernel[_grid(config, packed, k)](
-        q, k, v, do, dq, dk, dv, *packed, params.num_targets, params.segment_scale,
-        params.scale, act_factor, dact_factor, params.output_scale, *strides, ALIGN=align, **_constants(config, operands, params),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        do,
+        dq,
+        dk,
+        dv,
+        *packed,
+        params.num_targets,
+        params.segment_scale,
+        params.scale,
+        act_factor,
+        dact_factor,
+        params.output_scale,
+        *strides,
+        ALIGN=align,
+        **_constants(config, operands, params),
+    )
 
 
 def _grid(config: LaunchConfig, packed: PackedTiles, x: Tensor) -> tuple[int]:
     """As many programs as run on the GPU at a time, at most one for each tile and head of x."""
-    return (min(device_properties(x.device).num_sms * config.ctas_per_sm, len(packed.tiles) * x.shape[1]),)
+    return (
+        min(
+            device_properties(x.device).num_sms * config.ctas_per_sm, len(packed.tiles) * x.shape[1]
+        ),
+    )
 
 
 def _constants(config: LaunchConfig, operands: Operands, params: AttentionParams) -> dict:

@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 
 _NUMBERS = (list, tuple, array, range)
-SMALLEST_PAGE = 128  # rows: the longest block of keys of a forward kernel, as a block lies in one page
+# rows: the longest block of keys of a forward kernel, as a block lies in one page
+SMALLEST_PAGE = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pages:
-    """Where the keys of an attention lie in a storage `[num_pages · page_rows, ...]`, whose pages many users share.
+    """Where the keys of an attention lie in a storage `[num_pages · page_rows, ...]`, whose pages
+    many users share.
 
     Key n of segment b is the storage's row `page · page_rows + n % page_rows`, with
 
         page = table[kv_offsets[b] // page_rows + b + n // page_rows]
 
-    So the table has `num_rows // page_rows + B` entries and needs no offsets of its own. At most one entry per segment is spare.
+    So the table has `num_rows // page_rows + B` entries and needs no offsets of its own. At most
+    one entry per segment is spare.
 
     Attributes:
         table: int32 `[num_rows // page_rows + B]`, page numbers. Spare entries may be any page's.
@@ -38,32 +41,44 @@ class Pages:
         """The pages of segments, with a table on the host.
 
         Args:
-            pages: for each segment, the numbers of its pages in order; those past its last row are left out.
+            pages: for each segment, the numbers of its pages in order; those past its last row are
+                left out.
             lengths: number of keys of each segment.
             page_rows: rows of a page.
 
         Raises:
             TypeError: pages are not sequences of ints; a length or page_rows is no int.
-            ValueError: page_rows below 1; not as many pages as lengths; a segment with too few pages.
+            ValueError: page_rows below 1; not as many pages as lengths; a segment with too few
+                pages.
         """
         for name, x, kind in (("pages", pages, Iterable), ("lengths", lengths, Sequence)):
             if isinstance(x, (str, bytes)) or not isinstance(x, kind):
-                raise TypeError(f"{name} must have an entry for each segment, got {type(x).__name__}")
+                raise TypeError(
+                    f"{name} must have an entry for each segment, got {type(x).__name__}"
+                )
         for name, numbers in (("page_rows", (page_rows,)), ("lengths", lengths)):
             for x in numbers:
                 if isinstance(x, bool) or not isinstance(x, int):
                     raise TypeError(f"{name} must be ints, got {x!r}")
         if page_rows < 1 or lengths and min(lengths) < 0:
-            raise ValueError(f"page_rows must be at least 1 and lengths not negative, got {page_rows} and {list(lengths)}")
+            raise ValueError(
+                f"page_rows must be at least 1 and lengths not negative, got {page_rows} and"
+                f" {list(lengths)}"
+            )
         table, pages, end = list[int](), list(pages), 0
         if len(pages) != len(lengths):
-            raise ValueError(f"lengths must be one per segment of pages, {len(pages)}, got {len(lengths)}")
+            raise ValueError(
+                f"lengths must be one per segment of pages, {len(pages)}, got {len(lengths)}"
+            )
         for segment, (numbers, length) in enumerate(zip(pages, lengths)):
             if not isinstance(numbers, _NUMBERS):
                 raise TypeError(f"pages must be sequences of ints, got {numbers!r}")
             count = -(-length // page_rows)
             if len(numbers) < count:
-                raise ValueError(f"pages must have {count} pages for the {length} keys of segment {segment}, got {len(numbers)}")
+                raise ValueError(
+                    f"pages must have {count} pages for the {length} keys of segment {segment}, got"
+                    f" {len(numbers)}"
+                )
             table.extend(numbers[:count])
             end += length
             table.extend([0] * (end // page_rows + segment + 1 - len(table)))
@@ -75,4 +90,8 @@ class Pages:
 
     def to(self, device: torch.device) -> Pages:
         """The pages with their table on a device."""
-        return self if self.table.device == device else dataclasses.replace(self, table=self.table.to(device, non_blocking=True))
+        return (
+            self
+            if self.table.device == device
+            else dataclasses.replace(self, table=self.table.to(device, non_blocking=True))
+        )

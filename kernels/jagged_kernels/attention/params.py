@@ -13,8 +13,9 @@ from ..common.configs import padded_dim
 class MaskParams(NamedTuple):
     """The fields of `AttentionMask` as integers, in the order of `AttentionMask.params`.
 
-    left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without max_attn_len. The last two have defaults
-    because programs exported before they existed hold lists without them.
+    left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without
+    max_attn_len. The last two have defaults because programs exported before they existed hold
+    lists without them.
     """
 
     causal: int
@@ -31,12 +32,19 @@ class MaskParams(NamedTuple):
     @property
     def is_causal(self) -> bool:
         """Whether rows see exactly the columns up to their own."""
-        limits = self.has_targets, self.context, self.max_attn_len, self.global_prefix, self.recent_history
+        limits = (
+            self.has_targets,
+            self.context,
+            self.max_attn_len,
+            self.global_prefix,
+            self.recent_history,
+        )
         return bool(self.causal) and self.left < 0 and self.right < 0 and not any(limits)
 
 
 class BiasKind(NamedTuple):
-    """What a RelativeBias has, as a constant of a launch. boundaries: a power of 2 not below their number; 0 without a time table."""
+    """What a RelativeBias has, as a constant of a launch. boundaries: a power of 2 not below their
+    number; 0 without a time table."""
 
     position: bool
     boundaries: int
@@ -45,7 +53,8 @@ class BiasKind(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """What is computed. The fields are the last arguments of the registered operators of CPU and GPU, in their order.
+    """What is computed. The fields are the last arguments of the registered operators of CPU and
+    GPU, in their order.
 
     Attributes:
         scale: factor of q kᵀ.
@@ -56,9 +65,11 @@ class AttentionParams(NamedTuple):
         batch_invariant: kernels, tiles and splits do not depend on the number of rows or segments.
         table_gradients: the backward also computes the gradients of position_bias and time_bias.
         num_targets: `[B]`, if the mask has targets.
-        segment_scale: fp32, one factor of the output for each segment of queries; replaces output_scale if not None.
-        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift: the fields of `RelativeBias`. Tables are `[H or 1,
-            entries]`, in fp32, or fp64 with fp64 operands. None without them.
+        segment_scale: fp32, one factor of the output for each segment of queries; replaces
+            output_scale if not None.
+        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift: the fields
+            of `RelativeBias`. Tables are `[H or 1, entries]`, in fp32, or fp64 with fp64 operands.
+            None without them.
     """
 
     scale: float
@@ -86,12 +97,17 @@ class AttentionParams(NamedTuple):
         if not self.has_bias:
             return None
         boundaries = 0 if self.time_bias is None else padded_dim(self.time_bias.shape[1] - 1)
-        return BiasKind(self.position_bias is not None, boundaries, self.query_timestamps is not None, self.query_shift is not None)
+        return BiasKind(
+            self.position_bias is not None,
+            boundaries,
+            self.query_timestamps is not None,
+            self.query_shift is not None,
+        )
 
 
 class Operands(NamedTuple):
-    """q, k, v and out `[rows, heads, dim]`, and with softmax the log-sum-exp of the scores in base 2, `[H, rows]`. out is None if the
-    backward does not read it."""
+    """q, k, v and out `[rows, heads, dim]`, and with softmax the log-sum-exp of the scores in base
+    2, `[H, rows]`. out is None if the backward does not read it."""
 
     q: Tensor
     k: Tensor
@@ -101,7 +117,8 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """do: gradient of the output. dq, dk, dv: the backward's results. delta: rowsum(dO ∘ O), which one kernel writes, another reads."""
+    """do: gradient of the output. dq, dk, dv: the backward's results. delta: rowsum(dO ∘ O), which
+    one kernel writes, another reads."""
 
     do: Tensor
     dq: Tensor
@@ -115,5 +132,7 @@ def empty_table_gradients(params: AttentionParams, like: Tensor) -> tuple[Tensor
     if not params.table_gradients:
         return like.new_empty(0), like.new_empty(0)
     tables = params.position_bias, params.time_bias
-    dposition, dtime = (like.new_empty(0) if table is None else torch.empty_like(table) for table in tables)
+    dposition, dtime = (
+        like.new_empty(0) if table is None else torch.empty_like(table) for table in tables
+    )
     return dposition, dtime

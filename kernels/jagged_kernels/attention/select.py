@@ -1,7 +1,9 @@
-"""Which kernels run an attention call, and with which tiles. Nothing else decides it, and nothing else asks which GPU this is.
+"""Which kernels run an attention call, and with which tiles. Nothing else decides it, and nothing
+else asks which GPU this is.
 
-`select` is a pure function of an `AttentionProblem`. It needs neither a GPU nor triton: a data loader asks it for the tiles of a schedule,
-and docs/kernels-used.md is printed from it. A forward asks once, its backward once.
+`select` is a pure function of an `AttentionProblem`. It needs neither a GPU nor triton: a data
+loader asks it for the tiles of a schedule, and docs/kernels-used.md is printed from it. A forward
+asks once, its backward once.
 """
 
 from __future__ import annotations
@@ -30,37 +32,49 @@ from .configs import (
 )
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
-# packed_tiles_are_faster below these mean rows of a segment, (in the forward, in the backward). In cross-attention: of the queries or the
-# keys, whichever are more. ..._OF_HOPPER: where Hopper's kernels take the other segments.
+# packed_tiles_are_faster below these mean rows of a segment, (in the forward, in the backward). In
+# cross-attention: of the queries or the keys, whichever are more. ..._OF_HOPPER: where Hopper's
+# kernels take the other segments.
 PACKED_MEAN, PACKED_MEAN_OF_HOPPER = (64, 128), (32, 128)
 PACKED_CROSS_MEAN, PACKED_CROSS_MEAN_OF_HOPPER = (64, 64), (24, 32)
 PACKED_ROWS_PER_SM = 512  # and from this many rows on, times key heads, for each multiprocessor
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
-SMALL_TILES = {64: 640, 128: 128}  # small_tiles_are_faster below these mean rows of a segment, by padded head dim
-SHORT_QUERIES = {64: (36, 60, 120), 128: (36, 110)}  # short_query_consumers: 1, 2, 3 below these mean query rows, by padded head dim
-SHORT_QUERIES_ROWS = 2**18  # short_query_consumers: rows of the keys of all heads; with fewer, two more launches cost more than it saves
-DYNAMIC_TILES = 640  # mean keys from which on a thread block of the forward has few and large tiles, so static shares differ too much
+# small_tiles_are_faster below these mean rows of a segment, by padded head dim
+SMALL_TILES = {64: 640, 128: 128}
+# short_query_consumers: 1, 2, 3 below these mean query rows, by padded head dim
+SHORT_QUERIES = {64: (36, 60, 120), 128: (36, 110)}
+# short_query_consumers: rows of the keys of all heads; with fewer, two more launches cost more than
+# it saves
+SHORT_QUERIES_ROWS = 2**18
+# mean keys from which on a thread block of the forward has few and large tiles, so static shares
+# differ too much
+DYNAMIC_TILES = 640
 FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
 
 class AttentionProblem(NamedTuple):
-    """What the choice depends on. Numbers of rows and segments are None where they are not known: under torch.compile, whose graph serves
-    every batch.
+    """What the choice depends on. Numbers of rows and segments are None where they are not known:
+    under torch.compile, whose graph serves every batch.
 
     Attributes:
         head_dim, v_dim: of q and k, and of v.
         dtype: of q, k and v.
         capability: compute capability of the GPU; None: there is none (Triton's interpreter).
         implementation: "auto", "triton" or "hopper".
-        activation: a public name. masked, biased, timed: whether there is a mask, a RelativeBias, a time table in it.
+        activation: a public name. masked, biased, timed: whether there is a mask, a RelativeBias, a
+            time table in it.
         causal: whether the mask hides exactly the later keys.
-        batch_invariant: the choice does not depend on numbers of rows and segments, except for whether they are 0.
-        q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each segment takes all rows.
+        batch_invariant: the choice does not depend on numbers of rows and segments, except for
+            whether they are 0.
+        q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each
+            segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
         self_attention: queries and keys have the same offsets.
         paged: keys and values lie in pages.
-        misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read. Only Hopper's kernels ask.
-        schedule: rows of the query tiles and of the key tiles of the given schedule; None for a side that has none.
+        misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator
+            cannot read. Only Hopper's kernels ask.
+        schedule: rows of the query tiles and of the key tiles of the given schedule; None for a
+            side that has none.
         num_heads, num_kv_heads: of q, and of k and v. num_sms: of the GPU.
     """
 
@@ -96,14 +110,19 @@ class Selection:
 
     Attributes:
         backend: "triton", the portable kernels, or "hopper".
-        fwd, dq, dkdv: their launch configurations, each with its tile: query rows, or key rows of dkdv.
-        dq_from_ds: configuration of the Hopper kernel that reads dS; None with the portable kernels.
-        one_pass: configuration of the Hopper kernel for all three gradients, which replaces dq, dkdv and dq_from_ds; None: they run.
+        fwd, dq, dkdv: their launch configurations, each with its tile: query rows, or key rows of
+            dkdv.
+        dq_from_ds: configuration of the Hopper kernel that reads dS; None with the portable
+            kernels.
+        one_pass: configuration of the Hopper kernel for all three gradients, which replaces dq,
+            dkdv and dq_from_ds; None: they run.
         tma: whether portable kernels load aligned rows through the GPU's tensor memory accelerator.
-        query_chunks: number of chunks that dkdv splits the query rows into, with kv_shared. Each chunk reads all keys.
-        short_queries: configuration of the Hopper kernel for all gradients of segments whose query rows fit into its tile. The others then
-            leave these segments out; None: they do not.
-        packed_fwd, packed_bwd: configurations of the kernels for short segments, which the others then leave out; None: they do not.
+        query_chunks: number of chunks that dkdv splits the query rows into, with kv_shared. Each
+            chunk reads all keys.
+        short_queries: configuration of the Hopper kernel for all gradients of segments whose query
+            rows fit into its tile. The others then leave these segments out; None: they do not.
+        packed_fwd, packed_bwd: configurations of the kernels for short segments, which the others
+            then leave out; None: they do not.
     """
 
     backend: str
@@ -133,7 +152,9 @@ def select(problem: AttentionProblem) -> Selection:
     p = problem
     selection = _select_unpacked(p)
     forward, backward = packed_tiles_are_faster(p, selection.backend)
-    return _with_packed_tiles(selection, max(p.head_dim, p.v_dim), forward) if backward else selection
+    return (
+        _with_packed_tiles(selection, max(p.head_dim, p.v_dim), forward) if backward else selection
+    )
 
 
 def _select_unpacked(p: AttentionProblem) -> Selection:
@@ -141,35 +162,58 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
     q_seqlen = p.q_rows if p.q_shared else _mean_seqlen(p, p.q_rows, p.q_segments)
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
     if _takes_hopper(p, q_seqlen, kv_seqlen):
-        long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked) and not p.timed  # buckets take many registers
+        # buckets take many registers
+        long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked) and not p.timed
         selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long, p.timed)
         queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
         if queries or keys:
-            selection = _with_small_tiles(selection, queries, keys, p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS))
+            selection = _with_small_tiles(
+                selection,
+                queries,
+                keys,
+                p.head_dim,
+                p.biased,
+                p.timed,
+                _is_below(q_seqlen, FEW_ROWS),
+            )
         elif dynamic_tiles_are_faster(p, kv_seqlen):
             selection = _with_dynamic_tiles(selection)
         if one_pass_is_faster(p):
-            selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))
+            selection = dataclasses.replace(
+                selection,
+                one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked),
+            )
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
-        return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
+        return (
+            dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile))
+            if p.kv_shared
+            else selection
+        )
 
     tile = _triton_tile(p, q_seqlen)
     chunks = query_chunks(p, tile.key) if p.kv_shared else 1
     q_rows = p.q_rows * p.q_segments if p.q_shared and p.q_rows is not None else p.q_rows
     queries_of_keys = _mean_seqlen(p, q_rows, chunks if p.kv_shared else p.kv_segments)
-    long_keys, long_queries = (not p.masked and (length or 0) >= LONG for length in (kv_seqlen, queries_of_keys))
-    selection = _triton_selection(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, long_keys, long_queries)
+    long_keys, long_queries = (
+        not p.masked and (length or 0) >= LONG for length in (kv_seqlen, queries_of_keys)
+    )
+    selection = _triton_selection(
+        max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, long_keys, long_queries
+    )
     if p.biased:
         selection = dataclasses.replace(selection, dq=biased_dq_config(selection.dq))
     return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
 
 
-# -- rules --------------------------------------------------------------------------------------------------------------------------
+# -- rules -----------------------------------------------------------------------------------------
 
 
-def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
-    """Whether the kernels for compute capability 9.0 run these, where rows begin at 16-byte boundaries."""
+def hopper_is_supported(
+    head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None
+) -> bool:
+    """Whether the kernels for compute capability 9.0 run these, where rows begin at 16-byte
+    boundaries."""
     if capability == HOPPER and dtype.itemsize == 2:  # torch 2.11 does not trace != of tuples
         narrow = 40 <= head_dim <= 64 and 40 <= v_dim <= 64
         wide = 72 <= head_dim <= 128 and 72 <= v_dim <= 128
@@ -178,10 +222,12 @@ def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capabilit
 
 
 def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
-    """Whether the kernels for compute capability 9.0 are faster, forward and backward together. Lengths are means; None: long segments.
+    """Whether the kernels for compute capability 9.0 are faster, forward and backward together.
+    Lengths are means; None: long segments.
 
-    "gelu_taylor" has many instructions, which leave too few registers above head dim 64: the portable kernels took 8 to 16 % less time.
-    With a bias, very short segments and GELU at head dims up to 64 have not been measured with small tiles.
+    "gelu_taylor" has many instructions, which leave too few registers above head dim 64: the
+    portable kernels took 8 to 16 % less time. With a bias, very short segments and GELU at head
+    dims up to 64 have not been measured with small tiles.
     """
     narrow = padded_dim(p.head_dim) <= 64
     if not p.biased:
@@ -191,38 +237,56 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
 
 
 def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bool]:
-    """Whether short segments are packed (schedule/packed.py), in the forward and in the backward: with one group of queries and short
-    segments that fill the GPU. It takes two launches more. backend: of the other segments. docs/decisions/short-segments.md has figures.
+    """Whether short segments are packed (schedule/packed.py), in the forward and in the backward:
+    with one group of queries and short segments that fill the GPU. It takes two launches more.
+    backend: of the other segments. docs/decisions/short-segments.md has figures.
     """
     one_group = not (p.q_shared or p.kv_shared or p.paged) and p.q_segments == p.kv_segments
-    supported = one_group and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased
-    if not supported or p.batch_invariant or p.implementation == "hopper" or p.q_rows is None or p.kv_rows is None:
+    supported = (
+        one_group and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased
+    )
+    if (
+        not supported
+        or p.batch_invariant
+        or p.implementation == "hopper"
+        or p.q_rows is None
+        or p.kv_rows is None
+    ):
         return False, False
     if p.self_attention:
         longest_means = PACKED_MEAN_OF_HOPPER if backend == "hopper" else PACKED_MEAN
     else:
         longest_means = PACKED_CROSS_MEAN_OF_HOPPER if backend == "hopper" else PACKED_CROSS_MEAN
     rows = max(p.q_rows, p.kv_rows)
-    mean, fills_gpu = rows / max(1, p.q_segments), rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms
+    mean, fills_gpu = (
+        rows / max(1, p.q_segments),
+        rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms,
+    )
     return tuple(fills_gpu and mean < longest and rows < 2**31 for longest in longest_means)
 
 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
-    """Whether Hopper's forward loops over blocks of 128 keys instead of 64. kv_seqlen: mean keys of a segment; None: few.
+    """Whether Hopper's forward loops over blocks of 128 keys instead of 64. kv_seqlen: mean keys of
+    a segment; None: few.
 
-    The waits of a block take the same time for both sizes; with small blocks, fewer scores are computed past a segment's end or behind a
-    mask. Both sizes took the same time for about 320 keys at head dim 128 and 600 at 64; under a mask, for four times as many.
+    The waits of a block take the same time for both sizes; with small blocks, fewer scores are
+    computed past a segment's end or behind a mask. Both sizes took the same time for about 320 keys
+    at head dim 128 and 600 at 64; under a mask, for four times as many.
     """
     shortest = LONG if head_dim <= 64 else LONG // 2
     return kv_seqlen is not None and kv_seqlen >= shortest * (4 if masked else 1)
 
 
-def small_tiles_are_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> tuple[bool, bool]:
-    """Whether Hopper's kernels have tiles of 64 rows and several thread blocks on a multiprocessor: those with query tiles, and the one
-    with key tiles. docs/decisions/short-segments.md has figures.
+def small_tiles_are_faster(
+    p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None
+) -> tuple[bool, bool]:
+    """Whether Hopper's kernels have tiles of 64 rows and several thread blocks on a multiprocessor:
+    those with query tiles, and the one with key tiles. docs/decisions/short-segments.md has
+    figures.
 
-    Above head dim 64, two thread blocks of the kernel with key tiles have too few registers. Up to it, the long arithmetic of GELU and its
-    polynomial takes less time with small query tiles at all lengths.
+    Above head dim 64, two thread blocks of the kernel with key tiles have too few registers. Up to
+    it, the long arithmetic of GELU and its polynomial takes less time with small query tiles at all
+    lengths.
     """
     narrow = padded_dim(p.head_dim) <= 64
     longest = SMALL_TILES[64 if narrow else 128]
@@ -230,25 +294,33 @@ def small_tiles_are_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqle
         longest = FEW_ROWS
     elif p.masked and not p.biased:
         longest //= 2
-    queries = _is_below(q_seqlen, longest) or narrow and not p.biased and p.activation in ("gelu", "gelu_taylor")
+    queries = (
+        _is_below(q_seqlen, longest)
+        or narrow
+        and not p.biased
+        and p.activation in ("gelu", "gelu_taylor")
+    )
     return queries, narrow and (_is_below(q_seqlen, FEW_ROWS) or _is_below(kv_seqlen, longest))
 
 
 def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> bool:
-    """Whether Hopper's backward is faster if the dk, dv kernel stores dS for dq, in num_blocks blocks of 64 by 64, 8 KB each.
+    """Whether Hopper's backward is faster if the dk, dv kernel stores dS for dq, in num_blocks
+    blocks of 64 by 64, 8 KB each.
 
-    At head dim 128 it took between 2 % more and 20 % less time. At 64 it took 6 to 8 % more: the same number of bytes saves half as much
-    arithmetic. It needs two or three more launches. seqlen: mean length of the shorter side. Below 128 rows, most of a block would be
-    empty; that was not measured.
+    At head dim 128 it took between 2 % more and 20 % less time. At 64 it took 6 to 8 % more: the
+    same number of bytes saves half as much arithmetic. It needs two or three more launches. seqlen:
+    mean length of the shorter side. Below 128 rows, most of a block would be empty; that was not
+    measured.
     """
     return padded_dim(head_dim) == 128 and num_blocks >= 2**14 and seqlen >= 128
 
 
 def one_pass_is_faster(p: AttentionProblem) -> bool:
-    """Whether one Hopper kernel for dq, dk and dv replaces two or three. docs/decisions/one-pass-backward.md has figures.
+    """Whether one Hopper kernel for dq, dk and dv replaces two or three.
+    docs/decisions/one-pass-backward.md has figures.
 
-    It takes self- or cross-attention with one group of queries, without a bias, and no mask but the causal one: there, every key tile up to
-    some tile visits a block of queries.
+    It takes self- or cross-attention with one group of queries, without a bias, and no mask but the
+    causal one: there, every key tile up to some tile visits a block of queries.
     """
     supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
     if not supported or p.batch_invariant or p.q_rows is None or p.kv_rows is None:
@@ -258,36 +330,58 @@ def one_pass_is_faster(p: AttentionProblem) -> bool:
 
 
 def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:
-    """Whether large tiles of Hopper's forward are assigned dynamically. docs/decisions/dynamic-tiles.md has figures.
+    """Whether large tiles of Hopper's forward are assigned dynamically.
+    docs/decisions/dynamic-tiles.md has figures.
 
-    Masks with limits, time biases, and above head dim 64 pointwise activations without a mask were not faster. Shared operands and several
-    query groups have not been measured. With keys in pages, the forward assigns tiles statically whatever the rule says.
+    Masks with limits, time biases, and above head dim 64 pointwise activations without a mask were
+    not faster. Shared operands and several query groups have not been measured. With keys in pages,
+    the forward assigns tiles statically whatever the rule says.
     """
-    if p.timed or (p.masked and not p.causal) or (p.head_dim > 64 and p.activation != "softmax" and not p.masked):
+    if (
+        p.timed
+        or (p.masked and not p.causal)
+        or (p.head_dim > 64 and p.activation != "softmax" and not p.masked)
+    ):
         return False
     one_group = not (p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
     return one_group and kv_seqlen is not None and kv_seqlen >= DYNAMIC_TILES
 
 
-def short_query_consumers(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> int:
-    """How many consumers, of 64 query rows each, Hopper's kernel for segments with few query rows has; 0: it does not run. Segments with
-    more rows need two kernels beside it. docs/decisions/short-queries.md has figures.
+def short_query_consumers(
+    p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None
+) -> int:
+    """How many consumers, of 64 query rows each, Hopper's kernel for segments with few query rows
+    has; 0: it does not run. Segments with more rows need two kernels beside it.
+    docs/decisions/short-queries.md has figures.
 
-    It takes cross-attention with one group of queries and as many heads of keys, without a mask and a bias. In self-attention, many short
-    segments often come with a few long ones, which take as long without the short ones. Beside packed tiles, few segments are left.
+    It takes cross-attention with one group of queries and as many heads of keys, without a mask and
+    a bias. In self-attention, many short segments often come with a few long ones, which take as
+    long without the short ones. Beside packed tiles, few segments are left.
     """
     supported = not (p.masked or p.biased or p.q_shared or p.kv_shared or p.self_attention)
-    if not supported or p.q_segments != p.kv_segments or p.num_heads != p.num_kv_heads or q_seqlen is None or kv_seqlen is None:
+    if (
+        not supported
+        or p.q_segments != p.kv_segments
+        or p.num_heads != p.num_kv_heads
+        or q_seqlen is None
+        or kv_seqlen is None
+    ):
         return 0
     narrow = padded_dim(p.head_dim) <= 64
-    if p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS or narrow and kv_seqlen < 64 or packed_tiles_are_faster(p, "hopper")[1]:
+    if (
+        p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS
+        or narrow
+        and kv_seqlen < 64
+        or packed_tiles_are_faster(p, "hopper")[1]
+    ):
         return 0
     means = SHORT_QUERIES[64 if narrow else 128]
     return next((consumers for consumers, mean in enumerate(means, 1) if q_seqlen < mean), 0)
 
 
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:
-    """With kv_shared: number of chunks of query rows, at least 256 rows each, for which the tiles of the shared keys fill the GPU."""
+    """With kv_shared: number of chunks of query rows, at least 256 rows each, for which the tiles
+    of the shared keys fill the GPU."""
     tiles = max(1, cdiv(problem.kv_rows, key_tile) * problem.num_kv_heads)
     return max(1, min(2 * problem.num_sms // tiles, cdiv(problem.q_rows, 256)))
 
@@ -297,16 +391,22 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
     if p.implementation == "hopper" and not supported:
         gpu = "no GPU" if p.capability is None else "compute capability {}.{}".format(*p.capability)
         raise ValueError(
-            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head dims of q and v both 40 to 64 or both 72 "
-            f"to 128, in multiples of 8; got {p.dtype} on {gpu}, head dims {p.head_dim} and {p.v_dim}"
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head"
+            f" dims of q and v both 40 to 64 or both 72 to 128, in multiples of 8; got {p.dtype} on"
+            f" {gpu}, head dims {p.head_dim} and {p.v_dim}"
         )
     if not supported or p.implementation == "triton":
         return False
     misaligned = p.misaligned and p.q_rows != 0 and p.kv_rows != 0  # without rows no kernel runs
     if p.implementation == "hopper" and misaligned:
         operands = ", ".join(p.misaligned)
-        raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, and no expanded operands; got {operands}")
-    return p.implementation == "hopper" or not misaligned and hopper_is_faster(p, q_seqlen, kv_seqlen)
+        raise ValueError(
+            "implementation 'hopper' takes rows that begin at 16-byte boundaries, and no expanded"
+            f" operands; got {operands}"
+        )
+    return (
+        p.implementation == "hopper" or not misaligned and hopper_is_faster(p, q_seqlen, kv_seqlen)
+    )
 
 
 def _is_below(length: float | None, limit: int) -> bool:
@@ -319,14 +419,19 @@ def _mean_seqlen(p: AttentionProblem, rows: int | None, segments: int | None) ->
 
 
 def _triton_tile(p: AttentionProblem, q_seqlen: float | None) -> AttentionTile:
-    """The schedule's tiles, limited to the largest that the kernels support. Without a schedule, or batch-invariant: the largest."""
+    """The schedule's tiles, limited to the largest that the kernels support. Without a schedule, or
+    batch-invariant: the largest."""
     if p.schedule[0] is not None:
         q_seqlen = None
-    largest = attention_tile(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability or HOPPER, q_seqlen)
+    largest = attention_tile(
+        max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability or HOPPER, q_seqlen
+    )
     if p.batch_invariant:
         return largest
     query, key = p.schedule
-    return AttentionTile(min(query or largest.query, largest.query), min(key or largest.key, largest.key))
+    return AttentionTile(
+        min(query or largest.query, largest.query), min(key or largest.key, largest.key)
+    )
 
 
 def _cached(function: Callable) -> Callable:
@@ -342,40 +447,70 @@ def _cached(function: Callable) -> Callable:
 
 @_cached
 def _with_packed_tiles(selection: Selection, dim: int, forward: bool) -> Selection:
-    return dataclasses.replace(selection, packed_fwd=packed_config("fwd", dim) if forward else None, packed_bwd=packed_config("bwd", dim))
+    return dataclasses.replace(
+        selection,
+        packed_fwd=packed_config("fwd", dim) if forward else None,
+        packed_bwd=packed_config("bwd", dim),
+    )
 
 
 @_cached
 def _with_small_tiles(
-    selection: Selection, queries: bool, keys: bool, dim: int, biased: bool, timed: bool, few_rows: bool
-) -> Selection:  # fmt: skip
+    selection: Selection,
+    queries: bool,
+    keys: bool,
+    dim: int,
+    biased: bool,
+    timed: bool,
+    few_rows: bool,
+) -> Selection:
     kernels = ("fwd", "dq") * queries + ("dkdv",) * keys
-    return dataclasses.replace(selection, **{x: small_hopper_config(x, dim, biased, timed, few_rows) for x in kernels})
+    return dataclasses.replace(
+        selection, **{x: small_hopper_config(x, dim, biased, timed, few_rows) for x in kernels}
+    )
 
 
 @_cached
 def _with_dynamic_tiles(selection: Selection) -> Selection:
-    return dataclasses.replace(selection, fwd=dataclasses.replace(selection.fwd, dynamic_tiles=True))
+    return dataclasses.replace(
+        selection, fwd=dataclasses.replace(selection.fwd, dynamic_tiles=True)
+    )
 
 
 @_cached
 def _with_short_queries(selection: Selection, dim: int, consumers: int) -> Selection:
     """The dq kernel has the same tiles, so that both share a list."""
-    return dataclasses.replace(selection, short_queries=short_queries_config(dim, consumers), dq=dq_config(dim, consumers))
+    return dataclasses.replace(
+        selection, short_queries=short_queries_config(dim, consumers), dq=dq_config(dim, consumers)
+    )
 
 
 @_cached
 def _hopper_selection(dim: int, *options: str | bool) -> Selection:
     """options: of hopper_attention_config, after the head dim."""
     kernels = "fwd", "dq", "dkdv", "dq_from_ds"
-    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, *options) for kernel in kernels})
+    return Selection(
+        "hopper", **{kernel: hopper_attention_config(kernel, dim, *options) for kernel in kernels}
+    )
 
 
 @_cached
 def _triton_selection(
-    dim: int, itemsize: int, capability: tuple[int, int] | None, tile: AttentionTile, long_keys: bool, long_queries: bool
-) -> Selection:  # fmt: skip
-    keys, queries = (attention_config(dim, itemsize, capability or HOPPER, tile.query, long) for long in (long_keys, long_queries))
-    fwd, dq = (config if config.tile else dataclasses.replace(config, tile=tile.query) for config in (keys.fwd, keys.dq))
-    tma = capability is not None and capability[0] >= 9  # torch 2.11 does not trace comparisons of tuples
+    dim: int,
+    itemsize: int,
+    capability: tuple[int, int] | None,
+    tile: AttentionTile,
+    long_keys: bool,
+    long_queries: bool,
+) -> Selection:
+    keys, queries = (
+        attention_config(dim, itemsize, capability or HOPPER, tile.query, long)
+        for long in (long_keys, long_queries)
+    )
+    fwd, dq = (
+        config if config.tile else dataclasses.replace(config, tile=tile.query)
+        for config in (keys.fwd, keys.dq)
+    )
+    # torch 2.11 does not trace comparisons of tuples
+    tma = capability is not None and capability[0] >= 9
     return Selection("triton", fwd, dq, dataclasses.replace(queries.dkdv, tile=tile.key), tma=tma)

@@ -1,14 +1,17 @@
-"""Triton kernels of attention for short segments: forward, and one kernel for dq, dk and dv. op.py has the equations.
+"""Triton kernels of attention for short segments: forward, and one kernel for dq, dk and dv. op.py
+has the equations.
 
-A packed tile (schedule/packed.py) holds whole segments, so all keys of its queries are in the tile: one S, block-diagonal by segment, one
-softmax, and nothing stored for the backward. A program takes an equal share of the tiles and heads. Self-attention has one list of rows for
-both sides. In cross-attention a segment may have rows on one side alone: its output or its gradients are zeros.
+A packed tile (schedule/packed.py) holds whole segments, so all keys of its queries are in the tile:
+one S, block-diagonal by segment, one softmax, and nothing stored for the backward. A program takes
+an equal share of the tiles and heads. Self-attention has one list of rows for both sides. In
+cross-attention a segment may have rows on one side alone: its output or its gradients are zeros.
 
     delta = rowsum(P ∘ dP), which equals rowsum(dO ∘ O)
 
-0 · NaN is NaN, so a NaN or infinity in one segment would reach the other segments of its tile through an MMA. Such a value makes a checksum
-not finite: the sum of O in the forward, that of S and dP before the mask in the backward. Then the tile is computed again, one segment at a
-time, with the rows of the others as zeros.
+0 · NaN is NaN, so a NaN or infinity in one segment would reach the other segments of its tile
+through an MMA. Such a value makes a checksum not finite: the sum of O in the forward, that of S and
+dP before the mask in the backward. Then the tile is computed again, one segment at a time, with the
+rows of the others as zeros.
 """
 
 from typing import NamedTuple
@@ -27,8 +30,8 @@ NONE = tl.constexpr(2**31 - 1)  # larger than any segment
 
 
 class _Batch(NamedTuple):
-    """What the segments of a batch have: offsets `[B + 1]` of queries, and of keys, None in self-attention; num_targets and segment_scale
-    `[B]`, or None."""
+    """What the segments of a batch have: offsets `[B + 1]` of queries, and of keys, None in
+    self-attention; num_targets and segment_scale `[B]`, or None."""
 
     q_offsets_ptr: tl.tensor
     kv_offsets_ptr: tl.tensor
@@ -37,8 +40,8 @@ class _Batch(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """The queries or the keys of a packed tile. Of each row `[ROWS]`: its row in the operands, its segment, -1 if there is none, and
-    whether it is computed."""
+    """The queries or the keys of a packed tile. Of each row `[ROWS]`: its row in the operands, its
+    segment, -1 if there is none, and whether it is computed."""
 
     row: tl.tensor
     segment: tl.tensor
@@ -47,7 +50,8 @@ class _Side(NamedTuple):
 
 @triton.jit
 def _load_side(tiles_ptr, number, segment):
-    """Rows of one segment are computed, or of ALL. number: of the side, counted from the first tile on."""
+    """Rows of one segment are computed, or of ALL. number: of the side, counted from the first tile
+    on."""
     ptrs = tiles_ptr + tl.cast(number, tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
     row, of_row = tl.load(ptrs), tl.load(ptrs + ROWS)
     return _Side(row, of_row, (of_row >= 0) & ((segment == ALL) | (of_row == segment)))
@@ -55,16 +59,20 @@ def _load_side(tiles_ptr, number, segment):
 
 @triton.jit
 def _next_segment(queries, keys, segment, checksum, CROSS: tl.constexpr):
-    """The segment to compute after `segment`; NONE if there is none. After ALL, there is one only if the checksum is not finite."""
+    """The segment to compute after `segment`; NONE if there is none. After ALL, there is one only
+    if the checksum is not finite."""
     following = tl.min(tl.where(queries.segment > segment, queries.segment, NONE), 0)
     if CROSS:
-        following = tl.minimum(following, tl.min(tl.where(keys.segment > segment, keys.segment, NONE), 0))
+        following = tl.minimum(
+            following, tl.min(tl.where(keys.segment > segment, keys.segment, NONE), 0)
+        )
     return tl.where((segment == ALL) & (checksum - checksum == 0), NONE, following)
 
 
 @triton.jit
 def _pointers(rows, side, head, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers to a tile's rows `[ROWS, BLOCK_D]` of an operand, and a mask of those that are computed."""
+    """Pointers to a tile's rows `[ROWS, BLOCK_D]` of an operand, and a mask of those that are
+    computed."""
     columns = tl.arange(0, BLOCK_D)
     first = side.row.to(tl.int64) * rows.stride_row + tl.cast(head, tl.int64) * rows.stride_head
     mask = side.computed[:, None]
@@ -93,7 +101,8 @@ def _load_of_segments(ptr, side):
 
 @triton.jit
 def _visible(queries, keys, batch, CROSS: tl.constexpr, MASK: tl.constexpr):
-    """`[ROWS, ROWS]`: whether a row sees a column. Rows that are not computed see each other, as zeros."""
+    """`[ROWS, ROWS]`: whether a row sees a column. Rows that are not computed see each other, as
+    zeros."""
     same = queries.segment[:, None] == keys.segment[None, :]
     if MASK is None:
         return same
@@ -109,9 +118,13 @@ def _visible(queries, keys, batch, CROSS: tl.constexpr, MASK: tl.constexpr):
             column = keys.row - _load_of_segments(kv_offsets_ptr, keys).to(tl.int32)
         first_target = kv_len
         if MASK.has_targets:
-            first_target = tl.maximum(kv_len - _load_of_segments(batch.num_targets_ptr, queries).to(tl.int32), 0)
+            first_target = tl.maximum(
+                kv_len - _load_of_segments(batch.num_targets_ptr, queries).to(tl.int32), 0
+            )
         row = row[:, None]
-        return same & is_visible(column[None, :], row, visible_columns(row, first_target[:, None], MASK), MASK)
+        return same & is_visible(
+            column[None, :], row, visible_columns(row, first_target[:, None], MASK), MASK
+        )
 
 
 @triton.jit
@@ -141,13 +154,42 @@ def _reciprocal(row_sum):
 @safe_ptxas
 @triton.jit(do_not_specialize=["stride_lse"])
 def packed_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, act_factor, output_scale,
-    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """O of one packed tile and head after the other; with softmax also the log-sum-exp of its scores."""
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    q_offsets_ptr,
+    kv_offsets_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    num_targets_ptr,
+    segment_scale_ptr,
+    scale,
+    act_factor,
+    output_scale,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_om,
+    stride_oh,
+    stride_lse,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """O of one packed tile and head after the other; with softmax also the log-sum-exp of its
+    scores."""
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
     k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
     v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
@@ -185,15 +227,50 @@ def packed_attention_fwd_kernel(
 @safe_ptxas
 @triton.jit
 def packed_attention_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr,
-    num_targets_ptr, segment_scale_ptr,
-    scale, act_factor, dact_factor, output_scale,
-    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
-    stride_dqm, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """dQ, dK and dV of one packed tile and key head after the other, with the query heads of its group."""
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_offsets_ptr,
+    kv_offsets_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    num_targets_ptr,
+    segment_scale_ptr,
+    scale,
+    act_factor,
+    dact_factor,
+    output_scale,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_dom,
+    stride_doh,
+    stride_dqm,
+    stride_dqh,
+    stride_dkn,
+    stride_dkh,
+    stride_dvn,
+    stride_dvh,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """dQ, dK and dV of one packed tile and key head after the other, with the query heads of its
+    group."""
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
     k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
     v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
@@ -246,5 +323,7 @@ def packed_attention_bwd_kernel(
                 dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
             if GROUP > 1:
                 _store(dv_rows, keys, key_head, dv * (act_factor * key_factor), V_DIM, BLOCK_DV)
-            _store(dk_rows, keys, key_head, dk * (scale * dact_factor * key_factor), HEAD_DIM, BLOCK_D)
+            _store(
+                dk_rows, keys, key_head, dk * (scale * dact_factor * key_factor), HEAD_DIM, BLOCK_D
+            )
             segment = _next_segment(queries, keys, segment, checksum, CROSS)

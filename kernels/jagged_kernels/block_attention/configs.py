@@ -10,7 +10,8 @@ from ..common.configs import has_small_shared_memory, padded_dim
 
 @dataclasses.dataclass(frozen=True)
 class BlockAttentionConfig:
-    """Launch of a Triton kernel: a tile is [block_m, block_d], with block_m rows of one or more whole blocks."""
+    """Launch of a Triton kernel: a tile is [block_m, block_d], with block_m rows of one or more
+    whole blocks."""
 
     block_m: int
     block_d: int
@@ -21,7 +22,8 @@ class BlockAttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HopperBlockAttentionConfig:
-    """Launch of a Hopper kernel: a thread block computes heads_per_cta heads of one [block_m, block_d] tile, one after the other."""
+    """Launch of a Hopper kernel: a thread block computes heads_per_cta heads of one [block_m,
+    block_d] tile, one after the other."""
 
     block_m: int
     block_d: int
@@ -31,7 +33,13 @@ class HopperBlockAttentionConfig:
 
 
 def block_attention_config(
-    kernel: str, head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int, rotary: str
+    kernel: str,
+    head_dim: int,
+    itemsize: int,
+    capability: tuple[int, int],
+    block_size: int,
+    group: int,
+    rotary: str,
 ) -> BlockAttentionConfig:
     """Configuration of the Triton kernel "fwd" or "bwd".
 
@@ -39,21 +47,33 @@ def block_attention_config(
     """
     dim = padded_dim(head_dim)
     block_m = max(block_size, 64 if itemsize == 2 or dim <= 64 else 32)
-    config = functools.partial(BlockAttentionConfig, block_m, block_d=max(32, dim))  # MMAs over pairs: half of it, and at least 16
+    # MMAs over pairs: half of it, and at least 16
+    config = functools.partial(BlockAttentionConfig, block_m, block_d=max(32, dim))
     if block_size > 64 or itemsize == 4 or dim > 128:
         return config(num_warps=8, num_stages=1)
     if capability < (9, 0) or capability[0] == 12:
-        return config(num_warps=4, num_stages=1, ctas_per_sm=4) if kernel == "fwd" or dim <= 64 else config(num_warps=8, num_stages=1)
+        return (
+            config(num_warps=4, num_stages=1, ctas_per_sm=4)
+            if kernel == "fwd" or dim <= 64
+            else config(num_warps=8, num_stages=1)
+        )
     if kernel == "fwd":
-        return config(num_warps=4, num_stages=3) if rotary == "none" else config(num_warps=4, num_stages=2, ctas_per_sm=2)
+        return (
+            config(num_warps=4, num_stages=3)
+            if rotary == "none"
+            else config(num_warps=4, num_stages=2, ctas_per_sm=2)
+        )
     if rotary == "none" and group == 1:
         return config(num_warps=4, num_stages=3)
     if capability >= (10, 0) and rotary == "absolute" and group > 1:
-        return config(num_warps=8, num_stages=1)  # Triton 3.6's pipeliner fails there if v is rotated
+        # Triton 3.6's pipeliner fails there if v is rotated
+        return config(num_warps=8, num_stages=1)
     return config(num_warps=8, num_stages=2 if rotary == "absolute" else 3)
 
 
-def hopper_block_attention_config(kernel: str, num_heads: int, head_dim: int, block_size: int) -> HopperBlockAttentionConfig:
+def hopper_block_attention_config(
+    kernel: str, num_heads: int, head_dim: int, block_size: int
+) -> HopperBlockAttentionConfig:
     """Configuration of the Hopper kernel "fwd" or "bwd"."""
     block_m, block_d = max(block_size, 64), 64 if head_dim <= 64 else 128
     three_per_sm = block_m == 64 and (kernel == "fwd" or block_d == 64)
@@ -66,10 +86,14 @@ def hopper_block_attention_config(kernel: str, num_heads: int, head_dim: int, bl
     )
 
 
-def fits_shared_memory(head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int) -> bool:
-    """Whether the Triton backward for blocks of block_size rows fits the shared memory of a thread block.
+def fits_shared_memory(
+    head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int
+) -> bool:
+    """Whether the Triton backward for blocks of block_size rows fits the shared memory of a thread
+    block.
 
-    group: query heads per key head. With more than one, the backward loops over them, and its pipeline needs more shared memory.
+    group: query heads per key head. With more than one, the backward loops over them, and its
+    pipeline needs more shared memory.
     """
     dim = padded_dim(head_dim)
     if has_small_shared_memory(capability):

@@ -1,22 +1,30 @@
-"""Block attention for Hopper: the computation of triton_kernels.py, with tiles loaded and stored by the tensor memory accelerator (TMA).
+"""Block attention for Hopper: the computation of triton_kernels.py, with tiles loaded and stored by
+the tensor memory accelerator (TMA).
 
-    forward    S = scale · R q (R k)ᵀ,  P = softmax(S),  O = P R v                      R: the rotation, of v only if ROTATE_V
-    backward   dV = R⁻¹ Pᵀ dO,  dP = dO (R v)ᵀ,  dS = P ∘ (dP − rowsum(P ∘ dP)),  dQ = scale · R⁻¹ dS R k,  dK = scale · R⁻¹ dSᵀ R q
+    forward    S = scale · R q (R k)ᵀ,  P = softmax(S),  O = P R v                      R: the
+    rotation, of v only if ROTATE_V backward   dV = R⁻¹ Pᵀ dO,  dP = dO (R v)ᵀ,  dS = P ∘ (dP −
+    rowsum(P ∘ dP)),  dQ = scale · R⁻¹ dS R k,  dK = scale · R⁻¹ dSᵀ R q
 
-Warps           no specialisation: all BLOCK_M / 16 warps (4; 8 for blocks of 128 rows) load, compute and store
-Tiles           BLOCK_M x BLOCK_D: 64 rows of whole blocks (128 for blocks of 128), 64 columns for D <= 64, else 128. A thread block
-                computes HEADS_PER_CTA heads of one tile, one after the other
-Barriers        q.full, k.full, v.full, do.full: arrive count 1 (the thread that expects the TMA's bytes); the operand's tile of this head
-                is in shared memory. There are no empty barriers: the same warps fill a buffer after the MMA that last reads it
-                Results leave by TMA through the staging buffer: tma.store_wait(0) guards its reuse
-Shared memory   per 64 x 128 tile of 16 bits 16 KiB, per 64 x 64 matrix 8 KiB; barriers take less than 0.1 KiB
-                forward    q 16 + k 16 + v 16 + staging 16                                =  64 KiB, three thread blocks an SM
-                backward   q 16 + k 16 + v 16 + dO 16 + staging 16 + P 8 + dS 8           =  96 KiB, two thread blocks an SM
-                blocks of 128: forward 4 x 32 = 128 KiB, backward 5 x 32 + P 32 + dS 32 = 224 KiB, one thread block an SM
-Registers       at most 168 a thread in the forward, and in the backward of D <= 64, for three thread blocks an SM; otherwise no limit
+Warps           no specialisation: all BLOCK_M / 16 warps (4; 8 for blocks of 128 rows) load,
+compute and store
+Tiles           BLOCK_M x BLOCK_D: 64 rows of whole blocks (128 for blocks of 128), 64 columns for D
+                <= 64, else 128. A thread block computes HEADS_PER_CTA heads of one tile, one after
+                the other
+Barriers        q.full, k.full, v.full, do.full: arrive count 1 (the thread that expects the TMA's
+                bytes); the operand's tile of this head is in shared memory. There are no empty
+                barriers: the same warps fill a buffer after the MMA that last reads it Results
+                leave by TMA through the staging buffer: tma.store_wait(0) guards its reuse
+Shared memory   per 64 x 128 tile of 16 bits 16 KiB, per 64 x 64 matrix 8 KiB; barriers take less
+                than 0.1 KiB forward    q 16 + k 16 + v 16 + staging 16
+                =  64 KiB, three thread blocks an SM backward   q 16 + k 16 + v 16 + dO 16 + staging
+                16 + P 8 + dS 8           =  96 KiB, two thread blocks an SM blocks of 128: forward
+                4 x 32 = 128 KiB, backward 5 x 32 + P 32 + dS 32 = 224 KiB, one thread block an SM
+Registers       at most 168 a thread in the forward, and in the backward of D <= 64, for three
+thread blocks an SM; otherwise no limit
 
-A buffer is filled for the next head as soon as the last MMA has read it. Rotary rotates q, k and v in place in shared memory, and dq, dk
-and dv in registers. In both, a thread owns the same rows and pairs of columns, so it keeps their cos and sin for all heads.
+A buffer is filled for the next head as soon as the last MMA has read it. Rotary rotates q, k and v
+in place in shared memory, and dq, dk and dv in registers. In both, a thread owns the same rows and
+pairs of columns, so it keeps their cos and sin for all heads.
 """
 
 from __future__ import annotations
@@ -27,7 +35,13 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.activations import LOG2_E
@@ -48,7 +62,8 @@ class Tile(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Tables [num_positions, DIM / 2]; positions_ptr None: positions are counted from the segments' starts."""
+    """Tables [num_positions, DIM / 2]; positions_ptr None: positions are counted from the segments'
+    starts."""
 
     cos_ptr: gl.tensor
     sin_ptr: gl.tensor
@@ -64,8 +79,8 @@ class Angles(NamedTuple):
 
 
 class Input(NamedTuple):
-    """q, k, v or dO. full: barrier that completes when the tile is loaded. box, rows: the tile, [1, BLOCK_M, BLOCK_D] as the TMA writes it,
-    and [BLOCK_M, BLOCK_D] as an MMA reads it."""
+    """q, k, v or dO. full: barrier that completes when the tile is loaded. box, rows: the tile, [1,
+    BLOCK_M, BLOCK_D] as the TMA writes it, and [BLOCK_M, BLOCK_D] as an MMA reads it."""
 
     desc: gl.tensor
     full: gl.shared_memory_descriptor
@@ -87,7 +102,9 @@ def pairs_layout(block_m, block_d):
     """Layout of the even or the odd columns [block_m, block_d / 2] of an accumulator."""
     registers = [[8, 0]] + [[0, 4 << i] for i in range((block_d // 8).bit_length() - 1)]
     warps = [[16 << i, 0] for i in range((block_m // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [block_m, block_d // 2])
+    return gl.DistributedLinearLayout(
+        registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [block_m, block_d // 2]
+    )
 
 
 @gluon.constexpr_function
@@ -95,12 +112,13 @@ def words_layout():
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 
 
-# -- tiles ---------------------------------------------------------------------------------------------------------------------
+# -- tiles -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _find_tile(tile_index, offsets_ptr, num_segments, BLOCK_M: gl.constexpr):
-    """The tile of a tile index, and its first position in the segment: the last segment whose first tile index is not past it."""
+    """The tile of a tile index, and its first position in the segment: the last segment whose first
+    tile index is not past it."""
     segment = gl.to_tensor(0)
     high = num_segments
     while high - segment > 1:
@@ -116,8 +134,11 @@ def _find_tile(tile_index, offsets_ptr, num_segments, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _opaque(x):
-    """x, hidden from the compiler. It would otherwise hold a tail's addresses in registers for all heads."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    """x, hidden from the compiler. It would otherwise hold a tail's addresses in registers for all
+    heads."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -132,24 +153,39 @@ def _load(x, tile, head, wanted):
     load_tile(x.desc, [head, tile.row, 0], x.full, x.box, pred=wanted)
 
 
-# -- rotary ----------------------------------------------------------------------------------------------------------------------
+# -- rotary ----------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _load_angles(
-    rotary, tile, position, ROTATE: gl.constexpr, RELATIVE: gl.constexpr, DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
-):  # fmt: skip
-    """Positions past the table take its last row. RELATIVE: positions are counted from the tile's first row."""
+    rotary,
+    tile,
+    position,
+    ROTATE: gl.constexpr,
+    RELATIVE: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Positions past the table take its last row. RELATIVE: positions are counted from the tile's
+    first row."""
     if ROTATE:
         L: gl.constexpr = pairs_layout(BLOCK_M, BLOCK_D)
         rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
         pairs = gl.arange(0, BLOCK_D // 2, layout=gl.SliceLayout(0, L))
         positions = rows if RELATIVE else position + rows
         if rotary.positions_ptr is not None and not RELATIVE:
-            positions = gl.load(rotary.positions_ptr + tile.row + rows, mask=rows < tile.num_rows, other=0).to(gl.int32)
-        offsets = gl.minimum(positions, rotary.num_positions - 1)[:, None] * (DIM // 2) + pairs[None, :]
+            positions = gl.load(
+                rotary.positions_ptr + tile.row + rows, mask=rows < tile.num_rows, other=0
+            ).to(gl.int32)
+        offsets = (
+            gl.minimum(positions, rotary.num_positions - 1)[:, None] * (DIM // 2) + pairs[None, :]
+        )
         mask = (rows < tile.num_rows)[:, None] & (pairs < DIM // 2)[None, :]
-        return Angles(gl.load(rotary.cos_ptr + offsets, mask=mask, other=0.0), gl.load(rotary.sin_ptr + offsets, mask=mask, other=0.0))
+        return Angles(
+            gl.load(rotary.cos_ptr + offsets, mask=mask, other=0.0),
+            gl.load(rotary.sin_ptr + offsets, mask=mask, other=0.0),
+        )
     else:
         return Angles(1.0, 0.0)
 
@@ -158,7 +194,9 @@ def _load_angles(
 def _unpack(words, DTYPE: gl.constexpr):
     """Even and odd columns in fp32 of words that hold a pair of 16-bit elements each."""
     if DTYPE == gl.bfloat16:
-        return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
+        return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(
+            gl.float32, bitcast=True
+        )
     else:
         low = (words & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True)
         high = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True)
@@ -169,14 +207,30 @@ def _unpack(words, DTYPE: gl.constexpr):
 def _pack(even, odd, DTYPE: gl.constexpr):
     """Words that hold a pair of elements each, rounded to 16 bits."""
     if DTYPE == gl.bfloat16:
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [even, odd],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
     else:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [even, odd],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @gluon.jit
 def _as_words(rows_buf):
-    return reinterpret(rows_buf, gl.int32, [rows_buf.shape[0], rows_buf.shape[1] // 2], words_layout())
+    return reinterpret(
+        rows_buf, gl.int32, [rows_buf.shape[0], rows_buf.shape[1] // 2], words_layout()
+    )
 
 
 @gluon.jit
@@ -196,9 +250,11 @@ def _zero_tail(rows_buf, num_rows):
 
 @gluon.jit
 def _rotate_in_place(rows_buf, angles, num_rows, PRECISE: gl.constexpr):
-    """Rotate a tile in shared memory, and zero its rows from num_rows on. Returns the unit: the tile holds the rotated rows divided by it.
+    """Rotate a tile in shared memory, and zero its rows from num_rows on. Returns the unit: the
+    tile holds the rotated rows divided by it.
 
-    PRECISE: the tile becomes fp16, which has three more bits of precision than bf16; the unit, a power of two, keeps it in fp16's range.
+    PRECISE: the tile becomes fp16, which has three more bits of precision than bf16; the unit, a
+    power of two, keeps it in fp16's range.
     """
     L: gl.constexpr = pairs_layout(rows_buf.shape[0], rows_buf.shape[1])
     rows = gl.arange(0, rows_buf.shape[0], layout=gl.SliceLayout(1, L))
@@ -209,19 +265,26 @@ def _rotate_in_place(rows_buf, angles, num_rows, PRECISE: gl.constexpr):
         unit = _unit_of(gl.maximum(gl.abs(even), gl.abs(odd)))
         even, odd = even * (1.0 / unit), odd * (1.0 / unit)
     cos, sin = angles
-    words_buf.store(_pack(even * cos - odd * sin, odd * cos + even * sin, gl.float16 if PRECISE else rows_buf.dtype))
+    words_buf.store(
+        _pack(
+            even * cos - odd * sin,
+            odd * cos + even * sin,
+            gl.float16 if PRECISE else rows_buf.dtype,
+        )
+    )
     return unit
 
 
 @gluon.jit
 def _unit_of(x):
-    """The largest power of two up to the maximum of x >= 0, within 2^-100 to 2^100. NaN is ignored; with an infinity in x, 1."""
+    """The largest power of two up to the maximum of x >= 0, within 2^-100 to 2^100. NaN is ignored;
+    with an infinity in x, 1."""
     largest = gl.max(gl.max(x, 1), 0)
     power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     return gl.where(largest < float("inf"), gl.minimum(gl.maximum(power, 2.0**-100), 2.0**100), 1.0)
 
 
-# -- softmax and epilogue ----------------------------------------------------------------------------------------------------------
+# -- softmax and epilogue --------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -239,7 +302,8 @@ def _softmax(scores, num_rows, scale, BLOCK_SIZE: gl.constexpr):
 
 @gluon.jit
 def _store_epilogue(acc, staging, out, tile, head, angles, ROTATE: gl.constexpr, DIM: gl.constexpr):
-    """Store an accumulator through the staging buffer; ROTATE: rotated back before it is rounded."""
+    """Store an accumulator through the staging buffer; ROTATE: rotated back before it is
+    rounded."""
     BLOCK_M: gl.constexpr = staging.shape[0]
     BLOCK_D: gl.constexpr = staging.shape[1]
     tma.store_wait(0)
@@ -259,14 +323,23 @@ def _store_epilogue(acc, staging, out, tile, head, angles, ROTATE: gl.constexpr,
         store_tile(out.desc, [head, tile.row, 0], staging.reshape([1, BLOCK_M, BLOCK_D]))
     else:
         thread_barrier()
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [BLOCK_M // 16, 1], [1, 0])
+        L: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [BLOCK_M // 16, 1], [1, 0]
+        )
         rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
         columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, L))
-        ptrs = out.ptr + (tile.row + rows).to(gl.int64)[:, None] * out.stride_row + head * out.stride_head + columns[None, :]
-        gl.store(ptrs, staging.load(L), mask=(rows < tile.num_rows)[:, None] & (columns < DIM)[None, :])
+        ptrs = (
+            out.ptr
+            + (tile.row + rows).to(gl.int64)[:, None] * out.stride_row
+            + head * out.stride_head
+            + columns[None, :]
+        )
+        gl.store(
+            ptrs, staging.load(L), mask=(rows < tile.num_rows)[:, None] & (columns < DIM)[None, :]
+        )
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -284,18 +357,41 @@ def _make_input(desc, full, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def _make_staging(desc, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
-    return gl.allocate_shared_memory(desc.dtype, [1, BLOCK_M, BLOCK_D], desc.layout).reshape([BLOCK_M, BLOCK_D])
+    return gl.allocate_shared_memory(desc.dtype, [1, BLOCK_M, BLOCK_D], desc.layout).reshape(
+        [BLOCK_M, BLOCK_D]
+    )
 
 
 @safe_ptxas
 @gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
-    num_positions, num_segments, scale, stride_om, stride_oh,
-    HEADS: gl.constexpr, HEADS_PER_CTA: gl.constexpr, DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr, PRECISE: gl.constexpr,
-):  # fmt: skip
-    """O of one tile, HEADS_PER_CTA heads. Grid: a program for each tile index and group of heads; a tile's groups are adjacent."""
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    out_ptr,
+    offsets_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    num_positions,
+    num_segments,
+    scale,
+    stride_om,
+    stride_oh,
+    HEADS: gl.constexpr,
+    HEADS_PER_CTA: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    ROTATE: gl.constexpr,
+    ROTATE_V: gl.constexpr,
+    RELATIVE: gl.constexpr,
+    PRECISE: gl.constexpr,
+):
+    """O of one tile, HEADS_PER_CTA heads. Grid: a program for each tile index and group of heads; a
+    tile's groups are adjacent."""
     DTYPE: gl.constexpr = q_desc.dtype
     QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_full, k_full, v_full = _make_barrier(), _make_barrier(), _make_barrier()
@@ -309,7 +405,9 @@ def block_attention_fwd_hopper_kernel(
     no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, mma_layout(BLOCK_M, BLOCK_D))
 
     first_head = gl.program_id(0) % (HEADS // HEADS_PER_CTA) * HEADS_PER_CTA
-    tile, position = _find_tile(gl.program_id(0) // (HEADS // HEADS_PER_CTA), offsets_ptr, num_segments, BLOCK_M)
+    tile, position = _find_tile(
+        gl.program_id(0) // (HEADS // HEADS_PER_CTA), offsets_ptr, num_segments, BLOCK_M
+    )
     _load(q, tile, first_head, tile.num_rows > 0)
     _load(k, tile, first_head, tile.num_rows > 0)
     _load(v, tile, first_head, tile.num_rows > 0)
@@ -324,10 +422,14 @@ def block_attention_fwd_hopper_kernel(
         mbarrier.wait(k.full, phase)
         unit = 1.0
         if ROTATE:  # otherwise rows past the segment's end reach only scores that are masked
-            unit = _rotate_in_place(q.rows, angles, tile.num_rows, PRECISE) * _rotate_in_place(k.rows, angles, tile.num_rows, PRECISE)
+            unit = _rotate_in_place(q.rows, angles, tile.num_rows, PRECISE) * _rotate_in_place(
+                k.rows, angles, tile.num_rows, PRECISE
+            )
             fence_async_shared()
             thread_barrier()
-        scores = warpgroup_mma(rotated_q, rotated_k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(
+            rotated_q, rotated_k.permute((1, 0)), no_scores, use_acc=False, is_async=True
+        )
         mbarrier.wait(v.full, phase)
         if ROTATE_V:
             _rotate_in_place(v.rows, angles, tile.num_rows, False)
@@ -350,15 +452,49 @@ def block_attention_fwd_hopper_kernel(
 @safe_ptxas
 @gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_bwd_hopper_kernel(
-    do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
-    num_positions, num_segments, scale, stride_dqm, stride_dqh, stride_dkm, stride_dkh, stride_dvm, stride_dvh,
-    HEADS: gl.constexpr, HEADS_PER_CTA: gl.constexpr, DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr, PRECISE: gl.constexpr,
-):  # fmt: skip
+    do_desc,
+    q_desc,
+    k_desc,
+    v_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    offsets_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    num_positions,
+    num_segments,
+    scale,
+    stride_dqm,
+    stride_dqh,
+    stride_dkm,
+    stride_dkh,
+    stride_dvm,
+    stride_dvh,
+    HEADS: gl.constexpr,
+    HEADS_PER_CTA: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    ROTATE: gl.constexpr,
+    ROTATE_V: gl.constexpr,
+    RELATIVE: gl.constexpr,
+    PRECISE: gl.constexpr,
+):
     """dQ, dK and dV of one tile, HEADS_PER_CTA heads. Grid: as in the forward."""
     DTYPE: gl.constexpr = q_desc.dtype
     QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
-    q_full, k_full, v_full, do_full = _make_barrier(), _make_barrier(), _make_barrier(), _make_barrier()
+    q_full, k_full, v_full, do_full = (
+        _make_barrier(),
+        _make_barrier(),
+        _make_barrier(),
+        _make_barrier(),
+    )
     q = _make_input(q_desc, q_full, BLOCK_M, BLOCK_D)
     k = _make_input(k_desc, k_full, BLOCK_M, BLOCK_D)
     v = _make_input(v_desc, v_full, BLOCK_M, BLOCK_D)
@@ -375,7 +511,9 @@ def block_attention_bwd_hopper_kernel(
     no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, mma_layout(BLOCK_M, BLOCK_D))
 
     first_head = gl.program_id(0) % (HEADS // HEADS_PER_CTA) * HEADS_PER_CTA
-    tile, position = _find_tile(gl.program_id(0) // (HEADS // HEADS_PER_CTA), offsets_ptr, num_segments, BLOCK_M)
+    tile, position = _find_tile(
+        gl.program_id(0) // (HEADS // HEADS_PER_CTA), offsets_ptr, num_segments, BLOCK_M
+    )
     _load(q, tile, first_head, tile.num_rows > 0)
     _load(k, tile, first_head, tile.num_rows > 0)
     _load(v, tile, first_head, tile.num_rows > 0)
@@ -398,7 +536,9 @@ def block_attention_bwd_hopper_kernel(
             _zero_tail(k.rows, tile.num_rows)
         fence_async_shared()
         thread_barrier()
-        scores = warpgroup_mma(rotated_q, rotated_k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(
+            rotated_q, rotated_k.permute((1, 0)), no_scores, use_acc=False, is_async=True
+        )
         mbarrier.wait(v.full, phase)
         mbarrier.wait(do.full, phase)
         _zero_tail(do.rows, tile.num_rows)
@@ -436,16 +576,32 @@ def block_attention_bwd_hopper_kernel(
     tma.store_wait(0)
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------------------
+# -- launches --------------------------------------------------------------------------------------
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, params: BlockAttentionParams, config: HopperBlockAttentionConfig) -> None:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    params: BlockAttentionParams,
+    config: HopperBlockAttentionConfig,
+) -> None:
     """Write out, contiguous."""
     rotary = params.rotary
     block_attention_fwd_hopper_kernel[_grid(q, params, config)](
-        *_descriptors(config, q, k, v, out), out, params.offsets, rotary.cos, rotary.sin, rotary.positions,
-        rotary.num_positions, params.offsets.shape[0] - 1, params.scale, *out.stride()[:2], **_constants(q, params, config),
-    )  # fmt: skip
+        *_descriptors(config, q, k, v, out),
+        out,
+        params.offsets,
+        rotary.cos,
+        rotary.sin,
+        rotary.positions,
+        rotary.num_positions,
+        params.offsets.shape[0] - 1,
+        params.scale,
+        *out.stride()[:2],
+        **_constants(q, params, config),
+    )
 
 
 def backward(
@@ -456,14 +612,29 @@ def backward(
     do = do if has_descriptor(do) else do.contiguous()
     rotary = params.rotary
     block_attention_bwd_hopper_kernel[_grid(q, params, config)](
-        *_descriptors(config, do, q, k, v, dq, dk, dv), dq, dk, dv, params.offsets, rotary.cos, rotary.sin, rotary.positions,
-        rotary.num_positions, params.offsets.shape[0] - 1, params.scale, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
+        *_descriptors(config, do, q, k, v, dq, dk, dv),
+        dq,
+        dk,
+        dv,
+        params.offsets,
+        rotary.cos,
+        rotary.sin,
+        rotary.positions,
+        rotary.num_positions,
+        params.offsets.shape[0] - 1,
+        params.scale,
+        *dq.stride()[:2],
+        *dk.stride()[:2],
+        *dv.stride()[:2],
         **_constants(q, params, config),
-    )  # fmt: skip
+    )
 
 
-def _grid(q: Tensor, params: BlockAttentionParams, config: HopperBlockAttentionConfig) -> tuple[int]:
-    """Thread blocks are short: the hardware balances them, and neighbours read the same rows, which keeps DRAM pages open."""
+def _grid(
+    q: Tensor, params: BlockAttentionParams, config: HopperBlockAttentionConfig
+) -> tuple[int]:
+    """Thread blocks are short: the hardware balances them, and neighbours read the same rows, which
+    keeps DRAM pages open."""
     num_tiles = q.shape[0] // config.block_m + params.offsets.shape[0] - 1
     return (num_tiles * (q.shape[1] // config.heads_per_cta),)
 

@@ -10,9 +10,10 @@ from torch import Tensor
 class RotaryParams(NamedTuple):
     """Rotary embedding of q and k.
 
-    cos, sin: `[P, D / 2]` fp32, contiguous, or None without rotary. positions: `[L]`, or None for positions counted from the segments'
-    starts. rotate_v: v is rotated too. linear: angles are linear in the position. precise: the Hopper kernels keep rotated bf16 operands in
-    fp16, each tile scaled by a power of two.
+    cos, sin: `[P, D / 2]` fp32, contiguous, or None without rotary. positions: `[L]`, or None for
+    positions counted from the segments' starts. rotate_v: v is rotated too. linear: angles are
+    linear in the position. precise: the Hopper kernels keep rotated bf16 operands in fp16, each
+    tile scaled by a power of two.
     """
 
     cos: Tensor | None
@@ -24,10 +25,15 @@ class RotaryParams(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """ "none"; "relative": positions may be counted from a tile's first row, as scores depend on differences alone; "absolute"."""
+        """ "none"; "relative": positions may be counted from a tile's first row, as scores depend
+        on differences alone; "absolute"."""
         if self.cos is None:
             return "none"
-        return "relative" if self.linear and self.positions is None and not self.rotate_v else "absolute"
+        return (
+            "relative"
+            if self.linear and self.positions is None and not self.rotate_v
+            else "absolute"
+        )
 
     @property
     def num_positions(self) -> int:
@@ -35,9 +41,10 @@ class RotaryParams(NamedTuple):
 
 
 class BlockAttentionParams(NamedTuple):
-    """offsets: `[B + 1]`. block_size: a power of two. implementation: "triton", "hopper", or "auto", which prefers Hopper's kernels.
-    batch_invariant: "auto" chooses the same kernels for a single row as for many. clear_tail: write 0 to the rows behind the last segment;
-    False: there are none."""
+    """offsets: `[B + 1]`. block_size: a power of two. implementation: "triton", "hopper", or
+    "auto", which prefers Hopper's kernels. batch_invariant: "auto" chooses the same kernels for a
+    single row as for many. clear_tail: write 0 to the rows behind the last segment; False: there
+    are none."""
 
     offsets: Tensor
     rotary: RotaryParams

@@ -12,9 +12,11 @@ from .configs import block_attention_config, fits_shared_memory, hopper_block_at
 
 
 class BlockAttentionProblem(NamedTuple):
-    """What the choice depends on: q `[L, num_heads, head_dim]`, k and v `[L, num_kv_heads, head_dim]`.
+    """What the choice depends on: q `[L, num_heads, head_dim]`, k and v
+    `[L, num_kv_heads, head_dim]`.
 
-    rotary: "none", "relative" or "absolute" positions. aligned: rows of q, k and v start at 16-byte boundaries.
+    rotary: "none", "relative" or "absolute" positions. aligned: rows of q, k and v start at 16-byte
+    boundaries.
     """
 
     num_heads: int
@@ -29,7 +31,9 @@ class BlockAttentionProblem(NamedTuple):
 
 
 @functools.cache
-def select_block_attention(kernel: str, problem: BlockAttentionProblem, implementation: str) -> KernelChoice:
+def select_block_attention(
+    kernel: str, problem: BlockAttentionProblem, implementation: str
+) -> KernelChoice:
     """Backend and configuration of the kernel "fwd" or "bwd".
 
     Args:
@@ -40,28 +44,57 @@ def select_block_attention(kernel: str, problem: BlockAttentionProblem, implemen
     """
     num_heads, head_dim, block_size = problem.num_heads, problem.head_dim, problem.block_size
     if implementation != "triton" and _hopper_is_supported(problem):
-        return KernelChoice("hopper", hopper_block_attention_config(kernel, num_heads, head_dim, block_size))
+        return KernelChoice(
+            "hopper", hopper_block_attention_config(kernel, num_heads, head_dim, block_size)
+        )
     if implementation == "hopper":
         raise ValueError(
-            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, D a multiple of 8 up to 128, as many key heads "
-            f"as query heads and rows at 16-byte boundaries; got {problem.dtype} on {problem.device_type} with capability "
-            f"{'.'.join(map(str, problem.capability))}, D = {head_dim}, {num_heads} query heads, {problem.num_kv_heads} key heads, "
-            f"rows {'' if problem.aligned else 'not '}at 16-byte boundaries"
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, D a"
+            " multiple of 8 up to 128, as many key heads as query heads and rows at 16-byte"
+            f" boundaries; got {problem.dtype} on {problem.device_type} with capability"
+            f" {'.'.join(map(str, problem.capability))}, D = {head_dim}, {num_heads} query heads,"
+            f" {problem.num_kv_heads} key heads, rows {'' if problem.aligned else 'not '}at 16-byte"
+            " boundaries"
         )
     group = num_heads // problem.num_kv_heads
-    config = block_attention_config(kernel, head_dim, problem.dtype.itemsize, problem.capability, block_size, group, problem.rotary)
+    config = block_attention_config(
+        kernel,
+        head_dim,
+        problem.dtype.itemsize,
+        problem.capability,
+        block_size,
+        group,
+        problem.rotary,
+    )
     return KernelChoice("triton", config)
 
 
 def _hopper_is_supported(problem: BlockAttentionProblem) -> bool:
     on_hopper = problem.device_type == "cuda" and problem.capability == (9, 0)
     same_heads = problem.num_kv_heads == problem.num_heads
-    return on_hopper and same_heads and problem.dtype.itemsize == 2 and problem.head_dim in range(8, 129, 8) and problem.aligned
+    return (
+        on_hopper
+        and same_heads
+        and problem.dtype.itemsize == 2
+        and problem.head_dim in range(8, 129, 8)
+        and problem.aligned
+    )
 
 
-def has_kernels(head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int, implementation: str) -> bool:
-    """Whether block attention runs by its own kernels, not by those of jagged attention with a segment for each block.
+def has_kernels(
+    head_dim: int,
+    itemsize: int,
+    capability: tuple[int, int],
+    block_size: int,
+    group: int,
+    implementation: str,
+) -> bool:
+    """Whether block attention runs by its own kernels, not by those of jagged attention with a
+    segment for each block.
 
-    group: query heads per key head. True for an explicit "hopper", which `select_block_attention` refuses if it is not supported.
+    group: query heads per key head. True for an explicit "hopper", which `select_block_attention`
+    refuses if it is not supported.
     """
-    return implementation == "hopper" or fits_shared_memory(head_dim, itemsize, capability, block_size, group)
+    return implementation == "hopper" or fits_shared_memory(
+        head_dim, itemsize, capability, block_size, group
+    )

@@ -1,13 +1,17 @@
-"""Portable device code of block attention: one kernel forward, one backward, and nothing stored between them. op.py has the equations.
+"""Portable device code of block attention: one kernel forward, one backward, and nothing stored
+between them. op.py has the equations.
 
-A tile holds whole blocks, so its softmax needs no second pass and the backward computes it again. Tiles are numbered in closed form:
-segment b owns the tile indices from offsets[b] // BLOCK_M + b on, at least as many as it has tiles, so the number of tile indices follows
-from the shapes alone. Every program takes an equal range of tile indices and searches for the segment of its first one.
+A tile holds whole blocks, so its softmax needs no second pass and the backward computes it again.
+Tiles are numbered in closed form: segment b owns the tile indices from offsets[b] // BLOCK_M + b
+on, at least as many as it has tiles, so the number of tile indices follows from the shapes alone.
+Every program takes an equal range of tile indices and searches for the segment of its first one.
 
-Rotary scores depend only on the distance of two rows if angles are linear in the position. Positions are then counted from the tile's first
-row (RELATIVE), and a program loads cos and sin once. If v is rotated too, or angles are not linear, it loads them for every tile.
+Rotary scores depend only on the distance of two rows if angles are linear in the position.
+Positions are then counted from the tile's first row (RELATIVE), and a program loads cos and sin
+once. If v is rotated too, or angles are not linear, it loads them for every tile.
 
-An MMA cannot read even and odd columns of one block, so a rotated operand is held as two blocks, and an MMA over it is the sum of two.
+An MMA cannot read even and odd columns of one block, so a rotated operand is held as two blocks,
+and an MMA over it is the sum of two.
 """
 
 from typing import NamedTuple
@@ -21,7 +25,8 @@ from ..common.ptxas import safe_ptxas
 
 
 class Rotary(NamedTuple):
-    """Tables [num_positions, DIM / 2]; positions_ptr None: positions are counted from the segments' starts."""
+    """Tables [num_positions, DIM / 2]; positions_ptr None: positions are counted from the segments'
+    starts."""
 
     cos_ptr: tl.tensor
     sin_ptr: tl.tensor
@@ -30,7 +35,8 @@ class Rotary(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """First row, number of rows from it to the segment's end (not positive: no tile), and the first row's position in its segment."""
+    """First row, number of rows from it to the segment's end (not positive: no tile), and the first
+    row's position in its segment."""
 
     row: tl.tensor
     num_rows: tl.tensor
@@ -45,7 +51,8 @@ class Angles(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """Even and odd columns [BLOCK_M, BLOCK_D / 2] of a rotated block. If it is not rotated, both are the block [BLOCK_M, BLOCK_D]."""
+    """Even and odd columns [BLOCK_M, BLOCK_D / 2] of a rotated block. If it is not rotated, both
+    are the block [BLOCK_M, BLOCK_D]."""
 
     even: tl.tensor
     odd: tl.tensor
@@ -60,7 +67,7 @@ class Sizes(NamedTuple):
     PACKED: tl.constexpr
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------------------
+# -- tiles -----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -73,16 +80,23 @@ def _program_range(num_items):
 
 @triton.jit
 def _find_tile(tile_index, segment, offsets_ptr, num_segments, BLOCK_M: tl.constexpr):
-    """Segment and tile of a tile index, given the segment of the tile index before. The Hopper kernels have a search of their own, as each
-    of their thread blocks takes one tile."""
+    """Segment and tile of a tile index, given the segment of the tile index before. The Hopper
+    kernels have a search of their own, as each of their thread blocks takes one tile."""
     if segment + 1 < num_segments:
-        segment += tl.where(tl.load(offsets_ptr + segment + 1) // BLOCK_M + segment + 1 <= tile_index, 1, 0)
-    start, end = tl.load(offsets_ptr + segment).to(tl.int64), tl.load(offsets_ptr + segment + 1).to(tl.int64)
+        segment += tl.where(
+            tl.load(offsets_ptr + segment + 1) // BLOCK_M + segment + 1 <= tile_index, 1, 0
+        )
+    start, end = (
+        tl.load(offsets_ptr + segment).to(tl.int64),
+        tl.load(offsets_ptr + segment + 1).to(tl.int64),
+    )
     position = (tile_index - start // BLOCK_M - segment) * BLOCK_M
-    return segment, Tile(start + position, (end - start - position).to(tl.int32), position.to(tl.int32))
+    return segment, Tile(
+        start + position, (end - start - position).to(tl.int32), position.to(tl.int32)
+    )
 
 
-# -- loads and stores --------------------------------------------------------------------------------------------------------
+# -- loads and stores ------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -92,10 +106,17 @@ def _load_angles(rotary, tile, ROTATE: tl.constexpr, sizes):
         rows, pairs = tl.arange(0, sizes.BLOCK_M), tl.arange(0, sizes.BLOCK_D // 2)[None, :]
         positions = tile.position + rows
         if rotary.positions_ptr is not None:
-            positions = tl.load(rotary.positions_ptr + tile.row + rows, mask=rows < tile.num_rows, other=0).to(tl.int32)
-        offsets = tl.minimum(positions, rotary.num_positions - 1)[:, None] * (sizes.DIM // 2) + pairs
+            positions = tl.load(
+                rotary.positions_ptr + tile.row + rows, mask=rows < tile.num_rows, other=0
+            ).to(tl.int32)
+        offsets = (
+            tl.minimum(positions, rotary.num_positions - 1)[:, None] * (sizes.DIM // 2) + pairs
+        )
         mask = (rows < tile.num_rows)[:, None] & (pairs < sizes.DIM // 2)
-        return Angles(tl.load(rotary.cos_ptr + offsets, mask=mask, other=0.0), tl.load(rotary.sin_ptr + offsets, mask=mask, other=0.0))
+        return Angles(
+            tl.load(rotary.cos_ptr + offsets, mask=mask, other=0.0),
+            tl.load(rotary.sin_ptr + offsets, mask=mask, other=0.0),
+        )
     else:
         return Angles(1.0, 0.0)
 
@@ -104,11 +125,24 @@ def _load_angles(rotary, tile, ROTATE: tl.constexpr, sizes):
 def _load(rows, tile, head, angles, ROTATE: tl.constexpr, sizes):
     """A tile's rows; ROTATE: rotated in fp32, then rounded."""
     if ROTATE:
-        even, odd = load_pairs(rows, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D // 2, sizes.PACKED)
-        rotated_even, rotated_odd = _rotate(even.to(tl.float32), odd.to(tl.float32), angles.cos, angles.sin)
+        even, odd = load_pairs(
+            rows,
+            tile.row,
+            head,
+            tile.num_rows,
+            sizes.DIM,
+            sizes.BLOCK_M,
+            sizes.BLOCK_D // 2,
+            sizes.PACKED,
+        )
+        rotated_even, rotated_odd = _rotate(
+            even.to(tl.float32), odd.to(tl.float32), angles.cos, angles.sin
+        )
         return Halves(rotated_even.to(even.dtype), rotated_odd.to(even.dtype))
     else:
-        x = load_rows(rows, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D, True)
+        x = load_rows(
+            rows, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D, True
+        )
         return Halves(x, x)
 
 
@@ -116,9 +150,22 @@ def _load(rows, tile, head, angles, ROTATE: tl.constexpr, sizes):
 def _store(rows, tile, head, x, ROTATED: tl.constexpr, sizes):
     """Store an accumulator; ROTATED: it has even and odd columns."""
     if ROTATED:
-        store_pairs(rows, tile.row, head, x.even, x.odd, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D // 2, sizes.PACKED)
+        store_pairs(
+            rows,
+            tile.row,
+            head,
+            x.even,
+            x.odd,
+            tile.num_rows,
+            sizes.DIM,
+            sizes.BLOCK_M,
+            sizes.BLOCK_D // 2,
+            sizes.PACKED,
+        )
     else:
-        store_rows(rows, tile.row, head, x.even, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D)
+        store_rows(
+            rows, tile.row, head, x.even, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D
+        )
 
 
 @triton.jit
@@ -135,7 +182,7 @@ def _rotate(even, odd, cos, sin):
     return even * cos - odd * sin, odd * cos + even * sin
 
 
-# -- MMAs and softmax --------------------------------------------------------------------------------------------------------
+# -- MMAs and softmax ------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -175,28 +222,58 @@ def _softmax(scores, num_rows, scale, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.cons
 
 @triton.jit
 def softmax_base_2(scores):
-    """softmax(ln(2) · scores) of each row; 0 in rows of -inf alone, which are those past the segment's end."""
+    """softmax(ln(2) · scores) of each row; 0 in rows of -inf alone, which are those past the
+    segment's end."""
     row_max = tl.max(scores, 1)
     p = tl.exp2(scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
     row_sum = tl.sum(p, 1)
     return p * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
 def block_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_tiles, scale,
-    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    offsets_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    num_positions,
+    num_segments,
+    num_tiles,
+    scale,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_om,
+    stride_oh,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTATE: tl.constexpr,
+    ROTATE_V: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
-    """O of one tile and one head after the other. The heads of a tile follow one another, so rows of a packed projection are read together.
+):
+    """O of one tile and one head after the other. The heads of a tile follow one another, so rows
+    of a packed projection are read together.
 
-    Strides are in units of ALIGN elements (see `aligned_strides`). num_tiles: number of tile indices.
+    Strides are in units of ALIGN elements (see `aligned_strides`). num_tiles: number of tile
+    indices.
     """
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
     k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
@@ -217,23 +294,62 @@ def block_attention_fwd_kernel(
         q = _load(q_rows, tile, head, angles, ROTATE, sizes)
         k = _load(k_rows, tile, head // GROUP, angles, ROTATE, sizes)
         v = _load(v_rows, tile, head // GROUP, angles, ROTATE_V, sizes)
-        p = _softmax(_mma_abt(q, k, ROTATE, PRECISION), tile.num_rows, scale * LOG2_E, BLOCK_M, BLOCK_SIZE)
-        out = _mma_ab(p.to(v.even.dtype), v, _zeros(ROTATE_V, BLOCK_M, BLOCK_D), ROTATE_V, PRECISION)
+        p = _softmax(
+            _mma_abt(q, k, ROTATE, PRECISION), tile.num_rows, scale * LOG2_E, BLOCK_M, BLOCK_SIZE
+        )
+        out = _mma_ab(
+            p.to(v.even.dtype), v, _zeros(ROTATE_V, BLOCK_M, BLOCK_D), ROTATE_V, PRECISION
+        )
         _store(out_rows, tile, head, out, ROTATE_V, sizes)
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
 def block_attention_bwd_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments,
-    num_tiles, scale,
-    stride_dom, stride_doh, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
-    stride_dqm, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    offsets_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    num_positions,
+    num_segments,
+    num_tiles,
+    scale,
+    stride_dom,
+    stride_doh,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_dqm,
+    stride_dqh,
+    stride_dkn,
+    stride_dkh,
+    stride_dvn,
+    stride_dvh,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTATE: tl.constexpr,
+    ROTATE_V: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dQ, dK and dV of one tile and one key head after the other, with the query heads of its group: every gradient is written once.
+):
+    """dQ, dK and dV of one tile and one key head after the other, with the query heads of its
+    group: every gradient is written once.
 
     Strides and num_tiles: as in the forward.
     """

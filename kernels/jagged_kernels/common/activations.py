@@ -1,8 +1,10 @@
-"""The kernels' activations: one device function per name, (fp32 score, scale) → (act, dact): value and derivative at
+"""The kernels' activations: one device function per name, (fp32 score, scale) → (act, dact): value
+and derivative at
 x = score · scale.
 
-A kernel takes its function as a constant argument. If it does not use the derivative, the compiler drops its arithmetic. The functions for
-bfloat16 are faster: they contain the scale in their constants, and leave out constant factors of the results (`activation_factors`).
+A kernel takes its function as a constant argument. If it does not use the derivative, the compiler
+drops its arithmetic. The functions for bfloat16 are faster: they contain the scale in their
+constants, and leave out constant factors of the results (`activation_factors`).
 """
 
 import triton
@@ -46,7 +48,9 @@ def _leaky_relu(score, scale):
 @triton.jit
 def _hardswish(score, scale):
     x = score * scale
-    gate = tl.minimum(tl.maximum(x * (1.0 / 6.0) + 0.5, 0.0, propagate_nan=NAN), 1.0, propagate_nan=NAN)
+    gate = tl.minimum(
+        tl.maximum(x * (1.0 / 6.0) + 0.5, 0.0, propagate_nan=NAN), 1.0, propagate_nan=NAN
+    )
     return x * gate, tl.where(tl.abs(x) < 3.0, x * (1.0 / 3.0) + 0.5, gate)
 
 
@@ -86,13 +90,18 @@ def _gelu_taylor(score, scale):
     t = a * a
     polynomial = t * (C1 + t * (C2 + t * (C3 + t * C4)))
     slope = a * (2.0 * C1 + t * (4.0 * C2 + t * (6.0 * C3 + t * (8.0 * C4))))
-    return tl.maximum(x, 0.0, propagate_nan=NAN) + (polynomial - 0.5 * a), 0.5 + tl.where(x < 0, -slope, slope)
+    return tl.maximum(x, 0.0, propagate_nan=NAN) + (polynomial - 0.5 * a), 0.5 + tl.where(
+        x < 0, -slope, slope
+    )
 
 
 @triton.jit
 def _fast_tanh(x):
-    """The hardware's tanh. Its relative error, 2^-11, is no larger than that of the rounding to bfloat16 that follows."""
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    """The hardware's tanh. Its relative error, 2^-11, is no larger than that of the rounding to
+    bfloat16 that follows."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -112,21 +121,31 @@ def _fast_silu(score, scale):
 
 @triton.jit
 def _fast_gelu(score, scale):
-    """max(x, 0) - |x| Φ(-|x|). The normal distribution's tail Φ(-|x|) is 2 to the power of a polynomial, with a relative error of at most
-    4.5e-5 for |x| <= 6; beyond, |x| Φ(-|x|) is below 1e-8. A formula with a reciprocal would take twice as long."""
+    """max(x, 0) - |x| Φ(-|x|). The normal distribution's tail Φ(-|x|) is 2 to the power of a
+    polynomial, with a relative error of at most 4.5e-5 for |x| <= 6; beyond, |x| Φ(-|x|) is below
+    1e-8. A formula with a reciprocal would take twice as long."""
     x = score * scale
     a = tl.minimum(tl.abs(x), 6.0)
-    exponent = -0.05118535319150605 + a * (0.007195568274196267 + a * (-0.0006111001453764451 + a * 2.2990054285818254e-05))
-    tail = tl.exp2(-1.00006477996141 + a * (-1.150174294405763 + a * (-0.46127188436857436 + a * exponent)))
+    exponent = -0.05118535319150605 + a * (
+        0.007195568274196267 + a * (-0.0006111001453764451 + a * 2.2990054285818254e-05)
+    )
+    tail = tl.exp2(
+        -1.00006477996141 + a * (-1.150174294405763 + a * (-0.46127188436857436 + a * exponent))
+    )
     density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)
-    return tl.maximum(x, 0.0, propagate_nan=NAN) - a * tail, tl.where(x < 0, tail, 1.0 - tail) + x * density
+    return tl.maximum(x, 0.0, propagate_nan=NAN) - a * tail, tl.where(
+        x < 0, tail, 1.0 - tail
+    ) + x * density
 
 
 @triton.jit
 def _fast_gelu_tanh(score, scale):
     """2/scale times the value, twice the derivative."""
     square = score * score
-    tanh = _fast_tanh(score * (0.7978845608028654 * scale + (0.035677408136300125 * scale * scale * scale) * square))
+    tanh = _fast_tanh(
+        score
+        * (0.7978845608028654 * scale + (0.035677408136300125 * scale * scale * scale) * square)
+    )
     gate = 1.0 + tanh
     slope = 0.7978845608028654 * scale + (0.10703222440890037 * scale * scale * scale) * square
     return score * gate, gate + gate * ((score - score * tanh) * slope)
@@ -144,18 +163,26 @@ _EXACT = {
     "hardswish": _hardswish,
     "sigmoid": _sigmoid,
 }
-_BFLOAT16 = _EXACT | {"silu": _fast_silu, "gelu": _fast_gelu, "gelu_tanh": _fast_gelu_tanh, "sigmoid": _fast_sigmoid}
+_BFLOAT16 = _EXACT | {
+    "silu": _fast_silu,
+    "gelu": _fast_gelu,
+    "gelu_tanh": _fast_gelu_tanh,
+    "sigmoid": _fast_sigmoid,
+}
 _HALVED = ("silu", "gelu_tanh")  # of the bfloat16 functions
 
 
 def activation_function(name: str, bfloat16: bool) -> JITFunction | None:
-    """The device function of a pointwise activation; None for "softmax", which the kernels compute themselves.
+    """The device function of a pointwise activation; None for "softmax", which the kernels compute
+    themselves.
 
-    bfloat16: whether P is rounded to bfloat16. Then the hardware's approximate tanh is accurate enough.
+    bfloat16: whether P is rounded to bfloat16. Then the hardware's approximate tanh is accurate
+    enough.
     """
     return None if name == "softmax" else (_BFLOAT16 if bfloat16 else _EXACT)[name]
 
 
 def activation_factors(name: str, bfloat16: bool, scale: float) -> tuple[float, float]:
-    """(act factor, dact factor), which the function leaves out: a kernel multiplies its results by them, once per result, not per score."""
+    """(act factor, dact factor), which the function leaves out: a kernel multiplies its results by
+    them, once per result, not per score."""
     return (0.5 * scale, 0.5) if bfloat16 and name in _HALVED else (1.0, 1.0)

@@ -8,8 +8,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """Launch of a kernel. block: rows of the blocks that a tile loops over. ctas_per_sm: thread blocks per SM at a time. tile: rows of a
-    tile; None: those of the schedule. max_registers: of a thread, so that as many blocks fit; None: the compiler's choice."""
+    """Launch of a kernel. block: rows of the blocks that a tile loops over. ctas_per_sm: thread
+    blocks per SM at a time. tile: rows of a tile; None: those of the schedule. max_registers: of a
+    thread, so that as many blocks fit; None: the compiler's choice."""
 
     block: int
     num_warps: int
@@ -21,14 +22,16 @@ class LaunchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """The backend whose kernel runs, "triton" or "hopper", and the kernel's launch configuration."""
+    """The backend whose kernel runs, "triton" or "hopper", and the kernel's launch
+    configuration."""
 
     backend: str
     config: Any
 
 
 def has_small_shared_memory(capability: tuple[int, int]) -> bool:
-    """Whether a thread block has 99 KiB of shared memory, as on 8.6, 8.9 and 12.0, and not 163 KiB or more."""
+    """Whether a thread block has 99 KiB of shared memory, as on 8.6, 8.9 and 12.0, and not 163 KiB
+    or more."""
     return capability[0] == 12 or capability[0] == 8 and capability[1] > 0
 
 
@@ -39,8 +42,8 @@ def padded_dim(dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """Launch of a GEMM: a tile of block_m x block_n, summed in blocks of block_k. uses_tma: operands with rows at 16-byte boundaries are
-    loaded by the tensor memory accelerator."""
+    """Launch of a GEMM: a tile of block_m x block_n, summed in blocks of block_k. uses_tma:
+    operands with rows at 16-byte boundaries are loaded by the tensor memory accelerator."""
 
     block_m: int
     block_n: int

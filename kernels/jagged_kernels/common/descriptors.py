@@ -1,4 +1,5 @@
-"""Descriptors for the tensor memory accelerator (TMA): what it can read, and those of the portable kernels. pipeline.py has Hopper's."""
+"""Descriptors for the tensor memory accelerator (TMA): what it can read, and those of the portable
+kernels. pipeline.py has Hopper's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from triton.tools import tensor_descriptor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Box:
-    """What a kernel is compiled for, of a descriptor. There is one object for each kind of box, so that comparing identities is enough.
+    """What a kernel is compiled for, of a descriptor. There is one object for each kind of box, so
+    that comparing identities is enough.
 
     shape: of a block of elements. layout: of the block in shared memory, for Gluon.
     """
@@ -37,7 +39,8 @@ D = TypeVar("D", bound=Described)
 
 
 def has_descriptor(x: Tensor) -> bool:
-    """Whether TMA reads rows of x `[rows, H, D]`: they start at 16-byte boundaries, and none is expanded."""
+    """Whether TMA reads rows of x `[rows, H, D]`: they start at 16-byte boundaries, and none is
+    expanded."""
     rows, heads, _ = x.shape
     stride_row, stride_head, stride = x.stride()
     if rows == 0 or stride != 1 or x.data_ptr() % 16 != 0:
@@ -48,23 +51,33 @@ def has_descriptor(x: Tensor) -> bool:
 
 
 def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
-    """Descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have any stride: 16 stands in for it."""
+    """Descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have
+    any stride: 16 stands in for it."""
     return fill(TensorDescriptor, x, *shape_and_strides(x), _box(x.dtype, *box))
 
 
 def shape_and_strides(x: Tensor) -> tuple[list[int], list[int]]:
-    """Of x as a descriptor takes them, last dim contiguous. A dimension of size 1 may have any stride: 16 stands in for it."""
+    """Of x as a descriptor takes them, last dim contiguous. A dimension of size 1 may have any
+    stride: 16 stands in for it."""
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride())]
     return list(x.shape), [*strides, 1]
 
 
 def fill(kind: type[D], base: Tensor, shape: list[int], strides: list[int], box: Box) -> D:
-    """A descriptor without the checks of its constructor, which take most of its time: `has_descriptor` has made them.
+    """A descriptor without the checks of its constructor, which take most of its time:
+    `has_descriptor` has made them.
 
     box: of the dtype of `base`. Other fields have their defaults.
     """
     filled = object.__new__(kind)
-    filled.__dict__ = {"base": base, "shape": shape, "strides": strides, "block_shape": box.shape, "layout": box.layout, "box": box}
+    filled.__dict__ = {
+        "base": base,
+        "shape": shape,
+        "strides": strides,
+        "block_shape": box.shape,
+        "layout": box.layout,
+        "box": box,
+    }
     return filled
 
 

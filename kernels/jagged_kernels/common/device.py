@@ -15,8 +15,9 @@ INVARIANT_SHIFT = 11  # log2 of the length of a long segment's chunks, under bat
 
 
 def precision(x: Tensor) -> str:
-    """Precision of fp32 MMAs, as `tl.dot` takes it. "bf16x6": six bf16 MMAs, which keep all 24 bits in a tenth of the time of fp32 FMAs.
-    "tf32": if the user allows it with torch.set_float32_matmul_precision. "ieee": in Triton's interpreter, which has neither."""
+    """Precision of fp32 MMAs, as `tl.dot` takes it. "bf16x6": six bf16 MMAs, which keep all 24 bits
+    in a tenth of the time of fp32 FMAs. "tf32": if the user allows it with
+    torch.set_float32_matmul_precision. "ieee": in Triton's interpreter, which has neither."""
     if x.device.type != "cuda":
         return "ieee"
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -31,15 +32,19 @@ class DeviceProperties(NamedTuple):
 
 @functools.cache
 def device_properties(device: torch.device) -> DeviceProperties:
-    """Properties of a GPU. Triton's interpreter runs on host tensors, as four multiprocessors of capability 9.0."""
+    """Properties of a GPU. Triton's interpreter runs on host tensors, as four multiprocessors of
+    capability 9.0."""
     if device.type != "cuda":
         return DeviceProperties((9, 0), 4)
     properties = torch.cuda.get_device_properties(device)
-    return DeviceProperties(torch.cuda.get_device_capability(device), properties.multi_processor_count)
+    return DeviceProperties(
+        torch.cuda.get_device_capability(device), properties.multi_processor_count
+    )
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of the machine's first GPU, None without one. Does not initialise CUDA: a data loader's worker must not."""
+    """Compute capability of the machine's first GPU, None without one. Does not initialise CUDA: a
+    data loader's worker must not."""
     if torch.cuda.is_initialized():
         return device_properties(torch.device("cuda", 0)).capability
     return _driver_capability()
@@ -56,17 +61,21 @@ def _driver_capability() -> tuple[int, int] | None:
     failed = (
         library.nvmlInit_v2()
         or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
-        or library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+        or library.nvmlDeviceGetCudaComputeCapability(
+            device, ctypes.byref(major), ctypes.byref(minor)
+        )
     )
     return None if failed else (major.value, minor.value)
 
 
 def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
-    """Strides of (tensor, dimension) in units of `align` elements, the most that divides all of them, up to 16 bytes.
+    """Strides of (tensor, dimension) in units of `align` elements, the most that divides all of
+    them, up to 16 bytes.
 
-    Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
-    multiply by the constant `align` instead, which tells the compiler how wide a load may be. A single row
-    keeps its stride, though no kernel uses it: it then runs the same kernel as many rows, which adds in the same order.
+    Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load
+    element by element. The kernels multiply by the constant `align` instead, which tells the
+    compiler how wide a load may be. A single row keeps its stride, though no kernel uses it: it
+    then runs the same kernel as many rows, which adds in the same order.
     """
     strides = [x.stride(dim) if dim == 0 or x.shape[dim] > 1 else 0 for x, dim in dims]
     return _in_aligned_units(strides, min(x.element_size() for x, _ in dims))
@@ -83,7 +92,8 @@ def row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
 
 
 def _in_aligned_units(strides: list[int], itemsize: int) -> tuple[int, list[int]]:
-    # Triton passes a stride as int32 if it fits. One that fits in units alone would overflow when a kernel multiplies it by `align`.
+    # Triton passes a stride as int32 if it fits. One that fits in units alone would overflow when a
+    # kernel multiplies it by `align`.
     align = 1 if max(strides) >= 2**31 else math.gcd(16 // itemsize, *strides)
     return align, [stride // align for stride in strides]
 
@@ -93,12 +103,19 @@ def contiguous_last_dim(x: Tensor) -> Tensor:
     return x if x.stride()[-1] == 1 else x.contiguous()
 
 
-def chunk_shift(num_rows: int, max_seqlen: int | None, tiles: int, device: torch.device, batch_invariant: bool = False) -> int:
-    """log2 of the length of the chunks that long segments are cut into: enough chunks to fill the GPU, and not many more, as another launch
-    adds them up.
+def chunk_shift(
+    num_rows: int,
+    max_seqlen: int | None,
+    tiles: int,
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> int:
+    """log2 of the length of the chunks that long segments are cut into: enough chunks to fill the
+    GPU, and not many more, as another launch adds them up.
 
     Args:
-        num_rows: rows of all segments. max_seqlen: rows of the longest, if known. No segment is cut if it is at most the shortest chunk.
+        num_rows: rows of all segments. max_seqlen: rows of the longest, if known. No segment is cut
+            if it is at most the shortest chunk.
         tiles: tiles of the result per chunk.
         batch_invariant: chunks of a fixed length.
     """
@@ -113,7 +130,8 @@ def chunk_shift(num_rows: int, max_seqlen: int | None, tiles: int, device: torch
 
 
 def mean_seqlen(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -> float | None:
-    """Mean segment length, computed from shapes: no sync. None under batch_invariant, where no choice may depend on it."""
+    """Mean segment length, computed from shapes: no sync. None under batch_invariant, where no
+    choice may depend on it."""
     return None if batch_invariant else num_rows / max(1, offsets.shape[0] - 1)
 
 

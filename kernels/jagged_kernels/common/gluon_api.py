@@ -1,4 +1,5 @@
-"""What differs between the Triton versions whose Gluon the Hopper kernels are written in (3.6 to 3.9)."""
+"""What differs between the Triton versions whose Gluon the Hopper kernels are written in (3.6 to
+3.9)."""
 
 import triton
 from triton._C.libtriton import ir
@@ -15,7 +16,9 @@ def _either(owner, name: str, former_name: str):
 def _async_add(desc, coord, src, _semantic=None):
     """`tma.async_atomic_add` of Triton 3.8: add a block in shared memory to global memory."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle
+    )
 
 
 load_tile = _either(tma, "async_load", "async_copy_global_to_shared")

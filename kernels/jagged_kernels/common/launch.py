@@ -1,8 +1,10 @@
 """Launches of compiled kernels in less host time than `JITFunction.run` takes.
 
-Triton binds the arguments of every launch by name, describes the layout of each TMA descriptor as text, and compares the globals that a
-kernel reads with their values when it was compiled. Here a dictionary leads from what a kernel was compiled for to the compiled kernel.
-Triton itself runs the first launch of each entry, and every launch that a hook wants to see. docs/decisions/host-time.md has figures.
+Triton binds the arguments of every launch by name, describes the layout of each TMA descriptor as
+text, and compares the globals that a kernel reads with their values when it was compiled. Here a
+dictionary leads from what a kernel was compiled for to the compiled kernel. Triton itself runs the
+first launch of each entry, and every launch that a hook wants to see. docs/decisions/host-time.md
+has figures.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _NOT_YET = None, None
 
 
 class CachedLaunches(JITFunction):
-    """A JITFunction that finds compiled kernels by `_cache_key`. Other arguments than `tl.constexpr` must be given by position."""
+    """A JITFunction that finds compiled kernels by `_cache_key`. Other arguments than
+    `tl.constexpr` must be given by position."""
 
     def cache_launches(self) -> None:
         """What a constructor would do: a kernel gets this class when it is a JITFunction already.
@@ -37,9 +40,14 @@ class CachedLaunches(JITFunction):
         params = [p for p in self.params if not p.is_constexpr]
         if any(p.is_constexpr for p in self.params[: len(params)]):
             raise ValueError(f"the constants of {self.__name__} must be its last parameters")
-        self._rules = [(p.is_const, not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in params]
-        self._constants = (None,) * (len(self.params) - len(params))  # a compiled kernel ignores their values
-        self._compiled: dict[tuple, tuple] = {}  # key → compiled kernel, and a function of (grid, stream, arguments) that launches it
+        self._rules = [
+            (p.is_const, not p.do_not_specialize, not p.do_not_specialize_on_alignment)
+            for p in params
+        ]
+        # a compiled kernel ignores their values
+        self._constants = (None,) * (len(self.params) - len(params))
+        # key → compiled kernel, and a function of (grid, stream, arguments) that launches it
+        self._compiled: dict[tuple, tuple] = {}
         self._positions: dict[tuple[type, ...], tuple] = {}
 
     def __getitem__(self, grid):
@@ -47,7 +55,13 @@ class CachedLaunches(JITFunction):
 
     def run(self, *args, grid, warmup, **constants):
         """As `JITFunction.run`."""
-        if warmup or callable(grid) or len(args) != len(self._rules) or self.pre_run_hooks or _is_observed():
+        if (
+            warmup
+            or callable(grid)
+            or len(args) != len(self._rules)
+            or self.pre_run_hooks
+            or _is_observed()
+        ):
             return super().run(*args, grid=grid, warmup=warmup, **constants)
         active = driver.active
         device = active.get_current_device()
@@ -62,14 +76,22 @@ class CachedLaunches(JITFunction):
         return kernel
 
     def _cache_key(self, device: int, args: tuple, constants: dict) -> tuple:
-        """What the compiled kernel depends on: of a tensor, its dtype and whether it is aligned; of a descriptor, its box; of another
-        argument, how Triton's own function describes it, which is slower. None and floats are described by their types."""
+        """What the compiled kernel depends on: of a tensor, its dtype and whether it is aligned; of
+        a descriptor, its box; of another argument, how Triton's own function describes it, which is
+        slower. None and floats are described by their types."""
         types = tuple(map(type, args))
         tensors, described, others = self._positions.get(types) or self._find_positions(types)
         tensors, unaligned = tensors(args), 0
         for x in tensors:
             unaligned |= x.data_ptr()
-        key = [device, knobs.runtime.debug, knobs.compilation.instrumentation_mode, types, *constants, *constants.values()]
+        key = [
+            device,
+            knobs.runtime.debug,
+            knobs.compilation.instrumentation_mode,
+            types,
+            *constants,
+            *constants.values(),
+        ]
         key += map(_DTYPE, tensors)
         key += map(_BOX, described(args))
         if unaligned % 16:
@@ -80,11 +102,15 @@ class CachedLaunches(JITFunction):
         return tuple(key)
 
     def _find_positions(self, types: tuple[type, ...]) -> tuple[Callable, Callable, list[int]]:
-        """Functions that choose the tensors and the descriptors among arguments of these types, and the indices of the arguments that have
-        more than a type."""
+        """Functions that choose the tensors and the descriptors among arguments of these types, and
+        the indices of the arguments that have more than a type."""
         tensors = [i for i, kind in enumerate(types) if kind in (torch.Tensor, torch.nn.Parameter)]
         described = [i for i, kind in enumerate(types) if issubclass(kind, Described)]
-        others = [i for i, kind in enumerate(types) if kind not in (float, type(None)) and i not in (*tensors, *described)]
+        others = [
+            i
+            for i, kind in enumerate(types)
+            if kind not in (float, type(None)) and i not in (*tensors, *described)
+        ]
         return self._positions.setdefault(types, (_choose(tensors), _choose(described), others))
 
 
@@ -97,7 +123,8 @@ def _choose(indices: list[int]) -> Callable:
 
 
 def _is_observed() -> bool:
-    """Whether a profiler has a hook on launches. Triton 3.6 has chains of hooks, which may be empty."""
+    """Whether a profiler has a hook on launches. Triton 3.6 has chains of hooks, which may be
+    empty."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -109,30 +136,63 @@ def _backend(device: int):
 
 
 def _launcher(kernel, args: tuple, constants: tuple) -> Callable:
-    """A function of (grid, stream, arguments) that launches a compiled kernel. `args`: of its first launch.
+    """A function of (grid, stream, arguments) that launches a compiled kernel. `args`: of its first
+    launch.
 
-    Triton's launcher calls a C function, after it has replaced each descriptor by several arguments in a loop over all arguments. That
-    takes longer than the C function. For the release that is known to do so, `_expanding_launcher` does it instead.
+    Triton's launcher calls a C function, after it has replaced each descriptor by several arguments
+    in a loop over all arguments. That takes longer than the C function. For the release that is
+    known to do so, `_expanding_launcher` does it instead.
     """
     run = kernel.run
     described = [i for i, x in enumerate(args) if isinstance(x, Described)]
     function = getattr(run, "launch", None)
-    if triton.__version__.startswith("3.6.") and function and not (run.global_scratch_size or run.profile_scratch_size):
-        parts = inspect.getclosurevars(function).nonlocals if described else dict(launcher=function, tensordesc_meta=[])
+    if (
+        triton.__version__.startswith("3.6.")
+        and function
+        and not (run.global_scratch_size or run.profile_scratch_size)
+    ):
+        parts = (
+            inspect.getclosurevars(function).nonlocals
+            if described
+            else dict(launcher=function, tensordesc_meta=[])
+        )
         if all(parts["tensordesc_meta"]):  # else there is no tensor memory accelerator
-            return _expanding_launcher(kernel, parts["launcher"], list(zip(described, parts["tensordesc_meta"])), constants)
+            return _expanding_launcher(
+                kernel, parts["launcher"], list(zip(described, parts["tensordesc_meta"])), constants
+            )
     before = kernel.function, kernel.packed_metadata, None, None, None
     return lambda grid, stream, args: run(*grid, stream, *before, *args, *constants)
 
 
-def _expanding_launcher(kernel, function: Callable, described: list[tuple[int, dict]], constants: tuple) -> Callable:
-    """described: index and box of each descriptor. constants: placeholders of the constants, which the C function ignores."""
+def _expanding_launcher(
+    kernel, function: Callable, described: list[tuple[int, dict]], constants: tuple
+) -> Callable:
+    """described: index and box of each descriptor. constants: placeholders of the constants, which
+    the C function ignores."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     run, fill = kernel.run, driver.active.utils.fill_tma_descriptor
-    before = kernel.function, run.launch_cooperative_grid, run.launch_pdl, None, None, kernel.packed_metadata, None, None, None
+    before = (
+        kernel.function,
+        run.launch_cooperative_grid,
+        run.launch_pdl,
+        None,
+        None,
+        kernel.packed_metadata,
+        None,
+        None,
+        None,
+    )
     described = [
-        (i, (box["swizzle"], box["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[box["elem_type"]], box["block_size"]))
+        (
+            i,
+            (
+                box["swizzle"],
+                box["elem_size"],
+                TMA_DTYPE_DEVICE_TO_HOST[box["elem_type"]],
+                box["block_size"],
+            ),
+        )
         for i, box in reversed(described)  # from the last, so that the indices of the others stay
     ]
 

@@ -1,7 +1,8 @@
 """Runs torch operators in the calling thread only.
 
-torch runs operators on 32,768 elements and more in its thread pool, and some (repeat_interleave, searchsorted, indexing) on far fewer.
-When the cores are busy, each such operator waits milliseconds for the pool: longer than computing lengths, offsets or tile lists takes.
+torch runs operators on 32,768 elements and more in its thread pool, and some (repeat_interleave,
+searchsorted, indexing) on far fewer. When the cores are busy, each such operator waits milliseconds
+for the pool: longer than computing lengths, offsets or tile lists takes.
 """
 
 from __future__ import annotations
@@ -23,23 +24,30 @@ def _torch_library() -> ctypes.CDLL:
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP library that torch is linked with; None in builds with another pool of threads."""
     library = _torch_library()
-    return library if hasattr(library, "omp_set_num_threads") and hasattr(library, "omp_get_max_threads") else None
+    return (
+        library
+        if hasattr(library, "omp_set_num_threads") and hasattr(library, "omp_get_max_threads")
+        else None
+    )
 
 
 @functools.cache
 def _mkl() -> ctypes.CDLL | None:
-    """MKL, whose GEMMs and exponentials do not follow OpenMP's number after a call of torch.set_num_threads; None in builds without it."""
+    """MKL, whose GEMMs and exponentials do not follow OpenMP's number after a call of
+    torch.set_num_threads; None in builds without it."""
     return _torch_library() if hasattr(_torch_library(), "MKL_Set_Num_Threads_Local") else None
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[int]:
-    """Context manager and decorator in which torch operators of the calling thread do not use the thread pool.
+    """Context manager and decorator in which torch operators of the calling thread do not use the
+    thread pool.
 
-    It sets the numbers of threads that belong to the calling thread; torch.set_num_threads would change the whole process. Its value is the
-    number of threads outside.
+    It sets the numbers of threads that belong to the calling thread; torch.set_num_threads would
+    change the whole process. Its value is the number of threads outside.
     """
-    before = torch.get_num_threads()  # OpenMP's number for this thread, which torch sets at a thread's first call
+    # OpenMP's number for this thread, which torch sets at a thread's first call
+    before = torch.get_num_threads()
     with set_threads(1):
         yield before
 
@@ -53,7 +61,8 @@ def set_threads(number: int) -> Iterator[None]:
         return
     before = torch.get_num_threads()
     openmp.omp_set_num_threads(number)
-    mkl_before = 0 if mkl is None else mkl.MKL_Set_Num_Threads_Local(number)  # 0: the number of the process
+    # 0: the number of the process
+    mkl_before = 0 if mkl is None else mkl.MKL_Set_Num_Threads_Local(number)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Registration of launchers as torch operators.
 
-torch's `custom_op` does the same with less code, but its autograd wrapper costs more host time than a short kernel runs;
-an autograd function at the Autograd dispatch key costs a third of it.
+torch's `custom_op` does the same with less code, but its autograd wrapper costs more host time than
+a short kernel runs; an autograd function at the Autograd dispatch key costs a third of it.
 """
 
 from __future__ import annotations
@@ -11,27 +11,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch.autograd import profiler
 from triton import knobs
 
 from .device import device_properties
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list})  # not FakeTensor, SymInt, ...
+# not FakeTensor, SymInt, ...
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list})
 _launchers: dict[Callable, Callable] = {}  # of operators, on CUDA tensors
 
 
 @torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability, a constant for torch.compile. (Functions that take sizes cannot be constants: sizes may be symbolic.)
+    """Compute capability, a constant for torch.compile. (Functions that take sizes cannot be
+    constants: sizes may be symbolic.)
 
     Not in device.py, which jagged_modules imports: the decorator imports torch._dynamo.
     """
     return device_properties(device).capability
 
 
-def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: the function becomes the body of operator `jagged_kernels::name` on CUDA, and on the host for Triton's interpreter.
+def operator(
+    name: str, fake: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function becomes the body of operator `jagged_kernels::name` on CUDA, and on
+    the host for Triton's interpreter.
 
     Args:
         name: the operator's name. Its schema comes from the function's annotations.
@@ -56,18 +66,23 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 
 def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
-    """Host tensors are for Triton's interpreter. Elsewhere Triton would say that there is no driver; this says what is wrong."""
+    """Host tensors are for Triton's interpreter. Elsewhere Triton would say that there is no
+    driver; this says what is wrong."""
 
     def launch(*args):
         if not knobs.runtime.interpret:
-            raise ValueError(f"{name}: Triton's kernels take CUDA tensors, got host tensors; implementation 'auto' takes both")
+            raise ValueError(
+                f"{name}: Triton's kernels take CUDA tensors, got host tensors; implementation"
+                " 'auto' takes both"
+            )
         return launcher(*args)
 
     return launch
 
 
 def on_the_tensors_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device. Set the tensors' device where it is another; that costs more than comparing them."""
+    """Triton launches on the current device. Set the tensors' device where it is another; that
+    costs more than comparing them."""
 
     def launch(*args):
         first = args[0]
@@ -81,8 +96,8 @@ def on_the_tensors_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def differentiate(op: Callable, apply: Callable) -> None:
-    """Route the operator's calls under autograd through `apply`, a method of an autograd function. Its forward calls `op` inside
-    `below_autograd()`."""
+    """Route the operator's calls under autograd through `apply`, a method of an autograd function.
+    Its forward calls `op` inside `below_autograd()`."""
 
     def call(*args):
         if torch.is_grad_enabled():
@@ -94,19 +109,25 @@ def differentiate(op: Callable, apply: Callable) -> None:
 
 
 def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Callable:
-    """What to call instead of an operator, with the same arguments: its launcher if torch's dispatcher would do nothing but call it, else
-    the operator. The dispatcher converts all arguments to C++ and back, at each of its keys.
+    """What to call instead of an operator, with the same arguments: its launcher if torch's
+    dispatcher would do nothing but call it, else the operator. The dispatcher converts all
+    arguments to C++ and back, at each of its keys.
 
-    The dispatcher does more under traces, modes, transforms and profilers, and with tensors that are not plain. It is also what calls
-    autograd, so `direct` is for calls below autograd.
+    The dispatcher does more under traces, modes, transforms and profilers, and with tensors that
+    are not plain. It is also what calls autograd, so `direct` is for calls below autograd.
 
     Args:
-        operands: those of the arguments, and the tensors in lists among them, that are floating-point tensors of a caller, which may be
-            lazy. The first one is not None.
+        operands: those of the arguments, and the tensors in lists among them, that are
+            floating-point tensors of a caller, which may be lazy. The first one is not None.
     """
     if torch.compiler.is_compiling() or profiler._is_profiler_enabled or not operands[0].is_cuda:
         return op
-    if _len_torch_dispatch_stack() or _len_torch_function_stack() or _are_functorch_transforms_active() or _is_tracing():
+    if (
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+    ):
         return op
     if not _PLAIN.issuperset(map(type, args)) or not _PLAIN.issuperset(map(type, operands)):
         return op
@@ -117,7 +138,8 @@ def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Call
 
 
 def refuse_derivative(op: Callable, message: str) -> None:
-    """Route the operator's calls under autograd through a function that runs it, and raises RuntimeError when it is differentiated."""
+    """Route the operator's calls under autograd through a function that runs it, and raises
+    RuntimeError when it is differentiated."""
 
     class Last(torch.autograd.Function):
         @staticmethod

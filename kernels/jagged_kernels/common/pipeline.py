@@ -1,7 +1,9 @@
-"""Building blocks of the warp-specialised kernels: MMA operands, rings of TMA buffers, zeroed tails, epilogue stores.
+"""Building blocks of the warp-specialised kernels: MMA operands, rings of TMA buffers, zeroed
+tails, epilogue stores.
 
-One warp, the producer, fills the buffers of rings by TMA. One to three warpgroups, the consumers, read them. Both count the uses of a ring
-from the start of the kernel: `step` uses buffer step % stages, and waits for phase (step // stages) % 2 of that buffer's barriers.
+One warp, the producer, fills the buffers of rings by TMA. One to three warpgroups, the consumers,
+read them. Both count the uses of a ring from the start of the kernel: `step` uses buffer step %
+stages, and waits for phase (step // stages) % 2 of that buffer's barriers.
 """
 
 import functools
@@ -11,7 +13,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 from triton.experimental.gluon.nvidia import hopper
 
 from .configs import padded_dim
@@ -20,7 +27,8 @@ from .gluon_api import load_tile, store_tile, thread_barrier
 
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of the MMA of a warpgroup
 ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-LOAD_REGISTERS = gl.constexpr(24)  # registers per thread of the producer: the fewest that setmaxnreg takes
+# registers per thread of the producer: the fewest that setmaxnreg takes
+LOAD_REGISTERS = gl.constexpr(24)
 
 
 class Ring(NamedTuple):
@@ -37,16 +45,18 @@ class Ring(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The rows of a block past the last row of its segment. The consumers set them to 0 in shared memory, each a share of them.
+    """The rows of a block past the last row of its segment. The consumers set them to 0 in shared
+    memory, each a share of them.
 
-    barrier: completes when all consumers have written their shares. phase: how many times it has completed before.
+    barrier: completes when all consumers have written their shares. phase: how many times it has
+    completed before.
     """
 
     barrier: gl.shared_memory_descriptor
     phase: gl.tensor
 
 
-# -- MMA ----------------------------------------------------------------------------------------------------------------------------
+# -- MMA -------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
@@ -63,7 +73,8 @@ def vector_layout(width):
 
 @gluon.jit
 def mma_abt(a, b, start=None):
-    """Start the asynchronous MMA a bᵀ + start, `[64, rows of b]`; `a` in shared memory or registers, `b` in shared memory."""
+    """Start the asynchronous MMA a bᵀ + start, `[64, rows of b]`; `a` in shared memory or
+    registers, `b` in shared memory."""
     COLUMNS: gl.constexpr = b.shape[0]
     if start is None:
         zeros = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, mma_layout(WARPGROUP_ROWS, COLUMNS))
@@ -74,11 +85,14 @@ def mma_abt(a, b, start=None):
 
 @gluon.jit
 def to_mma_operand(x, DTYPE: gl.constexpr, WIDTH: gl.constexpr):
-    """Round an MMA's result and use it as the first operand of an MMA of WIDTH columns: it stays in the same registers."""
-    return gl.convert_layout(x.to(DTYPE), gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, WIDTH), 2))
+    """Round an MMA's result and use it as the first operand of an MMA of WIDTH columns: it stays in
+    the same registers."""
+    return gl.convert_layout(
+        x.to(DTYPE), gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, WIDTH), 2)
+    )
 
 
-# -- rings --------------------------------------------------------------------------------------------------------------------------
+# -- rings -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -117,21 +131,27 @@ def ring_rows(ring, slot):
 
 @gluon.jit
 def opaque(x):
-    """x, hidden from the compiler. ptxas 12.8 shares the address of an MMA operand between two branches or loops and computes it in the
-    first one alone, which may not have run. An address that depends on `opaque` is computed in each of them."""
-    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    """x, hidden from the compiler. ptxas 12.8 shares the address of an MMA operand between two
+    branches or loops and computes it in the first one alone, which may not have run. An address
+    that depends on `opaque` is computed in each of them."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def opaque_rows(ring, step):
-    """The full buffer of a step at an opaque address, for one of several loops or branches that read it."""
+    """The full buffer of a step at an opaque address, for one of several loops or branches that
+    read it."""
     return ring_rows(ring, opaque(step % ring.buffers.shape[0]))
 
 
 @gluon.jit
 def producer_wait(ring, step):
     """Wait until the consumers have released the buffer that a step reuses."""
-    mbarrier.wait(ring.empty.index(step % ring.buffers.shape[0]), step // ring.buffers.shape[0] & 1 ^ 1)
+    mbarrier.wait(
+        ring.empty.index(step % ring.buffers.shape[0]), step // ring.buffers.shape[0] & 1 ^ 1
+    )
 
 
 @gluon.jit
@@ -152,7 +172,8 @@ def producer_skip(ring, step):
 
 @gluon.jit
 def consumer_wait(ring, step):
-    """The buffer of a step, `[rows, width]`, once it is full. Do not call it after the release: the barrier may be two phases ahead."""
+    """The buffer of a step, `[rows, width]`, once it is full. Do not call it after the release: the
+    barrier may be two phases ahead."""
     STAGES: gl.constexpr = ring.buffers.shape[0]
     mbarrier.wait(ring.full.index(step % STAGES), step // STAGES & 1)
     return ring_rows(ring, step % STAGES)
@@ -160,9 +181,14 @@ def consumer_wait(ring, step):
 
 @gluon.jit
 def consumer_wait_ahead(ring, step, wanted):
-    """Wait for the buffer of a later step, if `wanted`. Call it between arithmetic and the wait for an MMA that it overlaps with: ptxas
-    moves waits for MMAs above arithmetic, but not above the loop of this wait."""
-    mbarrier.wait(ring.full.index(step % ring.buffers.shape[0]), step // ring.buffers.shape[0] & 1, pred=wanted)
+    """Wait for the buffer of a later step, if `wanted`. Call it between arithmetic and the wait for
+    an MMA that it overlaps with: ptxas moves waits for MMAs above arithmetic, but not above the
+    loop of this wait."""
+    mbarrier.wait(
+        ring.full.index(step % ring.buffers.shape[0]),
+        step // ring.buffers.shape[0] & 1,
+        pred=wanted,
+    )
 
 
 @gluon.jit
@@ -173,19 +199,21 @@ def consumer_release(ring, step):
 
 @gluon.jit
 def skip_stage(ring, step):
-    """Release the buffer of a step without reading it. One warp arrives for the whole warpgroup, so its warps synchronise first; elsewhere
-    an MMA synchronises them. Otherwise a late warp could wait for a phase that the barrier has left."""
+    """Release the buffer of a step without reading it. One warp arrives for the whole warpgroup, so
+    its warps synchronise first; elsewhere an MMA synchronises them. Otherwise a late warp could
+    wait for a phase that the barrier has left."""
     consumer_wait(ring, step)
     thread_barrier()
     consumer_release(ring, step)
 
 
-# -- tails --------------------------------------------------------------------------------------------------------------------------
+# -- tails -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def zero_rows(buffer, num_rows, share: gl.constexpr, SHARES: gl.constexpr):
-    """Write 0 to this warpgroup's share of a buffer's rows from num_rows on. They are rows of another segment, and 0 · NaN is NaN."""
+    """Write 0 to this warpgroup's share of a buffer's rows from num_rows on. They are rows of
+    another segment, and 0 · NaN is NaN."""
     CHUNK: gl.constexpr = 16
     L: gl.constexpr = vector_layout(buffer.shape[1])
     rows = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None]
@@ -199,7 +227,8 @@ def zero_rows(buffer, num_rows, share: gl.constexpr, SHARES: gl.constexpr):
 
 @gluon.jit
 def zero_tail(buffer, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """zero_rows of this consumer's share, and tell the others. All consumers take part, also those without rows in the tile."""
+    """zero_rows of this consumer's share, and tell the others. All consumers take part, also those
+    without rows in the tile."""
     zero_rows(buffer, num_rows, consumer, CONSUMERS)
     mbarrier.arrive(tail.barrier.index(0), count=1)
 
@@ -211,8 +240,11 @@ def wait_for_tail(tail):
 
 
 @gluon.jit
-def skip_key_block(k_ring, other_ring, step, num_keys, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Skip a block of keys, and the stage of another ring that belongs to it, but take part in zeroing the keys' tail."""
+def skip_key_block(
+    k_ring, other_ring, step, num_keys, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr
+):
+    """Skip a block of keys, and the stage of another ring that belongs to it, but take part in
+    zeroing the keys' tail."""
     if num_keys < k_ring.buffers.shape[2]:
         zero_tail(consumer_wait(k_ring, step), num_keys, tail, consumer, CONSUMERS)
         wait_for_tail(tail)
@@ -220,7 +252,7 @@ def skip_key_block(k_ring, other_ring, step, num_keys, tail, consumer: gl.conste
     skip_stage(other_ring, step)
 
 
-# -- epilogue -----------------------------------------------------------------------------------------------------------------------
+# -- epilogue --------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -238,7 +270,8 @@ def wait_for_stores():
 
 
 class Output(NamedTuple):
-    """A contiguous result `[rows, heads, dim]`: its TMA descriptor, None in fp32, and a pointer to its first element."""
+    """A contiguous result `[rows, heads, dim]`: its TMA descriptor, None in fp32, and a pointer to
+    its first element."""
 
     desc: gl.tensor
     ptr: gl.tensor
@@ -246,12 +279,22 @@ class Output(NamedTuple):
 
 @gluon.jit
 def store_epilogue(
-    acc, output, buffer, PENDING: gl.constexpr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr
-):  # fmt: skip
-    """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output `[rows, HEADS, DIM]`.
+    acc,
+    output,
+    buffer,
+    PENDING: gl.constexpr,
+    row,
+    head,
+    num_rows,
+    HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+):
+    """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output
+    `[rows, HEADS, DIM]`.
 
-    TMA stores 64 rows from shared memory. Fewer are stored by 16 bytes per thread, as another segment's rows follow. fp32 is stored from
-    registers. PENDING: how many later TMA stores may be under way when the buffer is reused; None: `wait_for_stores` has been called.
+    TMA stores 64 rows from shared memory. Fewer are stored by 16 bytes per thread, as another
+    segment's rows follow. fp32 is stored from registers. PENDING: how many later TMA stores may be
+    under way when the buffer is reused; None: `wait_for_stores` has been called.
     """
     if output.desc is None:
         _store_rows(acc, output.ptr, row, head, num_rows, HEADS, DIM)
@@ -271,7 +314,9 @@ def store_epilogue(
             store_tile(output.desc, [head, row.to(gl.int32), 0], buffer)
         else:
             thread_barrier()
-            _store_rows(rows.load(vector_layout(acc.shape[1])), output.ptr, row, head, num_rows, HEADS, DIM)
+            _store_rows(
+                rows.load(vector_layout(acc.shape[1])), output.ptr, row, head, num_rows, HEADS, DIM
+            )
 
 
 @gluon.jit
@@ -286,7 +331,7 @@ def _store_rows(x, ptr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.conste
     gl.store(ptrs, x, mask=mask)
 
 
-# -- warp roles ---------------------------------------------------------------------------------------------------------------------
+# -- warp roles ------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -300,9 +345,16 @@ def _produce(produce: gl.constexpr, args, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def launch_specialised(consume: gl.constexpr, produce: gl.constexpr, args, OPTIONS: gl.constexpr, REGISTERS: gl.constexpr):
-    """Run consume(index, args, OPTIONS) on each of OPTIONS.consumers warpgroups, 1 to 3, with REGISTERS registers per thread, and
-    produce(args, OPTIONS) on one more warp. Consumer 0 is the warps of the launch, num_warps=4."""
+def launch_specialised(
+    consume: gl.constexpr,
+    produce: gl.constexpr,
+    args,
+    OPTIONS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Run consume(index, args, OPTIONS) on each of OPTIONS.consumers warpgroups, 1 to 3, with
+    REGISTERS registers per thread, and produce(args, OPTIONS) on one more warp. Consumer 0 is the
+    warps of the launch, num_warps=4."""
     if OPTIONS.consumers == 1:
         gl.warp_specialize([
             (_consume, (0, consume, args, OPTIONS)),
@@ -323,7 +375,7 @@ def launch_specialised(consume: gl.constexpr, produce: gl.constexpr, args, OPTIO
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
-# -- host ---------------------------------------------------------------------------------------------------------------------------
+# -- host ------------------------------------------------------------------------------------------
 
 
 class TensorDescriptor(Described, hopper.TensorDescriptor):
@@ -331,12 +383,14 @@ class TensorDescriptor(Described, hopper.TensorDescriptor):
 
 
 def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
-    """TMA descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have any stride: 16 stands in for it."""
+    """TMA descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may
+    have any stride: 16 stands in for it."""
     return fill(TensorDescriptor, x, *shape_and_strides(x), _box(x.dtype, *box))
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of `[rows, H, D]`, as `[H, rows, D]`: a box is `rows` rows of a head; columns past D read as 0."""
+    """TMA descriptor of `[rows, H, D]`, as `[H, rows, D]`: a box is `rows` rows of a head; columns
+    past D read as 0."""
     (num_rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
     strides = [stride_head if heads > 1 else 16, stride_row if num_rows > 1 else 16, 1]
     return fill(TensorDescriptor, x, [heads, num_rows, dim], strides, _head_box(x.dtype, rows, dim))

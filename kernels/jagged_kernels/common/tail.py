@@ -1,6 +1,7 @@
 """Rows behind the last segment: kernels that write 0 to them, and their launches.
 
-Only the device knows where the last segment ends. No other kernel reads these rows as rows of a segment, or writes them.
+Only the device knows where the last segment ends. No other kernel reads these rows as rows of a
+segment, or writes them.
 """
 
 from __future__ import annotations
@@ -19,18 +20,33 @@ BLOCK = 2048  # elements that a program writes at a time
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["segments_0", "segments_1", "segments_2", "rows_0", "rows_1", "rows_2"])
+@triton.jit(
+    do_not_specialize=["segments_0", "segments_1", "segments_2", "rows_0", "rows_1", "rows_2"]
+)
 def zero_tails_kernel(
-    out_ptrs, offsets_ptrs, segments_0, segments_1, segments_2, rows_0, rows_1, rows_2, SIZES: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Write 0 to the rows of each out, of at most three, from its offsets[-1] on. A row has SIZES[i] elements. Persistent: nothing to do
-    without a tail. Numbers are no tuples, whose parts Triton would specialise."""
+    out_ptrs,
+    offsets_ptrs,
+    segments_0,
+    segments_1,
+    segments_2,
+    rows_0,
+    rows_1,
+    rows_2,
+    SIZES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write 0 to the rows of each out, of at most three, from its offsets[-1] on. A row has
+    SIZES[i] elements. Persistent: nothing to do without a tail. Numbers are no tuples, whose parts
+    Triton would specialise."""
     num_segments, num_rows = (segments_0, segments_1, segments_2), (rows_0, rows_1, rows_2)
     for i in tl.static_range(len(out_ptrs)):
         first = tl.load(offsets_ptrs[i] + num_segments[i]).to(tl.int64) * SIZES[i]
         last = tl.cast(num_rows[i], tl.int64) * SIZES[i]
-        for block in range(first // BLOCK + tl.program_id(0), (last + BLOCK - 1) // BLOCK, tl.num_programs(0)):
-            elements = block * BLOCK + tl.arange(0, BLOCK)  # whole words are masked, because a block starts at a multiple of 16
+        for block in range(
+            first // BLOCK + tl.program_id(0), (last + BLOCK - 1) // BLOCK, tl.num_programs(0)
+        ):
+            # whole words are masked, because a block starts at a multiple of 16
+            elements = block * BLOCK + tl.arange(0, BLOCK)
             zeros = tl.zeros([BLOCK], out_ptrs[i].dtype.element_ty)
             tl.store(out_ptrs[i] + elements, zeros, mask=(elements >= first) & (elements < last))
 
@@ -43,7 +59,8 @@ def keep_rows_kernel(
 ):  # fmt: skip
     """out[row] = x[row] if the row is before offsets[-1], else 0.
 
-    The stride is in units of ALIGN elements (see `aligned_strides`). Grid: blocks of rows, blocks of columns, which follow one another.
+    The stride is in units of ALIGN elements (see `aligned_strides`). Grid: blocks of rows, blocks
+    of columns, which follow one another.
     """
     BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     rows = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
@@ -51,21 +68,29 @@ def keep_rows_kernel(
     exists, in_row = rows < num_rows, (columns < SIZE)[None, :]
     kept = exists & (rows < tl.load(offsets_ptr + num_segments))
     rows = rows.to(tl.int64)[:, None]
-    x = tl.load(x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=kept[:, None] & in_row, other=0.0)
+    x = tl.load(
+        x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=kept[:, None] & in_row, other=0.0
+    )
     tl.store(out_ptr + rows * SIZE + columns[None, :], x, mask=exists[:, None] & in_row)
 
 
 def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
-    """Write 0 to the rows from offsets[-1] on, of each (contiguous `[rows, ...]`, offsets `[B + 1]`), at most three, in one launch."""
+    """Write 0 to the rows from offsets[-1] on, of each (contiguous `[rows, ...]`, offsets
+    `[B + 1]`), at most three, in one launch."""
     outs = tuple(x for x, _ in tensors if x.numel())
     if not outs:
         return
     offsets = tuple(offsets for x, offsets in tensors if x.numel())
     blocks = sum(cdiv(x.numel(), BLOCK) for x in outs)
     zero_tails_kernel[(min(blocks, 2 * device_properties(outs[0].device).num_sms),)](
-        outs, offsets, *(*(x.shape[0] - 1 for x in offsets), 0, 0)[:3], *(*(x.shape[0] for x in outs), 0, 0)[:3],
-        SIZES=tuple(x.numel() // x.shape[0] for x in outs), BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        outs,
+        offsets,
+        *(*(x.shape[0] - 1 for x in offsets), 0, 0)[:3],
+        *(*(x.shape[0] for x in outs), 0, 0)[:3],
+        SIZES=tuple(x.numel() // x.shape[0] for x in outs),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
 
 
 def kept_rows(x: Tensor, offsets: Tensor) -> Tensor:
@@ -86,4 +111,7 @@ def kept_rows(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 # On the device of the tensors, for callers other than operators, which are there already.
-zero_tails_on_device, kept_rows_on_device = on_the_tensors_device(zero_tails), on_the_tensors_device(kept_rows)
+zero_tails_on_device, kept_rows_on_device = (
+    on_the_tensors_device(zero_tails),
+    on_the_tensors_device(kept_rows),
+)

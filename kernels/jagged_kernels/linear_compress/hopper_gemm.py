@@ -1,7 +1,8 @@
-"""The consumers' GEMM of linear compression on Hopper: K steps through a ring of stages, and the addition of shared results.
+"""The consumers' GEMM of linear compression on Hopper: K steps through a ring of stages, and the
+addition of shared results.
 
-Shared results are stored in the order of the accumulators' registers. Consumers add them to their accumulators 32 columns at a time,
-between the last K steps, so their loads overlap MMAs.
+Shared results are stored in the order of the accumulators' registers. Consumers add them to their
+accumulators 32 columns at a time, between the last K steps, so their loads overlap MMAs.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,11 @@ from typing import NamedTuple
 from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ..common.pipeline import mma_layout, opaque
 
@@ -18,7 +23,8 @@ PART_N = gl.constexpr(32)  # columns of a shared result that are added at once: 
 
 
 class Ring(NamedTuple):
-    """Stages of blocks of W, [STAGES * 3, 64, BLOCK_K], and of E, [STAGES, 1, BLOCK_K, BLOCK_N], and their barriers."""
+    """Stages of blocks of W, [STAGES * 3, 64, BLOCK_K], and of E, [STAGES, 1, BLOCK_K, BLOCK_N],
+    and their barriers."""
 
     w_bufs: gl.shared_memory_descriptor
     e_bufs: gl.shared_memory_descriptor
@@ -27,7 +33,8 @@ class Ring(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What a consumer (0 or 1) computes of a tile: an M tile over all columns (WIDE), an M tile over its half of the columns (HALF)."""
+    """What a consumer (0 or 1) computes of a tile: an M tile over all columns (WIDE), an M tile
+    over its half of the columns (HALF)."""
 
     CONSUMER: gl.constexpr
     WIDE: gl.constexpr
@@ -42,7 +49,8 @@ class Accumulators(NamedTuple):
 
 
 class Addends(NamedTuple):
-    """Pointers to the parts of the shared results that are added to each accumulator, one for each level."""
+    """Pointers to the parts of the shared results that are added to each accumulator, one for each
+    level."""
 
     wide_ptrs: gl.tuple
     half_ptrs: gl.tuple
@@ -55,43 +63,55 @@ def fragment_layout():
 
 @gluon.constexpr_function
 def step_depth(k, block_k, step):
-    """Depth of a K step: block_k, except that the last step covers the rest of K, rounded up to a multiple of 16."""
+    """Depth of a K step: block_k, except that the last step covers the rest of K, rounded up to a
+    multiple of 16."""
     return min(cdiv(k - step * block_k, 16) * 16, block_k)
 
 
 @gluon.constexpr_function
 def free_steps(k, block_k, parts):
-    """Number of K steps before the first of `parts` additions. From there on, there is one addition for each 64 of K."""
+    """Number of K steps before the first of `parts` additions. From there on, there is one addition
+    for each 64 of K."""
     return max(cdiv(k, block_k) - parts * (64 // block_k), 0)
 
 
-# -- shared results --------------------------------------------------------------------------------------------------------------
+# -- shared results --------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _load_fragments(ptr, WIDTH: gl.constexpr):
-    """[64, WIDTH] of a shared result, in the layout of an accumulator: each warp reads 512 contiguous bytes at a time."""
+    """[64, WIDTH] of a shared result, in the layout of an accumulator: each warp reads 512
+    contiguous bytes at a time."""
     x = gl.load(ptr + gl.arange(0, M_TILE * WIDTH, layout=fragment_layout()))
-    return x.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([M_TILE, WIDTH])
+    return (
+        x.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([M_TILE, WIDTH])
+    )
 
 
 @gluon.jit
 def store_fragments(ptr, x):
     WIDTH: gl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([M_TILE * WIDTH])
-    gl.store(ptr + gl.arange(0, M_TILE * WIDTH, layout=fragment_layout()), gl.convert_layout(x, fragment_layout(), assert_trivial=True))
+    gl.store(
+        ptr + gl.arange(0, M_TILE * WIDTH, layout=fragment_layout()),
+        gl.convert_layout(x, fragment_layout(), assert_trivial=True),
+    )
 
 
 @gluon.jit
 def _redefine(x):
-    """x in newly defined registers. The move costs nothing: ptxas removes it after it has analysed the MMAs."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    """x in newly defined registers. The move costs nothing: ptxas removes it after it has analysed
+    the MMAs."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def _add_columns(acc, x, FIRST: gl.constexpr):
-    """acc with x added to its columns from FIRST on. Columns are registers, so nothing moves. The other columns are redefined too: ptxas
-    serialises MMAs if only a part of their accumulator is redefined."""
+    """acc with x added to its columns from FIRST on. Columns are registers, so nothing moves. The
+    other columns are redefined too: ptxas serialises MMAs if only a part of their accumulator is
+    redefined."""
     WIDTH: gl.constexpr = acc.shape[1]
     if x.shape[1] == WIDTH:
         return acc + gl.convert_layout(x, acc.type.layout, assert_trivial=True)
@@ -101,7 +121,11 @@ def _add_columns(acc, x, FIRST: gl.constexpr):
             left, right = _add_columns(left, x, FIRST), _redefine(right)
         else:
             left, right = _redefine(left), _add_columns(right, x, FIRST - WIDTH // 2)
-        return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([M_TILE, WIDTH]), acc.type.layout, assert_trivial=True)
+        return gl.convert_layout(
+            gl.join(left, right).permute((0, 2, 1)).reshape([M_TILE, WIDTH]),
+            acc.type.layout,
+            assert_trivial=True,
+        )
 
 
 @gluon.jit
@@ -122,7 +146,7 @@ def _load_part(addends, PART: gl.constexpr, WIDE_PARTS: gl.constexpr):
         return _sum_of_levels(addends.half_ptrs, (PART - WIDE_PARTS) * PART_N)
 
 
-# -- GEMM ------------------------------------------------------------------------------------------------------------------------
+# -- GEMM ------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -137,7 +161,8 @@ def _mma(w, e, acc, FIRST: gl.constexpr, DEPTH: gl.constexpr):
 
 @gluon.jit
 def _issue_step(ring, step, accs, role, HALF_FIRST: gl.constexpr, DEPTH: gl.constexpr):
-    """Issue the MMAs of a K step. HALF_FIRST: the half accumulator's is issued, and so complete, first."""
+    """Issue the MMAs of a K step. HALF_FIRST: the half accumulator's is issued, and so complete,
+    first."""
     STAGES: gl.constexpr = ring.e_bufs.shape[0]
     BLOCK_N: gl.constexpr = ring.e_bufs.shape[3]
     wide, half = accs
@@ -145,11 +170,23 @@ def _issue_step(ring, step, accs, role, HALF_FIRST: gl.constexpr, DEPTH: gl.cons
     mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
     e = ring.e_bufs.index(stage).reshape([ring.e_bufs.shape[2], BLOCK_N])
     if role.HALF and HALF_FIRST:
-        half = _mma(ring.w_bufs.index(stage * 3 + 2 * role.WIDE), e.slice(role.CONSUMER * (BLOCK_N // 2), BLOCK_N // 2, 1), half, 0, DEPTH)
+        half = _mma(
+            ring.w_bufs.index(stage * 3 + 2 * role.WIDE),
+            e.slice(role.CONSUMER * (BLOCK_N // 2), BLOCK_N // 2, 1),
+            half,
+            0,
+            DEPTH,
+        )
     if role.WIDE:
         wide = _mma(ring.w_bufs.index(stage * 3 + role.CONSUMER), e, wide, 0, DEPTH)
     if role.HALF and not HALF_FIRST:
-        half = _mma(ring.w_bufs.index(stage * 3 + 2 * role.WIDE), e.slice(role.CONSUMER * (BLOCK_N // 2), BLOCK_N // 2, 1), half, 0, DEPTH)
+        half = _mma(
+            ring.w_bufs.index(stage * 3 + 2 * role.WIDE),
+            e.slice(role.CONSUMER * (BLOCK_N // 2), BLOCK_N // 2, 1),
+            half,
+            0,
+            DEPTH,
+        )
     return Accumulators(wide, half)
 
 
@@ -174,14 +211,16 @@ def _consumer_release(ring, step, wanted):
 
 @gluon.jit
 def gemm(ring, step, addends, role, K: gl.constexpr):
-    """A consumer's part of a tile of W @ E plus the addends. The addends are added 32 columns at a time between the last K steps. These
-    steps are unrolled, as registers cannot be indexed."""
+    """A consumer's part of a tile of W @ E plus the addends. The addends are added 32 columns at a
+    time between the last K steps. These steps are unrolled, as registers cannot be indexed."""
     BLOCK_K: gl.constexpr = ring.e_bufs.shape[2]
     BLOCK_N: gl.constexpr = ring.e_bufs.shape[3]
     STEPS: gl.constexpr = cdiv(K, BLOCK_K)
     ROUND: gl.constexpr = 64 // BLOCK_K  # K steps between two additions
     WIDE_PARTS: gl.constexpr = BLOCK_N // PART_N if role.WIDE and len(addends.wide_ptrs) > 0 else 0
-    PARTS: gl.constexpr = WIDE_PARTS + (BLOCK_N // 2 // PART_N if role.HALF and len(addends.half_ptrs) > 0 else 0)
+    PARTS: gl.constexpr = WIDE_PARTS + (
+        BLOCK_N // 2 // PART_N if role.HALF and len(addends.half_ptrs) > 0 else 0
+    )
     ROUNDS: gl.constexpr = min(cdiv(STEPS, ROUND), max(PARTS, 1))
     FREE: gl.constexpr = free_steps(K, BLOCK_K, ROUNDS)
     NUM_ACCS: gl.constexpr = role.WIDE + role.HALF
@@ -200,7 +239,9 @@ def gemm(ring, step, addends, role, K: gl.constexpr):
     for i in gl.static_range(max(ROUNDS, PARTS)):
         if i < ROUNDS:
             for j in gl.static_range(FREE + i * ROUND, min(FREE + (i + 1) * ROUND, STEPS)):
-                accs = _issue_step(ring, step, accs, role, i >= WIDE_PARTS and i < PARTS, step_depth(K, BLOCK_K, j))
+                accs = _issue_step(
+                    ring, step, accs, role, i >= WIDE_PARTS and i < PARTS, step_depth(K, BLOCK_K, j)
+                )
                 if j > FREE + i * ROUND:
                     accs = _wait(accs, role, NUM_ACCS)
                     _consumer_release(ring, step - 1, True)

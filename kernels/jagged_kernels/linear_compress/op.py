@@ -1,12 +1,15 @@
 """Linear compression: the registered operators, their launches and autograd.
 
-    out[b] = Σ_l (W_l @ E_l)[index_l[b]]                       the last level has no index: its row b is b
-    G_l[u] = Σ dO[b] over the b with index_l[b] = u,  dW_l = Σ_u G_l[u] E_l[u]ᵀ,  dE_l[u] = W_lᵀ G_l[u]
+    out[b] = Σ_l (W_l @ E_l)[index_l[b]]                       the last level has no index: its row
+    b is b
+    G_l[u] = Σ dO[b] over the b with index_l[b] = u,  dW_l = Σ_u G_l[u] E_l[u]ᵀ,  dE_l[u] = W_lᵀ
+    G_l[u]
 
-Results of the shared levels are kept in fp32, and added to the candidates' accumulator before it is rounded. Every output tile has one
-owner and every sum a fixed order, so results are deterministic.
+Results of the shared levels are kept in fp32, and added to the candidates' accumulator before it is
+rounded. Every output tile has one owner and every sum a fixed order, so results are deterministic.
 
-select.py chooses the kernels, configs.py has their launch configurations. triton_kernels.py and hopper.py are the two backends.
+select.py chooses the kernels, configs.py has their launch configurations. triton_kernels.py and
+hopper.py are the two backends.
 """
 
 from __future__ import annotations
@@ -24,26 +27,41 @@ from ..common.descriptors import descriptor, has_descriptor
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
 from ..common.ops import below_autograd, differentiate, direct, operator
 from .select import LinearCompressProblem, select_backward, select_forward, select_shared_gemm
-from .triton_kernels import align_rows_kernel, linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
+from .triton_kernels import (
+    align_rows_kernel,
+    linear_compress_bwd_dw_kernel,
+    linear_compress_fwd_kernel,
+    sum_groups_kernel,
+)
 
-# -- forward -----------------------------------------------------------------------------------------------------------------
+# -- forward ---------------------------------------------------------------------------------------
 
 
 def _fake(weights, embeddings, indices, orders, offsets, *options):
-    return embeddings[-1].new_empty((embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2]))
+    return embeddings[-1].new_empty(
+        (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
+    )
 
 
 @operator("linear_compress", fake=_fake)
 def triton_linear_compress(
-    weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor], orders: list[Tensor | None], offsets: list[Tensor | None],
-    implementation: str, batch_invariant: bool = False,
-) -> Tensor:  # fmt: skip
-    """Multiply every shared level at its own batch size, then the candidates' level, adding the others.
+    weights: list[Tensor],
+    embeddings: list[Tensor],
+    indices: list[Tensor],
+    orders: list[Tensor | None],
+    offsets: list[Tensor | None],
+    implementation: str,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Multiply every shared level at its own batch size, then the candidates' level, adding the
+    others.
 
     Args:
-        weights: `[M, K_l]`, embeddings: `[B_l, K_l, N]`; fp32, fp16 or bf16. The last level is the candidates', with the output's batch B.
+        weights: `[M, K_l]`, embeddings: `[B_l, K_l, N]`; fp32, fp16 or bf16. The last level is the
+            candidates', with the output's batch B.
         indices: `[B]` for every level but the last.
-        orders, offsets: the batch rows grouped by their index, as `CandidateIndex` has them, for the backward. Offsets None: the backward
+        orders, offsets: the batch rows grouped by their index, as `CandidateIndex` has them, for
+            the backward. Offsets None: the backward
             sorts them. Order None with offsets: they are grouped already.
         implementation: "triton", "hopper", or "auto": "hopper" where it is supported and faster.
         batch_invariant: kernels, tiles and splits do not depend on the batch sizes.
@@ -55,8 +73,12 @@ def triton_linear_compress(
         ValueError: implementation "hopper", which does not support the operands.
     """
     (batch, _, n), m = embeddings[-1].shape, weights[-1].shape[0]
-    aligned = implementation != "triton" and (batch == 0 or all(has_descriptor(x) for x in embeddings))
-    nonempty = all(x.numel() > 0 for x in weights) and (batch == 0 or all(x.numel() > 0 for x in embeddings))
+    aligned = implementation != "triton" and (
+        batch == 0 or all(has_descriptor(x) for x in embeddings)
+    )
+    nonempty = all(x.numel() > 0 for x in weights) and (
+        batch == 0 or all(x.numel() > 0 for x in embeddings)
+    )
     choice = select_forward(_problem(embeddings[-1], aligned, nonempty), implementation)
     if batch == 0:
         return embeddings[-1].new_empty((0, m, n))
@@ -68,21 +90,40 @@ def triton_linear_compress(
         levels = [hopper.Level(*level) for level in zip(weights, embeddings)]
         return hopper.forward(levels, indices, state, tiling, batch_invariant)
     weights, _ = aligned_weights(weights)
-    shared = [_shared_gemm(*level, choice.config, batch_invariant) for level in zip(weights, embeddings[:-1])]
+    shared = [
+        _shared_gemm(*level, choice.config, batch_invariant)
+        for level in zip(weights, embeddings[:-1])
+    ]
     return _gemm(weights[-1], embeddings[-1], shared, indices, embeddings[-1].dtype, choice.config)
 
 
-def _problem(candidates: Tensor, aligned: bool = True, nonempty: bool = True) -> LinearCompressProblem:
+def _problem(
+    candidates: Tensor, aligned: bool = True, nonempty: bool = True
+) -> LinearCompressProblem:
     device = candidates.device
     capability = device_properties(device).capability
-    return LinearCompressProblem(candidates.shape[2], candidates.dtype, aligned, nonempty, device.type, capability)
+    return LinearCompressProblem(
+        candidates.shape[2], candidates.dtype, aligned, nonempty, device.type, capability
+    )
 
 
-def _shared_gemm(weight: Tensor, embedding: Tensor, config: GemmConfig, batch_invariant: bool) -> Tensor:
-    """A shared level's result in fp32, which the candidates' GEMM adds in its epilogue. weight: with aligned rows."""
+def _shared_gemm(
+    weight: Tensor, embedding: Tensor, config: GemmConfig, batch_invariant: bool
+) -> Tensor:
+    """A shared level's result in fp32, which the candidates' GEMM adds in its epilogue. weight:
+    with aligned rows."""
     (batch, _, n), m, device = embedding.shape, weight.shape[0], embedding.device
     num_tiles = batch * cdiv(m, 128) * cdiv(n, 256)
-    if select_shared_gemm(num_tiles, embedding.dtype, device.type, device_properties(device).num_sms, batch_invariant) == "triton":
+    if (
+        select_shared_gemm(
+            num_tiles,
+            embedding.dtype,
+            device.type,
+            device_properties(device).num_sms,
+            batch_invariant,
+        )
+        == "triton"
+    ):
         return _gemm(weight, embedding, (), (), torch.float32, config)
     if device.type != "cuda":  # in Triton's interpreter
         return _cublas_gemm(weight.float(), embedding.float())
@@ -97,9 +138,15 @@ def _cublas_gemm(weight: Tensor, embedding: Tensor) -> Tensor:
 
 
 def _gemm(
-    weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype, config: GemmConfig
+    weight: Tensor,
+    embedding: Tensor,
+    addends: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    dtype: torch.dtype,
+    config: GemmConfig,
 ) -> Tensor:
-    """weight `[M, K]`, with aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`, by Triton."""
+    """weight `[M, K]`, with aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]],
+    `[B, M, N]`, by Triton."""
     weight, embedding = weight.unsqueeze(0), contiguous_last_dim(embedding)
     (batch, k, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)
@@ -107,23 +154,40 @@ def _gemm(
     if tiles == 0:
         return out
     half = config.block_m // 2
-    tail = half if half >= 64 and 0 < m % config.block_m <= half else config.block_m  # rows of the last M tile
+    # rows of the last M tile
+    tail = half if half >= 64 and 0 < m % config.block_m <= half else config.block_m
     workers = device_properties(embedding.device).num_sms * config.ctas_per_sm
     align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
     linear_compress_fwd_kernel[(min(tiles, workers),)](
-        weight, embedding, out, tuple(addends), tuple(indices),
+        weight,
+        embedding,
+        out,
+        tuple(addends),
+        tuple(indices),
         _descriptor(weight, config.block_m, config.block_k, config),
         _descriptor(weight, tail, config.block_k, config) if tail < config.block_m else None,
         _descriptor(embedding, config.block_k, config.block_n, config),
-        batch, *strides, M=m, K=k, N=n, BLOCK_M=config.block_m, TAIL_M=tail, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        ALIGN=align, PRECISION=precision(embedding), num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        batch,
+        *strides,
+        M=m,
+        K=k,
+        N=n,
+        BLOCK_M=config.block_m,
+        TAIL_M=tail,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        ALIGN=align,
+        PRECISION=precision(embedding),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
     return out
 
 
 def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list[Tensor], Tensor]:
-    """The weights, and num_zeros int32 zeros. Weights whose rows do not start at 16-byte boundaries are copied to rows that do: otherwise
-    they would be loaded 4 bytes at a time, which would take most of the time. One launch for the copies and the zeros."""
+    """The weights, and num_zeros int32 zeros. Weights whose rows do not start at 16-byte boundaries
+    are copied to rows that do: otherwise they would be loaded 4 bytes at a time, which would take
+    most of the time. One launch for the copies and the zeros."""
     aligned, copies = list(weights), []
     for level, weight in enumerate(weights):
         if not has_descriptor(weight.unsqueeze(0)):
@@ -131,35 +195,55 @@ def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list
             aligned[level] = weight.new_empty((rows, stride))[:, :columns]
             copies.append((weight, *weight.stride(), aligned[level], stride, columns))
     if not copies or weights[0].shape[0] == 0:
-        return aligned, weights[0].new_zeros(num_zeros, dtype=torch.int32)  # less of the host's time
+        # less of the host's time
+        return aligned, weights[0].new_zeros(num_zeros, dtype=torch.int32)
     zeros = weights[0].new_empty(num_zeros, dtype=torch.int32)
-    align_rows_kernel[(weights[0].shape[0],)](tuple(copies), zeros, num_zeros, BLOCK=1024, num_warps=4)
+    align_rows_kernel[(weights[0].shape[0],)](
+        tuple(copies), zeros, num_zeros, BLOCK=1024, num_warps=4
+    )
     return aligned, zeros
 
 
 def _descriptor(x: Tensor, rows: int, columns: int, config: GemmConfig) -> TensorDescriptor | None:
-    """TMA descriptor of x for blocks [1, rows, columns]. None without TMA, or if rows of x do not start at 16-byte boundaries."""
-    return descriptor(x, 1, rows, columns) if config.uses_tma and x.numel() > 0 and has_descriptor(x) else None
+    """TMA descriptor of x for blocks [1, rows, columns]. None without TMA, or if rows of x do not
+    start at 16-byte boundaries."""
+    return (
+        descriptor(x, 1, rows, columns)
+        if config.uses_tma and x.numel() > 0 and has_descriptor(x)
+        else None
+    )
 
 
-# -- backward ----------------------------------------------------------------------------------------------------------------
+# -- backward --------------------------------------------------------------------------------------
 
 
 def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted, *options):
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in weights]
-    gradients += [x.new_empty((x.shape[0], cdiv(x.shape[1], 8) * 8, x.shape[2]))[:, : x.shape[1]] for x in embeddings]
+    gradients += [
+        x.new_empty((x.shape[0], cdiv(x.shape[1], 8) * 8, x.shape[2]))[:, : x.shape[1]]
+        for x in embeddings
+    ]
     return [x if want else x.new_empty(0) for x, want in zip(gradients, wanted)]
 
 
 @operator("linear_compress_backward", fake=_backward_fake)
 def triton_linear_compress_backward(
-    do: Tensor, weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor], orders: list[Tensor | None],
-    offsets: list[Tensor | None], wanted: list[bool], batch_invariant: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the weights and the embeddings that are `wanted` (first of all weights, then of all embeddings); the others empty."""
+    do: Tensor,
+    weights: list[Tensor],
+    embeddings: list[Tensor],
+    indices: list[Tensor],
+    orders: list[Tensor | None],
+    offsets: list[Tensor | None],
+    wanted: list[bool],
+    batch_invariant: bool = False,
+) -> list[Tensor]:
+    """Gradients of the weights and the embeddings that are `wanted` (first of all weights, then of
+    all embeddings); the others empty."""
     do = do.contiguous()
     levels = len(weights)
-    choice = select_backward(_problem(embeddings[-1]), do.shape[1], tuple(x.shape[1] for x in weights), batch_invariant)
+    choice = select_backward(
+        _problem(embeddings[-1]), do.shape[1], tuple(x.shape[1] for x in weights), batch_invariant
+    )
     gradients: list[Tensor | None] = [None] * len(wanted)
     for level in reversed(range(levels)):  # the longest kernels first, so that the host runs ahead
         weight, embedding = weights[level], embeddings[level]
@@ -167,7 +251,11 @@ def triton_linear_compress_backward(
             continue
         gradient = do
         if level < levels - 1:
-            grouped = (orders[level], offsets[level]) if offsets[level] is not None else _group(indices[level], embedding.shape[0])
+            grouped = (
+                (orders[level], offsets[level])
+                if offsets[level] is not None
+                else _group(indices[level], embedding.shape[0])
+            )
             gradient = _sum_groups(do, *grouped, batch_invariant)
         if wanted[level]:
             gradients[level] = _weight_gradient(gradient, embedding, choice.weights[level])
@@ -177,7 +265,8 @@ def triton_linear_compress_backward(
 
 
 def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) -> Tensor:
-    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, with K padded to a multiple of 8: otherwise cuBLAS takes five times as long."""
+    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, with K padded to a multiple of 8: otherwise cuBLAS
+    takes five times as long."""
     columns = weight.shape[1]
     if columns % 8:
         weight = functional.pad(weight, (0, -columns % 8))
@@ -188,10 +277,14 @@ def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) 
 
 
 def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) -> Tensor:
-    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`. Fp32 parts, enough to fill the GPU, are added in a fixed order."""
+    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`. Fp32 parts, enough to fill the GPU, are
+    added in a fixed order."""
     embedding = contiguous_last_dim(embedding)
     (batch, m, n), k = gradient.shape, embedding.shape[1]
-    tiles, steps = cdiv(m, config.block_m) * cdiv(k, config.block_n), batch * cdiv(n, config.block_k)
+    tiles, steps = (
+        cdiv(m, config.block_m) * cdiv(k, config.block_n),
+        batch * cdiv(n, config.block_k),
+    )
     if tiles * steps == 0:
         return gradient.new_zeros((m, k))
     workers = device_properties(embedding.device).num_sms * config.ctas_per_sm
@@ -199,34 +292,56 @@ def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) ->
     partial = gradient.new_empty((parts, m, k), dtype=torch.float32)
     align, strides = aligned_strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
     linear_compress_bwd_dw_kernel[(tiles, parts)](
-        gradient, embedding, partial,
-        _descriptor(gradient, config.block_m, config.block_k, config), _descriptor(embedding, config.block_n, config.block_k, config),
-        batch, *strides, M=m, K=k, N=n, BLOCK_M=config.block_m, BLOCK_K=config.block_n, BLOCK_N=config.block_k,
-        ALIGN=align, PRECISION=precision(embedding), num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        gradient,
+        embedding,
+        partial,
+        _descriptor(gradient, config.block_m, config.block_k, config),
+        _descriptor(embedding, config.block_n, config.block_k, config),
+        batch,
+        *strides,
+        M=m,
+        K=k,
+        N=n,
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_n,
+        BLOCK_N=config.block_k,
+        ALIGN=align,
+        PRECISION=precision(embedding),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
     return partial.sum(0).to(gradient.dtype)
 
 
 def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Order that groups equal indices, and the groups' offsets."""
     groups, order = torch.sort(index, stable=True)
-    return order, torch.searchsorted(groups, torch.arange(num_groups + 1, dtype=groups.dtype, device=groups.device))
+    return order, torch.searchsorted(
+        groups, torch.arange(num_groups + 1, dtype=groups.dtype, device=groups.device)
+    )
 
 
-def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor, batch_invariant: bool = False) -> Tensor:
+def _sum_groups(
+    x: Tensor, order: Tensor | None, offsets: Tensor, batch_invariant: bool = False
+) -> Tensor:
     """Sums of groups of x's first dimension, with one rounding. x is contiguous."""
     groups = offsets.shape[0] - 1
     out = x.new_empty((groups, *x.shape[1:]))
     if out.numel() == 0 or x.numel() == 0:
         return out.zero_()
-    size = out.stride(0)  # not x's: a dimension of size 1 may have any stride in a contiguous tensor
-    small_blocks = batch_invariant or groups * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
+    # not x's: a dimension of size 1 may have any stride in a contiguous tensor
+    size = out.stride(0)
+    small_blocks = (
+        batch_invariant or groups * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
+    )
     block, rows = (256, 16) if small_blocks else (1024, 8)
-    sum_groups_kernel[(groups * cdiv(size, block),)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)
+    sum_groups_kernel[(groups * cdiv(size, block),)](
+        x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4
+    )
     return out
 
 
-# -- autograd ----------------------------------------------------------------------------------------------------------------
+# -- autograd --------------------------------------------------------------------------------------
 
 
 class _LinearCompress(torch.autograd.Function):
@@ -240,7 +355,9 @@ class _LinearCompress(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         wanted = list(ctx.needs_input_grad[2 : 2 + 2 * ctx.levels])
-        gradients = triton_linear_compress_backward(do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted, *ctx.options[1:])
+        gradients = triton_linear_compress_backward(
+            do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted, *ctx.options[1:]
+        )
         gradients = [gradient if want else None for gradient, want in zip(gradients, wanted)]
         return None, None, *gradients, *(None,) * 3 * (ctx.levels - 1)
 
@@ -249,11 +366,16 @@ class _LinearCompressBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, do, levels: int, options: tuple, *tensors):
         with below_autograd():
-            return tuple(triton_linear_compress_backward(do, *_unflatten(levels, tensors), *options))
+            return tuple(
+                triton_linear_compress_backward(do, *_unflatten(levels, tensors), *options)
+            )
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError("linear_compress is not differentiable twice: its backward kernels have no derivative of their own")
+        raise RuntimeError(
+            "linear_compress is not differentiable twice: its backward kernels have no derivative"
+            " of their own"
+        )
 
 
 def _unflatten(levels: int, tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
@@ -274,8 +396,13 @@ def linear_compress(*args: Any) -> Tensor:
     return direct(triton_linear_compress, args, _flatten(args[:5]))(*args)
 
 
-differentiate(triton_linear_compress, lambda *args: _LinearCompress.apply(len(args[0]), args[5:], *_flatten(args[:5])))
+differentiate(
+    triton_linear_compress,
+    lambda *args: _LinearCompress.apply(len(args[0]), args[5:], *_flatten(args[:5])),
+)
 differentiate(
     triton_linear_compress_backward,
-    lambda do, *args: list(_LinearCompressBackward.apply(do, len(args[0]), args[5:], *_flatten(args[:5]))),
+    lambda do, *args: list(
+        _LinearCompressBackward.apply(do, len(args[0]), args[5:], *_flatten(args[:5]))
+    ),
 )

@@ -15,8 +15,8 @@ from .configs import hopper_gemm_config, linear_compress_config, weight_gradient
 class LinearCompressProblem(NamedTuple):
     """What the choice depends on: weights `[M, K_l]`, embeddings `[B_l, K_l, N]`.
 
-    aligned: rows of the embeddings start at 16-byte boundaries. nonempty: all weights have elements, and if there are candidates, so have
-    all embeddings.
+    aligned: rows of the embeddings start at 16-byte boundaries. nonempty: all weights have
+    elements, and if there are candidates, so have all embeddings.
     """
 
     n: int
@@ -28,8 +28,8 @@ class LinearCompressProblem(NamedTuple):
 
 
 class BackwardChoice(NamedTuple):
-    """weights: configurations of the Triton GEMMs for each weight's gradient. embeddings: backend of the embeddings' gradients, "cublas" or
-    "triton", and configuration for "triton"."""
+    """weights: configurations of the Triton GEMMs for each weight's gradient. embeddings: backend
+    of the embeddings' gradients, "cublas" or "triton", and configuration for "triton"."""
 
     weights: tuple[GemmConfig, ...]
     embeddings: KernelChoice
@@ -46,23 +46,35 @@ def select_forward(problem: LinearCompressProblem, implementation: str) -> Kerne
         ValueError: implementation "hopper", which does not support the problem.
     """
     on_hopper = problem.device_type == "cuda" and problem.capability == (9, 0)
-    supported = on_hopper and problem.dtype.itemsize == 2 and problem.n % 8 == 0 and problem.aligned and problem.nonempty
+    supported = (
+        on_hopper
+        and problem.dtype.itemsize == 2
+        and problem.n % 8 == 0
+        and problem.aligned
+        and problem.nonempty
+    )
     if implementation == "hopper" and not supported:
         raise ValueError(
-            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, no empty weights, and embeddings of N a "
-            f"multiple of 8 with rows at 16-byte boundaries; got {problem.dtype} on {problem.device_type} with capability "
-            f"{'.'.join(map(str, problem.capability))}, {'no' if problem.nonempty else 'some'} empty weights or embeddings, "
-            f"N = {problem.n}, rows {'' if problem.aligned else 'not '}at 16-byte boundaries"
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, no"
+            " empty weights, and embeddings of N a multiple of 8 with rows at 16-byte boundaries;"
+            f" got {problem.dtype} on {problem.device_type} with capability"
+            f" {'.'.join(map(str, problem.capability))}, {'no' if problem.nonempty else 'some'}"
+            f" empty weights or embeddings, N = {problem.n}, rows"
+            f" {'' if problem.aligned else 'not '}at 16-byte boundaries"
         )
-    if supported and (implementation == "hopper" or implementation == "auto" and problem.n > 64):  # N <= 64 fills half of its tiles
+    # N <= 64 fills half of its tiles
+    if supported and (implementation == "hopper" or implementation == "auto" and problem.n > 64):
         return KernelChoice("hopper", hopper_gemm_config(problem.n))
     return KernelChoice("triton", _triton_config(problem))
 
 
-def select_shared_gemm(num_tiles: int, dtype: torch.dtype, device_type: str, num_sms: int, batch_invariant: bool) -> str:
+def select_shared_gemm(
+    num_tiles: int, dtype: torch.dtype, device_type: str, num_sms: int, batch_invariant: bool
+) -> str:
     """Backend of a shared level's GEMM beside the candidates' Triton GEMM: "triton" or "cublas".
 
-    num_tiles: of 128 x 256. With few of them, cuBLAS takes less host time. cuBLAS chooses its algorithm by the batch size.
+    num_tiles: of 128 x 256. With few of them, cuBLAS takes less host time. cuBLAS chooses its
+    algorithm by the batch size.
     """
     if batch_invariant:
         return "triton"
@@ -72,7 +84,9 @@ def select_shared_gemm(num_tiles: int, dtype: torch.dtype, device_type: str, num
 
 
 @functools.cache
-def select_backward(problem: LinearCompressProblem, m: int, depths: tuple[int, ...], batch_invariant: bool) -> BackwardChoice:
+def select_backward(
+    problem: LinearCompressProblem, m: int, depths: tuple[int, ...], batch_invariant: bool
+) -> BackwardChoice:
     """Backends and configurations of the backward; depths: K of each level."""
     itemsize, capability, uses_tma = problem.dtype.itemsize, problem.capability, _uses_tma(problem)
     weights = (weight_gradient_config(itemsize, capability, m, k) for k in depths)

@@ -1,7 +1,8 @@
-"""Portable device code of linear compression: copies of weights, the GEMM with addends, a weight's gradient, sums over groups of rows.
-op.py has the equations.
+"""Portable device code of linear compression: copies of weights, the GEMM with addends, a weight's
+gradient, sums over groups of rows. op.py has the equations.
 
-M, K and N are constants, as a model fixes them; batch sizes are not. Strides are in units of ALIGN elements (see `aligned_strides`).
+M, K and N are constants, as a model fixes them; batch sizes are not. Strides are in units of ALIGN
+elements (see `aligned_strides`).
 """
 
 from typing import NamedTuple
@@ -44,35 +45,60 @@ class Sizes(NamedTuple):
 def align_rows_kernel(copies, zeros_ptr, num_zeros, BLOCK: tl.constexpr):
     """Copy weights to rows of another stride, and write zeros. Grid: rows of the weights.
 
-    copies: for each weight its pointer and strides, the copy's pointer and row stride, and the number of columns.
+    copies: for each weight its pointer and strides, the copy's pointer and row stride, and the
+    number of columns.
     """
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     for level in tl.static_range(len(copies)):
         weight_ptr, stride_row, stride_column, copy_ptr, stride_copy, num_columns = copies[level]
         for first in range(0, num_columns, BLOCK):
             column = first + lanes
-            x = tl.load(weight_ptr + row * stride_row + column.to(tl.int64) * stride_column, mask=column < num_columns)
+            x = tl.load(
+                weight_ptr + row * stride_row + column.to(tl.int64) * stride_column,
+                mask=column < num_columns,
+            )
             tl.store(copy_ptr + row * stride_copy + column, x, mask=column < num_columns)
     for first in range(tl.program_id(0) * BLOCK, num_zeros, tl.num_programs(0) * BLOCK):
         tl.store(zeros_ptr + first + lanes, 0, mask=first + lanes < num_zeros)
 
 
 @triton.jit
-def _store_epilogue(acc, addends, out_ptr, tile, M: tl.constexpr, N: tl.constexpr, MAX_N: tl.constexpr):
-    """out[batch] = acc + the addends of the batch row. Tiles of more than MAX_N columns are stored by halves: the accumulator changes its
-    layout through shared memory, which halves need less of."""
+def _store_epilogue(
+    acc, addends, out_ptr, tile, M: tl.constexpr, N: tl.constexpr, MAX_N: tl.constexpr
+):
+    """out[batch] = acc + the addends of the batch row. Tiles of more than MAX_N columns are stored
+    by halves: the accumulator changes its layout through shared memory, which halves need less
+    of."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if BLOCK_N > MAX_N:
         left, right = tl.split(tl.permute(tl.reshape(acc, BLOCK_M, 2, BLOCK_N // 2), 0, 2, 1))
         _store_epilogue(left, addends, out_ptr, tile, M, N, MAX_N)
-        _store_epilogue(right, addends, out_ptr, Tile(tile.batch, tile.row, tile.column + BLOCK_N // 2), M, N, MAX_N)
+        _store_epilogue(
+            right,
+            addends,
+            out_ptr,
+            Tile(tile.batch, tile.row, tile.column + BLOCK_N // 2),
+            M,
+            N,
+            MAX_N,
+        )
     else:
         for level in tl.static_range(len(addends.ptrs)):
             index = tl.load(addends.indices_ptrs[level] + tile.batch)
             addend = Matrices(addends.ptrs[level], None, M * N, N)
             acc += load_block(addend, index, tile.row, tile.column, M, N, BLOCK_M, BLOCK_N)
-        store_block(Matrices(out_ptr, None, M * N, N), tile.batch, tile.row, tile.column, acc, M, N, BLOCK_M, BLOCK_N)
+        store_block(
+            Matrices(out_ptr, None, M * N, N),
+            tile.batch,
+            tile.row,
+            tile.column,
+            acc,
+            M,
+            N,
+            BLOCK_M,
+            BLOCK_N,
+        )
 
 
 @triton.jit
@@ -80,7 +106,9 @@ def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, sizes):
     acc = tl.zeros([BLOCK_M, sizes.BLOCK_N], tl.float32)
     for k in range(0, sizes.K, sizes.BLOCK_K):
         w_block = load_block(w, 0, tile.row, k, sizes.M, sizes.K, BLOCK_M, sizes.BLOCK_K)
-        e_block = load_block(e, tile.batch, k, tile.column, sizes.K, sizes.N, sizes.BLOCK_K, sizes.BLOCK_N)
+        e_block = load_block(
+            e, tile.batch, k, tile.column, sizes.K, sizes.N, sizes.BLOCK_K, sizes.BLOCK_N
+        )
         acc = tl.dot(w_block, e_block, acc, input_precision=sizes.PRECISION)
     _store_epilogue(acc, addends, out_ptr, tile, sizes.M, sizes.N, 128)
 
@@ -88,38 +116,90 @@ def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, sizes):
 @safe_ptxas
 @triton.jit(do_not_specialize=["batch"])
 def linear_compress_fwd_kernel(
-    w_ptr, e_ptr, out_ptr, addends_ptr, indices_ptr, w_desc, w_tail_desc, e_desc, batch, stride_w, stride_eb, stride_e,
-    M: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], `[M, N]` each, the addends in fp32. Persistent.
+    w_ptr,
+    e_ptr,
+    out_ptr,
+    addends_ptr,
+    indices_ptr,
+    w_desc,
+    w_tail_desc,
+    e_desc,
+    batch,
+    stride_w,
+    stride_eb,
+    stride_e,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], `[M, N]` each, the addends in fp32.
+    Persistent.
 
-    The tiles of a batch row follow one another, so its embeddings are read from DRAM once. Its last M tile has TAIL_M rows. Which of its
-    tiles is first rotates from wave to wave, so that no program gets the short ones alone.
+    The tiles of a batch row follow one another, so its embeddings are read from DRAM once. Its last
+    M tile has TAIL_M rows. Which of its tiles is first rotates from wave to wave, so that no
+    program gets the short ones alone.
     """
     BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
     sizes: tl.constexpr = Sizes(M, K, N, BLOCK_N, BLOCK_K, PRECISION)
     e = Matrices(e_ptr, e_desc, stride_eb * ALIGN, stride_e * ALIGN)
     addends = Addends(addends_ptr, indices_ptr)
-    # No pipelining: where one block spans K, Triton would pipeline the loop over tiles and exceed shared memory.
+    # No pipelining: where one block spans K, Triton would pipeline the loop over tiles and exceed
+    # shared memory.
     for index in tl.range(tl.program_id(0), batch * TILES, tl.num_programs(0), num_stages=1):
         b = index // TILES
         part = (index + b * TILES // tl.num_programs(0)) % TILES
         tile = Tile(b, part // BLOCKS_N * BLOCK_M, part % BLOCKS_N * BLOCK_N)
         if TAIL_M == BLOCK_M or tile.row + BLOCK_M <= M:
-            _gemm_tile(Matrices(w_ptr, w_desc, 0, stride_w * ALIGN), e, addends, out_ptr, tile, BLOCK_M, sizes)
+            _gemm_tile(
+                Matrices(w_ptr, w_desc, 0, stride_w * ALIGN),
+                e,
+                addends,
+                out_ptr,
+                tile,
+                BLOCK_M,
+                sizes,
+            )
         else:
-            _gemm_tile(Matrices(w_ptr, w_tail_desc, 0, stride_w * ALIGN), e, addends, out_ptr, tile, TAIL_M, sizes)
+            _gemm_tile(
+                Matrices(w_ptr, w_tail_desc, 0, stride_w * ALIGN),
+                e,
+                addends,
+                out_ptr,
+                tile,
+                TAIL_M,
+                sizes,
+            )
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["batch"])
 def linear_compress_bwd_dw_kernel(
-    g_ptr, e_ptr, partial_ptr, g_desc, e_desc, batch, stride_gb, stride_g, stride_eb, stride_e,
-    M: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    g_ptr,
+    e_ptr,
+    partial_ptr,
+    g_desc,
+    e_desc,
+    batch,
+    stride_gb,
+    stride_g,
+    stride_eb,
+    stride_e,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """partial[p] = the p-th of equal parts of Σ_b G[b] E[b]ᵀ, `[M, K]` fp32. Grid: tiles, parts.
 
     The sum runs over the blocks of BLOCK_N columns of all batch rows in one long loop.
@@ -130,24 +210,38 @@ def linear_compress_bwd_dw_kernel(
     e = Matrices(e_ptr, e_desc, stride_eb * ALIGN, stride_e * ALIGN)
     row, column = tl.program_id(0) // BLOCKS_K * BLOCK_M, tl.program_id(0) % BLOCKS_K * BLOCK_K
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    first, last = (part * batch * STEPS // parts).to(tl.int32), ((part + 1) * batch * STEPS // parts).to(tl.int32)
+    first, last = (
+        (part * batch * STEPS // parts).to(tl.int32),
+        ((part + 1) * batch * STEPS // parts).to(tl.int32),
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for step in range(first, last):
         g_block = load_block(g, step // STEPS, row, step % STEPS * BLOCK_N, M, N, BLOCK_M, BLOCK_N)
-        e_block = load_block(e, step // STEPS, column, step % STEPS * BLOCK_N, K, N, BLOCK_K, BLOCK_N)
+        e_block = load_block(
+            e, step // STEPS, column, step % STEPS * BLOCK_N, K, N, BLOCK_K, BLOCK_N
+        )
         acc = tl.dot(g_block, tl.trans(e_block), acc, input_precision=PRECISION)
-    store_block(Matrices(partial_ptr, None, M * K, K), part, row, column, acc, M, K, BLOCK_M, BLOCK_K)
+    store_block(
+        Matrices(partial_ptr, None, M * K, K), part, row, column, acc, M, K, BLOCK_M, BLOCK_K
+    )
 
 
 @safe_ptxas
 @triton.jit
-def sum_groups_kernel(x_ptr, order_ptr, offsets_ptr, out_ptr, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[g] = Σ x[order[i]] over i from offsets[g] to offsets[g + 1], rows of `size`, in fp32 and in that order.
+def sum_groups_kernel(
+    x_ptr, order_ptr, offsets_ptr, out_ptr, size, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[g] = Σ x[order[i]] over i from offsets[g] to offsets[g + 1], rows of `size`, in fp32 and
+    in that order.
 
-    Grid: groups, blocks of a row, which follow one another. In one dimension, as the others have at most 65,535 programs.
+    Grid: groups, blocks of a row, which follow one another. In one dimension, as the others have at
+    most 65,535 programs.
     """
     blocks = tl.cdiv(size, BLOCK)
-    group, lanes = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    group, lanes = (
+        tl.program_id(0) // blocks,
+        tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK),
+    )
     start, end = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(start, end, ROWS):
@@ -155,6 +249,8 @@ def sum_groups_kernel(x_ptr, order_ptr, offsets_ptr, out_ptr, size, ROWS: tl.con
         mask = (rows < end)[:, None] & (lanes < size)[None, :]
         if order_ptr is not None:
             rows = tl.load(order_ptr + rows, mask=rows < end, other=0)
-        acc += tl.load(x_ptr + rows.to(tl.int64)[:, None] * size + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
+        acc += tl.load(
+            x_ptr + rows.to(tl.int64)[:, None] * size + lanes[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
     out = tl.sum(acc, 0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + group.to(tl.int64) * size + lanes, out, mask=lanes < size)

@@ -1,8 +1,9 @@
 """Device code of matrix multiplications of jagged tensors. The equations are in op.py.
 
-Tiles of rows are numbered in closed form (`find_tile`), so a grid follows from shapes alone. Feature dimensions are constants, as a model
-fixes them; numbers of rows and segments are not. Row strides are in units of ALIGN elements (see `aligned_strides`): ALIGN alone decides
-how wide loads are, so a batch of one row, whose stride is arbitrary, runs the same kernel.
+Tiles of rows are numbered in closed form (`find_tile`), so a grid follows from shapes alone.
+Feature dimensions are constants, as a model fixes them; numbers of rows and segments are not. Row
+strides are in units of ALIGN elements (see `aligned_strides`): ALIGN alone decides how wide loads
+are, so a batch of one row, whose stride is arbitrary, runs the same kernel.
 """
 
 import triton
@@ -13,16 +14,46 @@ from ..common.ptxas import safe_ptxas
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "stride_x", "stride_yb", "stride_y", "stride_bias", "stride_grad"])
+@triton.jit(
+    do_not_specialize=[
+        "num_segments",
+        "stride_x",
+        "stride_yb",
+        "stride_y",
+        "stride_bias",
+        "stride_grad",
+    ]
+)
 def jagged_dense_bmm_kernel(
-    x_ptr, y_ptr, bias_ptr, grad_ptr, out_ptr, offsets_ptr, num_segments, stride_x, stride_yb, stride_y, stride_bias, stride_grad,
-    D: tl.constexpr, T: tl.constexpr, TRANSPOSED: tl.constexpr, ACTIVATION: tl.constexpr, FACTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out[b] = activation(x[b] @ y[b] + bias[b]), `[L, T]`. With grad_ptr, a gradient of it: grad times the activation's derivative.
+    x_ptr,
+    y_ptr,
+    bias_ptr,
+    grad_ptr,
+    out_ptr,
+    offsets_ptr,
+    num_segments,
+    stride_x,
+    stride_yb,
+    stride_y,
+    stride_bias,
+    stride_grad,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[b] = activation(x[b] @ y[b] + bias[b]), `[L, T]`. With grad_ptr, a gradient of it: grad
+    times the activation's derivative.
 
-    FACTOR: a constant factor of the value and the derivative, which ACTIVATION leaves out. TRANSPOSED: y is `[B, T, D]` in memory.
-    Grid: tile indices of x, blocks of columns, which follow one another: they share x's rows.
+    FACTOR: a constant factor of the value and the derivative, which ACTIVATION leaves out.
+    TRANSPOSED: y is `[B, T, D]` in memory. Grid: tile indices of x, blocks of columns, which follow
+    one another: they share x's rows.
     """
     BLOCKS_N: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
     tile_index, column = tl.program_id(0) // BLOCKS_N, tl.program_id(0) % BLOCKS_N * BLOCK_N
@@ -38,7 +69,11 @@ def jagged_dense_bmm_kernel(
         acc = tl.dot(x, y, acc, input_precision=PRECISION)
     if bias_ptr is not None:
         columns = column + tl.arange(0, BLOCK_N)
-        bias = tl.load(bias_ptr + tl.cast(segment, tl.int64) * (stride_bias * ALIGN) + columns, mask=columns < T, other=0.0)
+        bias = tl.load(
+            bias_ptr + tl.cast(segment, tl.int64) * (stride_bias * ALIGN) + columns,
+            mask=columns < T,
+            other=0.0,
+        )
         acc += bias.to(tl.float32)[None, :]
     if ACTIVATION is not None:
         act, dact = ACTIVATION(acc, 1.0)
@@ -46,7 +81,9 @@ def jagged_dense_bmm_kernel(
             acc = act * FACTOR
         else:
             grad_ptr += start * (stride_grad * ALIGN)
-            grad = load_matrix(grad_ptr, row, column, stride_grad * ALIGN, num_rows, T, BLOCK_M, BLOCK_N, False)
+            grad = load_matrix(
+                grad_ptr, row, column, stride_grad * ALIGN, num_rows, T, BLOCK_M, BLOCK_N, False
+            )
             acc = grad.to(tl.float32) * (dact * FACTOR)
     store_matrix(out_ptr + start * T, row, column, T, acc, num_rows, T)
 
@@ -54,15 +91,29 @@ def jagged_dense_bmm_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift", "stride_x", "stride_y"])
 def jagged_jagged_bmm_kernel(
-    x_ptr, y_ptr, out_ptr, partial_ptr, offsets_ptr, num_segments, shift, stride_x, stride_y,
-    D: tl.constexpr, T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    out_ptr,
+    partial_ptr,
+    offsets_ptr,
+    num_segments,
+    shift,
+    stride_x,
+    stride_y,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """out[b] = x[b]ᵀ @ y[b], `[B, D, T]`. Without x: the sum of y's rows, with D = BLOCK_M = 1.
 
-    A segment longer than a chunk of 2^shift rows is summed by chunks. The sum of chunk i goes to slot 2 (offsets[b] // chunk) + i: a
-    segment of n > chunk rows has at most n // chunk + 1 <= 2 (n // chunk) chunks, and the next segment begins at least n // chunk chunks
-    later. Grid: chunk indices, tiles of the result, which follow one another.
+    A segment longer than a chunk of 2^shift rows is summed by chunks. The sum of chunk i goes to
+    slot 2 (offsets[b] // chunk) + i: a segment of n > chunk rows has at most n // chunk + 1 <= 2 (n
+    // chunk) chunks, and the next segment begins at least n // chunk chunks later. Grid: chunk
+    indices, tiles of the result, which follow one another.
     """
     BLOCKS_N: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (D + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
@@ -80,7 +131,17 @@ def jagged_jagged_bmm_kernel(
         if x_ptr is None:
             acc += tl.sum(y.to(tl.float32), 0)[None, :]
         else:
-            x = load_matrix(x_ptr + start * (stride_x * ALIGN), row, k, stride_x * ALIGN, D, last, BLOCK_M, BLOCK_K, True)
+            x = load_matrix(
+                x_ptr + start * (stride_x * ALIGN),
+                row,
+                k,
+                stride_x * ALIGN,
+                D,
+                last,
+                BLOCK_M,
+                BLOCK_K,
+                True,
+            )
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
     if num_rows <= chunk:
         store_matrix(out_ptr + tl.cast(segment, tl.int64) * (D * T), row, column, T, acc, D, T)
@@ -92,11 +153,20 @@ def jagged_jagged_bmm_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift"])
 def sum_chunks_kernel(
-    partial_ptr, out_ptr, offsets_ptr, num_segments, shift, SIZE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """out[b] = the sum over the chunks of a segment that has several, `[SIZE]` each, in fp32 and in their order.
+    partial_ptr,
+    out_ptr,
+    offsets_ptr,
+    num_segments,
+    shift,
+    SIZE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[b] = the sum over the chunks of a segment that has several, `[SIZE]` each, in fp32 and in
+    their order.
 
-    Grid: windows of as many rows as a chunk, blocks. At most one long segment begins in a window, and no other segment after it.
+    Grid: windows of as many rows as a chunk, blocks. At most one long segment begins in a window,
+    and no other segment after it.
     """
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     window, column = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
@@ -109,20 +179,44 @@ def sum_chunks_kernel(
     acc = tl.zeros([CHUNKS, BLOCK], tl.float32)
     for chunk in range(0, num_chunks, CHUNKS):
         acc += load_matrix(partial_ptr, chunk, column, SIZE, num_chunks, SIZE, CHUNKS, BLOCK, False)
-    store_matrix(out_ptr + tl.cast(segment, tl.int64) * SIZE, 0, column, SIZE, tl.sum(acc, 0)[None, :], 1, SIZE)
+    store_matrix(
+        out_ptr + tl.cast(segment, tl.int64) * SIZE,
+        0,
+        column,
+        SIZE,
+        tl.sum(acc, 0)[None, :],
+        1,
+        SIZE,
+    )
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "stride_x", "stride_y"])
 def jagged_outer_kernel(
-    x_ptr, y_ptr, p_ptr, x_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_x, stride_y,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    p_ptr,
+    x_offsets_ptr,
+    y_offsets_ptr,
+    p_offsets_ptr,
+    num_segments,
+    stride_x,
+    stride_y,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """p[b] = x[b] @ y[b]ᵀ, row-major from p_offsets[b] on. Grid: tile indices of x.
 
-    Without y, x[b] @ x[b]ᵀ: a tile on the diagonal reads its rows once, and a tile above it is also stored transposed, below it.
+    Without y, x[b] @ x[b]ᵀ: a tile on the diagonal reads its rows once, and a tile above it is also
+    stored transposed, below it.
     """
-    segment, x_start, num_rows, row = find_tile(tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK_M))
+    segment, x_start, num_rows, row = find_tile(
+        tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK_M)
+    )
     if row >= num_rows:
         return
     x_ptr += x_start * (stride_x * ALIGN)
@@ -139,7 +233,8 @@ def jagged_outer_kernel(
         other_ptr, stride, first = y_ptr + y_start * (stride_y * ALIGN), stride_y * ALIGN, 0
     STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in range(0, tl.cdiv(num_columns - first, BLOCK_N) * STEPS):  # one loop: the next block's loads are under way while one ends
+    # one loop: the next block's loads are under way while one ends
+    for i in range(0, tl.cdiv(num_columns - first, BLOCK_N) * STEPS):
         column, k = first + i // STEPS * BLOCK_N, i % STEPS * BLOCK_K
         x = load_matrix(x_ptr, row, k, stride_x * ALIGN, num_rows, D, BLOCK_M, BLOCK_K, False)
         y = load_matrix(other_ptr, k, column, stride, D, num_columns, BLOCK_K, BLOCK_N, True)
@@ -153,28 +248,49 @@ def jagged_outer_kernel(
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
-def jagged_symmetric_kernel(p_ptr, out_ptr, x_offsets_ptr, p_offsets_ptr, num_segments, BLOCK: tl.constexpr):
+def jagged_symmetric_kernel(
+    p_ptr, out_ptr, x_offsets_ptr, p_offsets_ptr, num_segments, BLOCK: tl.constexpr
+):
     """out[b] = p[b] + p[b]ᵀ of square matrices. Grid: tile indices of rows."""
     segment, _, size, row = find_tile(tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK))
     start = tl.load(p_offsets_ptr + segment).to(tl.int64)
     for column in range(0, tl.where(row < size, size, 0), BLOCK):
-        block = load_matrix(p_ptr + start, row, column, size, size, size, BLOCK, BLOCK, False).to(tl.float32)
-        mirror = load_matrix(p_ptr + start, row, column, size, size, size, BLOCK, BLOCK, True).to(tl.float32)
+        block = load_matrix(p_ptr + start, row, column, size, size, size, BLOCK, BLOCK, False).to(
+            tl.float32
+        )
+        mirror = load_matrix(p_ptr + start, row, column, size, size, size, BLOCK, BLOCK, True).to(
+            tl.float32
+        )
         store_matrix(out_ptr + start, row, column, size, block + mirror, size, size)
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "stride_y"])
 def array_jagged_bmm_kernel(
-    p_ptr, y_ptr, out_ptr, out_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_y,
-    D: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out[b] = p[b] @ y[b]. p[b] has a row for each row of out[b] and a column for each row of y[b]; TRANSPOSED: p[b]ᵀ is in memory.
-    Grid: tile indices of the result, blocks of columns, which follow one another: they share p."""
+    p_ptr,
+    y_ptr,
+    out_ptr,
+    out_offsets_ptr,
+    y_offsets_ptr,
+    p_offsets_ptr,
+    num_segments,
+    stride_y,
+    D: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[b] = p[b] @ y[b]. p[b] has a row for each row of out[b] and a column for each row of
+    y[b]; TRANSPOSED: p[b]ᵀ is in memory. Grid: tile indices of the result, blocks of columns, which
+    follow one another: they share p."""
     BLOCKS_N: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     tile_index, column = tl.program_id(0) // BLOCKS_N, tl.program_id(0) % BLOCKS_N * BLOCK_N
-    segment, start, num_rows, row = find_tile(tile_index, out_offsets_ptr, num_segments, log2(BLOCK_M))
+    segment, start, num_rows, row = find_tile(
+        tile_index, out_offsets_ptr, num_segments, log2(BLOCK_M)
+    )
     if row >= num_rows:
         return
     y_start, length = load_segment(y_offsets_ptr, segment)
@@ -182,7 +298,17 @@ def array_jagged_bmm_kernel(
     p_ptr += tl.load(p_offsets_ptr + segment).to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, length, BLOCK_K):
-        p = load_matrix(p_ptr, row, k, num_rows if TRANSPOSED else length, num_rows, length, BLOCK_M, BLOCK_K, TRANSPOSED)
+        p = load_matrix(
+            p_ptr,
+            row,
+            k,
+            num_rows if TRANSPOSED else length,
+            num_rows,
+            length,
+            BLOCK_M,
+            BLOCK_K,
+            TRANSPOSED,
+        )
         y = load_matrix(y_ptr, k, column, stride_y * ALIGN, length, D, BLOCK_K, BLOCK_N, False)
         acc = tl.dot(p, y, acc, input_precision=PRECISION)
     store_matrix(out_ptr + start * D, row, column, D, acc, num_rows, D)

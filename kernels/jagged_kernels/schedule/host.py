@@ -1,9 +1,12 @@
-"""The zigzag tile schedule of jagged attention, built on the host from segment lengths (torch only, no triton).
+"""The zigzag tile schedule of jagged attention, built on the host from segment lengths (torch only,
+no triton).
 
-A tile is a block of query rows of a segment and head. Its work is the number of key blocks that it visits. Tiles are sorted by work, most
-first (stable: ties keep segment, head, block order), and assigned to workers in waves of alternating direction: the worker with the longest
-tile of a wave gets the shortest of the next (Algorithm 3 of the GDPA post). A tile's worker follows from its position in the list, so only
-the list goes to the device: the kernels compute which tiles are theirs, for the GPU's number of workers (`zigzag_position`).
+A tile is a block of query rows of a segment and head. Its work is the number of key blocks that it
+visits. Tiles are sorted by work, most first (stable: ties keep segment, head, block order), and
+assigned to workers in waves of alternating direction: the worker with the longest tile of a wave
+gets the shortest of the next (Algorithm 3 of the GDPA post). A tile's worker follows from its
+position in the list, so only the list goes to the device: the kernels compute which tiles are
+theirs, for the GPU's number of workers (`zigzag_position`).
 """
 
 from __future__ import annotations
@@ -19,11 +22,21 @@ from ..attention.pages import Pages
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import Grouping, LoopedSide, grouping, is_short, key_tile_work, query_tile_work, sort_key, work_class
+from .cost import (
+    Grouping,
+    LoopedSide,
+    grouping,
+    is_short,
+    key_tile_work,
+    query_tile_work,
+    sort_key,
+    work_class,
+)
 
 
 class TileList(NamedTuple):
-    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if any will do."""
+    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if
+    any will do."""
 
     tiles: Tensor | None
     num_tiles: Tensor | None
@@ -31,9 +44,11 @@ class TileList(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Several query groups have offsets `[n · B + 1]`: their
-    segments b, B + b, 2B + b, ... read the keys of segment b. long_only: kernels leave out the tiles of short segments. pages: None where
-    the keys of segment b are the rows from kv_offsets[b] on; otherwise they lie in pages, and there is one query group."""
+    """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Several query
+    groups have offsets `[n · B + 1]`: their segments b, B + b, 2B + b, ... read the keys of segment
+    b. long_only: kernels leave out the tiles of short segments. pages: None where the keys of
+    segment b are the rows from kv_offsets[b] on; otherwise they lie in pages, and there is one
+    query group."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
@@ -47,15 +62,22 @@ class Segments(NamedTuple):
 
     @property
     def is_self_attention(self) -> bool:
-        """Whether queries and keys have the same offsets: one tensor, which may have gone through an operator or a graph."""
+        """Whether queries and keys have the same offsets: one tensor, which may have gone through
+        an operator or a graph."""
         q_offsets, kv_offsets = self.q_offsets, self.kv_offsets
-        return q_offsets is kv_offsets or q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
+        return (
+            q_offsets is kv_offsets
+            or q_offsets.data_ptr() == kv_offsets.data_ptr()
+            and q_offsets.shape == kv_offsets.shape
+        )
 
     @property
     def query_groups(self) -> int:
         if self.q_offsets is self.kv_offsets:
             return 1
-        return num_query_groups("q_offsets", self.q_offsets.shape[0] - 1, "kv_offsets", self.kv_offsets.shape[0] - 1)
+        return num_query_groups(
+            "q_offsets", self.q_offsets.shape[0] - 1, "kv_offsets", self.kv_offsets.shape[0] - 1
+        )
 
     @property
     def segments_per_group(self) -> int | None:
@@ -65,20 +87,25 @@ class Segments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """Tiles of one attention call: those of long segments, then those of short ones (cost.is_short), each longest first. Or they are listed
-    in groups of segments (cost.grouping); then all count as tiles of long segments.
+    """Tiles of one attention call: those of long segments, then those of short ones
+    (cost.is_short), each longest first. Or they are listed in groups of segments (cost.grouping);
+    then all count as tiles of long segments.
 
     Attributes:
-        tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
-        num_tiles: int32 `[2]`, how many rows of `tiles` count (a schedule built on the device has spare capacity), and how many of them
-            are tiles of long segments.
+        tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows
+            from the segment's start.
+        num_tiles: int32 `[2]`, how many rows of `tiles` count (a schedule built on the device has
+            spare capacity), and how many of them are tiles of long segments.
         block_m, block_n: rows and columns of a block.
         num_heads: heads that the tiles enumerate.
-        num_workers: workers of `worker` and `loads()`. Kernels use the number of workers that the GPU has.
-        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits, on the host wherever the schedule is; None in a schedule
-            built on the device.
-        backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key rows); None: built when needed.
-        ascending: whether the tiles of each segment and head are in ascending order, which Hopper's one-pass backward needs.
+        num_workers: workers of `worker` and `loads()`. Kernels use the number of workers that the
+            GPU has.
+        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits, on the host wherever
+            the schedule is; None in a schedule built on the device.
+        backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key
+            rows); None: built when needed.
+        ascending: whether the tiles of each segment and head are in ascending order, which Hopper's
+            one-pass backward needs.
     """
 
     tiles: Tensor
@@ -98,25 +125,34 @@ class TileSchedule:
 
     @property
     def worker(self) -> Tensor:
-        """int32 `[T]` on the host: the worker that each tile is assigned to, of `num_workers`. Computed at each call."""
+        """int32 `[T]` on the host: the worker that each tile is assigned to, of `num_workers`.
+        Computed at each call."""
         position = torch.arange(len(self.tiles), dtype=torch.int32, device="cpu")
         lane = position % self.num_workers
         return torch.where(position // self.num_workers % 2 == 0, lane, self.num_workers - 1 - lane)
 
     def loads(self) -> Tensor:
-        """int64 `[num_workers]` on the host: total work of each worker, in key blocks. ValueError: a schedule built on the device."""
+        """int64 `[num_workers]` on the host: total work of each worker, in key blocks. ValueError:
+        a schedule built on the device."""
         if self.work is None:
-            raise ValueError("work of a schedule built on the device is not known; build it from host lengths with zigzag_schedule")
-        return torch.zeros(self.num_workers, dtype=torch.int64, device="cpu").index_add_(0, self.worker, self.work.long())
+            raise ValueError(
+                "work of a schedule built on the device is not known; build it from host lengths"
+                " with zigzag_schedule"
+            )
+        return torch.zeros(self.num_workers, dtype=torch.int64, device="cpu").index_add_(
+            0, self.worker, self.work.long()
+        )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TileSchedule:
-        """The schedule with its tiles on `device`; self where they are there already. non_blocking is that of `Tensor.to`."""
+        """The schedule with its tiles on `device`; self where they are there already. non_blocking
+        is that of `Tensor.to`."""
         if self.tiles.device == torch.device(device):
             return self
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TileSchedule:
-        """The schedule in page-locked memory, from which `to(device, non_blocking=True)` does not stall. DataLoader calls it."""
+        """The schedule in page-locked memory, from which `to(device, non_blocking=True)` does not
+        stall. DataLoader calls it."""
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -129,7 +165,9 @@ class TileSchedule:
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> TileSchedule:
         backward = None if self.backward is None else self.backward._map(move)
-        return dataclasses.replace(self, tiles=move(self.tiles), num_tiles=move(self.num_tiles), backward=backward)
+        return dataclasses.replace(
+            self, tiles=move(self.tiles), num_tiles=move(self.num_tiles), backward=backward
+        )
 
 
 @one_thread()
@@ -149,16 +187,21 @@ def zigzag_schedule(
     """Build the zigzag schedule on the host.
 
     Args:
-        q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
-            tiles, with work 0: its output rows have to be written too. One without queries has none. n query groups have `[n · B]` lengths:
+        q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with
+            queries and no keys keeps its
+            tiles, with work 0: its output rows have to be written too. One without queries has
+                none. n query groups have `[n · B]` lengths:
             segments b, B + b, ... of the queries then read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile.
         block_n: columns of a key block.
         num_workers: thread blocks that the tiles are assigned to.
-        mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they are on the host.
-        key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
-        head_dim: of the queries, for Hopper's kernels, whose tiles may be listed in groups of segments. 0: all tiles are sorted by work.
+        mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they
+            are on the host.
+        key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the
+            keys, and tiles are of key rows.
+        head_dim: of the queries, for Hopper's kernels, whose tiles may be listed in groups of
+            segments. 0: all tiles are sorted by work.
         num_other_heads: heads of the side that a tile loops over, with a head_dim. None: num_heads.
 
     Returns:
@@ -166,11 +209,21 @@ def zigzag_schedule(
 
     Raises:
         TypeError: lengths or sizes that are not integers.
-        ValueError: lengths whose counts do not fit together, negative or on a device, sizes below 1, several query groups under a mask.
+        ValueError: lengths whose counts do not fit together, negative or on a device, sizes below
+            1, several query groups under a mask.
     """
-    q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
+    q_lengths, kv_lengths = (
+        _host_lengths("q_lengths", q_lengths),
+        _host_lengths("kv_lengths", kv_lengths),
+    )
     num_other_heads = num_heads if num_other_heads is None else num_other_heads
-    sizes = dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers, num_other_heads=num_other_heads)
+    sizes = dict(
+        num_heads=num_heads,
+        block_m=block_m,
+        block_n=block_n,
+        num_workers=num_workers,
+        num_other_heads=num_other_heads,
+    )
     for name, value in (*sizes.items(), ("head_dim", head_dim)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -186,23 +239,37 @@ def zigzag_schedule(
     groups = num_query_groups(*queries, *keys, mask)
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
-        raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
+        raise ValueError(
+            f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got"
+            f" {len(num_targets)}"
+        )
     params = None if mask is None else MaskParams(*mask.params)
     in_groups = None
     if groups == 1 and head_dim:
         looped = LoopedSide(int(kv_lengths.sum()), num_other_heads, head_dim)
-        in_groups = grouping(int(q_lengths.sum()), num_heads, looped, len(q_lengths), params, key_tiles)
-    num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
+        in_groups = grouping(
+            int(q_lengths.sum()), num_heads, looped, len(q_lengths), params, key_tiles
+        )
+    num_targets = (
+        num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
+    )
     tile_sizes = num_heads, block_m, block_n
-    ascending = params is None or key_tiles and params.is_causal  # sorted by work: the first keys have most of it under the causal mask
+    # sorted by work: the first keys have most of it under the causal mask
+    ascending = params is None or key_tiles and params.is_causal
     if in_groups is not None:
         ascending = not in_groups.alternates
-        tiles, work = _tiles_in_groups(q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles, in_groups)
+        tiles, work = _tiles_in_groups(
+            q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles, in_groups
+        )
         num_long = len(tiles)
     elif mask is None or not len(q_lengths):
-        tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), *tile_sizes)
+        tiles, work, num_long = _tiles(
+            q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), *tile_sizes
+        )
     else:
-        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles)
+        tiles, work, num_long = _masked_tiles(
+            q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles
+        )
     return TileSchedule(
         tiles=tiles,
         num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32, device="cpu"),
@@ -216,11 +283,20 @@ def zigzag_schedule(
 
 
 def _tiles(
-    q_lengths: Tensor, kv_lengths: Tensor, groups: int, other_groups: int, num_heads: int, block_m: int, block_n: int
+    q_lengths: Tensor,
+    kv_lengths: Tensor,
+    groups: int,
+    other_groups: int,
+    num_heads: int,
+    block_m: int,
+    block_n: int,
 ) -> tuple[Tensor, Tensor, int]:
-    """Sorted tiles, the work of each, and the number of those of long segments. All tiles of a segment cost the same, so sorting segments
-    and expanding them equals a stable sort of the tiles."""
-    segment_work = cdiv(kv_lengths, block_n).view(other_groups, -1).sum(0, dtype=torch.int32).repeat(groups)
+    """Sorted tiles, the work of each, and the number of those of long segments. All tiles of a
+    segment cost the same, so sorting segments and expanding them equals a stable sort of the
+    tiles."""
+    segment_work = (
+        cdiv(kv_lengths, block_n).view(other_groups, -1).sum(0, dtype=torch.int32).repeat(groups)
+    )
     short = torch.zeros_like(q_lengths, dtype=torch.bool)
     if groups == other_groups == 1:
         short = is_short(q_lengths, kv_lengths)
@@ -229,7 +305,9 @@ def _tiles(
     blocks = cdiv(q_lengths, block_m)[order]
     tiles_per_segment = blocks * num_heads
     num_long = int(tiles_per_segment[~short[order]].sum())
-    rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32, device="cpu"), tiles_per_segment)
+    rank = torch.repeat_interleave(
+        torch.arange(len(order), dtype=torch.int32, device="cpu"), tiles_per_segment
+    )
     first = (tiles_per_segment.cumsum(0) - tiles_per_segment).to(torch.int32)
     within = torch.arange(len(rank), dtype=torch.int32, device="cpu") - first[rank]
     tiles = torch.empty(len(rank), 3, dtype=torch.int32, device="cpu")
@@ -240,40 +318,69 @@ def _tiles(
     return tiles, segment_work[rank], num_long
 
 
-def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, mask: object = None) -> int:
-    """The number of query groups: num_queries / num_keys, 1 if both are 0. queries, keys: names of the arguments in errors.
+def num_query_groups(
+    queries: str, num_queries: int, keys: str, num_keys: int, mask: object = None
+) -> int:
+    """The number of query groups: num_queries / num_keys, 1 if both are 0. queries, keys: names of
+    the arguments in errors.
 
     ValueError if it is not an integer, or if there are several groups and a mask.
     """
     if num_queries == num_keys:
         return 1
     if num_queries == 0 or num_keys == 0 or num_queries % num_keys:
-        raise ValueError(f"{queries} must describe as many segments as {keys}, or a multiple of them, got {num_queries} and {num_keys}")
+        raise ValueError(
+            f"{queries} must describe as many segments as {keys}, or a multiple of them, got"
+            f" {num_queries} and {num_keys}"
+        )
     if mask is not None:
-        raise ValueError(f"mask must be None with several query groups, got {num_queries} segments of {queries}, {num_keys} of {keys}")
+        raise ValueError(
+            f"mask must be None with several query groups, got {num_queries} segments of {queries},"
+            f" {num_keys} of {keys}"
+        )
     return num_queries // num_keys
 
 
 def _masked_tiles(
-    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams, num_targets: Tensor | None,
+    lengths: Tensor,
+    other_lengths: Tensor,
+    num_heads: int,
+    block_m: int,
+    block_n: int,
+    mask: MaskParams,
+    num_targets: Tensor | None,
     key_tiles: bool,
-) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Sorted tiles under a mask, the work of each, and the number of those of long segments. The heads of a block, which cost the same,
-    follow one another.
+) -> tuple[Tensor, Tensor, int]:
+    """Sorted tiles under a mask, the work of each, and the number of those of long segments. The
+    heads of a block, which cost the same, follow one another.
 
-    lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets: `[B]` or None.
+    lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets:
+    `[B]` or None.
     """
     segment, block = _blocks_of_segments(cdiv(lengths, block_m))
-    work = _masked_work(segment, block, lengths, other_lengths, block_m, block_n, mask, num_targets, key_tiles)
+    work = _masked_work(
+        segment, block, lengths, other_lengths, block_m, block_n, mask, num_targets, key_tiles
+    )
     short = is_short(lengths[segment], other_lengths[segment])
     order = torch.argsort(sort_key(work_class(work), short), descending=True, stable=True)
-    return _with_heads(segment[order], block[order], num_heads), work[order].repeat_interleave(num_heads), int((~short).sum()) * num_heads
+    return (
+        _with_heads(segment[order], block[order], num_heads),
+        work[order].repeat_interleave(num_heads),
+        int((~short).sum()) * num_heads,
+    )
 
 
 def _masked_work(
-    segment: Tensor, block: Tensor, lengths: Tensor, other_lengths: Tensor, block_m: int, block_n: int, mask: MaskParams,
-    num_targets: Tensor | None, key_tiles: bool,
-) -> Tensor:  # fmt: skip
+    segment: Tensor,
+    block: Tensor,
+    lengths: Tensor,
+    other_lengths: Tensor,
+    block_m: int,
+    block_n: int,
+    mask: MaskParams,
+    num_targets: Tensor | None,
+    key_tiles: bool,
+) -> Tensor:
     """The work of tiles under a mask."""
     targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
     sides = lengths[segment], other_lengths[segment]
@@ -283,15 +390,24 @@ def _masked_work(
 
 
 def _tiles_in_groups(
-    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams | None,
-    num_targets: Tensor | None, key_tiles: bool, grouping: Grouping,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Tiles in groups of segments, longest segments first, and the work of each. The heads of a block follow one another.
+    lengths: Tensor,
+    other_lengths: Tensor,
+    num_heads: int,
+    block_m: int,
+    block_n: int,
+    mask: MaskParams | None,
+    num_targets: Tensor | None,
+    key_tiles: bool,
+    grouping: Grouping,
+) -> tuple[Tensor, Tensor]:
+    """Tiles in groups of segments, longest segments first, and the work of each. The heads of a
+    block follow one another.
 
-    The segments, longest first, lie on a line of the rows that the tiles loop over. Those with their middles in the same `grouping.rows`
-    rows are a group. A group lists the blocks of one number of all its segments, then those of the next number. It starts with the blocks
-    that have most work under a causal mask: the first ones of keys, the last ones of queries. If groups alternate, every other one starts
-    at the other end.
+    The segments, longest first, lie on a line of the rows that the tiles loop over. Those with
+    their middles in the same `grouping.rows` rows are a group. A group lists the blocks of one
+    number of all its segments, then those of the next number. It starts with the blocks that have
+    most work under a causal mask: the first ones of keys, the last ones of queries. If groups
+    alternate, every other one starts at the other end.
     """
     blocks = cdiv(lengths, block_m)
     order = torch.argsort(blocks, descending=True, stable=True)
@@ -307,13 +423,17 @@ def _tiles_in_groups(
     if mask is None:
         work = cdiv(other_lengths[segment], block_n)
     else:
-        work = _masked_work(segment, block, lengths, other_lengths, block_m, block_n, mask, num_targets, key_tiles)
+        work = _masked_work(
+            segment, block, lengths, other_lengths, block_m, block_n, mask, num_targets, key_tiles
+        )
     return _with_heads(segment, block, num_heads), work.repeat_interleave(num_heads)
 
 
 def _blocks_of_segments(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Segment and block of each block, given the number of blocks of each segment."""
-    segment = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int32, device="cpu"), blocks)
+    segment = torch.repeat_interleave(
+        torch.arange(len(blocks), dtype=torch.int32, device="cpu"), blocks
+    )
     first = (blocks.cumsum(0) - blocks).to(torch.int32)
     return segment, torch.arange(len(segment), dtype=torch.int32, device="cpu") - first[segment]
 
@@ -328,7 +448,8 @@ def _with_heads(segment: Tensor, block: Tensor, num_heads: int) -> Tensor:
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
-    """Upper bound on the number of tiles of `num_segments` segments with `total_q` rows in total; 0 without segments."""
+    """Upper bound on the number of tiles of `num_segments` segments with `total_q` rows in total; 0
+    without segments."""
     return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 

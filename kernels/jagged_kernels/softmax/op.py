@@ -3,9 +3,10 @@
     forward   y = exp(x - max x) / Σ exp(x - max x)        along a line; 0 where all x are -inf
     backward  dx = y (g - Σ y g)
 
-A line is a column of a segment, or a row or a column of a jagged matrix. Sums are fp32, in an order that follows from the shapes, so
-results are deterministic. Offsets stay on the device; the last of them is the number of rows, or of elements of all matrices. There is one
-backend, triton_kernels.py; configs.py has its launch configurations.
+A line is a column of a segment, or a row or a column of a jagged matrix. Sums are fp32, in an order
+that follows from the shapes, so results are deterministic. Offsets stay on the device; the last of
+them is the number of rows, or of elements of all matrices. There is one backend, triton_kernels.py;
+configs.py has its launch configurations.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from ..common.tail import zero_tails
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
 from .triton_kernels import jagged2_softmax_kernel, jagged_softmax_kernel
 
-# -- operators ---------------------------------------------------------------------------------------------------------------
+# -- operators -------------------------------------------------------------------------------------
 
 
 @operator("jagged_softmax", fake=lambda x, *_: x.new_empty(x.shape))
 def triton_jagged_softmax(
-    x: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False, clear_tail: bool = True
+    x: Tensor,
+    offsets: Tensor,
+    max_seqlen: int | None = None,
+    batch_invariant: bool = False,
+    clear_tail: bool = True,
 ) -> Tensor:
     """softmax over the rows of each segment, column by column.
 
@@ -42,14 +47,24 @@ def triton_jagged_softmax(
 
 @operator("jagged_softmax_backward", fake=lambda grad, out, *_: out.new_empty(out.shape))
 def triton_jagged_softmax_backward(
-    grad: Tensor, out: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False, clear_tail: bool = True
+    grad: Tensor,
+    out: Tensor,
+    offsets: Tensor,
+    max_seqlen: int | None = None,
+    batch_invariant: bool = False,
+    clear_tail: bool = True,
 ) -> Tensor:
     """Gradient `[L, H]` of the input, given that of the result and the result."""
     return _jagged_softmax(out, grad, offsets, max_seqlen, batch_invariant, clear_tail)
 
 
 def _jagged_softmax(
-    x: Tensor, grad: Tensor | None, offsets: Tensor, max_seqlen: int | None, batch_invariant: bool, clear_tail: bool
+    x: Tensor,
+    grad: Tensor | None,
+    offsets: Tensor,
+    max_seqlen: int | None,
+    batch_invariant: bool,
+    clear_tail: bool,
 ) -> Tensor:
     """The forward of x. With grad: the backward, where x is the forward's result."""
     x, grad = contiguous_last_dim(x), None if grad is None else contiguous_last_dim(grad)
@@ -74,12 +89,16 @@ def _jagged_softmax(
 
 
 @operator("jagged2_softmax", fake=lambda p, *_: p.new_empty(p.shape))
-def triton_jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool) -> Tensor:
+def triton_jagged2_softmax(
+    p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool
+) -> Tensor:
     """softmax of each row of the matrices p[b], or of each column.
 
     Args:
-        p: `[Σ N_b M_b]`, the matrices `[N_b, M_b]` row-major, one after the other; fp32, fp16 or bf16.
-        x_offsets, y_offsets: `[B + 1]`, of segments of N_b and M_b rows. p_offsets: `[B + 1]`, of N_b M_b elements.
+        p: `[Σ N_b M_b]`, the matrices `[N_b, M_b]` row-major, one after the other; fp32, fp16 or
+            bf16.
+        x_offsets, y_offsets: `[B + 1]`, of segments of N_b and M_b rows. p_offsets: `[B + 1]`, of
+            N_b M_b elements.
         lines: number of rows of all matrices; with `columns`, number of columns.
 
     Returns:
@@ -90,22 +109,46 @@ def triton_jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_of
 
 @operator("jagged2_softmax_backward", fake=lambda grad, out, *_: out.new_empty(out.shape))
 def triton_jagged2_softmax_backward(
-    grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool
+    grad: Tensor,
+    out: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    lines: int,
+    columns: bool,
 ) -> Tensor:
     """Gradient of p, given that of the result and the result, `[Σ N_b M_b]` each."""
     return _jagged2_softmax(out, grad, x_offsets, y_offsets, p_offsets, lines, columns)
 
 
 def _jagged2_softmax(
-    p: Tensor, grad: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool
+    p: Tensor,
+    grad: Tensor | None,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    p_offsets: Tensor,
+    lines: int,
+    columns: bool,
 ) -> Tensor:
     """As `_jagged_softmax`."""
-    p, grad, segments = p.contiguous(), None if grad is None else grad.contiguous(), p_offsets.shape[0] - 1
+    p, grad, segments = (
+        p.contiguous(),
+        None if grad is None else grad.contiguous(),
+        p_offsets.shape[0] - 1,
+    )
     out = torch.empty_like(p)
     if p.numel():
         config = jagged2_softmax_config(columns)
         jagged2_softmax_kernel[(lines // config.lines + segments,)](
-            p, grad, out, x_offsets, y_offsets, p_offsets, segments, OVER_COLUMNS=columns, **_options(config)
+            p,
+            grad,
+            out,
+            x_offsets,
+            y_offsets,
+            p_offsets,
+            segments,
+            OVER_COLUMNS=columns,
+            **_options(config),
         )
     return out
 
@@ -114,7 +157,7 @@ def _options(config: SoftmaxConfig) -> dict:
     return dict(LINES=config.lines, LENGTH=config.length, num_warps=config.num_warps)
 
 
-# -- autograd ----------------------------------------------------------------------------------------------------------------
+# -- autograd --------------------------------------------------------------------------------------
 
 
 class _Softmax(torch.autograd.Function):
@@ -128,7 +171,11 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return triton_jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.options), None, *(None for _ in ctx.options)
+        return (
+            triton_jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.options),
+            None,
+            *(None for _ in ctx.options),
+        )
 
 
 class _Softmax2(torch.autograd.Function):
@@ -142,10 +189,18 @@ class _Softmax2(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return triton_jagged2_softmax_backward(grad, *ctx.saved_tensors, ctx.lines, ctx.columns), *(None,) * 5
+        return triton_jagged2_softmax_backward(grad, *ctx.saved_tensors, ctx.lines, ctx.columns), *(
+            None,
+        ) * 5
 
 
 differentiate(triton_jagged_softmax, _Softmax.apply)
 differentiate(triton_jagged2_softmax, _Softmax2.apply)
-for _name, _backward in (("jagged_softmax", triton_jagged_softmax_backward), ("jagged2_softmax", triton_jagged2_softmax_backward)):
-    refuse_derivative(_backward, f"{_name} is not differentiable twice: its backward kernel has no derivative of its own")
+for _name, _backward in (
+    ("jagged_softmax", triton_jagged_softmax_backward),
+    ("jagged2_softmax", triton_jagged2_softmax_backward),
+):
+    refuse_derivative(
+        _backward,
+        f"{_name} is not differentiable twice: its backward kernel has no derivative of its own",
+    )

@@ -1,8 +1,10 @@
 """Device code of jagged softmax. The equations are in op.py.
 
-A line is what the softmax runs along: a column of a segment, or a row or a column of a jagged matrix. Its elements are a stride apart, and
-lines lie side by side. A program holds a tile of lines in registers if they are short: one read, one write. It reads longer ones twice.
-Columns of long segments are cut into chunks: one launch stores the maximum and the sum of each chunk, another adds them up and writes.
+A line is what the softmax runs along: a column of a segment, or a row or a column of a jagged
+matrix. Its elements are a stride apart, and lines lie side by side. A program holds a tile of lines
+in registers if they are short: one read, one write. It reads longer ones twice. Columns of long
+segments are cut into chunks: one launch stores the maximum and the sum of each chunk, another adds
+them up and writes.
 """
 
 from typing import NamedTuple
@@ -16,7 +18,8 @@ from ..common.ptxas import safe_ptxas
 
 
 class Lines(NamedTuple):
-    """An operand: pointer to the first element of its lines, stride from line to line, stride along a line."""
+    """An operand: pointer to the first element of its lines, stride from line to line, stride along
+    a line."""
 
     ptr: tl.tensor
     stride_line: tl.tensor
@@ -24,7 +27,8 @@ class Lines(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The lines from first_line on that a program takes, of num_lines lines, and the elements of each, from first to last."""
+    """The lines from first_line on that a program takes, of num_lines lines, and the elements of
+    each, from first to last."""
 
     first_line: tl.tensor
     num_lines: tl.tensor
@@ -33,7 +37,8 @@ class Part(NamedTuple):
 
 
 class LineSums(NamedTuple):
-    """For each line. Forward: the maximum of x so far, and Σ weight · exp(x - max). Backward: no maximum, and Σ weight · x."""
+    """For each line. Forward: the maximum of x so far, and Σ weight · exp(x - max). Backward: no
+    maximum, and Σ weight · x."""
 
     max: tl.tensor
     sum: tl.tensor
@@ -41,16 +46,25 @@ class LineSums(NamedTuple):
 
 @triton.jit
 def _block(operand, part, first, LINES: tl.constexpr, LENGTH: tl.constexpr):
-    """Pointers [LINES, LENGTH] to a part's elements from `first` on, and a mask of those that the part has."""
+    """Pointers [LINES, LENGTH] to a part's elements from `first` on, and a mask of those that the
+    part has."""
     lines, elements = tl.arange(0, LINES), tl.arange(0, LENGTH)
-    ptr = operand.ptr + (tl.cast(part.first_line, tl.int64) * operand.stride_line + tl.cast(first, tl.int64) * operand.stride)
-    mask = (part.first_line + lines < part.num_lines)[:, None] & (first + elements < part.last)[None, :]
+    ptr = operand.ptr + (
+        tl.cast(part.first_line, tl.int64) * operand.stride_line
+        + tl.cast(first, tl.int64) * operand.stride
+    )
+    mask = (part.first_line + lines < part.num_lines)[:, None] & (first + elements < part.last)[
+        None, :
+    ]
     return ptr + (lines[:, None] * operand.stride_line + elements[None, :] * operand.stride), mask
 
 
 @triton.jit
-def _load(x, weight, part, first, BACKWARD: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr):
-    """Blocks of x and its weights in fp32; masked elements add nothing. Without a weight pointer, weights are 1."""
+def _load(
+    x, weight, part, first, BACKWARD: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr
+):
+    """Blocks of x and its weights in fp32; masked elements add nothing. Without a weight pointer,
+    weights are 1."""
     ptrs, mask = _block(x, part, first, LINES, LENGTH)
     x_block = tl.load(ptrs, mask=mask, other=0.0 if BACKWARD else float("-inf")).to(tl.float32)
     if weight.ptr is None:
@@ -74,7 +88,8 @@ def _add(x, weight, sums, BACKWARD: tl.constexpr):
 
 @triton.jit
 def _finite(line_max):
-    """What to subtract: 0 while all elements are -inf, as -inf - -inf is NaN and finite elements may follow."""
+    """What to subtract: 0 while all elements are -inf, as -inf - -inf is NaN and finite elements
+    may follow."""
     return tl.where(line_max == float("-inf"), 0.0, line_max)
 
 
@@ -84,7 +99,8 @@ def _store(out, x, weight, part, first, sums, BACKWARD: tl.constexpr):
     if BACKWARD:
         result = x * (weight - sums.sum[:, None])
     else:
-        total = tl.where(sums.sum == 0, 1.0, sums.sum)  # 0: all elements are -inf, so the results are 0
+        # 0: all elements are -inf, so the results are 0
+        total = tl.where(sums.sum == 0, 1.0, sums.sum)
         result = tl.exp2((x - _finite(sums.max)[:, None]) * LOG2_E) * (1.0 / total)[:, None]
     ptrs, mask = _block(out, part, first, x.shape[0], x.shape[1])
     tl.store(ptrs, result.to(out.ptr.dtype.element_ty), mask=mask)
@@ -105,14 +121,26 @@ def _sum_lines(x, weight, part, BACKWARD: tl.constexpr, LINES: tl.constexpr, LEN
 
 
 @triton.jit
-def _store_lines(x, weight, out, part, sums, BACKWARD: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr):
+def _store_lines(
+    x, weight, out, part, sums, BACKWARD: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr
+):
     for first in range(part.first, part.last, LENGTH):
         x_block, weight_block = _load(x, weight, part, first, BACKWARD, LINES, LENGTH)
         _store(out, x_block, weight_block, part, first, sums, BACKWARD)
 
 
 @triton.jit
-def _full_lines(x, weight, out, first_line, num_lines, length, BACKWARD: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr):
+def _full_lines(
+    x,
+    weight,
+    out,
+    first_line,
+    num_lines,
+    length,
+    BACKWARD: tl.constexpr,
+    LINES: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
     """Lines that are not cut into chunks."""
     part = Part(first_line, num_lines, 0, length)
     if length <= LENGTH:
@@ -127,15 +155,29 @@ def _full_lines(x, weight, out, first_line, num_lines, length, BACKWARD: tl.cons
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift", "stride_x", "stride_grad"])
 def jagged_softmax_kernel(
-    x_ptr, grad_ptr, out_ptr, sums_ptr, offsets_ptr, num_segments, shift, stride_x, stride_grad,
-    H: tl.constexpr, FINISH: tl.constexpr, ALIGN: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
-):  # fmt: skip
-    """softmax over the rows of each segment, `[L, H]`. With grad_ptr: the gradient of its input, given its result x and that of the result.
+    x_ptr,
+    grad_ptr,
+    out_ptr,
+    sums_ptr,
+    offsets_ptr,
+    num_segments,
+    shift,
+    stride_x,
+    stride_grad,
+    H: tl.constexpr,
+    FINISH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LINES: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """softmax over the rows of each segment, `[L, H]`. With grad_ptr: the gradient of its input,
+    given its result x and that of the result.
 
-    A segment longer than a chunk of 2^shift rows stores the maximum and the sum of its i-th chunk (backward: the sum, and its weight 1) in
-    slot 2 (offsets[b] // chunk) + i of sums `[slots, 2, H]`; `jagged_jagged_bmm_kernel` explains why no two share a slot. With FINISH, the
-    kernel computes the results of these segments alone. Strides are in units of ALIGN elements (see `aligned_strides`).
-    Grid: chunk indices, blocks of columns.
+    A segment longer than a chunk of 2^shift rows stores the maximum and the sum of its i-th chunk
+    (backward: the sum, and its weight 1) in slot 2 (offsets[b] // chunk) + i of sums
+    `[slots, 2, H]`; `jagged_jagged_bmm_kernel` explains why no two share a slot. With FINISH, the
+    kernel computes the results of these segments alone. Strides are in units of ALIGN elements (see
+    `aligned_strides`). Grid: chunk indices, blocks of columns.
     """
     BACKWARD: tl.constexpr = grad_ptr is not None
     BLOCKS: tl.constexpr = (H + LINES - 1) // LINES
@@ -158,14 +200,20 @@ def jagged_softmax_kernel(
         if FINISH:
             num_chunks = ((length - 1) >> shift) + 1
             chunk_sums, chunk_weights = Lines(sums_ptr, 1, 2 * H), Lines(sums_ptr + H, 1, 2 * H)
-            sums = _sum_lines(chunk_sums, chunk_weights, Part(line, H, 0, num_chunks), BACKWARD, LINES, LENGTH)
+            sums = _sum_lines(
+                chunk_sums, chunk_weights, Part(line, H, 0, num_chunks), BACKWARD, LINES, LENGTH
+            )
             _store_lines(x, weight, out, part, sums, BACKWARD, LINES, LENGTH)
         else:
             sums = _sum_lines(x, weight, part, BACKWARD, LINES, LENGTH)
             lines = line + tl.arange(0, LINES)
             slot_ptr = sums_ptr + tl.cast(first >> shift, tl.int64) * (2 * H) + lines
             tl.store(slot_ptr, sums.sum if BACKWARD else sums.max, mask=lines < H)
-            tl.store(slot_ptr + H, tl.full([LINES], 1.0, tl.float32) if BACKWARD else sums.sum, mask=lines < H)
+            tl.store(
+                slot_ptr + H,
+                tl.full([LINES], 1.0, tl.float32) if BACKWARD else sums.sum,
+                mask=lines < H,
+            )
 
 
 @safe_ptxas
@@ -174,14 +222,18 @@ def jagged2_softmax_kernel(
     p_ptr, grad_ptr, out_ptr, x_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments,
     OVER_COLUMNS: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """softmax of each row of the matrices p[b] `[N_b, M_b]`; OVER_COLUMNS: of each column. With grad_ptr: the gradient of its input, given
-    its result p and that of the result.
+    """softmax of each row of the matrices p[b] `[N_b, M_b]`; OVER_COLUMNS: of each column. With
+    grad_ptr: the gradient of its input, given its result p and that of the result.
 
     Grid: tile indices of blocks of LINES lines, which are rows, or columns with OVER_COLUMNS.
     """
     BACKWARD: tl.constexpr = grad_ptr is not None
-    line_offsets_ptr, length_offsets_ptr = (y_offsets_ptr, x_offsets_ptr) if OVER_COLUMNS else (x_offsets_ptr, y_offsets_ptr)
-    segment, _, num_lines, line = find_tile(tl.program_id(0), line_offsets_ptr, num_segments, log2(LINES))
+    line_offsets_ptr, length_offsets_ptr = (
+        (y_offsets_ptr, x_offsets_ptr) if OVER_COLUMNS else (x_offsets_ptr, y_offsets_ptr)
+    )
+    segment, _, num_lines, line = find_tile(
+        tl.program_id(0), line_offsets_ptr, num_segments, log2(LINES)
+    )
     if line >= num_lines:
         return
     start = tl.load(p_offsets_ptr + segment).to(tl.int64)

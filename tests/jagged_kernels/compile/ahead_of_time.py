@@ -27,26 +27,41 @@ DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
 def compile_for(
-    capability: int, kernel, constants: dict, type_of: Callable[[str], str | tuple | None], aligned: Iterable[str] | None = None, **options
-):  # fmt: skip
-    """The compiled Triton or Gluon kernel. For compute capability 9.0, checks that it reads no register before it writes it.
+    capability: int,
+    kernel,
+    constants: dict,
+    type_of: Callable[[str], str | tuple | None],
+    aligned: Iterable[str] | None = None,
+    **options,
+):
+    """The compiled Triton or Gluon kernel. For compute capability 9.0, checks that it reads no
+    register before it writes it.
 
     Args:
         capability: of the GPU, for example 90.
         constants: values of `tl.constexpr` arguments; names that are not the kernel's are ignored.
-        type_of: name of any other argument → its Triton type, a tuple of types for a tuple, or None for "i32". A "constexpr" in a tuple
-            is None.
-        aligned: pointers whose addresses are multiples of 16 bytes, by default all. A tuple stands for each of its pointers.
+        type_of: name of any other argument → its Triton type, a tuple of types for a tuple, or None
+            for "i32". A "constexpr" in a tuple is None.
+        aligned: pointers whose addresses are multiples of 16 bytes, by default all. A tuple stands
+            for each of its pointers.
         options: of the launch, `num_warps` for example.
     """
     types = {arg: "constexpr" if arg in constants else type_of(arg) for arg in kernel.arg_names}
     signature = {arg: "i32" if type is None else type for arg, type in types.items()}
-    aligned = [arg for arg, type in signature.items() if str(type).startswith("*")] if aligned is None else aligned
+    aligned = (
+        [arg for arg, type in signature.items() if str(type).startswith("*")]
+        if aligned is None
+        else aligned
+    )
     attributes = {path: DIVISIBLE_BY_16 for arg in aligned for path in _paths(signature, arg)}
     used = {arg: value for arg, value in constants.items() if arg in signature}
     tuples = ((i, types) for i, types in enumerate(signature.values()) if isinstance(types, tuple))
-    used |= {(i, j): None for i, types in tuples for j, type in enumerate(types) if type == "constexpr"}
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature=signature, constexprs=used, attrs=attributes)
+    used |= {
+        (i, j): None for i, types in tuples for j, type in enumerate(types) if type == "constexpr"
+    }
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        kernel, signature=signature, constexprs=used, attrs=attributes
+    )
     return compile_source(capability, source, **options)
 
 
@@ -67,15 +82,18 @@ def gluon_descriptor(dtype: str, box: list[int]) -> str:
 
 
 def bias_constants(kind: BiasKind | None, sums: bool) -> dict:
-    """Constants of attention's kernels with a RelativeBias or without. sums: the gradients of its tables are summed."""
+    """Constants of attention's kernels with a RelativeBias or without. sums: the gradients of its
+    tables are summed."""
     has_sums = sums and kind is not None
-    constants = dict(BIAS=kind, HAS_SUMS=has_sums, BUCKETS=max(1, 2 * kind.boundaries) if has_sums else 0)
+    constants = dict(
+        BIAS=kind, HAS_SUMS=has_sums, BUCKETS=max(1, 2 * kind.boundaries) if has_sums else 0
+    )
     return constants | ({} if kind else dict(bias=None)) | ({} if has_sums else dict(sums=None))
 
 
 def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple | None:
-    """The types of the arguments "bias" and "sums"; None for any other argument. scratch: sums need scratch memory. entries: a bias by time
-    has entries."""
+    """The types of the arguments "bias" and "sums"; None for any other argument. scratch: sums need
+    scratch memory. entries: a bias by time has entries."""
 
     def given(*types: str, by: bool) -> list[str]:
         return list(types) if by else ["constexpr"] * len(types)
@@ -89,7 +107,9 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple 
             *given("*i64", by=time),
         )
         extremes = given("*i64", "*i64", by=time and entries)
-        return Bias(*tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift), *extremes)
+        return Bias(
+            *tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift), *extremes
+        )
     if arg == "sums":
         tables = *given("*fp32", "i32", by=position), *given("*fp32", "i32", "i32", by=time)
         return TableSums(*tables, *given("*fp32", by=position and scratch))
@@ -97,7 +117,8 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple 
 
 
 def _paths(signature: dict, arg: str) -> list[tuple[int, ...]]:
-    """The positions of a pointer, or of each in a tuple, as Triton names them; none of a constant."""
+    """The positions of a pointer, or of each in a tuple, as Triton names them; none of a
+    constant."""
     position = list(signature).index(arg)
     if isinstance(signature[arg], tuple):
         return [(position, i) for i, type in enumerate(signature[arg]) if type.startswith("*")]

@@ -8,20 +8,22 @@ from marks import slow_after
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention import triton_kernels as attention_kernels  # noqa: E402
-from jagged_kernels.attention.configs import attention_config, attention_tile, biased_dq_config  # noqa: E402
-from jagged_kernels.common.activations import activation_function  # noqa: E402
-from jagged_kernels.common.configs import padded_dim  # noqa: E402
+from jagged_kernels.attention import triton_kernels as attention_kernels
+from jagged_kernels.attention.configs import attention_config, attention_tile, biased_dq_config
+from jagged_kernels.common.activations import activation_function
+from jagged_kernels.common.configs import padded_dim
 
-from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for  # noqa: E402
+from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for
 
 KERNELS = {
     "fwd": attention_kernels.attention_fwd_kernel,
     "dq": attention_kernels.attention_bwd_dq_kernel,
     "dkdv": attention_kernels.attention_bwd_dkdv_kernel,
 }
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a thread block, by compute capability
-# A kernel takes seconds to compile. So an option is compiled for some of the capabilities, and each capability with several options.
+# of a thread block, by compute capability
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# A kernel takes seconds to compile. So an option is compiled for some of the capabilities, and each
+# capability with several options.
 MASKED = [  # activation, mask, capabilities
     ("gelu_tanh", "none", (86, 100)),
     ("silu", "hstu", (80, 90)),
@@ -50,20 +52,49 @@ PAGED = [  # head dim, dtype, capability, activation, mask, bias
 
 
 def compile_attention(
-    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
-    query_groups: int = 1, bias=None, page_rows: int | None = None,
-):  # fmt: skip
-    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability. bias: a BiasKind, whose tables have
-    gradients. page_rows: of the forward's keys; None: they are not in pages."""
+    name: str,
+    dim: int,
+    dtype: str,
+    capability: int,
+    tma: bool = False,
+    precision="ieee",
+    activation="softmax",
+    mask=None,
+    long=False,
+    query_groups: int = 1,
+    bias=None,
+    page_rows: int | None = None,
+):
+    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that
+    capability. bias: a BiasKind, whose tables have gradients. page_rows: of the forward's keys;
+    None: they are not in pages."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize, divmod(capability, 10))
-    config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
+    config = getattr(
+        attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name
+    )
     if name == "dq" and bias is not None:
         config = biased_dq_config(dataclasses.replace(config, tile=config.tile or tile.query))
-    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
-    constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
+    block_m, block_n = (
+        (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
+    )
+    constants = dict(
+        GROUP=1,
+        HEAD_DIM=dim,
+        V_DIM=dim,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=padded_dim(dim),
+        BLOCK_DV=padded_dim(dim),
+    )
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
-    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False, QUERY_GROUPS=query_groups)
+    constants |= dict(
+        ALIGN=16 // itemsize,
+        PRECISION=precision,
+        Q_SHARED=False,
+        KV_SHARED=False,
+        QUERY_GROUPS=query_groups,
+    )
     constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(MASKED_STAGES=1 if mask is None else min(2, config.num_stages))
     constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
@@ -87,11 +118,27 @@ def compile_attention(
             return f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         return "fp32" if arg.endswith(("scale", "factor")) else "i32"
 
-    aligned = [arg for arg in kernel.arg_names if arg.endswith("_ptr") and arg not in ("tiles_ptr", "page_table_ptr")]
-    return compile_for(capability, kernel, constants, type_of, aligned, num_warps=config.num_warps, num_stages=config.num_stages)
+    aligned = [
+        arg
+        for arg in kernel.arg_names
+        if arg.endswith("_ptr") and arg not in ("tiles_ptr", "page_table_ptr")
+    ]
+    return compile_for(
+        capability,
+        kernel,
+        constants,
+        type_of,
+        aligned,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
-@slow_after(3, "dim, capability", [*((dim, capability) for dim in (64, 128, 256) for capability in (80, 90, 100)), (96, 90)])
+@slow_after(
+    3,
+    "dim, capability",
+    [*((dim, capability) for dim in (64, 128, 256) for capability in (80, 90, 100)), (96, 90)],
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_compile_in_bf16(name, dim, capability):
     compiled = compile_attention(name, dim, "bf16", capability, tma=capability >= 90)
@@ -112,7 +159,10 @@ def test_attention_kernels_of_long_segments_compile(name, capability):
 def test_attention_kernels_fit_gpus_with_little_shared_memory(name, dim):
     assert compile_attention(name, dim, "bf16", 86).metadata.shared <= SHARED_MEMORY[86]
     for precision in ("bf16x6", "tf32"):
-        assert compile_attention(name, dim, "fp32", 86, precision=precision).metadata.shared <= SHARED_MEMORY[86]
+        assert (
+            compile_attention(name, dim, "fp32", 86, precision=precision).metadata.shared
+            <= SHARED_MEMORY[86]
+        )
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -125,16 +175,33 @@ def test_attention_kernels_compile_in_fp32(name):
 @pytest.mark.parametrize("name", KERNELS)
 def test_activations_and_masks_compile(name, activation, mask, capabilities):
     for capability in capabilities:
-        compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, mask=MASKS[mask])
+        compiled = compile_attention(
+            name,
+            128,
+            "bf16",
+            capability,
+            tma=capability >= 90,
+            activation=activation,
+            mask=MASKS[mask],
+        )
         # On Hopper two thread blocks share a multiprocessor.
-        assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (2 if capability == 90 else 1)
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (
+            2 if capability == 90 else 1
+        )
 
 
 @slow_after(1, "bias, dim, dtype, activation, mask, capabilities", BIASED)
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_with_a_bias_compile(name, bias, dim, dtype, activation, mask, capabilities):
+def test_attention_kernels_with_a_bias_compile(
+    name, bias, dim, dtype, activation, mask, capabilities
+):
     for capability in capabilities:
-        options = dict(tma=capability >= 90, activation=activation, mask=MASKS[mask], precision="bf16x6" if dtype == "fp32" else "ieee")
+        options = dict(
+            tma=capability >= 90,
+            activation=activation,
+            mask=MASKS[mask],
+            precision="bf16x6" if dtype == "fp32" else "ieee",
+        )
         compiled = compile_attention(name, dim, dtype, capability, bias=BIASES[bias], **options)
         assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
@@ -151,14 +218,23 @@ def test_attention_kernels_compile_for_several_query_groups(name, query_groups, 
 @slow_after(3, "dim, dtype, capability, activation, mask, bias", PAGED)
 def test_the_forward_compiles_with_keys_in_pages(dim, dtype, capability, activation, mask, bias):
     """With as many stages as without pages."""
-    options = dict(tma=capability >= 90, activation=activation, mask=MASKS[mask], bias=BIASES.get(bias))
+    options = dict(
+        tma=capability >= 90, activation=activation, mask=MASKS[mask], bias=BIASES.get(bias)
+    )
     options |= dict(precision="bf16x6" if dtype == "fp32" else "ieee")
-    paged, plain = (compile_attention("fwd", dim, dtype, capability, page_rows=rows, **options) for rows in (256, None))
+    paged, plain = (
+        compile_attention("fwd", dim, dtype, capability, page_rows=rows, **options)
+        for rows in (256, None)
+    )
     assert paged.metadata.shared == plain.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @slow_after(1, "name", KERNELS)
 def test_gelu_taylor_uses_no_special_function_unit(name):
     special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
-    assert not special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"])
-    assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])
+    assert not special.search(
+        compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"]
+    )
+    assert special.search(
+        compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"]
+    )

@@ -1,4 +1,5 @@
-"""Attention's Gluon kernels, for compute capability 9.0, and the Triton kernels that run between them compile."""
+"""Attention's Gluon kernels, for compute capability 9.0, and the Triton kernels that run between
+them compile."""
 
 import dataclasses
 import re
@@ -8,57 +9,98 @@ from marks import slow_after
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention import dq_sums  # noqa: E402
-from jagged_kernels.attention import hopper_backward as attention_backward  # noqa: E402
-from jagged_kernels.attention import hopper_dkdv as attention_dkdv  # noqa: E402
-from jagged_kernels.attention import hopper_ds as attention_ds  # noqa: E402
-from jagged_kernels.attention import hopper_forward as attention  # noqa: E402
-from jagged_kernels.attention import hopper_one_pass as attention_one_pass  # noqa: E402
-from jagged_kernels.attention import hopper_short_queries as attention_short_queries  # noqa: E402
-from jagged_kernels.attention.configs import hopper_attention_config, short_queries_config, small_hopper_config  # noqa: E402
-from jagged_kernels.attention.hopper_common import launch_options  # noqa: E402
-from jagged_kernels.attention.params import MaskParams  # noqa: E402
-from jagged_kernels.common.activations import activation_function  # noqa: E402
-from jagged_kernels.common.configs import padded_dim  # noqa: E402
-from jagged_kernels.common.gluon_api import reinterprets_padding  # noqa: E402
-from jagged_kernels.schedule import short_queries  # noqa: E402
+from jagged_kernels.attention import dq_sums
+from jagged_kernels.attention import hopper_backward as attention_backward
+from jagged_kernels.attention import hopper_dkdv as attention_dkdv
+from jagged_kernels.attention import hopper_ds as attention_ds
+from jagged_kernels.attention import hopper_forward as attention
+from jagged_kernels.attention import hopper_one_pass as attention_one_pass
+from jagged_kernels.attention import hopper_short_queries as attention_short_queries
+from jagged_kernels.attention.configs import (
+    hopper_attention_config,
+    short_queries_config,
+    small_hopper_config,
+)
+from jagged_kernels.attention.hopper_common import launch_options
+from jagged_kernels.attention.params import MaskParams
+from jagged_kernels.common.activations import activation_function
+from jagged_kernels.common.configs import padded_dim
+from jagged_kernels.common.gluon_api import reinterprets_padding
+from jagged_kernels.schedule import short_queries
 
-from jagged_modules.activations import POINTWISE  # noqa: E402
+from jagged_modules.activations import POINTWISE
 
-from ..sass import disassembled, spilled_bytes  # noqa: E402
-from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor  # noqa: E402
+from ..sass import disassembled, spilled_bytes
+from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor
 
 # KiB of buffers in shared memory, from the headers of the kernels' files, without lse and delta.
 BUFFERS = {
-    ("fwd", 64): 152, ("fwd", 128): 224, ("long fwd", 64): 168, ("long fwd", 128): 224, ("dq", 64): 168, ("dq", 128): 224,
-    ("dkdv", 64): 160, ("dkdv", 128): 224,
-    ("one_pass", 64): 224, ("one_pass", 128): 224,
-    ("short queries 1", 64): 104, ("short queries 2", 64): 192, ("short queries 3", 64): 216,
-    ("short queries 1", 128): 112, ("short queries 2", 128): 224,
-    ("dq_from_ds", 64): 152, ("dq_from_ds", 128): 160,
-    ("small fwd", 64): 56, ("small fwd", 128): 96, ("small dq", 64): 72, ("small dq", 128): 112,
-    ("small dkdv", 64): 96, ("small dkdv of few rows", 64): 56, ("small dq of a bias", 64): 73, ("small dq of a bias", 128): 97,
-    ("small fwd of times", 64): 72.125, ("small fwd of times", 128): 96.125,
-}  # fmt: skip
+    ("fwd", 64): 152,
+    ("fwd", 128): 224,
+    ("long fwd", 64): 168,
+    ("long fwd", 128): 224,
+    ("dq", 64): 168,
+    ("dq", 128): 224,
+    ("dkdv", 64): 160,
+    ("dkdv", 128): 224,
+    ("one_pass", 64): 224,
+    ("one_pass", 128): 224,
+    ("short queries 1", 64): 104,
+    ("short queries 2", 64): 192,
+    ("short queries 3", 64): 216,
+    ("short queries 1", 128): 112,
+    ("short queries 2", 128): 224,
+    ("dq_from_ds", 64): 152,
+    ("dq_from_ds", 128): 160,
+    ("small fwd", 64): 56,
+    ("small fwd", 128): 96,
+    ("small dq", 64): 72,
+    ("small dq", 128): 112,
+    ("small dkdv", 64): 96,
+    ("small dkdv of few rows", 64): 56,
+    ("small dq of a bias", 64): 73,
+    ("small dq of a bias", 128): 97,
+    ("small fwd of times", 64): 72.125,
+    ("small fwd of times", 128): 96.125,
+}
 
-FAST_IN_BFLOAT16 = [name for name in POINTWISE if activation_function(name, True) is not activation_function(name, False)]
+FAST_IN_BFLOAT16 = [
+    name
+    for name in POINTWISE
+    if activation_function(name, True) is not activation_function(name, False)
+]
 
 
 def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
-    """Shared memory is that of the buffers plus at most 1.5 KiB for the tile queue, barriers and arguments of warps. It fits the GPU."""
+    """Shared memory is that of the buffers plus at most 1.5 KiB for the tile queue, barriers and
+    arguments of warps. It fits the GPU."""
     buffers = BUFFERS[name, padded_dim(dim)] + lse_and_delta
-    assert 0 < compiled.metadata.shared / 1024 - buffers <= 1.5 and compiled.metadata.shared <= 227 * 1024
+    assert (
+        0 < compiled.metadata.shared / 1024 - buffers <= 1.5
+        and compiled.metadata.shared <= 227 * 1024
+    )
 
 
 def compile_hopper_attention(
-    name, dim, dtype, activation, mask=None, shared=False, group=1, query_groups=1, long=False, has_ds=False, bias=None,
-    config=None, page_rows=None,
-):  # fmt: skip
+    name,
+    dim,
+    dtype,
+    activation,
+    mask=None,
+    shared=False,
+    group=1,
+    query_groups=1,
+    long=False,
+    has_ds=False,
+    bias=None,
+    config=None,
+    page_rows=None,
+):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
-    `shared`: queries and keys are shared by all segments. `long`: key segments are long. `has_ds`: dS is stored, or read by "dq_from_ds".
-    bias: a BiasKind, whose tables have gradients. config: another launch configuration.
-    page_rows: of the forward's keys; None: they are not in pages.
+    `shared`: queries and keys are shared by all segments. `long`: key segments are long. `has_ds`:
+    dS is stored, or read by "dq_from_ds". bias: a BiasKind, whose tables have gradients. config:
+    another launch configuration. page_rows: of the forward's keys; None: they are not in pages.
     """
     kernel = {
         "fwd": attention.attention_fwd_hopper_kernel,
@@ -69,12 +111,28 @@ def compile_hopper_attention(
         "short_queries": attention_short_queries.attention_bwd_short_queries_hopper_kernel,
     }[name]
     timed = bias is not None and bias.boundaries > 0
-    config = config or hopper_attention_config(name, dim, activation, mask is not None, bias is not None, long, timed)
+    config = config or hopper_attention_config(
+        name, dim, activation, mask is not None, bias is not None, long, timed
+    )
     options = launch_options(config)
-    constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
-    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, QUERY_GROUPS=query_groups)
+    constants = dict(
+        HEADS=4,
+        GROUP=group,
+        HEAD_DIM=dim,
+        V_DIM=dim,
+        ACTIVATION=activation_function(activation, dtype == "bf16"),
+        MASK=mask,
+    )
+    constants |= dict(
+        Q_SHARED=shared,
+        KV_SHARED=shared,
+        Q_REGISTERS=config.rows_in_registers,
+        QUERY_GROUPS=query_groups,
+    )
     constants |= dict(num_segments=None) if query_groups == 1 else {}
-    constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
+    constants |= (
+        options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
+    )
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= bias_constants(bias, sums=name == "dq")
     constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
@@ -100,18 +158,41 @@ def compile_hopper_attention(
             return gluon_descriptor("fp32", [1, 64, 64])
         if arg.endswith("_desc"):
             looped = ("q_desc", "do_desc") if name in ("dkdv", "one_pass") else ("k_desc", "v_desc")
-            return gluon_descriptor(dtype, [1, config.block if arg in looped else 64, 64 if arg == "ds_desc" else padded_dim(dim)])
-        default = "*i64" if arg.endswith("offsets_ptr") else f"*{dtype}" if arg.endswith("_ptr") else "i32"
+            return gluon_descriptor(
+                dtype,
+                [
+                    1,
+                    config.block if arg in looped else 64,
+                    64 if arg == "ds_desc" else padded_dim(dim),
+                ],
+            )
+        default = (
+            "*i64"
+            if arg.endswith("offsets_ptr")
+            else f"*{dtype}"
+            if arg.endswith("_ptr")
+            else "i32"
+        )
         return types.get(arg, "fp32" if arg.endswith(("scale", "factor")) else default)
 
     aligned = [arg for arg in kernel.arg_names if arg == "ds_ptr"]
-    return compile_for(90, kernel, constants, type_of, aligned, num_warps=options["num_warps"], maxnreg=options["maxnreg"])
+    return compile_for(
+        90,
+        kernel,
+        constants,
+        type_of,
+        aligned,
+        num_warps=options["num_warps"],
+        maxnreg=options["maxnreg"],
+    )
 
 
 @slow_after(
     2,
     "dim, dtype, activation, mask, group",
-    [  # softmax and the others, with a mask and without, have both padded head dims: 96 is padded to 128
+    # softmax and the others, with a mask and without, have both padded head dims: 96 is padded to
+    # 128
+    [
         (64, "bf16", "softmax", "none", 1),
         (64, "bf16", "gelu_tanh", "none", 2),
         (64, "bf16", "softmax", "window", 4),
@@ -126,14 +207,21 @@ def compile_hopper_attention(
 def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, group):
     compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group)
     stats = name == "dkdv" and activation == "softmax"
-    assert_shared_memory(compiled, name, dim, {64: 2.0, 128: 1.5}[padded_dim(dim)] if stats else 0.0)
+    assert_shared_memory(
+        compiled, name, dim, {64: 2.0, 128: 1.5}[padded_dim(dim)] if stats else 0.0
+    )
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
 
 
-@slow_after(1, "activation, dtype", [(name, "fp16") for name in POINTWISE] + [(name, "bf16") for name in FAST_IN_BFLOAT16])
+@slow_after(
+    1,
+    "activation, dtype",
+    [(name, "fp16") for name in POINTWISE] + [(name, "bf16") for name in FAST_IN_BFLOAT16],
+)
 def test_each_activation_compiles(activation, dtype):
-    """Value and derivative. Triton's interpreter runs neither Gluon nor the inline assembly of the bfloat16 versions."""
+    """Value and derivative. Triton's interpreter runs neither Gluon nor the inline assembly of the
+    bfloat16 versions."""
     compile_hopper_attention("dkdv", 64, dtype, activation)
 
 
@@ -158,16 +246,23 @@ def test_each_activation_compiles(activation, dtype):
     ],
 )
 def test_hopper_attention_kernels_of_small_tiles_compile(name, dim, activation, mask, group):
-    """As many thread blocks as the configuration says fit a multiprocessor: its shared memory, of which each takes 1 KiB more, and its
-    registers."""
+    """As many thread blocks as the configuration says fit a multiprocessor: its shared memory, of
+    which each takes 1 KiB more, and its registers."""
     kernel = name.split()[0]
     bias = BIASES["both"] if "times" in name else BIASES["position"] if "bias" in name else None
-    config = small_hopper_config(kernel, dim, bias is not None, "times" in name, few_rows="few rows" in name)
+    config = small_hopper_config(
+        kernel, dim, bias is not None, "times" in name, few_rows="few rows" in name
+    )
     stats = kernel == "dkdv" and activation == "softmax"
-    compiled = compile_hopper_attention(kernel, dim, "bf16", activation, MASKS[mask], group=group, config=config, bias=bias)
-    assert_shared_memory(compiled, f"small {name}", dim, config.stages * config.block / 128 if stats else 0.0)
+    compiled = compile_hopper_attention(
+        kernel, dim, "bf16", activation, MASKS[mask], group=group, config=config, bias=bias
+    )
+    assert_shared_memory(
+        compiled, f"small {name}", dim, config.stages * config.block / 128 if stats else 0.0
+    )
     assert config.ctas_per_sm * (compiled.metadata.shared + 1024) <= 228 * 1024
-    assert config.ctas_per_sm * 256 * config.launch_registers <= 2**16  # a consumer, and four warps for the producer
+    # a consumer, and four warps for the producer
+    assert config.ctas_per_sm * 256 * config.launch_registers <= 2**16
     assert 128 * (config.registers + 24) <= 256 * config.launch_registers
     assert spilled_bytes(compiled.asm["cubin"]) <= (288 if "times" in name else 128)
 
@@ -185,7 +280,10 @@ def test_hopper_attention_kernels_of_small_tiles_compile(name, dim, activation, 
 )
 def test_hopper_attention_kernel_of_long_segments_compiles(dim, activation, mask, group):
     """The other kernel is one that `test_hopper_attention_kernels_compile` compiles."""
-    long, short = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], group=group, long=x) for x in (True, False))
+    long, short = (
+        compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], group=group, long=x)
+        for x in (True, False)
+    )
     assert long.asm["ptx"] != short.asm["ptx"]
     assert_shared_memory(long, "long fwd", dim)
 
@@ -202,21 +300,29 @@ def test_hopper_attention_kernel_of_long_segments_compiles(dim, activation, mask
         ("fwd", 64, "silu", "none", "both", 128),
     ],
 )
-def test_hopper_attention_kernels_compile_with_keys_in_pages(name, dim, activation, mask, bias, page_rows):
+def test_hopper_attention_kernels_compile_with_keys_in_pages(
+    name, dim, activation, mask, bias, page_rows
+):
     """The producer, which has 24 registers, keeps none in memory."""
     config = small_hopper_config("fwd", dim) if name == "small fwd" else None
     options = dict(config=config, long=name == "long fwd", bias=BIASES.get(bias))
     paged, plain = (
-        compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], page_rows=x, **options) for x in (page_rows, None)
+        compile_hopper_attention(
+            "fwd", dim, "bf16", activation, MASKS[mask], page_rows=x, **options
+        )
+        for x in (page_rows, None)
     )
-    assert paged.metadata.shared - plain.metadata.shared <= 16  # the table's address, an argument of warps
+    # the table's address, an argument of warps
+    assert paged.metadata.shared - plain.metadata.shared <= 16
     assert spilled_bytes(paged.asm["cubin"]) == spilled_bytes(plain.asm["cubin"])
 
 
 @slow_after(
     1,
     "dim, dtype, bias, activation, mask, group",
-    [  # these take longest to compile; a kernel depends on the padded head dim, and 96 is padded to 128
+    # these take longest to compile; a kernel depends on the padded head dim, and 96 is padded to
+    # 128
+    [
         (64, "bf16", "both", "softmax", "none", 1),
         (64, "fp16", "position", "silu", "hstu", 2),
         (64, "bf16", "all", "gelu_tanh", "semi-local", 1),
@@ -226,31 +332,53 @@ def test_hopper_attention_kernels_compile_with_keys_in_pages(name, dim, activati
     ],
 )
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
-def test_hopper_attention_kernels_with_a_bias_compile(name, dim, dtype, bias, activation, mask, group):
-    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group, bias=BIASES[bias])
+def test_hopper_attention_kernels_with_a_bias_compile(
+    name, dim, dtype, bias, activation, mask, group
+):
+    compiled = compile_hopper_attention(
+        name, dim, dtype, activation, MASKS[mask], group=group, bias=BIASES[bias]
+    )
     assert compiled.metadata.shared <= 227 * 1024
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
     if name == "dq":  # the gradients of both tables are added without results
-        assert bool(re.search(r"\bred\S*\.global\S*\.f32", compiled.asm["ptx"])) or "atom" in compiled.asm["ptx"]
+        assert (
+            bool(re.search(r"\bred\S*\.global\S*\.f32", compiled.asm["ptx"]))
+            or "atom" in compiled.asm["ptx"]
+        )
 
 
 @slow_after(1, "dim, mask, group", [(64, "none", 1), (128, "window", 4)])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
 def test_hopper_attention_kernels_with_shared_operands_compile(name, dim, mask, group):
-    compiled = compile_hopper_attention(name, dim, "bf16", "softmax", MASKS[mask], shared=True, group=group)
+    compiled = compile_hopper_attention(
+        name, dim, "bf16", "softmax", MASKS[mask], shared=True, group=group
+    )
     assert compiled.metadata.shared <= 227 * 1024
 
 
 @slow_after(
     1,
     "dim, mask, activation",
-    [(128, "window", "softmax"), (64, "none", "softmax"), (64, "window", "softmax"), (128, "none", "softmax"), (64, "window", "silu")],
+    [
+        (128, "window", "softmax"),
+        (64, "none", "softmax"),
+        (64, "window", "softmax"),
+        (128, "none", "softmax"),
+        (64, "window", "silu"),
+    ],
 )
 def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activation):
     config = hopper_attention_config("fwd", dim, activation, mask != "none", long=True)
     dynamic, static = (
-        compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], config=dataclasses.replace(config, dynamic_tiles=x))
+        compile_hopper_attention(
+            "fwd",
+            dim,
+            "bf16",
+            activation,
+            MASKS[mask],
+            config=dataclasses.replace(config, dynamic_tiles=x),
+        )
         for x in (True, False)
     )
     assert "atom.global" in dynamic.asm["ptx"] and "atom.global" not in static.asm["ptx"]
@@ -260,14 +388,29 @@ def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activ
 @slow_after(
     1,
     "dim, dtype, activation, group",
-    [(64, "bf16", "softmax", 1), (64, "bf16", "gelu_tanh", 2), (96, "fp16", "silu", 1), (128, "bf16", "softmax", 4)],
+    [
+        (64, "bf16", "softmax", 1),
+        (64, "bf16", "gelu_tanh", 2),
+        (96, "fp16", "silu", 1),
+        (128, "bf16", "softmax", 4),
+    ],
 )
 def test_hopper_attention_kernels_that_store_ds_compile(dim, dtype, activation, group):
-    """Blocks leave and enter registers 16 bytes at a time, without shared memory between them and the MMAs."""
-    without, storing = (compile_hopper_attention("dkdv", dim, dtype, activation, group=group, has_ds=has_ds) for has_ds in (False, True))
-    vectors, others = (len(re.findall(r"st\.global\S*\.v4", x.asm["ptx"])) for x in (storing, without))
-    assert vectors > others and storing.asm["ptx"].count("st.shared") == without.asm["ptx"].count("st.shared")
-    from_ds = compile_hopper_attention("dq_from_ds", dim, dtype, activation, group=group, has_ds=True)
+    """Blocks leave and enter registers 16 bytes at a time, without shared memory between them and
+    the MMAs."""
+    without, storing = (
+        compile_hopper_attention("dkdv", dim, dtype, activation, group=group, has_ds=has_ds)
+        for has_ds in (False, True)
+    )
+    vectors, others = (
+        len(re.findall(r"st\.global\S*\.v4", x.asm["ptx"])) for x in (storing, without)
+    )
+    assert vectors > others and storing.asm["ptx"].count("st.shared") == without.asm["ptx"].count(
+        "st.shared"
+    )
+    from_ds = compile_hopper_attention(
+        "dq_from_ds", dim, dtype, activation, group=group, has_ds=True
+    )
     assert "movmatrix" in from_ds.asm["ptx"]
     assert_shared_memory(from_ds, "dq_from_ds", dim)
     others = compile_hopper_attention("dq", dim, dtype, activation, group=group, has_ds=True)
@@ -292,11 +435,17 @@ CAUSAL = MaskParams(1, -1, -1, 0, 1, 0, 0, 0)
     ],
 )
 def test_hopper_kernel_of_all_gradients_compiles(dim, dtype, activation, mask, group):
-    """Its MMAs overlap: ptxas has not put a wait after each of them, as it does if it cannot follow their registers."""
+    """Its MMAs overlap: ptxas has not put a wait after each of them, as it does if it cannot follow
+    their registers."""
     compiled = compile_hopper_attention("one_pass", dim, dtype, activation, mask, group=group)
     stats = 0.0 if activation != "softmax" else 1.5 if dim <= 64 else 1.0
     assert_shared_memory(compiled, "one_pass", dim, stats)
-    for instruction in ("wgmma.mma_async", "cp.reduce.async.bulk.tensor.3d.global", "setmaxnreg", "ld.acquire.gpu.global"):
+    for instruction in (
+        "wgmma.mma_async",
+        "cp.reduce.async.bulk.tensor.3d.global",
+        "setmaxnreg",
+        "ld.acquire.gpu.global",
+    ):
         assert instruction in compiled.asm["ptx"]
     machine_code = disassembled(compiled.asm["cubin"])
     assert machine_code.count("WARPGROUP.DEPBAR") < machine_code.count("HGMMA") / 3
@@ -329,25 +478,54 @@ def test_hopper_kernel_of_short_queries_compiles(dim, consumers, dtype, activati
 
 
 def test_kernel_that_lists_short_queries_compiles():
-    types = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", query_tiles_ptr="*i32", key_tiles_ptr="*i32", counts_ptr="*i32")
+    types = dict(
+        q_offsets_ptr="*i64",
+        kv_offsets_ptr="*i64",
+        query_tiles_ptr="*i32",
+        key_tiles_ptr="*i32",
+        counts_ptr="*i32",
+    )
     types |= dict.fromkeys(("num_segments", "num_heads", "num_kv_heads"), "i32")
-    compile_for(90, short_queries._short_queries_kernel, dict(ROWS=192, KEYS=64, BLOCK=64, SEGMENTS=32, CHUNK=512), types.get, aligned=())
+    compile_for(
+        90,
+        short_queries._short_queries_kernel,
+        dict(ROWS=192, KEYS=64, BLOCK=64, SEGMENTS=32, CHUNK=512),
+        types.get,
+        aligned=(),
+    )
 
 
 def test_kernel_that_rounds_dq_of_hopper_compiles():
-    types = dict(sums_ptr="*fp32", added_ptr="*i32", dq_ptr="*bf16", q_offsets_ptr="*i64", factor="fp32", output_scale="fp32")
+    types = dict(
+        sums_ptr="*fp32",
+        added_ptr="*i32",
+        dq_ptr="*bf16",
+        q_offsets_ptr="*i64",
+        factor="fp32",
+        output_scale="fp32",
+    )
     types |= dict(num_segments="i32", num_blocks="i32")
     constants = dict(segment_scale_ptr=None, HEADS=4, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6)
     compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
 
 
 def test_kernels_beside_stored_ds_compile():
-    ds_blocks = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", num_tiles_ptr="*i32", ds_blocks_ptr="*i32", num_other_tiles_ptr="*i32")
+    ds_blocks = dict(
+        q_offsets_ptr="*i64",
+        kv_offsets_ptr="*i64",
+        num_tiles_ptr="*i32",
+        ds_blocks_ptr="*i32",
+        num_other_tiles_ptr="*i32",
+    )
     ds_blocks |= dict(num_segments="i32", capacity="i32")
     delta = dict(do_ptr="*bf16", out_ptr="*bf16", delta_ptr="*fp32")
     delta |= dict.fromkeys(("num_rows", "stride_row", "stride_head", "stride_delta"), "i32")
     for kernel, signature, constants in (
-        (attention_ds.attention_ds_blocks_kernel, ds_blocks, dict(HEADS=4, QUERY_BLOCK=128, CHUNK=1024)),
+        (
+            attention_ds.attention_ds_blocks_kernel,
+            ds_blocks,
+            dict(HEADS=4, QUERY_BLOCK=128, CHUNK=1024),
+        ),
         (attention_ds.attention_delta_kernel, delta, dict(HEADS=4, DIM=96, BLOCK_D=128, ROWS=64)),
     ):
         compile_for(90, kernel, constants, signature.get, aligned=())
@@ -355,10 +533,24 @@ def test_kernels_beside_stored_ds_compile():
 
 @slow_after(1, "dim", [64, 128])
 def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
-    assert compile_hopper_attention("dkdv", dim, "bf16", "softmax", group=4).metadata.shared <= 227 * 1024
+    assert (
+        compile_hopper_attention("dkdv", dim, "bf16", "softmax", group=4).metadata.shared
+        <= 227 * 1024
+    )
 
 
-@slow_after(1, "query_groups, dim, activation", [(2, 64, "softmax"), (3, 128, "softmax"), (2, 128, "gelu_tanh")])
+@slow_after(
+    1,
+    "query_groups, dim, activation",
+    [(2, 64, "softmax"), (3, 128, "softmax"), (2, 128, "gelu_tanh")],
+)
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
-def test_hopper_attention_kernels_compile_for_several_query_groups(name, query_groups, dim, activation):
-    assert compile_hopper_attention(name, dim, "bf16", activation, query_groups=query_groups).metadata.shared <= 227 * 1024
+def test_hopper_attention_kernels_compile_for_several_query_groups(
+    name, query_groups, dim, activation
+):
+    assert (
+        compile_hopper_attention(
+            name, dim, "bf16", activation, query_groups=query_groups
+        ).metadata.shared
+        <= 227 * 1024
+    )

@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention.bias_kernels import bias_tables_kernel, sum_tables_kernel  # noqa: E402
-from jagged_kernels.attention.params import BiasKind  # noqa: E402
+from jagged_kernels.attention.bias_kernels import bias_tables_kernel, sum_tables_kernel
+from jagged_kernels.attention.params import BiasKind
 
-from .ahead_of_time import BIASES, bias_types, compile_for  # noqa: E402
+from .ahead_of_time import BIASES, bias_types, compile_for
 
 CAPABILITIES = [80, 90, 100]
 KINDS = BIASES | {"time": BiasKind(position=False, boundaries=128, query_times=False, shift=False)}
@@ -15,24 +15,42 @@ KINDS = BIASES | {"time": BiasKind(position=False, boundaries=128, query_times=F
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    "kind, num_boundaries, entries", [("both", 128, True), ("time", 0, True), ("all", 300, False), ("position", 0, False)]
+    "kind, num_boundaries, entries",
+    [("both", 128, True), ("time", 0, True), ("all", 300, False), ("position", 0, False)],
 )
 def test_bias_tables_kernel_compiles(capability, kind, num_boundaries, entries):
     def type_of(arg):
-        types = dict(position_ptr="*fp32", time_ptr="*fp32", q_offsets_ptr="*i32", kv_offsets_ptr="*i32", inverse_scale="fp32")
+        types = dict(
+            position_ptr="*fp32",
+            time_ptr="*fp32",
+            q_offsets_ptr="*i32",
+            kv_offsets_ptr="*i32",
+            inverse_scale="fp32",
+        )
         return types.get(arg, bias_types(arg, KINDS[kind], scratch=False, entries=entries))
 
     constants = dict(BITS=num_boundaries.bit_length(), KIND=KINDS[kind])
     constants |= {"time": dict(position_ptr=None), "position": dict(time_ptr=None)}.get(kind, {})
     constants |= {} if entries else dict(q_offsets_ptr=None, kv_offsets_ptr=None)
-    assert compile_for(capability, bias_tables_kernel, constants, type_of, aligned=(), num_warps=8).asm["cubin"]
+    assert compile_for(
+        capability, bias_tables_kernel, constants, type_of, aligned=(), num_warps=8
+    ).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("kind, buckets, threads", [("both", 129, 128), ("both", 256, 1), ("time", 129, 128), ("position", 1, 1)])
+@pytest.mark.parametrize(
+    "kind, buckets, threads",
+    [("both", 129, 128), ("both", 256, 1), ("time", 129, 128), ("position", 1, 1)],
+)
 def test_sum_tables_kernel_compiles(capability, kind, buckets, threads):
     def type_of(arg):
-        return "*fp32" if arg.endswith("_ptr") else bias_types(arg, KINDS[kind], scratch=threads == 1, entries=False)
+        return (
+            "*fp32"
+            if arg.endswith("_ptr")
+            else bias_types(arg, KINDS[kind], scratch=threads == 1, entries=False)
+        )
 
     constants = dict(BUCKETS=buckets, THREADS=threads)
-    assert compile_for(capability, sum_tables_kernel, constants, type_of, aligned=(), num_warps=16).asm["cubin"]
+    assert compile_for(
+        capability, sum_tables_kernel, constants, type_of, aligned=(), num_warps=16
+    ).asm["cubin"]

@@ -1,4 +1,5 @@
-"""The kernels of block-diagonal attention, portable and for Hopper, compile for the GPU generations that we support."""
+"""The kernels of block-diagonal attention, portable and for Hopper, compile for the GPU generations
+that we support."""
 
 import re
 
@@ -7,30 +8,56 @@ from marks import slow_after
 
 pytest.importorskip("triton")
 
-from jagged_kernels.block_attention import hopper, triton_kernels  # noqa: E402
-from jagged_kernels.block_attention.configs import block_attention_config, fits_shared_memory  # noqa: E402
+from jagged_kernels.block_attention import hopper, triton_kernels
+from jagged_kernels.block_attention.configs import block_attention_config, fits_shared_memory
 
-from .ahead_of_time import compile_for, gluon_descriptor  # noqa: E402
+from .ahead_of_time import compile_for, gluon_descriptor
 
 TYPES = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32")
 
 
-def compile_block_attention(name, capability, dtype, dim, block_size, rotate, relative=False, group=1, precision="bf16x6"):
+def compile_block_attention(
+    name, capability, dtype, dim, block_size, rotate, relative=False, group=1, precision="bf16x6"
+):
     """The compiled kernel with its launch configuration."""
-    kernel, itemsize = getattr(triton_kernels, f"block_attention_{name}_kernel"), 4 if dtype == "fp32" else 2
-    rotary = "none" if rotate is None else "relative" if relative else "absolute"
-    config = block_attention_config(name, dim, itemsize, divmod(capability, 10), block_size, group, rotary)
-    constants = dict(
-        HEADS=4, GROUP=group, DIM=dim, BLOCK_M=config.block_m, BLOCK_SIZE=block_size, BLOCK_D=config.block_d, positions_ptr=None
+    kernel, itemsize = (
+        getattr(triton_kernels, f"block_attention_{name}_kernel"),
+        4 if dtype == "fp32" else 2,
     )
-    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, ALIGN=16 // itemsize, PACKED=itemsize == 2)
+    rotary = "none" if rotate is None else "relative" if relative else "absolute"
+    config = block_attention_config(
+        name, dim, itemsize, divmod(capability, 10), block_size, group, rotary
+    )
+    constants = dict(
+        HEADS=4,
+        GROUP=group,
+        DIM=dim,
+        BLOCK_M=config.block_m,
+        BLOCK_SIZE=block_size,
+        BLOCK_D=config.block_d,
+        positions_ptr=None,
+    )
+    constants |= dict(
+        ROTATE=rotate is not None,
+        ROTATE_V=rotate == "qkv",
+        RELATIVE=relative,
+        ALIGN=16 // itemsize,
+        PACKED=itemsize == 2,
+    )
     constants |= dict(PRECISION=precision if dtype == "fp32" else "ieee")
     constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
 
     def type_of(arg):
         return TYPES.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else None)
 
-    return compile_for(capability, kernel, constants, type_of, num_warps=config.num_warps, num_stages=config.num_stages)
+    return compile_for(
+        capability,
+        kernel,
+        constants,
+        type_of,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 @slow_after(
@@ -42,12 +69,20 @@ def compile_block_attention(name, capability, dtype, dim, block_size, rotate, re
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
 def test_block_attention_kernels_compile(name, rotate, relative, fp32_dims):
     cases = wide, narrow = (128, 64, 1), (64, 16, 2)
-    # 8.0 and 8.6 have the same configurations, which must fit the memory of 8.6. Wide heads take longest to compile there: those with q
-    # and k at absolute positions are part of those with v too.
+    # 8.0 and 8.6 have the same configurations, which must fit the memory of 8.6. Wide heads take
+    # longest to compile there: those with q and k at absolute positions are part of those with v
+    # too.
     before_hopper = narrow if (rotate, relative) == ("qk", False) else wide
-    for capability, shared_memory, some in ((80, 99, [narrow]), (86, 99, [before_hopper]), (90, 227, cases), (100, 227, cases)):
+    for capability, shared_memory, some in (
+        (80, 99, [narrow]),
+        (86, 99, [before_hopper]),
+        (90, 227, cases),
+        (100, 227, cases),
+    ):
         for dim, block_size, group in some:
-            compiled = compile_block_attention(name, capability, "bf16", dim, block_size, rotate, relative, group)
+            compiled = compile_block_attention(
+                name, capability, "bf16", dim, block_size, rotate, relative, group
+            )
             assert compiled.metadata.shared <= shared_memory * 1024
             if capability == 90:
                 assert "wgmma.mma_async" in compiled.asm["ptx"]
@@ -58,12 +93,20 @@ def test_block_attention_kernels_compile(name, rotate, relative, fp32_dims):
 @pytest.mark.parametrize("block_size", [64, 128])
 @slow_after(1, "dtype, precision", [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")])
 @pytest.mark.parametrize("capability, shared_memory", [(86, 99), (90, 227)])
-def test_supported_blocks_fit_shared_memory(capability, shared_memory, dtype, precision, block_size):
+def test_supported_blocks_fit_shared_memory(
+    capability, shared_memory, dtype, precision, block_size
+):
     """The widest heads that the rule allows, in groups: their backward needs most."""
     generation, itemsize = divmod(capability, 10), 4 if dtype == "fp32" else 2
-    taken = [dim for dim in (32, 64, 128, 256) if fits_shared_memory(dim, itemsize, generation, block_size, 2)]
+    taken = [
+        dim
+        for dim in (32, 64, 128, 256)
+        if fits_shared_memory(dim, itemsize, generation, block_size, 2)
+    ]
     for dim in taken[-1:]:
-        compiled = compile_block_attention("bwd", capability, dtype, dim, block_size, None, group=2, precision=precision)
+        compiled = compile_block_attention(
+            "bwd", capability, dtype, dim, block_size, None, group=2, precision=precision
+        )
         assert compiled.metadata.shared <= shared_memory * 1024
     assert taken or capability == 86 and block_size == 128
 
@@ -77,10 +120,21 @@ def test_rotated_pairs_are_loaded_sixteen_bytes_at_a_time(name):
 
 
 def compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, relative, precise):
-    """The compiled kernel for compute capability 9.0; `width`: columns of a tile in shared memory, at least `dim`."""
+    """The compiled kernel for compute capability 9.0; `width`: columns of a tile in shared memory,
+    at least `dim`."""
     kernel, rows = getattr(hopper, f"block_attention_{name}_hopper_kernel"), max(block_size, 64)
-    constants = dict(HEADS=4, HEADS_PER_CTA=2, DIM=dim, BLOCK_M=rows, BLOCK_D=width, BLOCK_SIZE=block_size, positions_ptr=None)
-    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise)
+    constants = dict(
+        HEADS=4,
+        HEADS_PER_CTA=2,
+        DIM=dim,
+        BLOCK_M=rows,
+        BLOCK_D=width,
+        BLOCK_SIZE=block_size,
+        positions_ptr=None,
+    )
+    constants |= dict(
+        ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise
+    )
     constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
 
     def type_of(arg):
@@ -92,16 +146,35 @@ def compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, 
     return compile_for(90, kernel, constants, type_of, aligned=(), **options)
 
 
-@slow_after(1, "rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
+@slow_after(
+    1, "rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str
+)
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
 def test_hopper_block_attention_kernels_compile(name, rotate, relative):
-    """Two thread blocks of 64 rows share a multiprocessor; tiles are loaded and stored by the tensor memory accelerator."""
-    cases = ("bf16", 128, 128, 64, False), ("bf16", 128, 128, 64, True), ("fp16", 40, 64, 16, False), ("bf16", 128, 128, 128, False)
+    """Two thread blocks of 64 rows share a multiprocessor; tiles are loaded and stored by the
+    tensor memory accelerator."""
+    cases = (
+        ("bf16", 128, 128, 64, False),
+        ("bf16", 128, 128, 64, True),
+        ("fp16", 40, 64, 16, False),
+        ("bf16", 128, 128, 128, False),
+    )
     for dtype, dim, width, block_size, precise in cases[:: 1 if rotate else 2]:
-        compiled = compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, relative, precise)
+        compiled = compile_hopper_block_attention(
+            name, dtype, dim, width, block_size, rotate, relative, precise
+        )
         assert compiled.metadata.shared <= 227 * 1024 // (2 if block_size <= 64 else 1)
         rows = max(block_size, 64)
-        tile, square = 2 * rows * width, 2 * rows * rows  # the sum at the head of hopper.py, without its barriers
-        assert 0 < compiled.metadata.shared - (4 * tile if name == "fwd" else 5 * tile + 2 * square) < 1024
-        for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"):
+        # the sum at the head of hopper.py, without its barriers
+        tile, square = 2 * rows * width, 2 * rows * rows
+        assert (
+            0
+            < compiled.metadata.shared - (4 * tile if name == "fwd" else 5 * tile + 2 * square)
+            < 1024
+        )
+        for instruction in (
+            "wgmma.mma_async",
+            "cp.async.bulk.tensor.3d.shared",
+            "cp.async.bulk.tensor.3d.global",
+        ):
             assert instruction in compiled.asm["ptx"]

@@ -1,4 +1,5 @@
-"""What public functions launch for tensors of indices of different integer dtypes compiles: every combination of int32 and int64."""
+"""What public functions launch for tensors of indices of different integer dtypes compiles: every
+combination of int32 and int64."""
 
 import dataclasses
 import functools
@@ -10,19 +11,26 @@ from marks import SLOW
 
 pytest.importorskip("triton")
 
-from calls import build  # noqa: E402
-from cases import Case  # noqa: E402
-from index_calls import FUNCTIONS, arguments_of, function_case  # noqa: E402
-from space import OPERATORS  # noqa: E402
+from calls import build
+from cases import Case
+from index_calls import FUNCTIONS, arguments_of, function_case
+from space import OPERATORS
 
-from ..launches import Launch, recorded_launches  # noqa: E402
+from ..launches import Launch, recorded_launches
 
-COMBINATIONS = list(itertools.product(("int32", ""), repeat=2))  # of the arguments in turn; the plain one is the last
-NAMES = [name for name, (function, _, _) in FUNCTIONS.items() if OPERATORS[function].implementations]
-SIZES = {  # changes of a case: kernels for short segments, those for Hopper, and those for a few candidates of each of many users
+# of the arguments in turn; the plain one is the last
+COMBINATIONS = list(itertools.product(("int32", ""), repeat=2))
+NAMES = [
+    name for name, (function, _, _) in FUNCTIONS.items() if OPERATORS[function].implementations
+]
+# changes of a case: kernels for short segments, those for Hopper, and those for a few candidates of
+# each of many users
+SIZES = {
     "short": lambda case: case,
     "long": lambda case: _with_head_dim(case, [[40 * n for n in side] for side in case.lengths]),
-    "many users": lambda case: _with_head_dim(case, [[20] * 330, [400] * 330], heads=[2, 2], values="zeros"),
+    "many users": lambda case: _with_head_dim(
+        case, [[20] * 330, [400] * 330], heads=[2, 2], values="zeros"
+    ),
 }
 CASES = [*itertools.product(NAMES, ("short", "long")), ("target_attention-map", "many users")]
 
@@ -32,8 +40,11 @@ def _with_head_dim(case: Case, lengths: list[list[int]], **options) -> Case:
     return dataclasses.replace(case, options=case.options | options, lengths=lengths)
 
 
-def launched(name: str, size: str, dtypes: tuple[str, str], capability: tuple[int, int]) -> set[Launch]:
-    """The kernels that a call and its backward launch, its tensors of indices having these dtypes in turn."""
+def launched(
+    name: str, size: str, dtypes: tuple[str, str], capability: tuple[int, int]
+) -> set[Launch]:
+    """The kernels that a call and its backward launch, its tensors of indices having these dtypes
+    in turn."""
     forms = {
         argument: dtype if dtype in allowed else ""
         for (argument, allowed), dtype in zip(arguments_of(name).items(), itertools.cycle(dtypes))
@@ -55,9 +66,11 @@ def compiled(launch: Launch) -> bytes:
 @pytest.mark.parametrize("kernels", ["of schedules", pytest.param("all", marks=SLOW)])
 @pytest.mark.parametrize("name, size", CASES)
 def test_each_combination_of_dtypes_compiles(name, size, kernels, capability):
-    """Kernels of the plain form are compiled by the tests of each operator, so that only those are compiled here that other dtypes add.
+    """Kernels of the plain form are compiled by the tests of each operator, so that only those are
+    compiled here that other dtypes add.
 
-    Kernels that make schedules, whose names begin with _, read two tensors of indices in the same way. They compile in a second.
+    Kernels that make schedules, whose names begin with _, read two tensors of indices in the same
+    way. They compile in a second.
     """
     *mixed, plain = (launched(name, size, dtypes, capability) for dtypes in COMBINATIONS)
     assert plain

@@ -1,4 +1,5 @@
-"""The kernels of jagged matrix multiplication and softmax compile for the GPU generations that we support."""
+"""The kernels of jagged matrix multiplication and softmax compile for the GPU generations that we
+support."""
 
 import re
 
@@ -7,30 +8,45 @@ from marks import slow_after
 
 pytest.importorskip("triton")
 
-from jagged_kernels.common.activations import activation_function  # noqa: E402
-from jagged_kernels.matmul import triton_kernels as jagged_matmul_kernels  # noqa: E402
-from jagged_kernels.matmul.configs import jagged_matmul_config  # noqa: E402
-from jagged_kernels.matmul.op import SYMMETRIC_BLOCK  # noqa: E402
-from jagged_kernels.softmax import triton_kernels as jagged_softmax  # noqa: E402
-from jagged_kernels.softmax.configs import jagged2_softmax_config, jagged_softmax_config  # noqa: E402
+from jagged_kernels.common.activations import activation_function
+from jagged_kernels.matmul import triton_kernels as jagged_matmul_kernels
+from jagged_kernels.matmul.configs import jagged_matmul_config
+from jagged_kernels.matmul.op import SYMMETRIC_BLOCK
+from jagged_kernels.softmax import triton_kernels as jagged_softmax
+from jagged_kernels.softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
-from .ahead_of_time import compile_for  # noqa: E402
+from .ahead_of_time import compile_for
 
 
 def compile_jagged(kernel, capability, dtype, options, **constants):
-    """A compiled kernel of jagged matrix multiplication or softmax; `options`: its launch configuration."""
+    """A compiled kernel of jagged matrix multiplication or softmax; `options`: its launch
+    configuration."""
 
     def type_of(arg):
         if arg in ("partial_ptr", "sums_ptr"):
             return "*fp32"
-        return "*i64" if arg.endswith("offsets_ptr") else f"*{dtype}" if arg.endswith("_ptr") else "i32"
+        return (
+            "*i64"
+            if arg.endswith("offsets_ptr")
+            else f"*{dtype}"
+            if arg.endswith("_ptr")
+            else "i32"
+        )
 
     return compile_for(capability, kernel, constants, type_of, **options)
 
 
 JAGGED_MATMULS = {  # kernel, its name in the configurations, constants of a variant
-    "dense": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, ACTIVATION=None, FACTOR=1.0, bias_ptr=None, grad_ptr=None)),
-    "dense-transposed": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=True, ACTIVATION=None, FACTOR=1.0, grad_ptr=None)),
+    "dense": (
+        "jagged_dense_bmm_kernel",
+        "dense",
+        dict(TRANSPOSED=False, ACTIVATION=None, FACTOR=1.0, bias_ptr=None, grad_ptr=None),
+    ),
+    "dense-transposed": (
+        "jagged_dense_bmm_kernel",
+        "dense",
+        dict(TRANSPOSED=True, ACTIVATION=None, FACTOR=1.0, grad_ptr=None),
+    ),
     "dense-dact": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, FACTOR=0.5)),
     "jagged": ("jagged_jagged_bmm_kernel", "jagged", {}),
     "outer": ("jagged_outer_kernel", "outer", {}),
@@ -41,23 +57,43 @@ JAGGED_MATMULS = {  # kernel, its name in the configurations, constants of a var
 
 
 def compile_jagged_matmul(name, capability, dtype, depth, columns, precision):
-    """The compiled kernel with the launch configuration for x of `depth` and y of `columns` columns."""
+    """The compiled kernel with the launch configuration for x of `depth` and y of `columns`
+    columns."""
     kernel, kind, constants = JAGGED_MATMULS[name]
     itemsize = 4 if dtype == "fp32" else 2
     rows = depth if kind == "jagged" else 0
-    config = jagged_matmul_config(kind, itemsize, divmod(capability, 10), rows, 0 if kind == "outer" else columns, precision)
+    config = jagged_matmul_config(
+        kind, itemsize, divmod(capability, 10), rows, 0 if kind == "outer" else columns, precision
+    )
     sizes = dict(D=depth, T=columns) if kind in ("dense", "jagged") else dict(D=columns)
-    constants = constants | sizes | dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    constants = (
+        constants
+        | sizes
+        | dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    )
     if name == "dense-dact":
         constants |= dict(ACTIVATION=activation_function("gelu_tanh", dtype == "bf16"))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     kernel = getattr(jagged_matmul_kernels, kernel)
-    return compile_jagged(kernel, capability, dtype, options, **constants, ALIGN=16 // itemsize, PRECISION=precision)
+    return compile_jagged(
+        kernel, capability, dtype, options, **constants, ALIGN=16 // itemsize, PRECISION=precision
+    )
 
 
-JAGGED_MATMUL_CASES = [  # capability, its shared memory in KiB, cases of dtype, columns and precision: each with two capabilities or more
+# capability, its shared memory in KiB, cases of dtype, columns and precision: each with two
+# capabilities or more
+JAGGED_MATMUL_CASES = [
     (80, 163, [("bf16", 128, "ieee"), ("fp32", 64, "bf16x6"), ("fp32", 128, "tf32")]),
-    (86, 99, [("bf16", 128, "ieee"), ("fp32", 64, "tf32"), ("fp32", 128, "tf32"), ("fp32", 64, "bf16x6")]),
+    (
+        86,
+        99,
+        [
+            ("bf16", 128, "ieee"),
+            ("fp32", 64, "tf32"),
+            ("fp32", 128, "tf32"),
+            ("fp32", 64, "bf16x6"),
+        ],
+    ),
     (90, 227, [("bf16", 128, "ieee"), ("bf16", 8, "ieee"), ("fp32", 64, "tf32")]),
     (100, 227, [("bf16", 128, "ieee"), ("bf16", 8, "ieee"), ("fp32", 128, "tf32")]),
 ]
@@ -85,9 +121,13 @@ def test_jagged_matmul_kernels_read_sixteen_bytes_at_a_time(name):
 @slow_after(1, "capability", [80, 86, 90, 100])
 def test_sums_of_segments_compile(capability):
     for dtype in ("fp32", "bf16"):
-        sizes = dict(D=1, T=64, BLOCK_M=1, BLOCK_N=64, BLOCK_K=32, ALIGN=4, PRECISION="ieee", x_ptr=None)
+        sizes = dict(
+            D=1, T=64, BLOCK_M=1, BLOCK_N=64, BLOCK_K=32, ALIGN=4, PRECISION="ieee", x_ptr=None
+        )
         options = dict(num_warps=4, num_stages=3)
-        compile_jagged(jagged_matmul_kernels.jagged_jagged_bmm_kernel, capability, dtype, options, **sizes)
+        compile_jagged(
+            jagged_matmul_kernels.jagged_jagged_bmm_kernel, capability, dtype, options, **sizes
+        )
         sizes = dict(SIZE=4096, CHUNKS=16, BLOCK=256)
         compile_jagged(jagged_matmul_kernels.sum_chunks_kernel, capability, dtype, options, **sizes)
 
@@ -95,7 +135,13 @@ def test_sums_of_segments_compile(capability):
 @slow_after(1, "capability", [80, 86, 90, 100])
 def test_sums_of_matrices_with_their_transposes_compile(capability):
     for dtype in ("fp32", "fp16", "bf16"):
-        compile_jagged(jagged_matmul_kernels.jagged_symmetric_kernel, capability, dtype, {}, BLOCK=SYMMETRIC_BLOCK)
+        compile_jagged(
+            jagged_matmul_kernels.jagged_symmetric_kernel,
+            capability,
+            dtype,
+            {},
+            BLOCK=SYMMETRIC_BLOCK,
+        )
 
 
 DTYPES = [("fp32", 4), ("bf16", 2)]
@@ -103,7 +149,9 @@ DTYPES = [("fp32", 4), ("bf16", 2)]
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @slow_after(
-    1, "capability, shared_memory, dtypes", [(80, 163, DTYPES), (86, 99, DTYPES[:1]), (90, 227, DTYPES[1:]), (100, 227, DTYPES[:1])]
+    1,
+    "capability, shared_memory, dtypes",
+    [(80, 163, DTYPES), (86, 99, DTYPES[:1]), (90, 227, DTYPES[1:]), (100, 227, DTYPES[:1])],
 )
 def test_jagged_softmax_kernels_compile(capability, shared_memory, dtypes, backward):
     for dtype, itemsize in dtypes:
@@ -113,12 +161,24 @@ def test_jagged_softmax_kernels_compile(capability, shared_memory, dtypes, backw
         for finish in (False, True):
             options = dict(num_warps=config.num_warps)
             kernel = jagged_softmax.jagged_softmax_kernel
-            compiled = compile_jagged(kernel, capability, dtype, options, **constants, **tile, H=64, FINISH=finish, ALIGN=16 // itemsize)
+            compiled = compile_jagged(
+                kernel,
+                capability,
+                dtype,
+                options,
+                **constants,
+                **tile,
+                H=64,
+                FINISH=finish,
+                ALIGN=16 // itemsize,
+            )
             assert compiled.metadata.shared <= shared_memory * 1024
         for over_columns in (False, True):
             config = jagged2_softmax_config(over_columns)
             tile = dict(LINES=config.lines, LENGTH=config.length)
             options = dict(num_warps=config.num_warps)
             kernel = jagged_softmax.jagged2_softmax_kernel
-            compiled = compile_jagged(kernel, capability, dtype, options, **constants, **tile, OVER_COLUMNS=over_columns)
+            compiled = compile_jagged(
+                kernel, capability, dtype, options, **constants, **tile, OVER_COLUMNS=over_columns
+            )
             assert compiled.metadata.shared <= shared_memory * 1024

@@ -1,4 +1,5 @@
-"""The kernels of linear compression, portable and for Hopper, compile for the GPU generations that we support."""
+"""The kernels of linear compression, portable and for Hopper, compile for the GPU generations that
+we support."""
 
 import contextlib
 import io
@@ -9,18 +10,23 @@ from marks import slow_after
 
 triton = pytest.importorskip("triton")
 
-from jagged_kernels.common.ptxas import hopper_ptxas  # noqa: E402
-from jagged_kernels.linear_compress import triton_kernels as linear_compress_kernels  # noqa: E402
-from jagged_kernels.linear_compress.configs import hopper_gemm_config, linear_compress_config, weight_gradient_config  # noqa: E402
-from jagged_kernels.linear_compress.hopper import linear_compress_fwd_hopper_kernel  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from jagged_kernels.common.ptxas import hopper_ptxas
+from jagged_kernels.linear_compress import triton_kernels as linear_compress_kernels
+from jagged_kernels.linear_compress.configs import (
+    hopper_gemm_config,
+    linear_compress_config,
+    weight_gradient_config,
+)
+from jagged_kernels.linear_compress.hopper import linear_compress_fwd_hopper_kernel
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
 
-from .ahead_of_time import compile_for, compile_source, gluon_descriptor  # noqa: E402
+from .ahead_of_time import compile_for, compile_source, gluon_descriptor
 
 
 def compile_linear_compress(name, capability, dtype, sizes, aligned_embeddings=True):
-    """The compiled kernel with its launch configuration; `sizes`: M, K, N of weights `[M, K]` and embeddings `[B, K, N]`.
+    """The compiled kernel with its launch configuration; `sizes`: M, K, N of weights `[M, K]` and
+    embeddings `[B, K, N]`.
 
     Embeddings whose rows are not aligned to 16 bytes are not read by a tensor descriptor.
     """
@@ -29,28 +35,51 @@ def compile_linear_compress(name, capability, dtype, sizes, aligned_embeddings=T
     kernel = getattr(linear_compress_kernels, f"linear_compress_{name}_kernel")
     align = 16 // itemsize if aligned_embeddings else math.gcd(16 // itemsize, n)
     blocks = dict(M=m, K=k, N=n, ALIGN=align, PRECISION="bf16x6" if dtype == "fp32" else "ieee")
-    pointers = dict(addends_ptr=("*fp32", "*fp32"), indices_ptr=("*i64", "*i32"), partial_ptr="*fp32")
+    pointers = dict(
+        addends_ptr=("*fp32", "*fp32"), indices_ptr=("*i64", "*i32"), partial_ptr="*fp32"
+    )
     if name == "fwd":
         config = linear_compress_config(itemsize, generation, n)
-        blocks |= dict(BLOCK_M=config.block_m, TAIL_M=64, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
-        shapes = dict(w_desc=(config.block_m, config.block_k), w_tail_desc=(64, config.block_k), e_desc=(config.block_k, config.block_n))
+        blocks |= dict(
+            BLOCK_M=config.block_m, TAIL_M=64, BLOCK_N=config.block_n, BLOCK_K=config.block_k
+        )
+        shapes = dict(
+            w_desc=(config.block_m, config.block_k),
+            w_tail_desc=(64, config.block_k),
+            e_desc=(config.block_k, config.block_n),
+        )
     else:
         config = weight_gradient_config(itemsize, generation, m, k)
         blocks |= dict(BLOCK_M=config.block_m, BLOCK_K=config.block_n, BLOCK_N=config.block_k)
-        shapes = dict(g_desc=(config.block_m, config.block_k), e_desc=(config.block_n, config.block_k))
+        shapes = dict(
+            g_desc=(config.block_m, config.block_k), e_desc=(config.block_n, config.block_k)
+        )
     if capability < 90:
         described = ()
     elif aligned_embeddings:
         described = shapes
     else:  # the weights are padded to 16 bytes
         described = [arg for arg in shapes if arg.startswith("w_")]
-    descriptors = {arg: f"tensordesc<{dtype}[1, {shapes[arg][0]}, {shapes[arg][1]}]>" for arg in described}
+    descriptors = {
+        arg: f"tensordesc<{dtype}[1, {shapes[arg][0]}, {shapes[arg][1]}]>" for arg in described
+    }
     constants = blocks | {arg: None for arg in shapes if arg not in descriptors}
 
     def type_of(arg):
-        return descriptors.get(arg) or pointers.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else None)
+        return (
+            descriptors.get(arg)
+            or pointers.get(arg)
+            or (f"*{dtype}" if arg.endswith("_ptr") else None)
+        )
 
-    return compile_for(capability, kernel, constants, type_of, num_warps=config.num_warps, num_stages=config.num_stages)
+    return compile_for(
+        capability,
+        kernel,
+        constants,
+        type_of,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
 
 
 @slow_after(
@@ -76,11 +105,16 @@ def test_linear_compress_kernels_compile(name, dtype, capability, shared_memory)
     "dtype, sizes",
     [
         *((dtype, (129, 8, 68)) for dtype in ("bf16", "fp16", "fp32")),
-        *(("bf16", sizes) for sizes in ((433, 8, 100), (64, 1, 65), (65, 20, 300), (433, 866, 300))),
-        ("fp16", (65, 20, 300)), ("fp32", (64, 1, 65)), ("fp32", (433, 866, 300)),
+        *(
+            ("bf16", sizes)
+            for sizes in ((433, 8, 100), (64, 1, 65), (65, 20, 300), (433, 866, 300))
+        ),
+        ("fp16", (65, 20, 300)),
+        ("fp32", (64, 1, 65)),
+        ("fp32", (433, 866, 300)),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["fwd", "bwd_dw"])
 def test_linear_compress_kernels_of_unaligned_embeddings_compile(name, dtype, sizes):
     compiled = compile_linear_compress(name, 90, dtype, sizes, aligned_embeddings=False)
@@ -98,35 +132,58 @@ def test_an_older_ptxas_loses_a_register(monkeypatch):
 
 @contextlib.contextmanager
 def ptxas_remarks(cache):
-    """Gathers what ptxas reports of kernels that are compiled meanwhile: registers, spills, serialised MMAs.
+    """Gathers what ptxas reports of kernels that are compiled meanwhile: registers, spills,
+    serialised MMAs.
 
-    cache: an empty folder, because ptxas reports nothing of a kernel that Triton's disk cache has. To run it once more takes as long as all
-    else.
+    cache: an empty folder, because ptxas reports nothing of a kernel that Triton's disk cache has.
+    To run it once more takes as long as all else.
     """
-    with triton.knobs.cache.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
+    with (
+        triton.knobs.cache.scope(),
+        triton.knobs.nvidia.scope(),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         triton.knobs.cache.dir, triton.knobs.nvidia.dump_ptxas_log = str(cache), True
         yield printed
 
 
 def compile_hopper_linear_compress(dtype, sizes, addends):
-    """The compiled kernel for candidates' weights `[M, K]`, a shared level's weights `[M, K']` and embeddings `[B, K, N]`.
+    """The compiled kernel for candidates' weights `[M, K]`, a shared level's weights `[M, K']` and
+    embeddings `[B, K, N]`.
 
-    `sizes`: M, K, K', N. Where K or K' is 0 the kernel computes the other level alone. `addends`: number of coarser levels' results that
-    the epilogue of the candidates' GEMM adds.
+    `sizes`: M, K, K', N. Where K or K' is 0 the kernel computes the other level alone. `addends`:
+    number of coarser levels' results that the epilogue of the candidates' GEMM adds.
     """
     m, k, shared_k, n = sizes
     config = hopper_gemm_config(n)
     boxes = dict(w=[64, config.block_k], e=[1, config.block_k, config.block_n], out=[1, 64, 64])
-    boxes = {f"{name}_desc": box for name, box in boxes.items()} | {f"shared_{name}_desc": boxes[name] for name in ("w", "e")}
+    boxes = {f"{name}_desc": box for name, box in boxes.items()} | {
+        f"shared_{name}_desc": boxes[name] for name in ("w", "e")
+    }
     types = {arg: gluon_descriptor(dtype, box) for arg, box in boxes.items()}
     types |= dict(addends_ptr=("*fp32",) * addends, indices_ptr=("*i64",) * addends)
     types |= dict(shared_ptr="*fp32", state_ptr="*i32")
-    constants = dict(M=m, K=k, SHARED_K=shared_k, N_TILES=-(-n // config.block_n), BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    constants = dict(
+        M=m,
+        K=k,
+        SHARED_K=shared_k,
+        N_TILES=-(-n // config.block_n),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+    )
     constants |= dict(STAGES=config.num_stages, BUFFERS=config.num_buffers)
     constants |= {} if k else dict.fromkeys(("w_desc", "e_desc", "out_desc"))
     constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr"))
     aligned = "shared_ptr", "state_ptr", "addends_ptr", "indices_ptr"
-    return compile_for(90, linear_compress_fwd_hopper_kernel, constants, types.get, aligned, num_warps=4, maxnreg=168)
+    return compile_for(
+        90,
+        linear_compress_fwd_hopper_kernel,
+        constants,
+        types.get,
+        aligned,
+        num_warps=4,
+        maxnreg=168,
+    )
 
 
 @slow_after(
@@ -143,8 +200,9 @@ def compile_hopper_linear_compress(dtype, sizes, addends):
     ],
 )
 def test_hopper_linear_compress_kernel_compiles(tmp_path, dtype, sizes, addends):
-    """Three warpgroups fill an SM, and accumulators take most of their registers. Nothing spills with the ptxas of Triton 3.6, with which
-    all figures were measured. That of 3.9 spills up to 120 bytes per thread."""
+    """Three warpgroups fill an SM, and accumulators take most of their registers. Nothing spills
+    with the ptxas of Triton 3.6, with which all figures were measured. That of 3.9 spills up to 120
+    bytes per thread."""
     with ptxas_remarks(tmp_path) as printed:
         compiled = compile_hopper_linear_compress(dtype, sizes, addends)
     remarks = printed.getvalue()
@@ -161,7 +219,11 @@ def test_hopper_linear_compress_kernel_compiles(tmp_path, dtype, sizes, addends)
 def test_align_rows_kernel_compiles(capability):
     copy = "*fp16", "i32", "constexpr", "*fp16", "i32", "i32"
     signature = dict(copies=(copy, copy), zeros_ptr="*i32", num_zeros="i32", BLOCK="constexpr")
-    source = ASTSource(linear_compress_kernels.align_rows_kernel, signature=signature, constexprs={(0, 0, 2): 1, (0, 1, 2): 1, (3,): 1024})
+    source = ASTSource(
+        linear_compress_kernels.align_rows_kernel,
+        signature=signature,
+        constexprs={(0, 0, 2): 1, (0, 1, 2): 1, (3,): 1024},
+    )
     assert compile_source(capability, source).asm["cubin"]
 
 
@@ -169,4 +231,6 @@ def test_align_rows_kernel_compiles(capability):
 def test_sum_groups_kernel_compiles(capability):
     types = dict(x_ptr="*bf16", order_ptr="*i64", offsets_ptr="*i64", out_ptr="*bf16", size="i32")
     constants = dict(ROWS=8, BLOCK=1024)
-    assert compile_for(capability, linear_compress_kernels.sum_groups_kernel, constants, types.get, aligned=()).asm["cubin"]
+    assert compile_for(
+        capability, linear_compress_kernels.sum_groups_kernel, constants, types.get, aligned=()
+    ).asm["cubin"]

@@ -1,20 +1,26 @@
-"""The kernels for short segments compile for the GPU generations that we support, and fit their shared memory."""
+"""The kernels for short segments compile for the GPU generations that we support, and fit their
+shared memory."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention.configs import packed_config  # noqa: E402
-from jagged_kernels.attention.triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_kernel  # noqa: E402
-from jagged_kernels.common.activations import activation_function  # noqa: E402
-from jagged_kernels.common.configs import padded_dim  # noqa: E402
-from jagged_kernels.schedule.packed import CHUNK, _pack_kernel  # noqa: E402
+from jagged_kernels.attention.configs import packed_config
+from jagged_kernels.attention.triton_packed import (
+    packed_attention_bwd_kernel,
+    packed_attention_fwd_kernel,
+)
+from jagged_kernels.common.activations import activation_function
+from jagged_kernels.common.configs import padded_dim
+from jagged_kernels.schedule.packed import CHUNK, _pack_kernel
 
-from .ahead_of_time import MASKS, compile_for  # noqa: E402
+from .ahead_of_time import MASKS, compile_for
 
 KERNELS = {"fwd": packed_attention_fwd_kernel, "bwd": packed_attention_bwd_kernel}
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a thread block, by compute capability
-CASES = [  # capability, dtype, head dim, activation, mask, query heads per key head, cross-attention
+# of a thread block, by compute capability
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# capability, dtype, head dim, activation, mask, query heads per key head, cross-attention
+CASES = [
     (80, "fp16", 64, "softmax", "none", 1, False),
     (86, "bf16", 128, "silu", "hstu", 2, False),
     (90, "bf16", 128, "softmax", "none", 1, False),
@@ -32,8 +38,19 @@ CASES = [  # capability, dtype, head dim, activation, mask, query heads per key 
 @pytest.mark.parametrize("capability, dtype, dim, activation, mask, group, cross", CASES, ids=str)
 def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, cross):
     config, block = packed_config(name, dim), padded_dim(dim)
-    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers)
-    constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, BLOCK_D=block, BLOCK_DV=block, ALIGN=8, PRECISION="tf32")
+    options = dict(
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
+    )
+    constants = dict(
+        HEADS=4,
+        GROUP=group,
+        HEAD_DIM=dim,
+        V_DIM=dim,
+        BLOCK_D=block,
+        BLOCK_DV=block,
+        ALIGN=8,
+        PRECISION="tf32",
+    )
     constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=MASKS[mask])
     constants |= dict(segment_scale_ptr=None) if activation == "softmax" else {}
     constants |= dict(num_targets_ptr=None) if mask in ("none", "window") else {}
@@ -59,6 +76,10 @@ def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, 
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("capability, offsets", [(80, "*i64"), (90, "*i32"), (100, "*i64")])
 def test_pack_kernel_compiles(capability, offsets, cross):
-    types = dict(q_offsets_ptr=offsets, kv_offsets_ptr=offsets, tiles_ptr="*i32", num_tiles_ptr="*i32")
+    types = dict(
+        q_offsets_ptr=offsets, kv_offsets_ptr=offsets, tiles_ptr="*i32", num_tiles_ptr="*i32"
+    )
     constants = dict(CHUNK=CHUNK) | ({} if cross else dict(kv_offsets_ptr=None))
-    assert compile_for(capability, _pack_kernel, constants, types.get, aligned=(), num_warps=1).asm["cubin"]
+    assert compile_for(capability, _pack_kernel, constants, types.get, aligned=(), num_warps=1).asm[
+        "cubin"
+    ]

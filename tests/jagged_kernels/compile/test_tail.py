@@ -1,4 +1,5 @@
-"""The kernels that clear rows behind the last segment compile for the GPU generations that we support."""
+"""The kernels that clear rows behind the last segment compile for the GPU generations that we
+support."""
 
 import re
 
@@ -7,9 +8,9 @@ from marks import slow_after
 
 pytest.importorskip("triton")
 
-from jagged_kernels.common import tail  # noqa: E402
+from jagged_kernels.common import tail
 
-from .ahead_of_time import compile_for  # noqa: E402
+from .ahead_of_time import compile_for
 
 DTYPES = ["bf16", "fp32", "fp64"]
 
@@ -20,7 +21,9 @@ def test_zero_tails_compiles(capability, index):
     """For three tensors of several dtypes; rows of 512 elements are written 16 bytes at a time."""
     tensors = dict(out_ptrs=tuple(f"*{dtype}" for dtype in DTYPES), offsets_ptrs=(f"*{index}",) * 3)
     constants = dict(SIZES=(512, 512, 512), BLOCK=tail.BLOCK)
-    ptx = compile_for(capability, tail.zero_tails_kernel, constants, tensors.get, aligned=tensors, num_warps=4).asm["ptx"]
+    ptx = compile_for(
+        capability, tail.zero_tails_kernel, constants, tensors.get, aligned=tensors, num_warps=4
+    ).asm["ptx"]
     assert set(re.findall(r"st\.global(\S*)", ptx)) == {".v4.b32", ".v2.b64"}
 
 
@@ -30,5 +33,7 @@ def test_keep_rows_compiles(capability, index):
     for dtype in DTYPES:
         types = dict(x_ptr=f"*{dtype}", out_ptr=f"*{dtype}", offsets_ptr=f"*{index}")
         constants = dict(SIZE=512, ALIGN=2, ROWS=8, COLUMNS=512)
-        ptx = compile_for(capability, tail.keep_rows_kernel, constants, types.get, num_warps=4).asm["ptx"]
+        ptx = compile_for(capability, tail.keep_rows_kernel, constants, types.get, num_warps=4).asm[
+            "ptx"
+        ]
         assert ".v" in ptx

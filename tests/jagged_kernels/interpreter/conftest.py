@@ -1,4 +1,5 @@
-"""These tests run the kernels on host tensors: TRITON_INTERPRET=1 has to be set before triton is imported."""
+"""These tests run the kernels on host tensors: TRITON_INTERPRET=1 has to be set before triton is
+imported."""
 
 import importlib.util
 import os

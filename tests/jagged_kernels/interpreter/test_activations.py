@@ -1,4 +1,5 @@
-"""The kernels' activations of fp32 and fp16 in Triton's interpreter, which has no inline assembly."""
+"""The kernels' activations of fp32 and fp16 in Triton's interpreter, which has no inline
+assembly."""
 
 import pytest
 import triton

@@ -14,10 +14,21 @@ from jagged_modules.schedule import host_schedule
 
 SELF = [3, 0, 1, 70, 40]
 MASKS = [  # the other activation of a mask is in test_attention_bias.py
-    ("causal", "softmax"), ("window", "softmax"), ("hstu", "softmax"), ("causal", "silu"), ("window", "silu"),
-    ("causal-window", "softmax"), ("targets", "silu"), ("grouped-targets", "softmax"), ("long-context", "silu"), ("band", "softmax"),
-    ("open-targets", "silu"), ("semi-local", "softmax"), ("truncated", "silu"), ("open-truncated", "silu"),
-]  # fmt: skip
+    ("causal", "softmax"),
+    ("window", "softmax"),
+    ("hstu", "softmax"),
+    ("causal", "silu"),
+    ("window", "silu"),
+    ("causal-window", "softmax"),
+    ("targets", "silu"),
+    ("grouped-targets", "softmax"),
+    ("long-context", "silu"),
+    ("band", "softmax"),
+    ("open-targets", "silu"),
+    ("semi-local", "softmax"),
+    ("truncated", "silu"),
+    ("open-truncated", "silu"),
+]
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -46,18 +57,39 @@ def test_shared_operands(check_attention, shared, dtype):
 @slow_after(
     3,
     "lengths, dtype",
-    [*((x, torch.float32) for x in ("two-groups", "three-groups", "groups-of-one-segment")), ("two-groups", torch.float16)],
+    [
+        *((x, torch.float32) for x in ("two-groups", "three-groups", "groups-of-one-segment")),
+        ("two-groups", torch.float16),
+    ],
     ids=str,
 )
 def test_several_query_groups(check_attention, lengths, dtype):
     check_attention(lengths, dtype, "cpu", heads=(2, 1))
-    check_attention(lengths, dtype, "cpu", heads=(2, 2), dims=(16, 16), activation="gelu_tanh", output_scale=0.02)
+    check_attention(
+        lengths,
+        dtype,
+        "cpu",
+        heads=(2, 2),
+        dims=(16, 16),
+        activation="gelu_tanh",
+        output_scale=0.02,
+    )
 
 
 def test_several_query_groups_with_a_scale_per_segment(check_attention):
-    lengths, schedule = ([3, 70, 0, 20, 5, 0], [65, 20, 4]), dict(num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
+    lengths, schedule = (
+        ([3, 70, 0, 20, 5, 0], [65, 20, 4]),
+        dict(num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32),
+    )
     schedule = host_schedule(*map(torch.tensor, lengths), **schedule)
-    check_attention(lengths, torch.float32, "cpu", activation="sigmoid", output_scale=torch.rand(6) + 0.1, schedule=schedule)
+    check_attention(
+        lengths,
+        torch.float32,
+        "cpu",
+        activation="sigmoid",
+        output_scale=torch.rand(6) + 0.1,
+        schedule=schedule,
+    )
 
 
 def test_user_rows_and_candidates_together(check_self_target_attention):
@@ -67,11 +99,21 @@ def test_user_rows_and_candidates_together(check_self_target_attention):
 @slow_after(
     3,
     "activation, dtype",
-    [*((x, torch.float32) for x in ACTIVATIONS[1:]), *((x, torch.float16) for x in ACTIVATIONS[1::3])],
+    [
+        *((x, torch.float32) for x in ACTIVATIONS[1:]),
+        *((x, torch.float16) for x in ACTIVATIONS[1::3]),
+    ],
     ids=str,
 )
 def test_activations(check_attention, activation, dtype):
-    check_attention(([3, 70, 0, 20], [65, 20, 4, 0]), dtype, "cpu", activation=activation, scale=0.3, output_scale=0.02)
+    check_attention(
+        ([3, 70, 0, 20], [65, 20, 4, 0]),
+        dtype,
+        "cpu",
+        activation=activation,
+        scale=0.3,
+        output_scale=0.02,
+    )
 
 
 @slow_after(3, "mask, activation", MASKS)
@@ -88,14 +130,29 @@ def test_very_negative_scores_under_a_mask(check_very_negative_scores, dtype):
 @slow_after(1, "shared", ["q", "kv"])
 def test_shared_operands_with_a_scale_per_segment(check_attention, shared):
     lengths = [3, 70, 0, 20], [65, 20, 4, 0]
-    for output_scale in (torch.rand(4) + 0.1, torch.rand(8, dtype=torch.float64)[::2], torch.rand(()).expand(4)):
-        check_attention(lengths, torch.float32, "cpu", shared=shared, activation="sigmoid", output_scale=output_scale)
+    for output_scale in (
+        torch.rand(4) + 0.1,
+        torch.rand(8, dtype=torch.float64)[::2],
+        torch.rand(()).expand(4),
+    ):
+        check_attention(
+            lengths,
+            torch.float32,
+            "cpu",
+            shared=shared,
+            activation="sigmoid",
+            output_scale=output_scale,
+        )
 
 
 @slow_after(
     4,
     "shared, dtype",
-    [*((x, torch.float32) for x in ("none", "q", "kv", "groups")), ("none", torch.float16), ("q", torch.float16)],
+    [
+        *((x, torch.float32) for x in ("none", "q", "kv", "groups")),
+        ("none", torch.float16),
+        ("q", torch.float16),
+    ],
     ids=str,
 )
 def test_scales_with_a_gradient(check_scales_with_a_gradient, shared, dtype):
@@ -104,8 +161,18 @@ def test_scales_with_a_gradient(check_scales_with_a_gradient, shared, dtype):
 
 def test_masked_host_schedule(check_attention):
     lengths, mask = torch.tensor(SELF), jm.AttentionMask(causal=True)
-    schedule = host_schedule(lengths, lengths, num_heads=2, num_kv_heads=1, head_dim=40, dtype=torch.float32, mask=mask)
-    check_attention((SELF, SELF), torch.float32, "cpu", heads=(2, 1), activation="silu", mask=mask, schedule=schedule)
+    schedule = host_schedule(
+        lengths, lengths, num_heads=2, num_kv_heads=1, head_dim=40, dtype=torch.float32, mask=mask
+    )
+    check_attention(
+        (SELF, SELF),
+        torch.float32,
+        "cpu",
+        heads=(2, 1),
+        activation="silu",
+        mask=mask,
+        schedule=schedule,
+    )
 
 
 def test_empty_shared_operands(check_empty_shared_operands):
@@ -119,7 +186,9 @@ def test_scale(check_attention, scale):
 
 def test_host_schedule(check_attention):
     lengths = [3, 0, 130, 65], [70, 4, 0, 129]
-    schedule = host_schedule(*map(torch.tensor, lengths), num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
+    schedule = host_schedule(
+        *map(torch.tensor, lengths), num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32
+    )
     check_attention(lengths, torch.float32, "cpu", schedule=schedule)
 
 
@@ -139,8 +208,13 @@ def test_a_second_derivative_is_refused(offsets):
 
 def test_a_schedule_of_other_lengths_is_refused(check_attention):
     lengths = torch.tensor([3, 0, 130])
-    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
-    with pytest.raises(ValueError, match="schedule was built for other lengths: it has 0 tiles of segment 1, q_offsets need 4"):
+    schedule = host_schedule(
+        lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32
+    )
+    with pytest.raises(
+        ValueError,
+        match="schedule was built for other lengths: it has 0 tiles of segment 1, q_offsets need 4",
+    ):
         check_attention(([3, 4], [3, 4]), torch.float32, "cpu", schedule=schedule)
 
 
@@ -149,16 +223,25 @@ def test_a_schedule_that_counts_long_segments_as_short_is_refused(check_attentio
     """Kernels for packed tiles would not take them, and the others neither."""
     lengths = torch.tensor([3, 20]), torch.tensor([3, 70])
     sizes = dict(num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
-    schedules = [host_schedule(lengths[0], x, **sizes) for x in (lengths[1], lengths[1].clamp(max=60))]
-    schedule = dataclasses.replace(schedules[half == "forward"], backward=schedules[half == "backward"].backward)
-    with pytest.raises(ValueError, match="it counts segment 1 as short, which has 20 queries and 70 keys"):
+    schedules = [
+        host_schedule(lengths[0], x, **sizes) for x in (lengths[1], lengths[1].clamp(max=60))
+    ]
+    schedule = dataclasses.replace(
+        schedules[half == "forward"], backward=schedules[half == "backward"].backward
+    )
+    with pytest.raises(
+        ValueError, match="it counts segment 1 as short, which has 20 queries and 70 keys"
+    ):
         check_attention(lengths, torch.float32, "cpu", schedule=schedule)
 
 
 def test_packed_views_and_expanded_gradients(check_attention):
     packed = torch.randn(80, 3, 2, 24)
     lengths = [50, 30], [50, 30]
-    for grad in (lambda out: torch.ones(()).expand_as(out), lambda out: torch.randn(1, *out.shape[1:]).expand_as(out)):
+    for grad in (
+        lambda out: torch.ones(()).expand_as(out),
+        lambda out: torch.randn(1, *out.shape[1:]).expand_as(out),
+    ):
         check_attention(lengths, torch.float32, "cpu", tensors=packed.unbind(1), grad=grad)
 
 

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 
 @triton.jit
@@ -20,7 +20,8 @@ def _copy(x_ptr, y_ptr, first, x_len, y_len, atomic: tl.constexpr):
 
 
 def copy(first=0, x_len=5, y_len=5, atomic=False):
-    """The views lie in the middle of larger tensors, whose other elements the kernel may not touch either."""
+    """The views lie in the middle of larger tensors, whose other elements the kernel may not touch
+    either."""
     x, y = torch.arange(20.0)[5:10], torch.zeros(20)[5:10]
     _copy[(1,)](x, y, first, x_len, y_len, atomic)
     return y
@@ -34,10 +35,19 @@ def test_masked_elements_are_not_touched(atomic):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(x_len=6), "load of 1 elements of 4 bytes outside of the kernel's tensors, \\+0 bytes"),
+        (
+            dict(x_len=6),
+            "load of 1 elements of 4 bytes outside of the kernel's tensors, \\+0 bytes",
+        ),
         (dict(first=-1), "load of 1 elements of 4 bytes outside of the kernel's tensors, -4 bytes"),
-        (dict(y_len=7), "store of 2 elements of 4 bytes outside of the kernel's tensors, \\+0 bytes"),
-        (dict(y_len=7, atomic=True), "atomic operation of 2 elements of 4 bytes outside of the kernel's tensors, \\+0 bytes"),
+        (
+            dict(y_len=7),
+            "store of 2 elements of 4 bytes outside of the kernel's tensors, \\+0 bytes",
+        ),
+        (
+            dict(y_len=7, atomic=True),
+            "atomic operation of 2 elements of 4 bytes outside of the kernel's tensors, \\+0 bytes",
+        ),
     ],
 )
 def test_elements_outside(options, message):

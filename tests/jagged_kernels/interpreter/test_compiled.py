@@ -1,4 +1,5 @@
-"""Every function under torch.compile with symbolic sizes, forward and backward, its kernels run by the interpreter."""
+"""Every function under torch.compile with symbolic sizes, forward and backward, its kernels run by
+the interpreter."""
 
 import functools
 

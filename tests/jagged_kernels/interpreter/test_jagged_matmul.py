@@ -1,4 +1,5 @@
-"""Matrix multiplication of jagged tensors in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
+"""Matrix multiplication of jagged tensors in Triton's interpreter (fp32 and fp16; its bf16
+arithmetic is wrong)."""
 
 import accuracy
 import pytest
@@ -12,11 +13,21 @@ from jagged_modules import functional as F
 
 triton = pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from jagged_kernels.common.loads import find_tile  # noqa: E402
+import triton.language as tl
+from jagged_kernels.common.loads import find_tile
 
 DTYPES = [torch.float32, torch.float16]
-MATMULS = ["dense", "dense-bias", "dense-gelu_tanh", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
+MATMULS = [
+    "dense",
+    "dense-bias",
+    "dense-gelu_tanh",
+    "jagged",
+    "sum",
+    "outer",
+    "gram",
+    "array",
+    "array-transposed",
+]
 FAMILY = ["dense", "dense-bias", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -35,13 +46,17 @@ def test_lengths(jagged_matmuls, name, lengths):
     jagged_matmuls(name, lengths, torch.float32, "cpu").check()
 
 
-@pytest.mark.parametrize("depth, columns", [(1, 1), (64, 130), (70, 8), (8, 64), (0, 5), (5, 0)], ids=str)
+@pytest.mark.parametrize(
+    "depth, columns", [(1, 1), (64, 130), (70, 8), (8, 64), (0, 5), (5, 0)], ids=str
+)
 @pytest.mark.parametrize("name", ["dense-bias", "jagged", "outer", "array"])
 def test_sizes(jagged_matmuls, name, depth, columns):
     jagged_matmuls(name, ([3, 0, 66], [1, 2, 65]), torch.float16, "cpu", depth, columns).check()
 
 
-@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "sigmoid", "hardswish", "gelu_taylor"])
+@pytest.mark.parametrize(
+    "activation", ["identity", "relu", "silu", "gelu", "sigmoid", "hardswish", "gelu_taylor"]
+)
 def test_activations(jagged_matmuls, activation):
     jagged_matmuls(f"dense-{activation}", ([3, 0, 20], [0] * 3), torch.float32, "cpu").check()
 
@@ -66,11 +81,18 @@ def test_chunks_of_long_segments_share_no_slot(lengths, chunk):
     """`jagged_jagged_bmm_kernel` and `sum_chunks_kernel` rely on this."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     long = [i for i, length in enumerate(lengths) if length > chunk]
-    slots = [2 * (starts[i] // chunk) + part for i in long for part in range(-(-lengths[i] // chunk))]
-    assert len(set(slots)) == len(slots) and all(slot < 2 * (sum(lengths) // chunk) for slot in slots)
+    slots = [
+        2 * (starts[i] // chunk) + part for i in long for part in range(-(-lengths[i] // chunk))
+    ]
+    assert len(set(slots)) == len(slots) and all(
+        slot < 2 * (sum(lengths) // chunk) for slot in slots
+    )
     for i in long:
         window = starts[i] // chunk
-        assert window < sum(lengths) // chunk and max(j for j, start in enumerate(starts) if start // chunk <= window) == i
+        assert (
+            window < sum(lengths) // chunk
+            and max(j for j, start in enumerate(starts) if start // chunk <= window) == i
+        )
 
 
 @pytest.mark.parametrize("shift", [0, 3, 6])
@@ -91,13 +113,18 @@ def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
     jagged_matmul.triton_jagged_jagged_bmm(x[:512], x[:512], offsets([512]))
     with pytest.raises(TypeError, match="not subscriptable"):
         jagged_matmul.triton_jagged_jagged_bmm(x, x, offsets([513]))
-    for lengths, longest in (([500, 13], 500), ([513], 20)):  # known; understated, which costs time alone
+    # known; understated, which costs time alone
+    for lengths, longest in (([500, 13], 500), ([513], 20)):
         bounds = offsets(lengths)
         expected = torch.stack([part.T @ part for part in x.split(lengths)])
-        torch.testing.assert_close(jagged_matmul.triton_jagged_jagged_bmm(x, x, bounds, longest), expected)
+        torch.testing.assert_close(
+            jagged_matmul.triton_jagged_jagged_bmm(x, x, bounds, longest), expected
+        )
         y = torch.randn(len(lengths), 3, 2, requires_grad=True)
         jagged_matmul.triton_jagged_dense_bmm(x, bounds, y, None, None, longest).sum().backward()
-        torch.testing.assert_close(y.grad, torch.stack([part.sum(0) for part in x.split(lengths)])[:, :, None].expand_as(y))
+        torch.testing.assert_close(
+            y.grad, torch.stack([part.sum(0) for part in x.split(lengths)])[:, :, None].expand_as(y)
+        )
 
 
 @triton.jit
@@ -117,15 +144,22 @@ def test_the_tile_of_a_virtual_index(offsets, num_segments):
     bounds, tile = offsets(lengths.tolist()), 16
     first = bounds[:-1] // tile + torch.arange(num_segments)
     num_indices = int(bounds[-1]) // tile + num_segments
-    owner = torch.arange(num_segments).repeat_interleave(torch.cat([first[1:], torch.tensor([num_indices])]) - first)
+    owner = torch.arange(num_segments).repeat_interleave(
+        torch.cat([first[1:], torch.tensor([num_indices])]) - first
+    )
     indices = torch.randint(0, num_indices, (50,))
     indices[:2] = torch.tensor([0, num_indices - 1])
-    expected = torch.stack([owner, bounds[owner], lengths[owner], (torch.arange(num_indices) - first[owner]) * tile], 1)[indices]
+    expected = torch.stack(
+        [owner, bounds[owner], lengths[owner], (torch.arange(num_indices) - first[owner]) * tile], 1
+    )[indices]
     out = torch.empty(50, 4, dtype=torch.int64)
     find_tiles_kernel[(50,)](indices, bounds, out, num_segments, SHIFT=4)
     assert torch.equal(out, expected)
     row = (torch.arange(num_indices) - first[owner]) * tile  # every row has a tile
-    assert (torch.bincount(owner[row < lengths[owner]], minlength=num_segments) == (lengths + tile - 1) // tile).all()
+    assert (
+        torch.bincount(owner[row < lengths[owner]], minlength=num_segments)
+        == (lengths + tile - 1) // tile
+    ).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -135,12 +169,16 @@ def test_offsets_of_both_kinds(offsets, dtype):
     x, y, both = torch.randn(9, 4), torch.randn(3, 4, 5), offsets([2, 0, 7]).to(dtype)
     expected = torch.cat([x[:2] @ y[0], x[2:] @ y[2]])
     torch.testing.assert_close(jagged.triton_jagged_dense_bmm(x, both, y, None, None), expected)
-    torch.testing.assert_close(jagged.triton_jagged_sum(x, both), torch.stack([x[:2].sum(0), x[:0].sum(0), x[2:].sum(0)]))
+    torch.testing.assert_close(
+        jagged.triton_jagged_sum(x, both), torch.stack([x[:2].sum(0), x[:0].sum(0), x[2:].sum(0)])
+    )
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_second_derivatives(jagged_matmuls, assert_second_derivatives, name):
-    operator, reference, tensors, *_ = jagged_matmuls(name, ([3, 0, 33, 1], [2, 4, 65, 0]), torch.float32, "cpu", 5, 4)
+    operator, reference, tensors, *_ = jagged_matmuls(
+        name, ([3, 0, 33, 1], [2, 4, 65, 0]), torch.float32, "cpu", 5, 4
+    )
     assert_second_derivatives(operator, reference, tensors, rtol=1e-5, atol=1e-4)
 
 
@@ -156,7 +194,13 @@ def test_a_neighbours_nan_stays_where_it_is(jagged_matmuls, jagged_pair, assert_
     lengths = [3, 70, 0, 33], [5, 33, 2, 67]
     (x_offsets, y_offsets, p_offsets), (x_rows, y_rows, total) = jagged_pair(lengths, "cpu")
     squares = torch.nn.functional.pad((x_offsets.diff() ** 2).cumsum(0), (1, 0))
-    segments = {x_rows: x_offsets, y_rows: y_offsets, total: p_offsets, int(squares[-1]): squares, 4: torch.arange(5)}
+    segments = {
+        x_rows: x_offsets,
+        y_rows: y_offsets,
+        total: p_offsets,
+        int(squares[-1]): squares,
+        4: torch.arange(5),
+    }
 
     def second_segment(x):
         mask, offsets = torch.zeros(len(x), dtype=torch.bool), segments[len(x)]
@@ -165,13 +209,17 @@ def test_a_neighbours_nan_stays_where_it_is(jagged_matmuls, jagged_pair, assert_
 
     for name in MATMULS:
         operator, _, tensors, *_ = jagged_matmuls(name, lengths, torch.float32, "cpu")
-        spoil = lambda x: x.masked_fill_(second_segment(x).view(-1, *[1] * (x.dim() - 1)), float("nan"))  # noqa: E731
+        spoil = lambda x: x.masked_fill_(
+            second_segment(x).view(-1, *[1] * (x.dim() - 1)), float("nan")
+        )
         assert_neighbours_kept(operator, tensors, spoil, second_segment)
 
 
 @pytest.mark.parametrize("name", MATMULS)
 def test_only_the_gradients_asked_for(jagged_matmuls, name):
-    operator, reference, tensors, *_ = jagged_matmuls(name, ([3, 0, 9], [5, 4, 7]), torch.float32, "cpu")
+    operator, reference, tensors, *_ = jagged_matmuls(
+        name, ([3, 0, 9], [5, 4, 7]), torch.float32, "cpu"
+    )
     for chosen in range(len(tensors)):
         inputs = [x.clone().requires_grad_(i == chosen) for i, x in enumerate(tensors)]
         operator(*inputs).sum().backward()
@@ -182,16 +230,23 @@ def test_only_the_gradients_asked_for(jagged_matmuls, name):
 
 @pytest.mark.parametrize("kind", ["itself", "detached", "another-plan"])
 def test_scores_of_rows_with_themselves(monkeypatch, kind):
-    """The same tensor twice uses its own operator, unless one of the two is detached or the plan has two offsets."""
+    """The same tensor twice uses its own operator, unless one of the two is detached or the plan
+    has two offsets."""
     from jagged_kernels.matmul import op as jagged
 
     lengths, calls, gram = torch.tensor([3, 0, 70, 130]), [], jagged.triton_jagged_gram
-    monkeypatch.setattr(jagged, "triton_jagged_gram", lambda *args: calls.append(args) or gram(*args))
+    monkeypatch.setattr(
+        jagged, "triton_jagged_gram", lambda *args: calls.append(args) or gram(*args)
+    )
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    plan = F.ScorePlan.from_offsets(offsets, offsets.clone() if kind == "another-plan" else None).to("cpu")
+    plan = F.ScorePlan.from_offsets(
+        offsets, offsets.clone() if kind == "another-plan" else None
+    ).to("cpu")
 
     def scores(implementation):
-        return lambda x: F.jagged_jagged_bmm_jagged_out(x, x.detach() if kind == "detached" else x, plan, implementation=implementation)
+        return lambda x: F.jagged_jagged_bmm_jagged_out(
+            x, x.detach() if kind == "detached" else x, plan, implementation=implementation
+        )
 
     x = torch.randn(203, 20)
     actual, do = accuracy.results(scores("triton"), dict(x=x))
@@ -209,13 +264,19 @@ def test_operators_pass_opcheck(jagged_pair):
     from jagged_kernels.matmul import op as jagged
 
     offsets, (x_rows, y_rows, total) = jagged_pair(([3, 0, 7], [2, 4, 5]), "cpu")
-    x, z, y, p = (torch.randn(size, requires_grad=True) for size in ((x_rows, 6), (x_rows, 4), (y_rows, 6), (total,)))
+    x, z, y, p = (
+        torch.randn(size, requires_grad=True)
+        for size in ((x_rows, 6), (x_rows, 4), (y_rows, 6), (total,))
+    )
     weight, bias = torch.randn(3, 6, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     squares, p_of_squares = torch.tensor([0, 9, 9, 58]), torch.randn(58, requires_grad=True)
     for operator, arguments in (
         (jagged.triton_jagged_dense_bmm, (x, offsets[0], weight, bias, "silu")),
         (jagged.triton_jagged_dense_bmm, (x, offsets[0], weight, None, None)),
-        (jagged.triton_jagged_dense_bmm_dact, (z.detach(), x.detach(), offsets[0], weight.detach(), None, "silu")),
+        (
+            jagged.triton_jagged_dense_bmm_dact,
+            (z.detach(), x.detach(), offsets[0], weight.detach(), None, "silu"),
+        ),
         (jagged.triton_jagged_jagged_bmm, (x, z, offsets[0])),
         (jagged.triton_jagged_sum, (x, offsets[0])),
         (jagged.triton_jagged_outer, (x, y, *offsets, total)),

@@ -14,7 +14,12 @@ def cases(offsets):
     x_offsets, y_offsets = offsets(LENGTHS), offsets(OTHERS)
     plan = F.ScorePlan.from_offsets(x_offsets, y_offsets)
     rows, others, triton = sum(LENGTHS), sum(OTHERS), dict(implementation="triton")
-    x, y, other, p = torch.randn(rows, 12), torch.randn(rows, 7), torch.randn(others, 12), torch.randn(plan.total)
+    x, y, other, p = (
+        torch.randn(rows, 12),
+        torch.randn(rows, 7),
+        torch.randn(others, 12),
+        torch.randn(plan.total),
+    )
     matrices, bias = torch.randn(5, 12, 7), torch.randn(5, 7)
     return {
         "dense": (
@@ -60,13 +65,28 @@ def cases(offsets):
         "linear": (
             lambda x, y, bias: F.jagged_linear(x, y, bias, x_offsets, "silu", **triton),
             dict(x=x, y=matrices, bias=bias),
-            lambda x, y, bias, do: accuracy.jagged_dense_bmm(x, y, x_offsets, do, bias=bias, activation="silu"),
+            lambda x, y, bias, do: accuracy.jagged_dense_bmm(
+                x, y, x_offsets, do, bias=bias, activation="silu"
+            ),
         ),
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["dense", "jagged", "softmax", "out", "array", "transposed", "softmax2", "softmax2-columns", "linear"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense",
+        "jagged",
+        "softmax",
+        "out",
+        "array",
+        "transposed",
+        "softmax2",
+        "softmax2-columns",
+        "linear",
+    ],
+)
 def test_functions(offsets, name, dtype):
     function, tensors, bounds = cases(offsets)[name]
     tensors = {of: x.to(dtype) for of, x in tensors.items()}
@@ -75,13 +95,19 @@ def test_functions(offsets, name, dtype):
 
 
 def test_attention_in_three_steps(offsets):
-    """Scores, their softmax and the multiplication with values equal jagged attention, with its gradients."""
+    """Scores, their softmax and the multiplication with values equal jagged attention, with its
+    gradients."""
     segments = offsets(LENGTHS)
     plan, scale = F.ScorePlan.from_offsets(segments), 8**-0.5
     q, k, v = (torch.randn(sum(LENGTHS), 8, requires_grad=True) for _ in range(3))
     options = dict(implementation="triton")
-    weights = F.jagged2_softmax(F.jagged_jagged_bmm_jagged_out(q, k, plan, **options) * scale, plan, **options)
+    weights = F.jagged2_softmax(
+        F.jagged_jagged_bmm_jagged_out(q, k, plan, **options) * scale, plan, **options
+    )
     out = F.array_jagged_bmm_jagged_out(weights, v, plan, **options)
     whole = F.jagged_attention(*(x[:, None] for x in (q, k, v)), segments)[:, 0]
     grad = torch.randn_like(out)
-    torch.testing.assert_close([out, *torch.autograd.grad(out, (q, k, v), grad)], [whole, *torch.autograd.grad(whole, (q, k, v), grad)])
+    torch.testing.assert_close(
+        [out, *torch.autograd.grad(out, (q, k, v), grad)],
+        [whole, *torch.autograd.grad(whole, (q, k, v), grad)],
+    )

@@ -1,4 +1,5 @@
-"""Softmax of jagged tensors and jagged matrices in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
+"""Softmax of jagged tensors and jagged matrices in Triton's interpreter (fp32 and fp16; its bf16
+arithmetic is wrong)."""
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @slow_after(1, "dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lengths", ["mixed", "empty-ends", "skewed", "no-columns", "no-rows", "nothing", "no-segments"])
+@pytest.mark.parametrize(
+    "lengths", ["mixed", "empty-ends", "skewed", "no-columns", "no-rows", "nothing", "no-segments"]
+)
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_forward_and_gradient(jagged_softmaxes, name, lengths, dtype):
     jagged_softmaxes(name, lengths, dtype, "cpu").check()
@@ -24,7 +27,9 @@ def test_numbers_of_columns(jagged_softmaxes, columns):
         jagged_softmaxes("softmax", ([3, 0, 130], [0] * 3), dtype, "cpu", columns).check()
 
 
-@slow_after(2, "sizes", [([1], [300]), ([300], [1]), ([33, 2], [129, 128]), ([127, 128], [33, 3])], ids=str)
+@slow_after(
+    2, "sizes", [([1], [300]), ([300], [1]), ([33, 2], [129, 128]), ([127, 128], [33, 3])], ids=str
+)
 @pytest.mark.parametrize("name", ["rows", "columns"])
 def test_sizes_of_matrices(jagged_softmaxes, name, sizes):
     jagged_softmaxes(name, sizes, torch.float32, "cpu").check()
@@ -40,7 +45,9 @@ def test_chunks_of_long_segments(jagged_softmaxes, monkeypatch, shift):
         jagged_softmaxes("softmax", (lengths, [0] * len(lengths)), dtype, "cpu").check()
 
 
-@pytest.mark.parametrize("lengths, longest", [([500, 13], 500), ([600, 1], 20)], ids=["known", "understated"])
+@pytest.mark.parametrize(
+    "lengths, longest", [([500, 13], 500), ([600, 1], 20)], ids=["known", "understated"]
+)
 def test_one_launch_where_no_segment_is_said_to_be_long(offsets, monkeypatch, lengths, longest):
     from jagged_kernels.softmax import op as jagged_softmax
 
@@ -64,12 +71,21 @@ def test_one_launch_where_no_segment_is_said_to_be_long(offsets, monkeypatch, le
 
 @pytest.mark.parametrize("shift", [6, 9])
 def test_infinite_elements(jagged_softmaxes, monkeypatch, shift):
-    """-inf before and after finite elements, and alone; +inf. Results are those of torch, but 0 where all elements are -inf."""
+    """-inf before and after finite elements, and alone; +inf. Results are those of torch, but 0
+    where all elements are -inf."""
     from jagged_kernels.softmax import op as jagged_softmax
 
     monkeypatch.setattr(jagged_softmax, "chunk_shift", lambda *_: shift)
-    operator, reference, (x,), *_ = jagged_softmaxes("softmax", ([300, 5, 20], [0] * 3), torch.float32, "cpu", 6)
-    x[:200, 0], x[150:, 1], x[:300, 2], x[7, 3], x[301, 4] = -torch.inf, -torch.inf, -torch.inf, torch.inf, -torch.inf
+    operator, reference, (x,), *_ = jagged_softmaxes(
+        "softmax", ([300, 5, 20], [0] * 3), torch.float32, "cpu", 6
+    )
+    x[:200, 0], x[150:, 1], x[:300, 2], x[7, 3], x[301, 4] = (
+        -torch.inf,
+        -torch.inf,
+        -torch.inf,
+        torch.inf,
+        -torch.inf,
+    )
     expected = reference(x)
     expected[:300, 2] = expected[300:, 1] = 0
     torch.testing.assert_close(operator(x), expected, equal_nan=True)
@@ -93,13 +109,19 @@ def test_operands_and_gradients_of_any_stride(jagged_softmaxes, name):
     (x,) = case.tensors
     wider = torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)[..., : x.shape[-1]]
     transposed = x.t().contiguous().t()
-    grads = torch.ones(()).expand_as(x), torch.randn(*x.shape[:-1], 2 * x.shape[-1])[..., ::2], torch.randn(x.t().shape).t()
+    grads = (
+        torch.ones(()).expand_as(x),
+        torch.randn(*x.shape[:-1], 2 * x.shape[-1])[..., ::2],
+        torch.randn(x.t().shape).t(),
+    )
     for tensor, grad in zip((wider, transposed, x[:1].expand_as(x)), grads):
         case.check([tensor], grad)
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_a_neighbours_nan_stays_where_it_is(jagged_softmaxes, jagged_pair, assert_neighbours_kept, name):
+def test_a_neighbours_nan_stays_where_it_is(
+    jagged_softmaxes, jagged_pair, assert_neighbours_kept, name
+):
     lengths = [3, 140, 0, 33], [5, 7, 2, 66]
     (x_offsets, _, p_offsets), _ = jagged_pair(lengths, "cpu")
     start, end = (x_offsets if name == "softmax" else p_offsets)[1:3].tolist()
@@ -118,7 +140,9 @@ def test_a_neighbours_nan_stays_where_it_is(jagged_softmaxes, jagged_pair, asser
 
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_no_second_derivative(jagged_softmaxes, name):
-    operator, _, (x,), *_ = jagged_softmaxes(name, ([3, 0, 40, 1], [5, 4, 65, 2]), torch.float32, "cpu")
+    operator, _, (x,), *_ = jagged_softmaxes(
+        name, ([3, 0, 40, 1], [5, 4, 65, 2]), torch.float32, "cpu"
+    )
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(operator(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):

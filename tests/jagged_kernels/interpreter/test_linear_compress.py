@@ -1,4 +1,5 @@
-"""The linear compression kernels in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
+"""The linear compression kernels in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is
+wrong)."""
 
 import pytest
 import torch
@@ -12,19 +13,26 @@ DTYPES = [torch.float32, torch.float16]
 
 @slow_after(1, "dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grouped", [False, True], ids=["map", "grouped"])
-@pytest.mark.parametrize("batches, depths", [([5], [33]), ([3, 7], [40, 9]), ([2, 3, 5], [4, 33, 17]), ([1, 1], [1, 70])], ids=str)
+@pytest.mark.parametrize(
+    "batches, depths",
+    [([5], [33]), ([3, 7], [40, 9]), ([2, 3, 5], [4, 33, 17]), ([1, 1], [1, 70])],
+    ids=str,
+)
 def test_forward_and_gradients(check_linear_compress, batches, depths, grouped, dtype):
     check_linear_compress(batches, depths, 70, 40, dtype, "cpu", grouped)
 
 
-@pytest.mark.parametrize("num_compressed, width", [(1, 1), (64, 16), (130, 37), (200, 256), (5, 260)], ids=str)
+@pytest.mark.parametrize(
+    "num_compressed, width", [(1, 1), (64, 16), (130, 37), (200, 256), (5, 260)], ids=str
+)
 def test_sizes(check_linear_compress, num_compressed, width):
     check_linear_compress([2, 3], [8, 70], num_compressed, width, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("num_compressed, width", [(4, 8), (1, 1)], ids=str)
 def test_gradient_of_one_candidate_with_any_stride(check_linear_compress, num_compressed, width):
-    """A dimension of size 1 may have any stride in a contiguous tensor. Those of a sum and of a concatenation have unusual ones."""
+    """A dimension of size 1 may have any stride in a contiguous tensor. Those of a sum and of a
+    concatenation have unusual ones."""
 
     def grad(out):
         wide = torch.randn(1, num_compressed + 6, width)
@@ -33,7 +41,11 @@ def test_gradient_of_one_candidate_with_any_stride(check_linear_compress, num_co
     check_linear_compress([3, 1], [3, 5], num_compressed, width, torch.float32, "cpu", grad=grad)
 
 
-@pytest.mark.parametrize("batches, depths", [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])], ids=str)
+@pytest.mark.parametrize(
+    "batches, depths",
+    [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])],
+    ids=str,
+)
 def test_nothing_to_multiply(check_linear_compress, batches, depths):
     check_linear_compress(batches, depths, 5, 8, torch.float32, "cpu")
 
@@ -53,13 +65,22 @@ def test_gemm_of_a_shared_level(rows):
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["default", "batch-invariant"])
 def test_sums_are_not_rounded_before_the_last_one(fixed):
-    """2049, which fp16 has not, and -2048 are results of a shared level and of a candidate, then two parts of a weight's gradient."""
+    """2049, which fp16 has not, and -2048 are results of a shared level and of a candidate, then
+    two parts of a weight's gradient."""
     half = dict(dtype=torch.float16)
-    weights = torch.tensor([[2048.0, 1.0]] * 5, **half), torch.full((5, 3), -2048.0, **half).requires_grad_()
+    weights = (
+        torch.tensor([[2048.0, 1.0]] * 5, **half),
+        torch.full((5, 3), -2048.0, **half).requires_grad_(),
+    )
     candidates = torch.zeros(16, 3, 32, **half)
     candidates[:, 0] = 1
     with jm.batch_invariant(fixed):
-        out = F.linear_compress(weights, (torch.ones(2, 2, 32, **half), candidates), torch.arange(16) % 2, implementation="triton")
+        out = F.linear_compress(
+            weights,
+            (torch.ones(2, 2, 32, **half), candidates),
+            torch.arange(16) % 2,
+            implementation="triton",
+        )
     assert (out == 1).all()
     grad = torch.zeros_like(out)
     grad[0], grad[0, :, 0], grad[-1] = 64, 65, -64
@@ -79,7 +100,10 @@ def test_sums_of_few_and_of_many_groups(groups):
 
 def test_only_the_gradients_asked_for(compress_inputs):
     weights, embeddings, indices = compress_inputs([2, 3], [8, 9], 5, 8, torch.float32, "cpu")
-    expected = torch.autograd.grad(F.linear_compress(weights, [x.requires_grad_() for x in embeddings], indices).sum(), embeddings)
+    expected = torch.autograd.grad(
+        F.linear_compress(weights, [x.requires_grad_() for x in embeddings], indices).sum(),
+        embeddings,
+    )
     for chosen in range(2):
         inputs = [x.detach().requires_grad_(level == chosen) for level, x in enumerate(embeddings)]
         F.linear_compress(weights, inputs, indices, implementation="triton").sum().backward()
@@ -91,7 +115,9 @@ def test_no_second_derivative(compress_inputs):
     weights, embeddings, indices = compress_inputs([2, 3], [8, 9], 5, 8, torch.float32, "cpu")
     weight = weights[0].requires_grad_()
     (gradient,) = torch.autograd.grad(
-        F.linear_compress(weights, embeddings, indices, implementation="triton").sum(), weight, create_graph=True
+        F.linear_compress(weights, embeddings, indices, implementation="triton").sum(),
+        weight,
+        create_graph=True,
     )
     with pytest.raises(RuntimeError, match="not differentiable twice"):
         gradient.sum().backward()
@@ -99,13 +125,18 @@ def test_no_second_derivative(compress_inputs):
 
 def test_fp64_is_refused(compress_inputs):
     inputs = compress_inputs([2, 3], [8, 9], 5, 8, torch.float64, "cpu")
-    with pytest.raises(ValueError, match=r"weights\[0\] must be float32, .* with implementation='triton', got torch.float64"):
+    with pytest.raises(
+        ValueError,
+        match=r"weights\[0\] must be float32, .* with implementation='triton', got torch.float64",
+    ):
         F.linear_compress(*inputs, implementation="triton")
 
 
 def test_hopper_is_refused_where_its_kernel_does_not_run(compress_inputs):
     inputs = compress_inputs([2, 3], [8, 9], 5, 8, torch.float16, "cpu")
-    with pytest.raises(ValueError, match="'hopper' takes .* capability 9.0.* got torch.float16 on cpu"):
+    with pytest.raises(
+        ValueError, match="'hopper' takes .* capability 9.0.* got torch.float16 on cpu"
+    ):
         F.linear_compress(*inputs, implementation="hopper")
 
 
@@ -115,12 +146,18 @@ class Compress(torch.nn.Module):
         self.weights = torch.nn.ParameterList(torch.randn(5, k) for k in (9, 12))
 
     def forward(self, users, candidates, candidate_to_user):
-        return F.linear_compress(list(self.weights), [users, candidates], [candidate_to_user], implementation="triton")
+        return F.linear_compress(
+            list(self.weights), [users, candidates], [candidate_to_user], implementation="triton"
+        )
 
 
 def batches():
     for num_users, num_candidates in ((3, 7), (2, 2), (5, 4)):
-        yield torch.randn(num_users, 9, 8), torch.randn(num_candidates, 12, 8), torch.randint(0, num_users, (num_candidates,))
+        yield (
+            torch.randn(num_users, 9, 8),
+            torch.randn(num_candidates, 12, 8),
+            torch.randint(0, num_users, (num_candidates,)),
+        )
 
 
 def test_compiled_without_recompiling_per_batch():
@@ -130,13 +167,18 @@ def test_compiled_without_recompiling_per_batch():
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             out = compiled(*batch)
         assert torch.equal(out, model(*batch))
-        gradients = [torch.autograd.grad(x.square().sum(), list(model.parameters())) for x in (out, model(*batch))]
+        gradients = [
+            torch.autograd.grad(x.square().sum(), list(model.parameters()))
+            for x in (out, model(*batch))
+        ]
         assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
 def test_exported_with_users_and_candidates_dynamic():
     model, (example, *others) = Compress(), batches()
     users, candidates = (torch.export.Dim(name, min=2) for name in ("users", "candidates"))
-    exported = torch.export.export(model, example, dynamic_shapes=({0: users}, {0: candidates}, {0: candidates})).module()
+    exported = torch.export.export(
+        model, example, dynamic_shapes=({0: users}, {0: candidates}, {0: candidates})
+    ).module()
     for batch in others:
         assert torch.equal(exported(*batch), model(*batch))

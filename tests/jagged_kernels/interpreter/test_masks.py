@@ -62,15 +62,22 @@ def random_case(choose: random.Random):
 
 
 def no_block_is_visited_in_vain(mask, keys):
-    """Whether tiles of keys, or of queries, visit no block that is hidden from all of their rows."""
+    """Whether tiles of keys, or of queries, visit no block that is hidden from all of their
+    rows."""
     if keys:
         return not (mask.contextual_seqlen or mask.max_attn_len or mask.num_targets is not None)
-    return bool(mask.global_prefix or mask.recent_history) or mask.num_targets is None or mask.window is None
+    return (
+        bool(mask.global_prefix or mask.recent_history)
+        or mask.num_targets is None
+        or mask.window is None
+    )
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
-    check_tiles(*random_case(random.Random(seed)), *random.Random(seed).choice([(2, 2), (4, 2), (2, 4)]))
+    check_tiles(
+        *random_case(random.Random(seed)), *random.Random(seed).choice([(2, 2), (4, 2), (2, 4)])
+    )
 
 
 CORNERS = [  # mask, queries, keys, targets, block_m, block_n
@@ -100,11 +107,16 @@ def check_tiles(mask, num_queries, num_keys, num_targets, block_m, block_n):
     sizes = dict(MASK=mask.params, BLOCK_M=block_m, BLOCK_N=block_n)
     for keys, work_of in ((False, query_tile_work), (True, key_tile_work)):
         visits, full = torch.zeros(2, *(reversed(blocks) if keys else blocks), dtype=torch.int32)
-        _visit_kernel[(len(visits),)](visits, full, targets, num_queries, num_keys, visits.shape[1], KEYS=keys, **sizes)
+        _visit_kernel[(len(visits),)](
+            visits, full, targets, num_queries, num_keys, visits.shape[1], KEYS=keys, **sizes
+        )
         tiles = torch.arange(len(visits), dtype=torch.int32)
         lengths = (torch.full_like(tiles, length) for length in (num_queries, num_keys))
         own, other = (block_n, block_m) if keys else (block_m, block_n)
-        assert torch.equal(work_of(tiles, *lengths, num_targets, mask.params, own, other), visits.sum(1, dtype=torch.int32))
+        assert torch.equal(
+            work_of(tiles, *lengths, num_targets, mask.params, own, other),
+            visits.sum(1, dtype=torch.int32),
+        )
         if keys:
             visits, full = visits.T, full.T
         skips_all = no_block_is_visited_in_vain(mask, keys)
@@ -119,29 +131,65 @@ def check_tiles(mask, num_queries, num_keys, num_targets, block_m, block_n):
 
 @pytest.mark.parametrize("causal_window", [None, 100])
 def test_causal_tiles_skip_what_is_hidden(causal_window):
-    """A causal mask leaves 36 of 8 x 8 blocks. A window of 100 columns back leaves at most 3 blocks per tile."""
-    mask = jm.AttentionMask(causal=True, window=None if causal_window is None else (causal_window, None))
+    """A causal mask leaves 36 of 8 x 8 blocks. A window of 100 columns back leaves at most 3 blocks
+    per tile."""
+    mask = jm.AttentionMask(
+        causal=True, window=None if causal_window is None else (causal_window, None)
+    )
     visits, full = torch.zeros(2, 8, 8, dtype=torch.int32)
-    _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=mask.params, KEYS=False, BLOCK_M=64, BLOCK_N=64)
-    assert visits.sum(1).tolist() == ([1, 2, 3, 3, 3, 3, 3, 3] if causal_window else list(range(1, 9)))
+    _visit_kernel[(8,)](
+        visits, full, None, 512, 512, 8, MASK=mask.params, KEYS=False, BLOCK_M=64, BLOCK_N=64
+    )
+    assert visits.sum(1).tolist() == (
+        [1, 2, 3, 3, 3, 3, 3, 3] if causal_window else list(range(1, 9))
+    )
     assert full.sum() == (0 if causal_window else 28)
 
 
-LONG = [  # fields, blocks that each query tile visits, those that each key tile visits, full blocks of all query tiles
-    (dict(causal=True, window=(100, None), global_prefix=70), [1, 2, 3, 4, 5, 5, 5, 5], [8, 7, 3, 3, 3, 3, 2, 1], 7),
+# fields, blocks that each query tile visits, those that each key tile visits, full blocks of all
+# query tiles
+LONG = [
+    (
+        dict(causal=True, window=(100, None), global_prefix=70),
+        [1, 2, 3, 4, 5, 5, 5, 5],
+        [8, 7, 3, 3, 3, 3, 2, 1],
+        7,
+    ),
     (dict(causal=True, recent_history=200), [1, 1, 1, 1, 1, 2, 3, 4], [1, 1, 1, 1, 4, 3, 2, 1], 3),
-    (dict(causal=True, recent_history=200, global_prefix=64), [1, 2, 2, 2, 2, 3, 4, 5], [8, 1, 1, 1, 4, 3, 2, 1], 8),
-    (dict(recent_history=200, global_prefix=70), [6, 6, 7, 7, 6, 6, 6, 6], [8, 8, 1, 1, 8, 8, 8, 8], 24),
-    (dict(max_attn_len=10, global_prefix=128), [2, 3, 4, 5, 5, 5, 5, 4], [8, 8, 3, 3, 3, 3, 3, 2], 16),
+    (
+        dict(causal=True, recent_history=200, global_prefix=64),
+        [1, 2, 2, 2, 2, 3, 4, 5],
+        [8, 1, 1, 1, 4, 3, 2, 1],
+        8,
+    ),
+    (
+        dict(recent_history=200, global_prefix=70),
+        [6, 6, 7, 7, 6, 6, 6, 6],
+        [8, 8, 1, 1, 8, 8, 8, 8],
+        24,
+    ),
+    (
+        dict(max_attn_len=10, global_prefix=128),
+        [2, 3, 4, 5, 5, 5, 5, 4],
+        [8, 8, 3, 3, 3, 3, 3, 2],
+        16,
+    ),
 ]
 
 
 @pytest.mark.parametrize("fields, of_queries, of_keys, num_full", LONG, ids=str)
-def test_tiles_skip_what_a_prefix_and_truncation_leave_hidden(fields, of_queries, of_keys, num_full):
+def test_tiles_skip_what_a_prefix_and_truncation_leave_hidden(
+    fields, of_queries, of_keys, num_full
+):
     mask = jm.AttentionMask(**fields)
-    for keys, expected, work_of in ((False, of_queries, query_tile_work), (True, of_keys, key_tile_work)):
+    for keys, expected, work_of in (
+        (False, of_queries, query_tile_work),
+        (True, of_keys, key_tile_work),
+    ):
         visits, full = torch.zeros(2, 8, 8, dtype=torch.int32)
-        _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=mask.params, KEYS=keys, BLOCK_M=64, BLOCK_N=64)
+        _visit_kernel[(8,)](
+            visits, full, None, 512, 512, 8, MASK=mask.params, KEYS=keys, BLOCK_M=64, BLOCK_N=64
+        )
         assert visits.sum(1).tolist() == expected and visits.max() == 1
         tiles = torch.arange(8, dtype=torch.int32)
         lengths = torch.full_like(tiles, 512)
@@ -155,18 +203,24 @@ def _seen_kernel(seen_ptr, targets_ptr, q_len, kv_len, MASK: tl.constexpr, SIZE:
     position = row + kv_len - q_len
     first_target = first_target_column(targets_ptr, 0, kv_len, MASK)
     seen = is_visible(column, position, visible_columns(position, first_target, MASK), MASK)
-    tl.store(seen_ptr + row * kv_len + column, seen.to(tl.int32), mask=(row < q_len) & (column < kv_len))
+    tl.store(
+        seen_ptr + row * kv_len + column, seen.to(tl.int32), mask=(row < q_len) & (column < kv_len)
+    )
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_rows_see_what_the_rule_says(seed):
     mask, num_queries, num_keys, num_targets = random_case(random.Random(seed))
     seen = torch.full((num_queries, num_keys), -1, dtype=torch.int32)
-    _seen_kernel[(1,)](seen, torch.tensor([num_targets]), num_queries, num_keys, MASK=mask.params, SIZE=16)
+    _seen_kernel[(1,)](
+        seen, torch.tensor([num_targets]), num_queries, num_keys, MASK=mask.params, SIZE=16
+    )
     assert torch.equal(seen, mask.keep(num_queries, num_keys, num_targets).int()), mask
 
 
-@pytest.mark.parametrize("fields", [dict(), dict(recent_history=3), dict(recent_history=3, global_prefix=2)], ids=str)
+@pytest.mark.parametrize(
+    "fields", [dict(), dict(recent_history=3), dict(recent_history=3, global_prefix=2)], ids=str
+)
 def test_rows_under_a_plain_causal_mask(fields):
     """Alone, causal has a rule of its own in is_visible."""
     mask = jm.AttentionMask(causal=True, **fields)

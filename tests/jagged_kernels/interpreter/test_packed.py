@@ -26,7 +26,16 @@ CASES = [  # activation, mask, heads, head dims
 @slow_after(5, "activation, mask, heads, dims", CASES, ids=str)
 def test_forward_and_gradients(check_packed, activation, mask, heads, dims):
     scale = torch.rand(len(EVERY_KIND)) + 0.1 if activation != "softmax" else 1.0
-    check_packed(EVERY_KIND, torch.float16, "cpu", heads=heads, dims=dims, activation=activation, mask=mask, output_scale=scale)
+    check_packed(
+        EVERY_KIND,
+        torch.float16,
+        "cpu",
+        heads=heads,
+        dims=dims,
+        activation=activation,
+        mask=mask,
+        output_scale=scale,
+    )
 
 
 CROSS_CASES = [  # activation, mask, heads, head dims
@@ -44,12 +53,28 @@ CROSS_CASES = [  # activation, mask, heads, head dims
 @slow_after(3, "activation, mask, heads, dims", CROSS_CASES, ids=str)
 def test_cross_attention(check_packed, activation, mask, heads, dims):
     scale = torch.rand(len(EVERY_PAIR[0])) + 0.1 if activation != "softmax" else 1.0
-    check_packed(EVERY_PAIR, torch.float16, "cpu", heads=heads, dims=dims, activation=activation, mask=mask, output_scale=scale)
+    check_packed(
+        EVERY_PAIR,
+        torch.float16,
+        "cpu",
+        heads=heads,
+        dims=dims,
+        activation=activation,
+        mask=mask,
+        output_scale=scale,
+    )
 
 
 @pytest.mark.parametrize(
     "lengths",
-    [([1] * 150, [3] * 150), ([64] * 3, [64] * 3), ([5, 0, 64], [0, 9, 0]), ([0, 0, 1], [1, 64, 0]), ([1, 65], [64, 80]), ([70], [1])],
+    [
+        ([1] * 150, [3] * 150),
+        ([64] * 3, [64] * 3),
+        ([5, 0, 64], [0, 9, 0]),
+        ([0, 0, 1], [1, 64, 0]),
+        ([1, 65], [64, 80]),
+        ([70], [1]),
+    ],
     ids=str,
 )
 def test_cross_batches_of_one_kind(check_packed, lengths):
@@ -63,7 +88,9 @@ def test_a_given_schedule(check_packed, mask):
     mask = mask and jm.AttentionMask(causal=True)
     schedule = host_schedule(*map(torch.tensor, EVERY_PAIR), **sizes, mask=mask)
     assert 0 < int(schedule.num_tiles[1]) < int(schedule.num_tiles[0])
-    check_packed(EVERY_PAIR, torch.float16, "cpu", heads=(2, 1), dims=(16, 16), mask=mask, schedule=schedule)
+    check_packed(
+        EVERY_PAIR, torch.float16, "cpu", heads=(2, 1), dims=(16, 16), mask=mask, schedule=schedule
+    )
 
 
 def test_keys_in_pages_are_not_packed(check_pages, packed_launches):
@@ -77,7 +104,11 @@ def test_batches_of_one_kind(check_packed, lengths):
         check_packed(lengths, torch.float16, "cpu", heads=(1, 1), dims=(16, 16))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(activation="silu"), dict(cross=True), dict(cross=True, activation="silu")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(activation="silu"), dict(cross=True), dict(cross=True, activation="silu")],
+    ids=str,
+)
 def test_a_segments_values_stay_in_it(check_packed_neighbours, options):
     check_packed_neighbours(torch.float16, "cpu", heads=(2, 1), implementation="triton", **options)
 
@@ -93,8 +124,13 @@ def test_packed_tiles(check_packed_tiles, seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_packed_tiles_of_two_sides(check_packed_tiles, seed):
     random = torch.Generator().manual_seed(seed)
-    num_segments, longest = [1, 63, 64, 65, 200, 300][seed], [(64, 64), (90, 5), (5, 90), (70, 70), (20, 66), (2, 9)][seed]
-    lengths = tuple(torch.randint(0, n + 1, (num_segments,), generator=random).tolist() for n in longest)
+    num_segments, longest = (
+        [1, 63, 64, 65, 200, 300][seed],
+        [(64, 64), (90, 5), (5, 90), (70, 70), (20, 66), (2, 9)][seed],
+    )
+    lengths = tuple(
+        torch.randint(0, n + 1, (num_segments,), generator=random).tolist() for n in longest
+    )
     check_packed_tiles(lengths, "cpu", [torch.int64, torch.int32][seed % 2])
 
 

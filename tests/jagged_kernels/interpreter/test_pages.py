@@ -18,7 +18,15 @@ def test_larger_pages(check_pages, page_rows):
     check_pages(([3, 70], [1100, 40]), torch.float32, "cpu", page_rows=page_rows, heads=(1, 1))
 
 
-@slow_after(2, "activation", ["silu", "gelu_taylor", *(x for x in ACTIVATIONS if x not in ("softmax", "silu", "gelu_taylor"))])
+@slow_after(
+    2,
+    "activation",
+    [
+        "silu",
+        "gelu_taylor",
+        *(x for x in ACTIVATIONS if x not in ("softmax", "silu", "gelu_taylor")),
+    ],
+)
 def test_activations(check_pages, activation):
     check_pages(([3, 70], [300, 20]), torch.float32, "cpu", heads=(2, 1), activation=activation)
 
@@ -27,17 +35,31 @@ def test_activations(check_pages, activation):
     3,
     "mask, activation",
     [
-        ("hstu", "silu"), ("semi-local", "softmax"), ("window", "softmax"), ("causal", "silu"), ("grouped-targets", "softmax"),
-        ("open-targets", "silu"), ("truncated", "softmax"),
+        ("hstu", "silu"),
+        ("semi-local", "softmax"),
+        ("window", "softmax"),
+        ("causal", "silu"),
+        ("grouped-targets", "softmax"),
+        ("open-targets", "silu"),
+        ("truncated", "softmax"),
     ],
-)  # fmt: skip
+)
 def test_masks(check_pages, mask, activation):
-    check_pages(([3, 70, 9], [300, 40, 129]), torch.float32, "cpu", heads=(2, 1), mask=mask, activation=activation)
+    check_pages(
+        ([3, 70, 9], [300, 40, 129]),
+        torch.float32,
+        "cpu",
+        heads=(2, 1),
+        mask=mask,
+        activation=activation,
+    )
 
 
 @slow_after(1, "mask", [None, "causal"])
 def test_bias(check_pages, mask):
-    check_pages(([3, 70, 9], [300, 40, 129]), torch.float32, "cpu", heads=(2, 1), bias=True, mask=mask)
+    check_pages(
+        ([3, 70, 9], [300, 40, 129]), torch.float32, "cpu", heads=(2, 1), bias=True, mask=mask
+    )
 
 
 def test_one_graph_for_all_lengths(check_compiled_pages):

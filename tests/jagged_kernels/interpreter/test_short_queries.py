@@ -1,4 +1,5 @@
-"""Lists of tiles for a backward that leaves segments with few query rows to a kernel of their own."""
+"""Lists of tiles for a backward that leaves segments with few query rows to a kernel of their
+own."""
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ from jagged_kernels.schedule.short_queries import list_short_queries
 
 def expected_tiles(lengths, other_lengths, queries, rows, heads, block, short):
     """The tiles of long segments, then of short ones, each in the order of the zigzag schedule."""
-    tiles = zigzag_schedule(lengths, other_lengths, num_heads=heads, block_m=rows, block_n=block, num_workers=1, head_dim=0).tiles
+    tiles = zigzag_schedule(
+        lengths,
+        other_lengths,
+        num_heads=heads,
+        block_m=rows,
+        block_n=block,
+        num_workers=1,
+        head_dim=0,
+    ).tiles
     work = (other_lengths[tiles[:, 0].long()] + block - 1) // block
     tiles = tiles[torch.argsort(work * 10_000 - tiles[:, 0], descending=True, stable=True)]
     is_short = (queries > 0) & (queries <= short)
@@ -20,10 +29,16 @@ def expected_tiles(lengths, other_lengths, queries, rows, heads, block, short):
 @pytest.mark.parametrize("num_segments", [1, 70])
 def test_lists(offsets, num_segments, rows, keys):
     random = torch.Generator().manual_seed(num_segments + rows)
-    q_lengths, kv_lengths = (torch.randint(0, longest, (num_segments,), generator=random) for longest in (300, 500))
+    q_lengths, kv_lengths = (
+        torch.randint(0, longest, (num_segments,), generator=random) for longest in (300, 500)
+    )
     q_lengths[::7], kv_lengths[3::9], q_lengths[5::10] = 0, 0, rows
-    segments = Segments(offsets(q_lengths.tolist()), offsets(kv_lengths.tolist()), TileList(None, None, None))
-    lists = list_short_queries(segments, (int(q_lengths.sum()), int(kv_lengths.sum())), (4, 2), rows, keys, 64)
+    segments = Segments(
+        offsets(q_lengths.tolist()), offsets(kv_lengths.tolist()), TileList(None, None, None)
+    )
+    lists = list_short_queries(
+        segments, (int(q_lengths.sum()), int(kv_lengths.sum())), (4, 2), rows, keys, 64
+    )
     assert lists.next_tile.tolist() == [0]
     for actual, sides, heads, tile in (
         (lists.queries, (q_lengths, kv_lengths), 4, rows),

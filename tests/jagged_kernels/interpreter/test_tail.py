@@ -16,7 +16,8 @@ def test_functions(poisoned_memory, name, dtype):
 
 @pytest.fixture
 def only_the_device_knows(monkeypatch):
-    """Eager calls take the path of CUDA tensors whose offsets the host has not seen; attention itself runs on the CPU."""
+    """Eager calls take the path of CUDA tensors whose offsets the host has not seen; attention
+    itself runs on the CPU."""
     from jagged_kernels.common import tail as kernels
 
     from jagged_modules.containers.segmentation import Segmentation
@@ -60,4 +61,6 @@ def test_rows_before_the_end_are_kept(poisoned_memory, offsets, shape, strided):
 def test_derivatives_of_any_order(only_the_device_knows, offsets):
     x, end = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), offsets([2, 3])
     for function in (lambda x: without_tail(x, end), lambda x: with_clean_tail(x * 1, end)):
-        assert torch.autograd.gradcheck(function, (x,)) and torch.autograd.gradgradcheck(function, (x,))
+        assert torch.autograd.gradcheck(function, (x,)) and torch.autograd.gradgradcheck(
+            function, (x,)
+        )

@@ -8,9 +8,9 @@ import jagged_modules as jm
 
 device = pytest.importorskip("jagged_kernels.schedule.device")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from jagged_kernels.common.loads import zigzag_position, zigzag_waves  # noqa: E402
+import triton
+import triton.language as tl
+from jagged_kernels.common.loads import zigzag_position, zigzag_waves
 
 SIZES = dict(num_heads=3, block_m=16, block_n=8)
 
@@ -24,14 +24,18 @@ def test_tile_list_is_the_hosts(check_tile_list, num_segments, longest, dtype):
 @pytest.mark.parametrize("groups", [(2, 1), (1, 2), (3, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("num_segments, longest", [(1, 0), (7, 100), (40, 20), (300, 9)])
 def test_tile_list_of_several_groups_is_the_hosts(check_tile_list, num_segments, longest, groups):
-    check_tile_list(num_segments, longest, torch.int64, "cpu", SIZES, groups=groups, key_tiles=groups[1] > 1)
+    check_tile_list(
+        num_segments, longest, torch.int64, "cpu", SIZES, groups=groups, key_tiles=groups[1] > 1
+    )
 
 
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("num_segments, longest", [(0, 0), (1, 0), (1, 90), (20, 100)])
 def test_masked_tile_list_is_the_hosts(check_tile_list, num_segments, longest, key_tiles):
     for masked in (True, dict(global_prefix=20, recent_history=30)):
-        check_tile_list(num_segments, longest, torch.int64, "cpu", SIZES, masked=masked, key_tiles=key_tiles)
+        check_tile_list(
+            num_segments, longest, torch.int64, "cpu", SIZES, masked=masked, key_tiles=key_tiles
+        )
 
 
 @slow_after(8, "seed", range(40))
@@ -48,7 +52,9 @@ def test_random_tiles_in_groups_of_segments_are_the_hosts(check_grouped_tiles, s
 def test_masked_tiles_of_much_work_are_the_hosts(check_tiles, key_tiles):
     """Tiles that visit more blocks than have a class of their own."""
     sizes = dict(num_heads=2, block_m=64, block_n=1)
-    check_tiles([1500, 10, 700], [1500, 10, 700], "cpu", sizes, jm.AttentionMask(causal=True), key_tiles)
+    check_tiles(
+        [1500, 10, 700], [1500, 10, 700], "cpu", sizes, jm.AttentionMask(causal=True), key_tiles
+    )
 
 
 def test_masked_tiles_of_many_chunks_are_the_hosts(check_tiles, monkeypatch):
@@ -59,10 +65,13 @@ def test_masked_tiles_of_many_chunks_are_the_hosts(check_tiles, monkeypatch):
 
 @pytest.mark.parametrize("first, lengths", [(37, [50, 0, 21]), (15, [1, 2])])
 def test_masked_tiles_of_a_part_of_the_segments(offsets, first, lengths):
-    """Offsets that do not start at 0. With the second ones, the last tile has the largest virtual index that there can be."""
+    """Offsets that do not start at 0. With the second ones, the last tile has the largest virtual
+    index that there can be."""
     mask = list(jm.AttentionMask(causal=True).params)
     of_all, of_part = offsets([first, *lengths])[1:], offsets(lengths)
-    of_all, of_part = (device.tile_list(x, x, sum(lengths), 2, 16, 8, mask) for x in (of_all, of_part))
+    of_all, of_part = (
+        device.tile_list(x, x, sum(lengths), 2, 16, 8, mask) for x in (of_all, of_part)
+    )
     assert all(torch.equal(x, y) for x, y in zip(of_all, of_part))
 
 
@@ -81,7 +90,9 @@ def _workers_kernel(workers_ptr, num_tiles, num_workers):
 
 @pytest.mark.parametrize("num_tiles", [0, 1, 4, 5, 7, 8, 9, 23])
 def test_each_tile_has_the_worker_that_the_host_says(num_tiles):
-    schedule = jm.zigzag_schedule([1] * num_tiles, [1] * num_tiles, num_heads=1, block_m=16, block_n=16, num_workers=4)
+    schedule = jm.zigzag_schedule(
+        [1] * num_tiles, [1] * num_tiles, num_heads=1, block_m=16, block_n=16, num_workers=4
+    )
     workers = torch.full((num_tiles + 4,), -1, dtype=torch.int32)
     _workers_kernel[(4,)](workers, num_tiles, 4)
     assert workers.tolist() == [*schedule.worker.tolist(), *[-1] * 4]

@@ -1,15 +1,26 @@
-"""Calls of each operator that has a rule, on x [C, 4, 6] = G[map], and calls that must keep their gather."""
+"""Calls of each operator that has a rule, on x [C, 4, 6] = G[map], and calls that must keep their
+gather."""
 
 import torch
 
 from jagged_modules.transforms import rules
 
 aten = torch.ops.aten
-WEIGHT, SQUARE, VECTOR = torch.randn(5, 6).double(), torch.randn(6, 6).double(), torch.randn(6).double()
+WEIGHT, SQUARE, VECTOR = (
+    torch.randn(5, 6).double(),
+    torch.randn(6, 6).double(),
+    torch.randn(6).double(),
+)
 TABLE, PICK = torch.randn(9, 3).double(), torch.tensor([2, 0, 2])
 KERNEL, BILINEAR = torch.randn(5, 4, 3).double(), torch.randn(5, 6, 6).double()
-# Parameters of a recurrence of width 3 in both directions over x [C, 4, 6], by the number of its gates
-GATES = {gates: [torch.randn(3 * gates, *width).double() for _ in range(2) for width in ((6,), (3,), (), ())] for gates in (3, 4)}
+# Parameters of a recurrence of width 3 in both directions over x [C, 4, 6], by the number of its
+# gates
+GATES = {
+    gates: [
+        torch.randn(3 * gates, *width).double() for _ in range(2) for width in ((6,), (3,), (), ())
+    ]
+    for gates in (3, 4)
+}
 
 # Arguments behind x. Where x must be something else, the entry is a function of x.
 SPECIAL = {
@@ -65,7 +76,9 @@ CASES |= {
     "where.ScalarSelf": lambda x, y: aten.where.ScalarSelf(x > 0, 1.0, x),
     "where.Scalar": lambda x, y: aten.where.Scalar(x > 0, 1.0, 2.0),
     "masked_fill.Scalar": lambda x, y: aten.masked_fill.Scalar(x, y > 0, 2.0),
-    "masked_fill.Tensor": lambda x, y: aten.masked_fill.Tensor(x, y > 0, torch.tensor(2.0).double()),
+    "masked_fill.Tensor": lambda x, y: aten.masked_fill.Tensor(
+        x, y > 0, torch.tensor(2.0).double()
+    ),
     "clamp.Tensor": lambda x, y: aten.clamp.Tensor(x, y, y + 1),
     "clamp_min.default": lambda x, y: aten.clamp_min(x, 0),
     "clamp_min.Tensor": lambda x, y: aten.clamp_min.Tensor(x, y),
@@ -81,7 +94,11 @@ CASES |= {
     "pow.Scalar": lambda x, y: aten.pow.Scalar(2, x),
     "div.Tensor_mode": lambda x, y: aten.div.Tensor_mode(x, y, rounding_mode="floor"),
     "div.Scalar_mode": lambda x, y: aten.div.Scalar_mode(x, 2, rounding_mode="floor"),
-    "type_as.default": lambda x, y: (aten.type_as(x, (y > 0)), aten.type_as(x, y[:, :1, 0]), aten.type_as(x, VECTOR)),
+    "type_as.default": lambda x, y: (
+        aten.type_as(x, (y > 0)),
+        aten.type_as(x, y[:, :1, 0]),
+        aten.type_as(x, VECTOR),
+    ),
     "copysign.Tensor": lambda x, y: aten.copysign.Tensor(x, y),
     "xlogy.Tensor": lambda x, y: aten.xlogy.Tensor(x, y.abs()),
     "heaviside.default": lambda x, y: aten.heaviside(x, y),
@@ -100,7 +117,10 @@ CASES |= {
     "flip.default": lambda x, y: aten.flip(x, [1, 2]),
     "roll.default": lambda x, y: aten.roll(x, [1], [1]),
     "glu.default": lambda x, y: aten.glu(x, 1),
-    "sum.dim_IntList": lambda x, y: (aten.sum.dim_IntList(x, [1]), aten.sum.dim_IntList(x.transpose(0, 1), [0, 2], True)),
+    "sum.dim_IntList": lambda x, y: (
+        aten.sum.dim_IntList(x, [1]),
+        aten.sum.dim_IntList(x.transpose(0, 1), [0, 2], True),
+    ),
     "nansum.default": lambda x, y: aten.nansum(x, [1]),
     "mean.dim": lambda x, y: (aten.mean.dim(x, [-1]), aten.mean.dim(x.transpose(0, 2), [0])),
     "floor_divide.default": lambda x, y: aten.floor_divide(x, y),
@@ -129,7 +149,9 @@ CASES |= {
     "layer_norm.default": lambda x, y: aten.layer_norm(x, [6], VECTOR, VECTOR),
     "rms_norm.default": lambda x, y: aten.rms_norm(x, [4, 6]),
     "group_norm.default": lambda x, y: aten.group_norm(x, 2),
-    "_native_batch_norm_legit_no_training.default": lambda x, y: torch.nn.functional.batch_norm(x, VECTOR[:4], VECTOR[:4].abs()),
+    "_native_batch_norm_legit_no_training.default": lambda x, y: torch.nn.functional.batch_norm(
+        x, VECTOR[:4], VECTOR[:4].abs()
+    ),
     "prelu.default": lambda x, y: aten.prelu(x, VECTOR[:4]),
     "linear.default": lambda x, y: aten.linear(x, WEIGHT),
     "matmul.default": lambda x, y: (
@@ -142,10 +164,22 @@ CASES |= {
         aten.matmul(x[:, 0].transpose(0, 1).transpose(0, 1), SQUARE),
     ),
     "mm.default": lambda x, y: aten.mm(x[:, 0], SQUARE),
-    "bmm.default": lambda x, y: (aten.bmm(x, y.mT), aten.bmm(x.transpose(0, 1), WEIGHT[:4, None].expand(4, 6, 6))),
-    "addmm.default": lambda x, y: (aten.addmm(VECTOR, x[:, 0], SQUARE), aten.addmm(y[:, 1], x[:, 0], SQUARE)),
-    "baddbmm.default": lambda x, y: (aten.baddbmm(x[:, :, :4], x, y.mT), aten.baddbmm(VECTOR[:4], x, y.mT)),
-    "einsum.default": lambda x, y: (aten.einsum("bij,bkj->ibk", [x, y]), aten.einsum("bij,jk->bik", [x, SQUARE])),
+    "bmm.default": lambda x, y: (
+        aten.bmm(x, y.mT),
+        aten.bmm(x.transpose(0, 1), WEIGHT[:4, None].expand(4, 6, 6)),
+    ),
+    "addmm.default": lambda x, y: (
+        aten.addmm(VECTOR, x[:, 0], SQUARE),
+        aten.addmm(y[:, 1], x[:, 0], SQUARE),
+    ),
+    "baddbmm.default": lambda x, y: (
+        aten.baddbmm(x[:, :, :4], x, y.mT),
+        aten.baddbmm(VECTOR[:4], x, y.mT),
+    ),
+    "einsum.default": lambda x, y: (
+        aten.einsum("bij,bkj->ibk", [x, y]),
+        aten.einsum("bij,jk->bik", [x, SQUARE]),
+    ),
     "scaled_dot_product_attention.default": lambda x, y: (
         aten.scaled_dot_product_attention(x, y, y),
         aten.scaled_dot_product_attention(x, y, y, y[:, :, :4]),
@@ -165,7 +199,10 @@ CASES |= {
     "transpose.int": lambda x, y: aten.transpose.int(x, 0, 2),
     "permute.default": lambda x, y: aten.permute(x, [2, 0, 1]),
     "t.default": lambda x, y: aten.t(x[:, 0]),
-    "expand.default": lambda x, y: (aten.expand(x[:, :1], [x.shape[0], 4, 6]), aten.expand(x, [2, -1, 4, 6])),
+    "expand.default": lambda x, y: (
+        aten.expand(x[:, :1], [x.shape[0], 4, 6]),
+        aten.expand(x, [2, -1, 4, 6]),
+    ),
     "repeat.default": lambda x, y: aten.repeat(x, [2, 1, 3, 1]),
     "slice.Tensor": lambda x, y: (aten.slice(x, 1, 1, 3), aten.slice(x, 0, 0, 2**63 - 1)),
     "select.int": lambda x, y: (aten.select(x, 1, 0), aten.select(x.transpose(0, 1), 0, 1)),
@@ -173,7 +210,10 @@ CASES |= {
     "unsafe_split.Tensor": lambda x, y: aten.unsafe_split(x, 3, 2)[1],
     "split_with_sizes.default": lambda x, y: aten.split_with_sizes(x, [1, 5], 2)[1],
     "unbind.int": lambda x, y: aten.unbind(x.transpose(0, 1), 0)[1],
-    "cat.default": lambda x, y: (aten.cat([x, y], 1), aten.cat([WEIGHT[:4, None].expand(4, x.shape[0], 6), x.transpose(0, 1)], 2)),
+    "cat.default": lambda x, y: (
+        aten.cat([x, y], 1),
+        aten.cat([WEIGHT[:4, None].expand(4, x.shape[0], 6), x.transpose(0, 1)], 2),
+    ),
     "stack.default": lambda x, y: aten.stack([x, y], 0),
     "pad.default": lambda x, y: aten.pad(x, [1, 2]),
     "constant_pad_nd.default": lambda x, y: aten.constant_pad_nd(x, [1, 2, 0, 1], 3.0),
@@ -206,10 +246,15 @@ CASES |= {
     ),
     "conv1d.padding": lambda x, y: aten.conv1d.padding(x, KERNEL, None, [1], "same"),
     "conv2d.default": lambda x, y: aten.conv2d(x[:, :, None], KERNEL[:, :, None]),
-    "conv2d.padding": lambda x, y: aten.conv2d.padding(x[:, :, None], KERNEL[:, :, None], None, [1, 1], "same"),
+    "conv2d.padding": lambda x, y: aten.conv2d.padding(
+        x[:, :, None], KERNEL[:, :, None], None, [1, 1], "same"
+    ),
     "max_pool1d.default": lambda x, y: aten.max_pool1d(x, [2]),
     "max_pool2d.default": lambda x, y: aten.max_pool2d(x, [2, 2]),
-    "avg_pool1d.default": lambda x, y: (aten.avg_pool1d(x, [2]), aten.avg_pool1d(x.transpose(0, 1), [2])),
+    "avg_pool1d.default": lambda x, y: (
+        aten.avg_pool1d(x, [2]),
+        aten.avg_pool1d(x.transpose(0, 1), [2]),
+    ),
     "avg_pool2d.default": lambda x, y: aten.avg_pool2d(x, [2, 2]),
     "adaptive_avg_pool1d.default": lambda x, y: aten.adaptive_avg_pool1d(x, [2]),
     "adaptive_avg_pool2d.default": lambda x, y: aten.adaptive_avg_pool2d(x, [2, 2]),
@@ -218,16 +263,41 @@ CASES |= {
     "max_pool1d_with_indices.default": lambda x, y: aten.max_pool1d_with_indices(x, [2]),
     "max_pool2d_with_indices.default": lambda x, y: aten.max_pool2d_with_indices(x, [2, 2]),
     "gru.input": lambda x, y: (
-        aten.gru.input(x, torch.zeros(2, x.shape[0], 3).double(), GATES[3], True, 1, 0.0, False, True, True),
-        aten.gru.input(x.transpose(0, 1), y[:, :2, :3].transpose(0, 1), GATES[3], True, 1, 0.0, False, True, False),
+        aten.gru.input(
+            x, torch.zeros(2, x.shape[0], 3).double(), GATES[3], True, 1, 0.0, False, True, True
+        ),
+        aten.gru.input(
+            x.transpose(0, 1),
+            y[:, :2, :3].transpose(0, 1),
+            GATES[3],
+            True,
+            1,
+            0.0,
+            False,
+            True,
+            False,
+        ),
     ),
     "lstm.input": lambda x, y: (
-        aten.lstm.input(x, [torch.zeros(2, x.shape[0], 3).double()] * 2, GATES[4], True, 1, 0.0, False, True, True),
-        aten.lstm.input(x, [y[:, :2, :3].transpose(0, 1)] * 2, GATES[4], True, 1, 0.0, False, True, True)[1],
+        aten.lstm.input(
+            x,
+            [torch.zeros(2, x.shape[0], 3).double()] * 2,
+            GATES[4],
+            True,
+            1,
+            0.0,
+            False,
+            True,
+            True,
+        ),
+        aten.lstm.input(
+            x, [y[:, :2, :3].transpose(0, 1)] * 2, GATES[4], True, 1, 0.0, False, True, True
+        )[1],
     ),
 }
 
-# f(x, other [C, 4, 6], map): one of its operators mixes rows, draws random numbers, or has an operand of another lineage.
+# f(x, other [C, 4, 6], map): one of its operators mixes rows, draws random numbers, or has an
+# operand of another lineage.
 KEPT = {
     "sum over rows": lambda x, other, m: x.sum(0),
     "sum of all": lambda x, other, m: x.sum(),
@@ -245,9 +315,13 @@ KEPT = {
     "a column per candidate": lambda x, other, m: x * other[:, :1, :1],
     "rows contracted": lambda x, other, m: x[:, 0].T @ other[:, 0],
     "matrices per candidate": lambda x, other, m: x @ other.mT,
-    "batch norm in training": lambda x, other, m: torch.nn.functional.batch_norm(x, None, None, training=True),
+    "batch norm in training": lambda x, other, m: torch.nn.functional.batch_norm(
+        x, None, None, training=True
+    ),
     "rows and width merged": lambda x, other, m: x.transpose(0, 1).reshape(-1).view(4, -1).sum(1),
-    "layer norm over rows": lambda x, other, m: torch.nn.functional.layer_norm(x.permute(1, 2, 0)[..., :1], (1,)) + x.sum(0)[..., None],
+    "layer norm over rows": lambda x, other, m: (
+        torch.nn.functional.layer_norm(x.permute(1, 2, 0)[..., :1], (1,)) + x.sum(0)[..., None]
+    ),
     "another map": lambda x, other, m: x[:, 0] @ SQUARE[:, :4] + x.flip(0)[:, :, 0],
     "two dimensions": lambda x, other, m: x[:, None, :, 0] + x[None, :, :, 0],
     "concatenated with a value per candidate": lambda x, other, m: torch.cat([x, other], 1),
@@ -260,8 +334,14 @@ KEPT = {
     "pooled rows": lambda x, other, m: aten.avg_pool1d(x.permute(1, 2, 0), [1]),
     "scattered to rows": lambda x, other, m: aten.scatter_add(x, 0, torch.zeros_like(x).long(), x),
     "masked rows": lambda x, other, m: torch.where(other > 0, x, 0),
-    "einsum with a value per candidate": lambda x, other, m: aten.einsum("bij,bkj->bik", [x, other]),
+    "einsum with a value per candidate": lambda x, other, m: aten.einsum(
+        "bij,bkj->bik", [x, other]
+    ),
     "einsum over rows": lambda x, other, m: aten.einsum("bij,bkj->ik", [x, x]),
-    "einsum with rows in two dimensions": lambda x, other, m: aten.einsum("bi,ci->bc", [x[:, 0], x[:, 1]]),
-    "einsum of a diagonal of rows": lambda x, other, m: aten.einsum("bb->b", [x[:, 0] @ other[:, 0].T]),
+    "einsum with rows in two dimensions": lambda x, other, m: aten.einsum(
+        "bi,ci->bc", [x[:, 0], x[:, 1]]
+    ),
+    "einsum of a diagonal of rows": lambda x, other, m: aten.einsum(
+        "bb->b", [x[:, 0] @ other[:, 0].T]
+    ),
 }

@@ -1,4 +1,5 @@
-"""The certificate: a fused model is compared with its original on rows of the example, and on no others."""
+"""The certificate: a fused model is compared with its original on rows of the example, and on no
+others."""
 
 import copy
 
@@ -30,10 +31,13 @@ class Reads(Model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("rows", [1, 2, 32])
 def test_the_model_gets_rows_of_the_example_only(rows, dtype):
-    """Other numbers may be out of its range, in floating point too: ids, counts, probabilities, normalised values, masks."""
+    """Other numbers may be out of its range, in floating point too: ids, counts, probabilities,
+    normalised values, masks."""
     profile, item = (torch.arange(4 * rows).view(rows, 4) % 3).to(dtype), torch.randn(rows, 4)
     model, seen = Reads(torch.Tensor.float).eval(), []
-    model.register_forward_pre_hook(lambda module, args: seen.append(args[0]) if type(args[0]) is torch.Tensor else None)
+    model.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0]) if type(args[0]) is torch.Tensor else None
+    )
     fuse_broadcasts(model, (profile, item), request_only=["profile"])
     assert len(seen) == (1 if rows == 1 else 2)
     for x in seen:
@@ -57,15 +61,22 @@ def test_floats_that_have_a_range(kind):
 def test_an_example_of_one_user(rows):
     """There are no rows to replace its rows by, which the certificate tells."""
     profile = torch.randn(1, 4).expand(rows, -1)
-    report = fuse_broadcasts(MODEL, (profile, torch.randn(rows, 4)), request_only=["profile"]).report
-    assert report.certificate.endswith("example_inputs have the rows of one user only, so no others were tried")
+    report = fuse_broadcasts(
+        MODEL, (profile, torch.randn(rows, 4)), request_only=["profile"]
+    ).report
+    assert report.certificate.endswith(
+        "example_inputs have the rows of one user only, so no others were tried"
+    )
 
 
 def test_an_example_whose_first_rows_are_of_one_user():
     """The others are tried instead."""
     profile = torch.cat([torch.ones(20, 4), torch.zeros(1, 4), torch.ones(11, 4)])
     report = fuse_broadcasts(MODEL, (profile, torch.randn(32, 4)), request_only=["profile"]).report
-    assert "other rows of one user change 3 of its 3 candidates and 0 of 29 others" in report.certificate
+    assert (
+        "other rows of one user change 3 of its 3 candidates and 0 of 29 others"
+        in report.certificate
+    )
 
 
 def test_the_certificate_finds_a_wrong_result():
@@ -73,7 +84,9 @@ def test_the_certificate_finds_a_wrong_result():
     (relu,) = [node for node in wrong.graph.nodes if node.target is torch.ops.aten.relu.default]
     relu.target = torch.ops.aten.sigmoid.default
     wrong.recompile()
-    with pytest.raises(ValueError, match="output 0 of the fused model must equal the model's within"):
+    with pytest.raises(
+        ValueError, match="output 0 of the fused model must equal the model's within"
+    ):
         certificate.certify(MODEL, wrong, inputs(), {}, ("profile",))
 
 
@@ -88,7 +101,9 @@ def test_the_certificate_allows_the_rounding_of_the_dtypes_inside():
             return self.both(torch.cat([self.user(profile.bfloat16()), item.bfloat16()], 1)).float()
 
     torch.manual_seed(0)
-    fused = fuse_broadcasts(Head().eval(), (torch.randn(512, 64), torch.randn(512, 64)), request_only=["profile"])
+    fused = fuse_broadcasts(
+        Head().eval(), (torch.randn(512, 64), torch.randn(512, 64)), request_only=["profile"]
+    )
     assert any(site.decision == "moved" for site in fused.report.sites)
 
 
@@ -99,12 +114,20 @@ def test_the_certificate_finds_a_wrong_result_of_a_deep_model_in_bf16():
     wrong, example = copy.deepcopy(model), (torch.randn(32, 16, dtype=torch.bfloat16),)
     wrong[-1].weight.data.mul_(0.5)
     fused = torch.export.export(wrong, example).module()
-    with pytest.raises(ValueError, match="output 0 of the fused model must equal the model's within 3.8e-01, got a difference of 5"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "output 0 of the fused model must equal the model's within 3.8e-01, got a difference"
+            " of 5"
+        ),
+    ):
         certificate.certify(model, fused, example, {}, (), torch.finfo(torch.bfloat16).eps)
 
 
 def test_the_certificate_tells_which_candidates_a_user_changes(fused):
-    assert "other rows of one user change 3 of its 3 candidates and 0 of 29 others" in str(fused.report)
+    assert "other rows of one user change 3 of its 3 candidates and 0 of 29 others" in str(
+        fused.report
+    )
 
     class Mixes(Model):
         def forward(self, profile, item):
@@ -123,5 +146,7 @@ def test_the_certificate_changes_identifiers():
         def forward(self, user, item):
             return (self.users(user) * item).sum(1)
 
-    fused = fuse_broadcasts(Towers().eval(), (torch.arange(32), torch.randn(32, 8)), request_only=["user"])
+    fused = fuse_broadcasts(
+        Towers().eval(), (torch.arange(32), torch.randn(32, 8)), request_only=["user"]
+    )
     assert "change 3 of its 3 candidates and 0 of 29 others" in fused.report.certificate

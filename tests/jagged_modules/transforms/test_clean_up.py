@@ -34,18 +34,34 @@ def cleaned(function, dynamic=True):
     for rows in (3, 5) if dynamic else (3,):
         given = torch.randn(rows, 4, 6)
         torch.testing.assert_close(captured.module(given), model(given))
-    return captured.module, [node.target for node in captured.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return captured.module, [
+        node.target
+        for node in captured.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    ]
 
 
 CHAINS = {
     "back and forth": (lambda x: x.transpose(1, 2).transpose(1, 2), []),
     "a dimension of size 1": (lambda x: x.unsqueeze(1).transpose(0, 1).squeeze(0), []),
     "two permutations": (lambda x: x.permute(1, 2, 0).permute(2, 1, 0), ["transpose"]),
-    "several reshapes": (lambda x: x.reshape(-1, 8, 3).reshape(-1, 24).reshape(-1, 2, 12), ["reshape"]),
-    "heads": (lambda x: x.view(-1, 4, 2, 3).transpose(1, 2).reshape(-1, 4, 3).view(-1, 2, 4, 3), ["reshape", "transpose"]),
+    "several reshapes": (
+        lambda x: x.reshape(-1, 8, 3).reshape(-1, 24).reshape(-1, 2, 12),
+        ["reshape"],
+    ),
+    "heads": (
+        lambda x: x.view(-1, 4, 2, 3).transpose(1, 2).reshape(-1, 4, 3).view(-1, 2, 4, 3),
+        ["reshape", "transpose"],
+    ),
     "last of one": (lambda x: x.flatten(1).unsqueeze(1)[:, 0], ["reshape"]),
-    "rows and heads": (lambda x: x.mT.mT.transpose(0, 1).reshape(4, -1, 3).transpose(0, 1), ["reshape", "transpose", "reshape"]),
-    "parts of dimensions": (lambda x: x.reshape(-1, 3, 8).transpose(1, 2).reshape(-1, 6, 4), ["reshape", "transpose", "reshape"]),
+    "rows and heads": (
+        lambda x: x.mT.mT.transpose(0, 1).reshape(4, -1, 3).transpose(0, 1),
+        ["reshape", "transpose", "reshape"],
+    ),
+    "parts of dimensions": (
+        lambda x: x.reshape(-1, 3, 8).transpose(1, 2).reshape(-1, 6, 4),
+        ["reshape", "transpose", "reshape"],
+    ),
 }
 
 
@@ -58,7 +74,8 @@ def test_chains_of_views(name):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_chains_of_views(seed):
-    """Each function is a random sequence of permutations and reshapes, of known sizes: torch.export branches by others."""
+    """Each function is a random sequence of permutations and reshapes, of known sizes: torch.export
+    branches by others."""
     random.seed(seed)
     steps, dims = [], [None, 2, 2, 2, 3]
     for _ in range(5):
@@ -81,7 +98,11 @@ def test_random_chains_of_views(seed):
 
 
 def test_copies_and_slices_that_change_nothing():
-    function = Function(lambda x: nn.functional.dropout(x[:].sin(), training=False).expand(-1, -1, -1).contiguous().cos())
+    function = Function(
+        lambda x: (
+            nn.functional.dropout(x[:].sin(), training=False).expand(-1, -1, -1).contiguous().cos()
+        )
+    )
     assert cleaned(function)[1] == [aten.sin.default, aten.cos.default]
 
 
@@ -109,15 +130,21 @@ def test_other_operators_get_the_strides_of_the_model():
 
 
 def test_duplicates():
-    _, found = cleaned(lambda x: x.sum(1) + x.sum(1) + x.sum(1, dtype=torch.float64) + x.sum(2).sum(1, True))
+    _, found = cleaned(
+        lambda x: x.sum(1) + x.sum(1) + x.sum(1, dtype=torch.float64) + x.sum(2).sum(1, True)
+    )
     assert found.count(aten.sum.dim_IntList) == 4
-    captured = capture(Function(lambda x: torch.rand_like(x) - torch.rand_like(x)), (torch.randn(3, 4),), {})
+    captured = capture(
+        Function(lambda x: torch.rand_like(x) - torch.rand_like(x)), (torch.randn(3, 4),), {}
+    )
     clean_up(captured.graph)
     assert sum(node.target is aten.rand_like.default for node in captured.graph.nodes) == 2
 
 
 def test_kept_nodes_stay():
-    captured = capture(Function(lambda x: (x.clone() * 2).clone() + x.clone()), (torch.randn(3, 4),), {})
+    captured = capture(
+        Function(lambda x: (x.clone() * 2).clone() + x.clone()), (torch.randn(3, 4),), {}
+    )
     kept = {node for node in captured.graph.nodes if node.target is aten.clone.default}
     clean_up(captured.graph, kept)
     assert kept <= set(captured.graph.nodes)
@@ -133,7 +160,8 @@ class SelfAttention(nn.Module):
 
 
 def test_multihead_attention():
-    """The projections take [B, T, E] as it is. Without heads and the packed projection, no views are left."""
+    """The projections take [B, T, E] as it is. Without heads and the packed projection, no views
+    are left."""
     _, found = cleaned(SelfAttention())
     assert len(found) <= 16
     assert aten.clone.default not in found and aten.permute.default not in found
@@ -165,11 +193,20 @@ def test_a_dimension_of_any_size_is_squeezed_where_its_size_is_one():
 
 
 @pytest.mark.parametrize(
-    "left, right", [((4, 3), (3, 5)), ((2, 4, 3), (3, 5)), ((4, 3), (2, 3, 5)), ((2, 4, 3), (2, 3, 5)), ((7, 2, 4, 3), (3, 5))]
+    "left, right",
+    [
+        ((4, 3), (3, 5)),
+        ((2, 4, 3), (3, 5)),
+        ((4, 3), (2, 3, 5)),
+        ((2, 4, 3), (2, 3, 5)),
+        ((7, 2, 4, 3), (3, 5)),
+    ],
 )
 def test_shapes_of_products(left, right):
     given = torch.randn(left), torch.randn(right)
     assert _shape_of_product(aten.matmul.default, given) == tuple(torch.matmul(*given).shape)
     if len(right) == 2:
         weight = given[1].T
-        assert _shape_of_product(aten.linear.default, (given[0], weight)) == tuple(nn.functional.linear(given[0], weight).shape)
+        assert _shape_of_product(aten.linear.default, (given[0], weight)) == tuple(
+            nn.functional.linear(given[0], weight).shape
+        )

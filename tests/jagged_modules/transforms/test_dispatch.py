@@ -68,7 +68,12 @@ class ReplicatingHead(Head):
 
 def test_nothing_moved():
     """The model runs for all numbers of users, but not in exported programs."""
-    model, index, (profile, _), item = Head().eval(), torch.tensor([2, 0, 1, 1]), inputs(3), torch.randn(4, 4)
+    model, index, (profile, _), item = (
+        Head().eval(),
+        torch.tensor([2, 0, 1, 1]),
+        inputs(3),
+        torch.randn(4, 4),
+    )
     fused = fuse_broadcasts(model, inputs(32), request_only=["profile"])
     rows = counted(model)
     given = dict(profile=profile, item=item, candidate_to_user=index)
@@ -80,7 +85,9 @@ def test_nothing_moved():
     model = ReplicatingHead().eval()
     fused = fuse_broadcasts(model, (torch.randn(3, 4), torch.randn(9, 4), torch.arange(9) % 3))
     rows = counted(model)
-    torch.testing.assert_close(fused(profile["profile"], item, index), model(profile["profile"], item, index))
+    torch.testing.assert_close(
+        fused(profile["profile"], item, index), model(profile["profile"], item, index)
+    )
     assert rows == [4, 4]
 
 
@@ -89,7 +96,11 @@ def test_model_replicates():
     fused = fuse_broadcasts(model, (torch.randn(3, 4), torch.randn(900, 4), torch.arange(900) % 3))
     rows = counted(model)
     for users, candidates in ((5, 4), (4, 4), (3, 4)):
-        example = torch.randn(users, 4), torch.randn(candidates, 4), torch.randint(users, (candidates,))
+        example = (
+            torch.randn(users, 4),
+            torch.randn(candidates, 4),
+            torch.randint(users, (candidates,)),
+        )
         rows.clear()
         found = fused(*example)
         assert rows == [candidates] * (users >= candidates)
@@ -97,9 +108,13 @@ def test_model_replicates():
 
 
 def test_new_parameters_and_dtypes_are_used(case):
-    """The fused model shares its parameters and buffers with the model that it calls, also after they are replaced."""
+    """The fused model shares its parameters and buffers with the model that it calls, also after
+    they are replaced."""
     model, fused, rows = case
-    state = {name: x.double() * 2 if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    state = {
+        name: x.double() * 2 if x.is_floating_point() else x
+        for name, x in model.state_dict().items()
+    }
     fused.double()
     fused.load_state_dict(state, assign=True)
     (profile, item), index = inputs(3), torch.tensor([1, 0, 1])
@@ -124,18 +139,32 @@ def test_errors_are_those_of_the_graph(case):
 
 @torch.no_grad()
 def test_compiled_and_exported(case):
-    """torch.compile has a graph for each case. An exported program has the fused graph for all sizes."""
+    """torch.compile has a graph for each case. An exported program has the fused graph for all
+    sizes."""
     model, fused, _ = case
     model.user._forward_hooks.clear()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(fused, fullgraph=True, dynamic=True, backend=counter)
     users, candidates = (torch.export.Dim(name) for name in ("users", "candidates"))
-    shapes = dict(profile=dict(profile={0: users}), item={0: candidates}, candidate_to_user={0: candidates})
+    shapes = dict(
+        profile=dict(profile={0: users}), item={0: candidates}, candidate_to_user={0: candidates}
+    )
     keywords = dict(candidate_to_user=torch.arange(9) % 3)
-    exported = torch.export.export(fused, (inputs(3)[0], torch.randn(9, 4)), keywords, dynamic_shapes=shapes).module()
-    for num_users, index in ((3, [1, 0, 1, 2, 0]), (5, [1, 0, 2]), (6, [1, 0, 1, 2, 3, 5, 2]), (7, [4, 2])):
-        index, (profile, _), item = torch.tensor(index), inputs(num_users), torch.randn(len(index), 4)
+    exported = torch.export.export(
+        fused, (inputs(3)[0], torch.randn(9, 4)), keywords, dynamic_shapes=shapes
+    ).module()
+    for num_users, index in (
+        (3, [1, 0, 1, 2, 0]),
+        (5, [1, 0, 2]),
+        (6, [1, 0, 1, 2, 3, 5, 2]),
+        (7, [4, 2]),
+    ):
+        index, (profile, _), item = (
+            torch.tensor(index),
+            inputs(num_users),
+            torch.randn(len(index), 4),
+        )
         expected = model(dict(profile=profile["profile"][index]), item)
         torch.testing.assert_close(compiled(profile, item, candidate_to_user=index), expected)
         torch.testing.assert_close(exported(profile, item, candidate_to_user=index), expected)

@@ -56,33 +56,45 @@ CHANGES = {
     "parameter": lambda fused: setattr(fused.item, "weight", nn.Parameter(torch.randn(8, 4))),
     "in place": lambda fused: nn.init.ones_(fused.item.weight),
     "module": with_new_layer,
-    "state": lambda fused: fused.load_state_dict({name: x + 1 for name, x in fused.state_dict().items()}, assign=True),
-    "parametrized": lambda fused: parametrize.register_parametrization(fused.item, "weight", Double()),
+    "state": lambda fused: fused.load_state_dict(
+        {name: x + 1 for name, x in fused.state_dict().items()}, assign=True
+    ),
+    "parametrized": lambda fused: parametrize.register_parametrization(
+        fused.item, "weight", Double()
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_state_is_that_of_the_call(name):
     torch.manual_seed(0)
-    fused = fuse_broadcasts(Model().eval(), (torch.randn(32, 4), torch.randn(32, 4)), request_only=["profile"])
+    fused = fuse_broadcasts(
+        Model().eval(), (torch.randn(32, 4), torch.randn(32, 4)), request_only=["profile"]
+    )
     inputs, index = (torch.randn(3, 4), torch.randn(6, 4)), torch.tensor([2, 0, 1, 1, 0, 2])
     before = fused(*inputs, candidate_to_user=index)
     CHANGES[name](fused)
     dtype = next(fused.parameters()).dtype
     inputs = [x.to(dtype) for x in inputs]
     found = fused(*inputs, candidate_to_user=index)
-    torch.testing.assert_close(found, copy.deepcopy(fused)(*inputs, candidate_to_user=index))  # a copy runs the graph
+    # a copy runs the graph
+    torch.testing.assert_close(found, copy.deepcopy(fused)(*inputs, candidate_to_user=index))
     assert torch.allclose(found, before.to(dtype)) == (name in ("nothing", "dtype"))
 
 
 def test_functional_call_and_gradients():
     torch.manual_seed(0)
     model = Model().eval()
-    fused = fuse_broadcasts(model, (torch.randn(32, 4), torch.randn(32, 4)), request_only=["profile"])
+    fused = fuse_broadcasts(
+        model, (torch.randn(32, 4), torch.randn(32, 4)), request_only=["profile"]
+    )
     profile, item, index = torch.randn(3, 4), torch.randn(6, 4), torch.tensor([2, 0, 1, 1, 0, 2])
     state = {name: torch.randn_like(x, requires_grad=True) for name, x in model.named_parameters()}
     found = torch.func.functional_call(fused, state, (profile, item), dict(candidate_to_user=index))
     expected = torch.func.functional_call(model, state, (profile[index], item))
     torch.testing.assert_close(found, expected)
-    for x, y in zip(*(torch.autograd.grad(out.sum(), list(state.values())) for out in (found, expected)), strict=True):
+    for x, y in zip(
+        *(torch.autograd.grad(out.sum(), list(state.values())) for out in (found, expected)),
+        strict=True,
+    ):
         torch.testing.assert_close(x, y)

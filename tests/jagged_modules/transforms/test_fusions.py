@@ -27,7 +27,11 @@ class Head(nn.Module):
 
 class Addmm(Head):
     def forward(self, user, item):
-        return torch.addmm(self.over[0].bias, torch.cat([item[:, 0, :8], user.flatten(1)], 1), self.over[0].weight.T)
+        return torch.addmm(
+            self.over[0].bias,
+            torch.cat([item[:, 0, :8], user.flatten(1)], 1),
+            self.over[0].weight.T,
+        )
 
 
 class Compress(nn.Module):
@@ -42,7 +46,8 @@ class Compress(nn.Module):
 
 
 class Flattened(nn.Module):
-    """A linear layer on the flattened concatenation of features, transposed and activated on the way."""
+    """A linear layer on the flattened concatenation of features, transposed and activated on the
+    way."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +106,9 @@ def inputs(users, candidates):
 
 
 def fused_by_caller(model):
-    return fuse_broadcasts(model, inputs(CANDIDATES, CANDIDATES), request_only=("user",), max_batch=(USERS, CANDIDATES))
+    return fuse_broadcasts(
+        model, inputs(CANDIDATES, CANDIDATES), request_only=("user",), max_batch=(USERS, CANDIDATES)
+    )
 
 
 @functools.cache
@@ -122,15 +129,26 @@ def test_results(name):
     for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0])):
         index = torch.tensor(index)
         user, item = inputs(users, len(index))
-        torch.testing.assert_close(graph(user, item, candidate_to_user=index), model(user[index], item), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            graph(user, item, candidate_to_user=index),
+            model(user[index], item),
+            rtol=1e-10,
+            atol=1e-10,
+        )
 
 
-@pytest.mark.parametrize("name", ["head", "addmm", "compress", "flattened", "stacked", "transposed", "machine"])
+@pytest.mark.parametrize(
+    "name", ["head", "addmm", "compress", "flattened", "stacked", "transposed", "machine"]
+)
 def test_user_rows_are_not_gathered(name):
     """No gather of the users' features remains: what is gathered has the size of the result."""
     _, fused = model_and_fused(name)
-    gathers = [node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default]
-    assert all(node.args[0].name != "user" and "flatten" not in node.args[0].name for node in gathers)
+    gathers = [
+        node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default
+    ]
+    assert all(
+        node.args[0].name != "user" and "flatten" not in node.args[0].name for node in gathers
+    )
     assert any(site.decision in ("moved", "fused") for site in fused.report.sites)
     assert fused.report.after.total < fused.report.before.total
 
@@ -143,7 +161,12 @@ def test_the_head_is_split():
 
 def test_a_weight_is_split_once():
     graph = model_and_fused("head")[1].graph
-    readers = [user.target for node in graph.find_nodes(op="get_attr") if node.target == "over.0.weight" for user in node.users]
+    readers = [
+        user.target
+        for node in graph.find_nodes(op="get_attr")
+        if node.target == "over.0.weight"
+        for user in node.users
+    ]
     assert readers == [torch.ops.aten.split_with_sizes.default]
 
 
@@ -154,7 +177,8 @@ def test_linear_compress_is_used():
 def test_the_block_of_users_is_computed_once_per_user():
     _, fused = model_and_fused("interaction")
     rows = matmul_rows(fused, *inputs(3, 50), candidate_to_user=torch.arange(50) % 3)
-    assert sorted(rows) == [3 * 16, 50 * 2, 50 * 16]  # one of user × user, item × item, and user × item, whose transpose is not computed
+    # one of user × user, item × item, and user × item, whose transpose is not computed
+    assert sorted(rows) == [3 * 16, 50 * 2, 50 * 16]
 
 
 def test_a_concatenation_that_is_cheaper_whole_stays():
@@ -178,7 +202,9 @@ def test_a_concatenation_that_converts_stays_whole(dtype):
     model = Head().eval()
     user, item = torch.randn(USERS, 16, WIDTH).to(dtype), torch.randn(CANDIDATES, 2, WIDTH)
     index = torch.arange(CANDIDATES) % USERS
-    fused = fuse_broadcasts(model, (user[index], item), request_only=("user",), max_batch=(USERS, CANDIDATES))
+    fused = fuse_broadcasts(
+        model, (user[index], item), request_only=("user",), max_batch=(USERS, CANDIDATES)
+    )
     torch.testing.assert_close(fused(user, item, candidate_to_user=index), model(user[index], item))
 
 
@@ -187,7 +213,10 @@ def test_a_sum_that_broadcasts_or_converts_is_no_compression(columns, dtype):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
-            self.user, self.item = nn.Parameter(torch.randn(5, 16).double()), nn.Parameter(torch.randn(5, 2).to(dtype))
+            self.user, self.item = (
+                nn.Parameter(torch.randn(5, 16).double()),
+                nn.Parameter(torch.randn(5, 2).to(dtype)),
+            )
 
         def forward(self, user, item):
             return self.user @ user + self.item @ item
@@ -195,7 +224,9 @@ def test_a_sum_that_broadcasts_or_converts_is_no_compression(columns, dtype):
     model = Sum().eval()
     user, item = inputs(USERS, CANDIDATES)
     item, index = item[..., :columns].to(dtype), torch.arange(CANDIDATES) % USERS
-    fused = fuse_broadcasts(model, (user[index], item), request_only=("user",), max_batch=(USERS, CANDIDATES))
+    fused = fuse_broadcasts(
+        model, (user[index], item), request_only=("user",), max_batch=(USERS, CANDIDATES)
+    )
     assert "compress" not in called(fused)
     torch.testing.assert_close(fused(user, item, candidate_to_user=index), model(user[index], item))
 
@@ -210,7 +241,9 @@ def test_lookups_in_small_tables_are_one_part():
             self.over = nn.Linear(256 + 6 * 16, 128)
 
         def forward(self, user, item):
-            return self.over(torch.cat([user, *(table(item[:, i]) for i, table in enumerate(self.tables))], 1)).relu()
+            return self.over(
+                torch.cat([user, *(table(item[:, i]) for i, table in enumerate(self.tables))], 1)
+            ).relu()
 
     model = SmallTables().eval()
     example = torch.randn(1024, 256), torch.randint(500, (1024, 6))

@@ -52,7 +52,13 @@ class TakesAny(Model):
 MODEL = Model().eval()
 BAD = {
     "no module": (lambda x: x, inputs(), {}, TypeError, "model must be an nn.Module, got function"),
-    "training": (Model(), inputs(), {}, ValueError, "model must be in eval mode, got the model in training mode"),
+    "training": (
+        Model(),
+        inputs(),
+        {},
+        ValueError,
+        "model must be in eval mode, got the model in training mode",
+    ),
     "a part in training": (
         nn.Sequential(nn.Dropout()).train().eval().append(nn.Dropout()),
         inputs(),
@@ -61,8 +67,20 @@ BAD = {
         "got 1 in training mode",
     ),
     "no inputs": (MODEL, None, {}, ValueError, "example_inputs must be the inputs of forward"),
-    "a tensor": (MODEL, torch.ones(3, 4), {}, TypeError, "example_inputs must be a tuple of inputs or a dict of them by name, got Tensor"),
-    "a string": (MODEL, inputs(), dict(request_only="profile"), TypeError, "request_only must be a sequence of names.*got 'profile'"),
+    "a tensor": (
+        MODEL,
+        torch.ones(3, 4),
+        {},
+        TypeError,
+        "example_inputs must be a tuple of inputs or a dict of them by name, got Tensor",
+    ),
+    "a string": (
+        MODEL,
+        inputs(),
+        dict(request_only="profile"),
+        TypeError,
+        "request_only must be a sequence of names.*got 'profile'",
+    ),
     "unknown name": (
         MODEL,
         inputs(),
@@ -84,15 +102,36 @@ BAD = {
         ValueError,
         "one row per candidate",
     ),
-    "no names": (TakesAny().eval(), inputs(), dict(request_only=["profile"]), ValueError, r"inputs have names, but forward takes \*items"),
-    "max_batch": (MODEL, inputs(), dict(request_only=["profile"], max_batch=0), ValueError, "max_batch must be .*got 0"),
-    "max_batch of three": (MODEL, inputs(), dict(request_only=["profile"], max_batch=(1, 2, 3)), ValueError, "max_batch must be .*pair"),
+    "no names": (
+        TakesAny().eval(),
+        inputs(),
+        dict(request_only=["profile"]),
+        ValueError,
+        r"inputs have names, but forward takes \*items",
+    ),
+    "max_batch": (
+        MODEL,
+        inputs(),
+        dict(request_only=["profile"], max_batch=0),
+        ValueError,
+        "max_batch must be .*got 0",
+    ),
+    "max_batch of three": (
+        MODEL,
+        inputs(),
+        dict(request_only=["profile"], max_batch=(1, 2, 3)),
+        ValueError,
+        "max_batch must be .*pair",
+    ),
     "max_batch in the wrong order": (
         MODEL,
         inputs(),
         dict(request_only=["profile"], max_batch=(1024, 16)),
         ValueError,
-        r"max_batch must be \(users, candidates\) with no more users than candidates, got 1024 users and 16 candidates",
+        (
+            r"max_batch must be \(users, candidates\) with no more users than candidates, got 1024"
+            r" users and 16 candidates"
+        ),
     ),
     "max_batch of a float": (
         MODEL,
@@ -101,10 +140,34 @@ BAD = {
         TypeError,
         r"max_batch\[1\] must be an int",
     ),
-    "max_batch alone": (MODEL, inputs(), dict(max_batch=1024), ValueError, "max_batch needs request_only.*Got max_batch=1024"),
-    "no tensor returned": (ReturnsShape().eval(), inputs(), {}, ValueError, "model must return tensors, got int 3 as output 1"),
-    "writes a buffer": (Counting().eval(), inputs(), {}, ValueError, "must not write to its buffers or inputs.*calls"),
-    "writes an input": (Writes().eval(), inputs(), {}, ValueError, "must not write to its buffers or inputs.*profile"),
+    "max_batch alone": (
+        MODEL,
+        inputs(),
+        dict(max_batch=1024),
+        ValueError,
+        "max_batch needs request_only.*Got max_batch=1024",
+    ),
+    "no tensor returned": (
+        ReturnsShape().eval(),
+        inputs(),
+        {},
+        ValueError,
+        "model must return tensors, got int 3 as output 1",
+    ),
+    "writes a buffer": (
+        Counting().eval(),
+        inputs(),
+        {},
+        ValueError,
+        "must not write to its buffers or inputs.*calls",
+    ),
+    "writes an input": (
+        Writes().eval(),
+        inputs(),
+        {},
+        ValueError,
+        "must not write to its buffers or inputs.*profile",
+    ),
 }
 
 
@@ -113,7 +176,9 @@ def test_example_inputs_with_gaps_between_rows():
     rows = torch.randn(32, 3, 4)
     fused = fuse_broadcasts(MODEL, (rows[:, 0], rows[:, 1]), request_only=["profile"])
     profile, item, index = torch.randn(3, 4), torch.randn(9, 2, 4)[:, 1], torch.randint(3, (9,))
-    torch.testing.assert_close(fused(profile, item, candidate_to_user=index), MODEL(profile[index], item))
+    torch.testing.assert_close(
+        fused(profile, item, candidate_to_user=index), MODEL(profile[index], item)
+    )
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -123,7 +188,10 @@ def test_bad_arguments(name):
     with pytest.raises(error, match=message):
         fuse_broadcasts(model, example, **options)
     if isinstance(model, nn.Module):
-        assert all(torch.equal(x, y) for x, y in zip(model.state_dict().values(), before.state_dict().values()))
+        assert all(
+            torch.equal(x, y)
+            for x, y in zip(model.state_dict().values(), before.state_dict().values())
+        )
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +200,41 @@ def fused():
 
 
 BAD_CALLS = {
-    "above": (3, 4, [0, 1, 3, 0], ValueError, "candidate_to_user must be 0 to 2, the rows of profile, got values 0 to 3"),
-    "below": (3, 4, [0, -1, 2, 0], ValueError, "candidate_to_user must be 0 to 2, the rows of profile, got values -1 to 2"),
-    "too few": (3, 4, [0, 1], ValueError, "item must have one row per candidate, 2 as candidate_to_user, got 4"),
-    "floats": (3, 2, [0.0, 1.0], TypeError, "candidate_to_user must be int32 or int64, got torch.float32"),
-    "two dimensions": (3, 2, [[0], [1]], ValueError, r"candidate_to_user must be 1-D, got shape \[2, 1\]"),
+    "above": (
+        3,
+        4,
+        [0, 1, 3, 0],
+        ValueError,
+        "candidate_to_user must be 0 to 2, the rows of profile, got values 0 to 3",
+    ),
+    "below": (
+        3,
+        4,
+        [0, -1, 2, 0],
+        ValueError,
+        "candidate_to_user must be 0 to 2, the rows of profile, got values -1 to 2",
+    ),
+    "too few": (
+        3,
+        4,
+        [0, 1],
+        ValueError,
+        "item must have one row per candidate, 2 as candidate_to_user, got 4",
+    ),
+    "floats": (
+        3,
+        2,
+        [0.0, 1.0],
+        TypeError,
+        "candidate_to_user must be int32 or int64, got torch.float32",
+    ),
+    "two dimensions": (
+        3,
+        2,
+        [[0], [1]],
+        ValueError,
+        r"candidate_to_user must be 1-D, got shape \[2, 1\]",
+    ),
 }
 
 
@@ -144,13 +242,18 @@ BAD_CALLS = {
 def test_bad_calls(fused, name):
     users, candidates, index, error, message = BAD_CALLS[name]
     with pytest.raises(error, match=message):
-        fused(torch.randn(users, 4), torch.randn(candidates, 4), candidate_to_user=torch.tensor(index))
+        fused(
+            torch.randn(users, 4), torch.randn(candidates, 4), candidate_to_user=torch.tensor(index)
+        )
 
 
 @pytest.mark.parametrize("name, position", [("profile", 0), ("item", 1)])
 def test_calls_without_a_tensor(fused, name, position):
     given = [torch.randn(3, 4), torch.randn(4, 4)]
-    for other, error, message in (([1.0, 2.0], TypeError, "be a torch.Tensor, got list"), (torch.tensor(1.0), ValueError, "have rows")):
+    for other, error, message in (
+        ([1.0, 2.0], TypeError, "be a torch.Tensor, got list"),
+        (torch.tensor(1.0), ValueError, "have rows"),
+    ):
         given[position] = other
         with pytest.raises(error, match=f"{name} must {message}"):
             fused(*given, candidate_to_user=torch.tensor([0, 1, 2, 0]))
@@ -168,7 +271,9 @@ def test_keyword_inputs():
     fused = fuse_broadcasts(MODEL, dict(profile=profile, item=item), request_only=["profile"])
     index = torch.tensor([1, 0, 1])
     expected = MODEL(profile[index], item[:3])
-    torch.testing.assert_close(fused(profile=profile[:2], item=item[:3], candidate_to_user=index), expected)
+    torch.testing.assert_close(
+        fused(profile=profile[:2], item=item[:3], candidate_to_user=index), expected
+    )
 
 
 @pytest.mark.parametrize("users", [2, 9])  # the graph and the model
@@ -179,12 +284,15 @@ def test_a_part_of_a_model_that_is_trained(fused, users):
     assert not fused.training
     for mode in (True, False):
         whole.train(mode)
-        torch.testing.assert_close(whole.fused(profile[:users], item[:3], candidate_to_user=index), expected)
+        torch.testing.assert_close(
+            whole.fused(profile[:users], item[:3], candidate_to_user=index), expected
+        )
     copy.deepcopy(fused).eval()
 
 
 def test_a_capture_under_autocast():
-    """It is no part of the graph, which has the dtypes of the model, as calls that run the model do."""
+    """It is no part of the graph, which has the dtypes of the model, as calls that run the model
+    do."""
     with torch.autocast("cpu", torch.bfloat16):
         fused = fuse_broadcasts(MODEL, inputs(), request_only=["profile"])
     index = torch.tensor([1, 0, 1])
@@ -192,7 +300,10 @@ def test_a_capture_under_autocast():
         profile, item = inputs(users)[0], inputs(3)[1]
         assert fused(profile, item, candidate_to_user=index).dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
-            found, expected = fused(profile, item, candidate_to_user=index), MODEL(profile[index], item)
+            found, expected = (
+                fused(profile, item, candidate_to_user=index),
+                MODEL(profile[index], item),
+            )
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
 
@@ -200,16 +311,31 @@ def test_a_capture_under_autocast():
 def test_a_compiled_part():
     model = Model().eval()
     model.user = torch.compile(model.user, backend="eager")
-    fused, index, (profile, item) = fuse_broadcasts(model, inputs(), request_only=["profile"]), torch.tensor([1, 0, 1]), inputs(9)
+    fused, index, (profile, item) = (
+        fuse_broadcasts(model, inputs(), request_only=["profile"]),
+        torch.tensor([1, 0, 1]),
+        inputs(9),
+    )
     for users in (2, 9):
-        torch.testing.assert_close(fused(profile[:users], item[:3], candidate_to_user=index), model(profile[index], item[:3]))
+        torch.testing.assert_close(
+            fused(profile[:users], item[:3], candidate_to_user=index),
+            model(profile[index], item[:3]),
+        )
 
 
 def test_report(fused):
     report = fused.report
     assert isinstance(report, transforms.Report)
     text = str(report)
-    for part in ("linear", "moved", "32 → 2", "test_inputs.py", "whole model", "users = 2", "certificate: results equal for 32 candidates"):
+    for part in (
+        "linear",
+        "moved",
+        "32 → 2",
+        "test_inputs.py",
+        "whole model",
+        "users = 2",
+        "certificate: results equal for 32 candidates",
+    ):
         assert part in text
     site = next(site for site in report.sites if site.operator == "linear")
     assert (site.rows_before, site.rows_after, site.decision) == (32, 2, "moved")
@@ -227,7 +353,10 @@ def test_compile(fused):
     index = torch.tensor([1, 0, 1])
     with torch.no_grad():
         compiled = torch.compile(fused, backend="eager", fullgraph=True, dynamic=True)
-        torch.testing.assert_close(compiled(profile, item, candidate_to_user=index), fused(profile, item, candidate_to_user=index))
+        torch.testing.assert_close(
+            compiled(profile, item, candidate_to_user=index),
+            fused(profile, item, candidate_to_user=index),
+        )
 
 
 def test_gradients(fused):
@@ -245,7 +374,9 @@ def test_random_operators_stay():
     class Random(Model):
         def forward(self, profile, item):
             user = nn.functional.dropout(self.user(profile).exp(), 0.5, training=True)
-            return self.over(torch.cat([user, item], -1)) + torch.rand_like(user).sum(-1, keepdim=True)
+            return self.over(torch.cat([user, item], -1)) + torch.rand_like(user).sum(
+                -1, keepdim=True
+            )
 
     model = Random().eval()
     fused = fuse_broadcasts(model, inputs(), request_only=["profile"])
@@ -286,7 +417,10 @@ def test_control_flow_on_sizes(condition):
         def forward(self, profile, item):
             return super().forward(profile, item) if condition(profile.shape[0]) else item[:, :1]
 
-    with pytest.raises(ValueError, match="model must compute the same for all sizes, but the capture holds only for"):
+    with pytest.raises(
+        ValueError,
+        match="model must compute the same for all sizes, but the capture holds only for",
+    ):
         fuse_broadcasts(Branches().eval(), inputs(), request_only=["profile"])
 
 
@@ -299,18 +433,36 @@ class Mean(nn.Module):
 
 
 OTHER_CALLS = {
-    "a size": (dict(history=torch.randn(3, 9, 8)), r"history must have size 6 in dimension 1, .* got \[3, 9, 8\]"),
-    "dimensions": (dict(history=torch.randn(3, 6, 8, 1)), r"history must have 3 dimensions, .* got \[3, 6, 8, 1\]"),
+    "a size": (
+        dict(history=torch.randn(3, 9, 8)),
+        r"history must have size 6 in dimension 1, .* got \[3, 9, 8\]",
+    ),
+    "dimensions": (
+        dict(history=torch.randn(3, 6, 8, 1)),
+        r"history must have 3 dimensions, .* got \[3, 6, 8, 1\]",
+    ),
     "an option": (dict(power=3), "power must be as in example_inputs, 2, got 3"),
-    "an input that was None": (dict(bias=torch.ones(8)), "bias must be as in example_inputs, None, got"),
-    "sizes that were equal": (dict(item=torch.randn(99, 8)), r"item must have size 100|index must have size 99"),
+    "an input that was None": (
+        dict(bias=torch.ones(8)),
+        "bias must be as in example_inputs, None, got",
+    ),
+    "sizes that were equal": (
+        dict(item=torch.randn(99, 8)),
+        r"item must have size 100|index must have size 99",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_CALLS)
 def test_what_the_capture_takes_for_constant(name):
     """Another value would be ignored, so it is an error."""
-    example = dict(history=torch.randn(3, 6, 8), item=torch.randn(100, 8), index=torch.arange(100) % 3, power=2, bias=None)
+    example = dict(
+        history=torch.randn(3, 6, 8),
+        item=torch.randn(100, 8),
+        index=torch.arange(100) % 3,
+        power=2,
+        bias=None,
+    )
     fused = fuse_broadcasts(Mean().eval(), example)
     torch.testing.assert_close(fused(**example), Mean()(**example))
     change, message = OTHER_CALLS[name]
@@ -326,7 +478,9 @@ def test_sizes_that_the_model_makes_constant():
                 x = x + row
             return x + item
 
-    fused = fuse_broadcasts(Loops().eval(), (torch.randn(3, 6, 64), torch.randn(500, 64), torch.arange(500) % 3))
+    fused = fuse_broadcasts(
+        Loops().eval(), (torch.randn(3, 6, 64), torch.randn(500, 64), torch.arange(500) % 3)
+    )
     with pytest.raises(ValueError, match="history must have size 3 in dimension 0"):
         fused(torch.randn(4, 6, 64), torch.randn(500, 64), torch.arange(500) % 4)
 
@@ -337,11 +491,20 @@ def test_inputs_that_the_model_never_joins():
     class Towers(nn.Module):
         def forward(self, profile, history, item):
             zeros = torch.zeros(history.shape[0], 4)
-            return dict(profile=profile.exp() + profile.shape[0] * 0, history=torch.cat([history.sum(1), zeros], 1), item=item + 1)
+            return dict(
+                profile=profile.exp() + profile.shape[0] * 0,
+                history=torch.cat([history.sum(1), zeros], 1),
+                item=item + 1,
+            )
 
     example = torch.randn(32, 4), torch.randn(32, 5, 4), torch.randn(32, 4)
     fused = fuse_broadcasts(Towers().eval(), example, request_only=["profile", "history"])
-    profile, history, item, index = torch.randn(3, 4), torch.randn(3, 5, 4), torch.randn(5, 4), torch.tensor([0, 2, 2, 0, 1])
+    profile, history, item, index = (
+        torch.randn(3, 4),
+        torch.randn(3, 5, 4),
+        torch.randn(5, 4),
+        torch.tensor([0, 2, 2, 0, 1]),
+    )
     found = copy.deepcopy(fused)(profile, history, item, candidate_to_user=index)
     torch.testing.assert_close(found, Towers()(profile[index], history[index], item))
 
@@ -365,13 +528,22 @@ def test_views_of_gathered_values():
 
     class Views(nn.Module):
         def forward(self, profile, item):
-            x = profile[:, :, None].expand(-1, -1, 3).contiguous().cumsum(0)[None].expand(2, -1, -1, -1).contiguous()
+            x = (
+                profile[:, :, None]
+                .expand(-1, -1, 3)
+                .contiguous()
+                .cumsum(0)[None]
+                .expand(2, -1, -1, -1)
+                .contiguous()
+            )
             return x.view(-1, 12).cumsum(0) + item[:1, :1]
 
     fused = fuse_broadcasts(Views().eval(), inputs(), request_only=["profile"])
     profile, item = inputs(3)
     index = torch.tensor([2, 2, 0])
-    torch.testing.assert_close(fused(profile, item, candidate_to_user=index), Views()(profile[index], item))
+    torch.testing.assert_close(
+        fused(profile, item, candidate_to_user=index), Views()(profile[index], item)
+    )
 
 
 def test_an_index_of_another_dimension_keeps_the_lineage():
@@ -382,15 +554,22 @@ def test_an_index_of_another_dimension_keeps_the_lineage():
             return profile[:, torch.arange(12) % 4].exp().sum(1, keepdim=True) + item
 
     fused = fuse_broadcasts(Columns().eval(), inputs(), request_only=["profile"])
-    assert all(site.decision == "moved" for site in fused.report.sites if site.operator in ("index.Tensor", "exp"))
+    assert all(
+        site.decision == "moved"
+        for site in fused.report.sites
+        if site.operator in ("index.Tensor", "exp")
+    )
     profile, item = inputs(3)
     index = torch.tensor([2, 2, 0])
-    torch.testing.assert_close(fused(profile, item, candidate_to_user=index), Columns()(profile[index], item))
+    torch.testing.assert_close(
+        fused(profile, item, candidate_to_user=index), Columns()(profile[index], item)
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_column_that_the_candidate_chooses(nested):
-    """gather allows fewer rows of the index, so the capture holds for candidates up to the rows of the users' input: both are the batch."""
+    """gather allows fewer rows of the index, so the capture holds for candidates up to the rows of
+    the users' input: both are the batch."""
 
     class Counters(nn.Module):
         def forward(self, profile, item):
@@ -400,10 +579,14 @@ def test_a_column_that_the_candidate_chooses(nested):
         return dict(x=profile) if nested else profile
 
     model, example = Counters().eval(), torch.randint(4, (32,))
-    fused = copy.deepcopy(fuse_broadcasts(model, (users(inputs()[0]), example), request_only=["profile"]))
+    fused = copy.deepcopy(
+        fuse_broadcasts(model, (users(inputs()[0]), example), request_only=["profile"])
+    )
     for rows, index in ((3, [2, 2, 0, 1, 2]), (5, [4]), (1, [0, 0])):
         profile, item, index = inputs(rows)[0], torch.randint(4, (len(index),)), torch.tensor(index)
-        torch.testing.assert_close(fused(users(profile), item, candidate_to_user=index), model(users(profile[index]), item))
+        torch.testing.assert_close(
+            fused(users(profile), item, candidate_to_user=index), model(users(profile[index]), item)
+        )
 
 
 def test_export_and_deepcopy(fused):
@@ -412,7 +595,9 @@ def test_export_and_deepcopy(fused):
     profile, item = inputs(6)
     index = torch.tensor([1, 0, 1, 2, 2, 2])
     shapes = dict(profile={0: users}, item={0: candidates}, candidate_to_user={0: candidates})
-    program = torch.export.export(fused, (profile[:3], item), dict(candidate_to_user=index), dynamic_shapes=shapes)
+    program = torch.export.export(
+        fused, (profile[:3], item), dict(candidate_to_user=index), dynamic_shapes=shapes
+    )
     expected = MODEL(profile[:5][index % 2], item)
     for module in (program.module(), copy.deepcopy(fused)):
         torch.testing.assert_close(module(profile[:5], item, candidate_to_user=index % 2), expected)

@@ -1,4 +1,5 @@
-"""Fused models in fp32 and bf16, on the CPU and on a GPU: within the rounding of the operations of the original."""
+"""Fused models in fp32 and bf16, on the CPU and on a GPU: within the rounding of the operations of
+the original."""
 
 import copy
 import functools
@@ -18,7 +19,7 @@ from jagged_modules.transforms.capture import is_keyed_jagged
 
 pytest.importorskip("torchrec")
 
-from . import test_attention, test_fusions, test_models, test_replication  # noqa: E402
+from . import test_attention, test_fusions, test_models, test_replication
 
 EXAMPLE, USERS, CANDIDATES = 64, 5, 40
 
@@ -27,8 +28,9 @@ EXAMPLE, USERS, CANDIDATES = 64, 5, 40
 class Case:
     """A model of one batch, and its inputs by name, of which the shared ones have one row per user.
 
-    in_parts: sums over users' and candidates' features are computed in parts, each of which is rounded. So the operations whose rounding
-    counts are those of the fused graph, without attention. In fp64 it computes what the model does, as the other tests show.
+    in_parts: sums over users' and candidates' features are computed in parts, each of which is
+    rounded. So the operations whose rounding counts are those of the fused graph, without
+    attention. In fp64 it computes what the model does, as the other tests show.
     """
 
     model: Callable[[], nn.Module]
@@ -41,7 +43,10 @@ class Case:
 def _attention(users, candidates):
     padding = torch.rand(users, test_attention.KEYS) < 0.4
     padding[:, 3] = False
-    history, item = torch.randn(users, test_attention.KEYS, test_attention.DIM), torch.randn(candidates, test_attention.DIM)
+    history, item = (
+        torch.randn(users, test_attention.KEYS, test_attention.DIM),
+        torch.randn(candidates, test_attention.DIM),
+    )
     return dict(history=history, padding=padding, item=item)
 
 
@@ -55,11 +60,18 @@ def _wukong(users, candidates):
 
 
 def _ranking(users, candidates):
-    return dict(history=torch.randn(users, 5, 8), profile=torch.randn(users, 4), item=torch.randn(candidates, 8))
+    return dict(
+        history=torch.randn(users, 5, 8),
+        profile=torch.randn(users, 4),
+        item=torch.randn(candidates, 8),
+    )
 
 
 def _torchrec(users, candidates):
-    return dict(dense_features=torch.randn(users, test_models.DENSE), sparse_features=test_models.sparse(candidates))
+    return dict(
+        dense_features=torch.randn(users, test_models.DENSE),
+        sparse_features=test_models.sparse(candidates),
+    )
 
 
 class OwnLayers(nn.Module):
@@ -67,7 +79,10 @@ class OwnLayers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.encoder, self.attention = jm.JaggedGDPA(8, 2), jm.JaggedTargetAttention(8, 2, target_dim=8)
+        self.encoder, self.attention = (
+            jm.JaggedGDPA(8, 2),
+            jm.JaggedTargetAttention(8, 2, target_dim=8),
+        )
 
     def forward(self, history, profile, item):
         offsets = torch.arange(history.shape[0] + 1, device=history.device) * history.shape[1]
@@ -75,16 +90,25 @@ class OwnLayers(nn.Module):
         return self.attention(item[:, None], (values, offsets))[:, 0] + profile.sum(1, keepdim=True)
 
 
-CASES = {f"attention, {name}": Case(make, _attention, ("history", "padding")) for name, make in test_attention.MODELS.items()}
+CASES = {
+    f"attention, {name}": Case(make, _attention, ("history", "padding"))
+    for name, make in test_attention.MODELS.items()
+}
 CASES |= {"transformer": Case(test_replication.Ranking, _ranking, ("history", "profile"))}
 CASES |= {"own layers": Case(OwnLayers, _ranking, ("history", "profile"))}
-CASES |= {"wukong": Case(functools.partial(test_models.Wukong, 40, 10, 16), _wukong, ("user",), True)}
+CASES |= {
+    "wukong": Case(functools.partial(test_models.Wukong, 40, 10, 16), _wukong, ("user",), True)
+}
 FP32 = (torch.float32,)  # TorchRec's embedding bags return fp32
-CASES |= {f"torchrec, {name}": Case(make, _torchrec, ("dense_features",), dtypes=FP32) for name, make in test_models.TORCHREC.items()}
+CASES |= {
+    f"torchrec, {name}": Case(make, _torchrec, ("dense_features",), dtypes=FP32)
+    for name, make in test_models.TORCHREC.items()
+}
 CASES |= {
     f"parts, {name}": Case(make, _features, ("user",), True)
     for name, make in test_fusions.MODELS.items()
-    if name != "interaction"  # each of its products is summed 32 times: their rounding errors are not independent
+    # each of its products is summed 32 times: their rounding errors are not independent
+    if name != "interaction"
 }
 DTYPES = [(name, dtype) for name, case in CASES.items() for dtype in case.dtypes]
 NAMES = [f"{name}, {str(dtype).removeprefix('torch.')}" for name, dtype in DTYPES]
@@ -107,9 +131,14 @@ def check(name, device, dtype):
     given = {key: moved(x, "cpu", dtype) for key, x in case.inputs(USERS, CANDIDATES).items()}
     index = torch.arange(CANDIDATES) * 7 % (USERS - 1)  # a user has none
     with torch.no_grad():
-        found = fused(**{key: moved(x, device, dtype) for key, x in given.items()}, candidate_to_user=index.to(device))
+        found = fused(
+            **{key: moved(x, device, dtype) for key, x in given.items()},
+            candidate_to_user=index.to(device),
+        )
 
-    floating = {key: x for key, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    floating = {
+        key: x for key, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()
+    }
 
     exact = copy.deepcopy(fused if case.in_parts else model).cpu().double()
 
@@ -117,9 +146,13 @@ def check(name, device, dtype):
         inputs = given | dict(zip(floating, tensors))
         if case.in_parts:
             return exact(**inputs, candidate_to_user=index)
-        return exact(**{key: select_rows(x, index) if key in case.shared else x for key, x in inputs.items()})
+        return exact(
+            **{key: select_rows(x, index) if key in case.shared else x for key, x in inputs.items()}
+        )
 
-    bounds = accuracy.definition(definition, floating, torch.ones_like(found, device="cpu"), gradients=False)
+    bounds = accuracy.definition(
+        definition, floating, torch.ones_like(found, device="cpu"), gradients=False
+    )
     accuracy.assert_accurate({"out": found.cpu()}, bounds, f"{name} {dtype}")
 
 
@@ -131,5 +164,6 @@ def test_on_the_cpu(name, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, dtype", DTYPES, ids=NAMES)
 def test_on_a_gpu(name, dtype, monkeypatch):
-    monkeypatch.setattr(placement, "GPU", placement.CPU)  # on a GPU, parts of models as small as these do not pay for their kernels
+    # on a GPU, parts of models as small as these do not pay for their kernels
+    monkeypatch.setattr(placement, "GPU", placement.CPU)
     check(name, "cuda", dtype)

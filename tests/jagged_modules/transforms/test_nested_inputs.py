@@ -45,7 +45,12 @@ class OfDict(nn.Module):
 
 class OfTuples(OfDict):
     def forward(self, features, scale=1.0):
-        return scale * self.score(features["user_id"], features["history"].first, features["history"].second, features["item"])
+        return scale * self.score(
+            features["user_id"],
+            features["history"].first,
+            features["history"].second,
+            features["item"],
+        )
 
 
 class OfDataclass(OfDict):
@@ -54,21 +59,45 @@ class OfDataclass(OfDict):
 
 
 def inputs(users, items):
-    return torch.randint(50, (users,)), torch.randn(users, 8), torch.randn(users, 8), torch.randn(items, 8)
+    return (
+        torch.randint(50, (users,)),
+        torch.randn(users, 8),
+        torch.randn(users, 8),
+        torch.randn(items, 8),
+    )
 
 
 FORMS = {
-    "dict": (OfDict, lambda user_id, first, second, item: dict(user_id=user_id, item=item, history=[first, second])),
-    "dict in another order": (OfDict, lambda user_id, first, second, item: dict(item=item, history=(first, second), user_id=user_id)),
-    "named tuple": (OfTuples, lambda user_id, first, second, item: dict(user_id=user_id, item=item, history=Ids(first, second))),
-    "dataclass": (OfDataclass, lambda user_id, first, second, item: Features(user_id, item, [first, second])),
+    "dict": (
+        OfDict,
+        lambda user_id, first, second, item: dict(
+            user_id=user_id, item=item, history=[first, second]
+        ),
+    ),
+    "dict in another order": (
+        OfDict,
+        lambda user_id, first, second, item: dict(
+            item=item, history=(first, second), user_id=user_id
+        ),
+    ),
+    "named tuple": (
+        OfTuples,
+        lambda user_id, first, second, item: dict(
+            user_id=user_id, item=item, history=Ids(first, second)
+        ),
+    ),
+    "dataclass": (
+        OfDataclass,
+        lambda user_id, first, second, item: Features(user_id, item, [first, second]),
+    ),
 }
 NAMES = ["features.user_id", "features.history"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_entries(form):
-    """With fewer users than candidates and with no fewer, by position and by name; the graph alone and the model itself."""
+    """With fewer users than candidates and with no fewer, by position and by name; the graph alone
+    and the model itself."""
     make, collect = FORMS[form]
     model = make().eval()
     fused = fuse_broadcasts(model, (collect(*inputs(64, 64)),), request_only=NAMES)
@@ -79,16 +108,25 @@ def test_entries(form):
         expected = model(collect(*(x[index] for x in of_user), item))
         for module in (fused, copy.deepcopy(fused)):
             torch.testing.assert_close(module(collect(*given), candidate_to_user=index), expected)
-            torch.testing.assert_close(module(features=collect(*given), candidate_to_user=index), expected)
-    assert matmul_rows(fused, collect(*inputs(3, 50)), candidate_to_user=torch.arange(50) % 3) == [3, 50]
+            torch.testing.assert_close(
+                module(features=collect(*given), candidate_to_user=index), expected
+            )
+    assert matmul_rows(fused, collect(*inputs(3, 50)), candidate_to_user=torch.arange(50) % 3) == [
+        3,
+        50,
+    ]
 
 
 def test_the_callers_containers_stay_as_they_are():
-    fused = fuse_broadcasts(OfDict().eval(), (FORMS["dict"][1](*inputs(64, 64)),), request_only=NAMES)
+    fused = fuse_broadcasts(
+        OfDict().eval(), (FORMS["dict"][1](*inputs(64, 64)),), request_only=NAMES
+    )
     features = FORMS["dict"][1](*inputs(3, 2))
     before = dict(features, history=list(features["history"]))
     fused(features, candidate_to_user=torch.tensor([2, 0]))
-    assert features.keys() == before.keys() and all(features[name] is before[name] for name in ("user_id", "item"))
+    assert features.keys() == before.keys() and all(
+        features[name] is before[name] for name in ("user_id", "item")
+    )
     assert all(x is y for x, y in zip(features["history"], before["history"]))
 
 
@@ -122,13 +160,18 @@ def test_compiled_and_exported():
             index, given = torch.tensor(index), inputs(num_users, len(index))
             expected = model(collect(*(x[index] for x in given[:3]), given[3]))
             for module in (compiled, exported):
-                torch.testing.assert_close(module(collect(*given), candidate_to_user=index), expected)
+                torch.testing.assert_close(
+                    module(collect(*given), candidate_to_user=index), expected
+                )
 
 
 def test_a_model_that_replicates_entries_itself():
     class Replicates(OfDict):
         def forward(self, features, index):
-            return self.score(*(features[name][index] for name in ("user_id", "first", "second")), features["item"])
+            return self.score(
+                *(features[name][index] for name in ("user_id", "first", "second")),
+                features["item"],
+            )
 
     def collect(user_id, first, second, item):
         return dict(user_id=user_id, first=first, second=second, item=item)
@@ -147,10 +190,19 @@ def test_a_model_that_replicates_entries_itself():
 BAD_NAMES = {
     "an entry": (
         ["features.user"],
-        r"\['features.user_id', 'features.item', 'features.history.0', 'features.history.1', 'scale'\], got 'features.user'",
+        (
+            r"\['features.user_id', 'features.item', 'features.history.0', 'features.history.1',"
+            r" 'scale'\], got 'features.user'"
+        ),
     ),
-    "an entry of no tensor": (["scale"], "must name inputs that are tensors with rows, got 'scale' without"),
-    "an entry alone": (["user_id"], "request_only must have names of forward's inputs, .* got 'user_id'"),
+    "an entry of no tensor": (
+        ["scale"],
+        "must name inputs that are tensors with rows, got 'scale' without",
+    ),
+    "an entry alone": (
+        ["user_id"],
+        "request_only must have names of forward's inputs, .* got 'user_id'",
+    ),
 }
 
 
@@ -167,7 +219,9 @@ def test_two_entries_of_one_name():
             return features["a.b"] + features["a"]["b"]
 
     example = {"a.b": torch.randn(8, 4), "a": dict(b=torch.randn(8, 4))}
-    with pytest.raises(ValueError, match="inputs must have entries of different names, but two are 'features.a.b'"):
+    with pytest.raises(
+        ValueError, match="inputs must have entries of different names, but two are 'features.a.b'"
+    ):
         fuse_broadcasts(Model().eval(), (example,), request_only=["features.a.b"])
 
 
@@ -193,11 +247,18 @@ BAD_CALLS = {
         ValueError,
         "features must have the entries of example_inputs, .*user_id'.*, got .*user_id.0'",
     ),
-    "an entry more": (dict(age=torch.ones(3)), ValueError, "features must have the entries of example_inputs, .*, got .*'features.age'"),
+    "an entry more": (
+        dict(age=torch.ones(3)),
+        ValueError,
+        "features must have the entries of example_inputs, .*, got .*'features.age'",
+    ),
     "an entry less": (
         {},
         ValueError,
-        r"must have the entries of example_inputs, .*'features.user_id'\], got .*history.1', 'features.item'\]",
+        (
+            r"must have the entries of example_inputs, .*'features.user_id'\], got .*history.1',"
+            r" 'features.item'\]"
+        ),
     ),
 }
 
@@ -205,7 +266,9 @@ BAD_CALLS = {
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_calls(name):
     change, error, message = BAD_CALLS[name]
-    fused = fuse_broadcasts(OfDict().eval(), (FORMS["dict"][1](*inputs(64, 64)),), request_only=NAMES)
+    fused = fuse_broadcasts(
+        OfDict().eval(), (FORMS["dict"][1](*inputs(64, 64)),), request_only=NAMES
+    )
     features = FORMS["dict"][1](*inputs(3, 4)) | change
     if name == "an entry less":
         del features["user_id"]

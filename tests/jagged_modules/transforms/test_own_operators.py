@@ -1,4 +1,5 @@
-"""This project's layers on replicated rows: they move to the users' rows, or read the users' rows in place."""
+"""This project's layers on replicated rows: they move to the users' rows, or read the users' rows
+in place."""
 
 import functools
 
@@ -22,7 +23,11 @@ WIDTH, HEADS, EVENTS, FEATURES = 8, 2, 5, 3
 def segments(x, step=None):
     """A dense batch as a jagged one."""
     rows = x.shape[1]
-    offsets = torch.arange(x.shape[0] + 1) * rows if step is None else torch.arange(0, x.shape[0] * rows + 1, rows)
+    offsets = (
+        torch.arange(x.shape[0] + 1) * rows
+        if step is None
+        else torch.arange(0, x.shape[0] * rows + 1, rows)
+    )
     return x.flatten(0, 1), offsets
 
 
@@ -34,7 +39,9 @@ class OnReplicated(nn.Module):
         self.layer, self.function = layer, function
 
     def forward(self, history, user, item, index):
-        return self.function(self.layer, history.index_select(0, index), user.index_select(0, index), item)
+        return self.function(
+            self.layer, history.index_select(0, index), user.index_select(0, index), item
+        )
 
 
 def gdpa(activation, mask=None):
@@ -45,15 +52,32 @@ def gdpa(activation, mask=None):
 MOVED = {
     "gdpa": (gdpa("gelu_tanh"), lambda layer, h, u, i: layer(segments(h))[0]),
     "gdpa, softmax": (gdpa("softmax"), lambda layer, h, u, i: layer(segments(h, "one arange"))[0]),
-    "gdpa, mask": (gdpa("silu", jm.AttentionMask(causal=True, window=(2, 0))), lambda layer, h, u, i: layer(segments(h))[0]),
-    "gdpa, context": (gdpa("relu"), lambda layer, h, u, i: layer(segments(u), context=segments(h))[0]),
-    "hstu": (lambda: jm.HSTULayer(WIDTH, HEADS, jm.HSTUConfig(scaling_seqlen=10)), lambda layer, h, u, i: layer(segments(h))[0]),
-    "target attention": (lambda: jm.JaggedTargetAttention(WIDTH, HEADS), lambda layer, h, u, i: layer(u, segments(h))),
-    "linear compress": (lambda: jm.LinearCompressEmbedding(FEATURES, 2), lambda layer, h, u, i: layer(u)),
+    "gdpa, mask": (
+        gdpa("silu", jm.AttentionMask(causal=True, window=(2, 0))),
+        lambda layer, h, u, i: layer(segments(h))[0],
+    ),
+    "gdpa, context": (
+        gdpa("relu"),
+        lambda layer, h, u, i: layer(segments(u), context=segments(h))[0],
+    ),
+    "hstu": (
+        lambda: jm.HSTULayer(WIDTH, HEADS, jm.HSTUConfig(scaling_seqlen=10)),
+        lambda layer, h, u, i: layer(segments(h))[0],
+    ),
+    "target attention": (
+        lambda: jm.JaggedTargetAttention(WIDTH, HEADS),
+        lambda layer, h, u, i: layer(u, segments(h)),
+    ),
+    "linear compress": (
+        lambda: jm.LinearCompressEmbedding(FEATURES, 2),
+        lambda layer, h, u, i: layer(u),
+    ),
     "mlp": (lambda: jm.JaggedMLP([WIDTH, 4]), lambda layer, h, u, i: layer(segments(h))[0]),
     "linear and norm": (
         lambda: nn.Linear(WIDTH, 4),
-        lambda layer, h, u, i: F.jagged_layer_norm(F.jagged_linear(h.flatten(0, 1), layer.weight, layer.bias), None, None),
+        lambda layer, h, u, i: F.jagged_layer_norm(
+            F.jagged_linear(h.flatten(0, 1), layer.weight, layer.bias), None, None
+        ),
     ),
 }
 # Queries of candidates, keys and values of their users.
@@ -65,7 +89,10 @@ FUSED = {
 
 
 def example(users, index, width=WIDTH):
-    x = (torch.randn(n, rows, width).double() for n, rows in ((users, EVENTS), (users, FEATURES), (len(index), 2)))
+    x = (
+        torch.randn(n, rows, width).double()
+        for n, rows in ((users, EVENTS), (users, FEATURES), (len(index), 2))
+    )
     return *x, torch.tensor(index)
 
 
@@ -78,13 +105,18 @@ def planned(make, function):
 
 
 def names(graph):
-    return [getattr(node.target, "__name__", str(node.target)) for node in graph.nodes if node.op == "call_function"]
+    return [
+        getattr(node.target, "__name__", str(node.target))
+        for node in graph.nodes
+        if node.op == "call_function"
+    ]
 
 
 def assert_same_for_all_maps(model, fused):
     for users, index in zip(USERS, MAPS):
         history, user, item, index = example(users, index)
-        given = torch.cat([history, torch.full_like(history[:1], torch.nan)])  # one more row: no candidate has it
+        # one more row: no candidate has it
+        given = torch.cat([history, torch.full_like(history[:1], torch.nan)])
         assert_same(fused(given, user, item, index), model(given, user, item, index))
 
 
@@ -118,8 +150,12 @@ def test_candidates_read_their_users_rows_in_place(name):
 
 
 KEPT = {
-    "other offsets": lambda layer, h, u, i: layer(i, (h.flatten(0, 1), (torch.arange(h.shape[0] + 1) * EVENTS) * 1)),
-    "cut elsewhere": lambda layer, h, u, i: layer(i.repeat(5, 1, 1), (h.flatten(0, 1), torch.arange(h.shape[0] * EVENTS + 1))),
+    "other offsets": lambda layer, h, u, i: layer(
+        i, (h.flatten(0, 1), (torch.arange(h.shape[0] + 1) * EVENTS) * 1)
+    ),
+    "cut elsewhere": lambda layer, h, u, i: layer(
+        i.repeat(5, 1, 1), (h.flatten(0, 1), torch.arange(h.shape[0] * EVENTS + 1))
+    ),
     "history of the candidate": lambda layer, h, u, i: layer(u, segments(i)),
 }
 
@@ -127,14 +163,16 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_other_segments_keep_the_operator(name):
     model, plan, fused = planned(MOVED["target attention"][0], KEPT[name])
-    assert plan.analysis.refused and any(str(node.target) in own_operators.ATTENTIONS for node in fused.graph.nodes)
+    assert plan.analysis.refused and any(
+        str(node.target) in own_operators.ATTENTIONS for node in fused.graph.nodes
+    )
     assert "attend_segments_in_place" not in names(fused.graph)
     assert_same_for_all_maps(model, fused)
 
 
 @functools.cache
 def compressed():
-    function = lambda layer, h, u, i: layer(torch.cat([u.repeat(1, 40, 1), i], 1))  # noqa: E731
+    function = lambda layer, h, u, i: layer(torch.cat([u.repeat(1, 40, 1), i], 1))
     torch.manual_seed(0)
     model = OnReplicated(jm.LinearCompressEmbedding(40 * FEATURES + 2, 3), function).double().eval()
     captured = capture(model, example(3, MAPS[3] * 40), {})
@@ -148,14 +186,21 @@ def test_linear_compress_of_users_and_candidates():
 
 
 def test_every_rule_has_a_case():
-    """Those of kernels are tested on a GPU: in a graph that is captured on the host, the same layers call other operators."""
+    """Those of kernels are tested on a GPU: in a graph that is captured on the host, the same
+    layers call other operators."""
     assert set(calls.OWN_RULES) == {*own_operators.ATTENTIONS, own_operators.LINEAR_COMPRESS}
 
 
 def test_offsets():
     def offsets(x):
         n = x.shape[0]
-        return [torch.arange(n + 1) * 3, torch.arange(0, 3 * n + 1, 3), torch.arange(1, n + 1), x, torch.arange(n) * 2]
+        return [
+            torch.arange(n + 1) * 3,
+            torch.arange(0, 3 * n + 1, 3),
+            torch.arange(1, n + 1),
+            x,
+            torch.arange(n) * 2,
+        ]
 
     class Model(nn.Module):
         def forward(self, x):

@@ -1,4 +1,5 @@
-"""Fused models exported, compiled and packaged: users, candidates and events are independent sizes."""
+"""Fused models exported, compiled and packaged: users, candidates and events are independent
+sizes."""
 
 import subprocess
 import sys
@@ -16,12 +17,16 @@ from jagged_modules.transforms import fuse_broadcasts
 
 WIDTH, HEADS = 16, 2
 AUTO = torch.export.Dim.AUTO
-SIZES = [(3, 20, 7), (5, 4, 9), (2, 300, 2), (1, 1, 1), (8, 2, 30)]  # users, candidates, events; the first are those of the export
-SHAPES = dict(history={0: AUTO, 1: AUTO}, padding={0: AUTO, 1: AUTO}, profile={0: AUTO}, item={0: AUTO})
+# users, candidates, events; the first are those of the export
+SIZES = [(3, 20, 7), (5, 4, 9), (2, 300, 2), (1, 1, 1), (8, 2, 30)]
+SHAPES = dict(
+    history={0: AUTO, 1: AUTO}, padding={0: AUTO, 1: AUTO}, profile={0: AUTO}, item={0: AUTO}
+)
 
 
 class Model(nn.Module):
-    """A head over the attention of the item to the history, of which padding is hidden, and a tower of the user's profile."""
+    """A head over the attention of the item to the history, of which padding is hidden, and a tower
+    of the user's profile."""
 
     def __init__(self):
         super().__init__()
@@ -37,13 +42,19 @@ class Model(nn.Module):
 def user_inputs(users, events):
     padding = torch.rand(users, events) < 0.4  # no prefix
     padding[:, -1] = False
-    return dict(history=torch.randn(users, events, WIDTH), padding=padding, profile=torch.randn(users, WIDTH))
+    return dict(
+        history=torch.randn(users, events, WIDTH),
+        padding=padding,
+        profile=torch.randn(users, WIDTH),
+    )
 
 
 def inputs(users, candidates, events):
     """Keyword inputs of a fused model, without those of users without candidates at the end."""
     index = torch.randint(users, (candidates,))
-    return user_inputs(users, events) | dict(item=torch.randn(candidates, WIDTH), candidate_to_user=index)
+    return user_inputs(users, events) | dict(
+        item=torch.randn(candidates, WIDTH), candidate_to_user=index
+    )
 
 
 def expected(model, given):
@@ -56,21 +67,35 @@ def fused_on(device="cpu", dtype=torch.float32):
     torch.manual_seed(0)
     model = Model().to(device, dtype).eval()
     example = moved(user_inputs(64, 7) | dict(item=torch.randn(64, WIDTH)), device, dtype)
-    fused = fuse_broadcasts(model, example, request_only=("history", "padding", "profile"), dynamic_shapes=SHAPES)
+    fused = fuse_broadcasts(
+        model, example, request_only=("history", "padding", "profile"), dynamic_shapes=SHAPES
+    )
     assert any(site.decision == "fused" for site in fused.report.sites)
     return model, fused
 
 
 def moved(given, device, dtype=torch.float32):
-    return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in given.items()}
+    return {
+        name: x.to(device, dtype if x.is_floating_point() else None) for name, x in given.items()
+    }
 
 
 def exported(fused, device="cpu"):
-    users, candidates, events = (torch.export.Dim(name) for name in ("users", "candidates", "events"))
+    users, candidates, events = (
+        torch.export.Dim(name) for name in ("users", "candidates", "events")
+    )
     both = {0: users, 1: events}
-    shapes = dict(history=both, padding=both, profile={0: users}, item={0: candidates}, candidate_to_user={0: candidates})
+    shapes = dict(
+        history=both,
+        padding=both,
+        profile={0: users},
+        item={0: candidates},
+        candidate_to_user={0: candidates},
+    )
     with torch.no_grad():
-        return torch.export.export(fused, (), moved(inputs(*SIZES[0]), device), dynamic_shapes=shapes)
+        return torch.export.export(
+            fused, (), moved(inputs(*SIZES[0]), device), dynamic_shapes=shapes
+        )
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +149,14 @@ def test_without_attention_there_are_only_torch_operators():
     users, candidates = torch.export.Dim("users"), torch.export.Dim("candidates")
     shapes = dict(user={0: users}, item={0: candidates}, candidate_to_user={0: candidates})
     index = dict(candidate_to_user=torch.arange(20) % 3)
-    program = torch.export.export(fused, (example[0][:3], example[1][:20]), index, dynamic_shapes=shapes)
+    program = torch.export.export(
+        fused, (example[0][:3], example[1][:20]), index, dynamic_shapes=shapes
+    )
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}
     assert {x.namespace for x in called if isinstance(x, torch._ops.OpOverload)} == {"aten"}
-    assert {x.__module__ for x in called if not isinstance(x, torch._ops.OpOverload)} <= {"_operator"}
+    assert {x.__module__ for x in called if not isinstance(x, torch._ops.OpOverload)} <= {
+        "_operator"
+    }
 
 
 LOAD = """
@@ -152,23 +181,37 @@ CONTROL = """
     x = torch.randn(3, 2, device=device)
     program = torch.export.export(torch.nn.Linear(2, 2, device=device), (x,))
     torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
-"""
+"""  # noqa: E501
 
 
 def run_python(code, *args):
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *map(str, args)], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        capture_output=True,
+        text=True,
+    )
 
 
 def check_package(tmp_path, device, operators):
-    """A package runs in a process that imports the operators alone, for sizes that the export did not see."""
+    """A package runs in a process that imports the operators alone, for sizes that the export did
+    not see."""
     model, fused = fused_on(device)
-    package = torch._inductor.aoti_compile_and_package(exported(fused, device), package_path=str(tmp_path / "model.pt2"))
+    package = torch._inductor.aoti_compile_and_package(
+        exported(fused, device), package_path=str(tmp_path / "model.pt2")
+    )
     with torch.no_grad():
-        cases = [(given, expected(model, given)) for size in SIZES for given in [moved(inputs(*size), device)]]
+        cases = [
+            (given, expected(model, given))
+            for size in SIZES
+            for given in [moved(inputs(*size), device)]
+        ]
     torch.save(cases, tmp_path / "cases.pt")
     run = run_python(LOAD.format(operators=operators), package, tmp_path / "cases.pt")
     if run.returncode < 0 and run_python(CONTROL, device, tmp_path / "control.pt2").returncode < 0:
-        pytest.skip("torch's package of a Linear crashes too: this machine's C++ compiler (CXX) does not fit its torch")
+        pytest.skip(
+            "torch's package of a Linear crashes too: this machine's C++ compiler (CXX) does not"
+            " fit its torch"
+        )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "same results\n"
 
@@ -199,6 +242,9 @@ def test_graphed():
     """CUDA graphs of bucketed capacities, with another map and other sizes in each call."""
     model, fused = fused_on("cuda")
     graphed = jm.graphed(fused, steps_per_octave=1)
-    sizes = [(users, candidates, 7) for users, candidates in ((3, 20), (4, 31), (3, 17), (4, 20), (2, 30), (4, 32))]
+    sizes = [
+        (users, candidates, 7)
+        for users, candidates in ((3, 20), (4, 31), (3, 17), (4, 20), (2, 30), (4, 32))
+    ]
     assert_same(graphed, model, sizes, "cuda")
     assert graphed._captures == 1  # capacities of 8 users and 32 candidates

@@ -1,4 +1,5 @@
-"""Where operators are placed by estimated costs: of bytes and FLOPs, of kernels, and of elements that are copied one by one."""
+"""Where operators are placed by estimated costs: of bytes and FLOPs, of kernels, and of elements
+that are copied one by one."""
 
 import copy
 
@@ -10,8 +11,8 @@ from jagged_modules.transforms import fuse_broadcasts, placement
 
 pytest.importorskip("torchrec")
 
-from .test_models import DENSE, TORCHREC, sparse  # noqa: E402
-from .test_replication import matmul_rows  # noqa: E402
+from .test_models import DENSE, TORCHREC, sparse
+from .test_replication import matmul_rows
 
 USERS, CANDIDATES = 15, 1024
 aten = torch.ops.aten
@@ -28,14 +29,18 @@ class Model(nn.Module):
 
     def __init__(self, function, *widths):
         super().__init__()
-        self.function, self.layers = function, nn.ModuleList(nn.Linear(*pair, bias=False) for pair in widths)
+        self.function, self.layers = (
+            function,
+            nn.ModuleList(nn.Linear(*pair, bias=False) for pair in widths),
+        )
 
     def forward(self, user, item):
         return self.function(user, item, *self.layers)
 
 
 def fused_for(function, user, item, *widths, rows=8, dtype=torch.bfloat16):
-    """A model fused for many candidates per user, with features of these shapes, after its results were compared with the model's."""
+    """A model fused for many candidates per user, with features of these shapes, after its results
+    were compared with the model's."""
     torch.manual_seed(0)
     model = Model(function, *widths).to(dtype).eval()
     inputs = torch.randn(rows, *user).to(dtype), torch.randn(rows, *item).to(dtype)
@@ -53,7 +58,9 @@ def site(fused, operator):
 @pytest.mark.parametrize("width, vectors", [(64, True), (65, False), (8, True), (4, False)])
 def test_a_gather_of_rows_that_are_no_whole_vectors_costs_more(gpu_costs, width, vectors):
     """16-bit elements: rows of a multiple of 8."""
-    fused = fused_for(lambda user, item, layer: layer(user * 2) * item, (4 * width,), (width,), (4 * width, width))
+    fused = fused_for(
+        lambda user, item, layer: layer(user * 2) * item, (4 * width,), (width,), (4 * width, width)
+    )
     site_of = site(fused, "linear")
     assert (site_of.decision, fused.report.sites[-1].operator) == ("moved", "mul.Tensor")
     elements, gpu = CANDIDATES * width, placement.GPU
@@ -63,8 +70,16 @@ def test_a_gather_of_rows_that_are_no_whole_vectors_costs_more(gpu_costs, width,
 
 def test_contiguous_slices():
     x = torch.empty(5, 6, 8)
-    assert placement.is_contiguous(x) and placement.is_contiguous(x[:, :4], 1) and placement.is_contiguous(x[:, 2:3, :4], 1)
-    assert not placement.is_contiguous(x[:, :4]) and not placement.is_contiguous(x[..., :4], 1) and not placement.is_contiguous(x.mT, 1)
+    assert (
+        placement.is_contiguous(x)
+        and placement.is_contiguous(x[:, :4], 1)
+        and placement.is_contiguous(x[:, 2:3, :4], 1)
+    )
+    assert (
+        not placement.is_contiguous(x[:, :4])
+        and not placement.is_contiguous(x[..., :4], 1)
+        and not placement.is_contiguous(x.mT, 1)
+    )
     assert not placement.is_contiguous(x[:, :, :1].expand(-1, -1, 8), 1)
 
 
@@ -76,12 +91,21 @@ def test_a_permutation_is_gathered_before_it(gpu_costs):
         return item @ hidden.mT + (item @ hidden.mT).relu() + hidden.sum(1, keepdim=True)[..., :1]
 
     fused = fused_for(function, (64, 32), (2, 64), (32, 64))
-    (gather,) = [x for x in called(fused, aten.index_select.default) if x.args[0].target is aten.linear.default]
+    (gather,) = [
+        x
+        for x in called(fused, aten.index_select.default)
+        if x.args[0].target is aten.linear.default
+    ]
     assert all(x.args[0] is gather for x in called(fused, aten.transpose.int))
 
 
 def test_sizes_need_no_gather():
-    fused = fused_for(lambda user, item, layer: layer(user).relu().view(user.shape[0], -1).exp() + item, (64,), (64,), (64, 64))
+    fused = fused_for(
+        lambda user, item, layer: layer(user).relu().view(user.shape[0], -1).exp() + item,
+        (64,),
+        (64,),
+        (64, 64),
+    )
     (gather,) = called(fused, aten.index_select.default)
     assert gather.args[0].target is aten.exp.default
 
@@ -92,10 +116,14 @@ def interaction(user, item):
 
 
 def test_an_interaction_stays_whole_on_a_gpu(gpu_costs):
-    """In blocks, the transposed ones and rows of 74 elements would be copied one by one. The report tells both costs."""
+    """In blocks, the transposed ones and rows of 74 elements would be copied one by one. The report
+    tells both costs."""
     fused = fused_for(interaction, (64, 128), (10, 128))
     assert matmul_rows(
-        fused, torch.randn(3, 64, 128).bfloat16(), torch.randn(8, 10, 128).bfloat16(), candidate_to_user=torch.arange(8) % 3
+        fused,
+        torch.randn(3, 64, 128).bfloat16(),
+        torch.randn(8, 10, 128).bfloat16(),
+        candidate_to_user=torch.arange(8) % 3,
     ) == [8 * 74]
     site_of = site(fused, "bmm")
     assert site_of.decision == "kept" and site_of.reason.startswith("in parts it costs ")
@@ -136,19 +164,32 @@ def test_concatenations_of_concatenations_are_one():
     (gather,) = called(fused, aten.index_select.default)
     assert gather.args[0] is first and second.args[0][0] is gather
     index, user, item = torch.tensor([2, 0, 2, 2, 0]), torch.randn(3, 64), torch.randn(5, 64)
-    torch.testing.assert_close(fused(user, item, candidate_to_user=index), function(user[index], item, None), rtol=0, atol=0)
+    torch.testing.assert_close(
+        fused(user, item, candidate_to_user=index),
+        function(user[index], item, None),
+        rtol=0,
+        atol=0,
+    )
 
 
 def test_users_features_of_different_sizes_are_gathered_by_themselves():
-    """Together they would be narrowed to the smaller one, where negative entries of the map are other rows."""
+    """Together they would be narrowed to the smaller one, where negative entries of the map are
+    other rows."""
 
     class Concatenates(nn.Module):
         def forward(self, x, y, item, index):
             return torch.cat([x[index], torch.cat([y[index], item], 1)], 1)
 
     model = Concatenates().eval()
-    fused = fuse_broadcasts(model, (torch.randn(3, 4), torch.randn(5, 4), torch.randn(9, 4), torch.arange(9) % 3))
-    inputs = torch.randn(3, 4), torch.randn(4, 4), torch.randn(6, 4), torch.tensor([0, -1, 2, -3, 1, -2])
+    fused = fuse_broadcasts(
+        model, (torch.randn(3, 4), torch.randn(5, 4), torch.randn(9, 4), torch.arange(9) % 3)
+    )
+    inputs = (
+        torch.randn(3, 4),
+        torch.randn(4, 4),
+        torch.randn(6, 4),
+        torch.tensor([0, -1, 2, -3, 1, -2]),
+    )
     torch.testing.assert_close(fused(*inputs), model(*inputs), rtol=0, atol=0)
     torch.testing.assert_close(copy.deepcopy(fused)(*inputs), model(*inputs), rtol=0, atol=0)
 
@@ -157,7 +198,11 @@ def test_users_features_of_different_sizes_are_gathered_by_themselves():
 @pytest.mark.parametrize("name", TORCHREC)
 def test_no_model_gets_more_expensive(monkeypatch, name, processor):
     monkeypatch.setattr(placement, "CPU", getattr(placement, processor))
-    fused = fuse_broadcasts(TORCHREC[name]().eval(), (torch.randn(64, DENSE), sparse(64)), request_only=("dense_features",))
+    fused = fuse_broadcasts(
+        TORCHREC[name]().eval(),
+        (torch.randn(64, DENSE), sparse(64)),
+        request_only=("dense_features",),
+    )
     assert fused.report.after.total < fused.report.before.total
     assert any(site.decision == "moved" for site in fused.report.sites)
 
@@ -168,5 +213,8 @@ def test_a_cost_is_the_sum_of_its_terms(gpu_costs):
     flops, moved = 2 * CANDIDATES * 64 * 64, 2 * (2 * CANDIDATES * 64 + 64 * 64)
     assert (site_of.before.flops, site_of.before.bytes, site_of.before.kernels) == (flops, moved, 1)
     assert site_of.before.total == moved + flops / gpu.flops_16_bit + gpu.kernel
-    assert site_of.before.least == (1 - placement.ERROR) * (moved + flops / gpu.flops_16_bit) + gpu.kernel
+    assert (
+        site_of.before.least
+        == (1 - placement.ERROR) * (moved + flops / gpu.flops_16_bit) + gpu.kernel
+    )
     assert " kernels, cost " in str(fused.report)

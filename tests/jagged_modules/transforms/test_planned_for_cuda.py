@@ -1,4 +1,5 @@
-"""Models on a GPU are captured, fused and exported without one: with fake tensors. Their graphs have the operators of kernels."""
+"""Models on a GPU are captured, fused and exported without one: with fake tensors. Their graphs
+have the operators of kernels."""
 
 import types
 
@@ -15,12 +16,13 @@ from jagged_modules.transforms.capture import bound_inputs, capture
 
 pytest.importorskip("torchrec")
 
-from . import test_models_dtypes  # noqa: E402
+from . import test_models_dtypes
 
 WIDTH, USERS, CANDIDATES = 64, 4, 64
 
 pytestmark = pytest.mark.skipif(
-    not torch.backends.cuda.is_built(), reason="a build of torch without CUDA has no fake tensors of its devices"
+    not torch.backends.cuda.is_built(),
+    reason="a build of torch without CUDA has no fake tensors of its devices",
 )
 
 
@@ -40,9 +42,18 @@ def features(users, candidates):
 
 
 CASES = {  # the functions that the fused graph calls
-    "own layers": (test_models_dtypes.CASES["own layers"], {"attend_equal_segments", "group_candidates", "attend_segments_in_place"}),
-    "multi-head": (test_models_dtypes.CASES["attention, multi-head"], {"group_candidates", "attend_in_place"}),
-    "operator": (test_models_dtypes.CASES["attention, operator"], {"group_candidates", "attend_in_place"}),
+    "own layers": (
+        test_models_dtypes.CASES["own layers"],
+        {"attend_equal_segments", "group_candidates", "attend_segments_in_place"},
+    ),
+    "multi-head": (
+        test_models_dtypes.CASES["attention, multi-head"],
+        {"group_candidates", "attend_in_place"},
+    ),
+    "operator": (
+        test_models_dtypes.CASES["attention, operator"],
+        {"group_candidates", "attend_in_place"},
+    ),
     "compress": (test_models_dtypes.Case(Compress, features, ("user",)), {"compress"}),
 }
 
@@ -51,7 +62,11 @@ CASES = {  # the functions that the fused graph calls
 def gpu(monkeypatch):
     """torch reports a GPU of compute capability 9.0."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: types.SimpleNamespace(multi_processor_count=100))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device=None: types.SimpleNamespace(multi_processor_count=100),
+    )
     launch.device_properties.cache_clear()
     yield
     launch.device_properties.cache_clear()
@@ -65,15 +80,31 @@ def test_fused_and_exported(name):
         captured = capture(model, (), example, None, case.shared)
         batch = fuse._batch(captured, case.shared, bound_inputs(model, (), example))
         with unset_fake_temporarily(), torch.device("cpu"):  # masks are followed on numbers
-            plan = fuse.make_plan(captured, batch, captured.hints | fuse._batch_hints(captured, batch, (USERS, CANDIDATES)))
+            plan = fuse.make_plan(
+                captured,
+                batch,
+                captured.hints | fuse._batch_hints(captured, batch, (USERS, CANDIDATES)),
+            )
             fused, _ = plan.apply()
-        called = {node.target.__name__ for node in fused.graph.nodes if "runtime" in getattr(node.target, "__module__", "")}
+        called = {
+            node.target.__name__
+            for node in fused.graph.nodes
+            if "runtime" in getattr(node.target, "__module__", "")
+        }
         assert called == expected | {"checked_map"}
-        given = case.inputs(USERS, CANDIDATES) | dict(candidate_to_user=torch.arange(CANDIDATES) % USERS)
+        given = case.inputs(USERS, CANDIDATES) | dict(
+            candidate_to_user=torch.arange(CANDIDATES) % USERS
+        )
         sizes = {rows: {0: torch.export.Dim(rows)} for rows in ("users", "candidates")}
         shapes = {key: sizes["users" if key in case.shared else "candidates"] for key in given}
         program = torch.export.export(fused, (), given, dynamic_shapes=shapes)
-    operators = {str(node.target) for node in program.graph.nodes if str(node.target).startswith("jagged_kernels.")}
+    operators = {
+        str(node.target)
+        for node in program.graph.nodes
+        if str(node.target).startswith("jagged_kernels.")
+    }
     assert (
-        operators == {"jagged_kernels.linear_compress.default"} if name == "compress" else "jagged_kernels.attention.default" in operators
+        operators == {"jagged_kernels.linear_compress.default"}
+        if name == "compress"
+        else "jagged_kernels.attention.default" in operators
     )

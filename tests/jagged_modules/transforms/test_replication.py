@@ -35,7 +35,11 @@ class Rows(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
+        if function in (
+            torch.ops.aten.mm.default,
+            torch.ops.aten.addmm.default,
+            torch.ops.aten.bmm.default,
+        ):
             self.rows.append(result.numel() // result.shape[-1])
         return result
 
@@ -64,7 +68,9 @@ def test_form(form):
         x, index = torch.randn(users, WIDTH).double(), torch.tensor(index)
         torch.testing.assert_close(fused(x, index), model(x, index), rtol=1e-12, atol=1e-12)
         assert matmul_rows(fused, x, index) == [users, users]
-    assert {name for name, _ in fused.named_parameters()} == {name for name, _ in model.named_parameters()}
+    assert {name for name, _ in fused.named_parameters()} == {
+        name for name, _ in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -74,7 +80,10 @@ def test_counts(sized):
         return x.repeat_interleave(counts, 0, output_size=index.shape[0] if sized else None)
 
     def inputs(*counts):
-        return torch.randn(len(counts), WIDTH).double(), (torch.tensor(counts), torch.zeros(sum(counts)))
+        return torch.randn(len(counts), WIDTH).double(), (
+            torch.tensor(counts),
+            torch.zeros(sum(counts)),
+        )
 
     model = Tower(replicate).eval()
     users = torch.export.Dim("users")
@@ -87,7 +96,8 @@ def test_counts(sized):
 
 
 def test_counts_of_one_candidate_and_of_none():
-    """Sizes that torch.export asserts to be at least 2. A copy runs the graph also with fewer candidates than users."""
+    """Sizes that torch.export asserts to be at least 2. A copy runs the graph also with fewer
+    candidates than users."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -98,7 +108,11 @@ def test_counts_of_one_candidate_and_of_none():
             return self.linear(x.repeat_interleave(counts, 0)) * item
 
     def inputs(*counts):
-        return torch.randn(len(counts), WIDTH), torch.randn(sum(counts), WIDTH), torch.tensor(counts)
+        return (
+            torch.randn(len(counts), WIDTH),
+            torch.randn(sum(counts), WIDTH),
+            torch.tensor(counts),
+        )
 
     model = Model().eval()
     fused = fuse_broadcasts(model, inputs(10, 10, 10, 10))
@@ -111,9 +125,14 @@ def test_counts_of_one_candidate_and_of_none():
 def test_equal_repeats_of_tensors_of_different_sizes():
     class Model(nn.Module):
         def forward(self, x, y):
-            return x.repeat_interleave(4, 0).exp(), y.repeat_interleave(4, 0).exp(), y.repeat_interleave(4, 1).exp()
+            return (
+                x.repeat_interleave(4, 0).exp(),
+                y.repeat_interleave(4, 0).exp(),
+                y.repeat_interleave(4, 1).exp(),
+            )
 
-    example = torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double()  # the certificate cannot see a mistake
+    # the certificate cannot see a mistake
+    example = torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double()
     fused = fuse_broadcasts(Model().eval(), example)
     for sizes in ((3, 5), (5, 3), (8, 8)):
         given = [torch.randn(size, WIDTH).double() for size in sizes]
@@ -131,7 +150,9 @@ def test_negative_indices_of_two_attentions():
         def forward(self, x, y, item, index):
             x, y = (self.linear(table)[index].view(-1, 2, 2, 4) for table in (x, y))
             item = item.view(-1, 2, 2, 4)
-            return sum(nn.functional.scaled_dot_product_attention(item, keys, keys) for keys in (x, y))
+            return sum(
+                nn.functional.scaled_dot_product_attention(item, keys, keys) for keys in (x, y)
+            )
 
     def inputs(users, others, candidates, lowest):
         tables = [torch.randn(rows, 16).double() for rows in (users, others, candidates)]
@@ -157,11 +178,15 @@ class TwoLevels(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.vendor, self.user, self.both, self.item = (nn.Linear(WIDTH, WIDTH).double() for _ in range(4))
+        self.vendor, self.user, self.both, self.item = (
+            nn.Linear(WIDTH, WIDTH).double() for _ in range(4)
+        )
 
     def forward(self, vendors, users, items, vendor_of_user, user_of_item):
         vendors, users = vendors[vendor_of_user][user_of_item], users[user_of_item]
-        return (self.both(self.vendor(vendors).relu() + self.user(users)).relu() + self.item(items)).relu()
+        return (
+            self.both(self.vendor(vendors).relu() + self.user(users)).relu() + self.item(items)
+        ).relu()
 
 
 def test_nested_levels_compute_each_at_its_own_rows():
@@ -181,9 +206,14 @@ def test_nested_levels_compute_each_at_its_own_rows():
 class Ranking(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1
+        )
         self.cls = nn.Parameter(torch.randn(1, 1, 8))
-        self.profile, self.over = nn.Linear(4, 8), nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.profile, self.over = (
+            nn.Linear(4, 8),
+            nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 1)),
+        )
 
     def forward(self, history, profile, item):
         tokens = torch.cat([self.cls.expand(history.shape[0], -1, -1), history], 1)
@@ -198,11 +228,23 @@ def test_replication_by_the_caller():
     graph = copy.deepcopy(fused)
     for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0]), (2, [1, 0])):
         index = torch.tensor(index)
-        history, profile, item = torch.randn(users, 5, 8), torch.randn(users, 4), torch.randn(len(index), 8)
+        history, profile, item = (
+            torch.randn(users, 5, 8),
+            torch.randn(users, 4),
+            torch.randn(len(index), 8),
+        )
         expected = model(history[index], profile[index], item)
         torch.testing.assert_close(graph(history, profile, item, candidate_to_user=index), expected)
-        torch.testing.assert_close(fused(history, profile, item, candidate_to_user=index.int()), expected)
-    rows = matmul_rows(fused, torch.randn(2, 5, 8), torch.randn(2, 4), torch.randn(9, 8), candidate_to_user=torch.arange(9) % 2)
+        torch.testing.assert_close(
+            fused(history, profile, item, candidate_to_user=index.int()), expected
+        )
+    rows = matmul_rows(
+        fused,
+        torch.randn(2, 5, 8),
+        torch.randn(2, 4),
+        torch.randn(9, 8),
+        candidate_to_user=torch.arange(9) % 2,
+    )
     assert max(rows[:-2]) == 2 * 6  # users, tokens
     assert fused.state_dict().keys() == model.state_dict().keys()
     assert all(x is y for x, y in zip(fused.parameters(), model.parameters()))
@@ -210,9 +252,21 @@ def test_replication_by_the_caller():
 
 def test_one_row_in_the_example_is_enough():
     model = Ranking().eval()
-    fused = fuse_broadcasts(model, (torch.randn(1, 5, 8), torch.randn(1, 4), torch.randn(1, 8)), request_only=("history", "profile"))
-    history, profile, item, index = torch.randn(2, 5, 8), torch.randn(2, 4), torch.randn(3, 8), torch.tensor([1, 0, 1])
-    torch.testing.assert_close(fused(history, profile, item, candidate_to_user=index), model(history[index], profile[index], item))
+    fused = fuse_broadcasts(
+        model,
+        (torch.randn(1, 5, 8), torch.randn(1, 4), torch.randn(1, 8)),
+        request_only=("history", "profile"),
+    )
+    history, profile, item, index = (
+        torch.randn(2, 5, 8),
+        torch.randn(2, 4),
+        torch.randn(3, 8),
+        torch.tensor([1, 0, 1]),
+    )
+    torch.testing.assert_close(
+        fused(history, profile, item, candidate_to_user=index),
+        model(history[index], profile[index], item),
+    )
 
 
 def test_equal_sizes_prove_nothing():
@@ -223,7 +277,12 @@ def test_equal_sizes_prove_nothing():
             return (x[m] + y[n]).tanh()
 
     model = Model().eval()
-    x, y, m, n = torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 2, 0, 1]), torch.tensor([2, 2, 1, 0, 0])
+    x, y, m, n = (
+        torch.randn(3, 4),
+        torch.randn(3, 4),
+        torch.tensor([0, 1, 2, 0, 1]),
+        torch.tensor([2, 2, 1, 0, 0]),
+    )
     fused = fuse_broadcasts(model, (x, y, m, n))
     torch.testing.assert_close(fused(x, y, m, n), model(x, y, m, n))
 
@@ -233,7 +292,9 @@ def test_no_loss_where_there_are_as_many_users_as_candidates():
     inputs = torch.randn(8, 5, 8), torch.randn(8, 4), torch.randn(8, 8)
     fused = fuse_broadcasts(model, inputs, request_only=("history", "profile"), max_batch=(8, 8))
     assert {site.decision for site in fused.report.sites} == {"kept"}
-    gathers = [node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default]
+    gathers = [
+        node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default
+    ]
     assert [node.args[0].name for node in gathers] == ["history", "profile"]
 
 
@@ -254,7 +315,8 @@ def test_negative_indices_of_tensors_of_different_sizes():
     for module in (fused, torch.compile(fused, backend="eager"), exported):
         torch.testing.assert_close(module(x, y, index), Sum()(x, y, index))
         with pytest.raises(
-            (ValueError, RuntimeError), match="index must not have negative entries.* it indexes tensors of different sizes"
+            (ValueError, RuntimeError),
+            match="index must not have negative entries.* it indexes tensors of different sizes",
         ):
             module(x, y, index - 1)
 
@@ -262,7 +324,9 @@ def test_negative_indices_of_tensors_of_different_sizes():
 def test_negative_indices_of_tables_of_different_sizes():
     """The same where both sizes are numbers."""
     x, y, index = torch.randn(4, WIDTH), torch.randn(3, WIDTH), torch.tensor([2, 0, 2, 2, 0, 1, 1])
-    fused = fuse_broadcasts(Sum().eval(), (x, y, index), dynamic_shapes=(None, None, {0: torch.export.Dim.AUTO}))
+    fused = fuse_broadcasts(
+        Sum().eval(), (x, y, index), dynamic_shapes=(None, None, {0: torch.export.Dim.AUTO})
+    )
     torch.testing.assert_close(fused(x, y, index), Sum()(x, y, index))
     with pytest.raises(ValueError, match="index must not have negative entries"):
         fused(x, y, index - 1)

@@ -1,4 +1,5 @@
-"""The report's FLOPs are those that torch counts in the model and in the fused graph, and its other figures read them."""
+"""The report's FLOPs are those that torch counts in the model and in the fused graph, and its other
+figures read them."""
 
 import copy
 
@@ -15,16 +16,21 @@ from jagged_modules.transforms.bags import select_rows
 
 pytest.importorskip("torchrec")
 
-from .test_models_dtypes import CASES  # noqa: E402
+from .test_models_dtypes import CASES
 
 USERS, CANDIDATES = 15, 1024
 
 
 def measured(module, **inputs):
-    """In torch, fused operators of a CPU have no formulas: of nn.MultiheadAttention, attention and nn.LSTM."""
+    """In torch, fused operators of a CPU have no formulas: of nn.MultiheadAttention, attention and
+    nn.LSTM."""
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            torch.backends.mkldnn.flags(enabled=False),
+        ):
             with FlopCounterMode(display=False) as counter:
                 module(**inputs)
     finally:
@@ -33,16 +39,22 @@ def measured(module, **inputs):
 
 
 def checked_report(model, inputs, shared, users, candidates):
-    """The report of a model fused for these numbers of users and candidates. Its FLOPs are those of a call.
+    """The report of a model fused for these numbers of users and candidates. Its FLOPs are those of
+    a call.
 
     inputs: a function of both numbers.
     """
     torch.manual_seed(0)
-    fused = fuse_broadcasts(model.eval(), inputs(64, 64), request_only=shared, max_batch=(users, candidates))
+    fused = fuse_broadcasts(
+        model.eval(), inputs(64, 64), request_only=shared, max_batch=(users, candidates)
+    )
     given, index = inputs(users, candidates), torch.arange(candidates) % users
     replicated = {name: select_rows(x, index) if name in shared else x for name, x in given.items()}
     graph, report = copy.deepcopy(fused), fused.report
-    assert (report.before.flops, report.after.flops) == (measured(model, **replicated), measured(graph, **given, candidate_to_user=index))
+    assert (report.before.flops, report.after.flops) == (
+        measured(model, **replicated),
+        measured(graph, **given, candidate_to_user=index),
+    )
     return report
 
 
@@ -64,7 +76,9 @@ def test_products_that_a_compression_replaces(of_user, of_item, mflop):
     (site,) = report.sites
     assert (site.decision, site.reason) == ("fused", "linear_compress")
     assert (site.before.flops, site.after.flops) == (report.before.flops, report.after.flops)
-    assert round(report.before.flops / 1e6, 1) == 104.9 and round(report.after.flops / 1e6, 1) == mflop
+    assert (
+        round(report.before.flops / 1e6, 1) == 104.9 and round(report.after.flops / 1e6, 1) == mflop
+    )
     read = 4 * (8 * (of_user + of_item) + 64 * (USERS * of_user + CANDIDATES * of_item))
     assert report.after.bytes == read + 4 * CANDIDATES * 8 * 64
     assert report.saved == 1 - report.after.total / report.before.total
@@ -79,7 +93,9 @@ def test_products_that_an_attention_replaces():
         return dict(history=torch.randn(users, 20, 32), item=torch.randn(candidates, 32))
 
     report = checked_report(ByHand(), inputs, ("history",), USERS, CANDIDATES)
-    assert [(site.decision, site.after.flops) for site in report.sites] == [("fused", 2 * CANDIDATES * 20 * 32)] * 2
+    assert [(site.decision, site.after.flops) for site in report.sites] == [
+        ("fused", 2 * CANDIDATES * 20 * 32)
+    ] * 2
     assert round(report.after.flops / 1e6, 2) == 2.62
     assert report.after.bytes == 4 * (2 * USERS * 20 * 32 + 2 * CANDIDATES * 32)
 
@@ -89,14 +105,23 @@ class Operators(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gru, self.lstm = nn.GRU(8, 6, batch_first=True, bidirectional=True), nn.LSTM(6, 4, batch_first=True)
+        self.gru, self.lstm = (
+            nn.GRU(8, 6, batch_first=True, bidirectional=True),
+            nn.LSTM(6, 4, batch_first=True),
+        )
         self.conv, self.grouped = nn.Conv1d(12, 4, 3, padding="same"), nn.Conv1d(12, 4, 3, groups=2)
         self.weight = nn.Parameter(torch.randn(12, 8))
 
     def of_rows(self, x):
         gated = self.gru(x)[0]
-        sums = torch.einsum("btd,de,bse->bts", gated, self.weight, x).sum((1, 2)) + torch.tensordot(gated, self.weight, 1).sum((1, 2))
-        rows = self.conv(gated.mT).sum((1, 2)) + self.grouped(gated.mT).sum((1, 2)) + self.lstm(gated[..., :6])[0].sum((1, 2))
+        sums = torch.einsum("btd,de,bse->bts", gated, self.weight, x).sum((1, 2)) + torch.tensordot(
+            gated, self.weight, 1
+        ).sum((1, 2))
+        rows = (
+            self.conv(gated.mT).sum((1, 2))
+            + self.grouped(gated.mT).sum((1, 2))
+            + self.lstm(gated[..., :6])[0].sum((1, 2))
+        )
         return sums + rows + gated[:, 0] @ self.weight[:, 0]
 
     def forward(self, history, item):
@@ -107,7 +132,10 @@ def test_operators_with_gemms():
     def inputs(users, candidates):
         return dict(history=torch.randn(users, 7, 8), item=torch.randn(candidates, 7, 8))
 
-    assert any(site.decision == "moved" for site in checked_report(Operators(), inputs, ("history",), 4, 60).sites)
+    assert any(
+        site.decision == "moved"
+        for site in checked_report(Operators(), inputs, ("history",), 4, 60).sites
+    )
 
 
 FIRST = ["attention, multi-head", "own layers", "wukong", "parts, head"]
@@ -121,7 +149,9 @@ def test_models(name):
         """In fp64. No key is hidden: the report counts all."""
         given = case.inputs(users, candidates)
         return given | {
-            key: torch.zeros_like(x) if x.dtype == torch.bool else x.double() for key, x in given.items() if isinstance(x, torch.Tensor)
+            key: torch.zeros_like(x) if x.dtype == torch.bool else x.double()
+            for key, x in given.items()
+            if isinstance(x, torch.Tensor)
         }
 
     checked_report(case.model().double(), inputs, case.shared, 5, 40)

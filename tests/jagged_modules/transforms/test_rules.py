@@ -1,4 +1,5 @@
-"""Each rule: the operator moves, and the result is that of the model, for maps with repeats, absent users, U > C and U = 1."""
+"""Each rule: the operator moves, and the result is that of the model, for maps with repeats, absent
+users, U > C and U = 1."""
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_the_rule_keeps_the_result(group, users, index):
 
 def test_every_rule_has_a_case():
     registered = {str(target).removeprefix("aten.") for target in RULES}
-    assert registered - set(CASES) == {"reshape.default"}  # only clean_up.py and distribute.py write it
+    # only clean_up.py and distribute.py write it
+    assert registered - set(CASES) == {"reshape.default"}
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -81,7 +83,9 @@ def test_what_mixes_rows_stays(name):
             return KEPT[name](x.index_select(0, index), other, index)
 
     model, index = Model().eval(), torch.tensor(MAPS[0])
-    captured = capture(model, (torch.randn(3, 4, 6).double(), torch.randn(5, 4, 6).double(), index), {})
+    captured = capture(
+        model, (torch.randn(3, 4, 6).double(), torch.randn(5, 4, 6).double(), index), {}
+    )
     plan = make_plan(captured, None, captured.hints, everything)
     assert plan.analysis.refused
     fused = plan.apply()[0]
