@@ -470,7 +470,10 @@ def make_app(service: Service) -> FastAPI:
             return {"weights_version": await service.reload()}
 
     @app.get("/users/{user:path}")  # an id may have slashes
-    async def user(user: str, candidates: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006 - pydantic copies it
+    async def user(
+        user: str,
+        candidates: Annotated[list[str], Query()] = [],  # noqa: B006 - pydantic copies it
+    ) -> dict[str, Any]:
         with http_errors():
             return await asyncio.wrap_future(
                 service.batcher.between_batches(lambda: service.user(user, candidates))

@@ -46,7 +46,8 @@ def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """
 
     def register(body: Callable[..., object]) -> CustomOpDef:
-        schema = library.infer_schema(body, mutates_args=())  # pyright: ignore[reportUnknownMemberType] - unannotated in torch
+        # pyright: ignore[reportUnknownMemberType] - unannotated in torch
+        schema = library.infer_schema(body, mutates_args=())
 
         def alone(*args: Any) -> object:
             with torch.autocast("cpu", enabled=False), DisableTorchFunction():

@@ -357,7 +357,8 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's type
+    # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's type
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         if ctx.call.differentiated:
             raise RuntimeError(
                 "a graphed module's backward runs once for each call: its intermediate results are"

@@ -112,7 +112,8 @@ def one_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[
         if proxy is None or proxy.tracer.root is self:
             # Compiled graphs have no ranges: torch names their kernels by module. Otherwise, a
             # range costs more than the two checks.
-            if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage] - torch.optim too
+            # pyright: ignore[reportPrivateUsage] - torch.optim too
+            if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
                 return forward(self, *args, **kwargs)
             with profiler.record_function(f"jagged_modules.{type(self).__name__}"):
                 return forward(self, *args, **kwargs)

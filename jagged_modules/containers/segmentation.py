@@ -187,7 +187,8 @@ def _is_unchanged(kept: _Kept, offsets: Tensor) -> bool:
 def _is_tracked(offsets: Tensor) -> bool:
     """Whether writes to the tensor can be detected: inference tensors on a device have no version
     counter. A pytree may have put another object in the tensor's place."""
-    if torch.compiler.is_compiling() or not isinstance(offsets, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+    # pyright: ignore[reportUnnecessaryIsInstance]
+    if torch.compiler.is_compiling() or not isinstance(offsets, Tensor):
         return False
     return _on_host(offsets) or not offsets.is_inference()
 

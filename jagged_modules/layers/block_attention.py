@@ -53,8 +53,8 @@ class BlockDiagonalSelfAttention(nn.Module):
     Example::
 
         attention = jm.BlockDiagonalSelfAttention(32, num_heads=4, block_size=16)
-        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # 16, 4; 16,
-        14 rows
+        # 16, 4; 16, 14 rows
+        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))
     """
 
     def __init__(

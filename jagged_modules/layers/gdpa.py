@@ -506,8 +506,8 @@ class GDPABlock(nn.Module):
         encoder = torch.nn.Sequential(
             jm.GDPABlock(32, num_heads=4),  # self-attention,
             jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),  # a feed-forward,
-            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),  # pooling by 2
-            queries
+            # pooling by 2 queries
+            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),
         )
         encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # [2, 2, 32]
     """

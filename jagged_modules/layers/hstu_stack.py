@@ -64,7 +64,8 @@ class HSTUStack(nn.Module):
         layers = nn.ModuleList(
             HSTULayer(embedding_dim, num_heads, config, device, dtype) for _ in range(num_layers)
         )
-        self.layers: Sequence[HSTULayer] = layers  # type: ignore[assignment]  # torch's ModuleList has no type of element
+        # type: ignore[assignment]  # torch's ModuleList has no type of element
+        self.layers: Sequence[HSTULayer] = layers
         self.config = self.layers[0].config
 
     def reset_parameters(self) -> None:

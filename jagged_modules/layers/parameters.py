@@ -84,5 +84,6 @@ def xavier_linear(
 
 def _reset_xavier(linear: nn.Linear) -> None:
     nn.init.xavier_uniform_(linear.weight)
-    if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - torch declares that a bias is never None
+    # pyright: ignore[reportUnnecessaryComparison] - torch declares that a bias is never None
+    if linear.bias is not None:
         nn.init.zeros_(linear.bias)

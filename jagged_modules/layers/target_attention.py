@@ -142,8 +142,8 @@ class JaggedTargetAttention(nn.Module):
 
             attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
             cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
-            out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))  # [4,
-            1, 32]
+            # [4, 1, 32]
+            out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
         return self(targets, None, candidates, cache=cache)

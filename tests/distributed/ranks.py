@@ -122,7 +122,8 @@ def _serve(
         function, args = connection.recv()
         try:
             connection.send(function(*args))
-        except BaseException as error:  # noqa: BLE001 errors of torch's checkpoints are no Exceptions
+        # noqa: BLE001 errors of torch's checkpoints are no Exceptions
+        except BaseException as error:
             connection.send(_Error(_sendable(error), traceback.format_exc()))
 
 
