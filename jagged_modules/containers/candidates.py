@@ -17,20 +17,24 @@ from ..validation import (
     check_index_values,
     check_integers,
     check_offsets,
+    transforms_are_active,
     values_are_checkable,
 )
 from .jagged import Jagged
 from .offsets import rows_and_segments
 from .segmentation import (
     Queries,
-    QuerySegments,
     Segmentation,
-    note_rows,
+    Segments,
+    may_have_tail,
+    outside_inference_mode,
     record_stream,
     remember,
-    rows_on_host,
     segmentation_of,
 )
+
+
+MOST_COMPARED = 2**14  # candidates that are compared with one another
 
 
 class CandidateIndex(Queries):
@@ -58,6 +62,7 @@ class CandidateIndex(Queries):
     offsets: Tensor
     order: Tensor | None
     inverse: Tensor | None
+    _elsewhere: tuple[Segmentation, CandidateIndex] | None = None  # kept by `on`
 
     def __init__(
         self,
@@ -111,13 +116,17 @@ class CandidateIndex(Queries):
         check_size("num_users", num_users, at_least=0)
         on_host = candidate_to_user.device.type == "cpu" and not torch.compiler.is_compiling()
         with one_thread() if on_host else contextlib.nullcontext():
-            return cls._grouped(candidate_to_user, num_users, on_host, name)
+            return cls._from_map(candidate_to_user, num_users, on_host, name)
 
     @classmethod
-    def _grouped(
+    def _from_map(
         cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str
     ) -> CandidateIndex:
         check_index_values(name, candidate_to_user, num_users, "num_users - 1 = {}")
+        if _groups_in_one_kernel(candidate_to_user):
+            from jagged_kernels.schedule.candidates import group_candidates
+
+            return cls(*group_candidates(candidate_to_user.contiguous(), num_users))
         # a negative index belongs to no user: as one above, behind the last user
         if not values_are_checkable(candidate_to_user):
             candidate_to_user = torch.where(candidate_to_user < 0, num_users, candidate_to_user)
@@ -187,7 +196,7 @@ class CandidateIndex(Queries):
     @property
     def host_counts(self) -> Tensor | None:
         """`[num_users]` candidates per user on the host, or None if only the device knows them."""
-        return self._segmentation.lengths_on_host(self.offsets)
+        return self.segmentation.lengths_on_host(self.offsets)
 
     @property
     def num_users(self) -> int:
@@ -243,13 +252,17 @@ class CandidateIndex(Queries):
         write to the offsets again."""
         if is_recording(self.offsets.device):
             return make()
-        segmentation, derived = self._segmentation, self._derived
+        segmentation, derived = self.segmentation, self._derived
         if derived[0] is not segmentation:
             derived = self._derived = segmentation, {}
         if key not in derived[1]:
-            with torch.inference_mode(False):  # a later call may save it for its backward
+            with outside_inference_mode():
                 derived[1][key] = make()
         return derived[1][key]
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """x `[num_candidates, ...]`, rows in the candidates' own order, grouped by user."""
+        return x if self.order is None else x.index_select(0, self.order)
 
     def ungrouped(self, x: Tensor) -> Tensor:
         """x `[num_candidates, ...]`, rows of candidates grouped by user, in the candidates' own
@@ -281,22 +294,38 @@ class CandidateIndex(Queries):
         check_size("rows_per_candidate", rows_per_candidate, at_least=0)
         if rows_per_candidate == 1:
             return self.offsets
+        return self._derive(
+            ("query_offsets", rows_per_candidate), lambda: self.offsets * rows_per_candidate
+        )
 
-        def make() -> Tensor:
-            offsets, num_candidates = self.offsets * rows_per_candidate, rows_on_host(self.offsets)
-            note_rows(
-                offsets, None if num_candidates is None else num_candidates * rows_per_candidate
-            )
-            return offsets
-
-        return self._derive(("query_offsets", rows_per_candidate), make)
-
-    def query_segments(self, rows_per_candidate: int) -> QuerySegments:
+    def query_segments(self, rows_per_candidate: int) -> Segments:
         """Each user's candidates are one query segment, with rows_per_candidate rows for each of
         them."""
         host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
-        return QuerySegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
+        return Segments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
+
+    def parsed(self, num_candidates: int, rows_per_candidate: int = 1) -> Segments:
+        """The segments of the query rows as operators take them, of an index that is on the rows'
+        device and checked for so many candidates."""
+        offsets = self.query_offsets(rows_per_candidate)
+        has_tail = may_have_tail("candidates", self.offsets, num_candidates, offsets.device)
+        return Segments(
+            offsets.contiguous(), num_rows=num_candidates * rows_per_candidate, has_tail=has_tail
+        )
+
+    def on(self, device: torch.device) -> CandidateIndex:
+        """The index on `device`, copied there once."""
+        if self.offsets.device == device:
+            return self
+        if is_recording(device):
+            return self.to(device, non_blocking=True)
+        segmentation = self.segmentation
+        if self._elsewhere is None or self._elsewhere[0] is not segmentation:
+            with outside_inference_mode():
+                self._elsewhere = segmentation, self.to(device, non_blocking=True)
+        moved = self._elsewhere[1]
+        return moved if moved.offsets.device == device else self.to(device, non_blocking=True)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CandidateIndex:
         """The index with its tensors on `device`; self if they are there already. non_blocking is
@@ -320,10 +349,10 @@ class CandidateIndex(Queries):
     def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:
         offsets = move(self.offsets)
         order, inverse = (None if x is None else move(x) for x in (self.order, self.inverse))
-        self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
-        remember(offsets, self._segmentation)
+        self.segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
+        remember(offsets, self.segmentation)
         moved = CandidateIndex(offsets, order, inverse)
-        moved._known = self._segmentation
+        moved._known = self.segmentation
         return moved
 
     def check(
@@ -352,3 +381,13 @@ class CandidateIndex(Queries):
             f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted},"
             f" device={self.offsets.device})"
         )
+
+
+def _groups_in_one_kernel(candidate_to_user: Tensor) -> bool:
+    """Whether one kernel groups the candidates in less time than a sort: it compares each candidate
+    with all others."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
+        return False
+    if type(candidate_to_user) is not Tensor or transforms_are_active():
+        return False
+    return candidate_to_user.is_cuda and 0 < candidate_to_user.shape[0] <= MOST_COMPARED

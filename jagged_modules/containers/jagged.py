@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
-from ..dtypes import FLOATS, names
-from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_kind, check_size, possessive, to_ints
-from ..schedule import device_schedule, host_schedule
-from ..settings import is_batch_invariant
+from ..masks import AttentionMask
+from ..scalars import check_kind, possessive, to_ints
 from ..tracing import is_recording, one_call, recorded_call
 from ..validation import (
-    MAX_HEAD_DIM,
-    WrongDtype,
     check_dense,
     check_device,
     check_integers,
     check_layer_input,
     check_offsets,
-    normal_form,
     values_are_checkable,
 )
 from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
+from .schedules import Sizes, kept_schedule
 from .segmentation import (
     Queries,
-    QuerySegments,
     Segmentation,
+    Segments,
+    outside_inference_mode,
+    parse_segments,
     record_stream,
     remember,
     segmentation_of,
@@ -170,22 +166,22 @@ class Jagged(Queries):
     def pin_memory(self) -> Jagged:
         """The Jagged and its schedules in page-locked memory. DataLoader calls it."""
         pinned = self._copy(self.values.pin_memory(), self.offsets.pin_memory())
-        for key, schedule in list(self._segmentation.schedules.items()):
-            self._segmentation.keep(key, schedule.pin_memory())
+        for key, schedule in list(self.segmentation.schedules.items()):
+            self.segmentation.keep(key, schedule.pin_memory())
         return pinned
 
     def record_stream(self, stream: torch.Stream) -> None:
         """`Tensor.record_stream(stream)` of the tensors on a device, those of the schedules too.
         TorchRec's pipelines call it."""
         record_stream(stream, self.values, self.offsets)
-        for schedule in list(self._segmentation.schedules.values()):
+        for schedule in list(self.segmentation.schedules.values()):
             schedule.record_stream(stream)
 
     def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
         if offsets is not self.offsets:
-            self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
-            remember(offsets, self._segmentation)
-        jagged = Jagged.unchecked(values, offsets, self.max_seqlen, self._segmentation)
+            self.segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
+            remember(offsets, self.segmentation)
+        jagged = Jagged.unchecked(values, offsets, self.max_seqlen, self.segmentation)
         jagged.feature_keys = self.feature_keys
         return jagged
 
@@ -241,7 +237,23 @@ class Jagged(Queries):
     @property
     def host_lengths(self) -> Tensor | None:
         """`[B]` lengths of the segments on the host, or None if only the device knows them."""
-        return self._segmentation.lengths_on_host(self.offsets)
+        return self.segmentation.lengths_on_host(self.offsets)
+
+    def parsed(self, name: str) -> Segments:
+        """The segments as layers and operators take them, on the values' device; parsed once.
+        Errors call the container `name`."""
+        segmentation, device = self.segmentation, self.device
+        if is_recording(device):
+            return parse_segments(
+                f"{possessive(name)} offsets", self.offsets, self.num_rows, device
+            )
+        if self._parsed is None or self._parsed[0] is not segmentation:
+            with outside_inference_mode():
+                segments = parse_segments(
+                    f"{possessive(name)} offsets", self.offsets, self.num_rows, device
+                )
+            self._parsed = segmentation, segments
+        return self._parsed[1]
 
     def __repr__(self) -> str:
         return (
@@ -290,16 +302,8 @@ class Jagged(Queries):
                 " host_lengths to Jagged"
             )
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        self._schedule(
-            queries,
-            rows_per_candidate,
-            mask,
-            num_heads,
-            head_dim,
-            dtype,
-            num_kv_heads,
-            by_prepare=True,
-        )
+        sizes = Sizes.of(num_heads, num_kv_heads, head_dim, dtype)
+        kept_schedule(self, self if queries is None else queries, rows_per_candidate, sizes, mask)
         return self
 
     def schedule(
@@ -331,165 +335,14 @@ class Jagged(Queries):
         """
         if self.device.type == "cpu" or is_recording(self.device):
             return None
-        return self._schedule(
-            queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads
-        )
-
-    def _schedule(
-        self,
-        queries: Queries | int | None,
-        rows_per_candidate: int,
-        mask: AttentionMask | None,
-        num_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        num_kv_heads: int | None,
-        by_prepare: bool = False,
-    ) -> TileSchedule | None:
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, size in dict(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            rows_per_candidate=rows_per_candidate,
-        ).items():
-            check_size(name, size)
-        check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
+        sizes = Sizes.of(num_heads, num_kv_heads, head_dim, dtype)
         queries = self if queries is None else queries
-        check_kind("queries", queries, (Queries, int), "a Jagged, a CandidateIndex, an int or None")
-        if mask is not None:
-            check_kind("mask", mask, AttentionMask, "an AttentionMask")
-            mask = None if mask.hides_nothing() else mask
-        sizes = _Sizes(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_batch_invariant())
-        segments = queries if isinstance(queries, int) else queries.segmentation_id
-        key = (segments, rows_per_candidate, *sizes, *(mask.params if mask else ()))
-        segmentation = self._segmentation
-        schedule = segmentation.schedules.get(key)
-        if schedule is not None and schedule.tiles.device == self.device:
-            return schedule
-        if schedule is None:
-            segmentation.note_build(
-                _description(queries, rows_per_candidate, mask, sizes), by_prepare
-            )
-            has_backward = by_prepare or torch.is_grad_enabled()
-            with torch.inference_mode(False):  # a later call may save it for its backward
-                schedule = self._build_schedule(
-                    queries, rows_per_candidate, mask, sizes, dtype, has_backward
-                )
-            if schedule is None:
-                return None
-        schedule = schedule.to(self.device, non_blocking=True)
-        segmentation.keep(key, schedule)
-        return schedule
+        return kept_schedule(self, queries, rows_per_candidate, sizes, mask, by_prepare=False)
 
-    def _build_schedule(
-        self,
-        queries: Queries | int,
-        rows_per_candidate: int,
-        mask: AttentionMask | None,
-        sizes: _Sizes,
-        dtype: torch.dtype,
-        has_backward: bool,
-    ) -> TileSchedule | None:
-        if sizes.num_heads % sizes.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {sizes.num_heads} and"
-                f" {sizes.num_kv_heads}"
-            )
-        if sizes.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {sizes.head_dim}")
-        if dtype not in FLOATS:
-            raise WrongDtype(f"dtype must be {names(FLOATS)}, got {dtype}")
-        if isinstance(queries, Queries):
-            segments = queries.query_segments(rows_per_candidate)
-        else:
-            segments = self._equal_query_segments(queries)
-        num_segments = segments.offsets.shape[0] - 1
-        if num_segments != self.num_segments and (
-            not self.num_segments or num_segments % self.num_segments
-        ):
-            raise ValueError(
-                f"queries must have as many segments as the keys, {self.num_segments}, or a"
-                f" multiple, got {num_segments}"
-            )
-        if mask is not None:
-            check_num_targets(
-                "mask.num_targets", mask.num_targets, self.offsets, self.device, "the values'"
-            )
-        if segments.host_lengths is not None and self.host_lengths is not None and has_backward:
-            return host_schedule(
-                segments.host_lengths,
-                self.host_lengths,
-                num_heads=sizes.num_heads,
-                num_kv_heads=sizes.num_kv_heads,
-                head_dim=sizes.head_dim,
-                dtype=dtype,
-                mask=mask,
-                batch_invariant=sizes.batch_invariant,
-            )
-        num_rows = segments.num_rows
-        if num_rows is None and segments.host_lengths is not None:
-            num_rows = int(segments.host_lengths.sum())
-        if num_rows is None:
-            # candidates' offsets on a device: only the operator knows the number of rows, from q's
-            # shape
-            return None
-        device = self.device
-        targets = None if mask is None else mask.num_targets
-        return device_schedule(
-            AttentionProblem(
-                sizes.head_dim,
-                sizes.head_dim,
-                dtype,
-                masked=mask is not None,
-                batch_invariant=sizes.batch_invariant,
-            ),
-            normal_form(segments.offsets, device),
-            normal_form(self.offsets, device),
-            num_rows,
-            self.num_rows,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_kv_heads,
-            mask=None if mask is None else list(mask.params),
-            num_targets=None if targets is None else normal_form(targets, device),
-            backward=has_backward,
-        )
-
-    def query_segments(self, rows_per_candidate: int) -> QuerySegments:
+    def query_segments(self, rows_per_candidate: int) -> Segments:
         """The segments as those of queries. For schedules; rows_per_candidate is for the index of
         candidates."""
-        return QuerySegments(self.offsets, self.host_lengths, self.num_rows)
-
-    def _equal_query_segments(self, rows: int) -> QuerySegments:
-        """A query segment of `rows` rows for each segment."""
-        check_size("queries", rows, at_least=0)
-        offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * rows
-        return QuerySegments(
-            offsets, torch.full((self.num_segments,), rows, device="cpu"), self.num_segments * rows
-        )
-
-
-class _Sizes(NamedTuple):
-    """The sizes and options of an attention that its schedule depends on."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    itemsize: int
-    batch_invariant: bool
-
-
-def _description(
-    queries: Queries | int, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes
-) -> str:
-    """The attention that a schedule is built for, as text for a warning."""
-    parts = {
-        **sizes._asdict(),
-        "queries": queries if isinstance(queries, int) else type(queries).__name__,
-    }
-    if rows_per_candidate != 1:
-        parts["rows_per_candidate"] = rows_per_candidate
-    return ", ".join(f"{name}={part}" for name, part in dict(parts, mask=mask).items())
+        return Segments(self.offsets, self.host_lengths, self.num_rows)
 
 
 def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:

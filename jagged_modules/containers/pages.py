@@ -46,7 +46,7 @@ class PagedRows(Jagged):
         return self.storage.device
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Jagged.unchecked, (self.values, self.offsets, self.max_seqlen, self._segmentation)
+        return Jagged.unchecked, (self.values, self.offsets, self.max_seqlen, self.segmentation)
 
 
 class Room(NamedTuple):

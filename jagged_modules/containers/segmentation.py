@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..validation import values_are_checkable
+from ..tracing import is_recording
+from ..validation import normal_form, values_are_checkable
 
 MAX_SCHEDULES = 16  # that a segmentation keeps
 
@@ -26,8 +28,9 @@ class Segmentation:
         prepared: descriptions of the schedules that `Jagged.prepare` built.
     """
 
-    def __init__(self, host_lengths: Tensor | None = None, num_rows: int | None = None) -> None:
-        self.host_lengths, self._num_rows = host_lengths, num_rows
+    def __init__(self, host_lengths: Tensor | None = None) -> None:
+        self.host_lengths: Tensor | None = host_lengths
+        self._num_rows: int | None = None
         self.schedules: dict[tuple[object, ...], TileSchedule] = {}
         self.prepared: dict[str, None] = {}  # an ordered set
 
@@ -83,16 +86,26 @@ class Segmentation:
         return self.host_lengths
 
 
-class QuerySegments(NamedTuple):
-    """Segments of the query rows of an attention.
+class Segments(NamedTuple):
+    """The segments of one operand, parsed: nothing below casts, moves or checks them again.
 
-    offsets: `[B + 1]`. host_lengths: `[B]` on the host, None if only the device knows them.
-    num_rows: rows of all segments together, None if only the device knows it.
+    Attributes:
+        offsets: `[B + 1]` in their normal form, on the operand's device.
+        host_lengths: `[B]` on the host, None if only the device knows them.
+        num_rows: rows of the operand, None if it is not known.
+        has_tail: whether there may be rows behind the last segment. Only the device knows.
     """
 
     offsets: Tensor
-    host_lengths: Tensor | None
-    num_rows: int | None
+    host_lengths: Tensor | None = None
+    num_rows: int | None = None
+    has_tail: bool = False
+
+    @property
+    def end(self) -> Tensor | None:
+        """The offsets, behind whose last one rows may have to be cleared. None if there are no such
+        rows."""
+        return self.offsets if self.has_tail else None
 
 
 class Queries:
@@ -101,9 +114,10 @@ class Queries:
 
     offsets: Tensor
     _known: Segmentation  # of the offsets when they were last read
+    _parsed: tuple[Segmentation, Segments] | None = None  # kept by `Jagged.parsed`
 
     @property
-    def _segmentation(self) -> Segmentation:
+    def segmentation(self) -> Segmentation:
         """What is known of the segments. A write to the offsets, also through a view, makes a new
         one."""
         self._known = segmentation_of(self.offsets, known=self._known)
@@ -112,9 +126,9 @@ class Queries:
     @property
     def segmentation_id(self) -> bytes:
         """Equal for all copies of the container's segments, in every process and thread."""
-        return self._segmentation.id
+        return self.segmentation.id
 
-    def query_segments(self, rows_per_candidate: int) -> QuerySegments:
+    def query_segments(self, rows_per_candidate: int) -> Segments:
         """Segments of the query rows. rows_per_candidate: query rows of each candidate, where the
         container's rows are candidates."""
         raise NotImplementedError
@@ -152,20 +166,41 @@ def segmentation_of(
     return kept.segmentation
 
 
-def rows_on_host(offsets: Tensor) -> int | None:
-    """The number of rows of all segments, if a container has noted the lengths of this tensor
-    object on the host."""
+def parse_segments(name: str, offsets: Tensor, rows: int, device: torch.device) -> Segments:
+    """The segments of an operand with so many rows, of offsets that are checked as far as their
+    values may be read. Errors call the offsets `name`.
+
+    Raises:
+        ValueError: a container has noted the lengths on the host, and they do not add up to `rows`.
+    """
+    return Segments(
+        normal_form(offsets, device),
+        num_rows=rows,
+        has_tail=may_have_tail(name, offsets, rows, device),
+    )
+
+
+def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:
+    """Whether only the device knows if there are rows behind offsets[-1].
+
+    Args:
+        offsets: as the caller gave them, before they are moved to `device`. Errors call them
+            `name`.
+
+    Raises:
+        ValueError: as `parse_segments`.
+    """
+    if is_recording(device):
+        return True
+    if values_are_checkable(offsets):
+        return False
     kept: _Kept | None = _segmentations.get(offsets) if _is_tracked(offsets) else None
     if kept is None or not _is_unchanged(kept, offsets):
-        return None
-    return kept.segmentation.num_rows
-
-
-def note_rows(offsets: Tensor, num_rows: int | None) -> None:
-    """Note that all segments have so many rows together, of offsets that were computed on a device
-    from known ones. None: not known."""
-    if num_rows is not None:
-        remember(offsets, Segmentation(num_rows=num_rows))
+        return True
+    known = kept.segmentation.num_rows
+    if known is not None and known != rows:
+        raise ValueError(f"{name} must end at the number of rows, {rows}, got {known}")
+    return known is None
 
 
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
@@ -195,6 +230,13 @@ def _is_tracked(offsets: Tensor) -> bool:
 
 def _on_host(offsets: Tensor) -> bool:
     return offsets.is_cpu and values_are_checkable(offsets)
+
+
+def outside_inference_mode() -> contextlib.AbstractContextManager[None]:
+    """Where tensors are made that are kept: a later call may save them for its backward."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 def record_stream(stream: torch.Stream, *tensors: Tensor | None) -> None:

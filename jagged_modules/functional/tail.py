@@ -9,30 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..containers.segmentation import rows_on_host
-from ..tracing import is_recording
-from ..validation import transforms_are_active, values_are_checkable
-
-
-def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:
-    """Whether only the device knows if there are rows behind offsets[-1]. Offsets whose values may
-    be read are checked already.
-
-    Args:
-        offsets: as the caller gave them, before they are moved to `device`. Errors call them
-            `name`.
-
-    Raises:
-        ValueError: a container has noted the lengths on the host, and they do not add up to `rows`.
-    """
-    if is_recording(device):
-        return True
-    if values_are_checkable(offsets):
-        return False
-    known = rows_on_host(offsets)
-    if known is not None and known != rows:
-        raise ValueError(f"{name} must end at the number of rows, {rows}, got {known}")
-    return known is None
+from ..containers.segmentation import may_have_tail as may_have_tail
+from ..validation import transforms_are_active
 
 
 def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Tensor:

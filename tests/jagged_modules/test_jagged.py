@@ -80,7 +80,7 @@ def test_a_write_to_the_offsets_is_noticed(through):
     assert before.tolist() == [2, 2]
     for x in (jagged, copy):
         assert x.host_lengths.tolist() == [1, 3] and x.segmentation_id != key
-    assert jagged.segmentation_id == copy.segmentation_id and not jagged._segmentation.schedules
+    assert jagged.segmentation_id == copy.segmentation_id and not jagged.segmentation.schedules
 
 
 def test_a_write_to_offsets_on_a_device_drops_the_lengths_that_were_given():

@@ -120,10 +120,10 @@ def test_data_loader_that_forks_after_cuda_is_initialised():
     for history in DataLoader(
         Prepared(), batch_size=None, num_workers=2, pin_memory=True, multiprocessing_context="fork"
     ):
-        assert history.values.is_pinned() and len(history._segmentation.schedules) == 1
+        assert history.values.is_pinned() and len(history.segmentation.schedules) == 1
         on_device = history.to("cuda", non_blocking=True)
         out = layer(on_device)
-        assert len(history._segmentation.schedules) == 1, "the worker's schedule was used"
+        assert len(history.segmentation.schedules) == 1, "the worker's schedule was used"
         unprepared = jm.Jagged(on_device.values, on_device.offsets.clone())
         assert_close([out.values], [layer(unprepared).values])
 

@@ -70,7 +70,7 @@ def test_threads_that_prepare_one_jagged_more_often_than_it_keeps(offsets_of):
         in_threads(prepare)
     finally:
         sys.setswitchinterval(before)
-    assert len(keys._segmentation.schedules) <= MAX_SCHEDULES
+    assert len(keys.segmentation.schedules) <= MAX_SCHEDULES
 
 
 def test_threads_get_one_segmentation_id():
