@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..common.configs import padded_dim
+from .pages import Pages
+
+if TYPE_CHECKING:
+    from ..schedule.host import TileSchedule
 
 
 class MaskParams(NamedTuple):
@@ -52,17 +56,58 @@ class BiasKind(NamedTuple):
     shift: bool
 
 
+class Segments(NamedTuple):
+    """The segments of an attention.
+
+    Attributes:
+        q_offsets, kv_offsets: offsets of the rows of queries and of keys, in their normal form.
+            `[B + 1]`; n query groups have `[n · B + 1]` q_offsets: the segments b, B + b, ... of q
+            read the keys of segment b. Equal offsets are one tensor: kernels compare them by
+            identity.
+        q_shared: every segment takes all rows of q; q_offsets count output rows.
+        kv_shared: every segment takes all rows of k and v. For a kernel, all query rows are then
+            one segment.
+        has_tail: whether there may be rows behind the last segment.
+        pages: where the keys lie, if they are in pages; there is then one query group.
+    """
+
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    q_shared: bool = False
+    kv_shared: bool = False
+    has_tail: bool = False
+    pages: Pages | None = None
+
+    @property
+    def num_segments(self) -> int:
+        """Of queries."""
+        return self.q_offsets.shape[0] - 1
+
+    @property
+    def share_keys(self) -> bool:
+        """Whether several segments of queries read the same keys."""
+        return self.kv_shared or self.q_offsets.shape[0] != self.kv_offsets.shape[0]
+
+    def num_output_rows(self, q: Tensor) -> int:
+        return q.shape[0] * self.num_segments if self.q_shared else q.shape[0]
+
+    def num_keys(self, k: Tensor) -> int:
+        """Keys of all segments together."""
+        return k.shape[0] if self.pages is None else self.pages.num_rows
+
+
 class AttentionParams(NamedTuple):
-    """What is computed. The fields are the last arguments of the registered operators of CPU and
-    GPU, in their order.
+    """What is computed, and how.
 
     Attributes:
         scale: factor of q kᵀ.
-        q_shared: every segment takes all rows of q; q_offsets count output rows.
         activation: a public name.
-        mask: `MaskParams`, as a list at an operator's boundary; None: everything is visible.
+        mask: None: everything is visible.
         output_scale: factor of the output.
         batch_invariant: kernels, tiles and splits do not depend on the number of rows or segments.
+        implementation: "auto", "triton" or "hopper".
+        workspace: limit in bytes of the memory in which the backward stores dS; None: a default
+            limit.
         table_gradients: the backward also computes the gradients of position_bias and time_bias.
         num_targets: `[B]`, if the mask has targets.
         segment_scale: fp32, one factor of the output for each segment of queries; replaces
@@ -73,14 +118,15 @@ class AttentionParams(NamedTuple):
     """
 
     scale: float
-    q_shared: bool
-    activation: str
-    mask: MaskParams | list[int] | None
-    output_scale: float
-    batch_invariant: bool
-    table_gradients: bool
-    num_targets: Tensor | None
-    segment_scale: Tensor | None
+    activation: str = "softmax"
+    mask: MaskParams | None = None
+    output_scale: float = 1.0
+    batch_invariant: bool = False
+    implementation: str = "auto"
+    workspace: int | None = None
+    table_gradients: bool = False
+    num_targets: Tensor | None = None
+    segment_scale: Tensor | None = None
     position_bias: Tensor | None = None
     time_bias: Tensor | None = None
     timestamps: Tensor | None = None
@@ -103,6 +149,150 @@ class AttentionParams(NamedTuple):
             self.query_timestamps is not None,
             self.query_shift is not None,
         )
+
+
+class AttentionCall(NamedTuple):
+    """One attention, as every implementation takes it: checked, on one device.
+
+    Attributes:
+        q, k, v: `[rows, heads, dim]`.
+        schedule: the tiles of these segments, for kernels; None: they are listed on the device.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    segments: Segments
+    params: AttentionParams
+    schedule: TileSchedule | None = None
+
+
+# -- the arguments of the registered operators: an AttentionCall in groups -------------------------
+
+
+class TileList(NamedTuple):
+    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if
+    any will do."""
+
+    tiles: Tensor | None = None
+    num_tiles: Tensor | None = None
+    block: int | None = None
+
+
+class SegmentTensors(NamedTuple):
+    """The tensors of the segments, and of the schedule's tiles of queries and of keys."""
+
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    num_targets: Tensor | None
+    segment_scale: Tensor | None
+    page_table: Tensor | None
+    tiles: Tensor | None
+    num_tiles: Tensor | None
+    key_tiles: Tensor | None
+    num_key_tiles: Tensor | None
+
+
+class BiasTensors(NamedTuple):
+    """The last fields of `AttentionParams`."""
+
+    position_bias: Tensor | None
+    time_bias: Tensor | None
+    timestamps: Tensor | None
+    boundaries: Tensor | None
+    query_timestamps: Tensor | None
+    query_shift: Tensor | None
+
+
+class Options(NamedTuple):
+    """Flags and sizes, as integers; -1 stands for None. tile_rows, key_tile_rows: `TileList.block`
+    of the schedule's tiles."""
+
+    q_shared: int
+    kv_shared: int
+    has_tail: int
+    batch_invariant: int
+    table_gradients: int
+    workspace: int
+    page_rows: int
+    num_keys: int
+    tile_rows: int
+    key_tile_rows: int
+
+
+class Arguments(NamedTuple):
+    """The arguments of an operator. factors: scale and output_scale."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    segments: list[Tensor | None]
+    bias: list[Tensor | None]
+    mask: list[int] | None
+    options: list[int]
+    factors: list[float]
+    activation: str
+    implementation: str
+
+
+NOT_LISTED = TileList()
+
+
+def pack(
+    call: AttentionCall, queries: TileList = NOT_LISTED, keys: TileList = NOT_LISTED
+) -> Arguments:
+    """The arguments of an operator. queries, keys: the schedule's tiles."""
+    q, k, v, segments, p, _ = call
+    q_offsets, kv_offsets, q_shared, kv_shared, has_tail, pages = segments
+    table = None if pages is None else pages.table
+    flags = q_shared, kv_shared, has_tail, p.batch_invariant, p.table_gradients
+    sizes = (
+        -1 if p.workspace is None else p.workspace,
+        *((-1, -1) if pages is None else (pages.page_rows, pages.num_rows)),
+    )
+    rows = (-1 if tiles.block is None else tiles.block for tiles in (queries, keys))
+    tensors = q_offsets, kv_offsets, p.num_targets, p.segment_scale, table, *queries[:2], *keys[:2]
+    return Arguments(
+        q,
+        k,
+        v,
+        [*tensors],
+        [*p[-len(BiasTensors._fields) :]],
+        None if p.mask is None else [*p.mask],
+        [*map(int, flags), *sizes, *rows],
+        [p.scale, p.output_scale],
+        p.activation,
+        p.implementation,
+    )
+
+
+def unpack(*arguments) -> tuple[AttentionCall, TileList, TileList]:
+    """Undo `pack`. The call has no schedule."""
+    q, k, v, tensors, bias, mask, options, factors, activation, implementation = arguments
+    t, o = SegmentTensors(*tensors), Options(*options)
+    pages = None if t.page_table is None else Pages(t.page_table, o.page_rows, o.num_keys)
+    segments = Segments(
+        t.q_offsets, t.kv_offsets, bool(o.q_shared), bool(o.kv_shared), bool(o.has_tail), pages
+    )
+    params = AttentionParams(
+        factors[0],
+        activation,
+        None if mask is None else MaskParams(*mask),
+        factors[1],
+        bool(o.batch_invariant),
+        implementation,
+        None if o.workspace < 0 else o.workspace,
+        bool(o.table_gradients),
+        t.num_targets,
+        t.segment_scale,
+        *bias,
+    )
+    queries = TileList(t.tiles, t.num_tiles, None if o.tile_rows < 0 else o.tile_rows)
+    keys = TileList(t.key_tiles, t.num_key_tiles, None if o.key_tile_rows < 0 else o.key_tile_rows)
+    return AttentionCall(q, k, v, segments, params), queries, keys
+
+
+# -- within an operator ----------------------------------------------------------------------------
 
 
 class Operands(NamedTuple):

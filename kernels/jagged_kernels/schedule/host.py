@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..attention.pages import Pages
-from ..attention.params import MaskParams
+from ..attention.params import MaskParams, TileList
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
 from .cost import (
@@ -32,15 +32,6 @@ from .cost import (
     sort_key,
     work_class,
 )
-
-
-class TileList(NamedTuple):
-    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if
-    any will do."""
-
-    tiles: Tensor | None
-    num_tiles: Tensor | None
-    block: int | None
 
 
 class Segments(NamedTuple):
