@@ -25,7 +25,7 @@ from .offsets import rows_and_segments
 from .segmentation import (
     Queries,
     Segmentation,
-    Segments,
+    RowSegments,
     may_have_tail,
     outside_inference_mode,
     record_stream,
@@ -298,19 +298,19 @@ class CandidateIndex(Queries):
             ("query_offsets", rows_per_candidate), lambda: self.offsets * rows_per_candidate
         )
 
-    def query_segments(self, rows_per_candidate: int) -> Segments:
+    def query_segments(self, rows_per_candidate: int) -> RowSegments:
         """Each user's candidates are one query segment, with rows_per_candidate rows for each of
         them."""
         host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
-        return Segments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
+        return RowSegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
 
-    def parsed(self, num_candidates: int, rows_per_candidate: int = 1) -> Segments:
+    def parsed(self, num_candidates: int, rows_per_candidate: int = 1) -> RowSegments:
         """The segments of the query rows as operators take them, of an index that is on the rows'
         device and checked for so many candidates."""
         offsets = self.query_offsets(rows_per_candidate)
         has_tail = may_have_tail("candidates", self.offsets, num_candidates, offsets.device)
-        return Segments(
+        return RowSegments(
             offsets.contiguous(), num_rows=num_candidates * rows_per_candidate, has_tail=has_tail
         )
 

@@ -25,7 +25,7 @@ from .schedules import Sizes, kept_schedule
 from .segmentation import (
     Queries,
     Segmentation,
-    Segments,
+    RowSegments,
     outside_inference_mode,
     parse_segments,
     record_stream,
@@ -239,7 +239,7 @@ class Jagged(Queries):
         """`[B]` lengths of the segments on the host, or None if only the device knows them."""
         return self.segmentation.lengths_on_host(self.offsets)
 
-    def parsed(self, name: str) -> Segments:
+    def parsed(self, name: str) -> RowSegments:
         """The segments as layers and operators take them, on the values' device; parsed once.
         Errors call the container `name`."""
         segmentation, device = self.segmentation, self.device
@@ -339,10 +339,10 @@ class Jagged(Queries):
         queries = self if queries is None else queries
         return kept_schedule(self, queries, rows_per_candidate, sizes, mask, by_prepare=False)
 
-    def query_segments(self, rows_per_candidate: int) -> Segments:
+    def query_segments(self, rows_per_candidate: int) -> RowSegments:
         """The segments as those of queries. For schedules; rows_per_candidate is for the index of
         candidates."""
-        return Segments(self.offsets, self.host_lengths, self.num_rows)
+        return RowSegments(self.offsets, self.host_lengths, self.num_rows)
 
 
 def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:

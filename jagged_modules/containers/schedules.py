@@ -14,7 +14,7 @@ from ..scalars import check_kind, check_size
 from ..schedule import device_schedule, host_schedule
 from ..settings import is_batch_invariant
 from ..validation import MAX_HEAD_DIM, WrongDtype, normal_form
-from .segmentation import Queries, Segments, outside_inference_mode
+from .segmentation import Queries, RowSegments, outside_inference_mode
 
 if TYPE_CHECKING:
     from .jagged import Jagged
@@ -86,7 +86,7 @@ def kept_schedule(
     return schedule
 
 
-def _query_segments(keys: Jagged, queries: Queries | int, rows_per_candidate: int) -> Segments:
+def _query_segments(keys: Jagged, queries: Queries | int, rows_per_candidate: int) -> RowSegments:
     """ValueError unless the keys' segments can be those of these queries."""
     if isinstance(queries, int):
         segments = equal_segments(queries, keys.num_segments, keys.offsets)
@@ -103,16 +103,16 @@ def _query_segments(keys: Jagged, queries: Queries | int, rows_per_candidate: in
     return segments
 
 
-def equal_segments(rows: int, num_segments: int, like: Any) -> Segments:
-    """Segments of `rows` rows each, with offsets of `like`'s dtype and device."""
+def equal_segments(rows: int, num_segments: int, like: Any) -> RowSegments:
+    """RowSegments of `rows` rows each, with offsets of `like`'s dtype and device."""
     check_size("queries", rows, at_least=0)
     offsets = torch.arange(num_segments + 1, dtype=like.dtype, device=like.device) * rows
     lengths = torch.full((num_segments,), rows, device="cpu")
-    return Segments(offsets, lengths, num_segments * rows)
+    return RowSegments(offsets, lengths, num_segments * rows)
 
 
 def _new_schedule(
-    keys: Jagged, queries: Segments, sizes: Sizes, mask: AttentionMask | None, has_backward: bool
+    keys: Jagged, queries: RowSegments, sizes: Sizes, mask: AttentionMask | None, has_backward: bool
 ) -> TileSchedule | None:
     device = keys.device
     if mask is not None:

@@ -86,8 +86,8 @@ class Segmentation:
         return self.host_lengths
 
 
-class Segments(NamedTuple):
-    """The segments of one operand, parsed: nothing below casts, moves or checks them again.
+class RowSegments(NamedTuple):
+    """The segments of an operand's rows, parsed: nothing below checks, casts or moves them again.
 
     Attributes:
         offsets: `[B + 1]` in their normal form, on the operand's device.
@@ -114,7 +114,7 @@ class Queries:
 
     offsets: Tensor
     _known: Segmentation  # of the offsets when they were last read
-    _parsed: tuple[Segmentation, Segments] | None = None  # kept by `Jagged.parsed`
+    _parsed: tuple[Segmentation, RowSegments] | None = None  # kept by `Jagged.parsed`
 
     @property
     def segmentation(self) -> Segmentation:
@@ -128,8 +128,8 @@ class Queries:
         """Equal for all copies of the container's segments, in every process and thread."""
         return self.segmentation.id
 
-    def query_segments(self, rows_per_candidate: int) -> Segments:
-        """Segments of the query rows. rows_per_candidate: query rows of each candidate, where the
+    def query_segments(self, rows_per_candidate: int) -> RowSegments:
+        """RowSegments of the query rows. rows_per_candidate: query rows of each candidate, where the
         container's rows are candidates."""
         raise NotImplementedError
 
@@ -166,14 +166,14 @@ def segmentation_of(
     return kept.segmentation
 
 
-def parse_segments(name: str, offsets: Tensor, rows: int, device: torch.device) -> Segments:
+def parse_segments(name: str, offsets: Tensor, rows: int, device: torch.device) -> RowSegments:
     """The segments of an operand with so many rows, of offsets that are checked as far as their
     values may be read. Errors call the offsets `name`.
 
     Raises:
         ValueError: a container has noted the lengths on the host, and they do not add up to `rows`.
     """
-    return Segments(
+    return RowSegments(
         normal_form(offsets, device),
         num_rows=rows,
         has_tail=may_have_tail(name, offsets, rows, device),

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.attention.params import AttentionParams, MaskParams
-from jagged_kernels.attention.select import AttentionProblem
-from jagged_kernels.common.device import contiguous_last_dim
-from jagged_kernels.schedule.cost import LoopedSide, one_pass_may_run
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ..autocast import autocast_operands
 from ..bias import RelativeBias
+from ..containers.segmentation import RowSegments
 from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask
 from ..reference import attention_reference
-from ..scalars import check_kind
-from ..schedule import device_schedule
-from ..settings import backward_workspace, is_batch_invariant
-from ..tracing import is_symbolic
-from ..validation import check_tensor, normal_form, refuse_transforms, values_are_checkable
-from .attention_bias import check_bias, with_bias
-from .attention_checks import (
-    AttentionSegments,
-    check_attention,
-    check_output_scale,
-    check_schedule,
-    check_segments,
-)
-from .paged_keys import paged_keys
-from .segment_scale import expand_to_rows
-from .tail import may_have_tail, padded_to
-
-SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
+from ..validation import check_tensor
+from .attention_call import AttentionOptions, ParsedAttention, Side, parse_call
+from .tail import padded_to
 
 
 def jagged_attention(
@@ -126,286 +105,50 @@ def jagged_attention(
         ("v", v, "[Lk, Hkv, Dv]"),
     ):
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
-    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
-    if pages is not None:
-        k, v, pages = paged_keys(
-            pages, q, k, v, q_offsets, kv_offsets, output_scale, bias, implementation
-        )
-    q, k, v = autocast_operands(q, k, v)
-    check_attention(
-        q,
-        k,
-        v,
-        q_offsets,
-        kv_offsets,
-        scale,
-        activation,
-        output_scale,
-        mask,
-        schedule,
-        implementation,
+    options = AttentionOptions(
+        activation, scale, output_scale, mask, bias, schedule, implementation, pages
     )
-    if bias is not None:
-        check_kind("bias", bias, RelativeBias, "a RelativeBias")
-    if implementation != "reference":
-        refuse_transforms("jagged_attention does")
-    kv_rows = k.shape[0] if pages is None else pages.num_rows
-    segments = check_segments(q, kv_rows, q_offsets, kv_offsets, max_seqlen_q, max_seqlen_kv, mask)
-    if bias is not None:
-        if segments.q_shared or segments.share_keys:
-            raise ValueError(
-                "bias must be None where segments share queries or keys, or with several query"
-                " groups: rows have no position"
-            )
-        bias = check_bias(bias, q, kv_rows, segments.q_offsets, segments.kv_offsets)
-    has_tail = _may_have_tail(q, kv_rows, segments, pages)
-    segments = segments.on(q.device)
-    batch_invariant, workspace = is_batch_invariant(implementation), backward_workspace.current()
-    if mask is not None and mask.hides_nothing():
-        mask = None
-
-    dtype, row_scale = q.dtype, None
-    if not isinstance(output_scale, Tensor) and is_symbolic(output_scale):
-        output_scale = q.new_full(
-            (segments.num_segments,), output_scale, dtype=torch.promote_types(dtype, torch.float32)
-        )
-    if isinstance(output_scale, Tensor):
-        check_output_scale(output_scale, segments.num_segments, q.device)
-        output_scale = normal_form(output_scale, q.device)
-        if (
-            segments.kv_shared
-            or (segments.groups > 1 or output_scale.requires_grad)
-            and implementation != "reference"
-        ):
-            output_scale, row_scale = _split_scale(
-                output_scale, q, segments, batch_invariant, has_tail
-            )
-            # before its segment's scale is applied, a result may overflow fp16
-            if dtype == torch.float16 and segments.share_keys:
-                if implementation == "hopper":
-                    raise ValueError(
-                        "implementation 'hopper' takes no tensor output_scale in fp16 where"
-                        " segments share keys: use bf16, a number, or 'auto'"
-                    )
-                q, k, v, schedule = *(x.float() for x in (q, k, v)), None
-    if segments.kv_shared:  # query rows do not interact, so all of them form one segment
-        ends = torch.arange(2, dtype=segments.q_offsets.dtype, device=segments.q_offsets.device)
-        num_queries = segments.q_offsets.select(0, -1) if has_tail else q.shape[0]
-        segments = segments._replace(q_offsets=ends * num_queries, kv_offsets=ends * k.shape[0])
-
-    params = AttentionParams(
-        scale=q.shape[2] ** -0.5 if scale is None else float(scale),
-        q_shared=segments.q_shared,
-        activation=activation,
-        mask=None if mask is None else list(mask.params),
-        output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale),
-        batch_invariant=batch_invariant,
-        table_gradients=False,
-        num_targets=(
-            None
-            if mask is None or mask.num_targets is None
-            else normal_form(mask.num_targets, q.device)
-        ),
-        segment_scale=output_scale if isinstance(output_scale, Tensor) else None,
-    )
-    if bias is not None and implementation != "reference":
-        params = with_bias(params, bias, q.dtype)
-    offsets = segments.q_offsets, segments.kv_offsets
-    if implementation == "reference":
-        out = attention_reference(
-            q,
-            k,
-            v,
-            *offsets,
-            scale=params.scale,
-            q_shared=params.q_shared,
-            activation=activation,
-            mask=mask,
-            output_scale=output_scale,
-            bias=bias,
-        )
-        out = out if segments.q_shared else padded_to(out, q.shape[0])
-    elif implementation == "auto" and q.device.type != "cuda":
-        out, _ = attention_cpu(q, k, v, *offsets, *params)
-    else:
-        out = _attention_by_kernels(
-            q, k, v, segments, params, schedule, implementation, workspace, has_tail, pages
-        )
-    return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
+    queries = Side(q_offsets, max_seqlen_q)
+    keys = Side(q_offsets if kv_offsets is None else kv_offsets, max_seqlen_kv)
+    return attend(q, k, v, queries, keys, options)
 
 
-def attend_unchecked(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float
-) -> Tensor:
-    """`jagged_attention` with softmax, of operands and offsets on one device that are known to
-    match."""
-    refuse_transforms("jagged_attention does")
-    q, k, v = autocast_operands(q, k, v)
-    params = AttentionParams(
-        scale, False, "softmax", None, 1.0, is_batch_invariant("auto"), False, None, None
-    )
-    if q.device.type != "cuda":
-        return attention_cpu(q, k, v, q_offsets, kv_offsets, *params)[0]
-    segments = AttentionSegments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
-    return _attention_by_kernels(
-        q, k, v, segments, params, None, "auto", backward_workspace.current(), has_tail=False
-    )
-
-
-def _may_have_tail(
-    q: Tensor, kv_rows: int, segments: AttentionSegments, pages: Pages | None
-) -> bool:
-    """Whether there may be rows behind the last segment of queries or keys. Shared operands and
-    pages have none."""
-    sides = [] if segments.q_shared else [("q_offsets", segments.q_offsets, q.shape[0])]
-    if (
-        not segments.kv_shared
-        and pages is None
-        and not (sides and segments.kv_offsets is segments.q_offsets)
-    ):
-        sides += [("kv_offsets", segments.kv_offsets, kv_rows)]
-    return any(may_have_tail(*side, q.device) for side in sides)
-
-
-def _split_scale(
-    output_scale: Tensor,
-    q: Tensor,
-    segments: AttentionSegments,
-    batch_invariant: bool,
-    has_tail: bool,
-) -> tuple[Tensor, Tensor]:
-    """output_scale `[B]` as a product of two factors: one that the kernels apply before they round,
-    and the rest, in fp32 or fp64.
-
-    The kernels compute no gradient for their factor, so it is detached. Segments that share keys
-    may be in one tile, for which the kernels have one factor: a power of two above the largest
-    finite scale of the batch, or 1 if batch-invariant.
-
-    Returns:
-        The kernels' factor, for each of their segments, and the rest for each row of the output.
-    """
-    dtype = torch.promote_types(torch.promote_types(output_scale.dtype, q.dtype), torch.float32)
-    output_scale = output_scale.to(dtype)
-    factor = output_scale.detach()
-    if segments.share_keys and batch_invariant:
-        factor = factor.new_ones(())
-    # scaling by a power of two is exact, so no result depends on another segment's scale
-    elif segments.share_keys:
-        largest = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
-        factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
-    factor = torch.where(factor == 0, 1, factor)
-    rows = q.shape[0] * (segments.num_segments if segments.q_shared else 1)
-    rest = expand_to_rows(output_scale / factor, segments.q_offsets, rows, has_tail)
-    return factor.expand(1 if segments.kv_shared else segments.num_segments), rest
-
-
-def _attention_by_kernels(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segments: AttentionSegments,
-    params: AttentionParams,
-    schedule: TileSchedule | None,
-    implementation: str,
-    workspace: int | None,
-    has_tail: bool,
-    pages: Pages | None = None,
+    queries: Side | RowSegments,
+    keys: Side | RowSegments,
+    options: AttentionOptions = AttentionOptions(),
 ) -> Tensor:
-    """Attention by the portable or the Hopper kernels, which `op.attention` selects. Makes what
-    they take: operands with a contiguous last dimension, a positive scale and a schedule."""
-    from jagged_kernels.attention.op import attention, paged_attention
-
-    device, kv_shared, kv_rows = (
-        q.device,
-        segments.kv_shared,
-        k.shape[0] if pages is None else pages.num_rows,
-    )
-    q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
-    # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by
-    # the scale.
-    if (
-        params.scale <= 0
-        and params.activation == "softmax"
-        or params.has_bias
-        and abs(params.scale) < SMALLEST_SCALE
-    ):
-        q, params = q * params.scale, params._replace(scale=1.0)
-    q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
-    if params.segment_scale is not None:
-        params = params._replace(segment_scale=params.segment_scale.float().contiguous())
-    if schedule is None or kv_shared:
-        problem = AttentionProblem(
-            q.shape[2],
-            v.shape[2],
-            q.dtype,
-            implementation=implementation,
-            activation=params.activation,
-            masked=params.mask is not None,
-            biased=params.has_bias,
-            timed=params.time_bias is not None,
-            batch_invariant=params.batch_invariant,
-        )
-        q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
-        schedule = device_schedule(
-            problem,
-            q_offsets,
-            kv_offsets,
-            q_rows,
-            kv_rows,
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
-            mask=params.mask,
-            num_targets=params.num_targets,
-            backward=False,
-        )
+    """`jagged_attention` of operands with three dimensions. Layers give the segments that their
+    containers have parsed."""
+    parsed = parse_call(q, k, v, queries, keys, options)
+    call, row_scale = parsed.call, parsed.row_scale
+    if options.implementation == "reference":
+        out = _by_definition(parsed)
+    elif options.implementation == "auto" and call.q.device.type != "cuda":
+        out = attention_cpu(call)
     else:
-        schedule = schedule.to(device, non_blocking=True)
-        if values_are_checkable(schedule.num_tiles):
-            check_schedule(schedule, q_offsets, kv_offsets)
-    if pages is not None:
-        return paged_attention(
-            q,
-            k,
-            v,
-            q_offsets,
-            kv_offsets,
-            normal_form(pages.table, device),
-            pages.page_rows,
-            pages.num_rows,
-            schedule.tiles,
-            schedule.num_tiles,
-            schedule.block_m,
-            implementation,
-            *params,
-            has_tail,
-        )
-    keys = schedule.backward
-    if keys is not None and not keys.ascending:
-        masked, causal = (
-            params.mask is not None,
-            params.mask is not None and MaskParams(*params.mask).is_causal,
-        )
-        num_segments = kv_offsets.shape[0] - 1
-        if one_pass_may_run(
-            LoopedSide(*q.shape), k.shape[0], k.shape[1], num_segments, masked, causal
-        ):
-            keys = None  # made for other sizes or another mask, so the backward lists its own tiles
-    out, _ = attention(
+        from jagged_kernels.attention.op import attention
+
+        out = attention(call)
+    return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
+
+
+def _by_definition(parsed: ParsedAttention) -> Tensor:
+    q, k, v, segments, params, _ = parsed.call
+    out = attention_reference(
         q,
         k,
         v,
-        q_offsets,
-        kv_offsets,
-        schedule.tiles,
-        schedule.num_tiles,
-        keys and keys.tiles,
-        keys and keys.num_tiles,
-        schedule.block_m,
-        keys and keys.block_m,
-        kv_shared,
-        implementation,
-        workspace,
-        *params,
-        has_tail,
+        segments.q_offsets,
+        segments.kv_offsets,
+        scale=params.scale,
+        q_shared=segments.q_shared,
+        activation=params.activation,
+        mask=parsed.mask,
+        output_scale=params.output_scale if params.segment_scale is None else params.segment_scale,
+        bias=parsed.bias,
     )
-    return out
+    return out if segments.q_shared else padded_to(out, q.shape[0])

@@ -13,9 +13,22 @@ from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..scalars import check_size, possessive
 from ..settings import is_batch_invariant
-from ..validation import check_device, check_offsets, check_tensor, normal_form, refuse_transforms
+from ..validation import (
+    check_device,
+    check_implementation,
+    check_offsets,
+    check_tensor,
+    normal_form,
+    refuse_transforms,
+)
 from .attention import jagged_attention
-from .attention_checks import BLOCKS, check_attention
+from .attention_checks import (
+    ATTENTION_IMPLEMENTATIONS,
+    BLOCKS,
+    check_operands,
+    check_scalars,
+    check_schedule_of,
+)
 from .tail import may_have_tail
 
 
@@ -186,7 +199,10 @@ def _check_block_attention(
     """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`."""
     check_offsets("offsets", offsets, q.shape[0])
     check_device("offsets", offsets, q.device, possessive(name))
-    check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation, name)
+    check_operands(q, k, v, name)
+    check_scalars("softmax", scale, 1)
+    check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
+    check_schedule_of(q, schedule)
     if implementation != "reference":
         refuse_transforms("block_diagonal_attention does")
     if v.shape != k.shape or k.shape[0] != q.shape[0]:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from jagged_kernels.attention.pages import SMALLEST_PAGE, Pages
 from torch import Tensor
 
 from ..autocast import autocast_dtype
-from ..bias import RelativeBias
 from ..containers.pages import gather_pages
 from ..scalars import check_kind, check_size
 from ..validation import check_device, check_offsets, check_offsets_shape, values_are_checkable
 
+if TYPE_CHECKING:
+    from ..containers.segmentation import RowSegments
+    from .attention_call import AttentionOptions, Side
+
 
 def paged_keys(
-    pages: Pages,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor | str,
-    kv_offsets: Tensor | str,
-    output_scale: object,
-    bias: RelativeBias | None,
-    implementation: str,
+    queries: Side | RowSegments,
+    keys: Side | RowSegments,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Pages | None]:
     """Check pages against the other arguments of attention. Returns k, v and pages; where no kernel
     reads pages, the gathered rows and None."""
+    pages, bias, implementation = options.pages, options.bias, options.implementation
+    q_offsets, kv_offsets = queries.offsets, keys.offsets
     check_kind("pages", pages, Pages, "a Pages")
     check_size("pages.num_rows", pages.num_rows, at_least=0)
     if isinstance(q_offsets, str) or isinstance(kv_offsets, str):
@@ -40,7 +44,10 @@ def paged_keys(
         )
     if torch.is_grad_enabled():
         tables = () if bias is None else (bias.position, bias.time)
-        if any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, output_scale, *tables)):
+        if any(
+            isinstance(x, Tensor) and x.requires_grad
+            for x in (q, k, v, options.output_scale, *tables)
+        ):
             raise RuntimeError(
                 "attention with pages has no gradient: call it under torch.no_grad(), or gather the"
                 " keys and values first"
@@ -75,12 +82,8 @@ def paged_keys(
                 f"pages.table must have pages 0 to {k.shape[0] // pages.page_rows - 1}, got"
                 f" {int(wrong[0])}"
             )
-    if (
-        implementation == "reference"
-        or implementation == "auto"
-        and not q.is_cuda
-        or autocast_dtype(k) != k.dtype
-    ):
+    on_cpu = implementation == "auto" and not q.is_cuda
+    if implementation == "reference" or on_cpu or autocast_dtype(k) != k.dtype:
         k, v = gather_pages(pages, kv_offsets, k, v)
         return k, v, None
     return k, v, pages

@@ -12,13 +12,13 @@ from torch.nn.functional import pad
 
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
-from ..containers.segmentation import note_rows
+from ..containers.segmentation import RowSegments, parse_segments
 from ..masks import AttentionMask
 from ..validation import check_device, check_offsets, check_offsets_shape, check_tensor
-from .attention import jagged_attention
-from .attention_checks import check_attention, check_output_scale, check_shared
+from .attention import attend
+from .attention_call import AttentionOptions, Side
+from .attention_checks import check_operands, check_output_scale, check_shared
 from .joined_rows import joined_rows
-from .tail import may_have_tail
 
 
 def target_attention(
@@ -90,32 +90,18 @@ def target_attention(
         )
     candidates.check(q.shape[0], num_users)
     check_device("candidates", candidates.offsets, q.device, "q's")
-    candidates = candidates.to(q.device)
+    candidates = candidates.on(q.device)
     num_candidates, rows = q.shape[:2]
+    queries = candidates.parsed(num_candidates, rows)
     if max_seqlen_q is not None:
         check_offsets(
-            "candidates",
-            candidates.query_offsets(rows),
-            max_seqlen=max_seqlen_q,
-            longest="max_seqlen_q",
+            "candidates", queries.offsets, max_seqlen=max_seqlen_q, longest="max_seqlen_q"
         )
-    if candidates.order is not None:
-        q = q.index_select(0, candidates.order)
-    out = jagged_attention(
-        q.flatten(0, 1),
-        k,
-        v,
-        candidates.query_offsets(rows),
-        kv_offsets,
-        max_seqlen_kv=max_seqlen_kv,
-        activation=activation,
-        scale=scale,
-        output_scale=output_scale,
-        mask=mask,
-        schedule=schedule,
-        implementation=implementation,
-        pages=pages,
+    options = AttentionOptions(
+        activation, scale, output_scale, mask, None, schedule, implementation, pages
     )
+    keys = Side(kv_offsets, max_seqlen_kv)
+    out = attend(candidates.grouped(q).flatten(0, 1), k, v, queries, keys, options)
     return candidates.ungrouped(torch.unflatten(out, 0, (num_candidates, rows)))
 
 
@@ -171,10 +157,8 @@ def self_target_attention(
         if given != expected:
             raise ValueError(f"q_candidates must have q_user's {what}, {expected}, got {given}")
     q_user, q_candidates, k, v = autocast(q_user), autocast(q_candidates), autocast(k), autocast(v)
-    check_attention(
-        q_user, k, v, None, None, None, "softmax", 1, None, None, "auto", q_name="q_user"
-    )
-    rows = q_user.shape[0], q_candidates.shape[0]
+    check_operands(q_user, k, v, "q_user")
+    rows, device = (q_user.shape[0], q_candidates.shape[0]), q_user.device
     if k.shape[0] != rows[0]:
         raise ValueError(f"k must have q_user's rows, {rows[0]}, got {k.shape[0]}")
     for name, x, total in (
@@ -182,53 +166,49 @@ def self_target_attention(
         ("candidate_offsets", candidate_offsets, rows[1]),
     ):
         check_offsets(name, x, total)
-        check_device(name, x, q_user.device, "q_user's")
+        check_device(name, x, device, "q_user's")
     if offsets.shape != candidate_offsets.shape:
         segments = offsets.shape[0] - 1, candidate_offsets.shape[0] - 1
         raise ValueError(
             "offsets and candidate_offsets must describe the same number of segments, "
             "got {} and {}".format(*segments)
         )
-    if offsets.device != candidate_offsets.device:
-        offsets, candidate_offsets = (
-            x.to(q_user.device, non_blocking=True) for x in (offsets, candidate_offsets)
-        )
-    device = q_user.device
-    if may_have_tail("offsets", offsets, rows[0], device) or may_have_tail(
-        "candidate_offsets", candidate_offsets, rows[1], device
-    ):
-        q_offsets, offsets, options = _with_rows_between(
-            offsets, candidate_offsets, rows, device, options
-        )
-    else:
-        # torch.export: a sum of [B] would exclude B = 1
-        q_offsets = torch.cat([offsets, (candidate_offsets + rows[0])[1:]])
-        note_rows(q_offsets, sum(rows))
-    out = jagged_attention(joined_rows(q_user, q_candidates), k, v, q_offsets, offsets, **options)
+    keys = parse_segments("offsets", offsets, rows[0], device)
+    candidates = parse_segments("candidate_offsets", candidate_offsets, rows[1], device)
+    queries, keys, options = _joined_segments(keys, candidates, rows, options)
+    max_seqlens = (options.pop(f"max_seqlen_{side}", None) for side in ("q", "kv"))
+    for side, segments, longest in zip(("q", "kv"), (queries, keys), max_seqlens):
+        if longest is not None:
+            check_offsets(f"{side}_offsets", segments.offsets, None, longest, f"max_seqlen_{side}")
+    joined = joined_rows(q_user, q_candidates)
+    out = attend(joined, k, v, queries, keys, AttentionOptions(**options))
     of_user, of_candidates = torch.split_with_sizes(out, rows)
     return of_user, of_candidates
 
 
-def _with_rows_between(
-    offsets: Tensor,
-    candidate_offsets: Tensor,
-    rows: tuple[int, int],
-    device: torch.device,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """q_offsets, kv_offsets and options of `self_target_attention` where rows may follow the last
-    user's, or the last candidate.
+def _joined_segments(
+    users: RowSegments, candidates: RowSegments, rows: tuple[int, int], options: dict[str, Any]
+) -> tuple[RowSegments, RowSegments, dict[str, Any]]:
+    """The segments of the queries and of the keys, and the options, of `self_target_attention`.
 
-    The rows between the users' and the candidates' are one more query segment, and those behind the
-    candidates another. They are the queries of one more segment of keys, which is empty, so their
-    results and gradients are 0.
+    Where rows may follow the last user's, or the last candidate, the rows between the users' and
+    the candidates' are one more query segment, and those behind the candidates another. They are
+    the queries of one more segment of keys, which is empty, so their results and gradients are 0.
     """
+    q_offsets = candidates.offsets + rows[0]
+    if not (users.has_tail or candidates.has_tail):
+        # torch.export: a sum of [B] would exclude B = 1
+        q_offsets = torch.cat([users.offsets, q_offsets[1:]])
+        return RowSegments(q_offsets, num_rows=sum(rows)), users, options
     # a sum: a graph would be compiled for each number that pads or fills
-    ends = candidate_offsets.narrow(0, 0, 1) + sum(rows)
-    q_offsets = torch.cat([offsets, candidate_offsets + rows[0], ends])
+    ends = candidates.offsets.narrow(0, 0, 1) + sum(rows)
+    q_offsets = torch.cat([users.offsets, q_offsets, ends])
     options = options | dict(schedule=None)  # another number of segments
     output_scale = options.get("output_scale")
     if isinstance(output_scale, Tensor):
-        check_output_scale(output_scale, 2 * (offsets.shape[0] - 1), device)
+        num_segments = 2 * (users.offsets.shape[0] - 1)
+        check_output_scale(output_scale, num_segments, users.offsets.device)
         options["output_scale"] = pad(output_scale.view(2, -1), (0, 1), value=1).flatten()
-    return q_offsets, torch.cat([offsets, offsets[-1:]]), options
+    kv_offsets = torch.cat([users.offsets, users.offsets[-1:]])
+    keys = RowSegments(kv_offsets, num_rows=rows[0], has_tail=True)
+    return RowSegments(q_offsets, num_rows=sum(rows)), keys, options

@@ -11,25 +11,20 @@ from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged
-from ..functional.tail import may_have_tail, with_clean_tail, without_tail
-from ..validation import normal_form
+from ..containers.segmentation import RowSegments
+from ..functional.tail import with_clean_tail, without_tail
 
 
 def end_of(name: str, x: Jagged) -> Tensor | None:
     """The offsets, in their normal form, at whose end the rows of x end. None if the host knows it,
     or a caller has cleared those behind. Errors call x `name`."""
-    if x.is_clean or not may_have_tail(f"{name}'s offsets", x.offsets, x.num_rows, x.device):
-        return None
-    return normal_form(x.offsets, x.device)
+    return None if x.is_clean else x.parsed(name).end
 
 
-def end_of_candidates(candidates: CandidateIndex, targets: Tensor) -> Tensor | None:
-    """The same for targets `[num_candidates, ...]` that are grouped by user. A map has one entry
-    for each."""
-    known = candidates.order is not None or not may_have_tail(
-        "candidates", candidates.offsets, targets.shape[0], targets.device
-    )
-    return None if known else normal_form(candidates.offsets, targets.device)
+def end_of_candidates(index: CandidateIndex, rows: RowSegments) -> Tensor | None:
+    """The same for the rows of candidates, which are grouped by user. A map has one entry for
+    each, so no row is behind them."""
+    return index.offsets.contiguous() if rows.has_tail and index.order is None else None
 
 
 def entering(x: Tensor, end: Tensor | None) -> Tensor:

@@ -10,8 +10,10 @@ from jagged_kernels.attention.params import MaskParams
 from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
+from ..containers.segmentation import RowSegments
 from ..functional import jagged_attention, target_attention
-from ..functional.attention import attend_unchecked
+from ..functional.attention import attend
+from ..functional.attention_call import AttentionOptions
 from ..functional.linear_compress import compress_unchecked
 from ..masks import AttentionMask
 from ..validation import check_index_values, check_integers, check_tensor, values_are_checkable
@@ -202,14 +204,9 @@ def attend_in_place(
         rows, offsets = visible_first(hidden)
         key, value = key.index_select(0, rows), value.index_select(0, rows)
     num_candidates, num_rows = query.shape[0], query.shape[2]
-    q = (
-        query.transpose(1, 2)
-        if candidates.order is None
-        else query.index_select(0, candidates.order).transpose(1, 2)
-    )
-    out = attend_unchecked(
-        q.flatten(0, 1), key, value, candidates.query_offsets(num_rows), offsets, scale
-    )
+    q = candidates.grouped(query).transpose(1, 2).flatten(0, 1)
+    queries, keys = RowSegments(candidates.query_offsets(num_rows)), RowSegments(offsets)
+    out = attend(q, key, value, queries, keys, AttentionOptions(scale=scale))
     out = out.unflatten(0, (num_candidates, num_rows)).transpose(1, 2)
     out = candidates.ungrouped(out)
     if empty != 0:  # target_attention gives 0
