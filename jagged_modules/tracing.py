@@ -24,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type[Any])
 M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
@@ -104,24 +105,55 @@ def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, 
 def one_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
     """Decorator for a layer's forward: a call with a `torch.fx.Proxy` becomes a call of the layer,
     unless the layer is the root. In a profile the call is a range `jagged_modules.<class>`.
+
+    The call may name a method to run instead of forward: see `through_call`.
     """
 
     @functools.wraps(forward)
     def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
         proxy = _first_proxy(args, kwargs)
-        if proxy is None or proxy.tracer.root is self:
-            # Compiled graphs have no ranges: torch names their kernels by module. Otherwise, a
-            # range costs more than the two checks.
-            # pyright: ignore[reportPrivateUsage] - torch.optim too
-            if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:
-                return forward(self, *args, **kwargs)
-            with profiler.record_function(f"jagged_modules.{type(self).__name__}"):
-                return forward(self, *args, **kwargs)
-        return proxy.tracer.create_proxy(
-            "call_module", proxy.tracer.path_of_module(self), args, kwargs
-        )
+        if proxy is not None and proxy.tracer.root is not self:
+            path = proxy.tracer.path_of_module(self)
+            return proxy.tracer.create_proxy("call_module", path, args, kwargs)
+        name: Any = kwargs.pop(_METHOD, None)
+        run: Callable[..., R] = forward if name is None else _METHODS[name]
+        # Compiled graphs have no ranges: torch names their kernels by module. Otherwise, a range
+        # costs more than the two checks. torch.optim reads the private name too.
+        is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        if torch.compiler.is_compiling() or not is_profiling:
+            return run(self, *args, **kwargs)
+        with profiler.record_function(f"jagged_modules.{type(self).__name__}"):
+            return run(self, *args, **kwargs)
 
     return call
+
+
+_METHOD = "_method"
+_METHODS: dict[str, Callable[..., Any]] = {}
+
+
+def through_call(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """Decorator for a layer's other methods that read parameters: the method calls the layer, whose
+    `one_module` runs it.
+
+    What changes a module's behaviour does so in its call: `fully_shard` gathers the parameters in
+    hooks of the call, and `Module.compile`, torch.fx and users' hooks know nothing else. The call
+    names the method by a string, because a graph of torch.fx holds no functions.
+    """
+    name = method.__qualname__  # not looked up in the class: a subclass may override the method
+    _METHODS[name] = method
+
+    @functools.wraps(method)
+    def public(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self(*args, **kwargs, **{_METHOD: name})
+
+    return public
+
+
+def call_of(forward: F) -> Callable[[Any], F]:
+    """Decorator that gives `__call__` the type of forward: nn.Module declares that calls return
+    Any. For type checkers only, because torch.fx replaces nn.Module's `__call__`."""
+    return lambda _: forward
 
 
 def call_classmethod(cls: str, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -61,10 +61,9 @@ class HSTUStack(nn.Module):
     ) -> None:
         super().__init__()
         check_size("num_layers", num_layers)
-        layers = nn.ModuleList(
+        layers: Any = nn.ModuleList(  # torch's ModuleList has no type of element
             HSTULayer(embedding_dim, num_heads, config, device, dtype) for _ in range(num_layers)
         )
-        # type: ignore[assignment]  # torch's ModuleList has no type of element
         self.layers: Sequence[HSTULayer] = layers
         self.config = self.layers[0].config
 

@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,6 @@ def xavier_linear(
 
 def _reset_xavier(linear: nn.Linear) -> None:
     nn.init.xavier_uniform_(linear.weight)
-    # pyright: ignore[reportUnnecessaryComparison] - torch declares that a bias is never None
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
+    bias: Any = linear.bias  # which torch declares to be never None
+    if bias is not None:
+        nn.init.zeros_(bias)

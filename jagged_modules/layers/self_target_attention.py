@@ -3,7 +3,7 @@ launch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..containers.conversions import wait_for
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional import self_target_attention
 from ..scalars import check_size
-from ..tracing import one_module
+from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
@@ -79,8 +79,8 @@ class JaggedSelfTargetAttention(nn.Module):
     @one_module
     @fixed_rows
     def forward(
-        self, history: Any, targets: Any, candidates: CandidateIndex | Tensor | None = None
-    ) -> tuple[Any, Any]:
+        self, history: C, targets: T, candidates: CandidateIndex | Tensor | None = None
+    ) -> tuple[C, T]:
         """Attend from the history and from the targets to the history.
 
         Args:
@@ -99,44 +99,29 @@ class JaggedSelfTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
-        targets = wait_for(targets)
-        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        rows = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        given: Any = wait_for(targets)
         if candidates is None:
-            jagged_targets = (
-                targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
-            )
-            check_same_segments("targets", jagged_targets, "history", history)
-            end = end_of("targets", jagged_targets)
-            rows = checked_targets(
-                jagged_targets.values, self.target_proj, self.target_dim, 2, "[N, E_t]"
-            )
-            values, out = self._attend(
-                history, self._project(entering(rows, end)), jagged_targets.offsets
-            )
-            return history.unwrap(values), jagged_targets.unwrap(leaving(out, end))
-        candidates = CandidateIndex.wrap(candidates, history.num_segments)
-        targets = checked_candidates(
-            targets, self.target_proj, self.target_dim, candidates, history
-        )
-        end, candidates = end_of_candidates(candidates, targets), candidates.to(targets.device)
-        q = self._project(entering(targets, end))
-        if candidates.order is not None:
-            q = q.index_select(0, candidates.order)
-        values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))
-        out = torch.unflatten(out, 0, q.shape[:2])
-        return history.unwrap(values), leaving(candidates.ungrouped(out), end)
+            jagged = given if isinstance(given, Jagged) else Jagged.wrap(given, name="targets")
+            check_same_segments("targets", jagged, "history", rows)
+            end = end_of("targets", jagged)
+            given = checked_targets(jagged.values, self.target_proj, self.target_dim, 2, "[N, E_t]")
+            values, out = self._attend(rows, self._project(entering(given, end)), jagged.offsets)
+            return rows.unwrap(values), jagged.unwrap(leaving(out, end))
+        index = CandidateIndex.wrap(candidates, rows.num_segments)
+        given = checked_candidates(given, self.target_proj, self.target_dim, index, rows)
+        end, index = end_of_candidates(index, given), index.to(given.device)
+        q = self._project(entering(given, end))
+        if index.order is not None:
+            q = q.index_select(0, index.order)
+        values, out = self._attend(rows, q.flatten(0, 1), index.query_offsets(q.shape[1]))
+        result: Any = leaving(index.ungrouped(torch.unflatten(out, 0, q.shape[:2])), end)
+        return rows.unwrap(values), result
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+    if TYPE_CHECKING:
 
-        @overload
-        def __call__(
-            self, history: C, targets: Tensor, candidates: CandidateIndex | Tensor
-        ) -> tuple[C, Tensor]: ...
-
-        @overload
-        def __call__(self, history: C, targets: T, candidates: None = None) -> tuple[C, T]: ...
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def _project(self, targets: Tensor) -> Tensor:
         return in_heads("target_proj", self.target_proj(targets), self.num_heads, self.head_dim)

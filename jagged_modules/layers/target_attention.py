@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -16,8 +17,8 @@ from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..containers.segmentation import note_rows
 from ..functional import jagged_attention, target_attention
-from ..scalars import check_flag, check_kind, check_number, check_size
-from ..tracing import one_module
+from ..scalars import check_kind, check_number, check_size
+from ..tracing import call_of, one_module, through_call
 from ..validation import (
     MAX_HEAD_DIM,
     check_dense,
@@ -88,6 +89,8 @@ class JaggedTargetAttention(nn.Module):
         built on the meta device."""
         reset_all(self.children())
 
+    @through_call
+    @fixed_rows
     def cache(self, history: Any) -> HistoryCache:
         """Compute the keys and values of the histories, for any number of later calls of `score`.
 
@@ -100,8 +103,12 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError, ValueError: as `forward`.
         """
-        return self(None, history, return_cache=True)
+        return self._cached(
+            "history", wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        )
 
+    @through_call
+    @fixed_rows
     def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
         """Compute the keys and values of the next events of cached histories. Those of the earlier
         events do not change.
@@ -119,8 +126,12 @@ class JaggedTargetAttention(nn.Module):
                 shape.
         """
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
-        return None, self(None, events, cache=cache, return_cache=True)
+        jagged = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
+        layer_of_cache(cache, "events", jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
+        return None, self._cached("events", jagged)
 
+    @through_call
+    @fixed_rows
     def score(
         self, targets: T, cache: HistoryCache, candidates: CandidateIndex | Tensor | None = None
     ) -> T:
@@ -145,22 +156,19 @@ class JaggedTargetAttention(nn.Module):
             # [4, 1, 32]
             out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
-        return self(targets, None, candidates, cache=cache)
+        width = 2 * self.head_dim
+        history = layer_of_cache(cache, "targets", None, self.num_heads, width, self.kv_proj)
+        values, pages = paged_operands(history)
+        k, v = values.chunk(2, dim=2)
+        return self._attend(targets, k, v, candidates, history, "cache", pages)
 
     append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
 
     @one_module
     @fixed_rows
     def forward(
-        self,
-        targets: Any,
-        history: Any,
-        candidates: CandidateIndex | Tensor | None = None,
-        *,
-        cache: HistoryCache | None = None,
-        return_cache: bool = False,
-    ) -> Any:
+        self, targets: T, history: Any, candidates: CandidateIndex | Tensor | None = None
+    ) -> T:
         """Attend from the targets to the history of their user.
 
         Args:
@@ -170,36 +178,38 @@ class JaggedTargetAttention(nn.Module):
             history: any container of `[L, E]` values in B segments, one per user.
             candidates: the user of each candidate: a `CandidateIndex`, which several layers may
                 share, or `[num_candidates]` int32 or int64 in any order.
-            cache: if given, the call is `score(targets, cache, candidates)`, and history must be
-                None.
-            return_cache: if True, the call is `cache(history)`, and targets must be None. With
-                cache too, history has the events of `append`.
 
         Returns:
             `[B, T, E]`, the targets' kind of container with `[N, E]` values, or
-            `[num_candidates, n_q, E]`, as targets are. With return_cache, a HistoryCache. The dtype
-            is that of the projections. The result of a target whose history is empty is out_proj's
-            bias.
+            `[num_candidates, n_q, E]`, as targets are. The dtype is that of the projections. The
+            result of a target whose history is empty is out_proj's bias.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
-        check_flag("return_cache", return_cache)
-        if return_cache:
-            return self._cache(targets, history, cache)
-        targets, pages = wait_for(targets), None
-        if cache is None:
-            history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-            k, v = self._keys_and_values(entering(history.values, end_of("history", history)))
-        else:
-            if history is not None:
-                raise ValueError(f"history must be None with cache, got {type(history).__name__}")
-            history = layer_of_cache(
-                cache, "targets", None, self.num_heads, 2 * self.head_dim, self.kv_proj
-            )
-            values, pages = paged_operands(history)
-            k, v = values.chunk(2, dim=2)
+        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        k, v = self._keys_and_values(entering(history.values, end_of("history", history)))
+        return self._attend(targets, k, v, candidates, history, "history")
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
+
+    def _attend(
+        self,
+        targets: Any,
+        k: Tensor,
+        v: Tensor,
+        candidates: CandidateIndex | Tensor | None,
+        history: Jagged,
+        history_name: str,
+        pages: Pages | None = None,
+    ) -> Any:
+        """Attend from the targets to the history's keys and values. Errors call it
+        `history_name`."""
+        targets = wait_for(targets)
         schedule_for = functools.partial(
             history.schedule, num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype
         )
@@ -241,9 +251,7 @@ class JaggedTargetAttention(nn.Module):
         jagged_targets = (
             targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
         )
-        check_same_segments(
-            "targets", jagged_targets, "history" if cache is None else "cache", history
-        )
+        check_same_segments("targets", jagged_targets, history_name, history)
         end = end_of("targets", jagged_targets)
         values = checked_targets(jagged_targets.values, self.q_proj, self.target_dim, 2, "[N, E_t]")
         q = self._project(entering(values, end))
@@ -253,45 +261,11 @@ class JaggedTargetAttention(nn.Module):
         )
         return jagged_targets.unwrap(leaving(self._output(out.flatten(1)), end))
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
-
-        @overload
-        def __call__(
-            self,
-            targets: T,
-            history: Any,
-            candidates: CandidateIndex | Tensor | None = None,
-            *,
-            cache: HistoryCache | None = None,
-            return_cache: Literal[False] = False,
-        ) -> T: ...
-
-        @overload
-        def __call__(
-            self,
-            targets: None,
-            history: Any,
-            candidates: None = None,
-            *,
-            cache: HistoryCache | None = None,
-            return_cache: Literal[True],
-        ) -> HistoryCache: ...
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def _cache(self, targets: Any, rows: Any, cache: HistoryCache | None) -> HistoryCache:
-        """Keys and values of a history's rows, or with the history's cache, of the next events."""
-        if targets is not None:
-            raise ValueError(
-                f"targets must be None with return_cache, got {type(targets).__name__}"
-            )
-        name = "history" if cache is None else "events"
-        jagged = wrap_rows(name, rows, self.embedding_dim, self.kv_proj)
-        if cache is not None:
-            layer_of_cache(cache, name, jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
-        end = end_of(name, jagged)
-        keys_and_values = torch.cat(self._keys_and_values(entering(jagged.values, end)), dim=2)
-        return HistoryCache((jagged.with_values(leaving(keys_and_values, end)),))
+    def _cached(self, name: str, rows: Jagged) -> HistoryCache:
+        """Keys and values of these rows, which errors call `name`."""
+        end = end_of(name, rows)
+        keys_and_values = torch.cat(self._keys_and_values(entering(rows.values, end)), dim=2)
+        return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:
         return in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
