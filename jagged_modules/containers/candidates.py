@@ -24,15 +24,14 @@ from .jagged import Jagged
 from .offsets import rows_and_segments
 from .segmentation import (
     Queries,
-    Segmentation,
     RowSegments,
+    Segmentation,
     may_have_tail,
     outside_inference_mode,
     record_stream,
     remember,
     segmentation_of,
 )
-
 
 MOST_COMPARED = 2**14  # candidates that are compared with one another
 

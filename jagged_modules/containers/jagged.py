@@ -24,8 +24,8 @@ from .conversions import check_lengths, longest_segment, rebuild, values_and_off
 from .schedules import Sizes, kept_schedule
 from .segmentation import (
     Queries,
-    Segmentation,
     RowSegments,
+    Segmentation,
     outside_inference_mode,
     parse_segments,
     record_stream,

@@ -87,7 +87,7 @@ class Segmentation:
 
 
 class RowSegments(NamedTuple):
-    """The segments of an operand's rows, parsed: nothing below checks, casts or moves them again.
+    """The segments of an operand's rows, parsed: nothing below checks or moves them again.
 
     Attributes:
         offsets: `[B + 1]` in their normal form, on the operand's device.

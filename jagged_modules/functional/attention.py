@@ -12,7 +12,7 @@ from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..validation import check_tensor
-from .attention_call import AttentionOptions, ParsedAttention, Side, parse_call
+from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, Side, parse_call
 from .tail import padded_to
 
 
@@ -119,7 +119,7 @@ def attend(
     v: Tensor,
     queries: Side | RowSegments,
     keys: Side | RowSegments,
-    options: AttentionOptions = AttentionOptions(),
+    options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
     """`jagged_attention` of operands with three dimensions. Layers give the segments that their
     containers have parsed."""
@@ -128,7 +128,7 @@ def attend(
     if options.implementation == "reference":
         out = _by_definition(parsed)
     elif options.implementation == "auto" and call.q.device.type != "cuda":
-        out = attention_cpu(call)
+        out = _shim_cpu(call)
     else:
         from jagged_kernels.attention.op import attention
 
@@ -152,3 +152,22 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
         bias=parsed.bias,
     )
     return out if segments.q_shared else padded_to(out, q.shape[0])
+
+
+def _shim_cpu(call):
+    q, k, v, s, p, _ = call
+    return attention_cpu(
+        q,
+        k,
+        v,
+        s.q_offsets,
+        s.kv_offsets,
+        p.scale,
+        s.q_shared,
+        p.activation,
+        None if p.mask is None else list(p.mask),
+        p.output_scale,
+        p.batch_invariant,
+        p.table_gradients,
+        *p[-8:],
+    )[0]

@@ -54,6 +54,9 @@ class AttentionOptions(NamedTuple):
     pages: Pages | None = None
 
 
+DEFAULT_OPTIONS = AttentionOptions()
+
+
 class Side(NamedTuple):
     """The segments of the queries or of the keys, as a caller of a public function gives them."""
 

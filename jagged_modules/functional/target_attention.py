@@ -175,15 +175,28 @@ def self_target_attention(
         )
     keys = parse_segments("offsets", offsets, rows[0], device)
     candidates = parse_segments("candidate_offsets", candidate_offsets, rows[1], device)
-    queries, keys, options = _joined_segments(keys, candidates, rows, options)
-    max_seqlens = (options.pop(f"max_seqlen_{side}", None) for side in ("q", "kv"))
-    for side, segments, longest in zip(("q", "kv"), (queries, keys), max_seqlens):
+    return attend_users_and_candidates((q_user, q_candidates), k, v, keys, candidates, **options)
+
+
+def attend_users_and_candidates(
+    q: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    users: RowSegments,
+    candidates: RowSegments,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`self_target_attention` of operands that match. q: those of the users and of the
+    candidates."""
+    rows = q[0].shape[0], q[1].shape[0]
+    queries, keys, options = _joined_segments(users, candidates, rows, options)
+    for side, segments in (("q", queries), ("kv", keys)):
+        longest = options.pop(f"max_seqlen_{side}", None)
         if longest is not None:
             check_offsets(f"{side}_offsets", segments.offsets, None, longest, f"max_seqlen_{side}")
-    joined = joined_rows(q_user, q_candidates)
-    out = attend(joined, k, v, queries, keys, AttentionOptions(**options))
-    of_user, of_candidates = torch.split_with_sizes(out, rows)
-    return of_user, of_candidates
+    out = attend(joined_rows(*q), k, v, queries, keys, AttentionOptions(**options))
+    of_users, of_candidates = torch.split_with_sizes(out, rows)
+    return of_users, of_candidates
 
 
 def _joined_segments(

@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
-from ..containers.conversions import wait_for
-from ..containers.jagged import Jagged, check_same_segments, wrap_rows
-from ..functional import self_target_attention
+from ..containers.jagged import wrap_rows
+from ..functional.target_attention import attend_users_and_candidates
 from ..scalars import check_size
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, end_of_candidates, entering, leaving
-from .target_attention import checked_candidates, checked_targets
+from .tail import end_of, entering, leaving
+from .targets import parse_targets
 
 C = TypeVar("C")  # the container of the history
 T = TypeVar("T")  # the container of the targets
@@ -99,44 +98,26 @@ class JaggedSelfTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
-        rows = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        given: Any = wait_for(targets)
-        if candidates is None:
-            jagged = given if isinstance(given, Jagged) else Jagged.wrap(given, name="targets")
-            check_same_segments("targets", jagged, "history", rows)
-            end = end_of("targets", jagged)
-            given = checked_targets(jagged.values, self.target_proj, self.target_dim, 2, "[N, E_t]")
-            values, out = self._attend(rows, self._project(entering(given, end)), jagged.offsets)
-            return rows.unwrap(values), jagged.unwrap(leaving(out, end))
-        index = CandidateIndex.wrap(candidates, rows.num_segments)
-        given = checked_candidates(given, self.target_proj, self.target_dim, index, rows)
-        end, index = end_of_candidates(index, given), index.to(given.device)
-        q = self._project(entering(given, end))
-        if index.order is not None:
-            q = q.index_select(0, index.order)
-        values, out = self._attend(rows, q.flatten(0, 1), index.query_offsets(q.shape[1]))
-        result: Any = leaving(index.ungrouped(torch.unflatten(out, 0, q.shape[:2])), end)
-        return rows.unwrap(values), result
+        users = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        given = parse_targets(
+            targets, candidates, users, self.target_proj, self.target_dim, may_be_equal=False
+        )
+        q = self.target_proj(entering(given.rows, given.end))
+        q = in_heads("target_proj", q, self.num_heads, self.head_dim)
+        end = end_of("history", users)
+        rows = entering(users.values, end)
+        own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
+        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
+        segments = users.parsed("history"), given.segments
+        of_users, of_targets = attend_users_and_candidates((own, given.grouped(q)), k, v, *segments)
+        values = leaving(self.out_proj(of_users.flatten(1)), end)
+        results = self.target_out_proj(given.ungrouped(of_targets).flatten(-2))
+        return users.unwrap(values), given.unwrap(leaving(results, given.end))
 
     if TYPE_CHECKING:
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def _project(self, targets: Tensor) -> Tensor:
-        return in_heads("target_proj", self.target_proj(targets), self.num_heads, self.head_dim)
-
-    def _attend(self, history: Jagged, queries: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of the events `[L, E]` and of the targets `[N, E]`, whose queries `[N, H, D]`
-        are grouped by user."""
-        end = end_of("history", history)
-        rows = entering(history.values, end)
-        own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
-        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
-        of_events, of_targets = self_target_attention(own, queries, k, v, history.offsets, offsets)
-        return leaving(self.out_proj(of_events.flatten(1)), end), self.target_out_proj(
-            of_targets.flatten(1)
-        )
 
     def extra_repr(self) -> str:
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,25 +10,19 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
-from ..containers.conversions import wait_for
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.jagged import Jagged, wrap_rows
 from ..containers.pages import paged_operands
-from ..containers.segmentation import note_rows
-from ..functional import jagged_attention, target_attention
+from ..functional.attention import attend
+from ..functional.attention_call import AttentionOptions
 from ..scalars import check_kind, check_number, check_size
 from ..tracing import call_of, one_module, through_call
-from ..validation import (
-    MAX_HEAD_DIM,
-    check_dense,
-    check_device,
-    check_layer_input,
-    resolve_head_dim,
-)
+from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, end_of_candidates, entering, leaving
+from .tail import end_of, entering, leaving
+from .targets import parse_targets
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
@@ -209,57 +202,23 @@ class JaggedTargetAttention(nn.Module):
     ) -> Any:
         """Attend from the targets to the history's keys and values. Errors call it
         `history_name`."""
-        targets = wait_for(targets)
-        schedule_for = functools.partial(
-            history.schedule, num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype
+        given = parse_targets(
+            targets, candidates, history, self.q_proj, self.target_dim, history_name=history_name
         )
-
-        if candidates is not None:
-            candidates = CandidateIndex.wrap(candidates, history.num_segments)
-            targets = checked_candidates(targets, self.q_proj, self.target_dim, candidates, history)
-            end = end_of_candidates(candidates, targets)
-            q = self._project(entering(targets, end))
-            schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
-            out = target_attention(
-                q, k, v, candidates, history.offsets, schedule=schedule, pages=pages
-            )
-            return leaving(self._output(out.flatten(2)), end)
-
-        if isinstance(targets, Tensor) and not targets.is_nested:
-            q = self._project(
-                checked_targets(targets, self.q_proj, self.target_dim, 3, "[B, T, E_t]")
-            )
-            if q.shape[0] != history.num_segments:
-                raise ValueError(
-                    "targets without candidates must be one per history segment,"
-                    f" {history.num_segments}, got {q.shape[0]}"
-                )
-            rows = q.shape[1]
-            offsets = (
-                torch.arange(
-                    q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device
-                )
-                * rows
-            )
-            note_rows(offsets, q.shape[0] * rows)
-            schedule = schedule_for(queries=rows)
-            out = jagged_attention(
-                q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule, pages=pages
-            )
-            return torch.unflatten(self._output(out.flatten(1)), 0, (q.shape[0], rows))
-
-        jagged_targets = (
-            targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
+        q = self.q_proj(entering(given.rows, given.end))
+        q = in_heads("q_proj", q, self.num_heads, self.head_dim)
+        schedule = history.schedule(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            dtype=k.dtype,
+            queries=given.queries,
+            rows_per_candidate=given.rows_per_candidate,
         )
-        check_same_segments("targets", jagged_targets, history_name, history)
-        end = end_of("targets", jagged_targets)
-        values = checked_targets(jagged_targets.values, self.q_proj, self.target_dim, 2, "[N, E_t]")
-        q = self._project(entering(values, end))
-        schedule = schedule_for(queries=jagged_targets)
-        out = jagged_attention(
-            q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule, pages=pages
-        )
-        return jagged_targets.unwrap(leaving(self._output(out.flatten(1)), end))
+        options = AttentionOptions(schedule=schedule, pages=pages)
+        keys = history.parsed(history_name)
+        out = given.ungrouped(attend(given.grouped(q), k, v, given.segments, keys, options))
+        out = self.out_proj(self.dropout(out.flatten(-2)))
+        return given.unwrap(leaving(out, given.end))
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
@@ -270,44 +229,8 @@ class JaggedTargetAttention(nn.Module):
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:
         return in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
 
-    def _output(self, rows: Tensor) -> Tensor:
-        return self.out_proj(self.dropout(rows))
-
-    def _project(self, targets: Tensor) -> Tensor:
-        return in_heads("q_proj", self.q_proj(targets), self.num_heads, self.head_dim)
-
     def extra_repr(self) -> str:
         return (
             f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
             f" target_dim={self.target_dim}"
         )
-
-
-def checked_targets(
-    targets: Any, projection: nn.Module, target_dim: int, dim: int, shape: str
-) -> Tensor:
-    """Targets with `dim` dimensions, which the projection takes. Errors give `shape` as the
-    expected shape."""
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
-    check_dense("targets", targets)
-    if targets.dim() != dim or targets.shape[-1] != target_dim:
-        raise ValueError(
-            f"targets must have shape {shape} with E_t = {target_dim}, got {list(targets.shape)}"
-        )
-    check_layer_input("targets", targets, projection)
-    return targets
-
-
-def checked_candidates(
-    targets: Any,
-    projection: nn.Module,
-    target_dim: int,
-    candidates: CandidateIndex,
-    history: Jagged,
-) -> Tensor:
-    """Targets of the candidates of the history's users, which the projection takes."""
-    targets = checked_targets(targets, projection, target_dim, 3, "[num_candidates, n_q, E_t]")
-    candidates.check(targets.shape[0], history.num_segments, queries="targets have")
-    check_device("candidates", candidates.offsets, targets.device, "targets'")
-    return targets

@@ -1,4 +1,4 @@
-"""The targets of a layer, parsed: query rows and their segments, from each form that callers have."""
+"""The targets of a layer, parsed: query rows and their segments, from each form they come in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ class Targets(NamedTuple):
     @property
     def queries(self) -> Queries | int:
         """What `Jagged.schedule` calls queries."""
-        return self.index or self.container or self.rows.shape[1]
+        if self.index is not None:
+            return self.index
+        return self.rows.shape[1] if self.container is None else self.container
+
+    @property
+    def rows_per_candidate(self) -> int:
+        """n_q; 1 without candidates."""
+        return 1 if self.index is None else self.rows.shape[1]
 
     def grouped(self, x: Tensor) -> Tensor:
         """x, with heads `[..., H, D]`, as queries `[rows, H, D]` grouped by user."""
