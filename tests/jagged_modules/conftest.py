@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jagged_modules.containers import jagged
+from jagged_modules.containers import schedules
 
 
 @pytest.fixture(params=["fbgemm", "torch"])
@@ -24,7 +24,7 @@ class Builds(list):
         self.schedules = []
 
     def counted(self, name):
-        builder = getattr(jagged, name)
+        builder = getattr(schedules, name)
 
         def build(*args, **kwargs):
             self.append(name)
@@ -38,5 +38,5 @@ class Builds(list):
 def builds(monkeypatch):
     builds = Builds()
     for name in ("host_schedule", "device_schedule"):
-        monkeypatch.setattr(jagged, name, builds.counted(name))
+        monkeypatch.setattr(schedules, name, builds.counted(name))
     return builds
