@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.attention.params import AttentionParams, MaskParams
+from jagged_kernels.attention.params import AttentionCall, AttentionParams, MaskParams, Segments
 from jagged_kernels.attention.select import AttentionProblem
-from jagged_kernels.common.device import contiguous_last_dim
-from jagged_kernels.schedule.cost import LoopedSide, one_pass_may_run
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch.nn.functional import pad
@@ -33,8 +31,6 @@ from .attention_checks import (
 from .paged_keys import paged_keys
 from .segment_scale import expand_to_rows
 from .tail import may_have_tail, padded_to
-
-SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
 
 
 def jagged_attention(
@@ -195,12 +191,12 @@ def jagged_attention(
 
     params = AttentionParams(
         scale=q.shape[2] ** -0.5 if scale is None else float(scale),
-        q_shared=segments.q_shared,
         activation=activation,
-        mask=None if mask is None else list(mask.params),
+        mask=None if mask is None else MaskParams(*mask.params),
         output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale),
         batch_invariant=batch_invariant,
-        table_gradients=False,
+        implementation=implementation,
+        workspace=workspace,
         num_targets=(
             None
             if mask is None or mask.num_targets is None
@@ -210,27 +206,24 @@ def jagged_attention(
     )
     if bias is not None and implementation != "reference":
         params = with_bias(params, bias, q.dtype)
-    offsets = segments.q_offsets, segments.kv_offsets
     if implementation == "reference":
         out = attention_reference(
             q,
             k,
             v,
-            *offsets,
+            segments.q_offsets,
+            segments.kv_offsets,
             scale=params.scale,
-            q_shared=params.q_shared,
+            q_shared=segments.q_shared,
             activation=activation,
             mask=mask,
             output_scale=output_scale,
             bias=bias,
         )
         out = out if segments.q_shared else padded_to(out, q.shape[0])
-    elif implementation == "auto" and q.device.type != "cuda":
-        out, _ = attention_cpu(q, k, v, *offsets, *params)
     else:
-        out = _attention_by_kernels(
-            q, k, v, segments, params, schedule, implementation, workspace, has_tail, pages
-        )
+        where = Segments(*segments[:4], has_tail, pages)
+        out = _attend(AttentionCall(q, k, v, where, params, schedule))
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
@@ -240,16 +233,11 @@ def attend_unchecked(
     """`jagged_attention` with softmax, of operands and offsets on one device that are known to
     match."""
     refuse_transforms("jagged_attention does")
-    q, k, v = autocast_operands(q, k, v)
     params = AttentionParams(
-        scale, False, "softmax", None, 1.0, is_batch_invariant("auto"), False, None, None
+        scale, batch_invariant=is_batch_invariant("auto"), workspace=backward_workspace.current()
     )
-    if q.device.type != "cuda":
-        return attention_cpu(q, k, v, q_offsets, kv_offsets, *params)[0]
-    segments = AttentionSegments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
-    return _attention_by_kernels(
-        q, k, v, segments, params, None, "auto", backward_workspace.current(), has_tail=False
-    )
+    segments = Segments(q_offsets, kv_offsets)
+    return _attend(AttentionCall(*autocast_operands(q, k, v), segments, params))
 
 
 def _may_have_tail(
@@ -299,113 +287,44 @@ def _split_scale(
     return factor.expand(1 if segments.kv_shared else segments.num_segments), rest
 
 
-def _attention_by_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: AttentionSegments,
-    params: AttentionParams,
-    schedule: TileSchedule | None,
-    implementation: str,
-    workspace: int | None,
-    has_tail: bool,
-    pages: Pages | None = None,
-) -> Tensor:
-    """Attention by the portable or the Hopper kernels, which `op.attention` selects. Makes what
-    they take: operands with a contiguous last dimension, a positive scale and a schedule."""
-    from jagged_kernels.attention.op import attention, paged_attention
+def _attend(call: AttentionCall) -> Tensor:
+    """By an implementation that takes a call: that of the CPU, or kernels."""
+    if call.params.implementation == "auto" and call.q.device.type != "cuda":
+        return attention_cpu(call)
+    from jagged_kernels.attention.op import attention
 
-    device, kv_shared, kv_rows = (
-        q.device,
-        segments.kv_shared,
-        k.shape[0] if pages is None else pages.num_rows,
-    )
-    q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
-    # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by
-    # the scale.
-    if (
-        params.scale <= 0
-        and params.activation == "softmax"
-        or params.has_bias
-        and abs(params.scale) < SMALLEST_SCALE
-    ):
-        q, params = q * params.scale, params._replace(scale=1.0)
+    return attention(call._replace(schedule=_schedule(call)))
+
+
+def _schedule(call: AttentionCall) -> TileSchedule:
+    """The call's schedule, checked, or one made on the device."""
+    q, k, v, segments, p, schedule = call
     q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
-    if params.segment_scale is not None:
-        params = params._replace(segment_scale=params.segment_scale.float().contiguous())
-    if schedule is None or kv_shared:
-        problem = AttentionProblem(
-            q.shape[2],
-            v.shape[2],
-            q.dtype,
-            implementation=implementation,
-            activation=params.activation,
-            masked=params.mask is not None,
-            biased=params.has_bias,
-            timed=params.time_bias is not None,
-            batch_invariant=params.batch_invariant,
-        )
-        q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
-        schedule = device_schedule(
-            problem,
-            q_offsets,
-            kv_offsets,
-            q_rows,
-            kv_rows,
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
-            mask=params.mask,
-            num_targets=params.num_targets,
-            backward=False,
-        )
-    else:
-        schedule = schedule.to(device, non_blocking=True)
+    if schedule is not None and not segments.kv_shared:
+        schedule = schedule.to(q.device, non_blocking=True)
         if values_are_checkable(schedule.num_tiles):
             check_schedule(schedule, q_offsets, kv_offsets)
-    if pages is not None:
-        return paged_attention(
-            q,
-            k,
-            v,
-            q_offsets,
-            kv_offsets,
-            normal_form(pages.table, device),
-            pages.page_rows,
-            pages.num_rows,
-            schedule.tiles,
-            schedule.num_tiles,
-            schedule.block_m,
-            implementation,
-            *params,
-            has_tail,
-        )
-    keys = schedule.backward
-    if keys is not None and not keys.ascending:
-        masked, causal = (
-            params.mask is not None,
-            params.mask is not None and MaskParams(*params.mask).is_causal,
-        )
-        num_segments = kv_offsets.shape[0] - 1
-        if one_pass_may_run(
-            LoopedSide(*q.shape), k.shape[0], k.shape[1], num_segments, masked, causal
-        ):
-            keys = None  # made for other sizes or another mask, so the backward lists its own tiles
-    out, _ = attention(
-        q,
-        k,
-        v,
+        return schedule
+    problem = AttentionProblem(
+        q.shape[2],
+        v.shape[2],
+        q.dtype,
+        implementation=p.implementation,
+        activation=p.activation,
+        masked=p.mask is not None,
+        biased=p.has_bias,
+        timed=p.time_bias is not None,
+        batch_invariant=p.batch_invariant,
+    )
+    return device_schedule(
+        problem,
         q_offsets,
         kv_offsets,
-        schedule.tiles,
-        schedule.num_tiles,
-        keys and keys.tiles,
-        keys and keys.num_tiles,
-        schedule.block_m,
-        keys and keys.block_m,
-        kv_shared,
-        implementation,
-        workspace,
-        *params,
-        has_tail,
+        segments.num_output_rows(q),
+        segments.num_keys(k),
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        mask=None if p.mask is None else list(p.mask),
+        num_targets=p.num_targets,
+        backward=False,
     )
-    return out

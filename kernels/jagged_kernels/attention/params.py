@@ -88,6 +88,17 @@ class Segments(NamedTuple):
         """Whether several segments of queries read the same keys."""
         return self.kv_shared or self.q_offsets.shape[0] != self.kv_offsets.shape[0]
 
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys are the same rows: their offsets are one tensor, which may have
+        gone through an operator or a graph."""
+        if self.q_shared or self.kv_shared or self.pages is not None:
+            return False
+        q_offsets, kv_offsets = self.q_offsets, self.kv_offsets
+        return q_offsets is kv_offsets or (
+            q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
+        )
+
     def num_output_rows(self, q: Tensor) -> int:
         return q.shape[0] * self.num_segments if self.q_shared else q.shape[0]
 
@@ -235,6 +246,15 @@ class Arguments(NamedTuple):
     implementation: str
 
 
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor?[] segments, Tensor?[] bias, SymInt[]? mask,"
+    " SymInt[] options, float[] factors, str activation, str implementation"
+)
+FORWARD_SCHEMA = f"({_SCHEMA}) -> (Tensor, Tensor)"
+PAGED_SCHEMA = f"({_SCHEMA}) -> Tensor"
+BACKWARD_SCHEMA = (
+    f"(Tensor do, Tensor?[] results, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 NOT_LISTED = TileList()
 
 
