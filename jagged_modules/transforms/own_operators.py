@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
-from jagged_kernels.attention.params import Arguments, AttentionCall, BiasTensors, unpack
+from jagged_kernels.attention.params import Arguments, AttentionCall, unpack
 from torch import fx
 
 from .analysis import Analysis
@@ -104,10 +104,9 @@ def _options(call: AttentionCall) -> dict[str, Any] | None:
     queries, keys = equal_segments(segments.q_offsets), equal_segments(segments.kv_offsets)
     if segments.q_shared or segments.kv_shared or params.batch_invariant:
         return None
-    of_segments = *BiasTensors._fields, "num_targets", "segment_scale"
     if queries is None or keys is None or queries[0] != keys[0]:
         return None
-    if any(getattr(params, name) is not None for name in of_segments):
+    if any(isinstance(x, fx.Node) for x in params):  # numbers of targets, scales, a bias
         return None
     return dict(
         scale=params.scale,
