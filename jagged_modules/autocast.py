@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, library
@@ -11,6 +11,8 @@ from torch._C import DisableTorchFunction
 
 if TYPE_CHECKING:  # torch has no public name of it
     from torch._library.custom_ops import CustomOpDef
+
+R = TypeVar("R")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -37,22 +39,24 @@ def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """Decorator: register the body as an operator of host tensors that computes in its tensors'
-    dtypes.
-
-    Autocast and torch function modes (such as that of layers under `batch_invariant`) do not change
-    what the body computes. They may be active, because a caller may run the backward inside of
-    them.
-    """
+    """Decorator: register the body as an operator of host tensors, `in_own_dtypes`."""
 
     def register(body: Callable[..., object]) -> CustomOpDef:
         # pyright: ignore[reportUnknownMemberType] - unannotated in torch
         schema = library.infer_schema(body, mutates_args=())
-
-        def alone(*args: Any) -> object:
-            with torch.autocast("cpu", enabled=False), DisableTorchFunction():
-                return body(*args)
-
-        return library.custom_op(name, alone, mutates_args=(), device_types="cpu", schema=schema)
+        body = in_own_dtypes(body)
+        return library.custom_op(name, body, mutates_args=(), device_types="cpu", schema=schema)
 
     return register
+
+
+def in_own_dtypes(body: Callable[..., R]) -> Callable[..., R]:
+    """The body of an operator of host tensors, computing in its tensors' dtypes: autocast and torch
+    function modes (such as that of layers under `batch_invariant`) do not change what it computes.
+    They may be active, because a caller may run the backward inside of them."""
+
+    def alone(*args: Any) -> R:
+        with torch.autocast("cpu", enabled=False), DisableTorchFunction():
+            return body(*args)
+
+    return alone

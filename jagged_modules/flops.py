@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from jagged_kernels.attention.params import unpack
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
 
-from .cpu import attention as _attention  # noqa: F401  # pyright: ignore[reportUnusedImport] - defines the operators
+from .cpu import attention as _cpu_attention  # noqa: F401  # pyright: ignore[reportUnusedImport] - defines the operators
 from .cpu import invariant as _invariant  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .cpu import matmul as _matmul  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
@@ -48,80 +49,18 @@ def _num_pairs(q_offsets: Tensor, kv_offsets: Tensor, rows: int, keys: int) -> i
     return int((q_offsets.diff().view(-1, segments) * kv_offsets.diff()).sum())
 
 
-def _attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    *_: Any,
-    out_val: Any,
-    **__: Any,
-) -> int:
-    pairs = _num_pairs(q_offsets, kv_offsets, out_val[0].shape[0], k.shape[0])
-    return 2 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
+def _attention(backward: bool) -> Formula:
+    """The forward's two GEMMs, or the backward's: scores again, dP, dV, dQ and dK."""
 
+    def formula(*args: Any, **_: Any) -> int:
+        call, _, _ = unpack(*args[2:] if backward else args)
+        q, k, v, segments, *_ = call
+        rows, keys = segments.num_output_rows(q), segments.num_keys(k)
+        pairs = _num_pairs(segments.q_offsets, segments.kv_offsets, rows, keys)
+        gemms = (3, 2) if backward else (1, 1)
+        return 2 * q.shape[1] * pairs * (gemms[0] * q.shape[2] + gemms[1] * v.shape[2])
 
-def _paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    page_table: Tensor,
-    page_rows: int,
-    num_keys: int,
-    *_: Any,
-    **__: Any,
-) -> int:
-    return (
-        2
-        * q.shape[1]
-        * _num_pairs(q_offsets, kv_offsets, q.shape[0], num_keys)
-        * (q.shape[2] + v.shape[2])
-    )
-
-
-def _attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rows: int
-) -> int:
-    """Scores again, dP, dV, dQ and dK."""
-    return (
-        2
-        * q.shape[1]
-        * _num_pairs(q_offsets, kv_offsets, rows, k.shape[0])
-        * (3 * q.shape[2] + 2 * v.shape[2])
-    )
-
-
-def _cpu_attention_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Any,
-    lse: Any,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    *_: Any,
-    **__: Any,
-) -> int:
-    return _attention_backward(q, k, v, q_offsets, kv_offsets, do.shape[0])
-
-
-def _kernel_attention_backward(
-    do: Tensor,
-    out: Any,
-    lse: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    *_: Any,
-    **__: Any,
-) -> int:
-    return _attention_backward(q, k, v, q_offsets, kv_offsets, do.shape[0])
+    return formula
 
 
 def _num_block_pairs(offsets: Tensor, block_size: int, rows: int) -> int:
@@ -198,16 +137,16 @@ def _compress_backward(
 
 
 ON_THE_HOST: dict[str, Formula] = {
-    "attention_cpu": _attention_forward,
-    "attention_cpu_backward": _cpu_attention_backward,
+    "attention_cpu": _attention(backward=False),
+    "attention_cpu_backward": _attention(backward=True),
     "outer_cpu": _outer,
     "matmul_cpu": _scores_times_rows,
     "batched_matmul_cpu": _batched_matmul,
 }
 OF_KERNELS: dict[str, Formula] = {
-    "attention": _attention_forward,
-    "paged_attention": _paged_attention,
-    "attention_backward": _kernel_attention_backward,
+    "attention": _attention(backward=False),
+    "paged_attention": _attention(backward=False),
+    "attention_backward": _attention(backward=True),
     "block_attention": _block_attention(2, packed=False, backward=False),
     "block_attention_packed": _block_attention(2, packed=True, backward=False),
     "block_attention_backward": _block_attention(5, packed=False, backward=True),

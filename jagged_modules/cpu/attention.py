@@ -13,12 +13,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.attention.params import AttentionParams, MaskParams, empty_table_gradients
+from jagged_kernels.attention.autograd import backward_fake, differentiate_attention
+from jagged_kernels.attention.params import (
+    BACKWARD_SCHEMA,
+    FORWARD_SCHEMA,
+    AttentionCall,
+    AttentionParams,
+    Segments,
+    pack,
+    unpack,
+)
+from jagged_kernels.common.autograd import refuse_derivative
 from jagged_kernels.common.one_thread import one_thread
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.functional import pad
 
-from ..autocast import host_operator
+from ..autocast import in_own_dtypes
 from ..masks import AttentionMask
 from .attention_bias import BlockBias, TableGradients
 from .attention_math import (
@@ -37,73 +47,29 @@ from .shares import in_shares
 ALIGNMENT = 64
 
 
-@host_operator("jagged_modules::attention_cpu")
-def attention_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    scale: float,
-    q_shared: bool,
-    activation: str,
-    mask: list[int] | None,
-    output_scale: float,
-    batch_invariant: bool,
-    table_gradients: bool,
-    num_targets: Tensor | None,
-    segment_scale: Tensor | None,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    timestamps: Tensor | None,
-    boundaries: Tensor | None,
-    query_timestamps: Tensor | None,
-    query_shift: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Jagged attention.
+def attention_cpu(call: AttentionCall) -> Tensor:
+    """Jagged attention. fp16 and bf16 are computed in fp32 and rounded once. batch_invariant:
+    segments, and without a mask query rows, are computed one by one."""
+    return _OPERATOR(*pack(call))[0]
 
-    From scale on, the arguments are the fields of `AttentionParams`. batch_invariant: segments, and
-    without a mask query rows, are computed one by one. fp16 and bf16 are computed in fp32 and
-    rounded once.
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The body of the operator.
 
     Returns:
         The output `[rows, H, Dv]`, and the log-sum-exp of the scores in fp32 or fp64:
         `[rows, H, 1]` with softmax, otherwise `[0, H, 1]`.
     """
-    params = AttentionParams(
-        scale,
-        q_shared,
-        activation,
-        mask,
-        output_scale,
-        batch_invariant,
-        table_gradients,
-        num_targets,
-        segment_scale,
-        position_bias,
-        time_bias,
-        timestamps,
-        boundaries,
-        query_timestamps,
-        query_shift,
-    )
     with one_thread() as threads:
-        return _attend(q, k, v, q_offsets, kv_offsets, params, threads)
+        return _attend(unpack(*arguments)[0], threads)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    params: AttentionParams,
-    threads: int,
-) -> tuple[Tensor, Tensor]:
+def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
+    q, k, v, segments, params, _ = call
     scale, activation = params.scale, params.activation
-    out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, params.q_shared, activation))
-    segments = _Segments.of(q_offsets, kv_offsets, params)
-    queries, keys, values, results = _compute_operands(activation, *segments.sorted(q, k, v), out)
+    out, lse = (x.zero_() for x in _empty_outputs(call))
+    ordered = _Ordered.of(segments, params)
+    queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
     is_fused = activation == "softmax" and not params.has_bias
     finite = is_fused and dot_products_are_finite(scale, queries, keys, values)
 
@@ -112,7 +78,7 @@ def _attend(
             operands = group.operands(queries, keys, values)
             if not is_fused:
                 block, block_lse = unfused_forward(
-                    *operands, *group.mask, scale, activation, group.bias(segments.params)
+                    *operands, *group.mask, scale, activation, group.bias(ordered.params)
                 )
             else:
                 block, block_lse = softmax_forward(*operands, *group.mask, scale, finite)
@@ -122,100 +88,37 @@ def _attend(
 
     in_shares(
         compute,
-        list(_groups(q.shape[1], segments)),
+        list(_groups(q.shape[1], ordered)),
         _cost(q, v),
         threads,
         is_fused and _is_one_call(params),
     )
-    results, lse = (_unsorted(x, segments.q_order, len(x)) for x in (results, lse))
-    return _result_like(out, _scaled(results, q_offsets, params)), lse
+    results, lse = (_unsorted(x, ordered.q_order, len(x)) for x in (results, lse))
+    return _result_like(out, _scaled(results, segments.q_offsets, params)), lse
 
 
-@attention_cpu.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    scale: float,
-    q_shared: bool,
-    activation: str,
-    *args: Any,
-) -> tuple[Tensor, Tensor]:
-    return _empty_outputs(q, v, q_offsets, q_shared, activation)
+def _backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tuple[Tensor, ...]:
+    """The body of the backward's operator. results: of the forward; only softmax reads them.
 
-
-@host_operator("jagged_modules::attention_cpu_backward")
-def attention_cpu_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    scale: float,
-    q_shared: bool,
-    activation: str,
-    mask: list[int] | None,
-    output_scale: float,
-    batch_invariant: bool,
-    table_gradients: bool,
-    num_targets: Tensor | None,
-    segment_scale: Tensor | None,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    timestamps: Tensor | None,
-    boundaries: Tensor | None,
-    query_timestamps: Tensor | None,
-    query_shift: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the tables of the bias, each in its operand's shape and dtype; `[0]`
-    for a table that gets none.
-
-    out, lse: results of the forward with softmax, otherwise None.
+    Returns gradients of q, k, v and the tables of the bias, each in its operand's shape and dtype;
+    `[0]` for a table that gets none.
     """
-    params = AttentionParams(
-        scale,
-        q_shared,
-        activation,
-        mask,
-        output_scale,
-        batch_invariant,
-        table_gradients,
-        num_targets,
-        segment_scale,
-        position_bias,
-        time_bias,
-        timestamps,
-        boundaries,
-        query_timestamps,
-        query_shift,
-    )
     with one_thread() as threads:
-        return _gradients(do, q, k, v, out, lse, q_offsets, kv_offsets, params, threads)
+        return _gradients(do, results, unpack(*arguments)[0], threads)
 
 
 def _gradients(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    params: AttentionParams,
-    threads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    scale, activation, q_shared = params.scale, params.activation, params.q_shared
-    segments = _Segments.of(q_offsets, kv_offsets, params)
-    grad = _sorted(_scaled(do.to(compute_dtype(do)), q_offsets, params), segments.q_order)
-    out, lse = (None if x is None else _sorted(x, segments.q_order) for x in (out, lse))
+    do: Tensor, results: list[Tensor | None], call: AttentionCall, threads: int
+) -> tuple[Tensor, ...]:
+    q, k, v, segments, params, _ = call
+    scale, activation, q_shared = params.scale, params.activation, segments.q_shared
+    ordered = _Ordered.of(segments, params)
+    grad = _scaled(do.to(compute_dtype(do)), segments.q_offsets, params)
+    grad = _sorted(grad, ordered.q_order)
+    results = results if activation == "softmax" else [None, None]
+    out, lse = (None if x is None else _sorted(x, ordered.q_order) for x in results)
     queries, keys, values, grad, *results = _compute_operands(
-        activation, *segments.sorted(q, k, v), grad, *([] if out is None else [out])
+        activation, *ordered.sorted(q, k, v), grad, *([] if out is None else [out])
     )
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     finite = (
@@ -229,12 +132,12 @@ def _gradients(
         share."""
         shared_dq, dtables = (
             torch.zeros_like(queries) if q_shared else None,
-            TableGradients.of(segments.params),
+            TableGradients.of(ordered.params),
         )
         for group in groups:
             operands, bias = (
                 (_take(grad, group.rows), *group.operands(queries, keys, values)),
-                group.bias(segments.params),
+                group.bias(ordered.params),
             )
             if activation == "softmax" and lse is not None and bias is None:
                 block, block_lse = (_take(x, group.rows) for x in (*results, lse))
@@ -257,11 +160,11 @@ def _gradients(
                 )
         return shared_dq, dtables
 
-    dtables = TableGradients.of(segments.params)
+    dtables = TableGradients.of(ordered.params)
     divisible = lse is not None and not params.has_bias and _is_one_call(params)
-    threads = 1 if _is_by_rows(params) else threads  # rows of a segment add to the same keys
+    threads = 1 if ordered.is_by_rows else threads  # rows of a segment add to the same keys
     for _, groups in itertools.groupby(
-        _groups(q.shape[1], segments), key=lambda group: group.query_group
+        _groups(q.shape[1], ordered), key=lambda group: group.query_group
     ):
         for shared_dq, share_dtables in in_shares(
             compute, list(groups), _cost(q, v), threads, divisible
@@ -269,8 +172,8 @@ def _gradients(
             dtables.add_all(share_dtables)
             if shared_dq is not None:
                 dq += shared_dq
-    dq = dq if q_shared else _unsorted(dq, segments.q_order, q.shape[0])
-    dk, dv = (_unsorted(x, segments.kv_order, k.shape[0]) for x in (dk, dv))
+    dq = dq if q_shared else _unsorted(dq, ordered.q_order, q.shape[0])
+    dk, dv = (_unsorted(x, ordered.kv_order, k.shape[0]) for x in (dk, dv))
     return (
         _result_like(q, dq),
         _result_like(k, dk),
@@ -279,75 +182,64 @@ def _gradients(
     )
 
 
-@attention_cpu_backward.register_fake
-def _(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    *params: Any,
-) -> tuple[Tensor, ...]:
-    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, *empty_table_gradients(AttentionParams(*params), q)
-
-
-class _Segments(NamedTuple):
+class _Ordered(NamedTuple):
     """The segments in the order of their computation.
 
     Attributes:
-        q_offsets, kv_offsets: their offsets.
+        segments: with offsets in this order.
         params: the parameters, those of segments and rows in this order.
         q_order, kv_order: the rows of the output and of the keys in this order; None if it is the
             caller's.
     """
 
-    q_offsets: Tensor
-    kv_offsets: Tensor
+    segments: Segments
     params: AttentionParams
     q_order: Tensor | None = None
     kv_order: Tensor | None = None
 
     @classmethod
-    def of(cls, q_offsets: Tensor, kv_offsets: Tensor, params: AttentionParams) -> _Segments:
+    def of(cls, segments: Segments, params: AttentionParams) -> _Ordered:
         """Sorted by their lengths if more than half of the keys are in groups of segments that are
         not adjacent."""
+        q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
         if params.batch_invariant or q_offsets.shape != kv_offsets.shape or len(q_offsets) < 3:
-            return cls(q_offsets, kv_offsets, params)
+            return cls(segments, params)
         q_lengths, kv_lengths = q_offsets.diff().long(), kv_offsets.diff().long()
         key, order = (kv_lengths * (q_offsets[-1] + 1) + q_lengths).sort(stable=True)
         gaps = (key[1:] == key[:-1]) & (order.diff() != 1)
         scattered = order[pad(gaps, (0, 1)) | pad(gaps, (1, 0))]
         if 2 * int(kv_lengths[scattered].sum()) <= int(kv_offsets[-1]):
-            return cls(q_offsets, kv_offsets, params)
-        (q_offsets, q_order), (kv_offsets, kv_order) = (
-            _reordered(q_offsets, order),
-            _reordered(kv_offsets, order),
+            return cls(segments, params)
+        q_offsets, q_order = _reordered(q_offsets, order)
+        kv_offsets, kv_order = _reordered(kv_offsets, order)
+        orders = dict(
+            num_targets=order, query_shift=order, timestamps=kv_order, query_timestamps=q_order
         )
-        of_segments = {
-            name: x[order]
-            for name in ("num_targets", "query_shift")
-            if (x := getattr(params, name)) is not None
-        }
-        times = dict(timestamps=kv_order, query_timestamps=q_order)
-        of_rows = {
+        sorted_fields = {
             name: x[rows]
-            for name, rows in times.items()
+            for name, rows in orders.items()
             if (x := getattr(params, name)) is not None
         }
-        return cls(
-            q_offsets, kv_offsets, params._replace(**of_segments, **of_rows), q_order, kv_order
-        )
+        segments = segments._replace(q_offsets=q_offsets, kv_offsets=kv_offsets)
+        return cls(segments, params._replace(**sorted_fields), q_order, kv_order)
 
     def sorted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The operands in this order; shared queries have none."""
         return (
-            q if self.params.q_shared else _sorted(q, self.q_order),
+            q if self.segments.q_shared else _sorted(q, self.q_order),
             _sorted(k, self.kv_order),
             _sorted(v, self.kv_order),
+        )
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether a group is one query row."""
+        params = self.params
+        return (
+            params.batch_invariant
+            and params.mask is None
+            and not self.segments.q_shared
+            and not params.has_bias
         )
 
 
@@ -416,22 +308,20 @@ class _Group(NamedTuple):
         return BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
 
 
-def _groups(num_heads: int, segments: _Segments) -> Iterator[_Group]:
+def _groups(num_heads: int, ordered: _Ordered) -> Iterator[_Group]:
     """Groups of segments that have queries and keys, in the order of the query groups.
 
     batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result
     must not depend on the user's other candidates.
     """
-    params = segments.params
+    segments, params, _, _ = ordered
     mask = (
-        None
-        if params.mask is None
-        else AttentionMask.from_params(MaskParams(*params.mask), params.num_targets)
+        None if params.mask is None else AttentionMask.from_params(params.mask, params.num_targets)
     )
-    q_shared, batch_invariant = params.q_shared, params.batch_invariant
+    q_shared, batch_invariant = segments.q_shared, params.batch_invariant
     q_bounds, kv_bounds = segments.q_offsets.tolist(), segments.kv_offsets.tolist()
     num_segments = len(kv_bounds) - 1
-    by_rows = _is_by_rows(params)
+    by_rows = ordered.is_by_rows
     targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
     shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
     starts: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
@@ -472,19 +362,9 @@ def _groups(num_heads: int, segments: _Segments) -> Iterator[_Group]:
             )
 
 
-def _is_by_rows(params: AttentionParams) -> bool:
-    """Whether a group is one query row."""
-    return (
-        params.batch_invariant
-        and params.mask is None
-        and not params.q_shared
-        and not params.has_bias
-    )
-
-
 def _is_one_call(params: AttentionParams) -> bool:
     """Whether torch's fused attention computes a group in one call."""
-    return params.mask is None or MaskParams(*params.mask).is_causal
+    return params.mask is None or params.mask.is_causal
 
 
 def _cost(q: Tensor, v: Tensor) -> Callable[[_Group], int]:
@@ -540,43 +420,35 @@ def _scaled(x: Tensor, q_offsets: Tensor, params: AttentionParams) -> Tensor:
     return x if params.output_scale == 1 else x * params.output_scale
 
 
-def _empty_outputs(
-    q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, activation: str
-) -> tuple[Tensor, Tensor]:
-    rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-    lse_rows = rows if activation == "softmax" else 0
-    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty(
+def _empty_outputs(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    q, rows = call.q, call.segments.num_output_rows(call.q)
+    lse_rows = rows if call.params.activation == "softmax" else 0
+    return q.new_empty((rows, q.shape[1], call.v.shape[2])), q.new_empty(
         (lse_rows, q.shape[1], 1), dtype=compute_dtype(q)
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, q_offsets, kv_offsets, *options = inputs
-    params = AttentionParams(*options)
-    saved = output if params.activation == "softmax" else (None, None)
-    # the fields from there on are tensors
-    ctx.num_options = next(i for i, name in enumerate(params._fields) if name == "num_targets")
-    ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, *params[ctx.num_options :])
-    ctx.options = params[: ctx.num_options]
+# -- the registered operators, which take the arguments of `params.pack` ---------------------------
 
 
-def _backward(ctx: Any, do: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    params = AttentionParams(*ctx.options, *tensors[7:])
-    dq, dk, dv, dposition, dtime = attention_cpu_backward(do, *tensors[:7], *params)
-    of_params = dict.fromkeys(params._fields)
-    if params.table_gradients:
-        of_params["position_bias"] = None if params.position_bias is None else dposition
-        of_params["time_bias"] = None if params.time_bias is None else dtime
-    return dq, dk, dv, None, None, *of_params.values()
+def _register(name: str, schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    library.define(name, schema)
+    library.impl(name, "CPU", in_own_dtypes(body))
+    library.register_fake(name, fake)
+    return getattr(torch.ops.jagged_modules, name.partition("::")[2]).default
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError(
-        "attention is not differentiable twice on the CPU: its backward has no derivative of"
-        " its own"
-    )
-
-
-attention_cpu.register_autograd(_backward, setup_context=_setup_context)
-attention_cpu_backward.register_autograd(_no_second_derivative)
+_OPERATOR = _register(
+    "jagged_modules::attention_cpu",
+    FORWARD_SCHEMA,
+    _forward,
+    lambda *arguments: _empty_outputs(unpack(*arguments)[0]),
+)
+_BACKWARD = _register(
+    "jagged_modules::attention_cpu_backward", BACKWARD_SCHEMA, _backward, backward_fake
+)
+differentiate_attention(_OPERATOR, _BACKWARD)
+refuse_derivative(
+    _BACKWARD,
+    "attention is not differentiable twice on the CPU: its backward has no derivative of its own",
+)

@@ -128,11 +128,11 @@ def attend(
     if options.implementation == "reference":
         out = _by_definition(parsed)
     elif options.implementation == "auto" and call.q.device.type != "cuda":
-        out = _shim_cpu(call)
+        out = attention_cpu(call)
     else:
         from jagged_kernels.attention.op import attention
 
-        out = attention(call)
+        out = attention(call if call.schedule else call._replace(schedule=_listed(call)))
     return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
 
 
@@ -154,20 +154,30 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
     return out if segments.q_shared else padded_to(out, q.shape[0])
 
 
-def _shim_cpu(call):
-    q, k, v, s, p, _ = call
-    return attention_cpu(
-        q,
-        k,
-        v,
-        s.q_offsets,
-        s.kv_offsets,
-        p.scale,
-        s.q_shared,
-        p.activation,
-        None if p.mask is None else list(p.mask),
-        p.output_scale,
-        p.batch_invariant,
-        p.table_gradients,
-        *p[-8:],
-    )[0]
+
+def _listed(call: AttentionCall) -> TileSchedule:
+    """A schedule of the call, made on the device."""
+    q, k, v, segments, p, _ = call
+    problem = AttentionProblem(
+        q.shape[2],
+        v.shape[2],
+        q.dtype,
+        implementation=p.implementation,
+        activation=p.activation,
+        masked=p.mask is not None,
+        biased=p.has_bias,
+        timed=p.time_bias is not None,
+        batch_invariant=p.batch_invariant,
+    )
+    return device_schedule(
+        problem,
+        segments.q_offsets,
+        segments.kv_offsets,
+        segments.num_output_rows(q),
+        segments.num_keys(k),
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        mask=None if p.mask is None else list(p.mask),
+        num_targets=p.num_targets,
+        backward=False,
+    )

@@ -16,19 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
+from jagged_kernels.attention.params import Arguments, AttentionCall, unpack
 from torch import fx
 
 from .analysis import Analysis
 from .calls import Call, Moved, equal_segments, own_rule
-from .lineage import Lineage, Size, common, shape_of, size_of
+from .lineage import Lineage, Size, common, size_of
 from .runtime import attend_equal_segments
 
 ATTENTIONS = ("jagged_modules.attention_cpu.default", "jagged_kernels.attention.default")
 LINEAR_COMPRESS = "jagged_kernels.linear_compress.default"
-PER_SEGMENT = (
-    "num_targets segment_scale position_bias time_bias timestamps boundaries query_timestamps"
-    " query_shift".split()
-)
 
 
 @dataclass(frozen=True)
@@ -81,49 +78,54 @@ def find_segment_attentions(
         ):
             continue
         call = Call(node, analysis.lineages)
-        options, lineage = _options(call), _of_segments(call, ("k", "v"))
+        attention = _attention_call(call)
+        options, lineage = _options(attention), _of_segments(call, attention, "kv")
         if (
             options is None
             or lineage is None
             or options["mask"] is not None
-            or call.lineage(call["q"]) is not None
+            or call.lineage(attention.q) is not None
         ):
             continue
         if 2 * estimate(lineage.base_rows) <= estimate(lineage.rows):
-            found[node] = SegmentAttention(node, call["q"], call["k"], call["v"], options, lineage)
+            found[node] = SegmentAttention(node, *attention[:3], options, lineage)
     return found
 
 
-def _options(call: Call) -> dict[str, Any] | None:
+def _attention_call(call: Call) -> AttentionCall:
+    """With nodes instead of tensors."""
+    return unpack(*(call[name] for name in Arguments._fields))[0]
+
+
+def _options(call: AttentionCall) -> dict[str, Any] | None:
     """The arguments of `attend_equal_segments` besides the operands. None if segments differ
     otherwise than by their rows."""
-    queries, keys = equal_segments(call["q_offsets"]), equal_segments(call["kv_offsets"])
-    if (
-        call["q_shared"]
-        or call.arguments.get("kv_shared")
-        or call["batch_invariant"]
-        or queries is None
-        or keys is None
-    ):
+    segments, params = call.segments, call.params
+    queries, keys = equal_segments(segments.q_offsets), equal_segments(segments.kv_offsets)
+    if segments.q_shared or segments.kv_shared or params.batch_invariant:
         return None
-    if queries[0] != keys[0] or any(call.arguments.get(name) is not None for name in PER_SEGMENT):
+    if queries is None or keys is None or queries[0] != keys[0]:
         return None
-    names = ("scale", "activation", "mask", "output_scale")
-    options = {name: call[name] for name in names} | dict(
-        implementation=call.arguments.get("implementation", "auto")
+    if any(isinstance(x, fx.Node) for x in params):  # numbers of targets, scales, a bias
+        return None
+    return dict(
+        scale=params.scale,
+        activation=params.activation,
+        mask=None if params.mask is None else list(params.mask),
+        output_scale=params.output_scale,
+        implementation=params.implementation,
+        q_rows=queries[1],
+        kv_rows=keys[1],
     )
-    return options | dict(q_rows=queries[1], kv_rows=keys[1])
 
 
-def _of_segments(call: Call, names: tuple[str, ...]) -> Lineage | None:
+def _of_segments(call: Call, attention: AttentionCall, names: str) -> Lineage | None:
     """The common lineage of operands, whose rows are segments of the lengths that the offsets
     say."""
     lineages = []
     for name in names:
-        own, segments = (
-            call.lineage(call[name]),
-            equal_segments(call["q_offsets" if name == "q" else "kv_offsets"]),
-        )
+        offsets = attention.segments.q_offsets if name == "q" else attention.segments.kv_offsets
+        own, segments = call.lineage(getattr(attention, name)), equal_segments(offsets)
         if (
             own is None
             or segments is None
@@ -138,7 +140,8 @@ def _of_segments(call: Call, names: tuple[str, ...]) -> Lineage | None:
 @own_rule(*ATTENTIONS)
 def attention(call: Call) -> Moved | None:
     """Each segment is computed by itself. Without the log-sum-exp, which only a backward reads."""
-    options, lineage = _options(call), _of_segments(call, ("q", "k", "v"))
+    own = _attention_call(call)
+    options, lineage = _options(own), _of_segments(call, own, "qkv")
     if options is None or lineage is None or any(user.args[1] != 0 for user in call.node.users):
         return None
     return Moved(
@@ -172,7 +175,9 @@ def linear_compress(call: Call) -> Moved | None:
 def attention_flops(node: fx.Node, estimate: Callable[[Size], int]) -> float:
     """Of an attention operator whose segments have their mean length."""
     call = Call(node, {})
+    attention = _attention_call(call)
+    kv_offsets: Any = attention.segments.kv_offsets
     rows, heads, width = (estimate(size) for size in call.shape())
-    segments = max(estimate(size_of(call["kv_offsets"].meta["val"].shape[0])) - 1, 1)
-    keys = estimate(shape_of(call["k"].meta["val"])[0]) / segments
-    return 2 * rows * heads * keys * (width + estimate(call.shape(call["q"])[-1]))
+    segments = max(estimate(size_of(kv_offsets.meta["val"].shape[0])) - 1, 1)
+    keys = estimate(call.shape(attention.k)[0]) / segments
+    return 2 * rows * heads * keys * (width + estimate(call.shape(attention.q)[-1]))

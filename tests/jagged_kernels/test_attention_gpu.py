@@ -10,7 +10,14 @@ from functools import partial
 
 import pytest
 import torch
-from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.params import (
+    AttentionCall,
+    AttentionParams,
+    MaskParams,
+    Segments,
+    TileList,
+    pack,
+)
 from jagged_kernels.attention.select import hopper_is_supported
 from torch import library
 
@@ -658,11 +665,12 @@ def test_operators_pass_opcheck(offsets, kernels, activation, mask):
     library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
     tiles = tile_list(segments, segments, 300, 4, 128, 64, mask, targets)
     key_tiles = tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True)
-    params = AttentionParams(0.125, False, activation, mask, 0.5, False, False, targets, None)
-    library.opcheck(
-        triton_attention,
-        (q, k, v, segments, segments, *tiles, *key_tiles, 128, 64, False, kernels, None, *params),
+    rule = mask and MaskParams(*mask)
+    params = AttentionParams(
+        0.125, activation, rule, 0.5, implementation=kernels, num_targets=targets
     )
+    call = AttentionCall(q, k, v, Segments(segments, segments), params)
+    library.opcheck(triton_attention, pack(call, TileList(*tiles, 128), TileList(*key_tiles, 64)))
 
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
@@ -684,35 +692,24 @@ def test_operators_with_a_bias_pass_opcheck(offsets, kernels, activation):
         timestamps=torch.randint(50, (300,), device="cuda"),
         boundaries=torch.tensor([1, 5, 20], device="cuda"),
     )
+    fields |= dict(position_bias=position, time_bias=time)
     params = AttentionParams(
-        0.125, False, activation, None, 1.0, False, True, None, None, position, time, **fields
+        0.125, activation, implementation=kernels, table_gradients=True, **fields
     )
     tiles, key_tiles = (
         tile_list(segments, segments, 300, 4, 128, 64),
         tile_list(segments, segments, 300, 4, 64, 128, None, None, True),
     )
-    arguments = (
-        q,
-        k,
-        v,
-        segments,
-        segments,
-        *tiles,
-        *key_tiles,
-        128,
-        64,
-        False,
-        kernels,
-        None,
-        *params,
-    )
+    call = AttentionCall(q, k, v, Segments(segments, segments), params)
+    arguments = pack(call, TileList(*tiles, 128), TileList(*key_tiles, 64))
     library.opcheck(triton_attention, arguments)
-    out, lse = triton_attention(*arguments)
-    detached = [
-        x.detach() if isinstance(x, torch.Tensor) else x
-        for x in (torch.randn_like(q), out, lse, *arguments)
-    ]
-    library.opcheck(triton_attention_backward, detached)
+    results = list(triton_attention(*arguments))
+    detached = arguments._replace(
+        **{name: getattr(arguments, name).detach() for name in "qkv"},
+        bias=[x if x is None else x.detach() for x in arguments.bias],
+    )
+    backward = torch.randn_like(q), [x.detach() for x in results], *detached
+    library.opcheck(triton_attention_backward, backward)
 
 
 def test_several_streams_at_once(offsets, kernels):

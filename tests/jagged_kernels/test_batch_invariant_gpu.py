@@ -96,18 +96,18 @@ def test_schedules_of_another_mode_or_tile_are_not_used():
 
 def test_a_backward_in_a_thread_of_autograd_takes_the_mode_of_its_forward(monkeypatch):
     from jagged_kernels.attention import op as attention
+    from jagged_kernels.attention.params import unpack
 
     seen, backward = [], attention.triton_attention_backward
-    names = [argument.name for argument in backward._schema.arguments]
     monkeypatch.setattr(
         attention,
         "triton_attention_backward",
-        lambda *args: seen.append(dict(zip(names, args))) or backward(*args),
+        lambda do, results, *args: (
+            seen.append(unpack(*args)[0].params) or backward(do, results, *args)
+        ),
     )
     q = torch.randn(7, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with jm.batch_invariant(True), jm.backward_workspace(2**20):
         out = F.jagged_attention(q, q, q, torch.tensor([0, 3, 7]))
     out.sum().backward()
-    assert [(arguments["workspace"], arguments["batch_invariant"]) for arguments in seen] == [
-        (2**20, True)
-    ]
+    assert [(params.workspace, params.batch_invariant) for params in seen] == [(2**20, True)]

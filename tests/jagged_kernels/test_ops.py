@@ -7,14 +7,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from jagged_kernels.attention import op
-from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.params import (
+    AttentionCall,
+    AttentionParams,
+    MaskParams,
+    Segments,
+    pack,
+)
 from jagged_kernels.common import ops
+from jagged_kernels.schedule.host import TileSchedule
 
 from .launches import recorded_launches
-
-PARAMS = AttentionParams(
-    1.0, False, "softmax", [1, -1, -1, 0, 1, 0, 0, 0], 1.0, False, False, None, None
-)
 
 
 class Subclass(torch.Tensor):
@@ -38,14 +41,17 @@ def operands():
     return tuple(torch.zeros(60, 2, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
 
 
-def arguments(q, k, v):
+def call(q, k, v):
     offsets = torch.tensor([0, 60])
     tiles = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
-    return q, k, v, offsets, offsets, *tiles, None, None, 128, None, False, "auto", None, *PARAMS
+    params = AttentionParams(1.0, mask=MaskParams(1, -1, -1, 0, 1, 0, 0, 0))
+    schedule = TileSchedule(*tiles, 128, 64, num_heads=2, num_workers=132)
+    return AttentionCall(q, k, v, Segments(offsets, offsets), params, schedule)
 
 
-def chosen(q, k, v):
-    inputs = arguments(q, k, v)
+def chosen(q, k, v, **replaced):
+    inputs = call(q, k, v)
+    inputs = pack(inputs._replace(**replaced), inputs.schedule.tile_list)
     return ops.direct(op.triton_attention, inputs, inputs[:3])
 
 
@@ -58,6 +64,9 @@ def test_a_launcher_replaces_its_operator_for_plain_tensors_on_a_gpu_alone():
         assert chosen(q, k, v) is ops._launchers[op.triton_attention]
         for x in (lazy, zeros, q.as_subclass(Subclass)):
             assert chosen(q, k, x) is chosen(x, k, v) is op.triton_attention
+        offsets = torch.tensor([0, 60])
+        segments = Segments(offsets, offsets.as_subclass(Subclass))
+        assert chosen(q, k, v, segments=segments) is op.triton_attention, "in a list"
         with torch.profiler.profile():
             assert chosen(q, k, v) is op.triton_attention
         with Seen():
@@ -66,7 +75,7 @@ def test_a_launcher_replaces_its_operator_for_plain_tensors_on_a_gpu_alone():
             assert chosen(q, k, v) is op.triton_attention
         with torch.autograd.forward_ad.dual_level():  # refused by the caller
             assert chosen(q, k, v) is ops._launchers[op.triton_attention]
-        assert ops.direct(print, arguments(q, k, v), (q,)) is print, "not an operator"
+        assert ops.direct(print, pack(call(q, k, v)), (q,)) is print, "not an operator"
 
 
 @pytest.mark.parametrize("observed", [False, True])
@@ -76,12 +85,12 @@ def test_forward_and_backward_launch_the_same_kernels(observed):
     with recorded_launches() as launches:
         if observed:
             with seen:
-                out, _ = op.attention(*arguments(q, k, v))
+                out = op.attention(call(q, k, v))
                 grads = torch.autograd.grad(
                     out, (q, k, v), torch.zeros(60, 2, 64, dtype=torch.float16)
                 )
         else:
-            out, _ = op.attention(*arguments(q, k, v))
+            out = op.attention(call(q, k, v))
             grads = torch.autograd.grad(out, (q, k, v), torch.zeros(60, 2, 64, dtype=torch.float16))
     assert [x.shape for x in grads] == [q.shape] * 3
     attention_kernels = [x.kernel for x in launches if x.kernel.startswith("attention")]
@@ -98,7 +107,7 @@ def test_forward_and_backward_launch_the_same_kernels(observed):
 def test_a_second_derivative_is_refused():
     q, k, v = operands()
     with recorded_launches():
-        out, _ = op.attention(*arguments(q, k, v))
+        out = op.attention(call(q, k, v))
         (dq,) = torch.autograd.grad(
             out, q, torch.zeros(60, 2, 64, dtype=torch.float16), create_graph=True
         )

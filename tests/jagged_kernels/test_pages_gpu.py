@@ -3,7 +3,7 @@ bits."""
 
 import pytest
 import torch
-from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.params import AttentionCall, AttentionParams, Segments, TileList, pack
 from paging import in_pages
 from torch import library
 
@@ -82,20 +82,9 @@ def test_the_operator_passes_opcheck(offsets, kernels, dim):
         torch.randn(300, 4, dim, device="cuda", dtype=torch.float16),
         (offsets([70, 100, 130], "cuda"), offsets(lengths, "cuda")),
     )
-    params = AttentionParams(0.125, False, "softmax", None, 1.0, False, False, None, None)
-    tiles = tile_list(*segments, 300, 4, 64, 64)
-    arguments = (
-        q,
-        *storage.split(dim, dim=2),
-        *segments,
-        pages.table,
-        pages.page_rows,
-        pages.num_rows,
-        *tiles,
-        64,
-        kernels,
-        *params,
-    )
+    params = AttentionParams(0.125, implementation=kernels)
+    call = AttentionCall(q, *storage.split(dim, dim=2), Segments(*segments, pages=pages), params)
+    arguments = pack(call, TileList(*tile_list(*segments, 300, 4, 64, 64), 64))
     library.opcheck(triton_paged_attention, arguments)
 
 

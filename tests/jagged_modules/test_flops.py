@@ -3,6 +3,7 @@ operators."""
 
 import pytest
 import torch
+from jagged_kernels.attention.params import AttentionCall, AttentionParams, Segments, pack
 from torch.utils.flop_counter import FlopCounterMode
 
 import jagged_modules as jm
@@ -154,17 +155,12 @@ def test_kernels_formulas_with_offsets_that_have_values():
         flops.OF_KERNELS[name]
         for name in ("attention", "block_attention", "block_attention_packed_backward")
     )
-    groups = torch.tensor([0, 3, 3, 8, 9, 9, 11])
-    assert (
-        attention(torch.randn(11, 4, 16), k, v, groups, OFFSETS, out_val=(torch.randn(11, 4, 16),))
-        == 4 * (PAIRS + 3 + 10) * 2 * 32
-    )
-    assert (
-        flops.OF_KERNELS["attention_backward"](
-            q, None, None, q, k, v, OFFSETS, OFFSETS, out_val=None
-        )
-        == 4 * PAIRS * 2 * 5 * 16
-    )
+    groups, params = torch.tensor([0, 3, 3, 8, 9, 9, 11]), AttentionParams(1.0)
+    of_groups = pack(AttentionCall(*rows(11, 4, 16, n=1), k, v, Segments(groups, OFFSETS), params))
+    assert attention(*of_groups, out_val=None) == 4 * (PAIRS + 3 + 10) * 2 * 32
+    arguments = pack(AttentionCall(q, k, v, Segments(OFFSETS, OFFSETS), params))
+    backward = flops.OF_KERNELS["attention_backward"]
+    assert backward(q, [None, None], *arguments, out_val=None) == 4 * PAIRS * 2 * 5 * 16
     options = (OFFSETS, None, None, None, False, False, False, 4)
     assert blocks(q, k, v, *options, out_val=None) == 4 * (3 * 3 + 4 * 4 + 1) * 2 * 32
     assert (

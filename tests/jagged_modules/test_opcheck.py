@@ -3,10 +3,29 @@ shapes."""
 
 import pytest
 import torch
-from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.params import (
+    AttentionCall,
+    AttentionParams,
+    MaskParams,
+    Segments,
+    pack,
+)
 from torch import library
 
 from jagged_modules import functional as F
+
+
+def check_attention(call):
+    """Forward and backward."""
+    operators, arguments = torch.ops.jagged_modules, pack(call)
+    library.opcheck(operators.attention_cpu.default, arguments)
+    results = [x.detach() for x in operators.attention_cpu(*arguments)]
+    detached = arguments._replace(
+        **{name: getattr(arguments, name).detach() for name in "qkv"},
+        bias=[x if x is None else x.detach() for x in arguments.bias],
+    )
+    backward = torch.randn_like(results[0]), results, *detached
+    library.opcheck(operators.attention_cpu_backward.default, backward)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
@@ -18,24 +37,16 @@ def test_opcheck(q_shared, activation, masked, offsets_of):
     )
     q_offsets, kv_offsets = offsets_of([4, 4] if q_shared else [3, 1]), offsets_of([2, 5])
     mask, num_targets = (
-        ([1, -1, 3, 1, 1, 0, 2, 0], torch.tensor([1, 2])) if masked else (None, None)
+        (MaskParams(1, -1, 3, 1, 1, 0, 2, 0), torch.tensor([1, 2])) if masked else (None, None)
     )
     segment_scale, output_scale = (
         (None, 1.0) if activation == "softmax" else (torch.tensor([0.5, 2.0]), 0.1)
     )
     params = AttentionParams(
-        0.3, q_shared, activation, mask, output_scale, False, False, num_targets, segment_scale
+        0.3, activation, mask, output_scale, num_targets=num_targets, segment_scale=segment_scale
     )
-    arguments = q, k, v, q_offsets, kv_offsets, *params
-    library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
-    grad = torch.randn(8 if q_shared else 4, 4, 6)
-    saved = (
-        torch.ops.jagged_modules.attention_cpu(*arguments)
-        if activation == "softmax"
-        else (None, None)
-    )
-    arguments = (grad, *(x if x is None else x.detach() for x in (q, k, v, *saved)), *arguments[3:])
-    library.opcheck(torch.ops.jagged_modules.attention_cpu_backward.default, arguments)
+    segments = Segments(q_offsets, kv_offsets, q_shared=q_shared)
+    check_attention(AttentionCall(q, k, v, segments, params))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -54,32 +65,24 @@ def test_opcheck_with_a_bias(tables, activation, dtype, offsets_of):
         of_time | dict(query_timestamps=torch.randint(50, (4,))) if tables == "both" else {}
     )
     fields = (of_time if tables == "time" else fields) | dict(query_shift=torch.tensor([0, 3]))
-    mask, output_scale = [1, -1, 3, 0, 1, 0, 2, 0], 1.0 if activation == "softmax" else 0.1
+    output_scale = 1.0 if activation == "softmax" else 0.1
     params = AttentionParams(
-        0.3, False, activation, mask, output_scale, False, True, None, None, **fields
+        0.3,
+        activation,
+        MaskParams(1, -1, 3, 0, 1, 0, 2, 0),
+        output_scale,
+        table_gradients=True,
+        **fields,
     )
-    arguments = q, k, v, offsets_of([3, 1]), offsets_of([2, 5]), *params
-    library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
-    saved = (
-        torch.ops.jagged_modules.attention_cpu(*arguments)
-        if activation == "softmax"
-        else (None, None)
-    )
-    detached = [
-        x.detach() if isinstance(x, torch.Tensor) else x
-        for x in (*arguments[:3], *saved, *arguments[3:])
-    ]
-    library.opcheck(
-        torch.ops.jagged_modules.attention_cpu_backward.default,
-        (torch.randn(4, 4, 6, dtype=dtype), *detached),
-    )
+    segments = Segments(offsets_of([3, 1]), offsets_of([2, 5]))
+    check_attention(AttentionCall(q, k, v, segments, params))
 
 
 def test_opcheck_of_strided_low_precision_inputs(offsets_of):
     packed = torch.randn(7, 3, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     offsets = offsets_of([2, 0, 5], torch.int32)
-    params = AttentionParams(0.3, False, "softmax", None, 1.0, False, False, None, None)
-    arguments = *packed.unbind(1), offsets, offsets.clone(), *params
+    segments = Segments(offsets, offsets.clone())
+    arguments = pack(AttentionCall(*packed.unbind(1), segments, AttentionParams(0.3)))
     library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
 
 

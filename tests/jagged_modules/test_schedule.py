@@ -98,12 +98,14 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
 ):
     kernels = pytest.importorskip("jagged_kernels.attention.op")
     pytest.importorskip("triton")
+    from jagged_kernels.attention.params import unpack
+
     from ..jagged_kernels.launches import recorded_launches
 
     seen, operator = [], kernels.triton_attention
 
     def record(*args):
-        seen.append(dict(zip((argument.name for argument in operator._schema.arguments), args)))
+        seen.append(unpack(*args))
         return operator(*args)
 
     monkeypatch.setattr(kernels, "triton_attention", record)
@@ -117,7 +119,8 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
             dict(activation=activation, implementation=implementation),
         )
         functional.jagged_attention(q, k, k, "shared" if q_shared else offsets, offsets, **options)
-    assert seen[0]["block_m"] == tile
+    (_, queries, _), *_ = seen
+    assert queries.block == tile
     assert [launch.kernel for launch in launches].count("_tile_list_kernel") == 1, (
         "the kernels take the list as it is"
     )

@@ -649,7 +649,7 @@ class _Launches:
                 HEAD_DIM=self.operands.q.shape[2],
                 BIAS=params.bias_kind,
                 HAS_SUMS=params.table_gradients,
-                **launch_constants(config, self.operands, params),
+                **launch_constants(config, self.operands, params, segments.q_shared),
             )
         return (
             empty_table_gradients(params, self.operands.q)
@@ -710,7 +710,7 @@ class _Launches:
                 KV_SHARED=self.kv_shared,
                 QUERY_GROUPS=segments.query_groups,
                 BIAS=params.bias_kind,
-                **launch_constants(config, self.operands, params),
+                **launch_constants(config, self.operands, params, segments.q_shared),
             )
 
     def one_pass(self, keys: Segments, segment_scale: Tensor | None) -> None:
@@ -861,7 +861,7 @@ def backward(
         params.mask is None
         and not params.has_bias
         and queries.query_groups == 1
-        and not (params.q_shared or kv_shared)
+        and not (queries.q_shared or kv_shared)
     ):
         num_blocks, parts = plan_workspace(
             operands.q,

@@ -393,7 +393,9 @@ def launch_options(config: HopperConfig) -> dict:
     )
 
 
-def launch_constants(config: HopperConfig, operands: Operands, params: AttentionParams) -> dict:
+def launch_constants(
+    config: HopperConfig, operands: Operands, params: AttentionParams, q_shared: bool = False
+) -> dict:
     """The launch arguments that all kernels share."""
     q, k, v, _, _ = operands
     return _constants(
@@ -404,7 +406,7 @@ def launch_constants(config: HopperConfig, operands: Operands, params: Attention
         q.dtype,
         params.activation,
         params.mask,
-        params.q_shared,
+        q_shared,
     )
 
 

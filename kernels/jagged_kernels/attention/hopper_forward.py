@@ -782,7 +782,7 @@ def forward(
     )
     num_segments = segments.segments_per_group
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
-    constants = launch_constants(config, operands, params)
+    constants = launch_constants(config, operands, params, segments.q_shared)
     if blocks := grid(tiles, config):
         out_desc = result_descriptor(out)
         next_tile = (

@@ -34,147 +34,77 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.activations import activation_factors, activation_function
+from ..common.autograd import refuse_derivative
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.descriptors import descriptor, has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
-from ..common.ops import below_autograd, differentiate, direct, operator, refuse_derivative
+from ..common.ops import direct, operator
 from ..common.tail import zero_tails
+from ..schedule.cost import LoopedSide, one_pass_may_run
 from ..schedule.device import kernel_tiles
-from ..schedule.host import Segments, TileList
+from ..schedule.host import Segments as TiledSegments
 from . import packed
+from .autograd import backward_fake, differentiable, differentiate_attention
 from .bias import Bias
 from .bias_tables import TableGradients, kernel_bias
-from .pages import Pages
 from .params import (
+    BACKWARD_SCHEMA,
+    FORWARD_SCHEMA,
+    NOT_LISTED,
+    PAGED_SCHEMA,
+    AttentionCall,
     AttentionParams,
     BiasKind,
     Gradients,
     MaskParams,
     Operands,
+    SegmentTensors,
+    TileList,
     empty_table_gradients,
+    pack,
+    unpack,
 )
 from .select import AttentionProblem, Selection, select
 from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
-# -- the registered operators: flat arguments, packed at once --------------------------------------
+SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
+
+# -- the registered operators, which take the arguments of `params.pack` ---------------------------
 
 
-def _attention_fake(
-    q,
-    k,
-    v,
-    q_offsets,
-    kv_offsets,
-    tiles,
-    num_tiles,
-    key_tiles,
-    num_key_tiles,
-    block_m,
-    key_block,
-    kv_shared,
-    implementation,
-    workspace,
-    scale,
-    q_shared,
-    activation,
-    *params,
-):
-    return _empty_outputs(q, v, q_offsets, q_shared, activation)
-
-
-@operator("attention", fake=_attention_fake)
-def triton_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    tiles: Tensor,
-    num_tiles: Tensor,
-    key_tiles: Tensor | None,
-    num_key_tiles: Tensor | None,
-    block_m: int,
-    key_block: int | None,
-    kv_shared: bool,
-    implementation: str,
-    workspace: int | None,
-    scale: float,
-    q_shared: bool,
-    activation: str,
-    mask: list[int] | None,
-    output_scale: float,
-    batch_invariant: bool,
-    table_gradients: bool,
-    num_targets: Tensor | None,
-    segment_scale: Tensor | None,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    timestamps: Tensor | None,
-    boundaries: Tensor | None,
-    query_timestamps: Tensor | None,
-    query_shift: Tensor | None,
-    clear_tail: bool = True,
-) -> tuple[Tensor, Tensor]:
+@operator("attention", lambda *args: _empty_outputs(unpack(*args)[0]), FORWARD_SCHEMA)
+def triton_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel.
-
-    Args:
-        q, k, v: `[rows, heads, dim]`, fp32, fp16 or bf16, last dim contiguous.
-        q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows: each segment
-            reads all rows of q. With `kv_shared`, both describe one segment of all rows. Without
-            either or a mask, q_offsets may be several query groups, `[n · B + 1]`: the segments b,
-            B + b, ... read the keys of segment b, and have one segment_scale.
-        tiles, num_tiles, block_m: schedule of query tiles.
-        key_tiles, num_key_tiles, key_block: schedule of key tiles; None: the backward makes its
-            own. Only the backward reads these, kv_shared and workspace; the forward takes them
-            because autograd passes its inputs on.
-        implementation: "triton", "hopper", or "auto", which chooses.
-        workspace: limit in bytes of the memory in which the backward stores dS; None: a default
-            limit.
-        scale, ...: the fields of `AttentionParams`. batch_invariant: the schedule's tile size is
-            not used.
-        clear_tail: write 0 to the rows behind the last segment; False: there are none. With
-            `kv_shared`, the segment of all query rows may end before them.
 
     Returns:
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of
         exp(scores); `[H, 0]` without.
     """
-    params = _params(
-        scale,
-        q_shared,
-        activation,
-        mask,
-        output_scale,
-        batch_invariant,
-        table_gradients,
-        num_targets,
-        segment_scale,
-        position_bias,
-        time_bias,
-        timestamps,
-        boundaries,
-        query_timestamps,
-        query_shift,
-    )
-    segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
-    operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, q_shared, activation))
-    selection = _select(operands, segments, key_block, params, kv_shared, implementation)
-    _forward(operands, segments, params, selection, clear_tail)
+    call, queries, keys = unpack(*arguments)
+    operands = Operands(call.q, call.k, call.v, *_empty_outputs(call))
+    _forward(call, operands, _with_tiles(call, queries), _select(call, queries.block, keys.block))
     return operands.out, operands.lse
 
 
+@operator("paged_attention", lambda *args: _empty_outputs(unpack(*args)[0])[0], PAGED_SCHEMA)
+def triton_paged_attention(*arguments: Any) -> Tensor:
+    """As `triton_attention` with keys and values in pages, in one query group. It has no
+    backward."""
+    call, queries, _ = unpack(*arguments)
+    operands = Operands(call.q, call.k, call.v, *_empty_outputs(call))
+    _forward(call, operands, _with_tiles(call, queries), _select(call, queries.block, None))
+    return operands.out
+
+
 def _forward(
-    operands: Operands,
-    segments: Segments,
-    params: AttentionParams,
-    selection: Selection,
-    clear_tail: bool,
+    call: AttentionCall, operands: Operands, segments: TiledSegments, selection: Selection
 ) -> None:
     # no batch needs another kernel for this
-    if not (operands.q.shape[0] and operands.k.shape[0] and segments.q_offsets.shape[0] > 1):
+    if not _has_rows(call):
         operands.out.zero_()
         operands.lse.fill_(-math.inf)
         return
+    params = call.params
     if selection.packed_fwd is not None:
         packed.forward(operands, segments, params, selection.packed_fwd)
         segments = segments._replace(long_only=True)
@@ -184,169 +114,35 @@ def _forward(
         forward(operands, segments, params, selection.fwd)
     else:
         _triton_forward(operands, segments, params, selection)
-    if clear_tail and not params.q_shared:
+    if call.segments.has_tail and not call.segments.q_shared:
         zero_tails((operands.out, segments.q_offsets))
 
 
-def _paged_attention_fake(q, k, v, q_offsets, kv_offsets, page_table, page_rows, num_keys, *rest):
-    return q.new_empty((*q.shape[:2], v.shape[2]))
-
-
-@operator("paged_attention", fake=_paged_attention_fake)
-def triton_paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    page_table: Tensor,
-    page_rows: int,
-    num_keys: int,
-    tiles: Tensor,
-    num_tiles: Tensor,
-    block_m: int,
-    implementation: str,
-    scale: float,
-    q_shared: bool,
-    activation: str,
-    mask: list[int] | None,
-    output_scale: float,
-    batch_invariant: bool,
-    table_gradients: bool,
-    num_targets: Tensor | None,
-    segment_scale: Tensor | None,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    timestamps: Tensor | None,
-    boundaries: Tensor | None,
-    query_timestamps: Tensor | None,
-    query_shift: Tensor | None,
-    clear_tail: bool = True,
-) -> Tensor:
-    """Launch the forward kernel with keys and values in pages, in one query group. It has no
-    backward.
-
-    Args:
-        k, v: the storage `[pages · page_rows, heads, dim]`.
-        page_table, page_rows, num_keys: the fields of `Pages`; kv_offsets count the keys of each
-            segment.
-        Others: as of `triton_attention`.
-
-    Returns:
-        out `[rows, H, Dv]` in q's dtype.
-    """
-    params = _params(
-        scale,
-        q_shared,
-        activation,
-        mask,
-        output_scale,
-        batch_invariant,
-        table_gradients,
-        num_targets,
-        segment_scale,
-        position_bias,
-        time_bias,
-        timestamps,
-        boundaries,
-        query_timestamps,
-        query_shift,
-    )
-    pages = Pages(page_table, page_rows, num_keys)
-    segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m), pages=pages)
-    operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, False, activation))
-    _forward(
-        operands,
-        segments,
-        params,
-        _select(operands, segments, None, params, False, implementation),
-        clear_tail,
-    )
-    return operands.out
-
-
-def _backward_fake(do, out, lse, q, k, v, *rest):
-    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, *empty_table_gradients(
-        AttentionParams(*rest[_PARAMS.start - 3 : _PARAMS.stop - 3]), q
-    )
-
-
-@operator("attention_backward", fake=_backward_fake)
-def triton_attention_backward(
-    do: Tensor,
-    out: Tensor | None,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    tiles: Tensor,
-    num_tiles: Tensor,
-    key_tiles: Tensor | None,
-    num_key_tiles: Tensor | None,
-    block_m: int,
-    key_block: int | None,
-    kv_shared: bool,
-    implementation: str,
-    workspace: int | None,
-    scale: float,
-    q_shared: bool,
-    activation: str,
-    mask: list[int] | None,
-    output_scale: float,
-    batch_invariant: bool,
-    table_gradients: bool,
-    num_targets: Tensor | None,
-    segment_scale: Tensor | None,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    timestamps: Tensor | None,
-    boundaries: Tensor | None,
-    query_timestamps: Tensor | None,
-    query_shift: Tensor | None,
-    clear_tail: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operator("attention_backward", backward_fake, BACKWARD_SCHEMA)
+def triton_attention_backward(do: Tensor, results: list[Tensor | None], *arguments: Any):
     """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv
-    kernel, which reads it. On Hopper: hopper_backward.py. Only softmax reads `out`. Other
-    arguments: as the forward's.
+    kernel, which reads it. On Hopper: hopper_backward.py. results: out, which only softmax reads,
+    and lse.
 
     Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of
     what they are gradients of; `[0]` for a table that gets none.
     """
-    params = _params(
-        scale,
-        q_shared,
-        activation,
-        mask,
-        output_scale,
-        batch_invariant,
-        table_gradients,
-        num_targets,
-        segment_scale,
-        position_bias,
-        time_bias,
-        timestamps,
-        boundaries,
-        query_timestamps,
-        query_shift,
-    )
-    queries = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
-    keys = Segments(q_offsets, kv_offsets, TileList(key_tiles, num_key_tiles, key_block))
-    operands, do = Operands(q, k, v, out, lse), contiguous_last_dim(do)
-    selection = _select(operands, queries, key_block, params, kv_shared, implementation)
-    if not (q.shape[0] and k.shape[0] and q_offsets.shape[0] > 1):
+    call, queries_listed, keys_listed = unpack(*arguments)
+    q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
+    selection = _select(call, queries_listed.block, keys_listed.block)
+    if not _has_rows(call):
         dtables = (x.zero_() for x in empty_table_gradients(params, q))
         return (
             *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
             *dtables,
         )
+    queries, keys = _with_tiles(call, queries_listed), _with_tiles(call, keys_listed)
+    operands, do = Operands(q, k, v, *results), contiguous_last_dim(do)
     chunks = selection.query_chunks
     if kv_shared:
-        keys = _query_chunks(q_offsets[-1] if clear_tail else q.shape[0], k, chunks)
-        if segment_scale is not None:
-            params = params._replace(segment_scale=segment_scale.repeat(chunks))
+        keys = _query_chunks(q_offsets[-1] if has_tail else q.shape[0], k, chunks)
+        if params.segment_scale is not None:
+            params = params._replace(segment_scale=params.segment_scale.repeat(chunks))
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows
     # (keys), then a fixed-order sum.
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
@@ -356,7 +152,7 @@ def triton_attention_backward(
         )
         for x in (k, v)
     )
-    grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(lse))
+    grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(operands.lse))
     if selection.packed_bwd is not None:
         packed.backward(operands, grads, queries, params, selection.packed_bwd)
         queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
@@ -364,17 +160,15 @@ def triton_attention_backward(
         from .hopper_backward import backward
 
         # which segments' dS has room depends on the batch
-        workspace = 0 if batch_invariant else workspace
+        workspace = 0 if params.batch_invariant else params.workspace
         dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         bias = kernel_bias(params)
         dtables = _triton_dq(operands, grads, queries, params, bias, selection)
         _triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
-    if clear_tail:
-        of_queries, of_keys = (
-            [] if q_shared else [(dq, q_offsets)],
-            [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)],
-        )
+    if has_tail:
+        of_queries = [] if q_shared else [(dq, q_offsets)]
+        of_keys = [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
         zero_tails(*of_queries, *of_keys)
     if q_shared:
         dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
@@ -383,105 +177,61 @@ def triton_attention_backward(
     return dq, dk, dv, *dtables
 
 
-def _params(scale, q_shared, activation, mask, *rest) -> AttentionParams:
-    return AttentionParams(
-        scale, q_shared, activation, None if mask is None else MaskParams(*mask), *rest
-    )
+def _has_rows(call: AttentionCall) -> bool:
+    return bool(call.q.shape[0] and call.k.shape[0] and call.segments.num_segments)
 
 
-def _select(
-    operands: Operands,
-    segments: Segments,
-    key_block: int | None,
-    params: AttentionParams,
-    kv_shared: bool,
-    implementation: str,
-) -> Selection:
-    q, k, v, _, _ = operands
-    self_attention = segments.is_self_attention and not (
-        params.q_shared or kv_shared or segments.pages
-    )
+def _with_tiles(call: AttentionCall, tiles: TileList) -> TiledSegments:
+    q_offsets, kv_offsets, q_shared, _, _, pages = call.segments
+    return TiledSegments(q_offsets, kv_offsets, tiles, pages=pages, q_shared=q_shared)
+
+
+def _empty_outputs(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    q, rows = call.q, call.segments.num_output_rows(call.q)
+    lse_rows = rows if call.params.activation == "softmax" else 0
+    lse = q.new_empty((q.shape[1], lse_rows), dtype=torch.float32)
+    return q.new_empty((rows, q.shape[1], call.v.shape[2])), lse
+
+
+def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | None) -> Selection:
+    """tile_rows, key_tile_rows: of the schedule's tiles."""
+    q, k, v, segments, params, _ = call
+    q_rows, num_heads, head_dim = q.shape
+    q_offsets, kv_offsets, q_shared, kv_shared, _, pages = segments
     # Hopper's kernels take 16 bits alone
-    judges_alignment = implementation != "triton" and q.element_size() == 2
-    return _selection(
-        q.shape,
-        segments.num_keys(k),
-        k.shape[1],
-        v.shape[2],
-        q.dtype,
-        q.device,
-        segments.q_offsets.shape[0] - 1,
-        segments.kv_offsets.shape[0] - 1,
-        self_attention,
-        params.q_shared,
-        kv_shared,
-        segments.pages is not None,
-        (
-            _misaligned(q, k, v, params.batch_invariant and implementation == "auto")
-            if judges_alignment
-            else ()
-        ),
-        (segments.tiles.block, key_block),
-        implementation,
-        params.activation,
-        params.mask,
-        params.has_bias,
-        params.time_bias is not None,
-        params.batch_invariant,
-    )
-
-
-@functools.lru_cache(maxsize=64)  # a backward finds what its forward has selected
-def _selection(
-    q_shape: torch.Size,
-    kv_rows: int,
-    num_kv_heads: int,
-    v_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    q_segments: int,
-    kv_segments: int,
-    self_attention: bool,
-    q_shared: bool,
-    kv_shared: bool,
-    paged: bool,
-    misaligned: tuple[str, ...],
-    schedule: tuple[int | None, int | None],
-    implementation: str,
-    activation: str,
-    mask: MaskParams | None,
-    biased: bool,
-    timed: bool,
-    batch_invariant: bool,
-) -> Selection:
-    capability, num_sms = device_properties(device)
+    judges_alignment = params.implementation != "triton" and q.element_size() == 2
+    single_rows = params.batch_invariant and params.implementation == "auto"
+    capability, num_sms = device_properties(q.device)
     problem = AttentionProblem(
-        head_dim=q_shape[2],
-        v_dim=v_dim,
-        dtype=dtype,
-        capability=capability if device.type == "cuda" else None,
-        implementation=implementation,
-        activation=activation,
-        masked=mask is not None,
-        causal=mask is not None and mask.is_causal,
-        biased=biased,
-        timed=timed,
-        batch_invariant=batch_invariant,
-        q_rows=q_shape[0],
-        q_segments=q_segments,
-        kv_rows=kv_rows,
-        kv_segments=kv_segments,
+        head_dim=head_dim,
+        v_dim=v.shape[2],
+        dtype=q.dtype,
+        capability=capability if q.is_cuda else None,
+        implementation=params.implementation,
+        activation=params.activation,
+        masked=params.mask is not None,
+        biased=params.has_bias,
+        timed=params.time_bias is not None,
+        causal=params.mask is not None and params.mask.is_causal,
+        batch_invariant=params.batch_invariant,
+        q_rows=q_rows,
+        q_segments=q_offsets.shape[0] - 1,
+        kv_rows=segments.num_keys(k),
+        kv_segments=kv_offsets.shape[0] - 1,
         q_shared=q_shared,
         kv_shared=kv_shared,
-        self_attention=self_attention,
-        paged=paged,
-        misaligned=misaligned,
-        schedule=schedule,
-        num_heads=q_shape[1],
-        num_kv_heads=num_kv_heads,
+        self_attention=segments.is_self_attention,
+        paged=pages is not None,
+        misaligned=_misaligned(q, k, v, single_rows) if judges_alignment else (),
+        schedule=(tile_rows, key_tile_rows),
+        num_heads=num_heads,
+        num_kv_heads=k.shape[1],
         num_sms=num_sms,
     )
-    return select(problem)
+    return _selection(problem)
+
+
+_selection = functools.lru_cache(maxsize=64)(select)  # a backward finds what its forward selected
 
 
 def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str, ...]:
@@ -499,18 +249,10 @@ def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str
     )
 
 
-def _empty_outputs(
-    q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, activation: str
-) -> tuple[Tensor, Tensor]:
-    rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-    lse = q.new_empty((q.shape[1], rows if activation == "softmax" else 0), dtype=torch.float32)
-    return q.new_empty((rows, q.shape[1], v.shape[2])), lse
-
-
-def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> Segments:
+def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> TiledSegments:
     """The query rows split into `chunks` segments, each of which sees all keys."""
     boundaries = torch.arange(chunks + 1, device=k.device)
-    return Segments(
+    return TiledSegments(
         boundaries * num_queries // chunks, boundaries * k.shape[0], TileList(None, None, None)
     )
 
@@ -519,7 +261,7 @@ def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> Segments
 
 
 def _triton_forward(
-    operands: Operands, segments: Segments, params: AttentionParams, selection: Selection
+    operands: Operands, segments: TiledSegments, params: AttentionParams, selection: Selection
 ) -> None:
     q, k, v, out, lse = operands
     config, pages = selection.fwd, segments.pages
@@ -549,7 +291,7 @@ def _triton_forward(
             ALIGN=align,
             BLOCK_M=config.tile,
             BLOCK_N=config.block,
-            Q_SHARED=params.q_shared,
+            Q_SHARED=segments.q_shared,
             PAGE_ROWS=pages and pages.page_rows,
         )
 
@@ -565,7 +307,7 @@ def _scales(q: Tensor, params: AttentionParams) -> tuple[float, ...]:
 def _triton_dq(
     operands: Operands,
     grads: Gradients,
-    queries: Segments,
+    queries: TiledSegments,
     params: AttentionParams,
     bias: Bias | None,
     selection: Selection,
@@ -610,7 +352,7 @@ def _triton_dq(
             ALIGN=align,
             BLOCK_M=config.tile,
             BLOCK_N=config.block,
-            Q_SHARED=params.q_shared,
+            Q_SHARED=queries.q_shared,
             BUCKETS=sums.buckets if sums else 0,
         )
     return empty_table_gradients(params, q) if sums is None else sums.results(params, q)
@@ -619,7 +361,7 @@ def _triton_dq(
 def _triton_dkdv(
     operands: Operands,
     grads: Gradients,
-    keys: Segments,
+    keys: TiledSegments,
     params: AttentionParams,
     bias: Bias | None,
     kv_shared: bool,
@@ -658,7 +400,7 @@ def _triton_dkdv(
             ALIGN=align,
             BLOCK_M=config.block,
             BLOCK_N=config.tile,
-            Q_SHARED=params.q_shared,
+            Q_SHARED=keys.q_shared,
             KV_SHARED=kv_shared,
             QUERY_GROUPS=keys.query_groups,
         )
@@ -733,86 +475,58 @@ def _descriptors(
 # -- autograd --------------------------------------------------------------------------------------
 
 
-# behind them is clear_tail, which torch leaves out where it has its default
-_PARAMS = slice(14, 14 + len(AttentionParams._fields))
-
-
-def _index(field: str) -> int:
-    """Of a field of AttentionParams, among the arguments of the forward."""
-    return _PARAMS.start + AttentionParams._fields.index(field)
-
-
-# block_m to table_gradients: the arguments that are not tensors
-_OPTIONS = slice(9, _index("num_targets"))
-_TABLES = slice(_index("position_bias"), _index("timestamps"))
-# floating-point tensors besides q, k and v
-_FLOATS = slice(_index("segment_scale"), _index("timestamps"))
-_ACTIVATION, _TABLE_GRADIENTS = _index("activation"), _index("table_gradients")
-
-
-class _Attention(torch.autograd.Function):
-    """Of the arguments that may get gradients, and a tuple of all arguments: autograd's time on the
-    host grows with what it is given."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, position_bias, time_bias, inputs, op):
-        with below_autograd():
-            out, lse = op(*inputs)
-        saved_out = out if inputs[_ACTIVATION] == "softmax" else None
-        ctx.save_for_backward(
-            saved_out, lse, *inputs[: _OPTIONS.start], *inputs[_OPTIONS.stop : _PARAMS.stop]
-        )
-        ctx.options, ctx.clear_tail = inputs[_OPTIONS], inputs[_PARAMS.stop :]
-        ctx.tables = tuple(
-            inputs[_TABLE_GRADIENTS] and table is not None for table in (position_bias, time_bias)
-        )
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, do, _dlse):
-        out, lse, *tensors = ctx.saved_tensors
-        q, k, v, *_ = tensors
-        inputs = *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.start :]
-        op, floats = triton_attention_backward, inputs[_FLOATS]
-        inputs = do, out, lse, *inputs, *ctx.clear_tail
-        if not torch.is_grad_enabled():
-            op = direct(op, inputs, (do, q, k, v, *floats))
-        dq, dk, dv, dposition, dtime = op(*inputs)
-        has_position, has_time = ctx.tables
-        return (
-            dq,
-            dk,
-            dv,
-            dposition if has_position else None,
-            dtime if has_time else None,
-            None,
-            None,
-        )
-
-
-def attention(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """`triton_attention` in less host time."""
-    op = direct(triton_attention, inputs, (*inputs[:3], *inputs[_FLOATS]))
+def attention(call: AttentionCall) -> Tensor:
+    """Attention by the portable or the Hopper kernels, in less host time than by a call of the
+    operator. The call has a schedule."""
+    call = _for_kernels(call)
+    schedule, params = call.schedule, call.params
+    floats = *call[:3], params.segment_scale, params.position_bias, params.time_bias
+    if call.segments.pages is not None:
+        arguments = pack(call, schedule.tile_list)
+        return direct(triton_paged_attention, arguments, floats)(*arguments)
+    arguments = pack(call, schedule.tile_list, _key_tiles(call))
+    op = direct(triton_attention, arguments, floats)
     if op is triton_attention or not torch.is_grad_enabled():
-        return op(*inputs)
-    return _apply(*inputs[:3], *inputs[_TABLES], inputs, op)
+        return op(*arguments)[0]
+    return differentiable(arguments, op, _backward)[0]
 
 
-def paged_attention(*inputs: Any) -> Tensor:
-    """`triton_paged_attention` in less host time. It has two arguments fewer before the parameters
-    than `triton_attention`."""
-    return direct(
-        triton_paged_attention, inputs, (*inputs[:3], *inputs[_FLOATS.start - 2 : _FLOATS.stop - 2])
-    )(*inputs)
+def _for_kernels(call: AttentionCall) -> AttentionCall:
+    """With operands whose last dimension is contiguous, and a positive scale: kernels compute row
+    maxima of unscaled scores, and divide a bias by the scale."""
+    q, k, v, segments, params, schedule = call
+    q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
+    turns_maxima = params.scale <= 0 and params.activation == "softmax"
+    if turns_maxima or (params.has_bias and abs(params.scale) < SMALLEST_SCALE):
+        q, params = q * params.scale, params._replace(scale=1.0)
+    if params.segment_scale is not None:
+        params = params._replace(segment_scale=params.segment_scale.float().contiguous())
+    return AttentionCall(q, k, v, segments, params, schedule)
 
 
-# without what `_Attention.apply` does for torch.func
-_apply = super(torch.autograd.Function, _Attention).apply
-differentiate(
-    triton_attention,
-    lambda *inputs: _Attention.apply(*inputs[:3], *inputs[_TABLES], inputs, triton_attention),
-)
+def _key_tiles(call: AttentionCall) -> TileList:
+    """Those of the schedule, unless they were made for other sizes or another mask: the one-pass
+    backward needs ascending tiles, and then lists its own."""
+    keys, mask = call.schedule.backward, call.params.mask
+    if keys is None:
+        return NOT_LISTED
+    if not keys.ascending:
+        queries, segments = LoopedSide(*call.q.shape), call.segments.kv_offsets.shape[0] - 1
+        causal = mask is not None and mask.is_causal
+        if one_pass_may_run(queries, *call.k.shape[:2], segments, mask is not None, causal):
+            return NOT_LISTED
+    return keys.tile_list
+
+
+def _backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tuple[Tensor, ...]:
+    op, inputs = triton_attention_backward, (do, results, *arguments)
+    if not torch.is_grad_enabled():
+        q, k, v, segments, bias, *_ = arguments
+        op = direct(op, inputs, (do, q, k, v, SegmentTensors(*segments).segment_scale, *bias[:2]))
+    return op(*inputs)
+
+
+differentiate_attention(triton_attention, _backward)
 refuse_derivative(
     triton_paged_attention,
     "jagged_attention is not differentiable with pages: gather the keys and values first",

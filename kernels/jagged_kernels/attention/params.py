@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +87,17 @@ class Segments(NamedTuple):
     def share_keys(self) -> bool:
         """Whether several segments of queries read the same keys."""
         return self.kv_shared or self.q_offsets.shape[0] != self.kv_offsets.shape[0]
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys are the same rows: their offsets are one tensor, which may have
+        gone through an operator or a graph."""
+        if self.q_shared or self.kv_shared or self.pages is not None:
+            return False
+        q_offsets, kv_offsets = self.q_offsets, self.kv_offsets
+        return q_offsets is kv_offsets or (
+            q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
+        )
 
     def num_output_rows(self, q: Tensor) -> int:
         return q.shape[0] * self.num_segments if self.q_shared else q.shape[0]
@@ -193,17 +204,6 @@ class SegmentTensors(NamedTuple):
     num_key_tiles: Tensor | None
 
 
-class BiasTensors(NamedTuple):
-    """The last fields of `AttentionParams`."""
-
-    position_bias: Tensor | None
-    time_bias: Tensor | None
-    timestamps: Tensor | None
-    boundaries: Tensor | None
-    query_timestamps: Tensor | None
-    query_shift: Tensor | None
-
-
 class Options(NamedTuple):
     """Flags and sizes, as integers; -1 stands for None. tile_rows, key_tile_rows: `TileList.block`
     of the schedule's tiles."""
@@ -213,15 +213,22 @@ class Options(NamedTuple):
     has_tail: int
     batch_invariant: int
     table_gradients: int
-    workspace: int
     page_rows: int
     num_keys: int
+    workspace: int
     tile_rows: int
     key_tile_rows: int
 
 
 class Arguments(NamedTuple):
-    """The arguments of an operator. factors: scale and output_scale."""
+    """The arguments of an operator: the fields of `AttentionCall`.
+
+    Attributes:
+        segments, options: the fields of `SegmentTensors` and of `Options`.
+        bias: position_bias, time_bias, timestamps, boundaries, query_timestamps and query_shift.
+        mask: the fields of `MaskParams`.
+        factors: scale and output_scale.
+    """
 
     q: Tensor
     k: Tensor
@@ -235,6 +242,15 @@ class Arguments(NamedTuple):
     implementation: str
 
 
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor?[] segments, Tensor?[] bias, SymInt[]? mask,"
+    " SymInt[] options, float[] factors, str activation, str implementation"
+)
+FORWARD_SCHEMA = f"({_SCHEMA}) -> (Tensor, Tensor)"
+PAGED_SCHEMA = f"({_SCHEMA}) -> Tensor"
+BACKWARD_SCHEMA = (
+    f"(Tensor do, Tensor?[] results, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 NOT_LISTED = TileList()
 
 
@@ -242,31 +258,33 @@ def pack(
     call: AttentionCall, queries: TileList = NOT_LISTED, keys: TileList = NOT_LISTED
 ) -> Arguments:
     """The arguments of an operator. queries, keys: the schedule's tiles."""
-    q, k, v, segments, p, _ = call
-    q_offsets, kv_offsets, q_shared, kv_shared, has_tail, pages = segments
-    table = None if pages is None else pages.table
-    flags = q_shared, kv_shared, has_tail, p.batch_invariant, p.table_gradients
-    sizes = (
-        -1 if p.workspace is None else p.workspace,
-        *((-1, -1) if pages is None else (pages.page_rows, pages.num_rows)),
-    )
-    rows = (-1 if tiles.block is None else tiles.block for tiles in (queries, keys))
-    tensors = q_offsets, kv_offsets, p.num_targets, p.segment_scale, table, *queries[:2], *keys[:2]
+    q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, pages), p, _ = call
+    table, page_rows, num_keys = None, -1, -1
+    if pages is not None:
+        table, page_rows, num_keys = pages.table, pages.page_rows, pages.num_rows
+    tiles, num_tiles, rows = queries
+    key_tiles, num_key_tiles, key_rows = keys
+    of_rows = [q_offsets, kv_offsets, p.num_targets, p.segment_scale]
+    of_kernels = [table, tiles, num_tiles, key_tiles, num_key_tiles]
+    tables = [p.position_bias, p.time_bias]
+    of_tables = [p.timestamps, p.boundaries, p.query_timestamps, p.query_shift]
+    flags = [q_shared, kv_shared, has_tail, p.batch_invariant, p.table_gradients]
+    limits = [-1 if x is None else x for x in (p.workspace, rows, key_rows)]
     return Arguments(
         q,
         k,
         v,
-        [*tensors],
-        [*p[-len(BiasTensors._fields) :]],
+        of_rows + of_kernels,
+        tables + of_tables,
         None if p.mask is None else [*p.mask],
-        [*map(int, flags), *sizes, *rows],
+        [*map(int, flags), page_rows, num_keys, *limits],
         [p.scale, p.output_scale],
         p.activation,
         p.implementation,
     )
 
 
-def unpack(*arguments) -> tuple[AttentionCall, TileList, TileList]:
+def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
     """Undo `pack`. The call has no schedule."""
     q, k, v, tensors, bias, mask, options, factors, activation, implementation = arguments
     t, o = SegmentTensors(*tensors), Options(*options)
@@ -274,21 +292,25 @@ def unpack(*arguments) -> tuple[AttentionCall, TileList, TileList]:
     segments = Segments(
         t.q_offsets, t.kv_offsets, bool(o.q_shared), bool(o.kv_shared), bool(o.has_tail), pages
     )
+    workspace, rows, key_rows = (
+        None if x < 0 else x for x in (o.workspace, o.tile_rows, o.key_tile_rows)
+    )
+    scale, output_scale = factors
     params = AttentionParams(
-        factors[0],
+        scale,
         activation,
         None if mask is None else MaskParams(*mask),
-        factors[1],
+        output_scale,
         bool(o.batch_invariant),
         implementation,
-        None if o.workspace < 0 else o.workspace,
+        workspace,
         bool(o.table_gradients),
         t.num_targets,
         t.segment_scale,
         *bias,
     )
-    queries = TileList(t.tiles, t.num_tiles, None if o.tile_rows < 0 else o.tile_rows)
-    keys = TileList(t.key_tiles, t.num_key_tiles, None if o.key_tile_rows < 0 else o.key_tile_rows)
+    queries = TileList(t.tiles, t.num_tiles, rows)
+    keys = TileList(t.key_tiles, t.num_key_tiles, key_rows)
     return AttentionCall(q, k, v, segments, params), queries, keys
 
 

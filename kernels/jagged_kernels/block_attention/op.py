@@ -15,10 +15,11 @@ import functools
 import torch
 from torch import Tensor
 
+from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.configs import KernelChoice
 from ..common.descriptors import has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
-from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import BlockAttentionConfig
 from .params import BlockAttentionParams, RotaryParams

@@ -1,7 +1,7 @@
 """Registration of launchers as torch operators.
 
 torch's `custom_op` does the same with less code, but its autograd wrapper costs more host time than
-a short kernel runs; an autograd function at the Autograd dispatch key costs a third of it.
+a short kernel runs (autograd.py).
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def operator(
-    name: str, fake: Callable[..., Any]
+    name: str, fake: Callable[..., Any], schema: str | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function becomes the body of operator `jagged_kernels::name` on CUDA, and on
     the host for Triton's interpreter.
 
     Args:
-        name: the operator's name. Its schema comes from the function's annotations.
+        name: the operator's name.
         fake: same arguments, makes outputs of the right shape and dtype without looking at data.
+        schema: None: from the function's annotations.
 
     Returns:
         The operator, called with positional arguments.
@@ -53,7 +54,7 @@ def operator(
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
         full_name = f"jagged_kernels::{name}"
-        library.define(full_name, library.infer_schema(launcher, mutates_args=()))
+        library.define(full_name, schema or library.infer_schema(launcher, mutates_args=()))
         library.impl(full_name, "CPU", _in_the_interpreter(name, launcher))
         on_cuda = on_the_tensors_device(launcher)
         library.impl(full_name, "CUDA", on_cuda)
@@ -95,19 +96,6 @@ def on_the_tensors_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-def differentiate(op: Callable, apply: Callable) -> None:
-    """Route the operator's calls under autograd through `apply`, a method of an autograd function.
-    Its forward calls `op` inside `below_autograd()`."""
-
-    def call(*args):
-        if torch.is_grad_enabled():
-            return apply(*args)
-        with below_autograd():
-            return op(*args)
-
-    library.impl(op.name(), "Autograd", call)
-
-
 def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Callable:
     """What to call instead of an operator, with the same arguments: its launcher if torch's
     dispatcher would do nothing but call it, else the operator. The dispatcher converts all
@@ -129,29 +117,12 @@ def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Call
         or _is_tracing()
     ):
         return op
-    if not _PLAIN.issuperset(map(type, args)) or not _PLAIN.issuperset(map(type, operands)):
+    if not _PLAIN.issuperset(map(type, args)):
         return op
+    for x in args:
+        if type(x) is list and not _PLAIN.issuperset(map(type, x)):
+            return op
     for x in operands:
         if x is not None and (x.is_neg() or x._is_zerotensor()):
             return op
     return _launchers.get(op, op)
-
-
-def refuse_derivative(op: Callable, message: str) -> None:
-    """Route the operator's calls under autograd through a function that runs it, and raises
-    RuntimeError when it is differentiated."""
-
-    class Last(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            with below_autograd():
-                return op(*inputs)
-
-        @staticmethod
-        def backward(ctx, *grads):
-            raise RuntimeError(message)
-
-    differentiate(op, Last.apply)
-
-
-below_autograd = torch._C._AutoDispatchBelowAutograd

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common.activations import activation_factors, activation_function
+from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.configs import GemmConfig
 from ..common.device import (
     aligned_strides,
@@ -32,7 +33,7 @@ from ..common.device import (
     device_properties,
     precision,
 )
-from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import jagged_matmul_config
 from .triton_kernels import (

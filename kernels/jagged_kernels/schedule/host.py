@@ -39,28 +39,18 @@ class Segments(NamedTuple):
     groups have offsets `[n · B + 1]`: their segments b, B + b, 2B + b, ... read the keys of segment
     b. long_only: kernels leave out the tiles of short segments. pages: None where the keys of
     segment b are the rows from kv_offsets[b] on; otherwise they lie in pages, and there is one
-    query group."""
+    query group. q_shared: every segment takes all rows of q; q_offsets count output rows."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
     tiles: TileList
     long_only: bool = False
     pages: Pages | None = None
+    q_shared: bool = False
 
     def num_keys(self, k: Tensor) -> int:
         """Keys of all segments together."""
         return k.shape[0] if self.pages is None else self.pages.num_rows
-
-    @property
-    def is_self_attention(self) -> bool:
-        """Whether queries and keys have the same offsets: one tensor, which may have gone through
-        an operator or a graph."""
-        q_offsets, kv_offsets = self.q_offsets, self.kv_offsets
-        return (
-            q_offsets is kv_offsets
-            or q_offsets.data_ptr() == kv_offsets.data_ptr()
-            and q_offsets.shape == kv_offsets.shape
-        )
 
     @property
     def query_groups(self) -> int:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import aligned_strides, cdiv, chunk_shift, contiguous_last_dim
-from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
 from .triton_kernels import jagged2_softmax_kernel, jagged_softmax_kernel

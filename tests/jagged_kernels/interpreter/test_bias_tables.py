@@ -28,9 +28,8 @@ SMALL_MAGNITUDES = st.integers(0, 31).flatmap(lambda bits: st.integers(0, min(2*
 
 
 def params(position=None, time=None, **fields):
-    return AttentionParams(
-        SCALE, False, "softmax", None, 1.0, False, True, None, None, position, time, **fields
-    )
+    fields |= dict(position_bias=position, time_bias=time)
+    return AttentionParams(SCALE, table_gradients=True, **fields)
 
 
 # without segments there are no timestamps
