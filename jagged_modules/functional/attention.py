@@ -334,6 +334,7 @@ def _attention_by_kernels(
     if params.segment_scale is not None:
         params = params._replace(segment_scale=params.segment_scale.float().contiguous())
     if schedule is None or kv_shared:
+        q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
         problem = AttentionProblem(
             q.shape[2],
             v.shape[2],
@@ -344,19 +345,24 @@ def _attention_by_kernels(
             biased=params.has_bias,
             timed=params.time_bias is not None,
             batch_invariant=params.batch_invariant,
+            q_rows=q_rows,
+            kv_rows=kv_rows,
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
         )
-        q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
+        # In a graph of torch.compile, sizes are not known: the backward chooses its own tiles.
+        needs_backward = (
+            torch.is_grad_enabled()
+            and not (kv_shared or torch.compiler.is_compiling())
+            and (q.requires_grad or k.requires_grad or v.requires_grad)
+        )
         schedule = device_schedule(
             problem,
             q_offsets,
             kv_offsets,
-            q_rows,
-            kv_rows,
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
             mask=params.mask,
             num_targets=params.num_targets,
-            backward=False,
+            backward=needs_backward,
         )
     else:
         schedule = schedule.to(device, non_blocking=True)

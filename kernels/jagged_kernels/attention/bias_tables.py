@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..common.configs import padded_dim
 from ..common.device import cdiv
-from ..schedule.host import Segments
 from .bias import LEADING, PAD, TIME_BLOCK, Bias, TableSums
 from .bias_kernels import PADDED, SUMMED, bias_tables_kernel, sum_tables_kernel
 from .params import AttentionParams, empty_table_gradients
+from .segments import Segments
 
 _PAD = PAD.value
 

@@ -15,8 +15,8 @@ from ..common.configs import padded_dim
 from ..common.loads import find_tile
 from ..common.pipeline import TensorDescriptor, descriptor
 from ..common.ptxas import safe_ptxas
-from ..schedule.host import Segments
 from .scales import output_factor
+from .segments import Segments
 
 
 @safe_ptxas

@@ -87,9 +87,7 @@ from ..common.pipeline import (
 )
 from ..common.ptxas import safe_ptxas
 from ..schedule.cost import LoopedSide
-from ..schedule.device import kernel_tiles
-from ..schedule.host import Segments, TileList
-from ..schedule.short_queries import list_short_queries
+from ..schedule.host import TileList
 from .bias import Bias, TableSums
 from .bias_tables import TableGradients, kernel_bias
 from .dq_sums import DqSums
@@ -138,7 +136,9 @@ from .hopper_short_queries import attention_bwd_short_queries_hopper_kernel, sho
 from .mask import num_masked_blocks
 from .params import AttentionParams, Gradients, Operands, empty_table_gradients
 from .scales import output_factor, score_factor
+from .segments import Segments
 from .select import Selection
+from .tile_lists import kernel_tiles, list_short_queries
 
 # -- dq --------------------------------------------------------------------------------------------
 

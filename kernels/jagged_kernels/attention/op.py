@@ -39,8 +39,7 @@ from ..common.descriptors import descriptor, has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
 from ..common.ops import below_autograd, differentiate, direct, operator, refuse_derivative
 from ..common.tail import zero_tails
-from ..schedule.device import kernel_tiles
-from ..schedule.host import Segments, TileList
+from ..schedule.host import TileList
 from . import packed
 from .bias import Bias
 from .bias_tables import TableGradients, kernel_bias
@@ -53,7 +52,9 @@ from .params import (
     Operands,
     empty_table_gradients,
 )
+from .segments import Segments
 from .select import AttentionProblem, Selection, select
+from .tile_lists import kernel_tiles
 from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
 # -- the registered operators: flat arguments, packed at once --------------------------------------

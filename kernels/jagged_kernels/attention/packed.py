@@ -8,9 +8,9 @@ from torch import Tensor
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import device_properties, precision, row_and_head_strides
-from ..schedule.host import Segments
-from ..schedule.packed import PackedTiles, pack_short_segments
+from .packed_tiles import PackedTiles, pack_short_segments
 from .params import AttentionParams, Gradients, Operands
+from .segments import Segments
 from .triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_kernel
 
 

@@ -8,38 +8,7 @@ import torch
 from torch import Tensor
 
 from ..common.configs import padded_dim
-
-
-class MaskParams(NamedTuple):
-    """The fields of `AttentionMask` as integers, in the order of `AttentionMask.params`.
-
-    left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without
-    max_attn_len. The last two have defaults because programs exported before they existed hold
-    lists without them.
-    """
-
-    causal: int
-    left: int
-    right: int
-    has_targets: int
-    group_size: int
-    context: int
-    max_attn_len: int
-    full_attn_len: int
-    global_prefix: int = 0
-    recent_history: int = 0
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether rows see exactly the columns up to their own."""
-        limits = (
-            self.has_targets,
-            self.context,
-            self.max_attn_len,
-            self.global_prefix,
-            self.recent_history,
-        )
-        return bool(self.causal) and self.left < 0 and self.right < 0 and not any(limits)
+from ..schedule.cost import MaskParams
 
 
 class BiasKind(NamedTuple):

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..common.device import cdiv
 from ..common.loads import segment_lengths
 from ..common.ptxas import safe_ptxas
-from .cost import SHORT
-from .host import Segments
+from ..schedule.cost import SHORT
+from .segments import Segments
 
 ROWS = tl.constexpr(SHORT)  # of a packed tile
 CHUNK = 32  # segments that one program packs: few enough that it is done in microseconds
