@@ -129,8 +129,8 @@ _register(
 )
 _register(
     TileSchedule,
-    ("tiles", "num_tiles", "work", "backward"),
-    ("block_m", "block_n", "num_heads", "num_workers", "ascending"),
+    ("tiles", "num_tiles", "backward"),
+    ("block_m", "block_n", "num_heads", "ascending"),
 )
 _register(Pages, ("table", "num_rows"), ("page_rows",))
 _register(HistoryCache, ("layers", "timestamps"), ("max_rows",))

@@ -6,21 +6,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.attention.params import MaskParams
 from jagged_kernels.attention.select import AttentionProblem, Selection, select
-from jagged_kernels.common.device import device_properties, gpu_capability
-from jagged_kernels.schedule.cost import LoopedSide, may_alternate, one_pass_may_run
+from jagged_kernels.common.device import gpu_capability
+from jagged_kernels.schedule.cost import LoopedSide, MaskParams, may_alternate, one_pass_may_run
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from torch import Tensor
 
 from .masks import AttentionMask
-
-# for `TileSchedule.worker` before CUDA is initialised; the kernels assign tiles to the actual
-# number of SMs
-NUM_WORKERS = 132
 
 
 def host_schedule(
@@ -56,8 +50,6 @@ def host_schedule(
         The forward's schedule, with the backward's as `backward`. Its tensors are in page-locked
         memory if CUDA is initialised.
     """
-    initialized = torch.cuda.is_initialized()
-    workers = device_properties(torch.device("cuda", 0)).num_sms if initialized else NUM_WORKERS
     mask = None if mask is None or mask.hides_nothing() else mask
     problem = AttentionProblem(
         head_dim,
@@ -77,9 +69,7 @@ def host_schedule(
     )
     selection = select(problem)
     tile = selection.tile
-    schedule_of = partial(
-        zigzag_schedule, num_workers=workers, mask=mask, head_dim=_grouped_dim(problem, selection)
-    )
+    schedule_of = partial(zigzag_schedule, mask=mask, head_dim=_grouped_dim(problem, selection))
     forward = schedule_of(
         q_lengths,
         kv_lengths,
@@ -98,103 +88,76 @@ def host_schedule(
         key_tiles=True,
     )
     schedule = dataclasses.replace(forward, backward=backward)
-    return schedule.pin_memory() if initialized else schedule
-
-
-class _Side(NamedTuple):
-    """The queries or the keys of a call. block: rows of a tile."""
-
-    offsets: Tensor
-    rows: int
-    heads: int
-    block: int
+    return schedule.pin_memory() if torch.cuda.is_initialized() else schedule
 
 
 def device_schedule(
     problem: AttentionProblem,
     q_offsets: Tensor,
     kv_offsets: Tensor,
-    q_rows: int,
-    kv_rows: int,
     *,
-    num_heads: int,
-    num_kv_heads: int,
     mask: Sequence[int] | None = None,
     num_targets: Tensor | None = None,
     backward: bool = True,
 ) -> TileSchedule:
-    """Schedules from offsets on a device, built by an operator that torch.compile and CUDA graphs
+    """Schedules from offsets on a device, built by one operator that torch.compile and CUDA graphs
     can record.
 
     Args:
-        problem: head dims, dtype and options. This function fills in the numbers of rows, segments
-            and heads, and the compute capability.
+        problem: head dims, dtype, options, and the numbers of rows, of all segments, and heads.
+            This function fills in the numbers of segments and the compute capability.
         q_offsets, kv_offsets: `[B + 1]` int32 or int64.
-        q_rows, kv_rows: total number of rows.
-        num_heads, num_kv_heads: heads of the queries, and of keys and values.
         mask: `AttentionMask.params`. num_targets: `[B]`, on the offsets' device.
-        backward: also list the tiles of the backward. If False, the backward lists them when it
-            runs.
+        backward: also list the tiles of the backward, in the same launches. If False, the backward
+            lists them when it runs.
     """
+    from jagged_kernels.attention.tile_lists import Lists, TiledSide, list_tiles
     from jagged_kernels.common.ops import capability
-    from jagged_kernels.schedule.device import list_tiles
 
+    assert problem.q_rows is not None and problem.kv_rows is not None
+    q_rows, kv_rows = problem.q_rows, problem.kv_rows
+    num_heads, num_kv_heads = problem.num_heads, problem.num_kv_heads
     params = None if mask is None else MaskParams(*mask)
-    known: dict[str, Any] = dict(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        causal=params is not None and params.is_causal,
-    )
+    problem = problem._replace(causal=params is not None and params.is_causal)
     if q_offsets.is_cuda:
-        known |= dict(capability=capability(q_offsets.device))
+        problem = problem._replace(capability=capability(q_offsets.device))
     # sizes are symbols there, and a choice that depends on them would recompile
-    if not torch.compiler.is_compiling():
-        known |= dict(
-            q_rows=q_rows,
-            kv_rows=kv_rows,
-            q_segments=q_offsets.shape[0] - 1,
-            kv_segments=kv_offsets.shape[0] - 1,
-        )
-    problem = problem._replace(**known)
+    if torch.compiler.is_compiling():
+        problem = problem._replace(q_rows=None, kv_rows=None)
+    else:
+        num_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
+        problem = problem._replace(q_segments=num_segments[0], kv_segments=num_segments[1])
     selection = select(problem)
-    tile = selection.tile
-
-    head_dim = _grouped_dim(problem, selection)
-
-    def build(side: _Side, other: _Side, key_tiles: bool) -> TileSchedule:
-        options = mask, num_targets, key_tiles, other.rows, other.heads, head_dim
-        tiles, num_tiles = list_tiles(
-            side.offsets, other.offsets, side.rows, side.heads, side.block, other.block, *options
-        )
-        ascending = (
-            params is None
-            or key_tiles
-            and params.is_causal
-            and _causal_keys_ascend(side, other, head_dim)
-        )
-        return TileSchedule(
-            tiles, num_tiles, side.block, other.block, side.heads, NUM_WORKERS, ascending=ascending
-        )
-
-    queries, keys = (
-        _Side(q_offsets, q_rows, num_heads, tile.query),
-        _Side(kv_offsets, kv_rows, num_kv_heads, tile.key),
+    tile, head_dim = selection.tile, _grouped_dim(problem, selection)
+    of_queries, *of_keys = list_tiles(
+        (q_offsets, kv_offsets),
+        TiledSide(q_rows, num_heads, tile.query),
+        TiledSide(kv_rows, num_kv_heads, tile.key),
+        Lists(queries=True, keys=backward),
+        mask,
+        num_targets,
+        head_dim,
     )
-    schedule = build(queries, keys, False)
-    return (
-        dataclasses.replace(schedule, backward=build(keys, queries, True)) if backward else schedule
-    )
+    schedule = TileSchedule(*of_queries, tile.query, tile.key, num_heads, ascending=params is None)
+    if not backward:
+        return schedule
+    ascending = params is None or problem.causal and _causal_keys_ascend(problem, head_dim)
+    keys = TileSchedule(*of_keys[0], tile.key, tile.query, num_kv_heads, ascending=ascending)
+    return dataclasses.replace(schedule, backward=keys)
 
 
-def _causal_keys_ascend(keys: _Side, queries: _Side, head_dim: int) -> bool:
+def _causal_keys_ascend(problem: AttentionProblem, head_dim: int) -> bool:
     """Whether the key tiles of each segment and head are listed in ascending order under the causal
-    mask."""
+    mask. head_dim: of `zigzag_schedule`."""
     if not may_alternate(head_dim):
         return True
-    if torch.compiler.is_compiling():  # sizes are symbols there
+    p = problem
+    if p.q_rows is None or p.kv_rows is None or p.kv_segments is None:  # where sizes are symbols
         return False
-    looped, segments = LoopedSide(queries.rows, queries.heads, head_dim), keys.offsets.shape[0] - 1
-    return one_pass_may_run(looped, keys.rows, keys.heads, segments, masked=True, causal=True)
+    queries = LoopedSide(p.q_rows, p.num_heads, head_dim)
+    return one_pass_may_run(
+        queries, p.kv_rows, p.num_kv_heads, p.kv_segments, masked=True, causal=True
+    )
 
 
 def _grouped_dim(problem: AttentionProblem, selection: Selection) -> int:

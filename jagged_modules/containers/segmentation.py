@@ -129,8 +129,8 @@ class Queries:
         return self.segmentation.id
 
     def query_segments(self, rows_per_candidate: int) -> RowSegments:
-        """RowSegments of the query rows. rows_per_candidate: query rows of each candidate, where the
-        container's rows are candidates."""
+        """The segments of the query rows. rows_per_candidate: query rows of each candidate, where
+        the container's rows are candidates."""
         raise NotImplementedError
 
 

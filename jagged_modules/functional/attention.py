@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from jagged_kernels.attention.pages import Pages
+from jagged_kernels.attention.params import AttentionCall
+from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from ..containers.segmentation import RowSegments
 from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask
 from ..reference import attention_reference
+from ..schedule import device_schedule
 from ..validation import check_tensor
 from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, Side, parse_call
 from .tail import padded_to
@@ -154,7 +158,6 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
     return out if segments.q_shared else padded_to(out, q.shape[0])
 
 
-
 def _listed(call: AttentionCall) -> TileSchedule:
     """A schedule of the call, made on the device."""
     q, k, v, segments, p, _ = call
@@ -168,16 +171,22 @@ def _listed(call: AttentionCall) -> TileSchedule:
         biased=p.has_bias,
         timed=p.time_bias is not None,
         batch_invariant=p.batch_invariant,
+        q_rows=segments.num_output_rows(q),
+        kv_rows=segments.num_keys(k),
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+    )
+    # In a graph of torch.compile, sizes are not known: the backward chooses its own tiles.
+    needs_backward = (
+        torch.is_grad_enabled()
+        and not (segments.kv_shared or torch.compiler.is_compiling())
+        and (q.requires_grad or k.requires_grad or v.requires_grad)
     )
     return device_schedule(
         problem,
         segments.q_offsets,
         segments.kv_offsets,
-        segments.num_output_rows(q),
-        segments.num_keys(k),
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
         mask=None if p.mask is None else list(p.mask),
         num_targets=p.num_targets,
-        backward=False,
+        backward=needs_backward,
     )

@@ -15,8 +15,8 @@ from ..common.configs import padded_dim
 from ..common.loads import find_tile
 from ..common.pipeline import TensorDescriptor, descriptor
 from ..common.ptxas import safe_ptxas
-from ..schedule.host import Segments
 from .scales import output_factor
+from .segments import TiledSegments
 
 
 @safe_ptxas
@@ -103,7 +103,7 @@ class DqSums(NamedTuple):
     def write(
         self,
         dq: Tensor,
-        segments: Segments,
+        segments: TiledSegments,
         segment_scale: Tensor | None,
         factor: float,
         output_scale: float,

@@ -87,9 +87,7 @@ from ..common.pipeline import (
 )
 from ..common.ptxas import safe_ptxas
 from ..schedule.cost import LoopedSide
-from ..schedule.device import kernel_tiles
-from ..schedule.host import Segments, TileList
-from ..schedule.short_queries import list_short_queries
+from ..schedule.host import TileList
 from .bias import Bias, TableSums
 from .bias_tables import TableGradients, kernel_bias
 from .dq_sums import DqSums
@@ -138,7 +136,9 @@ from .hopper_short_queries import attention_bwd_short_queries_hopper_kernel, sho
 from .mask import num_masked_blocks
 from .params import AttentionParams, Gradients, Operands, empty_table_gradients
 from .scales import output_factor, score_factor
+from .segments import TiledSegments
 from .select import Selection
+from .tile_lists import kernel_tiles, list_short_queries
 
 # -- dq --------------------------------------------------------------------------------------------
 
@@ -566,7 +566,7 @@ class _Launches:
         self,
         operands: Operands,
         grads: Gradients,
-        segments: Segments,
+        segments: TiledSegments,
         params: AttentionParams,
         kv_shared: bool,
         selection: Selection,
@@ -594,7 +594,7 @@ class _Launches:
             return self.q_desc, self.do_desc
         return head_descriptor(self.operands.q, rows), head_descriptor(self.grads.do, rows)
 
-    def query_tiles(self, segments: Segments) -> TileList:
+    def query_tiles(self, segments: TiledSegments) -> TileList:
         dq, config = self.grads.dq, self.selection.dq
         rows, heads, dim = dq.shape
         looped = LoopedSide(*self.operands.k.shape[:2], dim)
@@ -603,7 +603,7 @@ class _Launches:
         )
 
     def dq(
-        self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None
+        self, segments: TiledSegments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles.
         Returns the gradients of the bias tables."""
@@ -659,7 +659,7 @@ class _Launches:
 
     def dkdv(
         self,
-        segments: Segments,
+        segments: TiledSegments,
         segment_scale: Tensor | None,
         ds: Tensor | None = None,
         ds_blocks: Tensor | None = None,
@@ -713,7 +713,7 @@ class _Launches:
                 **launch_constants(config, self.operands, params, segments.q_shared),
             )
 
-    def one_pass(self, keys: Segments, segment_scale: Tensor | None) -> None:
+    def one_pass(self, keys: TiledSegments, segment_scale: Tensor | None) -> None:
         """dq, dk and dv in one kernel, and another that rounds dq."""
         q, k, lse, grads = self.operands.q, self.operands.k, self.operands.lse, self.grads
         params, config = self.params, self.selection.one_pass
@@ -763,7 +763,7 @@ class _Launches:
             grads.dq, keys, segment_scale, params.scale * self.dact_factor, params.output_scale
         )
 
-    def short_queries(self, segments: Segments, next_tile: Tensor) -> None:
+    def short_queries(self, segments: TiledSegments, next_tile: Tensor) -> None:
         """dq, dk and dv of the segments that `segments`, whose tiles are listed, leaves out as
         short."""
         (q, _, _, out, lse), grads = self.operands, self.grads
@@ -799,7 +799,7 @@ class _Launches:
             )
 
     def dq_from_ds(
-        self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, ds_blocks: Tensor
+        self, segments: TiledSegments, segment_scale: Tensor | None, ds: Tensor, ds_blocks: Tensor
     ) -> None:
         """dq of the segments whose dS is stored. Tiles: query_tiles."""
         tiles, num_tiles, _ = segments.tiles
@@ -826,8 +826,8 @@ class _Launches:
 def backward(
     operands: Operands,
     grads: Gradients,
-    queries: Segments,
-    keys: Segments,
+    queries: TiledSegments,
+    keys: TiledSegments,
     params: AttentionParams,
     kv_shared: bool,
     selection: Selection,
@@ -886,7 +886,7 @@ def backward(
         segment_scale = None if params.segment_scale is None else params.segment_scale[start:end]
         if len(parts) > 1:
             offsets = (x[start : end + 1] for x in (queries.q_offsets, queries.kv_offsets))
-            queries_of_part = keys_of_part = Segments(*offsets, TileList(None, None, None))
+            queries_of_part = keys_of_part = TiledSegments(*offsets, TileList(None, None, None))
         else:
             queries_of_part, keys_of_part = queries, keys
         queries_of_part = queries_of_part._replace(tiles=launches.query_tiles(queries_of_part))

@@ -87,8 +87,6 @@ from ..common.pipeline import (
 )
 from ..common.ptxas import safe_ptxas
 from ..schedule.cost import LoopedSide
-from ..schedule.device import kernel_tiles
-from ..schedule.host import Segments
 from .bias import Bias
 from .bias_tables import kernel_bias
 from .configs import HopperConfig
@@ -116,6 +114,8 @@ from .hopper_softmax import SUMS, SoftmaxState, attention_weights, log2_approx, 
 from .mask import Blocks, num_masked_blocks
 from .params import AttentionParams, Operands
 from .scales import output_factor, score_factor
+from .segments import TiledSegments
+from .tile_lists import kernel_tiles
 
 
 class _Options(NamedTuple):
@@ -771,7 +771,7 @@ def attention_fwd_hopper_kernel(
 
 
 def forward(
-    operands: Operands, segments: Segments, params: AttentionParams, config: HopperConfig
+    operands: Operands, segments: TiledSegments, params: AttentionParams, config: HopperConfig
 ) -> None:
     """Launch the forward kernel."""
     q, k, v, out, lse = operands

@@ -41,8 +41,7 @@ from ..common.device import contiguous_last_dim, device_properties, precision, r
 from ..common.ops import direct, operator
 from ..common.tail import zero_tails
 from ..schedule.cost import LoopedSide, one_pass_may_run
-from ..schedule.device import kernel_tiles
-from ..schedule.host import Segments as TiledSegments
+from ..schedule.host import NOT_LISTED, TileList
 from . import packed
 from .autograd import backward_fake, differentiable, differentiate_attention
 from .bias import Bias
@@ -50,7 +49,6 @@ from .bias_tables import TableGradients, kernel_bias
 from .params import (
     BACKWARD_SCHEMA,
     FORWARD_SCHEMA,
-    NOT_LISTED,
     PAGED_SCHEMA,
     AttentionCall,
     AttentionParams,
@@ -59,12 +57,13 @@ from .params import (
     MaskParams,
     Operands,
     SegmentTensors,
-    TileList,
     empty_table_gradients,
     pack,
     unpack,
 )
+from .segments import TiledSegments
 from .select import AttentionProblem, Selection, select
+from .tile_lists import kernel_tiles
 from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
 SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias

@@ -8,14 +8,14 @@ from torch import Tensor
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import device_properties, precision, row_and_head_strides
-from ..schedule.host import Segments
-from ..schedule.packed import PackedTiles, pack_short_segments
+from .packed_tiles import PackedTiles, pack_short_segments
 from .params import AttentionParams, Gradients, Operands
+from .segments import TiledSegments
 from .triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_kernel
 
 
 def forward(
-    operands: Operands, segments: Segments, params: AttentionParams, config: LaunchConfig
+    operands: Operands, segments: TiledSegments, params: AttentionParams, config: LaunchConfig
 ) -> None:
     """Write `out`, and with softmax `lse`, of the short segments."""
     q, k, v, out, lse = operands
@@ -44,7 +44,7 @@ def forward(
 def backward(
     operands: Operands,
     grads: Gradients,
-    segments: Segments,
+    segments: TiledSegments,
     params: AttentionParams,
     config: LaunchConfig,
 ) -> None:

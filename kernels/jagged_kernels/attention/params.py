@@ -8,42 +8,12 @@ import torch
 from torch import Tensor
 
 from ..common.configs import padded_dim
+from ..schedule.cost import MaskParams
+from ..schedule.host import NOT_LISTED, TileList
 from .pages import Pages
 
 if TYPE_CHECKING:
     from ..schedule.host import TileSchedule
-
-
-class MaskParams(NamedTuple):
-    """The fields of `AttentionMask` as integers, in the order of `AttentionMask.params`.
-
-    left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without
-    max_attn_len. The last two have defaults because programs exported before they existed hold
-    lists without them.
-    """
-
-    causal: int
-    left: int
-    right: int
-    has_targets: int
-    group_size: int
-    context: int
-    max_attn_len: int
-    full_attn_len: int
-    global_prefix: int = 0
-    recent_history: int = 0
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether rows see exactly the columns up to their own."""
-        limits = (
-            self.has_targets,
-            self.context,
-            self.max_attn_len,
-            self.global_prefix,
-            self.recent_history,
-        )
-        return bool(self.causal) and self.left < 0 and self.right < 0 and not any(limits)
 
 
 class BiasKind(NamedTuple):
@@ -54,6 +24,14 @@ class BiasKind(NamedTuple):
     boundaries: int
     query_times: bool
     shift: bool
+
+
+def are_same(q_offsets: Tensor, kv_offsets: Tensor) -> bool:
+    """Whether queries and keys have the same offsets: one tensor, which may have gone through an
+    operator or a graph."""
+    return q_offsets is kv_offsets or (
+        q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
+    )
 
 
 class Segments(NamedTuple):
@@ -94,10 +72,7 @@ class Segments(NamedTuple):
         gone through an operator or a graph."""
         if self.q_shared or self.kv_shared or self.pages is not None:
             return False
-        q_offsets, kv_offsets = self.q_offsets, self.kv_offsets
-        return q_offsets is kv_offsets or (
-            q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
-        )
+        return are_same(self.q_offsets, self.kv_offsets)
 
     def num_output_rows(self, q: Tensor) -> int:
         return q.shape[0] * self.num_segments if self.q_shared else q.shape[0]
@@ -179,15 +154,6 @@ class AttentionCall(NamedTuple):
 
 
 # -- the arguments of the registered operators: an AttentionCall in groups -------------------------
-
-
-class TileList(NamedTuple):
-    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if
-    any will do."""
-
-    tiles: Tensor | None = None
-    num_tiles: Tensor | None = None
-    block: int | None = None
 
 
 class SegmentTensors(NamedTuple):

@@ -21,8 +21,8 @@ import triton.language as tl
 
 from ..common.loads import Rows
 from ..common.ptxas import safe_ptxas
-from ..schedule.packed import ROWS
 from .mask import is_visible, visible_columns
+from .packed_tiles import ROWS
 from .scales import score_factor
 
 ALL = tl.constexpr(-1)  # instead of a segment: all segments of a tile

@@ -1,8 +1,11 @@
-"""What a schedule sorts tiles by, and how many blocks they visit under a mask, in torch: the
-numbers of `mask.column_blocks` and `mask.row_blocks` in the kernels.
+"""What the tiles of an attention cost, and the order in which a schedule lists them.
+
+The work of a tile is the number of blocks that it visits: of keys for a tile of queries, of queries
+for a tile of keys. Under a mask it is computed here in torch, for all tiles at once, with the
+results of `column_blocks` and `row_blocks` in attention/mask.py. docs/decisions/mask-rule.md: why
+both exist.
 
 All tensors are int32, one element per tile. Positions are columns of the segment.
-docs/decisions/mask-rule.md: why this is written again.
 """
 
 from __future__ import annotations
@@ -13,23 +16,71 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.params import MaskParams
 from ..common.configs import padded_dim
 from ..common.device import cdiv
 
-SHORT = 64  # rows of a short segment at most; also those of a packed tile (packed.py)
+# rows of a short segment at most; also those of a packed tile (attention/packed_tiles.py)
+SHORT = 64
+# Works below EXACT_WORK are a class each.
 EXACT_WORK, WORK_CLASSES = 512, 958
-# of a tensor that the tiles of a group loop over: 8 MiB of 16-bit numbers. The L2 cache of an H100
-# holds 50 MB.
+# Elements of the tensor that the tiles of a group loop over: 8 MiB of 16-bit numbers. The L2 cache
+# of an H100 holds 50 MB.
 GROUP_ELEMENTS = 2**22
-# mean rows of a segment from which on tiles under a mask are listed in groups; packed tiles are for
-# shorter ones
+# Under a mask, segments of fewer rows on average are not grouped: they may be in packed tiles.
 GROUPED_SEQLEN = 256
-LONGEST_CAUSAL_KEYS = 2048  # mean keys up to which causal key tiles are
-# where the exponent and six bits of the mantissa of an fp32 number begin: 64 steps for each power
-# of two
+# Under the causal mask, tiles of keys are not grouped if segments have more keys on average.
+LONGEST_CAUSAL_KEYS = 2048
+# An fp32 number without its last 17 bits has six bits of the mantissa: 64 steps for each power of
+# two.
 TOP_BITS = 17
-EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
+EXACT_TOP_BITS = (127 + 9) * 64  # the other bits of EXACT_WORK, 2^9
+
+
+class MaskParams(NamedTuple):
+    """The fields of `AttentionMask` as integers, in the order of `AttentionMask.params`.
+
+    left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without
+    max_attn_len. The last two have defaults because programs exported before they existed hold
+    lists without them.
+    """
+
+    causal: int
+    left: int
+    right: int
+    has_targets: int
+    group_size: int
+    context: int
+    max_attn_len: int
+    full_attn_len: int
+    global_prefix: int = 0
+    recent_history: int = 0
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether rows see exactly the columns up to their own."""
+        limits = (
+            self.has_targets,
+            self.context,
+            self.max_attn_len,
+            self.global_prefix,
+            self.recent_history,
+        )
+        return bool(self.causal) and self.left < 0 and self.right < 0 and not any(limits)
+
+
+# -- the order of tiles ----------------------------------------------------------------------------
+
+
+def is_short(q_len: Tensor, kv_len: Tensor) -> Tensor:
+    """Whether a segment has at most SHORT queries and SHORT keys."""
+    return torch.maximum(q_len, kv_len) <= SHORT
+
+
+def sort_key(work: Tensor, short: Tensor) -> Tensor:
+    """What tiles are sorted by, largest first, given their work or its class. Tiles of short
+    segments come last, so that kernels can leave them to the kernels of packed tiles. A short
+    segment has at most SHORT blocks."""
+    return torch.where(short, work, work + (SHORT + 1))
 
 
 def work_class(work: Tensor) -> Tensor:
@@ -37,8 +88,8 @@ def work_class(work: Tensor) -> Tensor:
     classes for each power of two.
 
     Works of a class differ by less than 1/64, except in the last class: 64,000 blocks and more. The
-    number of classes is bounded so that the device can sort by counting. `_work_class` in device.py
-    is the same function.
+    number of classes is bounded so that the device can sort by counting. `_work_class` in
+    attention/tile_lists.py is the same function.
     """
     top_bits = work.float().view(torch.int32) >> TOP_BITS
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(
@@ -56,8 +107,8 @@ class LoopedSide(NamedTuple):
 
 
 class OnePassMinimum(NamedTuple):
-    """From what sizes on Hopper's one-pass backward is faster. docs/decisions/one-pass-backward.md
-    has figures.
+    """The sizes from which on Hopper's one-pass backward is faster.
+    docs/decisions/one-pass-backward.md has figures.
 
     queries, keys, scores: of a segment and head on average; scores are queries times keys.
     all_queries, all_keys: rows of all segments and heads. Fewer do not fill the GPU, and tiles of a
@@ -155,36 +206,67 @@ def grouping(
 
     Args:
         rows, num_heads: of the tiled side.
-        looped: the other side; None for kernels that gain nothing.
+        looped: the other side; None for kernels that gain nothing from groups.
     """
     if looped is None or not num_segments or not rows:
         return None
-    head_dim, causal = looped.head_dim, mask is not None and mask.is_causal
+    head_dim, masked = looped.head_dim, mask is not None
+    causal = masked and mask.is_causal
     alternates, elements = True, GROUP_ELEMENTS
-    if key_tiles and one_pass_may_run(
-        looped, rows, num_heads, num_segments, mask is not None, causal
-    ):
-        alternates, elements = (
-            False,
-            one_pass_elements(rows / num_segments, head_dim, mask is not None),
-        )
-    elif mask is None or not may_alternate(head_dim) or rows < num_segments * GROUPED_SEQLEN:
+    if key_tiles and one_pass_may_run(looped, rows, num_heads, num_segments, masked, causal):
+        alternates, elements = False, one_pass_elements(rows / num_segments, head_dim, masked)
+    elif not masked or not may_alternate(head_dim) or rows < num_segments * GROUPED_SEQLEN:
         return None
     elif key_tiles and causal and rows > num_segments * LONGEST_CAUSAL_KEYS:
         return None
     return Grouping(max(1, elements // (looped.heads * padded_dim(head_dim))), alternates)
 
 
-def is_short(q_len: Tensor, kv_len: Tensor) -> Tensor:
-    """Whether a segment has at most SHORT queries and SHORT keys."""
-    return torch.maximum(q_len, kv_len) <= SHORT
+# -- the work of tiles -----------------------------------------------------------------------------
 
 
-def sort_key(work: Tensor, short: Tensor) -> Tensor:
-    """What tiles are sorted by, largest first, given their work or its class. Tiles of short
-    segments come last, so that kernels can leave them to the kernels of packed tiles. A short
-    segment has at most SHORT blocks."""
-    return torch.where(short, work, work + (SHORT + 1))
+def work_of_segments(other_lengths: Tensor, num_segments: int, block: int) -> Tensor:
+    """The work of each tile of a segment without a mask, `[num_segments]`: the blocks of the
+    segment on the other side.
+
+    With several query groups, num_segments is another number than that of other_lengths. Tiles of
+    queries then visit the keys of their segment in its group; tiles of keys, all groups.
+    """
+    blocks, others = cdiv(other_lengths, block), len(other_lengths)
+    if num_segments == others:
+        return blocks
+    if num_segments > others:
+        return blocks.repeat(num_segments // others)
+    return blocks.view(-1, num_segments).sum(0, dtype=torch.int32)
+
+
+def tile_work(
+    tiles: tuple[Tensor, Tensor],
+    lengths: Tensor,
+    other_lengths: Tensor,
+    blocks: tuple[int, int],
+    mask: MaskParams | None = None,
+    num_targets: Tensor | None = None,
+    key_tiles: bool = False,
+) -> Tensor:
+    """The work of tiles.
+
+    Args:
+        tiles: their segments, and the numbers of their blocks.
+        lengths, other_lengths: of the segments on the tiled side, and on the side that a tile loops
+            over.
+        blocks: rows of a tile, and of a block that it visits.
+        num_targets: of the segments; None: no targets.
+        key_tiles: whether the tiled side is the keys.
+    """
+    segment, block = tiles
+    if mask is None:
+        return work_of_segments(other_lengths, len(lengths), blocks[1])[segment]
+    targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
+    rows, others = lengths[segment], other_lengths[segment]
+    if key_tiles:
+        return key_tile_work(block, others, rows, targets, mask, *blocks)
+    return query_tile_work(block, rows, others, targets, mask, *blocks)
 
 
 def query_tile_work(
@@ -196,10 +278,11 @@ def query_tile_work(
     block_m: int,
     block_n: int,
 ) -> Tensor:
-    """Key blocks that the block-th tile of `block_m` query rows visits.
+    """How many blocks of `block_n` keys the block-th tile of `block_m` query rows visits.
 
-    The smallest low and the largest high of its rows belong to its first or last row, the last row
-    of the context, or the first row exempt from max_attn_len.
+    The bounds of what a row sees (`_visible_columns`) increase with the row, except behind the
+    context and at the first row exempt from max_attn_len. So the extremes of a tile's bounds belong
+    to its first row, its last row, or one of these two.
     """
     first_target = (kv_len - num_targets).clamp(min=0)
     first = block * block_m
@@ -209,24 +292,15 @@ def query_tile_work(
     ).clamp(*ends)
     low, high, own_low = _visible_columns(torch.cat([ends, steps]), first_target, mask)
     if mask.global_prefix or mask.recent_history:
-        zero, own_low, own_end, lowest, highest = (
-            torch.zeros_like(first),
-            own_low.amin(0),
-            ends[1] + 1,
-            low.amin(0),
-            high.amax(0),
-        )
+        # runs in ascending order: the prefix, then the own columns and [low, high) or vice versa
+        zero = torch.zeros_like(first)
+        own = torch.stack([own_low.amin(0), ends[1] + 1])
+        others = torch.stack([low.amin(0), high.amax(0)])
         prefix = first_target.clamp(max=mask.global_prefix)
-        prefix = torch.minimum(prefix, own_end) if mask.causal else prefix
-        own_is_second = own_low < lowest
-        second = (
-            torch.where(own_is_second, own_low, lowest),
-            torch.where(own_is_second, own_end, highest),
-        )
-        third = (
-            torch.where(own_is_second, lowest, own_low),
-            torch.where(own_is_second, highest, own_end),
-        )
+        prefix = torch.minimum(prefix, own[1]) if mask.causal else prefix
+        own_is_second = own[0] < others[0]
+        second = torch.where(own_is_second, own, others)
+        third = torch.where(own_is_second, others, own)
         return _count_blocks(((zero, prefix), second, third), zero, zero, kv_len, block_n)
     start = low.amin(0).clamp(min=0) // block_n
     count = (cdiv(high.amax(0).clamp(min=0), block_n) - start).clamp(min=0)
@@ -243,7 +317,8 @@ def _row_id(row: Tensor, first_target: Tensor, context: int) -> Tensor:
 def _visible_columns(
     row: Tensor, first_target: Tensor, mask: MaskParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(low, high, own_low): a row sees the columns [low, high) and [own_low, row]."""
+    """(low, high, own_low): a row sees the columns [low, high) and [own_low, row], and the global
+    prefix."""
     causal, left, right, has_targets, group_size, context, max_attn_len, full, _, recent_history = (
         mask
     )
@@ -287,28 +362,20 @@ def key_tile_work(
     block_m: int,
     block_n: int,
 ) -> Tensor:
-    """Query blocks of `block_n` rows that the block-th tile of `block_m` keys visits."""
-    (
-        causal,
-        left,
-        right,
-        _,
-        group_size,
-        context,
-        max_attn_len,
-        full,
-        global_prefix,
-        recent_history,
-    ) = mask
+    """How many blocks of `block_n` query rows the block-th tile of `block_m` keys visits.
+
+    Its columns are seen by three runs of rows: the context [shift, context_end), the rows within
+    reach [start, end), and those exempt from max_attn_len [exempt, kv_len). A window cuts all three
+    to [lowest, highest). `row_blocks` has the same names.
+    """
+    causal, left, right, _, group_size, context, max_attn_len, full, prefix, recent_history = mask
     first_target = (kv_len - num_targets).clamp(min=0)
     shift, column = kv_len - q_len, block * block_m
     last = torch.minimum(column + block_m, kv_len) - 1
     start, end = column if causal else shift, kv_len
-    context_end, exempt = (
-        shift + 0 * column if not context else torch.full_like(column, context),
-        kv_len,
-    )
-    recent = first_target - recent_history
+    context_end = torch.full_like(column, context) if context else shift
+    exempt = kv_len
+    recent = first_target - recent_history  # the first column that is not truncated
     nearest = torch.maximum(column, recent) if recent_history else column
     if max_attn_len:
         near = nearest.clamp(min=context - 1)
@@ -320,34 +387,24 @@ def key_tile_work(
         exempt = first_target - full if full else kv_len
         start = start if causal else torch.minimum(start, exempt)
     of_targets = column >= first_target
-    start, context_end = (
-        torch.where(of_targets, column, start),
-        torch.where(of_targets, shift, context_end),
-    )
-    end = torch.where(
-        of_targets, first_target + ((last - first_target) // group_size + 1) * group_size, end
-    )
+    end_of_group = first_target + ((last - first_target) // group_size + 1) * group_size
+    start = torch.where(of_targets, column, start)
+    end = torch.where(of_targets, end_of_group, end)
+    context_end = torch.where(of_targets, shift, context_end)
     exempt = torch.where(of_targets, kv_len, exempt)
     if recent_history:
         truncated = last < recent
         start, end = torch.where(truncated, column, start), torch.where(truncated, last + 1, end)
-        context_end, exempt = (
-            torch.where(truncated, shift, context_end),
-            torch.where(truncated, kv_len, exempt),
-        )
+        context_end = torch.where(truncated, shift, context_end)
+        exempt = torch.where(truncated, kv_len, exempt)
     nearest = torch.minimum(column, nearest - right) if recent_history else column - right
     lowest = torch.maximum(shift, nearest) if right >= 0 else shift
     highest = torch.minimum(kv_len, last + left + 1) if left >= 0 else kv_len
-    if global_prefix:
-        of_prefix = column < first_target.clamp(max=global_prefix)
-        start, end = (
-            torch.where(of_prefix, column if causal else shift, start),
-            torch.where(of_prefix, kv_len, end),
-        )
-        lowest, highest = (
-            lowest if causal else torch.where(of_prefix, shift, lowest),
-            torch.where(of_prefix, kv_len, highest),
-        )
+    if prefix:
+        of_prefix = column < first_target.clamp(max=prefix)
+        start = torch.where(of_prefix, column if causal else shift, start)
+        lowest = lowest if causal else torch.where(of_prefix, shift, lowest)
+        end, highest = (torch.where(of_prefix, kv_len, x) for x in (end, highest))
     return _count_blocks(
         ((shift, context_end), (start, end), (exempt, kv_len)), shift, lowest, highest, block_n
     )

@@ -2,11 +2,11 @@
 no triton).
 
 A tile is a block of query rows of a segment and head. Its work is the number of key blocks that it
-visits. Tiles are sorted by work, most first (stable: ties keep segment, head, block order), and
-assigned to workers in waves of alternating direction: the worker with the longest tile of a wave
-gets the shortest of the next (Algorithm 3 of the GDPA post). A tile's worker follows from its
-position in the list, so only the list goes to the device: the kernels compute which tiles are
-theirs, for the GPU's number of workers (`zigzag_position`).
+visits. Tiles are sorted by work, most first (stable: ties keep segment, head, block order). Thread
+blocks take them in waves of alternating direction: the one with the longest tile of a wave gets the
+shortest of the next (Algorithm 3 of the GDPA post). Which tiles are a thread block's follows from
+their positions in the list, so the kernels compute it (`zigzag_position`), and a schedule is the
+list alone.
 """
 
 from __future__ import annotations
@@ -18,52 +18,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.pages import Pages
-from ..attention.params import MaskParams, TileList
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
 from .cost import (
     Grouping,
     LoopedSide,
+    MaskParams,
     grouping,
     is_short,
-    key_tile_work,
-    query_tile_work,
     sort_key,
+    tile_work,
     work_class,
+    work_of_segments,
 )
 
 
-class Segments(NamedTuple):
-    """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Several query
-    groups have offsets `[n · B + 1]`: their segments b, B + b, 2B + b, ... read the keys of segment
-    b. long_only: kernels leave out the tiles of short segments. pages: None where the keys of
-    segment b are the rows from kv_offsets[b] on; otherwise they lie in pages, and there is one
-    query group. q_shared: every segment takes all rows of q; q_offsets count output rows."""
+class TileList(NamedTuple):
+    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if
+    any will do."""
 
-    q_offsets: Tensor
-    kv_offsets: Tensor
-    tiles: TileList
-    long_only: bool = False
-    pages: Pages | None = None
-    q_shared: bool = False
+    tiles: Tensor | None = None
+    num_tiles: Tensor | None = None
+    block: int | None = None
 
-    def num_keys(self, k: Tensor) -> int:
-        """Keys of all segments together."""
-        return k.shape[0] if self.pages is None else self.pages.num_rows
 
-    @property
-    def query_groups(self) -> int:
-        if self.q_offsets is self.kv_offsets:
-            return 1
-        return num_query_groups(
-            "q_offsets", self.q_offsets.shape[0] - 1, "kv_offsets", self.kv_offsets.shape[0] - 1
-        )
-
-    @property
-    def segments_per_group(self) -> int | None:
-        """What kernels call `num_segments`: None with one query group."""
-        return None if self.query_groups == 1 else self.kv_offsets.shape[0] - 1
+NOT_LISTED = TileList()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +58,6 @@ class TileSchedule:
             spare capacity), and how many of them are tiles of long segments.
         block_m, block_n: rows and columns of a block.
         num_heads: heads that the tiles enumerate.
-        num_workers: workers of `worker` and `loads()`. Kernels use the number of workers that the
-            GPU has.
-        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits, on the host wherever
-            the schedule is; None in a schedule built on the device.
         backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key
             rows); None: built when needed.
         ascending: whether the tiles of each segment and head are in ascending order, which Hopper's
@@ -94,8 +69,6 @@ class TileSchedule:
     block_m: int
     block_n: int
     num_heads: int
-    num_workers: int
-    work: Tensor | None = None
     backward: TileSchedule | None = None
     ascending: bool = False
 
@@ -103,26 +76,6 @@ class TileSchedule:
     def tile_list(self) -> TileList:
         """The tiles as the kernels' operators take them."""
         return TileList(self.tiles, self.num_tiles, self.block_m)
-
-    @property
-    def worker(self) -> Tensor:
-        """int32 `[T]` on the host: the worker that each tile is assigned to, of `num_workers`.
-        Computed at each call."""
-        position = torch.arange(len(self.tiles), dtype=torch.int32, device="cpu")
-        lane = position % self.num_workers
-        return torch.where(position // self.num_workers % 2 == 0, lane, self.num_workers - 1 - lane)
-
-    def loads(self) -> Tensor:
-        """int64 `[num_workers]` on the host: total work of each worker, in key blocks. ValueError:
-        a schedule built on the device."""
-        if self.work is None:
-            raise ValueError(
-                "work of a schedule built on the device is not known; build it from host lengths"
-                " with zigzag_schedule"
-            )
-        return torch.zeros(self.num_workers, dtype=torch.int64, device="cpu").index_add_(
-            0, self.worker, self.work.long()
-        )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TileSchedule:
         """The schedule with its tiles on `device`; self where they are there already. non_blocking
@@ -159,7 +112,6 @@ def zigzag_schedule(
     num_heads: int,
     block_m: int,
     block_n: int,
-    num_workers: int,
     mask: Any = None,
     key_tiles: bool = False,
     head_dim: int = 0,
@@ -169,14 +121,12 @@ def zigzag_schedule(
 
     Args:
         q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with
-            queries and no keys keeps its
-            tiles, with work 0: its output rows have to be written too. One without queries has
-                none. n query groups have `[n · B]` lengths:
-            segments b, B + b, ... of the queries then read the keys of segment b.
+            queries and no keys keeps its tiles, with work 0: its output rows have to be written
+            too. One without queries has none. n query groups have `[n · B]` lengths: segments b,
+            B + b, ... of the queries then read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile.
         block_n: columns of a key block.
-        num_workers: thread blocks that the tiles are assigned to.
         mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they
             are on the host.
         key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the
@@ -193,17 +143,11 @@ def zigzag_schedule(
         ValueError: lengths whose counts do not fit together, negative or on a device, sizes below
             1, several query groups under a mask.
     """
-    q_lengths, kv_lengths = (
-        _host_lengths("q_lengths", q_lengths),
-        _host_lengths("kv_lengths", kv_lengths),
-    )
+    q_lengths = _host_lengths("q_lengths", q_lengths)
+    kv_lengths = _host_lengths("kv_lengths", kv_lengths)
     num_other_heads = num_heads if num_other_heads is None else num_other_heads
     sizes = dict(
-        num_heads=num_heads,
-        block_m=block_m,
-        block_n=block_n,
-        num_workers=num_workers,
-        num_other_heads=num_other_heads,
+        num_heads=num_heads, block_m=block_m, block_n=block_n, num_other_heads=num_other_heads
     )
     for name, value in (*sizes.items(), ("head_dim", head_dim)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -224,79 +168,68 @@ def zigzag_schedule(
             f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got"
             f" {len(num_targets)}"
         )
+    if num_targets is not None and num_targets.device.type != "cpu":
+        num_targets = None
     params = None if mask is None else MaskParams(*mask.params)
+    side = _Side(q_lengths, kv_lengths, (block_m, block_n), params, num_targets, key_tiles)
     in_groups = None
     if groups == 1 and head_dim:
         looped = LoopedSide(int(kv_lengths.sum()), num_other_heads, head_dim)
         in_groups = grouping(
             int(q_lengths.sum()), num_heads, looped, len(q_lengths), params, key_tiles
         )
-    num_targets = (
-        num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-    )
-    tile_sizes = num_heads, block_m, block_n
     # sorted by work: the first keys have most of it under the causal mask
     ascending = params is None or key_tiles and params.is_causal
     if in_groups is not None:
         ascending = not in_groups.alternates
-        tiles, work = _tiles_in_groups(
-            q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles, in_groups
-        )
+        tiles = _tiles_in_groups(side, num_heads, in_groups)
         num_long = len(tiles)
     elif mask is None or not len(q_lengths):
-        tiles, work, num_long = _tiles(
-            q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), *tile_sizes
-        )
+        tiles, num_long = _tiles(side, num_heads, groups)
     else:
-        tiles, work, num_long = _masked_tiles(
-            q_lengths, kv_lengths, *tile_sizes, params, num_targets, key_tiles
-        )
-    return TileSchedule(
-        tiles=tiles,
-        num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32, device="cpu"),
-        block_m=block_m,
-        block_n=block_n,
-        num_heads=num_heads,
-        num_workers=num_workers,
-        work=work,
-        ascending=ascending,
-    )
+        tiles, num_long = _masked_tiles(side, num_heads)
+    num_tiles = torch.tensor([len(tiles), num_long], dtype=torch.int32, device="cpu")
+    return TileSchedule(tiles, num_tiles, block_m, block_n, num_heads, ascending=ascending)
 
 
-def _tiles(
-    q_lengths: Tensor,
-    kv_lengths: Tensor,
-    groups: int,
-    other_groups: int,
-    num_heads: int,
-    block_m: int,
-    block_n: int,
-) -> tuple[Tensor, Tensor, int]:
-    """Sorted tiles, the work of each, and the number of those of long segments. All tiles of a
-    segment cost the same, so sorting segments and expanding them equals a stable sort of the
-    tiles."""
-    segment_work = (
-        cdiv(kv_lengths, block_n).view(other_groups, -1).sum(0, dtype=torch.int32).repeat(groups)
-    )
-    short = torch.zeros_like(q_lengths, dtype=torch.bool)
-    if groups == other_groups == 1:
-        short = is_short(q_lengths, kv_lengths)
-    order = torch.argsort(sort_key(segment_work, short), descending=True, stable=True)
-    segment_work = segment_work[order]
-    blocks = cdiv(q_lengths, block_m)[order]
+class _Side(NamedTuple):
+    """The side whose tiles are listed.
+
+    lengths, other_lengths: of its segments, and of those that a tile loops over. blocks: rows of a
+    tile and of a block that it visits. key_tiles: whether it is the keys.
+    """
+
+    lengths: Tensor
+    other_lengths: Tensor
+    blocks: tuple[int, int]
+    mask: MaskParams | None
+    num_targets: Tensor | None
+    key_tiles: bool
+
+    @property
+    def blocks_of_segments(self) -> Tensor:
+        return cdiv(self.lengths, self.blocks[0])
+
+
+def _tiles(side: _Side, num_heads: int, query_groups: int) -> tuple[Tensor, int]:
+    """Sorted tiles, and the number of those of long segments. All tiles of a segment cost the same,
+    so sorting segments and expanding them equals a stable sort of the tiles."""
+    lengths = side.lengths
+    work = work_of_segments(side.other_lengths, len(lengths), side.blocks[1])
+    short = torch.zeros_like(lengths, dtype=torch.bool)
+    if query_groups == 1:
+        short = is_short(lengths, side.other_lengths)
+    order = torch.argsort(sort_key(work, short), descending=True, stable=True)
+    blocks = side.blocks_of_segments[order]
     tiles_per_segment = blocks * num_heads
     num_long = int(tiles_per_segment[~short[order]].sum())
-    rank = torch.repeat_interleave(
-        torch.arange(len(order), dtype=torch.int32, device="cpu"), tiles_per_segment
-    )
-    first = (tiles_per_segment.cumsum(0) - tiles_per_segment).to(torch.int32)
-    within = torch.arange(len(rank), dtype=torch.int32, device="cpu") - first[rank]
+    rank, within = _blocks_of_segments(tiles_per_segment)
     tiles = torch.empty(len(rank), 3, dtype=torch.int32, device="cpu")
     tiles[:, 0] = order.to(torch.int32)[rank]
     blocks = blocks[rank]
     torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
     torch.remainder(within, blocks, out=tiles[:, 2])
-    return tiles, segment_work[rank], num_long
+    return tiles, num_long
 
 
 def num_query_groups(
@@ -322,67 +255,19 @@ def num_query_groups(
     return num_queries // num_keys
 
 
-def _masked_tiles(
-    lengths: Tensor,
-    other_lengths: Tensor,
-    num_heads: int,
-    block_m: int,
-    block_n: int,
-    mask: MaskParams,
-    num_targets: Tensor | None,
-    key_tiles: bool,
-) -> tuple[Tensor, Tensor, int]:
-    """Sorted tiles under a mask, the work of each, and the number of those of long segments. The
-    heads of a block, which cost the same, follow one another.
-
-    lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets:
-    `[B]` or None.
-    """
-    segment, block = _blocks_of_segments(cdiv(lengths, block_m))
-    work = _masked_work(
-        segment, block, lengths, other_lengths, block_m, block_n, mask, num_targets, key_tiles
-    )
+def _masked_tiles(side: _Side, num_heads: int) -> tuple[Tensor, int]:
+    """Sorted tiles under a mask, and the number of those of long segments. The heads of a block,
+    which cost the same, follow one another."""
+    lengths, other_lengths, *_ = side
+    segment, block = _blocks_of_segments(side.blocks_of_segments)
+    work = tile_work((segment, block), *side)
     short = is_short(lengths[segment], other_lengths[segment])
     order = torch.argsort(sort_key(work_class(work), short), descending=True, stable=True)
-    return (
-        _with_heads(segment[order], block[order], num_heads),
-        work[order].repeat_interleave(num_heads),
-        int((~short).sum()) * num_heads,
-    )
+    return (_with_heads(segment[order], block[order], num_heads), int((~short).sum()) * num_heads)
 
 
-def _masked_work(
-    segment: Tensor,
-    block: Tensor,
-    lengths: Tensor,
-    other_lengths: Tensor,
-    block_m: int,
-    block_n: int,
-    mask: MaskParams,
-    num_targets: Tensor | None,
-    key_tiles: bool,
-) -> Tensor:
-    """The work of tiles under a mask."""
-    targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
-    sides = lengths[segment], other_lengths[segment]
-    if key_tiles:
-        return key_tile_work(block, *reversed(sides), targets, mask, block_m, block_n)
-    return query_tile_work(block, *sides, targets, mask, block_m, block_n)
-
-
-def _tiles_in_groups(
-    lengths: Tensor,
-    other_lengths: Tensor,
-    num_heads: int,
-    block_m: int,
-    block_n: int,
-    mask: MaskParams | None,
-    num_targets: Tensor | None,
-    key_tiles: bool,
-    grouping: Grouping,
-) -> tuple[Tensor, Tensor]:
-    """Tiles in groups of segments, longest segments first, and the work of each. The heads of a
-    block follow one another.
+def _tiles_in_groups(side: _Side, num_heads: int, grouping: Grouping) -> Tensor:
+    """Tiles in groups of segments, longest segments first. The heads of a block follow one another.
 
     The segments, longest first, lie on a line of the rows that the tiles loop over. Those with
     their middles in the same `grouping.rows` rows are a group. A group lists the blocks of one
@@ -390,24 +275,17 @@ def _tiles_in_groups(
     most work under a causal mask: the first ones of keys, the last ones of queries. If groups
     alternate, every other one starts at the other end.
     """
-    blocks = cdiv(lengths, block_m)
+    blocks = side.blocks_of_segments
     order = torch.argsort(blocks, descending=True, stable=True)
-    blocks, looped = blocks[order].long(), other_lengths[order].long()
+    blocks, looped = blocks[order].long(), side.other_lengths[order].long()
     middles = looped.cumsum(0) - looped + torch.div(looped, 2, rounding_mode="floor")
     rank, block = _blocks_of_segments(blocks)
     group = torch.div(middles, grouping.rows, rounding_mode="floor")[rank]
     heaviest_first = (group % 2 == 0) | (not grouping.alternates)
-    number = torch.where(heaviest_first == key_tiles, block, blocks.max() - block)
+    number = torch.where(heaviest_first == side.key_tiles, block, blocks.max() - block)
     key = (group * (blocks.max() + 1) + number) * len(blocks) + rank
     sorted_tiles = torch.argsort(key)
-    segment, block = order.to(torch.int32)[rank[sorted_tiles]], block[sorted_tiles]
-    if mask is None:
-        work = cdiv(other_lengths[segment], block_n)
-    else:
-        work = _masked_work(
-            segment, block, lengths, other_lengths, block_m, block_n, mask, num_targets, key_tiles
-        )
-    return _with_heads(segment, block, num_heads), work.repeat_interleave(num_heads)
+    return _with_heads(order.to(torch.int32)[rank[sorted_tiles]], block[sorted_tiles], num_heads)
 
 
 def _blocks_of_segments(blocks: Tensor) -> tuple[Tensor, Tensor]:

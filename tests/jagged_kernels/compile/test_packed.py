@@ -6,13 +6,13 @@ import pytest
 pytest.importorskip("triton")
 
 from jagged_kernels.attention.configs import packed_config
+from jagged_kernels.attention.packed_tiles import CHUNK, _pack_kernel
 from jagged_kernels.attention.triton_packed import (
     packed_attention_bwd_kernel,
     packed_attention_fwd_kernel,
 )
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
-from jagged_kernels.schedule.packed import CHUNK, _pack_kernel
 
 from .ahead_of_time import MASKS, compile_for
 

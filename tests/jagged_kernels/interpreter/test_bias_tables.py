@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from jagged_kernels.attention.bias import LEADING, LEADING_SHIFT, PAD
 from jagged_kernels.attention.bias_tables import TableGradients, empty_table_gradients, kernel_bias
 from jagged_kernels.attention.params import AttentionParams
-from jagged_kernels.schedule.host import Segments
+from jagged_kernels.attention.segments import Segments
 
 SCALE = 0.25
 LARGEST = 2**63 - 1

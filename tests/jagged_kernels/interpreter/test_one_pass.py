@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from jagged_kernels.schedule.host import Segments, TileList
+from jagged_kernels.attention.segments import Segments
+from jagged_kernels.schedule.host import TileList
 
 dq_sums = pytest.importorskip("jagged_kernels.attention.dq_sums")
 

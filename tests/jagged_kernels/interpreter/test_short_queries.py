@@ -3,8 +3,9 @@ own."""
 
 import pytest
 import torch
-from jagged_kernels.schedule.host import Segments, TileList, zigzag_schedule
-from jagged_kernels.schedule.short_queries import list_short_queries
+from jagged_kernels.attention.segments import Segments
+from jagged_kernels.attention.tile_lists import list_short_queries
+from jagged_kernels.schedule.host import TileList, zigzag_schedule
 
 
 def expected_tiles(lengths, other_lengths, queries, rows, heads, block, short):

@@ -6,7 +6,7 @@ from marks import slow_after
 
 import jagged_modules as jm
 
-device = pytest.importorskip("jagged_kernels.schedule.device")
+tile_lists = pytest.importorskip("jagged_kernels.attention.tile_lists")
 
 import triton
 import triton.language as tl
@@ -58,7 +58,7 @@ def test_masked_tiles_of_much_work_are_the_hosts(check_tiles, key_tiles):
 
 
 def test_masked_tiles_of_many_chunks_are_the_hosts(check_tiles, monkeypatch):
-    monkeypatch.setattr(device, "CHUNK", 32)
+    monkeypatch.setattr(tile_lists, "CHUNK", 32)
     lengths = torch.randint(0, 30, (150,)).tolist()
     check_tiles(lengths, lengths, "cpu", SIZES, jm.AttentionMask(causal=True))
 
@@ -67,18 +67,26 @@ def test_masked_tiles_of_many_chunks_are_the_hosts(check_tiles, monkeypatch):
 def test_masked_tiles_of_a_part_of_the_segments(offsets, first, lengths):
     """Offsets that do not start at 0. With the second ones, the last tile has the largest virtual
     index that there can be."""
-    mask = list(jm.AttentionMask(causal=True).params)
+    mask, sizes = jm.AttentionMask(causal=True).params, (sum(lengths), 2)
     of_all, of_part = offsets([first, *lengths])[1:], offsets(lengths)
     of_all, of_part = (
-        device.tile_list(x, x, sum(lengths), 2, 16, 8, mask) for x in (of_all, of_part)
+        tile_lists.list_tiles(
+            (x, x),
+            tile_lists.TiledSide(*sizes, 16),
+            tile_lists.TiledSide(*sizes, 8),
+            tile_lists.Lists(True, True),
+            mask,
+        )
+        for x in (of_all, of_part)
     )
-    assert all(torch.equal(x, y) for x, y in zip(of_all, of_part))
+    for x, y in zip(of_all, of_part, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(x, y))
 
 
 def test_missing_targets_are_an_error(offsets):
-    mask = list(jm.AttentionMask(num_targets=torch.tensor([1])).params)
+    mask, side = list(jm.AttentionMask(num_targets=torch.tensor([1])).params), [5, 2, 16]
     with pytest.raises(ValueError, match="num_targets must be given, as the mask has targets"):
-        device.tile_list(offsets([5]), offsets([5]), 5, 2, 16, 8, mask)
+        tile_lists.tile_lists(offsets([5]), offsets([5]), side, side, [True, False], mask)
 
 
 @triton.jit
@@ -89,10 +97,8 @@ def _workers_kernel(workers_ptr, num_tiles, num_workers):
 
 
 @pytest.mark.parametrize("num_tiles", [0, 1, 4, 5, 7, 8, 9, 23])
-def test_each_tile_has_the_worker_that_the_host_says(num_tiles):
-    schedule = jm.zigzag_schedule(
-        [1] * num_tiles, [1] * num_tiles, num_heads=1, block_m=16, block_n=16, num_workers=4
-    )
+def test_workers_take_tiles_in_waves_of_alternating_direction(num_tiles):
     workers = torch.full((num_tiles + 4,), -1, dtype=torch.int32)
     _workers_kernel[(4,)](workers, num_tiles, 4)
-    assert workers.tolist() == [*schedule.worker.tolist(), *[-1] * 4]
+    there_and_back = [0, 1, 2, 3, 3, 2, 1, 0]
+    assert workers.tolist() == [*(there_and_back * 3)[:num_tiles], *[-1] * 4]

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..common.device import cdiv
 from ..common.loads import segment_lengths
 from ..common.ptxas import safe_ptxas
-from .cost import SHORT
-from .host import Segments
+from ..schedule.cost import SHORT
+from .params import are_same
+from .segments import TiledSegments
 
 ROWS = tl.constexpr(SHORT)  # of a packed tile
 CHUNK = 32  # segments that one program packs: few enough that it is done in microseconds
@@ -135,7 +136,7 @@ def _pack_kernel(
         )
 
 
-def pack_short_segments(segments: Segments, q_rows: int, kv_rows: int) -> PackedTiles:
+def pack_short_segments(segments: TiledSegments, q_rows: int, kv_rows: int) -> PackedTiles:
     """Launch _pack_kernel.
 
     Args:
@@ -144,7 +145,7 @@ def pack_short_segments(segments: Segments, q_rows: int, kv_rows: int) -> Packed
     """
     q_offsets, num_segments = segments.q_offsets, segments.q_offsets.shape[0] - 1
     kv_offsets, sides, rows = segments.kv_offsets, 2, q_rows + kv_rows
-    if segments.is_self_attention:
+    if are_same(q_offsets, kv_offsets):
         kv_offsets, sides, rows = None, 1, q_rows
     num_chunks = cdiv(num_segments, CHUNK)
     # Two successive tiles of a chunk have more than SHORT rows together, on at least one side.
