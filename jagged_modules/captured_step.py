@@ -19,31 +19,6 @@ from .tracing import rehearsal
 WARM_UPS = 2  # the first run compiles kernels, the second launches them as later ones do
 
 
-class Direct:
-    """Runs a step's calls anew each time: what a graph does, without one. Tests put it in RUNNERS
-    for the CPU."""
-
-    pool = None
-
-    def __init__(
-        self,
-        forward: Callable[[], list[Tensor]],
-        backward: Callable[[list[Tensor]], list[Any]] | None,
-        *_: Any,
-    ) -> None:
-        self._forward, self._backward = forward, backward
-        self._outputs: list[Tensor] = []
-
-    def forward(self) -> list[Tensor]:
-        self._outputs = self._forward()
-        return [x.detach() for x in self._outputs]
-
-    def backward(self) -> list[Tensor | None]:
-        assert self._backward is not None
-        outputs, self._outputs = self._outputs, []
-        return self._backward(outputs)
-
-
 _fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  # pyright: ignore - unannotated in torch
 
 

@@ -200,48 +200,16 @@ class AttentionMask:
         )
 
     def rule(self, i: Tensor, num_keys: int, num_targets: int = 0) -> Tensor:
-        """Boolean `[rows, num_keys]`, True where the row at position i sees a key: the rule of the
-        class, written out.
+        """Boolean `[rows, num_keys]`, True where the row at position i sees a key: see
+        `is_visible`.
 
         Args:
             i: `[rows]` integers, positions (columns) of the rows.
             num_keys: columns of the segment.
             num_targets: how many of them, at the end, are targets.
         """
-        i, j = i[:, None], torch.arange(num_keys, device=i.device)
-        c, first_target = self.contextual_seqlen, num_keys - num_targets
-        last_id = first_target - c + 1 if c else first_target
-
-        def identity(position: Tensor) -> Tensor:
-            return ((position - c + 1).clamp(min=0) if c else position).clamp(max=last_id)
-
-        distance = identity(i) - identity(j)
-        keep = (i == j) | (distance > 0)
-        if not self.causal:
-            keep, distance = (i == j) | (j < first_target), distance.abs()
-        if self.max_attn_len:
-            near = distance <= self.max_attn_len
-            if self.min_full_attn_seqlen:
-                near |= identity(i) >= last_id - self.min_full_attn_seqlen
-            keep &= near
-        if c:
-            keep |= (identity(i) == 0) & (identity(j) < last_id)
-        group = (i - first_target) // self.target_group_size
-        keep |= (
-            (j >= first_target) & (j <= i) & (group == (j - first_target) // self.target_group_size)
-        )
-        if self.window is not None:
-            left, right = self.window
-            if left is not None:
-                keep &= j >= i - left
-            if right is not None:
-                keep &= j <= i + right
-        if self.recent_history:
-            keep &= (j >= first_target - self.recent_history) | (i == j)
-        if self.global_prefix:
-            in_prefix = j < min(self.global_prefix, first_target)
-            keep |= in_prefix & (j <= i) if self.causal else in_prefix
-        return keep
+        j = torch.arange(num_keys, device=i.device)
+        return is_visible(self, i[:, None], j, num_keys, num_targets)
 
     def picture(self, length: int, segment: int = 0, num_queries: int | None = None) -> str:
         """The mask of one segment as text: one line per row, `#` where it sees the column, `.`
@@ -269,6 +237,45 @@ class AttentionMask:
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
         seen = self.keep(num_queries, length, num_targets, device="cpu")
         return "\n".join(" ".join("#" if x else "." for x in to_ints(row)) for row in seen)
+
+
+def is_visible(
+    mask: AttentionMask, i: Tensor, j: Tensor, num_keys: int | Tensor, num_targets: int | Tensor
+) -> Tensor:
+    """Whether rows at positions i see columns j of segments of num_keys columns, of which the last
+    num_targets are targets: the rule of `AttentionMask`, written out. The arguments broadcast."""
+    c, first_target = mask.contextual_seqlen, num_keys - num_targets
+    last_id = first_target - c + 1 if c else first_target
+
+    def identity(position: Tensor) -> Tensor:
+        return ((position - c + 1).clamp(min=0) if c else position).clamp(max=last_id)
+
+    distance = identity(i) - identity(j)
+    keep = (i == j) | (distance > 0)
+    if not mask.causal:
+        keep, distance = (i == j) | (j < first_target), distance.abs()
+    if mask.max_attn_len:
+        near = distance <= mask.max_attn_len
+        if mask.min_full_attn_seqlen:
+            near |= identity(i) >= last_id - mask.min_full_attn_seqlen
+        keep &= near
+    if c:
+        keep |= (identity(i) == 0) & (identity(j) < last_id)
+    group_of_i = (i - first_target) // mask.target_group_size
+    group_of_j = (j - first_target) // mask.target_group_size
+    keep |= (j >= first_target) & (j <= i) & (group_of_i == group_of_j)
+    if mask.window is not None:
+        left, right = mask.window
+        if left is not None:
+            keep &= j >= i - left
+        if right is not None:
+            keep &= j <= i + right
+    if mask.recent_history:
+        keep &= (j >= first_target - mask.recent_history) | (i == j)
+    if mask.global_prefix:
+        in_prefix = (j < mask.global_prefix) & (j < first_target)
+        keep |= in_prefix & (j <= i) if mask.causal else in_prefix
+    return keep
 
 
 def _check_length(name: str, value: int) -> None:

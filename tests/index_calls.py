@@ -389,14 +389,27 @@ LAYERS = {
             num_targets=([1, 0, 2, 3, 1], INDICES),
             timestamps=(_times(ROWS), TIMES),
             query_timestamps=([t + 50 for t in _times(ROWS)], TIMES),
-            cache_rows=([3, 0, 7, 7, 30], INDICES),
         ),
         lambda layer, x, t, i: layer(
             (x, i["x"]),
             i["num_targets"],
             timestamps=i["timestamps"],
             query_timestamps=i["query_timestamps"],
-            cache_rows=i["cache_rows"],
+        ),
+    ),
+    "HSTULayer-cache": LayerCall(
+        lambda: jm.HSTULayer(WIDTH, 2, _TIMED),
+        dict(
+            history=_HISTORY,
+            timestamps=(_times(ROWS), TIMES),
+            query_timestamps=([t + 50 for t in _times(ROWS)], TIMES),
+            cache_rows=([3, 0, 7, 7, 30], INDICES),
+        ),
+        lambda layer, x, t, i: layer.cache(
+            (x, i["history"]),
+            i["cache_rows"],
+            timestamps=i["timestamps"],
+            query_timestamps=i["query_timestamps"],
         ),
     ),
     "HSTUStack": LayerCall(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..functional import block_diagonal_attention_packed
 from ..functional.attention_checks import BLOCKS
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_choice, check_size
-from ..tracing import one_module
+from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, check_offsets, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
@@ -128,9 +128,10 @@ class BlockDiagonalSelfAttention(nn.Module):
         )
         return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+    if TYPE_CHECKING:
 
-        def __call__(self, x: C) -> C: ...
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def extra_repr(self) -> str:
         sizes = (

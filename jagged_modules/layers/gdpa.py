@@ -4,9 +4,10 @@ queries, or a feed-forward."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -18,7 +19,7 @@ from ..containers.pages import paged_operands
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
-from ..tracing import as_constant, one_module
+from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
@@ -196,6 +197,8 @@ class JaggedGDPA(nn.Module):
             nn.init.normal_(self.key_weights)
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
+    @through_call
+    @fixed_rows
     def cache(self, context: Any) -> HistoryCache:
         """Compute the keys and values of the context's rows, for any number of later calls of
         `score`.
@@ -209,8 +212,12 @@ class JaggedGDPA(nn.Module):
         Raises:
             TypeError, ValueError: as `forward`; the config has num_seeds or num_weights.
         """
-        return self(None, context, return_cache=True)
+        self._check_cacheable()
+        rows = wrap_rows("context", context, self.embedding_dim, self.out_proj)
+        return self._cached("context", rows)
 
+    @through_call
+    @fixed_rows
     def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
         """Compute the keys and values of the next rows of cached contexts. Those of the earlier
         rows do not change.
@@ -227,9 +234,13 @@ class JaggedGDPA(nn.Module):
             TypeError, ValueError: as `cache`; the cache has another number of segments or another
                 shape.
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")
-        return None, self(None, events, cache=cache, return_cache=True)
+        self._check_cacheable()
+        rows = wrap_rows("events", events, self.embedding_dim, self.out_proj)
+        self._layer_of(cache, "events", rows)
+        return None, self._cached("events", rows)
 
+    @through_call
+    @fixed_rows
     def score(
         self,
         x: C,
@@ -255,8 +266,16 @@ class JaggedGDPA(nn.Module):
         Raises:
             TypeError, ValueError: as `forward`; the cache does not fit the layer.
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
-        return self(x, None, num_targets, bias, cache=cache)
+        self._check_cacheable()
+        rows = wrap_rows("x", x, self.embedding_dim, self.out_proj)
+        keys = self._layer_of(cache, "x", rows)
+        mask = self._checked_options(rows, keys, "cache", num_targets, bias)
+        values, pages = paged_operands(keys)
+        k, v = values.chunk(2, dim=2)
+        end = end_of("x", rows)
+        q = self._queries(entering(rows.values, end))
+        out = self._attend(q, k, v, rows, keys, mask, bias, pages)
+        return rows.unwrap(leaving(out, end))
 
     append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
 
@@ -264,14 +283,11 @@ class JaggedGDPA(nn.Module):
     @fixed_rows
     def forward(
         self,
-        x: Any,
+        x: C,
         context: Any = None,
         num_targets: Tensor | None = None,
         bias: RelativeBias | None = None,
-        *,
-        cache: HistoryCache | None = None,
-        return_cache: bool = False,
-    ) -> Any:
+    ) -> C:
         """Attend within each segment.
 
         Args:
@@ -281,85 +297,91 @@ class JaggedGDPA(nn.Module):
             num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that
                 are targets. Replaces the mask's.
             bias: biases of the scores by relative position and time, on the values' device.
-            cache: if given, the call is `score(x, cache, num_targets, bias)`, and context must be
-                None.
-            return_cache: if True, the call is `cache(context)`, and x, num_targets and bias must be
-                None. With cache too, context has the events of `append`.
 
         Returns:
             x's kind of container, with `[L, E]` values; with seeds, a dense tensor
-            `[B, num_seeds, E]`; with return_cache, a HistoryCache. The dtype is that of the
-            projections. The result of a row that sees no key is out_proj's bias. Type checkers,
-            which do not know the config, take the dense tensor for x's kind of container: use
-            `typing.cast`.
+            `[B, num_seeds, E]`. The dtype is that of the projections. The result of a row that sees
+            no key is out_proj's bias. Type checkers, which do not know the config, take the dense
+            tensor for x's kind of container: use `typing.cast`.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; context, num_targets or bias is given with learned rows.
         """
-        check_flag("return_cache", return_cache)
-        if return_cache:
-            return self._cache(context, cache, x=x, num_targets=num_targets, bias=bias)
-        config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
+        config, rows = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         if config.num_seeds or config.num_weights:
-            for name, argument in (
-                ("context", context),
-                ("num_targets", num_targets),
-                ("bias", bias),
-            ):
+            given = dict(context=context, num_targets=num_targets, bias=bias)
+            for name, argument in given.items():
                 if argument is not None:
                     raise ValueError(
                         f"{name} must be None with num_seeds or num_weights, got"
                         f" {type(argument).__name__}"
                     )
-        keys = self._keys(jagged, context, cache)
-        mask, name = self.mask, "mask.num_targets"
-        if num_targets is not None:
-            mask, name = (
-                dataclasses.replace(
-                    AttentionMask() if mask is None else mask, num_targets=num_targets
-                ),
-                "num_targets",
-            )
-        if mask is not None:
-            check_num_targets(name, mask.num_targets, keys.offsets, keys.device, "the layer's")
-        if bias is not None:
-            self._check_bias(
-                bias,
-                jagged,
-                keys,
-                "cache" if cache is not None else "x" if context is None else "context",
-            )
+        keys, keys_name = rows, "x"
+        if context is not None:
+            keys_name = "context"
+            keys = wrap_rows(keys_name, context, self.embedding_dim, self.out_proj)
+            check_same_segments("x", rows, keys_name, keys)
+        mask = self._checked_options(rows, keys, keys_name, num_targets, bias)
+        end = end_of("x", rows)
+        values = entering(rows.values, end)
+        k: Tensor
+        v: Tensor
+        if config.num_weights:
+            k, v = self.k_norm(self.key_weights), self.value_weights
+        elif keys is rows:
+            k, v = self._project(values)
+        else:
+            k, v = self._project(entering(keys.values, end_of(keys_name, keys)))
+        q = self.q_norm(self.seeds) if config.num_seeds else self._queries(values)
+        out: Any = self._attend(q, k, v, rows, keys, mask, bias)
+        if config.num_seeds:
+            return out.unflatten(0, (rows.num_segments, config.num_seeds))
+        return rows.unwrap(leaving(out, end))
 
-        end = end_of("x", jagged)
-        rows = entering(jagged.values, end)
-        q = (
-            self.seeds
-            if config.num_seeds
-            else in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
-        )
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
+
+    def _queries(self, rows: Tensor) -> Tensor:
+        """Normed queries `[L, num_heads, head_dim]`."""
+        return self.q_norm(in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim))
+
+    def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed keys and values `[M, num_kv_heads, head_dim]`."""
+        projected = self.kv_proj(rows)
+        kv = in_heads("kv_proj", projected, 2, self.num_kv_heads, self.head_dim)
+        k, v = kv.unbind(1)
+        return self.k_norm(k), v
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Jagged,
+        keys: Jagged,
+        mask: AttentionMask | None,
+        bias: RelativeBias | None,
+        pages: Pages | None = None,
+    ) -> Tensor:
+        """The result of the queries: of these rows, or learned."""
+        config, schedule = self.config, None
         if not config.num_weights:
-            if cache is None:
-                rows = rows if keys is jagged else entering(keys.values, end_of("context", keys))
-                (k, v), pages = self._project(rows), None
-            else:
-                values, pages = paged_operands(keys)
-                k, v = values.chunk(2, dim=2)
             schedule = keys.schedule(
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 dtype=v.dtype,
-                queries=config.num_seeds or jagged,
+                queries=config.num_seeds or rows,
                 mask=mask,
             )
-        else:
-            k, v, schedule, pages = self.key_weights, self.value_weights, None, None
         out = jagged_attention(
-            self.q_norm(q),
-            self.k_norm(k) if config.num_weights else k,
+            q,
+            k,
             v,
-            "shared" if config.num_seeds else jagged.offsets,
+            "shared" if config.num_seeds else rows.offsets,
             "shared" if config.num_weights else keys.offsets,
             activation=self.activation,
             scale=config.scale,
@@ -369,61 +391,13 @@ class JaggedGDPA(nn.Module):
             schedule=schedule,
             pages=pages,
         )
-        out = self.out_proj(self.dropout(out.flatten(1)))
-        if config.num_seeds:
-            return out.unflatten(0, (jagged.num_segments, config.num_seeds))
-        return jagged.unwrap(leaving(out, end))
+        return self.out_proj(self.dropout(out.flatten(1)))
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
-
-        @overload
-        def __call__(
-            self,
-            x: C,
-            context: Any = None,
-            num_targets: Tensor | None = None,
-            bias: RelativeBias | None = None,
-            *,
-            cache: HistoryCache | None = None,
-            return_cache: Literal[False] = False,
-        ) -> C: ...
-
-        @overload
-        def __call__(
-            self,
-            x: None,
-            context: Any,
-            num_targets: None = None,
-            bias: None = None,
-            *,
-            cache: HistoryCache | None = None,
-            return_cache: Literal[True],
-        ) -> HistoryCache: ...
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed keys and values `[M, num_kv_heads, head_dim]`."""
-        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_kv_heads, self.head_dim).unbind(
-            1
-        )
-        return self.k_norm(k), v
-
-    def _cache(self, rows: Any, cache: HistoryCache | None, **others: Any) -> HistoryCache:
-        """Keys and values of a context's rows, or with the context's cache, of the next events."""
-        self._check_cacheable()
-        for name, argument in others.items():
-            if argument is not None:
-                raise ValueError(
-                    f"{name} must be None with return_cache, got {type(argument).__name__}"
-                )
-        name = "context" if cache is None else "events"
-        keys = wrap_rows(name, rows, self.embedding_dim, self.out_proj)
-        if cache is not None:
-            layer_of_cache(cache, name, keys, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
-        end = end_of(name, keys)
-        keys_and_values = torch.cat(self._project(entering(keys.values, end)), dim=2)
-        return HistoryCache((keys.with_values(leaving(keys_and_values, end)),))
+    def _cached(self, name: str, rows: Jagged) -> HistoryCache:
+        """Keys and values of these rows, which errors call `name`."""
+        end = end_of(name, rows)
+        keys_and_values = torch.cat(self._project(entering(rows.values, end)), dim=2)
+        return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
     def _check_cacheable(self) -> None:
         for name in ("num_seeds", "num_weights"):
@@ -433,20 +407,28 @@ class JaggedGDPA(nn.Module):
                     f" {getattr(self.config, name)}"
                 )
 
-    def _keys(self, x: Jagged, context: Any, cache: HistoryCache | None) -> Jagged:
-        """The rows of keys: of x, of the context, or the cache's keys and values."""
-        if cache is not None:
-            if context is not None:
-                raise ValueError(f"context must be None with cache, got {type(context).__name__}")
-            self._check_cacheable()
-            return layer_of_cache(cache, "x", x, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
-        keys = (
-            x
-            if context is None
-            else wrap_rows("context", context, self.embedding_dim, self.out_proj)
-        )
-        check_same_segments("x", x, "context", keys)
-        return keys
+    def _layer_of(self, cache: HistoryCache, name: str, x: Jagged) -> Jagged:
+        width = 2 * self.head_dim
+        return layer_of_cache(cache, name, x, self.num_kv_heads, width, self.kv_proj)
+
+    def _checked_options(
+        self,
+        x: Jagged,
+        keys: Jagged,
+        keys_name: str,
+        num_targets: Tensor | None,
+        bias: RelativeBias | None,
+    ) -> AttentionMask | None:
+        """The mask with these targets. Errors call the keys `keys_name`."""
+        mask, name = self.mask, "mask.num_targets"
+        if num_targets is not None:
+            mask = AttentionMask() if mask is None else mask
+            mask, name = dataclasses.replace(mask, num_targets=num_targets), "num_targets"
+        if mask is not None:
+            check_num_targets(name, mask.num_targets, keys.offsets, keys.device, "the layer's")
+        if bias is not None:
+            self._check_bias(bias, x, keys, keys_name)
+        return mask
 
     def _check_bias(self, bias: RelativeBias, x: Jagged, keys: Jagged, keys_name: str) -> None:
         """Check the bias against the containers, by their names in the caller's code."""
@@ -567,15 +549,10 @@ class GDPABlock(nn.Module):
         update = self.attention(normed, context, num_targets, bias)
         return jagged.unwrap(leaving(rows + update.values, end))
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+    if TYPE_CHECKING:
 
-        def __call__(
-            self,
-            x: C,
-            context: Any = None,
-            num_targets: Tensor | None = None,
-            bias: RelativeBias | None = None,
-        ) -> C: ...
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
 
 class _RMSNorm(nn.RMSNorm):

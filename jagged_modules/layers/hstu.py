@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -18,7 +18,7 @@ from ..functional import jagged_attention
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
-from ..tracing import one_module
+from ..tracing import call_of, one_module, through_call
 from ..validation import (
     MAX_HEAD_DIM,
     check_device,
@@ -29,11 +29,11 @@ from ..validation import (
 )
 from .hstu_config import (
     HSTUConfig,
+    Times,
     check_appendable,
     check_lengths,
     check_row_timestamps,
     check_times,
-    next_timestamps,
 )
 from .invariant import fixed_rows
 from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
@@ -146,17 +146,12 @@ class HSTULayer(nn.Module):
     @one_module
     def forward(
         self,
-        x: Any,
+        x: C,
         num_targets: Tensor | None = None,
         *,
         timestamps: Tensor | None = None,
         query_timestamps: Tensor | None = None,
-        cache: Jagged | None = None,
-        cache_timestamps: Tensor | None = None,
-        cache_rows: Tensor | slice | None = None,
-        update: bool = True,
-        append: bool = False,
-    ) -> Any:
+    ) -> C:
         """Update all rows.
 
         Args:
@@ -170,22 +165,9 @@ class HSTULayer(nn.Module):
             query_timestamps: int64 `[L]`, what each row takes for the time of the next event; the
                 timestamp of the next row if None, and of the last row of a segment its own. See
                 `RelativeBias`.
-            cache: keys and values `[M, H, head_dim + linear_dim]` of B histories, which this layer
-                returned for cache_rows. All rows of x are then targets of these histories;
-                num_targets, if given, must equal the segments' lengths.
-            append: with cache, the rows of x are the next events of these histories instead of
-                targets. See `HSTUStack.append`.
-            cache_timestamps: int64 `[M]`, the timestamps of cache's rows. Needed with
-                config.relative_time.
-            cache_rows: a slice, or `[n]` int32 or int64 indices, of rows of x whose keys and values
-                are returned too.
-            update: if False, the rows are not updated and None is returned in place of the
-                container. The last layer needs no update when histories are cached.
 
         Returns:
-            x's kind of container, with `[L, E]` values. With cache_rows, a pair: the container, and
-            keys and values
-            `[n, H, head_dim + linear_dim]`.
+            x's kind of container, with `[L, E]` values.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
@@ -193,138 +175,166 @@ class HSTULayer(nn.Module):
                 longer than config.relative_position and its length is on the host; timestamps are
                 missing, or given without config.relative_time.
         """
+        jagged = self._checked("x", x, num_targets, timestamps, query_timestamps)
+        rows = self._project("x", jagged)
+        bias = self._bias(timestamps, query_timestamps)
+        return self._updated(rows, self._attend_within(rows, self.config.mask(num_targets), bias))
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
+
+    @through_call
+    def cache(
+        self,
+        history: C,
+        cache_rows: Tensor | slice = slice(None),
+        *,
+        timestamps: Tensor | None = None,
+        query_timestamps: Tensor | None = None,
+        update: bool = True,
+    ) -> tuple[C | None, Tensor]:
+        """Update the rows of histories, and compute keys and values for later calls of `score`.
+
+        Args:
+            history, timestamps, query_timestamps: as x in `forward`, without targets.
+            cache_rows: a slice, or `[n]` int32 or int64 indices: the rows whose keys and values are
+                returned.
+            update: if False, the rows are not updated. The last layer of a stack needs no update.
+
+        Returns:
+            The history's kind of container, with `[L, E]` values, or without update None; and keys
+            and values `[n, H, head_dim + linear_dim]`.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
         check_flag("update", update)
-        self._check_append(append, cache, num_targets)
-        jagged = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj)
-        mask = self._mask(jagged, num_targets, cache, append)
-        check_num_targets(
-            "num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's"
-        )
-        check_lengths("x", self.config, jagged.offsets)
-        check_times("x", jagged, self.config, timestamps, query_timestamps)
-        if cache is not None:
-            self.check_cache("x", jagged, cache)
-            check_layer_input("cache's values", paged_operands(cache)[0], self.uvqk_proj)
-            check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache, self.config)
-        elif cache_timestamps is not None:
-            raise ValueError(
-                "cache_timestamps must be None without cache, got a"
-                f" {type(cache_timestamps).__name__}"
-            )
+        jagged = self._checked("history", history, None, timestamps, query_timestamps)
         if isinstance(cache_rows, Tensor):
             check_integers("cache_rows", cache_rows)
             check_device("cache_rows", cache_rows, jagged.device, "the layer's")
-            check_index_values("cache_rows", cache_rows, jagged.num_rows, "{}, the rows of x")
-        elif cache_rows is not None:
+            check_index_values("cache_rows", cache_rows, jagged.num_rows, "{}, the rows of history")
+        else:
             check_kind("cache_rows", cache_rows, slice, "a torch.Tensor or a slice")
-        end = end_of("x", jagged)
-        values = entering(jagged.values, end)
-        u, q, k, v = self._project(values)
-        out = None
+        rows, out = self._project("history", jagged), None
         if update:
-            if cache is None:
-                bias = self._bias(timestamps, query_timestamps)
-                a = self._attend(q, k, v, jagged, jagged, mask, self._scaling_seqlen(jagged), bias)
-            else:
-                if timestamps is not None and query_timestamps is None:
-                    query_timestamps = next_timestamps(timestamps, jagged.offsets)
-                if append and (self.config.max_attn_len or room_of(cache)):
-                    a = self._attend_to_joined(
-                        q, k, v, jagged, cache, timestamps, query_timestamps, cache_timestamps
-                    )
-                else:
-                    biases = (
-                        self._bias(cache_timestamps, query_timestamps, jagged),
-                        self._bias(timestamps, query_timestamps),
-                    )
-                    a = self._attend_with_cache(q, k, v, jagged, cache, mask, *biases)
-            out = jagged.unwrap(leaving(self._output(values, u, a), end))
-            if jagged.is_clean:
-                out.is_clean = True
-        if cache_rows is None:
-            return out
-        if end is not None and isinstance(cache_rows, slice):
-            return out, leaving(torch.cat([k, v], dim=2), end)[cache_rows]
-        return out, torch.cat([k[cache_rows], v[cache_rows]], dim=2)
+            bias = self._bias(timestamps, query_timestamps)
+            out = self._updated(rows, self._attend_within(rows, self.config.mask(), bias))
+        if isinstance(cache_rows, slice) and rows.end is not None:
+            return out, rows.keys_and_values()[cache_rows]
+        return out, torch.cat([rows.k[cache_rows], rows.v[cache_rows]], dim=2)
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+    @through_call
+    def score(
+        self,
+        targets: C,
+        cache: Jagged,
+        num_targets: Tensor | None = None,
+        *,
+        timestamps: Tensor | None = None,
+        query_timestamps: Tensor | None = None,
+        cache_timestamps: Tensor | None = None,
+    ) -> C:
+        """Update targets of cached histories: see `HSTUStack.score`.
 
-        @overload
-        def __call__(
-            self,
-            x: C,
-            num_targets: Tensor | None = None,
-            *,
-            timestamps: Tensor | None = None,
-            query_timestamps: Tensor | None = None,
-            cache: Jagged | None = None,
-            cache_timestamps: Tensor | None = None,
-            cache_rows: None = None,
-            append: bool = False,
-        ) -> C: ...
+        Args:
+            targets, timestamps, query_timestamps: as x in `forward`; segment b has the targets of
+                history b.
+            cache: keys and values `[M, H, head_dim + linear_dim]` of B histories, from this layer's
+                `cache`.
+            num_targets: the lengths of the targets' segments, if the caller has them on the values'
+                device.
+            cache_timestamps: int64 `[M]`, the timestamps of cache's rows. Needed with
+                config.relative_time.
 
-        @overload
-        def __call__(
-            self,
-            x: C,
-            num_targets: Tensor | None = None,
-            *,
-            timestamps: Tensor | None = None,
-            query_timestamps: Tensor | None = None,
-            cache: Jagged | None = None,
-            cache_timestamps: Tensor | None = None,
-            cache_rows: Tensor | slice,
-            update: Literal[True] = True,
-            append: bool = False,
-        ) -> tuple[C, Tensor]: ...
+        Returns:
+            The targets' kind of container, with `[N, E]` values.
 
-        @overload
-        def __call__(
-            self,
-            x: C,
-            num_targets: Tensor | None = None,
-            *,
-            timestamps: Tensor | None = None,
-            query_timestamps: Tensor | None = None,
-            cache: Jagged | None = None,
-            cache_timestamps: Tensor | None = None,
-            cache_rows: Tensor | slice,
-            update: bool,
-            append: bool = False,
-        ) -> tuple[C | None, Tensor]: ...
+        Raises:
+            TypeError, ValueError: as `forward`; the cache does not fit the layer.
+        """
+        jagged = self._checked("targets", targets, num_targets, timestamps, query_timestamps)
+        self._check_cache("targets", jagged, cache, cache_timestamps)
+        num_targets = jagged.offsets.diff() if num_targets is None else num_targets
+        mask = AttentionMask(
+            num_targets=num_targets, target_group_size=self.config.target_group_size
+        )
+        rows = self._project("targets", jagged)
+        times = Times.of(jagged, timestamps, query_timestamps, cache_timestamps)
+        return self._updated(rows, self._attend_with_cache(rows, cache, mask, times))
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    @through_call
+    def append(
+        self,
+        events: C,
+        cache: Jagged,
+        *,
+        timestamps: Tensor | None = None,
+        query_timestamps: Tensor | None = None,
+        cache_timestamps: Tensor | None = None,
+    ) -> tuple[C, Tensor]:
+        """Update the next events of cached histories: see `HSTUStack.append`.
 
-    def check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
-        """TypeError or ValueError unless the cache has the shape of this layer's keys and values,
-        and one segment per segment of x.
+        Args:
+            events, timestamps, query_timestamps: as x in `forward`; segment b has the next events
+                of history b.
+            cache, cache_timestamps: as in `score`.
+
+        Returns:
+            The events' kind of container, with `[N, E]` values, and the events' keys and values
+            `[N, H, head_dim + linear_dim]`.
+
+        Raises:
+            TypeError, ValueError: as `score`; later events change earlier rows under the config.
+        """
+        check_appendable(self.config)
+        jagged = self._checked("events", events, None, timestamps, query_timestamps)
+        self._check_cache("events", jagged, cache, cache_timestamps)
+        rows = self._project("events", jagged)
+        times = Times.of(jagged, timestamps, query_timestamps, cache_timestamps)
+        if self.config.max_attn_len or room_of(cache):
+            a = self._attend_to_joined(rows, cache, times)
+        else:
+            a = self._attend_with_cache(rows, cache, AttentionMask(causal=True), times)
+        return self._updated(rows, a), rows.keys_and_values()
+
+    def _checked(
+        self,
+        name: str,
+        x: Any,
+        num_targets: Tensor | None,
+        timestamps: Tensor | None,
+        query_timestamps: Tensor | None,
+    ) -> Jagged:
+        """The rows of a call, which errors call `name`."""
+        jagged = wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
+        check_num_targets("num_targets", num_targets, jagged.offsets, jagged.device, "the layer's")
+        check_lengths(name, self.config, jagged.offsets)
+        check_times(name, jagged, self.config, timestamps, query_timestamps)
+        return jagged
+
+    def _check_cache(
+        self, name: str, x: Jagged, cache: Jagged, cache_timestamps: Tensor | None
+    ) -> None:
+        """TypeError or ValueError unless the cache has the shape, dtype and device of this layer's
+        keys and values, and one segment per segment of x.
 
         Errors call x `name`.
         """
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
-        (values, _), shape = (
-            paged_operands(cache),
-            [self.num_heads, self.head_dim + self.linear_dim],
-        )
-        if list(values.shape[1:]) != shape:
+        values, _ = paged_operands(cache)
+        heads, width = self.num_heads, self.head_dim + self.linear_dim
+        if list(values.shape[1:]) != [heads, width]:
             raise ValueError(
-                f"cache's values must have shape [L, {shape[0]}, {shape[1]}], got"
+                f"cache's values must have shape [L, {heads}, {width}], got"
                 f" {[cache.num_rows, *values.shape[1:]]}"
             )
         check_lengths(f"{name} and cache", self.config, x.offsets, cache.offsets)
-
-    def _check_append(self, append: bool, cache: Jagged | None, num_targets: Tensor | None) -> None:
-        check_flag("append", append)
-        if not append:
-            return
-        check_appendable(self.config)
-        if cache is None:
-            raise ValueError("cache must be given with append, got None")
-        if num_targets is not None:
-            raise ValueError(
-                f"num_targets must be None with append, got {type(num_targets).__name__}"
-            )
+        check_layer_input("cache's values", values, self.uvqk_proj)
+        check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache, self.config)
 
     def _bias(
         self,
@@ -334,16 +344,12 @@ class HSTULayer(nn.Module):
     ) -> RelativeBias | None:
         """The layer's bias of scores of keys with these timestamps, None without tables. after: the
         queries, if they follow the keys."""
-        if self.position_bias is None and self.time_bias is None:
+        position, time = self.position_bias, self.time_bias
+        if position is None and time is None:
             return None
         shift = None if after is None else after.offsets.diff().to(after.device, non_blocking=True)
         return RelativeBias(
-            self.position_bias,
-            self.time_bias,
-            timestamps,
-            self.time_boundaries,
-            query_timestamps,
-            shift,
+            position, time, timestamps, self.time_boundaries, query_timestamps, shift
         )
 
     def _scaling_seqlen(self, jagged: Jagged) -> int:
@@ -356,116 +362,96 @@ class HSTULayer(nn.Module):
             )
         return max(1, length)
 
+    def _project(self, name: str, x: Jagged) -> _Rows:
+        """The rows of x, which errors call `name`, and their projections."""
+        end = end_of(name, x)
+        values = entering(x.values, end)
+        return _Rows(x, end, values, *self._uqkv(values))
+
     @fixed_rows
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _uqkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
-        heads = self.num_heads
-        widths = [
-            heads * size
-            for size in (self.linear_dim, self.linear_dim, self.head_dim, self.head_dim)
-        ]
+        qk_width, uv_width = self.num_heads * self.head_dim, self.num_heads * self.linear_dim
         packed = self.uvqk_proj(self.input_norm(x))
-        check_columns("uvqk_proj", packed, sum(widths))
-        u, v, q, k = packed.split(widths, dim=1)
-        return (
-            u,
-            q.unflatten(1, (heads, -1)),
-            k.unflatten(1, (heads, -1)),
-            v.unflatten(1, (heads, -1)),
-        )
+        check_columns("uvqk_proj", packed, 2 * uv_width + 2 * qk_width)
+        u, v, q, k = packed.split([uv_width, uv_width, qk_width, qk_width], dim=1)
+        q, k, v = (part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v))
+        return u, q, k, v
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        queries: Jagged,
-        keys: Jagged,
-        mask: AttentionMask | None,
-        scaling_seqlen: int,
-        bias: RelativeBias | None,
-        pages: Pages | None = None,
+        self, rows: _Rows, keys: _Keys, mask: AttentionMask | None, scaling_seqlen: int
     ) -> Tensor:
-        """Attention output `[rows of queries, H · Dv]`."""
+        """Attention output `[rows, H · Dv]`."""
+        queries, q = rows.jagged, rows.q
         head_dim = max(self.head_dim, self.linear_dim)
-        schedule = keys.schedule(
+        schedule = keys.jagged.schedule(
             num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask
         )
-        return jagged_attention(
+        out = jagged_attention(
             q,
-            k,
-            v,
+            keys.k,
+            keys.v,
             queries.offsets,
-            keys.offsets,
+            keys.jagged.offsets,
             activation="silu",
             output_scale=1 / scaling_seqlen,
             mask=mask,
-            bias=bias,
+            bias=keys.bias,
             schedule=schedule,
-            pages=pages,
-        ).flatten(1)
-
-    def _mask(
-        self, rows: Jagged, num_targets: Tensor | None, cache: Jagged | None, append: bool
-    ) -> AttentionMask:
-        """Which of these rows a row sees. With a cache, they are new events or, without append,
-        targets."""
-        if cache is None:
-            return self.config.mask(num_targets)
-        if append:
-            return AttentionMask(causal=True)
-        num_targets = rows.offsets.diff() if num_targets is None else num_targets
-        return AttentionMask(
-            num_targets=num_targets, target_group_size=self.config.target_group_size
+            pages=keys.pages,
         )
+        return out.flatten(1)
+
+    def _attend_within(
+        self,
+        rows: _Rows,
+        mask: AttentionMask,
+        bias: RelativeBias | None,
+        scaling_seqlen: int | None = None,
+    ) -> Tensor:
+        """Attention of rows to one another. scaling_seqlen: that of these rows if None."""
+        keys = _Keys(rows.jagged, rows.k, rows.v, bias)
+        length = self._scaling_seqlen(rows.jagged) if scaling_seqlen is None else scaling_seqlen
+        return self._attend(rows, keys, mask, length)
+
+    def _cached_keys(self, cache: Jagged, bias: RelativeBias | None) -> _Keys:
+        values, pages = paged_operands(cache)
+        k, v = torch.split_with_sizes(values, [self.head_dim, self.linear_dim], dim=2)
+        return _Keys(cache, k, v, bias, pages)
 
     def _attend_with_cache(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: Jagged,
-        cache: Jagged,
-        mask: AttentionMask,
-        cache_bias: RelativeBias | None,
-        bias: RelativeBias | None,
+        self, rows: _Rows, cache: Jagged, mask: AttentionMask, times: Times
     ) -> Tensor:
         """Attention of rows to cached histories, plus to one another under the mask. SiLU has no
         normalisation, so the two add up."""
-        scaling_seqlen = self._scaling_seqlen(cache)
-        cached, pages = paged_operands(cache)
-        cached_k, cached_v = torch.split_with_sizes(cached, [self.head_dim, self.linear_dim], dim=2)
-        of_history = self._attend(
-            q, cached_k, cached_v, rows, cache, None, scaling_seqlen, cache_bias, pages
-        )
-        return of_history + self._attend(q, k, v, rows, rows, mask, scaling_seqlen, bias)
+        length = self._scaling_seqlen(cache)
+        bias = self._bias(times.cache_timestamps, times.query_timestamps, rows.jagged)
+        of_history = self._attend(rows, self._cached_keys(cache, bias), None, length)
+        bias = self._bias(times.timestamps, times.query_timestamps)
+        return of_history + self._attend_within(rows, mask, bias, length)
 
-    def _attend_to_joined(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        events: Jagged,
-        cache: Jagged,
-        timestamps: Tensor | None,
-        query_timestamps: Tensor | None,
-        cache_timestamps: Tensor | None,
-    ) -> Tensor:
+    def _attend_to_joined(self, rows: _Rows, cache: Jagged, times: Times) -> Tensor:
         """Attention of events to the cached rows and the events. It writes the events behind the
         cached rows, or copies both once."""
-        added, room = events.with_values(torch.cat([k, v], dim=2)), room_of(cache)
+        events, room = rows.jagged, room_of(cache)
+        added = events.with_values(torch.cat([rows.k, rows.v], dim=2))
         keys = _joined(cache, added) if room is None else room.write(added.values)
+        timestamps = times.timestamps
         if timestamps is not None:
-            assert cache_timestamps is not None
+            assert times.cache_timestamps is not None
             timestamps = _joined(
-                cache.with_values(cache_timestamps), events.with_values(timestamps)
+                cache.with_values(times.cache_timestamps), events.with_values(timestamps)
             ).values
-        kv, pages = paged_operands(keys)
-        k, v = torch.split_with_sizes(kv, [self.head_dim, self.linear_dim], dim=2)
-        bias = self._bias(timestamps, query_timestamps)
-        return self._attend(
-            q, k, v, events, keys, self.config.mask(), self._scaling_seqlen(events), bias, pages
-        )
+        both = self._cached_keys(keys, self._bias(timestamps, times.query_timestamps))
+        return self._attend(rows, both, self.config.mask(), self._scaling_seqlen(events))
+
+    def _updated(self, rows: _Rows, a: Tensor) -> Any:
+        """The rows' container with updated values, from their attention."""
+        values = self._output(rows.values, rows.u, a)
+        out = rows.jagged.unwrap(leaving(values, rows.end))
+        if rows.jagged.is_clean:
+            out.is_clean = True
+        return out
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -478,6 +464,31 @@ class HSTULayer(nn.Module):
         return (
             f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, config={self.config}"
         )
+
+
+class _Rows(NamedTuple):
+    """The rows of a call: their values, cleared behind `end`, and the projections of these."""
+
+    jagged: Jagged
+    end: Tensor | None
+    values: Tensor
+    u: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def keys_and_values(self) -> Tensor:
+        return leaving(torch.cat([self.k, self.v], dim=2), self.end)
+
+
+class _Keys(NamedTuple):
+    """What rows attend to: keys and values of these segments, in pages or not."""
+
+    jagged: Jagged
+    k: Tensor
+    v: Tensor
+    bias: RelativeBias | None
+    pages: Pages | None = None
 
 
 def _joined(rows: Jagged, added: Jagged) -> Jagged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch.nn import functional as nnf
 
 from ..bias import check_timestamps
 from ..containers.jagged import Jagged
-from ..containers.offsets import rows_and_segments
-from ..masks import AttentionMask
+from ..containers.offsets import rows_and_segments, segments_and_positions
+from ..masks import AttentionMask, is_visible
 from ..scalars import check_number, check_size, possessive
 from ..validation import values_are_checkable
 
@@ -165,11 +166,28 @@ def check_row_timestamps(
         )
 
 
-def next_timestamps(timestamps: Tensor, offsets: Tensor) -> Tensor:
-    """The timestamps of the next rows of the segments, and of a segment's last row its own."""
-    offsets = offsets.to(timestamps.device, non_blocking=True)
-    rows, segments = rows_and_segments(offsets, timestamps.shape[0])
-    return timestamps[torch.minimum(rows + 1, offsets[1:][segments] - 1)]
+class Times(NamedTuple):
+    """The timestamps of rows of cached histories."""
+
+    timestamps: Tensor | None
+    query_timestamps: Tensor | None
+    cache_timestamps: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        rows: Jagged,
+        timestamps: Tensor | None,
+        query_timestamps: Tensor | None,
+        cache_timestamps: Tensor | None,
+    ) -> Times:
+        """query_timestamps, if None: the timestamps of the next rows of the segments, and of a
+        segment's last row its own. A bias of cached keys cannot find these rows among its keys."""
+        if timestamps is not None and query_timestamps is None:
+            offsets = rows.offsets.to(timestamps.device, non_blocking=True)
+            index, segments = rows_and_segments(offsets, timestamps.shape[0])
+            query_timestamps = timestamps[torch.minimum(index + 1, offsets[1:][segments] - 1)]
+        return cls(timestamps, query_timestamps, cache_timestamps)
 
 
 def rows_seen_by_targets(
@@ -180,18 +198,9 @@ def rows_seen_by_targets(
 
     Without a global prefix they are the last rows of a history, so the relative positions of
     targets to cached rows are those in the whole history.
-
-    All context rows have position id 0, so the context counts as one row here. Targets see all rows
-    of a history of at most max_attn_len rows, and the last max_attn_len rows of a longer one. They
-    see nothing of a history that is shorter than the context: its rows have the same id as the
-    targets. Of these rows they see the last recent_history ones. Besides, they see the rows of the
-    global prefix.
     """
-    context, limit = (
-        config.contextual_seqlen,
-        0 if config.min_full_attn_seqlen else config.max_attn_len,
-    )
-    if not (context or limit or config.recent_history):
+    limit = 0 if config.min_full_attn_seqlen else config.max_attn_len  # targets are exempt
+    if not (config.contextual_seqlen or limit or config.recent_history):
         return slice(None), None
     if config.relative_position and config.global_prefix:
         raise ValueError(
@@ -206,24 +215,11 @@ def rows_seen_by_targets(
             " or contextual_seqlen, got meta offsets: the number of cached rows depends on their"
             " values"
         )
-    seen = torch.where(lengths < context, 0, lengths)
-    if limit:
-        seen = seen.where(seen <= limit + max(context - 1, 0), limit)
-    if config.recent_history:
-        seen = seen.clamp(max=config.recent_history)
-    total, ends = history.values.shape[0], lengths.cumsum(0)
-    row = torch.arange(total, device=lengths.device)
-
-    end = nnf.pad(ends, (1, 0))[-1:]
-    repeats = torch.cat([lengths, total - end])  # the rows behind the last segment are one more
-
-    def at_rows(x: Tensor) -> Tensor:
-        """x of each row's segment, 0 behind the last one."""
-        return torch.repeat_interleave(nnf.pad(x, (0, 1)), repeats, output_size=total)
-
-    kept = (row >= at_rows(ends - seen)) & (row < end)
-    if config.global_prefix:
-        kept |= row < at_rows(ends - lengths + config.global_prefix)
-        seen = torch.minimum(seen + config.global_prefix, lengths)
-    rows = kept.nonzero().squeeze(1)
-    return rows.to(history.values.device), nnf.pad(seen.cumsum(0), (1, 0)).to(history.offsets.dtype)
+    offsets = nnf.pad(lengths.cumsum(0), (1, 0))
+    segments, positions = segments_and_positions(offsets, history.values.shape[0])
+    length = nnf.pad(lengths, (0, 1))[segments]  # 0 behind the last segment
+    # What a target sees that follows the history.
+    seen = is_visible(config.mask(), length, positions, length + 1, 1) & (positions < length)
+    kept_offsets = nnf.pad(seen.cumsum(0), (1, 0))[offsets]
+    rows = seen.nonzero().squeeze(1)
+    return rows.to(history.values.device), kept_offsets.to(history.offsets.dtype)

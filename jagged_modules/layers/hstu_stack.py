@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,16 @@ from torch.types import Device
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
-from ..scalars import check_flag, check_kind, check_size
-from ..tracing import one_module
+from ..scalars import check_kind, check_size
+from ..tracing import call_of, one_module, through_call
 from .hstu import HSTULayer
 from .hstu_config import (
     HSTUConfig,
+    Times,
     check_appendable,
     check_lengths,
     check_row_timestamps,
     check_times,
-    next_timestamps,
     rows_seen_by_targets,
 )
 from .parameters import reset_all
@@ -75,89 +75,36 @@ class HSTUStack(nn.Module):
     @one_module
     def forward(
         self,
-        x: Any,
+        x: C,
         num_targets: Tensor | None = None,
         *,
         timestamps: Tensor | None = None,
         query_timestamps: Tensor | None = None,
-        cache: HistoryCache | None = None,
-        return_cache: bool = False,
-    ) -> Any:
+    ) -> C:
         """Update all rows in each layer.
 
         Args:
             x, num_targets, timestamps, query_timestamps: as in `HSTULayer.forward`.
-            cache: if given, the call is `score(x, cache)`, with the timestamps.
-            return_cache: if True, the call is `cache(x)`, with the timestamps; with cache too, it
-                is `append(x, cache)`.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with return_cache, a HistoryCache; with
-            both, the container and a HistoryCache.
+            x's kind of container, with `[L, E]` values.
 
         Raises:
-            TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or
-                return_cache; the cache does not fit the layers.
+            TypeError, ValueError: as `HSTULayer.forward`.
         """
-        check_flag("return_cache", return_cache)
-        if cache is None and not return_cache:
-            jagged = _without_container(x, self.config)
-            for layer in self.layers:
-                jagged = layer(
-                    jagged, num_targets, timestamps=timestamps, query_timestamps=query_timestamps
-                )
-            return _in_container_of(x, jagged)
-        if num_targets is not None:
-            raise ValueError(
-                "num_targets must be None with cache or return_cache, got"
-                f" {type(num_targets).__name__}"
+        jagged = _without_container(x, self.config)
+        for layer in self.layers:
+            jagged = layer(
+                jagged, num_targets, timestamps=timestamps, query_timestamps=query_timestamps
             )
-        if cache is None:
-            return self._cache(x, timestamps, query_timestamps)
-        if return_cache:
-            return self._append(x, cache, timestamps, query_timestamps)
-        return self._score(x, cache, timestamps, query_timestamps)
+        return _in_container_of(x, jagged)
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+    if TYPE_CHECKING:
 
-        @overload
-        def __call__(
-            self,
-            x: C,
-            num_targets: Tensor | None = None,
-            *,
-            timestamps: Tensor | None = None,
-            query_timestamps: Tensor | None = None,
-            cache: HistoryCache | None = None,
-            return_cache: Literal[False] = False,
-        ) -> C: ...
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
-        @overload
-        def __call__(
-            self,
-            x: Any,
-            num_targets: None = None,
-            *,
-            timestamps: Tensor | None = None,
-            query_timestamps: Tensor | None = None,
-            cache: None = None,
-            return_cache: Literal[True],
-        ) -> HistoryCache: ...
-
-        @overload
-        def __call__(
-            self,
-            x: C,
-            num_targets: None = None,
-            *,
-            timestamps: Tensor | None = None,
-            query_timestamps: Tensor | None = None,
-            cache: HistoryCache,
-            return_cache: Literal[True],
-        ) -> tuple[C, HistoryCache]: ...
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
+    @through_call
     def cache(
         self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
     ) -> HistoryCache:
@@ -183,10 +130,29 @@ class HSTUStack(nn.Module):
                 global_prefix and a limit of the rows that
                 targets see: the cached rows would have gaps between their positions.
         """
-        return self(
-            history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True
-        )
+        wrapped = self._wrap("history", history)
+        check_lengths("history", self.config, wrapped.offsets)
+        # offsets on the device, for all layers
+        segments = wrapped.with_values(wrapped.values)
+        rows, offsets = rows_seen_by_targets(segments, self.config)
+        jagged: Any = segments
+        kept: list[Tensor] = []
+        for layer in self.layers:
+            jagged, keys_and_values = layer.cache(
+                jagged,
+                rows,
+                timestamps=timestamps,
+                query_timestamps=query_timestamps,
+                update=layer is not self.layers[-1],
+            )
+            kept.append(keys_and_values)
+        if offsets is not None:
+            segments = Jagged(kept[0], offsets, wrapped.max_seqlen)
+        layers = tuple(segments.with_values(x) for x in kept)
+        times = None if timestamps is None else torch.cat([timestamps[rows]])
+        return HistoryCache(layers, times, self.max_cached_rows)
 
+    @through_call
     def score(
         self,
         targets: C,
@@ -211,9 +177,15 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; the cache does not fit the layers.
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
-        return self(targets, cache=cache, timestamps=timestamps, query_timestamps=query_timestamps)
+        wrapped = self._wrap("targets", targets)
+        times = self._times("targets", wrapped, cache, timestamps, query_timestamps)
+        jagged = wrapped.with_values(wrapped.values)
+        num_targets = jagged.offsets.diff()
+        for layer, history in zip(self.layers, cache.layers):
+            jagged = layer.score(jagged, history, num_targets, **times)
+        return wrapped.unwrap(jagged.values)
 
+    @through_call
     def append(
         self,
         events: C,
@@ -255,14 +227,16 @@ class HSTUStack(nn.Module):
             (values, _), new = hstu.append(event, cache)
             cache = cache.append(new)  # 2 and 4 events
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")
-        return self(
-            events,
-            timestamps=timestamps,
-            query_timestamps=query_timestamps,
-            cache=cache,
-            return_cache=True,
-        )
+        check_appendable(self.config)
+        wrapped = self._wrap("events", events)
+        times = self._times("events", wrapped, cache, timestamps, query_timestamps)
+        jagged = wrapped.with_values(wrapped.values)
+        added: list[Jagged] = []
+        for layer, history in zip(self.layers, cache.layers):
+            jagged, keys_and_values = layer.append(jagged, history, **times)
+            added.append(jagged.with_values(keys_and_values))
+        new = HistoryCache(tuple(added), timestamps, self.max_cached_rows)
+        return wrapped.unwrap(jagged.values), new
 
     # for PagedHistoryCache: keys and values of new events depend on cached rows
     append_reads_cache = True
@@ -286,70 +260,7 @@ class HSTUStack(nn.Module):
         first = self.layers[0]
         return wrap_rows(name, x, first.embedding_dim, first.uvqk_proj)
 
-    def _cache(
-        self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None
-    ) -> HistoryCache:
-        wrapped = self._wrap("history", history)
-        check_lengths("history", self.config, wrapped.offsets)
-        check_times("history", wrapped, self.config, timestamps, query_timestamps)
-        # offsets on the device, for all layers
-        segments = jagged = wrapped.with_values(wrapped.values)
-        kept: list[Tensor] = []
-        rows, offsets = rows_seen_by_targets(jagged, self.config)
-        for layer in self.layers:
-            options: dict[str, Any] = dict(
-                timestamps=timestamps,
-                query_timestamps=query_timestamps,
-                update=layer is not self.layers[-1],
-            )
-            jagged, keys_and_values = layer(jagged, cache_rows=rows, **options)
-            kept.append(keys_and_values)
-        if offsets is not None:
-            segments = Jagged(kept[0], offsets, wrapped.max_seqlen)
-        layers = tuple(segments.with_values(x) for x in kept)
-        return HistoryCache(
-            layers,
-            None if timestamps is None else torch.cat([timestamps[rows]]),
-            self.max_cached_rows,
-        )
-
-    def _score(
-        self,
-        targets: Any,
-        cache: HistoryCache,
-        timestamps: Tensor | None,
-        query_timestamps: Tensor | None,
-    ) -> Any:
-        wrapped = self._wrap("targets", targets)
-        times = self._check_cache("targets", wrapped, cache, timestamps, query_timestamps)
-        jagged: Any = wrapped.with_values(wrapped.values)
-        num_targets = jagged.offsets.diff()
-        for layer, history in zip(self.layers, cache.layers):
-            jagged = layer(jagged, num_targets, cache=history, **times)
-        return wrapped.unwrap(jagged.values)
-
-    def _append(
-        self,
-        events: Any,
-        cache: HistoryCache,
-        timestamps: Tensor | None,
-        query_timestamps: Tensor | None,
-    ) -> tuple[Any, HistoryCache]:
-        check_appendable(self.config)
-        wrapped = self._wrap("events", events)
-        times = self._check_cache("events", wrapped, cache, timestamps, query_timestamps)
-        jagged: Any = wrapped.with_values(wrapped.values)
-        added: list[Jagged] = []
-        for layer, history in zip(self.layers, cache.layers):
-            jagged, keys_and_values = layer(
-                jagged, cache=history, cache_rows=slice(None), append=True, **times
-            )
-            added.append(jagged.with_values(keys_and_values))
-        return wrapped.unwrap(jagged.values), HistoryCache(
-            tuple(added), timestamps, self.max_cached_rows
-        )
-
-    def _check_cache(
+    def _times(
         self,
         name: str,
         x: Jagged,
@@ -357,28 +268,17 @@ class HSTUStack(nn.Module):
         timestamps: Tensor | None,
         query_timestamps: Tensor | None,
     ) -> dict[str, Any]:
-        """Check x, which errors call `name`, against the cache. Returns the timestamps of both, as
-        arguments of the layers."""
+        """The timestamps of x, which errors call `name`, and of the cache, as arguments of the
+        layers. Checks what the layers do not."""
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
-        for layer, history in zip(self.layers, cache.layers):
-            layer.check_cache(name, x, history)
         check_times(name, x, self.config, timestamps, query_timestamps)
         if timestamps is not None:
             check_row_timestamps(
                 "cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config
             )
-            query_timestamps = (
-                next_timestamps(timestamps, x.offsets)
-                if query_timestamps is None
-                else query_timestamps
-            )
-        return dict(
-            timestamps=timestamps,
-            query_timestamps=query_timestamps,
-            cache_timestamps=cache.timestamps,
-        )
+        return Times.of(x, timestamps, query_timestamps, cache.timestamps)._asdict()
 
 
 @torch.fx.wrap

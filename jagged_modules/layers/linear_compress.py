@@ -14,7 +14,7 @@ from torch.types import Device
 from ..containers.conversions import is_keyed_tensor, wait_for
 from ..functional import linear_compress
 from ..scalars import check_size, is_sequence, possessive
-from ..tracing import one_module
+from ..tracing import call_of, one_module
 from .parameters import check_parameter_dtype
 
 torch.fx.wrap("linear_compress")
@@ -155,11 +155,10 @@ class LinearCompressEmbedding(nn.Module):
         )
         return linear_compress(list(self.weights), tensors, indices, names=of_levels)
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+    if TYPE_CHECKING:
 
-        def __call__(
-            self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None
-        ) -> Tensor: ...
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def extra_repr(self) -> str:
         *shared, candidate = self.num_embeddings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.types import Device
 from ..activations import POINTWISE
 from ..containers.jagged import wrap_rows
 from ..scalars import check_choice, check_kind, check_size
-from ..tracing import one_module
+from ..tracing import call_of, one_module
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
 from .tail import end_of, entering, leaving
@@ -91,9 +91,10 @@ class JaggedMLP(nn.Module):
             values = activation(layer(values))
         return jagged.unwrap(leaving(values, end))
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+    if TYPE_CHECKING:
 
-        def __call__(self, x: C) -> C: ...
+        @call_of(forward)
+        def __call__(self) -> Any: ...
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

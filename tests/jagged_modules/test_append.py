@@ -1,6 +1,8 @@
 """Cached histories that grow: append, then score equals the full forward, for every layer with a
 cache."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -194,27 +196,36 @@ def test_learned_rows_have_no_cache(option):
             call()
 
 
-def test_arguments_of_forward_exclude_one_another():
-    x, kv = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), None
-    target, gdpa, layer = (
-        jm.JaggedTargetAttention(WIDTH, HEADS),
-        jm.JaggedGDPA(WIDTH, HEADS),
-        hstu(config_of()).layers[0],
-    )
-    kv = target.cache(x)
-    for call, message in {
-        lambda: target(x, x, cache=kv): "^history must be None with cache, got tuple",
-        lambda: target(
-            x, x, return_cache=True
-        ): "^targets must be None with return_cache, got tuple",
-        lambda: gdpa(x, x, cache=kv): "^context must be None with cache, got tuple",
-        lambda: gdpa(x, x, return_cache=True): "^x must be None with return_cache, got tuple",
-        lambda: layer(
-            (x[0].double(), x[1]), append=True
-        ): "^cache must be given with append, got None",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            call()
+def test_forward_has_no_modes():
+    x = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
+    layers = jm.JaggedTargetAttention(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS), hstu(config_of())
+    for layer in layers:
+        for option in (dict(cache=layer.cache(x)), dict(return_cache=True)):
+            with pytest.raises(TypeError, match="unexpected keyword argument"):
+                layer(x, x, **option)
+
+
+class Halved(jm.JaggedTargetAttention):
+    """Overrides a method, and calls the one that it overrides."""
+
+    def cache(self, history):
+        values, offsets = history
+        return super().cache((values / 2, offsets))
+
+
+def test_methods_are_calls_of_the_module():
+    x = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
+    for layer in (Halved(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS), hstu(config_of())):
+        called = Mock(return_value=None)
+        layer.register_forward_hook(called)
+        kv = layer.cache(x)
+        layer.score(x, kv)
+        layer.append(x, kv)
+        assert called.call_count == 3
+    plain = jm.JaggedTargetAttention(WIDTH, HEADS)
+    plain.load_state_dict((halved := Halved(WIDTH, HEADS)).state_dict())
+    expected = plain.cache((x[0] / 2, x[1])).layers[0].values
+    assert torch.equal(halved.cache(x).layers[0].values, expected)
 
 
 class CopiesToMeta(TorchDispatchMode):

@@ -150,17 +150,28 @@ CALLS = {  # a call with one wrong argument: what errors must call it, the call,
     "hstu layer num_targets": ("num_targets", lambda x: LAYER(ROWS, x), integers(COUNTS)),
     "hstu layer num_targets with cache": (
         "num_targets",
-        lambda x: LAYER(ROWS, x, cache=CACHE.layers[0]),
+        lambda x: LAYER.score(ROWS, CACHE.layers[0], x),
         integers(torch.tensor([2, 3])),
     ),
     "hstu layer cache": (
         "cache",
-        lambda x: LAYER(ROWS, cache=x.layers[0] if isinstance(x, jm.HistoryCache) else x),
+        lambda x: LAYER.score(ROWS, x.layers[0] if isinstance(x, jm.HistoryCache) else x),
         caches(),
+    ),
+    "hstu layer history": ("history", LAYER.cache, X),
+    "hstu layer targets": (
+        "targets",
+        lambda x: LAYER.score(x, CACHE.layers[0]),
+        X | segments(*ROWS),
+    ),
+    "hstu layer events": (
+        "events",
+        lambda x: LAYER.append(x, CACHE.layers[0]),
+        X | segments(*ROWS),
     ),
     "hstu layer cache_rows": (
         "cache_rows",
-        lambda x: LAYER(ROWS, cache_rows=x),
+        lambda x: LAYER.cache(ROWS, x),
         dict(dtype=COUNTS.float(), dims=COUNTS[None]),
     ),
     "hstu layer timestamps": (
@@ -170,8 +181,8 @@ CALLS = {  # a call with one wrong argument: what errors must call it, the call,
     ),
     "hstu layer cache_timestamps": (
         "cache_timestamps",
-        lambda x: TIMED_LAYER(
-            ROWS, timestamps=TIMES, cache=TIMED_CACHE.layers[0], cache_timestamps=x
+        lambda x: TIMED_LAYER.score(
+            ROWS, TIMED_CACHE.layers[0], timestamps=TIMES, cache_timestamps=x
         ),
         times(TIMES),
     ),

@@ -113,30 +113,22 @@ MISTAKES = [
         "eps must be finite and at least 0, got inf",
     ),
     # flags
-    (
-        lambda: TARGET(torch.ones(5, 1, WIDTH), ROWS, USERS, return_cache=USERS),
-        TypeError,
-        "return_cache must be a bool, got Tensor",
-    ),
-    (lambda: GDPA(ROWS, return_cache=1), TypeError, "return_cache must be a bool, got int"),
-    (lambda: STACK(ROWS, return_cache=[]), TypeError, "return_cache must be a bool, got list"),
-    (lambda: HSTU(ROWS, update="no"), TypeError, "update must be a bool, got str"),
+    (lambda: HSTU.cache(ROWS, update="no"), TypeError, "update must be a bool, got str"),
     # rows and indices
     (
-        lambda: HSTU(ROWS, cache_rows=torch.tensor([0, 8])),
+        lambda: HSTU.cache(ROWS, torch.tensor([0, 8])),
         ValueError,
-        "cache_rows must be 0 to 7, the rows of x, got values 0 to 8",
+        "cache_rows must be 0 to 7, the rows of history, got values 0 to 8",
     ),
     (
-        lambda: HSTU(ROWS, cache_rows=torch.tensor([-1])),
+        lambda: HSTU.cache(ROWS, torch.tensor([-1])),
         ValueError,
-        "cache_rows must be 0 to 7, the rows of x, got values -1 to -1",
+        "cache_rows must be 0 to 7, the rows of history, got values -1 to -1",
     ),
-    (lambda: HSTU(ROWS, append=True), ValueError, "cache must be given with append, got None"),
     (
-        lambda: HSTU(ROWS, USERS[:3], append=True, cache=jm.Jagged(*ROWS)),
-        ValueError,
-        "num_targets must be None with append, got Tensor",
+        lambda: HSTU.append(ROWS, None),
+        TypeError,
+        "cache must be a Jagged of keys and values, got NoneType",
     ),
     (
         lambda: jm.Jagged(*ROWS).with_values(torch.tensor(1.0)),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import jagged_modules as jm
-from jagged_modules.captured_step import RUNNERS, Direct
+from jagged_modules.captured_step import RUNNERS
 from jagged_modules.padded_arguments import OFFSETS, Arguments, Buckets, capacities_of, pad
 
 from ..compatibility.cases import (
@@ -39,6 +39,23 @@ BATCHES = [  # lengths of histories
     [40, 1, 0, 9, 30, 2, 0, 0, 12],
     [2, 1, 5, 2],
 ]
+
+
+class Direct:
+    """Runs a step's calls anew each time: what a graph does, without one."""
+
+    pool = None
+
+    def __init__(self, forward, backward, *_):
+        self._forward, self._backward, self._outputs = forward, backward, []
+
+    def forward(self):
+        self._outputs = self._forward()
+        return [x.detach() for x in self._outputs]
+
+    def backward(self):
+        outputs, self._outputs = self._outputs, []
+        return self._backward(outputs)
 
 
 @pytest.fixture

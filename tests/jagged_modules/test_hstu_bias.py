@@ -208,8 +208,8 @@ def test_a_layer_finds_the_query_timestamps_of_targets_itself(offsets_of):
     config = dataclasses.replace(stack.config, relative_position=LONGEST + 2)
     stack = jm.HSTUStack(WIDTH, HEADS, 1, config).double()
     cache = stack.cache(history, times_of(sum(LENGTHS)))
-    alone, _ = stack.layers[0](
-        targets, timestamps=times, cache=cache.layers[0], cache_timestamps=cache.timestamps
+    alone, _ = stack.layers[0].score(
+        targets, cache.layers[0], timestamps=times, cache_timestamps=cache.timestamps
     )
     assert torch.equal(alone, stack.score(targets, cache, timestamps=times)[0])
 
@@ -475,12 +475,9 @@ def test_bad_caches():
         lambda: stack.score(
             X, cache, timestamps=TIMES
         ): "^targets and cache have a segment of 6 rows, more than config.relative_position, 5$",
-        lambda: stack.layers[0](
-            one, cache=cache.layers[0], timestamps=TIMES[:2]
+        lambda: stack.layers[0].score(
+            one, cache.layers[0], timestamps=TIMES[:2]
         ): "^cache_timestamps must be given",
-        lambda: stack.layers[0](
-            one, timestamps=TIMES[:2], cache_timestamps=TIMES
-        ): "^cache_timestamps must be None without cache",
         lambda: timeless.score(
             one, timeless.cache(X), timestamps=TIMES[:2]
         ): "^timestamps must be None without config.relative_time",

@@ -179,16 +179,11 @@ def test_an_unknown_scaling_length():
 
 def test_bad_cache():
     stack, shorter = (jm.HSTUStack(WIDTH, HEADS, layers, config_of()) for layers in (2, 1))
-    for options in (dict(return_cache=True), dict(cache=stack.cache(X))):
-        with pytest.raises(
-            ValueError, match="num_targets must be None with cache or return_cache, got Tensor"
-        ):
-            stack(X, torch.tensor([1, 1]), **options)
     assert isinstance(stack.cache(X), jm.HistoryCache)
     with pytest.raises(TypeError, match="cache must be a HistoryCache, got list"):
-        stack(X, cache=[])
+        stack.append(X, [])
     with pytest.raises(TypeError, match="cache_rows must be a torch.Tensor or a slice, got list"):
-        stack.layers[0](X, cache_rows=[0])
+        stack.layers[0].cache(X, [0])
     with pytest.raises(TypeError, match="cache must be a HistoryCache, got tuple"):
         stack.score(X, X)
     with pytest.raises(ValueError, match="cache must have 2 layers, got 1"):

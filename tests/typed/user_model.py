@@ -83,7 +83,7 @@ def layers(jagged: jm.Jagged) -> None:
     assert_type(hstu(jagged, torch.tensor([1, 0])), jm.Jagged)
     layer = jm.HSTULayer(32, num_heads=4, config=jm.HSTUConfig(scaling_seqlen=10))
     assert_type(layer(pair()), Pair)
-    assert_type(layer(pair(), cache_rows=slice(0, 2)), tuple[Pair, Tensor])
+    assert_type(layer.cache(pair(), slice(0, 2)), tuple[Pair | None, Tensor])
 
     compress = jm.LinearCompressEmbedding(3, 4, num_user_embeddings=6)
     assert_type(
@@ -108,7 +108,6 @@ def caches(jagged: jm.Jagged) -> None:
     assert_type(target.score(pair(), target.cache(jagged)), Pair)
     assert_type(target.append(pair(), target.cache(jagged)), tuple[None, jm.HistoryCache])
     assert_type(attention.cache(jagged), jm.HistoryCache)
-    assert_type(attention(None, jagged, return_cache=True), jm.HistoryCache)
     assert_type(attention.score(pair(), attention.cache(jagged)), Pair)
     assert_type(attention.append(pair(), attention.cache(jagged)), tuple[None, jm.HistoryCache])
 
