@@ -217,7 +217,6 @@ PAGED_SCHEMA = f"({_SCHEMA}) -> Tensor"
 BACKWARD_SCHEMA = (
     f"(Tensor do, Tensor?[] results, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-NOT_LISTED = TileList()
 
 
 def pack(
