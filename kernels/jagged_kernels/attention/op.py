@@ -31,30 +31,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common.activations import activation_factors, activation_function
 from ..common.autograd import refuse_derivative
-from ..common.configs import LaunchConfig, padded_dim
-from ..common.descriptors import descriptor, has_descriptor
-from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
+from ..common.descriptors import has_descriptor
+from ..common.device import contiguous_last_dim, device_properties, row_and_head_strides
 from ..common.ops import direct, operator
 from ..common.tail import zero_tails
 from ..schedule.cost import LoopedSide, one_pass_may_run
 from ..schedule.host import NOT_LISTED, TileList
 from . import packed
 from .autograd import backward_fake, differentiable, differentiate_attention
-from .bias import Bias
-from .bias_tables import TableGradients, kernel_bias
+from .bias_tables import kernel_bias
 from .params import (
     BACKWARD_SCHEMA,
     FORWARD_SCHEMA,
     PAGED_SCHEMA,
     AttentionCall,
-    AttentionParams,
-    BiasKind,
     Gradients,
-    MaskParams,
     Operands,
     SegmentTensors,
     empty_table_gradients,
@@ -63,8 +56,7 @@ from .params import (
 )
 from .segments import TiledSegments
 from .select import AttentionProblem, Selection, select
-from .tile_lists import kernel_tiles
-from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
+from .triton_launch import triton_dkdv, triton_dq, triton_forward
 
 SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
 
@@ -112,7 +104,7 @@ def _forward(
 
         forward(operands, segments, params, selection.fwd)
     else:
-        _triton_forward(operands, segments, params, selection)
+        triton_forward(operands, segments, params, selection)
     if call.segments.has_tail and not call.segments.q_shared:
         zero_tails((operands.out, segments.q_offsets))
 
@@ -163,8 +155,8 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
         dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         bias = kernel_bias(params)
-        dtables = _triton_dq(operands, grads, queries, params, bias, selection)
-        _triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
+        dtables = triton_dq(operands, grads, queries, params, bias, selection)
+        triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
     if has_tail:
         of_queries = [] if q_shared else [(dq, q_offsets)]
         of_keys = [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
@@ -254,221 +246,6 @@ def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> TiledSeg
     return TiledSegments(
         boundaries * num_queries // chunks, boundaries * k.shape[0], TileList(None, None, None)
     )
-
-
-# -- launchers of the portable kernels -------------------------------------------------------------
-
-
-def _triton_forward(
-    operands: Operands, segments: TiledSegments, params: AttentionParams, selection: Selection
-) -> None:
-    q, k, v, out, lse = operands
-    config, pages = selection.fwd, segments.pages
-    tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
-    if grid := _grid(config, tiles):
-        align, strides = row_and_head_strides(q, k, v, out)
-        attention_fwd_kernel[grid](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
-            segments.q_offsets,
-            segments.kv_offsets,
-            segments.segments_per_group,
-            tiles,
-            num_tiles,
-            params.num_targets,
-            params.segment_scale,
-            kernel_bias(params),
-            *_scales(q, params),
-            *strides,
-            lse.stride(0),
-            pages and pages.table,
-            **_constants(config, operands, params),
-            ALIGN=align,
-            BLOCK_M=config.tile,
-            BLOCK_N=config.block,
-            Q_SHARED=segments.q_shared,
-            PAGE_ROWS=pages and pages.page_rows,
-        )
-
-
-def _scales(q: Tensor, params: AttentionParams) -> tuple[float, ...]:
-    return (
-        params.scale,
-        *activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale),
-        params.output_scale,
-    )
-
-
-def _triton_dq(
-    operands: Operands,
-    grads: Gradients,
-    queries: TiledSegments,
-    params: AttentionParams,
-    bias: Bias | None,
-    selection: Selection,
-) -> tuple[Tensor, Tensor]:
-    """dq, and with softmax delta. Returns the gradients of the bias tables."""
-    q, k, v, out, lse = operands
-    do, dq, _, _, delta = grads
-    config = selection.dq
-    tiles, num_tiles = kernel_tiles(queries, config, do.shape[0], q.shape[1], params)
-    grid = _grid(config, tiles)
-    sums = None
-    if params.table_gradients:
-        sums = TableGradients.empty(
-            params, grid[0] if grid else 0, q.device, block=config.tile * config.block
-        )
-    if grid:
-        out = do if out is None else out
-        align, strides = row_and_head_strides(q, k, v, out, do, dq)
-        attention_bwd_dq_kernel[grid](
-            q,
-            k,
-            v,
-            out,
-            do,
-            dq,
-            lse,
-            delta,
-            *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
-            queries.q_offsets,
-            queries.kv_offsets,
-            queries.segments_per_group,
-            tiles,
-            num_tiles,
-            params.num_targets,
-            params.segment_scale,
-            bias,
-            *_scales(q, params),
-            *strides,
-            lse.stride(0),
-            sums and sums.argument(),
-            **_constants(config, operands, params),
-            ALIGN=align,
-            BLOCK_M=config.tile,
-            BLOCK_N=config.block,
-            Q_SHARED=queries.q_shared,
-            BUCKETS=sums.buckets if sums else 0,
-        )
-    return empty_table_gradients(params, q) if sums is None else sums.results(params, q)
-
-
-def _triton_dkdv(
-    operands: Operands,
-    grads: Gradients,
-    keys: TiledSegments,
-    params: AttentionParams,
-    bias: Bias | None,
-    kv_shared: bool,
-    selection: Selection,
-) -> None:
-    q, k, v, _, lse = operands
-    do, _, dk, dv, delta = grads
-    config = selection.dkdv
-    tiles, num_tiles = kernel_tiles(keys, config, dk.shape[0], k.shape[1], params, key_tiles=True)
-    if grid := _grid(config, tiles):
-        align, strides = row_and_head_strides(q, k, v, do, dk, dv)
-        attention_bwd_dkdv_kernel[grid](
-            q,
-            k,
-            v,
-            do,
-            dk,
-            dv,
-            lse,
-            delta,
-            *_descriptors(
-                selection.tma, align, (q, config.block), (k, config.tile), (do, config.block)
-            ),
-            keys.q_offsets,
-            keys.kv_offsets,
-            keys.segments_per_group,
-            tiles,
-            num_tiles,
-            params.num_targets,
-            params.segment_scale,
-            bias,
-            *_scales(q, params),
-            *strides,
-            lse.stride(0),
-            **_constants(config, operands, params),
-            ALIGN=align,
-            BLOCK_M=config.block,
-            BLOCK_N=config.tile,
-            Q_SHARED=keys.q_shared,
-            KV_SHARED=kv_shared,
-            QUERY_GROUPS=keys.query_groups,
-        )
-
-
-def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
-    """As many programs as run on the GPU at a time; `()`, no launch, without tiles."""
-    workers = min(device_properties(tiles.device).num_sms * config.ctas_per_sm, tiles.shape[0])
-    return (workers,) if workers else ()
-
-
-def _constants(config: LaunchConfig, operands: Operands, params: AttentionParams) -> dict:
-    """The launch arguments that all three kernels share."""
-    q, k, v, _, _ = operands
-    dims = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
-    return _constants_of(
-        config, *dims, q.dtype, precision(q), params.activation, params.mask, params.bias_kind
-    )
-
-
-@functools.cache
-def _constants_of(
-    config: LaunchConfig,
-    group: int,
-    head_dim: int,
-    v_dim: int,
-    dtype: torch.dtype,
-    precision: str,
-    activation: str,
-    mask: MaskParams | None,
-    bias: BiasKind | None,
-) -> dict:
-    return dict(
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        V_DIM=v_dim,
-        BLOCK_D=padded_dim(head_dim),
-        BLOCK_DV=padded_dim(v_dim),
-        PRECISION=precision,
-        ACTIVATION=activation_function(activation, dtype == torch.bfloat16),
-        MASK=mask and MaskParams(*mask),
-        BIAS=bias,
-        MASKED_STAGES=1 if mask is None else min(2, config.num_stages),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-
-
-def _descriptors(
-    tma: bool, align: int, *blocks: tuple[Tensor, int]
-) -> list[TensorDescriptor | None]:
-    """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), if rows start at 16-byte
-    boundaries; None without TMA.
-
-    A tensor without rows gets a descriptor of one row that is never read: without descriptors
-    another kernel would be compiled.
-    """
-    if not tma:
-        return [None] * len(blocks)
-    tensors = [
-        x if x.shape[0] else x.new_empty_strided((1, *x.shape[1:]), x.stride()) for x, _ in blocks
-    ]
-    aligned = align * blocks[0][0].element_size() >= 16 and all(has_descriptor(x) for x in tensors)
-    if not aligned:
-        return [None] * len(blocks)
-    return [
-        descriptor(x.transpose(0, 1), 1, rows, padded_dim(x.shape[2]))
-        for x, (_, rows) in zip(tensors, blocks)
-    ]
 
 
 # -- autograd --------------------------------------------------------------------------------------

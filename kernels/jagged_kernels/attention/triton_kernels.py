@@ -45,6 +45,7 @@ from .mask import (
     row_blocks,
     visible_columns,
 )
+from .params import BiasKind, MaskParams
 from .scales import output_factor, score_factor
 from .triton_bias import (
     add_to_tables,
@@ -56,21 +57,72 @@ from .triton_bias import (
 )
 
 
-class _Options(NamedTuple):
-    """Constants of a launch. block: keys, or in the dk, dv kernel query rows, of a block. block_d,
-    block_dv: head dims padded to powers of 2. activation: a function of activations.py, None:
-    softmax. bias: BiasKind, or None. has_sums: whether dS is summed for the bias tables."""
+class Options(NamedTuple):
+    """Constants of a launch.
 
-    head_dim: tl.constexpr
-    v_dim: tl.constexpr
-    block: tl.constexpr
-    block_d: tl.constexpr
-    block_dv: tl.constexpr
-    precision: tl.constexpr
-    activation: tl.constexpr
-    mask: tl.constexpr
-    bias: tl.constexpr
-    has_sums: tl.constexpr
+    group: query heads of a key head. tile, block: rows of a tile, and of the blocks that it loops
+    over. block_d, block_dv: head dims padded to powers of 2. align: elements that strides count.
+    page_rows: as in load_page. buckets: entries of the time table's sums;
+    0 if dS is not summed for the bias tables.
+    """
+
+    group: int
+    head_dim: int
+    v_dim: int
+    block_d: int
+    block_dv: int
+    precision: str
+    mask: MaskParams | None
+    bias: BiasKind | None
+    masked_stages: int
+    tile: int
+    block: int
+    align: int
+    q_shared: bool = False
+    kv_shared: bool = False
+    query_groups: int = 1
+    page_rows: int | None = None
+    buckets: int = 0
+
+
+class Call(NamedTuple):
+    """What the three kernels are given alike: the segments, the list of tiles, and factors."""
+
+    q_offsets_ptr: tl.tensor
+    kv_offsets_ptr: tl.tensor
+    tiles_ptr: tl.tensor
+    num_targets_ptr: tl.tensor
+    segment_scale_ptr: tl.tensor
+    scale: tl.tensor
+    act_factor: tl.tensor
+    dact_factor: tl.tensor
+    output_scale: tl.tensor
+
+
+class BackwardDq(NamedTuple):
+    """Pointers of the dq kernel. delta is a result."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    out: tl.tensor
+    do: tl.tensor
+    dq: tl.tensor
+    lse: tl.tensor
+    delta: tl.tensor
+
+
+class BackwardDkdv(NamedTuple):
+    """Pointers of the dk, dv kernel."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    do: tl.tensor
+    dk: tl.tensor
+    dv: tl.tensor
+    lse: tl.tensor
+    delta: tl.tensor
 
 
 class _State(NamedTuple):
@@ -86,6 +138,13 @@ class _Visible(NamedTuple):
 
     rows: tl.tensor
     bounds: tl.tensor
+
+
+class _Keys(NamedTuple):
+    """What a tile of query rows loops over."""
+
+    k: Rows
+    v: Rows
 
 
 class _KeyBlock(NamedTuple):
@@ -139,6 +198,47 @@ class _QueryBlock(NamedTuple):
 
 
 @triton.jit
+def _load_tile(call, wave, waves, num_segments):
+    """The program's tile in a wave."""
+    return load_tile(
+        call.tiles_ptr,
+        wave,
+        waves,
+        tl.program_id(0),
+        tl.num_programs(0),
+        call.q_offsets_ptr,
+        call.kv_offsets_ptr,
+        num_segments,
+    )
+
+
+@triton.jit
+def _visited(call, tile, num_rows, OPTIONS: tl.constexpr):
+    """Blocks that a tile of query rows visits, and what its rows see."""
+    ROWS: tl.constexpr = OPTIONS.tile
+    MASK: tl.constexpr = OPTIONS.mask
+    column = tile.block * ROWS + tile.kv_len - tile.q_len
+    first_target = first_target_column(call.num_targets_ptr, tile.segment, tile.kv_len, MASK)
+    last = column + tl.minimum(num_rows, ROWS) - 1
+    blocks = column_blocks(column, last, tile.kv_len, first_target, MASK, OPTIONS.block)
+    rows = (column + tl.arange(0, ROWS))[:, None]
+    if MASK is None:  # the bounds are not read
+        return blocks, _Visible(rows, (rows, rows, rows))
+    else:
+        return blocks, _Visible(rows, visible_columns(rows, first_target, MASK))
+
+
+@triton.jit
+def _load_keys(keys, block, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
+    """k and v of a key block."""
+    row, head, num_keys = block.row, block.head, block.num_keys
+    BLOCK_N: tl.constexpr = OPTIONS.block
+    k = load_rows(keys.k, row, head, num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
+    v = load_rows(keys.v, row, head, num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)
+    return k, v
+
+
+@triton.jit
 def _scores(q, k, block, bias, OPTIONS: tl.constexpr):
     """q kᵀ of a key block, plus the bias divided by the scale."""
     if OPTIONS.bias is None:
@@ -161,30 +261,20 @@ def _scores(q, k, block, bias, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _fwd_block(
-    q, keys, values, block, visible, state, scale, bias, OPTIONS: tl.constexpr, MASKED: tl.constexpr
+    q,
+    keys,
+    block,
+    visible,
+    state,
+    scale,
+    bias,
+    ACTIVATION: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One key block: scores, online softmax or activation, acc += P v. Returns the new state."""
     BLOCK_N: tl.constexpr = OPTIONS.block
-    k = load_rows(
-        keys,
-        block.row,
-        block.head,
-        block.num_keys,
-        OPTIONS.head_dim,
-        BLOCK_N,
-        OPTIONS.block_d,
-        MASKED,
-    )
-    v = load_rows(
-        values,
-        block.row,
-        block.head,
-        block.num_keys,
-        OPTIONS.v_dim,
-        BLOCK_N,
-        OPTIONS.block_dv,
-        MASKED,
-    )
+    k, v = _load_keys(keys, block, OPTIONS, MASKED)
     scores = _scores(q, k, block, bias, OPTIONS)
     columns = tl.arange(0, BLOCK_N)[None, :]
     if MASKED and OPTIONS.mask is not None:
@@ -192,7 +282,7 @@ def _fwd_block(
     else:
         seen = columns < block.num_keys
     acc, row_max, row_sum = state
-    if OPTIONS.activation is None:
+    if ACTIVATION is None:
         if MASKED:
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -206,7 +296,7 @@ def _fwd_block(
         row_max = new_max
         acc = acc * rescale[:, None]
     else:  # past the segment's end v is 0
-        p, _ = OPTIONS.activation(scores, scale)
+        p, _ = ACTIVATION(scores, scale)
         if MASKED and OPTIONS.mask is not None:
             p = tl.where(seen, p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=OPTIONS.precision)
@@ -219,97 +309,53 @@ def _fwd_block(
     do_not_specialize_on_alignment=["num_tiles_ptr", "page_table_ptr"],
 )
 def attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
+    x,
     k_desc,
     v_desc,
-    q_offsets_ptr,
-    kv_offsets_ptr,
+    call,
     num_segments,
-    tiles_ptr,
     num_tiles_ptr,
-    num_targets_ptr,
-    segment_scale_ptr,
     bias,
-    scale,
-    act_factor,
-    dact_factor,
-    output_scale,
-    stride_qm,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_om,
-    stride_oh,
+    strides,
     stride_lse,
     page_table_ptr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    MASK: tl.constexpr,
-    MASKED_STAGES: tl.constexpr,
-    Q_SHARED: tl.constexpr,
-    BIAS: tl.constexpr,
-    PAGE_ROWS: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. page_table_ptr,
-    PAGE_ROWS: as in load_page."""
-    OPTIONS: tl.constexpr = _Options(
-        HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, BIAS, False
-    )
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Operands, of
+    whose `[rows, heads, dim]` tensors `strides` has the strides of rows and heads in turn.
+    page_table_ptr: as in load_page."""
+    BLOCK_M: tl.constexpr = OPTIONS.tile
+    BLOCK_N: tl.constexpr = OPTIONS.block
+    GROUP: tl.constexpr = OPTIONS.group
+    ALIGN: tl.constexpr = OPTIONS.align
+    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
+    V_DIM: tl.constexpr = OPTIONS.v_dim
+    BLOCK_D: tl.constexpr = OPTIONS.block_d
+    BLOCK_DV: tl.constexpr = OPTIONS.block_dv
+    PAGE_ROWS: tl.constexpr = OPTIONS.page_rows
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_rows = Rows(v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN)
-    out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
-    scale = score_factor(scale, ACTIVATION)
-    waves = zigzag_waves(num_tiles, worker, num_workers)
-    next_tile = load_tile(
-        tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    keys = _Keys(
+        Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
+        Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
     )
+    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    scale = score_factor(call.scale, ACTIVATION)
+    waves = zigzag_waves(num_tiles, worker, num_workers)
+    next_tile = _load_tile(call, 0, waves, num_segments)
     for wave in range(0, waves):
         tile = next_tile
-        next_tile = load_tile(
-            tiles_ptr,
-            wave + 1,
-            waves,
-            worker,
-            num_workers,
-            q_offsets_ptr,
-            kv_offsets_ptr,
-            num_segments,
-        )
+        next_tile = _load_tile(call, wave + 1, waves, num_segments)
         row, num_rows = tile.q_start + tile.block * BLOCK_M, tile.q_len - tile.block * BLOCK_M
         q_row = row
-        if Q_SHARED:
+        if OPTIONS.q_shared:
             q_row = row - tile.q_start
         q = load_rows(q_rows, q_row, tile.head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-        column = tile.block * BLOCK_M + tile.kv_len - tile.q_len
-        first_target = first_target_column(num_targets_ptr, tile.segment, tile.kv_len, MASK)
-        blocks = column_blocks(
-            column,
-            column + tl.minimum(num_rows, BLOCK_M) - 1,
-            tile.kv_len,
-            first_target,
-            MASK,
-            BLOCK_N,
-        )
-        visible = _what_rows_see((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
+        blocks, visible = _visited(call, tile, num_rows, OPTIONS)
         row_bias = None
-        if BIAS is not None:
-            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
+        if OPTIONS.bias is not None:
+            row_bias = bias_of_rows(bias, tile, BLOCK_M, OPTIONS.bias)
 
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
@@ -325,10 +371,10 @@ def attention_fwd_kernel(
             key_block = _KeyBlock(key_row(tile, n, page, PAGE_ROWS), n, tile.head // GROUP, BLOCK_N)
             page = load_page(tile, n + BLOCK_N, page_table_ptr, PAGE_ROWS)
             state = _fwd_block(
-                q, k_rows, v_rows, key_block, visible, state, scale, row_bias, OPTIONS, False
+                q, keys, key_block, visible, state, scale, row_bias, ACTIVATION, OPTIONS, False
             )
         page = load_page(tile, masked_block(0, blocks) * BLOCK_N, page_table_ptr, PAGE_ROWS)
-        for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
+        for number in tl.range(0, num_masked_blocks(blocks), num_stages=OPTIONS.masked_stages):
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(
                 key_row(tile, n, page, PAGE_ROWS), n, tile.head // GROUP, tile.kv_len - n
@@ -337,7 +383,7 @@ def attention_fwd_kernel(
                 tile, masked_block(number + 1, blocks) * BLOCK_N, page_table_ptr, PAGE_ROWS
             )
             state = _fwd_block(
-                q, k_rows, v_rows, key_block, visible, state, scale, row_bias, OPTIONS, True
+                q, keys, key_block, visible, state, scale, row_bias, ACTIVATION, OPTIONS, True
             )
 
         acc, row_max, row_sum = state
@@ -346,29 +392,25 @@ def attention_fwd_kernel(
             acc = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
             lanes = tl.arange(0, BLOCK_M)
             tl.store(
-                lse_ptr + tile.head.to(tl.int64) * stride_lse + row + lanes,
+                x.lse + tile.head.to(tl.int64) * stride_lse + row + lanes,
                 row_max + tl.log2(row_sum),
                 mask=lanes < num_rows,
             )
         else:
-            acc = acc * (act_factor * output_factor(output_scale, segment_scale_ptr, tile.segment))
+            acc = acc * (call.act_factor * _output_factor(call, tile))
         store_rows(out_rows, row, tile.head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
 
 
 @triton.jit
-def _what_rows_see(rows, first_target, MASK: tl.constexpr):
-    """_Visible of the rows at these columns. Without a mask, the bounds are not read."""
-    if MASK is None:
-        return _Visible(rows, (rows, rows, rows))
-    else:
-        return _Visible(rows, visible_columns(rows, first_target, MASK))
+def _output_factor(call, tile):
+    """The output scale of a tile's segment."""
+    return output_factor(call.output_scale, call.segment_scale_ptr, tile.segment)
 
 
 @triton.jit
 def _dq_block(
     queries,
     keys,
-    values,
     block,
     visible,
     acc,
@@ -376,38 +418,20 @@ def _dq_block(
     scale,
     bias,
     sums,
+    ACTIVATION: tl.constexpr,
     OPTIONS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One key block: dS from the scores computed again, acc += dS k. With `sums`, dS is also added
     to the sums of the bias tables. Returns acc and buckets."""
     BLOCK_N: tl.constexpr = OPTIONS.block
-    k = load_rows(
-        keys,
-        block.row,
-        block.head,
-        block.num_keys,
-        OPTIONS.head_dim,
-        BLOCK_N,
-        OPTIONS.block_d,
-        MASKED,
-    )
-    v = load_rows(
-        values,
-        block.row,
-        block.head,
-        block.num_keys,
-        OPTIONS.v_dim,
-        BLOCK_N,
-        OPTIONS.block_dv,
-        MASKED,
-    )
+    k, v = _load_keys(keys, block, OPTIONS, MASKED)
     scores = _scores(queries.q, k, block, bias, OPTIONS)
     dp = tl.dot(queries.do, tl.trans(v), input_precision=OPTIONS.precision)
-    if OPTIONS.activation is None:
+    if ACTIVATION is None:
         ds = tl.exp2(scores * scale - queries.lse[:, None]) * (dp - queries.delta[:, None])
     else:
-        _, dact = OPTIONS.activation(scores, scale)
+        _, dact = ACTIVATION(scores, scale)
         ds = dact * dp
     if MASKED:
         columns = tl.arange(0, BLOCK_N)[None, :]
@@ -418,9 +442,9 @@ def _dq_block(
                 0.0,
             )
         # exp2 may have overflown where there is no key; elsewhere k is 0
-        elif OPTIONS.activation is None:
+        elif ACTIVATION is None:
             ds = tl.where(columns < block.num_keys, ds, 0.0)
-    if OPTIONS.has_sums:
+    if OPTIONS.buckets > 0:
         buckets = add_to_tables(ds, block, bias, sums, buckets, OPTIONS.bias)
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=OPTIONS.precision), buckets
 
@@ -431,121 +455,71 @@ def _dq_block(
     do_not_specialize_on_alignment=["num_tiles_ptr"],
 )
 def attention_bwd_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    do_ptr,
-    dq_ptr,
-    lse_ptr,
-    delta_ptr,
+    x,
     k_desc,
     v_desc,
-    q_offsets_ptr,
-    kv_offsets_ptr,
+    call,
     num_segments,
-    tiles_ptr,
     num_tiles_ptr,
-    num_targets_ptr,
-    segment_scale_ptr,
     bias,
-    scale,
-    act_factor,
-    dact_factor,
-    output_scale,
-    stride_qm,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_om,
-    stride_oh,
-    stride_dom,
-    stride_doh,
-    stride_dqm,
-    stride_dqh,
+    strides,
     stride_lse,
     sums,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    MASK: tl.constexpr,
-    MASKED_STAGES: tl.constexpr,
-    Q_SHARED: tl.constexpr,
-    BIAS: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv
     kernel reads. With `sums`, a TableSums, also sums dS for the gradients of the bias tables, each
-    program in its own memory. BUCKETS: entries of the time table's sums; 0 without `sums`."""
-    OPTIONS: tl.constexpr = _Options(
-        HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, BIAS, BUCKETS > 0
-    )
+    program in its own memory. x: BackwardDq, with `strides` as the forward's."""
+    BLOCK_M: tl.constexpr = OPTIONS.tile
+    BLOCK_N: tl.constexpr = OPTIONS.block
+    GROUP: tl.constexpr = OPTIONS.group
+    ALIGN: tl.constexpr = OPTIONS.align
+    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
+    V_DIM: tl.constexpr = OPTIONS.v_dim
+    BLOCK_D: tl.constexpr = OPTIONS.block_d
+    BLOCK_DV: tl.constexpr = OPTIONS.block_dv
+    BUCKETS: tl.constexpr = OPTIONS.buckets
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_rows = Rows(v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN)
-    out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
-    do_rows = Rows(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
-    dq_rows = Rows(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
-    score_scale = score_factor(scale, ACTIVATION)
-    waves = zigzag_waves(num_tiles, worker, num_workers)
-    next_tile = load_tile(
-        tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    keys = _Keys(
+        Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
+        Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
     )
+    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    do_rows = Rows(x.do, None, strides[8] * ALIGN, strides[9] * ALIGN)
+    dq_rows = Rows(x.dq, None, strides[10] * ALIGN, strides[11] * ALIGN)
+    score_scale = score_factor(call.scale, ACTIVATION)
+    waves = zigzag_waves(num_tiles, worker, num_workers)
+    next_tile = _load_tile(call, 0, waves, num_segments)
     for wave in range(0, waves):
         tile = next_tile
-        next_tile = load_tile(
-            tiles_ptr,
-            wave + 1,
-            waves,
-            worker,
-            num_workers,
-            q_offsets_ptr,
-            kv_offsets_ptr,
-            num_segments,
-        )
+        next_tile = _load_tile(call, wave + 1, waves, num_segments)
         row, num_rows = tile.q_start + tile.block * BLOCK_M, tile.q_len - tile.block * BLOCK_M
         q_row = row
-        if Q_SHARED:
+        if OPTIONS.q_shared:
             q_row = row - tile.q_start
         q = load_rows(q_rows, q_row, tile.head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         do = load_rows(do_rows, row, tile.head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True)
-        column = tile.block * BLOCK_M + tile.kv_len - tile.q_len
-        first_target = first_target_column(num_targets_ptr, tile.segment, tile.kv_len, MASK)
-        blocks = column_blocks(
-            column,
-            column + tl.minimum(num_rows, BLOCK_M) - 1,
-            tile.kv_len,
-            first_target,
-            MASK,
-            BLOCK_N,
-        )
-        visible = _what_rows_see((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
+        blocks, visible = _visited(call, tile, num_rows, OPTIONS)
         lse, delta = 0.0, 0.0
         if ACTIVATION is None:
             out = load_rows(out_rows, row, tile.head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True)
             lanes = tl.arange(0, BLOCK_M)
             offsets = tile.head.to(tl.int64) * stride_lse + row + lanes
-            lse = tl.load(lse_ptr + offsets, mask=lanes < num_rows, other=0.0)
+            lse = tl.load(x.lse + offsets, mask=lanes < num_rows, other=0.0)
             delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-            tl.store(delta_ptr + offsets, delta, mask=lanes < num_rows)
+            tl.store(x.delta + offsets, delta, mask=lanes < num_rows)
 
         queries = _QueryTile(q, do, lse, delta)
         row_bias, tile_sums = None, None
-        if BIAS is not None:
-            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
+        if OPTIONS.bias is not None:
+            row_bias = bias_of_rows(bias, tile, BLOCK_M, OPTIONS.bias)
         if BUCKETS > 0:
-            factor = dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment)
-            tile_sums = sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS)
+            factor = call.dact_factor * _output_factor(call, tile)
+            tile_sums = sums_of_tile(
+                sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, OPTIONS.bias
+            )
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         buckets = tl.zeros([BUCKETS if BUCKETS > 0 else 1], tl.float32)
         for n in range(
@@ -553,41 +527,19 @@ def attention_bwd_dq_kernel(
         ):
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
             acc, buckets = _dq_block(
-                queries,
-                k_rows,
-                v_rows,
-                key_block,
-                visible,
-                acc,
-                buckets,
-                score_scale,
-                row_bias,
-                tile_sums,
-                OPTIONS,
-                False,
-            )
-        for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
+                queries, keys, key_block, visible, acc, buckets, score_scale, row_bias, tile_sums,
+                ACTIVATION, OPTIONS, False,
+            )  # fmt: skip
+        for number in tl.range(0, num_masked_blocks(blocks), num_stages=OPTIONS.masked_stages):
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
             acc, buckets = _dq_block(
-                queries,
-                k_rows,
-                v_rows,
-                key_block,
-                visible,
-                acc,
-                buckets,
-                score_scale,
-                row_bias,
-                tile_sums,
-                OPTIONS,
-                True,
-            )
+                queries, keys, key_block, visible, acc, buckets, score_scale, row_bias, tile_sums,
+                ACTIVATION, OPTIONS, True,
+            )  # fmt: skip
         if BUCKETS > 0:
-            store_buckets(tile_sums, buckets, BIAS)
-        acc = acc * (
-            scale * dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment)
-        )
+            store_buckets(tile_sums, buckets, OPTIONS.bias)
+        acc = acc * (call.scale * call.dact_factor * _output_factor(call, tile))
         store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
@@ -614,20 +566,23 @@ def _transposed_scores(keys, q, block, bias, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _dkdv_block(
-    keys, queries, block, dk, dv, scale, bias, OPTIONS: tl.constexpr, MASKED: tl.constexpr
+    keys,
+    queries,
+    block,
+    dk,
+    dv,
+    scale,
+    bias,
+    ACTIVATION: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One query block: dv += Pᵀ dO, dk += dSᵀ q. Scores are transposed, so that Pᵀ and dSᵀ are
     first operands of MMAs."""
     BLOCK_M: tl.constexpr = OPTIONS.block
+    head, num_rows = block.head, block.num_rows
     q = load_rows(
-        queries.q,
-        block.q_row,
-        block.head,
-        block.num_rows,
-        OPTIONS.head_dim,
-        BLOCK_M,
-        OPTIONS.block_d,
-        MASKED,
+        queries.q, block.q_row, head, num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, MASKED
     )
     rows = tl.arange(0, BLOCK_M)
     if MASKED and OPTIONS.mask is not None:
@@ -635,32 +590,22 @@ def _dkdv_block(
         bounds = visible_columns(columns_of_rows, keys.first_target, OPTIONS.mask)
         visible = is_visible(keys.columns, columns_of_rows, bounds, OPTIONS.mask)
     do = load_rows(
-        queries.do,
-        block.row,
-        block.head,
-        block.num_rows,
-        OPTIONS.v_dim,
-        BLOCK_M,
-        OPTIONS.block_dv,
-        MASKED,
+        queries.do, block.row, head, num_rows, OPTIONS.v_dim, BLOCK_M, OPTIONS.block_dv, MASKED
     )
     scores = _transposed_scores(keys, q, block, bias, OPTIONS)
     dp = tl.dot(keys.v, tl.trans(do), input_precision=OPTIONS.precision)
-    if OPTIONS.activation is None:
+    if ACTIVATION is None:
         if MASKED:  # rows past the segment add nothing: exp2(0 - inf) = 0
-            lse = tl.load(
-                queries.lse_ptr + block.row + rows, mask=rows < block.num_rows, other=float("inf")
-            )
-            delta = tl.load(
-                queries.delta_ptr + block.row + rows, mask=rows < block.num_rows, other=0.0
-            )
+            real = rows < num_rows
+            lse = tl.load(queries.lse_ptr + block.row + rows, mask=real, other=float("inf"))
+            delta = tl.load(queries.delta_ptr + block.row + rows, mask=real, other=0.0)
         else:
             lse = tl.load(queries.lse_ptr + block.row + rows)
             delta = tl.load(queries.delta_ptr + block.row + rows)
         p = tl.exp2(scores * scale - lse[None, :])
         ds = p * (dp - delta[None, :])
     else:
-        p, dact = OPTIONS.activation(scores, scale)
+        p, dact = ACTIVATION(scores, scale)
         ds = dact * dp
     if MASKED and OPTIONS.mask is not None:
         p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
@@ -675,108 +620,62 @@ def _dkdv_block(
     do_not_specialize_on_alignment=["num_tiles_ptr"],
 )
 def attention_bwd_dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    dk_ptr,
-    dv_ptr,
-    lse_ptr,
-    delta_ptr,
+    x,
     q_desc,
     k_desc,
     do_desc,
-    q_offsets_ptr,
-    kv_offsets_ptr,
+    call,
     num_segments,
-    tiles_ptr,
     num_tiles_ptr,
-    num_targets_ptr,
-    segment_scale_ptr,
     bias,
-    scale,
-    act_factor,
-    dact_factor,
-    output_scale,
-    stride_qm,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_dom,
-    stride_doh,
-    stride_dkn,
-    stride_dkh,
-    stride_dvn,
-    stride_dvh,
+    strides,
     stride_lse,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    MASK: tl.constexpr,
-    MASKED_STAGES: tl.constexpr,
-    Q_SHARED: tl.constexpr,
-    KV_SHARED: tl.constexpr,
-    QUERY_GROUPS: tl.constexpr,
-    BIAS: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    """dk, dv of a tile of BLOCK_N key rows. It loops over the query groups, the query heads of the
-    key head, and their blocks of BLOCK_M rows."""
-    OPTIONS: tl.constexpr = _Options(
-        HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, BIAS, False
-    )
+    """dk, dv of a tile of key rows. It loops over the query groups, the query heads of the key
+    head, and their blocks of rows. x: BackwardDkdv, with `strides` as the forward's."""
+    BLOCK_M: tl.constexpr = OPTIONS.block
+    BLOCK_N: tl.constexpr = OPTIONS.tile
+    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
+    V_DIM: tl.constexpr = OPTIONS.v_dim
+    BLOCK_D: tl.constexpr = OPTIONS.block_d
+    BLOCK_DV: tl.constexpr = OPTIONS.block_dv
+    ALIGN: tl.constexpr = OPTIONS.align
+    MASK: tl.constexpr = OPTIONS.mask
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_rows = Rows(q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
-    do_rows = Rows(do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN)
-    dk_rows = Rows(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
-    dv_rows = Rows(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
-    score_scale = score_factor(scale, ACTIVATION)
+    q_rows = Rows(x.q, q_desc, strides[0] * ALIGN, strides[1] * ALIGN)
+    k_rows = Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN)
+    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    do_rows = Rows(x.do, do_desc, strides[6] * ALIGN, strides[7] * ALIGN)
+    dk_rows = Rows(x.dk, None, strides[8] * ALIGN, strides[9] * ALIGN)
+    dv_rows = Rows(x.dv, None, strides[10] * ALIGN, strides[11] * ALIGN)
+    score_scale = score_factor(call.scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
-    next_tile = load_tile(
-        tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments
-    )
+    next_tile = _load_tile(call, 0, waves, num_segments)
     for wave in range(0, waves):
         tile = next_tile
-        next_tile = load_tile(
-            tiles_ptr,
-            wave + 1,
-            waves,
-            worker,
-            num_workers,
-            q_offsets_ptr,
-            kv_offsets_ptr,
-            num_segments,
-        )
+        next_tile = _load_tile(call, wave + 1, waves, num_segments)
         row, num_rows = tile.kv_start + tile.block * BLOCK_N, tile.kv_len - tile.block * BLOCK_N
         kv_row = row
-        if KV_SHARED:
+        if OPTIONS.kv_shared:
             kv_row = row - tile.kv_start
         v = load_rows(v_rows, kv_row, tile.head, num_rows, V_DIM, BLOCK_N, BLOCK_DV, True)
         k = load_rows(
             k_rows, kv_row, tile.head, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, k_desc is None
         )
-        first_target = first_target_column(num_targets_ptr, tile.segment, tile.kv_len, MASK)
+        first_target = first_target_column(call.num_targets_ptr, tile.segment, tile.kv_len, MASK)
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         q_start, q_len = tile.q_start, tile.q_len
-        for query_group in range(0, QUERY_GROUPS):
-            if QUERY_GROUPS > 1:
+        for query_group in range(0, OPTIONS.query_groups):
+            if OPTIONS.query_groups > 1:
                 q_start, q_len = load_segment(
-                    q_offsets_ptr, tile.segment + query_group * num_segments
+                    call.q_offsets_ptr, tile.segment + query_group * num_segments
                 )
             q_row = q_start
-            if Q_SHARED:
+            if OPTIONS.q_shared:
                 q_row = q_start - q_start  # 0, of q_start's type
             blocks = row_blocks(
                 tile.block * BLOCK_N, q_len, tile.kv_len, first_target, MASK, BLOCK_M, BLOCK_N
@@ -784,55 +683,41 @@ def attention_bwd_dkdv_kernel(
             keys = _KeyTile(
                 k, v, (tile.block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], first_target
             )
-            for group_head in range(0, GROUP):
-                head = tile.head * GROUP + group_head
-                lse_head, delta_head = lse_ptr, delta_ptr
+            for group_head in range(0, OPTIONS.group):
+                head = tile.head * OPTIONS.group + group_head
+                lse_head, delta_head = x.lse, x.delta
                 if ACTIVATION is None:
-                    lse_head, delta_head = (
-                        lse_ptr + head.to(tl.int64) * stride_lse,
-                        delta_ptr + head.to(tl.int64) * stride_lse,
-                    )
+                    of_head = head.to(tl.int64) * stride_lse
+                    lse_head, delta_head = x.lse + of_head, x.delta + of_head
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head)
                 key_bias = None
-                if BIAS is not None:
-                    key_bias = bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
+                if OPTIONS.bias is not None:
+                    key_bias = bias_of_keys(bias, tile, head, BLOCK_N, OPTIONS.bias)
                 for m in range(
                     blocks.full_first * BLOCK_M,
                     (blocks.full_first + blocks.full_count) * BLOCK_M,
                     BLOCK_M,
                 ):
-                    query_block = _QueryBlock(
+                    block = _QueryBlock(
                         m, q_row + m, q_start + m, m + tile.kv_len - q_len, head, BLOCK_M
                     )
                     dk, dv = _dkdv_block(
-                        keys, queries, query_block, dk, dv, score_scale, key_bias, OPTIONS, False
-                    )
-                for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
+                        keys, queries, block, dk, dv, score_scale, key_bias,
+                        ACTIVATION, OPTIONS, False,
+                    )  # fmt: skip
+                for number in tl.range(
+                    0, num_masked_blocks(blocks), num_stages=OPTIONS.masked_stages
+                ):
                     m = masked_block(number, blocks) * BLOCK_M
-                    query_block = _QueryBlock(
+                    block = _QueryBlock(
                         m, q_row + m, q_start + m, m + tile.kv_len - q_len, head, q_len - m
                     )
                     dk, dv = _dkdv_block(
-                        keys, queries, query_block, dk, dv, score_scale, key_bias, OPTIONS, True
-                    )
-        out_scale = output_factor(output_scale, segment_scale_ptr, tile.segment)
-        store_rows(
-            dk_rows,
-            row,
-            tile.head,
-            dk * (scale * dact_factor * out_scale),
-            num_rows,
-            HEAD_DIM,
-            BLOCK_N,
-            BLOCK_D,
-        )
-        store_rows(
-            dv_rows,
-            row,
-            tile.head,
-            dv * (act_factor * out_scale),
-            num_rows,
-            V_DIM,
-            BLOCK_N,
-            BLOCK_DV,
-        )
+                        keys, queries, block, dk, dv, score_scale, key_bias,
+                        ACTIVATION, OPTIONS, True,
+                    )  # fmt: skip
+        factor = _output_factor(call, tile)
+        dk *= call.scale * call.dact_factor * factor
+        store_rows(dk_rows, row, tile.head, dk, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
+        dv *= call.act_factor * factor
+        store_rows(dv_rows, row, tile.head, dv, num_rows, V_DIM, BLOCK_N, BLOCK_DV)

@@ -43,7 +43,7 @@ def compile_for(
         type_of: name of any other argument → its Triton type, a tuple of types for a tuple, or None
             for "i32". A "constexpr" in a tuple is None.
         aligned: pointers whose addresses are multiples of 16 bytes, by default all. A tuple stands
-            for each of its pointers.
+            for each of its pointers, "tuple.field" for one of them.
         options: of the launch, `num_warps` for example.
     """
     types = {arg: "constexpr" if arg in constants else type_of(arg) for arg in kernel.arg_names}
@@ -116,10 +116,16 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple 
     return None
 
 
-def _paths(signature: dict, arg: str) -> list[tuple[int, ...]]:
+def _paths(signature: dict, name: str) -> list[tuple[int, ...]]:
     """The positions of a pointer, or of each in a tuple, as Triton names them; none of a
     constant."""
-    position = list(signature).index(arg)
-    if isinstance(signature[arg], tuple):
-        return [(position, i) for i, type in enumerate(signature[arg]) if type.startswith("*")]
-    return [] if signature[arg] == "constexpr" else [(position,)]
+    arg, _, field = name.partition(".")
+    position, type = list(signature).index(arg), signature[arg]
+    if isinstance(type, tuple):
+        names = getattr(type, "_fields", [""] * len(type))
+        return [
+            (position, i)
+            for i, (of_item, item) in enumerate(zip(names, type))
+            if item.startswith("*") and field in ("", of_item)
+        ]
+    return [] if type == "constexpr" else [(position,)]

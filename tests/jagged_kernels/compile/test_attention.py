@@ -10,15 +10,21 @@ pytest.importorskip("triton")
 
 from jagged_kernels.attention import triton_kernels as attention_kernels
 from jagged_kernels.attention.configs import attention_config, attention_tile, biased_dq_config
+from jagged_kernels.attention.params import Operands
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
 
-from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for
+from .ahead_of_time import BIASES, MASKS, bias_types, compile_for
 
 KERNELS = {
     "fwd": attention_kernels.attention_fwd_kernel,
     "dq": attention_kernels.attention_bwd_dq_kernel,
     "dkdv": attention_kernels.attention_bwd_dkdv_kernel,
+}
+POINTERS = {
+    "fwd": Operands,
+    "dq": attention_kernels.BackwardDq,
+    "dkdv": attention_kernels.BackwardDkdv,
 }
 # of a thread block, by compute capability
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -78,51 +84,50 @@ def compile_attention(
     block_m, block_n = (
         (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     )
-    constants = dict(
-        GROUP=1,
-        HEAD_DIM=dim,
-        V_DIM=dim,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_D=padded_dim(dim),
-        BLOCK_DV=padded_dim(dim),
+    sums, masked = name == "dq" and bias is not None, mask is not None
+    options = attention_kernels.Options(
+        group=1,
+        head_dim=dim,
+        v_dim=dim,
+        block_d=padded_dim(dim),
+        block_dv=padded_dim(dim),
+        precision=precision,
+        mask=mask,
+        bias=bias,
+        masked_stages=min(2, config.num_stages) if masked else 1,
+        tile=block_n if name == "dkdv" else block_m,
+        block=block_m if name == "dkdv" else block_n,
+        align=16 // itemsize,
+        query_groups=query_groups,
+        page_rows=page_rows,
+        buckets=max(1, 2 * bias.boundaries) if sums else 0,
     )
+    constants = dict(ACTIVATION=activation_function(activation, dtype == "bf16"), OPTIONS=options)
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
-    constants |= dict(
-        ALIGN=16 // itemsize,
-        PRECISION=precision,
-        Q_SHARED=False,
-        KV_SHARED=False,
-        QUERY_GROUPS=query_groups,
-    )
-    constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
-    constants |= dict(MASKED_STAGES=1 if mask is None else min(2, config.num_stages))
-    constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
     constants |= dict(num_segments=None) if query_groups == 1 else {}
-    constants |= bias_constants(bias, sums=name == "dq")
-    constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
+    constants |= {} if bias else dict(bias=None)
+    constants |= {} if sums else dict(sums=None)
+    constants |= {} if page_rows else dict(page_table_ptr=None)
+    by_segment = ("*i64", "*fp32") if masked else ("constexpr", "constexpr")
+    call = attention_kernels.Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4)
+    operands = POINTERS[name]
+    num_rows = sum(x not in ("lse", "delta") for x in operands._fields)
 
     def type_of(arg):
         if arg in ("bias", "sums"):
             return bias_types(arg, bias, scratch=True, entries=False)
-        if arg in ("lse_ptr", "delta_ptr", "segment_scale_ptr"):
-            return "*fp32"
-        if arg.endswith("offsets_ptr") or arg == "num_targets_ptr":
-            return "*i64"
-        if arg in ("tiles_ptr", "num_tiles_ptr", "page_table_ptr"):
-            return "*i32"
-        if arg.endswith("_ptr"):
-            return f"*{dtype}"
+        if arg == "x":
+            return operands(
+                *("*fp32" if x in ("lse", "delta") else f"*{dtype}" for x in operands._fields)
+            )
         if arg.endswith("_desc"):
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
             return f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
-        return "fp32" if arg.endswith(("scale", "factor")) else "i32"
+        types = dict(call=call, strides=("i32",) * (2 * num_rows), num_tiles_ptr="*i32")
+        return (types | dict(page_table_ptr="*i32")).get(arg)
 
-    aligned = [
-        arg
-        for arg in kernel.arg_names
-        if arg.endswith("_ptr") and arg not in ("tiles_ptr", "page_table_ptr")
-    ]
+    of_call = (f"call.{x}" for x in call._fields if x != "tiles_ptr")
+    aligned = ["x", "num_tiles_ptr", *of_call]
     return compile_for(
         capability,
         kernel,
