@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from jagged_kernels.attention.segments import Segments
+from jagged_kernels.attention.segments import TiledSegments
 from jagged_kernels.schedule.host import TileList
 
 dq_sums = pytest.importorskip("jagged_kernels.attention.dq_sums")
@@ -38,7 +38,7 @@ def test_sums_are_rounded_to_dq(offsets, lengths, dim, block, segment_scale):
     dq = torch.full_like(q, float("nan"))
     sums.write(
         dq,
-        Segments(segments, segments, TileList(None, None, None)),
+        TiledSegments(segments, segments, TileList(None, None, None)),
         scales if segment_scale else None,
         0.3,
         2.0,

@@ -22,9 +22,8 @@ def only_the_device_knows(monkeypatch):
 
     from jagged_modules.containers.segmentation import Segmentation
 
-    for module in ("validation", "functional.tail"):
+    for module in ("validation", "containers.segmentation"):
         monkeypatch.setattr(f"jagged_modules.{module}.values_are_checkable", lambda x: False)
-    monkeypatch.setattr("jagged_modules.functional.tail.rows_on_host", lambda offsets: None)
     monkeypatch.setattr("jagged_modules.functional.tail._runs_kernels", lambda x: True)
     monkeypatch.setattr(Segmentation, "lengths_on_host", lambda segmentation, offsets: None)
     for name in ("zero_tails", "kept_rows"):
