@@ -9,7 +9,7 @@ from tails import layer_case
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.containers.segmentation import note_rows
+from jagged_modules.containers.segmentation import Segmentation, remember
 
 pytest.importorskip("triton")
 
@@ -64,7 +64,9 @@ def test_no_launches_where_the_host_knows_the_lengths(offsets, name):
     with recorded_launches() as launches:
         for side, x in known.items():
             # as host_lengths do, from which a schedule would be built
-            note_rows(x, sum(lengths[side]))
+            segmentation = Segmentation()
+            segmentation._num_rows = sum(lengths[side])
+            remember(x, segmentation)
         out = case.call(tensors, known)
         sum(x.sum() for x in (out if isinstance(out, tuple) else (out,))).backward()
         assert cleared(launches) == (0, 0)

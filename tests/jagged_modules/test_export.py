@@ -428,10 +428,12 @@ CONTAINERS = {
     ),
     "Rotary": lambda: jm.Rotary.from_frequencies(4, 10, "qkv"),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(OFFSETS, torch.tensor([0, 1, 2])),
-    "TileSchedule": lambda: (
-        jm.Jagged(torch.randn(5, 4), OFFSETS)
-        .prepare(num_heads=2, head_dim=8)
-        ._schedule(None, 1, None, 2, 8, torch.float32, None)
+    "TileSchedule": lambda: host_schedule(
+        *[torch.tensor([2, 0, 3])] * 2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=torch.float32,
     ),
     "HistoryCache-timed": lambda: jm.HSTUStack(
         8, 2, 2, jm.HSTUConfig(scaling_seqlen=10, relative_time=4)

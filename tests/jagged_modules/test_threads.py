@@ -57,6 +57,7 @@ def test_first_calls(serial, way):
 def test_threads_that_prepare_one_jagged_more_often_than_it_keeps(offsets_of):
     """Every thread gets the schedule of its own queries, while the others evict it."""
     keys = jm.Jagged(torch.randn(70, 4), offsets_of([30, 40]))
+    sizes = Sizes.of(1, None, 16, torch.float32)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -64,7 +65,7 @@ def test_threads_that_prepare_one_jagged_more_often_than_it_keeps(offsets_of):
         def prepare(number):
             for step in range(60):
                 queries = 1 + number * 60 + step
-                schedule = keys._schedule(queries, 1, None, 1, 16, torch.float32, None)
+                schedule = kept_schedule(keys, queries, 1, sizes, None)
                 assert int(schedule.num_tiles[0]) == 2 * (-(-queries // schedule.block_m))
 
         in_threads(prepare)
