@@ -336,9 +336,7 @@ def test_a_schedule_and_a_cache():
     def inputs(users, rows, count):
         x = history(users, rows)
         lengths = x.host_lengths
-        schedule = jm.zigzag_schedule(
-            lengths, lengths, num_heads=HEADS, block_m=16, block_n=16, num_workers=4
-        )
+        schedule = jm.zigzag_schedule(lengths, lengths, num_heads=HEADS, block_m=16, block_n=16)
         with torch.no_grad():
             return (
                 x,

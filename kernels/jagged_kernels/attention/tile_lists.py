@@ -135,7 +135,8 @@ def _sort_keys(sides, segments, LIST: tl.constexpr):
         others = segments % (sides.num_segments // LIST.groups)
     columns = segment_lengths(sides.other_offsets_ptr, others, real)
     work = tl.cdiv(columns.to(tl.int32), LIST.block_n)
-    for other_group in tl.static_range(1, LIST.other_groups):
+    OTHER_GROUPS: tl.constexpr = LIST.other_groups
+    for other_group in tl.static_range(1, OTHER_GROUPS):
         columns_of_group = segment_lengths(
             sides.other_offsets_ptr, others + other_group * sides.num_segments, real
         )
