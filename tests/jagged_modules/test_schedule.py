@@ -120,7 +120,7 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
         )
         functional.jagged_attention(q, k, k, "shared" if q_shared else offsets, offsets, **options)
     assert seen[0]["block_m"] == tile
-    assert [launch.kernel for launch in launches].count("_tile_list_kernel") == 1, (
+    assert [launch.kernel for launch in launches].count("tile_list_kernel") == 1, (
         "the kernels take the list as it is"
     )
 
@@ -129,7 +129,7 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "mask, kernels",
-    [(None, ["_tile_list_kernel"]), (MASK, ["_tile_work_kernel", "_masked_list_kernel"])],
+    [(None, ["tile_list_kernel"]), (MASK, ["tile_work_kernel", "masked_list_kernel"])],
 )
 def test_a_training_step_lists_the_tiles_of_both_sides_at_once(
     offsets_of, mask, kernels, head_dim, capability
@@ -145,7 +145,7 @@ def test_a_training_step_lists_the_tiles_of_both_sides_at_once(
     names = [
         launch.kernel
         for launch in launches
-        if launch.kernel in ("_tile_list_kernel", "_tile_work_kernel", "_masked_list_kernel")
+        if launch.kernel in ("tile_list_kernel", "tile_work_kernel", "masked_list_kernel")
     ]
     assert names == kernels
     assert all(
@@ -227,6 +227,6 @@ def test_the_one_pass_backward_gets_no_list_in_another_order(offsets_of, made_fo
         )
         launches.clear()
         out.sum().backward()
-    listed = {"_tile_list_kernel", "_grouped_list_kernel"} <= {launch.kernel for launch in launches}
+    listed = {"tile_list_kernel", "grouped_list_kernel"} <= {launch.kernel for launch in launches}
     assert listed != given
     assert ("attention_bwd_hopper_kernel" in {launch.kernel for launch in launches}) != given
