@@ -36,6 +36,7 @@ from inputs import (
     random_tensors,
     uniform_lengths,
 )
+from jagged_kernels.common.device import device_properties
 from names import FA2, OURS
 from runner import Case, Implementation, Setup, main
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ def unsorted(schedule: jm.TileSchedule) -> Tensor:
     return ((segment * schedule.num_heads + head) * (block.max() + 1) + block).argsort()
 
 
-def round_robin(schedule: jm.TileSchedule) -> Tensor:
+def round_robin(schedule: jm.TileSchedule, num_workers: int) -> Tensor:
     """Undoes the zigzag: each full odd wave is reversed, so that tile i goes to worker i mod
     num_workers.
 
@@ -103,11 +104,9 @@ def round_robin(schedule: jm.TileSchedule) -> Tensor:
     multiprocessor, so for them this is another order.
     """
     position = torch.arange(len(schedule.tiles), device=schedule.tiles.device)
-    wave, lane = position // schedule.num_workers, position % schedule.num_workers
-    full = wave < len(position) // schedule.num_workers
-    return torch.where(
-        (wave % 2 == 1) & full, position - lane + schedule.num_workers - 1 - lane, position
-    )
+    wave, lane = position // num_workers, position % num_workers
+    full = wave < len(position) // num_workers
+    return torch.where((wave % 2 == 1) & full, position - lane + num_workers - 1 - lane, position)
 
 
 def reordered(
@@ -121,7 +120,6 @@ def reordered(
     return dataclasses.replace(
         schedule,
         tiles=schedule.tiles[positions].contiguous(),
-        work=schedule.work[positions.cpu()],
         backward=None if backward is None else reordered(backward, order),
     )
 
@@ -135,7 +133,10 @@ def orders(problem: Callable[[], Problem]) -> Setup:
         schedule, _ = problem.schedule()
         return problem.scheduled(reordered(schedule, order))
 
-    others = {UNSORTED: partial(ordered, unsorted), ROUND_ROBIN: partial(ordered, round_robin)}
+    on_gpu = torch.cuda.is_available()
+    num_workers = device_properties(torch.device("cuda", 0)).num_sms if on_gpu else 132
+    in_turn = partial(round_robin, num_workers=num_workers)
+    others = {UNSORTED: partial(ordered, unsorted), ROUND_ROBIN: partial(ordered, in_turn)}
     return problem.setup(others | {OURS: problem.ours}, baseline=UNSORTED)
 
 

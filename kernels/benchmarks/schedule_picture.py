@@ -7,7 +7,7 @@ Figure 5 of the GDPA post).
 
 Three schedules of the same work: *dense enumeration* has a tile for every block up to the maximum
 length, in order, so that empty tiles take slots; *valid tiles* leaves those out; *zigzag* sorts
-tiles by work and assigns them in alternating directions (``jm.zigzag_schedule``). Makespan over
+tiles by work (``jm.zigzag_schedule``) and assigns them in alternating directions. Makespan over
 mean is the load of the busiest worker over the average load; 1 is best.
 """
 
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+from jagged_kernels.schedule.cost import tile_work
 from report import PICTURE_STYLE, write_atomically
 from torch import Tensor
 
@@ -35,6 +36,16 @@ def round_robin_loads(work: Tensor, num_workers: int) -> Tensor:
     )
 
 
+def zigzag_loads(work: Tensor, num_workers: int) -> Tensor:
+    """``[num_workers]`` total work where every other wave of tiles goes to the workers in reverse
+    order."""
+    position = torch.arange(len(work))
+    wave, lane = position // num_workers, position % num_workers
+    return torch.zeros(num_workers, dtype=torch.int64).index_add_(
+        0, torch.where(wave % 2 == 0, lane, num_workers - 1 - lane), work.long()
+    )
+
+
 def loads_per_worker(
     lengths: Tensor, max_length: int, num_heads: int, block_m: int, block_n: int, num_workers: int
 ) -> dict[str, Tensor]:
@@ -45,17 +56,14 @@ def loads_per_worker(
     valid = (blocks < cdiv(lengths, block_m)[:, None]).repeat_interleave(num_heads, dim=0).flatten()
     work = valid * cdiv(lengths, block_n).repeat_interleave(num_heads * len(blocks))
     schedule = jm.zigzag_schedule(
-        lengths,
-        lengths,
-        num_heads=num_heads,
-        block_m=block_m,
-        block_n=block_n,
-        num_workers=num_workers,
+        lengths, lengths, num_heads=num_heads, block_m=block_m, block_n=block_n
     )
+    segment, _, block = schedule.tiles.unbind(1)
+    scheduled = tile_work((segment, block), lengths, lengths, (block_m, block_n))
     return {
         "dense enumeration": round_robin_loads(work, num_workers),
         "valid tiles": round_robin_loads(work[valid], num_workers),
-        "zigzag": schedule.loads(),
+        "zigzag": zigzag_loads(scheduled, num_workers),
     }
 
 

@@ -137,19 +137,15 @@ def test_work_and_bytes():
 
 def test_orders_of_tiles():
     lengths = inputs.lognormal_lengths(48, 100, 300, 1.1).clamp(min=65)
-    sizes = {"num_heads": 2, "block_m": 16, "block_n": 32, "num_workers": 10}
+    sizes = {"num_heads": 2, "block_m": 16, "block_n": 32}
     zigzag = jm.zigzag_schedule(lengths, lengths, **sizes)
     # the last wave is not full, and ascends
     assert len(zigzag.tiles) % 10 and len(zigzag.tiles) // 10 % 2 == 0
     in_order = bench.reordered(zigzag, bench.unsorted)
     assert in_order.tiles.tolist() == sorted(zigzag.tiles.tolist())
-    assert in_order.work.equal(
-        (lengths[in_order.tiles[:, 0].long()] + 31).div(32, rounding_mode="floor").int()
-    )
-    dealt = bench.reordered(zigzag, bench.round_robin)
-    workers = {
-        tuple(tile): worker for tile, worker in zip(dealt.tiles.tolist(), dealt.worker.tolist())
-    }
+    dealt = bench.reordered(zigzag, lambda x: bench.round_robin(x, 10))
+    there_and_back = [*range(10), *reversed(range(10))]
+    workers = {tuple(x): there_and_back[i % 20] for i, x in enumerate(dealt.tiles.tolist())}
     assert [workers[tuple(tile)] for tile in zigzag.tiles.tolist()] == [
         i % 10 for i in range(len(zigzag.tiles))
     ]
@@ -160,9 +156,7 @@ def test_orders_of_tiles():
 
 def test_tiles_of_short_segments_stay_behind_the_others():
     lengths = inputs.lognormal_lengths(50, 50, 300, 1.1)
-    zigzag = jm.zigzag_schedule(
-        lengths, lengths, num_heads=2, block_m=16, block_n=32, num_workers=10
-    )
+    zigzag = jm.zigzag_schedule(lengths, lengths, num_heads=2, block_m=16, block_n=32)
     long = int(zigzag.num_tiles[1])
     dealt = bench.reordered(zigzag, bench.unsorted)
     assert 0 < long < len(zigzag.tiles) and dealt.tiles[long:].equal(zigzag.tiles[long:])

@@ -31,6 +31,17 @@ def test_loads_by_hand():
     }
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 40])
+@pytest.mark.parametrize("num_tiles", [0, 1, 7, 30])
+def test_assignment_alternates_direction(num_tiles, num_workers):
+    there_and_back = [*range(num_workers), *reversed(range(num_workers))]
+    expected = [0] * num_workers
+    for position in range(num_tiles):
+        expected[there_and_back[position % len(there_and_back)]] += 2**position
+    work = 2 ** torch.arange(num_tiles)
+    assert schedule_picture.zigzag_loads(work, num_workers).tolist() == expected
+
+
 @pytest.mark.parametrize("sparsity", [0.1, 0.3, 0.5, 0.7, 1.0])
 def test_lengths_have_the_mean_asked_for(sparsity):
     low, high = schedule_picture.length_range(512, sparsity)

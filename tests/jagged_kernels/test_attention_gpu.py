@@ -623,9 +623,7 @@ def test_host_and_device_schedules_agree_bit_for_bit(offsets, kernels):
 def test_a_users_own_schedule(check_attention, block_m):
     lengths = [3, 200, 65], [70, 4, 129]
     for dims in ((64, 64), (128, 128)):
-        schedule = jm.zigzag_schedule(
-            *lengths, num_heads=4, block_m=block_m, block_n=64, num_workers=132
-        )
+        schedule = jm.zigzag_schedule(*lengths, num_heads=4, block_m=block_m, block_n=64)
         check_attention(lengths, torch.bfloat16, "cuda", dims=dims, schedule=schedule)
 
 

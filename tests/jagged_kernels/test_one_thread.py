@@ -10,16 +10,12 @@ import torch
 from jagged_kernels.common.one_thread import one_thread
 
 BOOKKEEPING = {
-    "schedule": (
-        "zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64, num_workers=132)"
-    ),
+    "schedule": ("zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64)"),
     "schedule-masked": (
-        "zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64, num_workers=132,"
-        " mask=mask)"
+        "zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64, mask=mask)"
     ),
     "schedule-many-segments": (
-        "zigzag_schedule([64] * 40_000, [64] * 40_000, num_heads=1, block_m=64, block_n=64,"
-        " num_workers=132)"
+        "zigzag_schedule([64] * 40_000, [64] * 40_000, num_heads=1, block_m=64, block_n=64)"
     ),
     "offsets": "check_offsets('offsets', torch.tensor(list(range(40_000))), 39_999)",
     "candidates": "jm.CandidateIndex.from_map(torch.tensor([u % 999 for u in range(40_000)]), 999)",

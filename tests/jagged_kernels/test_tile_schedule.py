@@ -10,12 +10,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jagged_kernels.schedule import cost
-from jagged_kernels.schedule.cost import EXACT_WORK, SHORT, WORK_CLASSES, work_class
+from jagged_kernels.schedule.cost import EXACT_WORK, SHORT, WORK_CLASSES, tile_work, work_class
 from jagged_kernels.schedule.host import tile_capacity, zigzag_schedule
 
 import jagged_modules as jm
 
-SIZES = dict(num_heads=2, block_m=16, block_n=8, num_workers=5)
+SIZES = dict(num_heads=2, block_m=16, block_n=8)
+
+
+def work_of(schedule, q_lengths, kv_lengths, mask=None, key_tiles=False):
+    """The work of a schedule's tiles. q_lengths: of the tiled side."""
+    segment, _, block = schedule.tiles.unbind(1)
+    lengths = [torch.as_tensor(x, dtype=torch.int32) for x in (q_lengths, kv_lengths)]
+    of_mask = () if mask is None else (mask.params, mask.num_targets, key_tiles)
+    return tile_work((segment, block), *lengths, (schedule.block_m, schedule.block_n), *of_mask)
+
+
+def loads_of(work, num_workers):
+    """Work of each worker, where workers take tiles in waves of alternating direction."""
+    there_and_back = torch.cat([torch.arange(num_workers), torch.arange(num_workers).flip(0)])
+    workers = there_and_back.repeat(len(work) // (2 * num_workers) + 1)[: len(work)]
+    return torch.zeros(num_workers, dtype=torch.int64).index_add_(0, workers, work.long())
 
 
 def expected_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, short_last=True):
@@ -49,13 +64,14 @@ def problems(draw):
     return draw(lengths), draw(lengths), sizes
 
 
-@given(problem=problems(), num_workers=st.integers(1, 40))
-def test_every_tile_once_longest_first_and_stable(problem, num_workers):
+@given(problem=problems())
+def test_every_tile_once_longest_first_and_stable(problem):
     q_lengths, kv_lengths, sizes = problem
-    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
+    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes)
     expected = expected_tiles(q_lengths, kv_lengths, **sizes)
     assert [tuple(tile) for tile in schedule.tiles.tolist()] == [tile for tile, _ in expected]
-    assert schedule.work.tolist() == [work for _, work in expected]
+    work = work_of(schedule, q_lengths, kv_lengths)
+    assert work.tolist() == [work for _, work in expected]
     long = [
         max(q_lengths[segment], kv_lengths[segment]) > SHORT
         for segment, _, _ in schedule.tiles.tolist()
@@ -64,21 +80,9 @@ def test_every_tile_once_longest_first_and_stable(problem, num_workers):
         long, reverse=True
     )
     assert len(set(map(tuple, schedule.tiles.tolist()))) == len(expected)
-    for tensor in (schedule.tiles, schedule.work, schedule.worker, schedule.num_tiles):
+    for tensor in (schedule.tiles, work, schedule.num_tiles):
         assert tensor.dtype == torch.int32 and tensor.device.type == "cpu"
     assert schedule.tiles.shape == (len(expected), 3)
-
-
-@given(problem=problems(), num_workers=st.integers(1, 40))
-def test_assignment_alternates_direction(problem, num_workers):
-    q_lengths, kv_lengths, sizes = problem
-    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
-    there_and_back = [*range(num_workers), *reversed(range(num_workers))]
-    assert schedule.worker.tolist() == [
-        there_and_back[position % len(there_and_back)] for position in range(len(schedule.worker))
-    ]
-    counts = torch.bincount(schedule.worker, minlength=num_workers)
-    assert counts.max() - counts.min() <= 1
 
 
 @given(problem=problems(), num_workers=st.integers(1, 40))
@@ -87,12 +91,11 @@ def test_loads_differ_by_at_most_the_longest_tiles(problem, num_workers):
     from wave to wave; the waves' spreads lie one after the other in the sorted list, so they add up
     to at most its longest tile. Short segments are a list of their own."""
     q_lengths, kv_lengths, sizes = problem
-    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
-    loads = schedule.loads()
-    assert loads.shape == (num_workers,) and loads.sum() == schedule.work.sum()
-    parts = schedule.work.split(
-        [int(schedule.num_tiles[1]), len(schedule.work) - int(schedule.num_tiles[1])]
-    )
+    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes)
+    work, num_long = work_of(schedule, q_lengths, kv_lengths), int(schedule.num_tiles[1])
+    loads = loads_of(work, num_workers)
+    assert loads.shape == (num_workers,) and loads.sum() == work.sum()
+    parts = work.split([num_long, len(work) - num_long])
     longest = sum(part.max() for part in parts if len(part))
     assert loads.max() - loads.min() <= longest
     assert loads.max() - loads.double().mean() <= longest
@@ -110,18 +113,15 @@ def test_makespan_over_mean(segments, longest, allowed):
             (segments,),
             generator=torch.Generator().manual_seed(seed),
         )
-        loads = (
-            zigzag_schedule(lengths, lengths, num_heads=4, block_m=128, block_n=64, num_workers=132)
-            .loads()
-            .double()
-        )
+        schedule = zigzag_schedule(lengths, lengths, num_heads=4, block_m=128, block_n=64)
+        loads = loads_of(work_of(schedule, lengths, lengths), 132).double()
         ratios.append((loads.max() / loads.mean()).item())
     assert sum(ratios) / len(ratios) <= allowed
 
 
 def test_forty_thousand_tiles_within_two_milliseconds():
     lengths = torch.randint(1, 1000, (2400,))
-    arguments = dict(num_heads=4, block_m=128, block_n=64, num_workers=132)
+    arguments = dict(num_heads=4, block_m=128, block_n=64)
     assert len(zigzag_schedule(lengths, lengths, **arguments).tiles) >= 40_000
     seconds = []
     # other processes may keep this one waiting for a while
@@ -136,7 +136,7 @@ def test_capacity_is_reached():
     """One row more than whole blocks in every segment but the last: the bound is tight up to the
     rounding of the total."""
     lengths, sizes = [17] * 8, dict(num_heads=3, block_m=16, block_n=8)
-    assert int(zigzag_schedule(lengths, lengths, **sizes, num_workers=1).num_tiles[0]) == 3 * 16
+    assert int(zigzag_schedule(lengths, lengths, **sizes).num_tiles[0]) == 3 * 16
     assert tile_capacity(sum(lengths), 8, 3, 16) == 3 * (9 + 8)
 
 
@@ -150,7 +150,7 @@ def test_queries_without_keys_keep_their_tiles():
         [0, 1, 0],
         [0, 1, 1],
     ]
-    assert schedule.work.tolist() == [1, 1, 0, 0, 0, 0]
+    assert work_of(schedule, [20, 0, 3], [0, 9, 8]).tolist() == [1, 1, 0, 0, 0, 0]
 
 
 @given(problem=problems(), groups=st.integers(2, 3))
@@ -159,10 +159,11 @@ def test_several_query_groups(problem, groups):
     query groups."""
     lengths, more, sizes = problem
     queries = [n for i in range(groups) for n in more[i:] + more[:i]]
-    schedule = zigzag_schedule(queries, lengths, **sizes, num_workers=3)
+    schedule = zigzag_schedule(queries, lengths, **sizes)
     expected = expected_tiles(queries, lengths * groups, **sizes, short_last=False)
-    assert list(zip(map(tuple, schedule.tiles.tolist()), schedule.work.tolist())) == expected
-    keys = zigzag_schedule(lengths, queries, **sizes, num_workers=3, key_tiles=True)
+    work = work_of(schedule, queries, lengths).tolist()
+    assert list(zip(map(tuple, schedule.tiles.tolist()), work)) == expected
+    keys = zigzag_schedule(lengths, queries, **sizes, key_tiles=True)
     blocks = [
         sum(-(-n // sizes["block_n"]) for n in queries[b :: len(lengths)])
         for b in range(len(lengths))
@@ -170,16 +171,14 @@ def test_several_query_groups(problem, groups):
     expected = expected_tiles(
         lengths, blocks, sizes["num_heads"], sizes["block_m"], 1, short_last=False
     )
-    assert list(zip(map(tuple, keys.tiles.tolist()), keys.work.tolist())) == expected
+    work = work_of(keys, lengths, queries).tolist()
+    assert list(zip(map(tuple, keys.tiles.tolist()), work)) == expected
 
 
 def test_no_segments():
     schedule = zigzag_schedule([], [], **SIZES)
-    assert (
-        schedule.tiles.shape == (0, 3)
-        and schedule.num_tiles.tolist() == [0, 0]
-        and schedule.loads().tolist() == [0] * 5
-    )
+    assert schedule.tiles.shape == (0, 3) and schedule.num_tiles.tolist() == [0, 0]
+    assert work_of(schedule, [], []).tolist() == []
 
 
 def test_a_moved_schedule_keeps_its_backward():
@@ -188,9 +187,6 @@ def test_a_moved_schedule_keeps_its_backward():
     moved = schedule.to("meta")
     assert moved.tiles.is_meta and moved.backward.tiles.is_meta and moved.backward.backward is None
     assert moved.num_tiles.is_meta and moved.backward.num_tiles.is_meta
-    assert torch.equal(moved.loads(), schedule.loads()) and torch.equal(
-        moved.worker, schedule.worker
-    ), "known on the host alone"
     assert schedule.to("cpu") is schedule
     restored = pickle.loads(pickle.dumps(schedule))
     assert torch.equal(restored.tiles, schedule.tiles) and torch.equal(
@@ -198,45 +194,32 @@ def test_a_moved_schedule_keeps_its_backward():
     )
 
 
-def test_a_schedule_without_work_moves_and_has_no_loads():
-    schedule = dataclasses.replace(zigzag_schedule([20, 3], [9, 8], **SIZES), work=None)
-    assert schedule.to("meta").work is None
-    with pytest.raises(ValueError, match="built on the device"):
-        schedule.loads()
-
-
 def test_a_mask_changes_what_tiles_cost():
     """A causal query tile visits the blocks up to its diagonal. A key tile visits the rows from its
     own on."""
     mask = jm.AttentionMask(causal=True)
-    schedule = zigzag_schedule(
-        [64], [64], num_heads=2, block_m=16, block_n=16, num_workers=3, mask=mask
-    )
+    schedule = zigzag_schedule([64], [64], num_heads=2, block_m=16, block_n=16, mask=mask)
     assert schedule.tiles.tolist() == [
         [0, head, block] for block in (3, 2, 1, 0) for head in (0, 1)
     ]
-    assert schedule.work.tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
+    assert work_of(schedule, [64], [64], mask).tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
     keys = zigzag_schedule(
-        [64], [64], num_heads=1, block_m=16, block_n=16, num_workers=3, mask=mask, key_tiles=True
+        [64], [64], num_heads=1, block_m=16, block_n=16, mask=mask, key_tiles=True
     )
-    assert keys.tiles[:, 2].tolist() == [0, 1, 2, 3] and keys.work.tolist() == [4, 3, 2, 1]
+    assert keys.tiles[:, 2].tolist() == [0, 1, 2, 3]
+    assert work_of(keys, [64], [64], mask, key_tiles=True).tolist() == [4, 3, 2, 1]
 
 
 @given(problem=problems(), key_tiles=st.booleans())
 def test_masked_tiles_are_sorted_by_work(problem, key_tiles):
     """Stably: segments, then blocks, then heads. Short segments come last."""
     q_lengths, kv_lengths, sizes = problem
-    schedule = zigzag_schedule(
-        q_lengths,
-        kv_lengths,
-        **sizes,
-        num_workers=3,
-        mask=jm.AttentionMask(causal=True),
-        key_tiles=key_tiles,
-    )
+    mask = jm.AttentionMask(causal=True)
+    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, mask=mask, key_tiles=key_tiles)
+    works = work_of(schedule, q_lengths, kv_lengths, mask, key_tiles).tolist()
     order = [
         (max(q_lengths[segment], kv_lengths[segment]) <= SHORT, -work, segment, block, head)
-        for work, (segment, head, block) in zip(schedule.work.tolist(), schedule.tiles.tolist())
+        for work, (segment, head, block) in zip(works, schedule.tiles.tolist())
     ]
     assert order == sorted(order)
     assert sorted(map(tuple, schedule.tiles.tolist())) == sorted(
@@ -263,13 +246,15 @@ def test_works_of_a_class_are_nearly_equal():
 
 
 def test_masked_tiles_of_much_work_are_sorted_by_its_class():
-    sizes = dict(num_heads=1, block_m=16, block_n=1, num_workers=3)
-    schedule = zigzag_schedule([3000], [3000], **sizes, mask=jm.AttentionMask(causal=True))
-    classes = work_class(schedule.work)
+    sizes = dict(num_heads=1, block_m=16, block_n=1)
+    mask = jm.AttentionMask(causal=True)
+    schedule = zigzag_schedule([3000], [3000], **sizes, mask=mask)
+    work = work_of(schedule, [3000], [3000], mask)
+    classes = work_class(work)
     order = [
         (-of_work, block) for of_work, block in zip(classes.tolist(), schedule.tiles[:, 2].tolist())
     ]
-    assert order == sorted(order) and schedule.work[0] > EXACT_WORK
+    assert order == sorted(order) and work[0] > EXACT_WORK
 
 
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
@@ -285,7 +270,7 @@ def test_tiles_that_a_prefix_and_truncation_leave_hidden_are_no_work(num_targets
     )
     for others, change in itertools.product(fields, changes):
         mask = jm.AttentionMask(**others, **change, num_targets=targets)
-        sizes = dict(num_heads=1, block_m=block, block_n=block, num_workers=3)
+        sizes = dict(num_heads=1, block_m=block, block_n=block)
         schedule = zigzag_schedule([length], [length], **sizes, mask=mask, key_tiles=key_tiles)
         seen = (
             mask.keep(length, length, num_targets or 0)
@@ -295,21 +280,23 @@ def test_tiles_that_a_prefix_and_truncation_leave_hidden_are_no_work(num_targets
             .any(1)
         )
         expected = seen.sum(0 if key_tiles else 1)
-        work = torch.empty_like(expected).index_copy_(
-            0, schedule.tiles[:, 2].long(), schedule.work.long()
-        )
+        work = work_of(schedule, [length], [length], mask, key_tiles).long()
+        work = torch.empty_like(expected).index_copy_(0, schedule.tiles[:, 2].long(), work)
         assert torch.equal(work, expected), mask
 
 
 @pytest.mark.parametrize("targets", [None, 20])
 def test_masked_schedules_are_balanced(targets):
     lengths = torch.randint(30, 1025, (128,))
+    both = lengths, lengths
     mask = jm.AttentionMask(
         causal=True, num_targets=None if targets is None else torch.full((128,), targets)
     )
-    sizes = dict(num_heads=4, block_m=64, block_n=64, num_workers=264)
-    loads = zigzag_schedule(lengths, lengths, **sizes, mask=mask).loads()
-    dense = zigzag_schedule(lengths, lengths, **sizes).loads()
+    sizes = dict(num_heads=4, block_m=64, block_n=64)
+    loads, dense = (
+        loads_of(work_of(zigzag_schedule(*both, **sizes, mask=m), *both, m), 264)
+        for m in (mask, None)
+    )
     assert loads.sum() < 0.65 * dense.sum()
     assert loads.max() <= 1.05 * loads.double().mean() + 1
 
@@ -365,8 +352,8 @@ BAD = [
     (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
     (dict(block_m=-16), ValueError, "block_m must be at least 1, got -16"),
     (dict(block_n=0), ValueError, "block_n must be at least 1, got 0"),
-    (dict(num_workers=0), ValueError, "num_workers must be at least 1, got 0"),
-    (dict(num_workers=2.0), TypeError, "num_workers must be an int, got float"),
+    (dict(block_n=0), ValueError, "block_n must be at least 1, got 0"),
+    (dict(block_n=2.0), TypeError, "block_n must be an int, got float"),
 ]
 
 
@@ -384,7 +371,7 @@ def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
     lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64
     elements = 12800 * heads * head_dim
     monkeypatch.setattr(cost, "one_pass_elements", lambda *_: elements)
-    sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132)
+    sizes = dict(num_heads=heads, block_m=128, block_n=64)
     schedule = zigzag_schedule(
         lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim
     )
@@ -399,7 +386,7 @@ def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
             ]
     assert schedule.tiles.tolist() == expected
     assert schedule.num_tiles.tolist() == [len(expected)] * 2
-    assert schedule.work.tolist() == [
+    assert work_of(schedule, lengths, lengths, mask, key_tiles=True).tolist() == [
         -(-lengths[segment] // 64) - (2 * block if mask else 0) for segment, _, block in expected
     ]
 
@@ -411,13 +398,7 @@ def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatc
     # middles at rows 2198, 512, 1280, 1792 and 2398
     lengths, heads, head_dim = [300, 1024, 512, 512, 100], 2, 128
     monkeypatch.setattr(cost, "GROUP_ELEMENTS", 1536 * heads * head_dim)
-    sizes = dict(
-        num_heads=heads,
-        block_m=128,
-        block_n=64,
-        num_workers=132,
-        mask=jm.AttentionMask(causal=True),
-    )
+    sizes = dict(num_heads=heads, block_m=128, block_n=64, mask=jm.AttentionMask(causal=True))
     schedule = zigzag_schedule(lengths, lengths, **sizes, key_tiles=key_tiles, head_dim=head_dim)
     expected = []
     for group, is_reversed in [((1, 2), False), ((3, 0, 4), True)]:
@@ -431,8 +412,11 @@ def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatc
     assert schedule.tiles.tolist() == expected
     assert schedule.num_tiles.tolist() == [len(expected)] * 2
     by_work = zigzag_schedule(lengths, lengths, **sizes, key_tiles=key_tiles)
-    work = {tuple(tile): work for tile, work in zip(by_work.tiles.tolist(), by_work.work.tolist())}
-    assert schedule.work.tolist() == [work[tuple(tile)] for tile in expected]
+    works, of_groups = (
+        work_of(x, lengths, lengths, sizes["mask"], key_tiles).tolist() for x in (by_work, schedule)
+    )
+    work = dict(zip(map(tuple, by_work.tiles.tolist()), works))
+    assert of_groups == [work[tuple(tile)] for tile in expected]
 
 
 @pytest.mark.parametrize("head_dim", [0, 64, 128])
@@ -448,10 +432,7 @@ def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatc
 )
 def test_which_lists_of_key_tiles_ascend(mask, by_work, head_dim):
     """Hopper's one-pass backward would be a deadlock with another list."""
-    lengths, sizes = (
-        [300, 700, 0, 2500, 128, 900],
-        dict(num_heads=2, block_m=64, block_n=64, num_workers=3),
-    )
+    lengths, sizes = ([300, 700, 0, 2500, 128, 900], dict(num_heads=2, block_m=64, block_n=64))
     schedule = zigzag_schedule(
         lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim
     )
@@ -479,7 +460,6 @@ def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(
         num_heads=2,
         block_m=128,
         block_n=64,
-        num_workers=132,
         key_tiles=True,
         head_dim=64,
         num_other_heads=num_other_heads,
@@ -509,13 +489,11 @@ def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(
 )
 def test_other_tiles_are_sorted_by_work(change):
     options = dict(lengths=[2048, 4096, 2048], head_dim=64, key_tiles=True, mask=None) | change
-    lengths, sizes = (
-        options.pop("lengths"),
-        dict(num_heads=128, block_m=128, block_n=64, num_workers=132),
-    )
+    lengths, sizes = (options.pop("lengths"), dict(num_heads=128, block_m=128, block_n=64))
     schedule = zigzag_schedule(lengths, lengths, **sizes, **options)
     assert torch.equal(
         schedule.tiles,
         zigzag_schedule(lengths, lengths, **sizes, **options | dict(head_dim=0)).tiles,
     )
-    assert schedule.work.diff().max() <= 0
+    work = work_of(schedule, lengths, lengths, options["mask"], options["key_tiles"])
+    assert work.diff().max() <= 0

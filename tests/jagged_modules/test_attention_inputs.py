@@ -10,8 +10,8 @@ from jagged_modules import functional as F
 from .attention_cases import make_qkv
 
 GOOD = dict(zip("qkv", make_qkv(6, 6))) | dict(q_offsets=torch.tensor([0, 2, 6]))
-SMALL_TILES = jm.zigzag_schedule([2, 4], [2, 4], num_heads=2, block_m=8, block_n=16, num_workers=1)
-SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16, num_workers=1)
+SMALL_TILES = jm.zigzag_schedule([2, 4], [2, 4], num_heads=2, block_m=8, block_n=16)
+SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16)
 GROUPS = dict(q_offsets=torch.tensor([0, 2, 6, 6]), kv_offsets=torch.tensor([0, 6]))
 NO_KEYS = dict(k=torch.ones(0, 2, 8), v=torch.ones(0, 2, 8), kv_offsets=torch.tensor([0]))
 SILU, TARGETS = (

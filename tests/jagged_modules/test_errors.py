@@ -59,10 +59,7 @@ TIMED = dict(timestamps=torch.arange(5))
 
 def schedule(**options):
     return lambda: jm.zigzag_schedule(
-        **(
-            dict(q_lengths=[3], kv_lengths=[3], num_heads=2, block_m=64, block_n=64, num_workers=4)
-            | options
-        )
+        **(dict(q_lengths=[3], kv_lengths=[3], num_heads=2, block_m=64, block_n=64) | options)
     )
 
 

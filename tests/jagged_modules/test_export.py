@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.schedule import host_schedule
 
 HEADS, WIDTH = 2, 32
 # users, history rows, candidates; the first are those of the export
@@ -336,9 +337,7 @@ def test_a_schedule_and_a_cache():
     def inputs(users, rows, count):
         x = history(users, rows)
         lengths = x.host_lengths
-        schedule = jm.zigzag_schedule(
-            lengths, lengths, num_heads=HEADS, block_m=16, block_n=16, num_workers=4
-        )
+        schedule = jm.zigzag_schedule(lengths, lengths, num_heads=HEADS, block_m=16, block_n=16)
         with torch.no_grad():
             return (
                 x,
@@ -429,11 +428,7 @@ CONTAINERS = {
     "Rotary": lambda: jm.Rotary.from_frequencies(4, 10, "qkv"),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(OFFSETS, torch.tensor([0, 1, 2])),
     "TileSchedule": lambda: host_schedule(
-        *[torch.tensor([2, 0, 3])] * 2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        dtype=torch.float32,
+        *[torch.tensor([2, 0, 3])] * 2, num_heads=2, num_kv_heads=2, head_dim=8, dtype=torch.float32
     ),
     "HistoryCache-timed": lambda: jm.HSTUStack(
         8, 2, 2, jm.HSTUConfig(scaling_seqlen=10, relative_time=4)

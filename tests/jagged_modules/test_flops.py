@@ -193,7 +193,7 @@ def test_a_layer_and_offsets_without_values():
 
 def test_each_operator_with_matrix_multiplications_has_a_formula():
     """The others move rows, add them up, or take a softmax."""
-    without = {"tile_list", "jagged_sum", "jagged_symmetric"} | {
+    without = {"tile_lists", "jagged_sum", "jagged_symmetric"} | {
         name for name in dir(torch.ops.jagged_kernels) if "softmax" in name
     }
     defined = {

@@ -45,7 +45,7 @@ CONTAINERS = {
     "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(_offsets()),
     "TileSchedule": lambda: jm.zigzag_schedule(
-        [3, 70], [5, 6], num_heads=2, block_m=64, block_n=64, num_workers=3
+        [3, 70], [5, 6], num_heads=2, block_m=64, block_n=64
     ),
 }
 

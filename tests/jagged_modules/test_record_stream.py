@@ -44,9 +44,7 @@ def test_candidate_index_on_a_device(recorded):
 
 
 def test_schedules_on_a_device(recorded):
-    schedule = jm.zigzag_schedule(
-        [3, 5], [3, 5], num_heads=1, block_m=64, block_n=64, num_workers=2
-    )
+    schedule = jm.zigzag_schedule([3, 5], [3, 5], num_heads=1, block_m=64, block_n=64)
     schedule.record_stream(None)
     assert not recorded
     moved = schedule.to("meta")

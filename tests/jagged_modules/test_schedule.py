@@ -1,6 +1,8 @@
 """Which kernels a schedule is made for: those of the GPU, also where CUDA is not initialised, as in
 a data loader's worker."""
 
+import re
+
 import pytest
 import torch
 from jagged_kernels.attention.select import AttentionProblem, select
@@ -121,7 +123,7 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
         functional.jagged_attention(q, k, k, "shared" if q_shared else offsets, offsets, **options)
     (_, queries, _), *_ = seen
     assert queries.block == tile
-    assert [launch.kernel for launch in launches].count("_tile_list_kernel") == 1, (
+    assert [launch.kernel for launch in launches].count("tile_list_kernel") == 1, (
         "the kernels take the list as it is"
     )
 
@@ -130,24 +132,33 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "mask, kernels",
-    [(None, ["_tile_list_kernel"]), (MASK, ["_tile_work_kernel", "_masked_list_kernel"])],
+    [(None, ["tile_list_kernel"]), (MASK, ["tile_work_kernel", "masked_list_kernel"])],
 )
-def test_a_training_step_lists_the_tiles_of_each_side_once(
+def test_a_training_step_lists_the_tiles_of_both_sides_at_once(
     offsets_of, mask, kernels, head_dim, capability
 ):
-    """The backward's dq takes the forward's list."""
+    """The backward takes the forward's lists. Without a backward, there is no list of key tiles."""
     pytest.importorskip("triton")
     from ..jagged_kernels.launches import recorded_launches
 
     q = torch.zeros((800, 2, head_dim), dtype=torch.bfloat16, requires_grad=True)
     with recorded_launches(capability) as launches:
         functional.jagged_attention(q, q, q, offsets_of([200] * 4), mask=mask).sum().backward()
+    of_keys = re.compile(r"\(\d+, \d+, True, 1, 1,")  # constants of a kernel that lists key tiles
     names = [
         launch.kernel
         for launch in launches
-        if launch.kernel in ("_tile_list_kernel", "_tile_work_kernel", "_masked_list_kernel")
+        if launch.kernel in ("tile_list_kernel", "tile_work_kernel", "masked_list_kernel")
     ]
-    assert names == kernels * 2
+    assert names == kernels
+    assert all(
+        of_keys.search(launch.specialisation) for launch in launches if launch.kernel in kernels
+    )
+    with recorded_launches(capability) as launches, torch.no_grad():
+        functional.jagged_attention(q, q, q, offsets_of([200] * 4), mask=mask)
+    of_forward = [launch for launch in launches if launch.kernel in kernels]
+    assert [launch.kernel for launch in of_forward] == kernels
+    assert not any(of_keys.search(launch.specialisation) for launch in of_forward)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +183,6 @@ def test_key_tiles_are_listed_in_groups_for_hoppers_kernels_alone(options, group
         num_heads=4,
         block_m=backward.block_m,
         block_n=backward.block_n,
-        num_workers=1,
         key_tiles=True,
     )
     assert torch.equal(backward.tiles, by_work.tiles) != grouped
@@ -220,8 +230,6 @@ def test_the_one_pass_backward_gets_no_list_in_another_order(offsets_of, made_fo
         )
         launches.clear()
         out.sum().backward()
-    listed = {"_segment_order_kernel", "_grouped_list_kernel"} <= {
-        launch.kernel for launch in launches
-    }
+    listed = {"tile_list_kernel", "grouped_list_kernel"} <= {launch.kernel for launch in launches}
     assert listed != given
     assert ("attention_bwd_hopper_kernel" in {launch.kernel for launch in launches}) != given

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import jagged_modules as jm
+from jagged_modules.containers.schedules import Sizes, kept_schedule
 from jagged_modules.containers.segmentation import MAX_SCHEDULES
 
 from .processes import WORKERS, in_threads

@@ -237,7 +237,7 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
 
 
 def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bool]:
-    """Whether short segments are packed (schedule/packed.py), in the forward and in the backward:
+    """Whether short segments are packed (packed_tiles.py), in the forward and in the backward:
     with one group of queries and short segments that fill the GPU. It takes two launches more.
     backend: of the other segments. docs/decisions/short-segments.md has figures.
     """

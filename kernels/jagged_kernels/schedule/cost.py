@@ -89,7 +89,7 @@ def work_class(work: Tensor) -> Tensor:
 
     Works of a class differ by less than 1/64, except in the last class: 64,000 blocks and more. The
     number of classes is bounded so that the device can sort by counting. `_work_class` in
-    attention/tile_lists.py is the same function.
+    attention/tile_list_kernels.py is the same function.
     """
     top_bits = work.float().view(torch.int32) >> TOP_BITS
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(

@@ -26,7 +26,6 @@ from jagged_kernels.attention.params import MaskParams
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
 from jagged_kernels.common.gluon_api import reinterprets_padding
-from jagged_kernels.schedule import short_queries
 
 from jagged_modules.activations import POINTWISE
 
@@ -475,24 +474,6 @@ def test_hopper_kernel_of_short_queries_compiles(dim, consumers, dtype, activati
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
     assert spilled_bytes(compiled.asm["cubin"]) <= 256  # with Triton 3.6 none without GELU
-
-
-def test_kernel_that_lists_short_queries_compiles():
-    types = dict(
-        q_offsets_ptr="*i64",
-        kv_offsets_ptr="*i64",
-        query_tiles_ptr="*i32",
-        key_tiles_ptr="*i32",
-        counts_ptr="*i32",
-    )
-    types |= dict.fromkeys(("num_segments", "num_heads", "num_kv_heads"), "i32")
-    compile_for(
-        90,
-        short_queries._short_queries_kernel,
-        dict(ROWS=192, KEYS=64, BLOCK=64, SEGMENTS=32, CHUNK=512),
-        types.get,
-        aligned=(),
-    )
 
 
 def test_kernel_that_rounds_dq_of_hopper_compiles():

@@ -6,81 +6,69 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jagged_kernels.schedule import device as tile_list
-from jagged_kernels.schedule.short_queries import _short_queries_kernel
+from jagged_kernels.attention import tile_list_kernels
+from jagged_kernels.attention.tile_list_kernels import Listed
 
 from .ahead_of_time import MASKS, compile_for
 
 CAPABILITIES = [80, 90, 100]
+QUERIES, KEYS = Listed(64, 64, key_tiles=False), Listed(64, 64, key_tiles=True)
+OFFSETS = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", lists_ptr="*i32")
+
+
+def compiles(capability, kernel, constants, types=None, **options):
+    types = OFFSETS | (types or {})
+    return compile_for(capability, kernel, constants, types.get, aligned=(), **options).asm["cubin"]
 
 
 @pytest.mark.parametrize("groups, other_groups", [(1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_tile_list_kernel_compiles(capability, groups, other_groups):
-    types = dict(
-        offsets_ptr="*i64", other_offsets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32"
-    )
-    types |= dict(num_segments="i32", num_heads="i32")
-    constants = dict(
-        BLOCK_M=64, BLOCK_N=64, SEGMENTS=32, CHUNK=256, GROUPS=groups, OTHER_GROUPS=other_groups
-    )
-    assert compile_for(
-        capability, tile_list._tile_list_kernel, constants, types.get, aligned=()
-    ).asm["cubin"]
+    queries = QUERIES._replace(groups=max(groups, other_groups))
+    keys = KEYS._replace(other_groups=max(groups, other_groups))
+    lists = dict(QUERIES=queries, KEYS=keys)
+    if groups != other_groups:
+        lists |= dict(KEYS=None) if groups > 1 else dict(QUERIES=None)
+    assert compiles(capability, tile_list_kernels.tile_list_kernel, lists)
 
 
 @pytest.mark.parametrize("mask", [name for name, mask in MASKS.items() if mask])
-@pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("lists", ["queries", "keys", "both"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_tile_work_kernel_compiles(capability, key_tiles, mask):
-    types = dict(
-        offsets_ptr="*i64", other_offsets_ptr="*i32", chunks_ptr="*i32", num_targets_ptr="*i64"
-    )
+def test_tile_work_kernel_compiles(capability, lists, mask):
     constants = dict(
-        MASK=MASKS[mask], KEY_TILES=key_tiles, BLOCK_M=192, BLOCK_N=64, SHIFT=7, CHUNK=256
+        MASK=MASKS[mask],
+        QUERIES=None if lists == "keys" else Listed(192, 64, key_tiles=False),
+        KEYS=None if lists == "queries" else Listed(192, 64, key_tiles=True),
+        CHUNK=256,
     )
     if not MASKS[mask].has_targets:
         constants["num_targets_ptr"] = None
-    assert compile_for(
-        capability, tile_list._tile_work_kernel, constants, types.get, aligned=(), num_warps=1
-    ).asm["cubin"]
+    types = dict(kv_offsets_ptr="*i32", num_targets_ptr="*i64")
+    assert compiles(capability, tile_list_kernels.tile_work_kernel, constants, types, num_warps=1)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_masked_list_kernel_compiles(capability):
-    types = dict(chunks_ptr="*i32", tiles_ptr="*i32", num_tiles_ptr="*i32")
-    assert compile_for(
-        capability, tile_list._masked_list_kernel, dict(CHUNK=256, ROWS=8), types.get, num_warps=8
-    ).asm["cubin"]
+    constants = dict(QUERIES=QUERIES, KEYS=KEYS, CHUNK=256, ROWS=8)
+    assert compiles(capability, tile_list_kernels.masked_list_kernel, constants, num_warps=8)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_grouped_list_kernels_compile(capability):
-    types = dict(
-        offsets_ptr="*i64",
-        other_offsets_ptr="*i64",
-        order_ptr="*i32",
-        tiles_ptr="*i32",
-        num_tiles_ptr="*i32",
-    )
-    types |= dict(num_segments="i32", num_heads="i32", group_rows="i32")
-    for kernel, constants in [
-        (tile_list._segment_order_kernel, dict(BLOCK_M=128, SEGMENTS=32, CHUNK=256)),
-        (
-            tile_list._grouped_list_kernel,
-            dict(KEY_TILES=True, ALTERNATES=False, BLOCK_M=128, BLOCKS=32, CHUNK=128),
-        ),
-        (
-            tile_list._grouped_list_kernel,
-            dict(KEY_TILES=False, ALTERNATES=True, BLOCK_M=128, BLOCKS=32, CHUNK=128),
-        ),
-    ]:
-        assert compile_for(capability, kernel, constants, types.get, aligned=()).asm["cubin"]
+    in_groups = [x._replace(block_m=128, in_groups=True) for x in (QUERIES, KEYS)]
+    queries, keys = in_groups[0]._replace(alternates=True), in_groups[1]
+    for kernel in (tile_list_kernels.tile_list_kernel, tile_list_kernels.grouped_list_kernel):
+        for lists in ((queries, keys), (None, keys), (queries, None)):
+            assert compiles(capability, kernel, dict(zip(("QUERIES", "KEYS"), lists)))
 
 
 @pytest.mark.parametrize("q_offsets, kv_offsets", [*itertools.product(["*i32", "*i64"], repeat=2)])
-def test_short_queries_kernel_compiles(q_offsets, kv_offsets):
-    types = dict.fromkeys(("query_tiles_ptr", "key_tiles_ptr", "counts_ptr"), "*i32")
-    types |= dict(q_offsets_ptr=q_offsets, kv_offsets_ptr=kv_offsets)
-    constants = dict(ROWS=64, KEYS=128, BLOCK=64, SEGMENTS=32, CHUNK=512)
-    assert compile_for(90, _short_queries_kernel, constants, types.get, aligned=()).asm["cubin"]
+@pytest.mark.parametrize("rows, keys", [(64, 128), (192, 64)])
+def test_kernel_lists_short_queries(q_offsets, kv_offsets, rows, keys):
+    lists = dict(
+        QUERIES=QUERIES._replace(block_m=rows, few_queries=rows),
+        KEYS=KEYS._replace(block_m=keys, few_queries=rows),
+    )
+    types = dict(q_offsets_ptr=q_offsets, kv_offsets_ptr=kv_offsets)
+    assert compiles(90, tile_list_kernels.tile_list_kernel, lists, types)

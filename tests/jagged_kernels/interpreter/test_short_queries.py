@@ -11,13 +11,7 @@ from jagged_kernels.schedule.host import TileList, zigzag_schedule
 def expected_tiles(lengths, other_lengths, queries, rows, heads, block, short):
     """The tiles of long segments, then of short ones, each in the order of the zigzag schedule."""
     tiles = zigzag_schedule(
-        lengths,
-        other_lengths,
-        num_heads=heads,
-        block_m=rows,
-        block_n=block,
-        num_workers=1,
-        head_dim=0,
+        lengths, other_lengths, num_heads=heads, block_m=rows, block_n=block, head_dim=0
     ).tiles
     work = (other_lengths[tiles[:, 0].long()] + block - 1) // block
     tiles = tiles[torch.argsort(work * 10_000 - tiles[:, 0], descending=True, stable=True)]
