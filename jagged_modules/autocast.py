@@ -46,8 +46,8 @@ def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """
 
     def register(body: Callable[..., object]) -> CustomOpDef:
-        # pyright: ignore[reportUnknownMemberType] - unannotated in torch
-        schema = library.infer_schema(body, mutates_args=())
+        infer_schema: Callable[..., str] = library.infer_schema  # pyright: ignore - unannotated
+        schema = infer_schema(body, mutates_args=())
 
         def alone(*args: Any) -> object:
             with torch.autocast("cpu", enabled=False), DisableTorchFunction():

@@ -77,7 +77,8 @@ class RelativeBias:
             if table is None:
                 continue
             check_tensor(name, table, 2 if getattr(table, "ndim", 1) == 2 else 1, shape)
-            if table.shape[-1] == 0 or name == "position" and table.shape[-1] % 2 == 0:
+            size = table.shape[-1]
+            if size == 0 or (name == "position" and size % 2 == 0):
                 raise ValueError(f"{name} must have shape {shape}, got {list(table.shape)}")
         others = dict(
             timestamps=self.timestamps,

@@ -120,16 +120,12 @@ def _of_segments(call: Call, names: tuple[str, ...]) -> Lineage | None:
     say."""
     lineages = []
     for name in names:
-        own, segments = (
-            call.lineage(call[name]),
-            equal_segments(call["q_offsets" if name == "q" else "kv_offsets"]),
-        )
-        if (
-            own is None
-            or segments is None
-            or own.is_uniform
-            or (own.dim, own.pre, own.post, own.rows) != (0, 1, segments[1], segments[0])
-        ):
+        own = call.lineage(call[name])
+        segments = equal_segments(call["q_offsets" if name == "q" else "kv_offsets"])
+        if own is None or own.is_uniform or segments is None:
+            return None
+        number, length = segments
+        if (own.dim, own.pre, own.post, own.rows) != (0, 1, length, number):
             return None
         lineages.append(Lineage(own.maps, 0))
     return common(lineages)

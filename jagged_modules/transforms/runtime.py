@@ -191,9 +191,8 @@ def attend_in_place(
         In the shape of query.
     """
     check_tensor("query", query, query.dim(), "[C, H, Lq, D]", "target_attention")
-    query, key, value = (
-        x.unflatten(0, (-1, num_heads)) if num_heads else x for x in (query, key, value)
-    )
+    if num_heads:
+        query, key, value = (x.unflatten(0, (-1, num_heads)) for x in (query, key, value))
     num_users, num_keys = key.shape[0], key.shape[2]
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     if hidden is None:
@@ -202,11 +201,9 @@ def attend_in_place(
         rows, offsets = visible_first(hidden)
         key, value = key.index_select(0, rows), value.index_select(0, rows)
     num_candidates, num_rows = query.shape[0], query.shape[2]
-    q = (
-        query.transpose(1, 2)
-        if candidates.order is None
-        else query.index_select(0, candidates.order).transpose(1, 2)
-    )
+    if candidates.order is not None:
+        query = query.index_select(0, candidates.order)
+    q = query.transpose(1, 2)
     out = attend_unchecked(
         q.flatten(0, 1), key, value, candidates.query_offsets(num_rows), offsets, scale
     )
