@@ -83,8 +83,8 @@ class JaggedGDPA(nn.Module):
     """Generalised dot-product attention within each segment: any activation may replace softmax. It
     adds no norm and no residual.
 
-        out = W_o · activation(scale · q kᵀ) · output_scale · v        q = W_q x,  [k | v] = W_kv x
-        or W_kv context, per head
+        q = W_q x,  [k | v] = W_kv x or W_kv context, per head
+        out = W_o · activation(scale · q kᵀ) · output_scale · v
 
     With `activation="gelu_tanh"` and `GDPAConfig(qk_norm=True)` this is "Generalized Dot-Product
     Attention" (PyTorch blog, Meta).
