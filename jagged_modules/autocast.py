@@ -42,8 +42,8 @@ def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """Decorator: register the body as an operator of host tensors, `in_own_dtypes`."""
 
     def register(body: Callable[..., object]) -> CustomOpDef:
-        # pyright: ignore[reportUnknownMemberType] - unannotated in torch
-        schema = library.infer_schema(body, mutates_args=())
+        infer_schema: Callable[..., str] = library.infer_schema  # pyright: ignore - unannotated
+        schema = infer_schema(body, mutates_args=())
         body = in_own_dtypes(body)
         return library.custom_op(name, body, mutates_args=(), device_types="cpu", schema=schema)
 

@@ -23,9 +23,8 @@ class RelativeBias:
     """Biases that are added to attention scores before the activation, as in HSTU (Zhai et al.
     2024, arXiv:2402.17152).
 
-        S[b, h, i, j] = scale · <q_i, k_j> + position[h, j - i + N - 1] + time[h, bucket(u[i] -
-        t[j])]
-        bucket(d)     = number of boundaries that are <= |d|
+        S[b, h, i, j] = scale · <q_i, k_j> + position[h, j - i + N - 1] + time[h, bucket]
+        bucket        = number of boundaries that are <= |u[i] - t[j]|
 
     i and j are positions in the segment. Queries are aligned with the end of the keys: row i of Nq
     has position i + Nk - Nq. t are the timestamps of the keys, u those of the queries. By default
@@ -77,7 +76,8 @@ class RelativeBias:
             if table is None:
                 continue
             check_tensor(name, table, 2 if getattr(table, "ndim", 1) == 2 else 1, shape)
-            if table.shape[-1] == 0 or name == "position" and table.shape[-1] % 2 == 0:
+            size = table.shape[-1]
+            if size == 0 or (name == "position" and size % 2 == 0):
                 raise ValueError(f"{name} must have shape {shape}, got {list(table.shape)}")
         others = dict(
             timestamps=self.timestamps,

@@ -332,8 +332,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's type
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:  # pyright: ignore - the decorator
         if ctx.call.differentiated:
             raise RuntimeError(
                 "a graphed module's backward runs once for each call: its intermediate results are"

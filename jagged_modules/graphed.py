@@ -145,12 +145,8 @@ class _Graphed(nn.Module):
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[shared] = getattr(module, shared)
         self.training = module.training
-        self._buckets, self._max_graphs, self._names, self._offsets = (
-            buckets,
-            max_graphs,
-            names,
-            offsets,
-        )
+        self._buckets, self._max_graphs = buckets, max_graphs
+        self._names, self._offsets = names, offsets
         self._forget()
 
     def _forget(self) -> None:
@@ -170,12 +166,9 @@ class _Graphed(nn.Module):
             return inner(*args, **kwargs)
         arguments = Arguments(args, kwargs, self._names, self._offsets)
         device = arguments.device
-        if (
-            device is None
-            or device.type not in RUNNERS
-            or device.type == "cuda"
-            and torch.cuda.is_current_stream_capturing()
-        ):
+        if device is None or device.type not in RUNNERS:
+            return inner(*args, **kwargs)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return inner(*args, **kwargs)
         state = _state(inner)
         if state is None:  # torch.func.functional_call replaces the parameters

@@ -30,11 +30,14 @@ class AttentionMask:
     HSTU's rule (Zhai et al. 2024, as in Meta's generative-recommenders) for n columns, t targets, c
     = contextual_seqlen, causal:
 
-        M = n - t - c + 1 if c else n - t;    id(i) = min(max(i - c + 1, 0) if c else i, M)
+        M = n - t - c + 1 if c else n - t
+        id(i) = min(max(i - c + 1, 0) if c else i, M)
         keep = i == j or id(i) > id(j)
-        if max_attn_len:  keep = keep and (id(i) - id(j) <= max_attn_len  or  id(i) >= M -
-        min_full_attn_seqlen, if that is > 0) if c:             keep = keep or (id(i) == 0 and id(j)
-        < M)
+        if max_attn_len:
+            near = id(i) - id(j) <= max_attn_len
+            keep = keep and (near or (min_full_attn_seqlen and id(i) >= M - min_full_attn_seqlen))
+        if c:
+            keep = keep or (id(i) == 0 and id(j) < M)
 
     Args:
         causal: a row sees no later column. If False, history rows see all history within |id(i) -

@@ -283,15 +283,11 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
         buffer.copy_(x, non_blocking=True)
     elif leaf.kind == OFFSETS:
         buffer[: size + 1].copy_(x, non_blocking=True)
-        tail, end, step = (
-            buffer[size + 1 :],
-            capacities[leaf.rows],
-            _padding_step(leaf.rows, size, capacities),
-        )
-        torch.arange(
-            leaf.rows + step, leaf.rows + step * len(tail) + 1, step, out=tail, device=tail.device
-        )
-        tail.clamp_(max=end)
+        tail, first = buffer[size + 1 :], leaf.rows
+        step = _padding_step(first, size, capacities)
+        last = first + step * len(tail)
+        torch.arange(first + step, last + 1, step, out=tail, device=tail.device)
+        tail.clamp_(max=capacities[leaf.rows])
     else:
         buffer[:size].copy_(x, non_blocking=True)
         if leaf.kind == ORDER:

@@ -127,10 +127,8 @@ def kernel_arguments(
     are linear in the position, precise."""
     if rotary is None:
         return None, None, None, False, False, False
-    cos, sin = (
-        x.to(device, torch.float32, non_blocking=True).contiguous()
-        for x in (rotary.cos, rotary.sin)
-    )
+    tables = rotary.cos, rotary.sin
+    cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in tables)
     positions = None if rotary.positions is None else normal_form(rotary.positions, device)
     return cos, sin, positions, rotary.rotate == "qkv", rotary.linear, rotary.precise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from torch import Tensor
 
 def to_ints(x: Tensor) -> list[int]:
     """The values of a 1-D integer or bool tensor. Reading them waits for a device."""
-    # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - torch: a list of anything
-    return x.tolist()
+    values: Any = x  # torch types the result as a list of anything
+    return values.tolist()
 
 
 def is_sequence(x: object) -> bool:
@@ -25,8 +26,8 @@ def is_sequence(x: object) -> bool:
 def check_size(name: str, value: object, at_least: int = 1) -> None:
     """TypeError unless value is an int or a symbolic int, ValueError if it is below `at_least`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        # type: ignore[attr-defined, no-untyped-call]  # unannotated in torch
-        traced = isinstance(value, Tensor) and torch.jit.is_tracing()
+        jit: Any = torch.jit  # is_tracing has no annotation
+        traced = isinstance(value, Tensor) and jit.is_tracing()
         hint = ": torch.jit.trace makes tensors of sizes; use torch.export" if traced else ""
         raise TypeError(f"{name} must be an int, got {type(value).__name__}{hint}")
     if value < at_least:

@@ -76,8 +76,8 @@ def _(grad: Tensor, x: Tensor, activation: str) -> Tensor:
 
 def weight_gradient(do: Tensor, x: Tensor) -> Tensor:
     """Σ_b do[b] `[M, N]` @ x[b]ᵀ `[N, K]` as one GEMM: `[M, K]`."""
-    # pyright: ignore[reportArgumentType] - torch hides its overloads from checkers
-    return torch.tensordot(do, x, dims=([0, 2], [0, 2]))
+    dims: Any = ([0, 2], [0, 2])  # torch hides its overloads from checkers
+    return torch.tensordot(do, x, dims)
 
 
 def _setup_batched_matmul(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

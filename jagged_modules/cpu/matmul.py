@@ -106,9 +106,8 @@ def softmax_backward_cpu(
     dp = out.new_zeros(out.shape)
 
     def compute(x_rows: Rows, y_rows: Rows, scores: Rows) -> None:
-        block, block_grad = (
-            _take(x, scores).view(-1, x_rows.length, y_rows.length) for x in (out, grad)
-        )
+        shape = -1, x_rows.length, y_rows.length
+        block, block_grad = (_take(x, scores).view(shape) for x in (out, grad))
         scores.put(dp, softmax_gradient(block_grad, block, 1 if columns else 2, block.dtype))
 
     _for_each_group(compute, EXPONENTIAL, x_offsets, y_offsets, p_offsets, batch_invariant)

@@ -83,8 +83,8 @@ class JaggedGDPA(nn.Module):
     """Generalised dot-product attention within each segment: any activation may replace softmax. It
     adds no norm and no residual.
 
-        out = W_o · activation(scale · q kᵀ) · output_scale · v        q = W_q x,  [k | v] = W_kv x
-        or W_kv context, per head
+        q = W_q x,  [k | v] = W_kv x or W_kv context, per head
+        out = W_o · activation(scale · q kᵀ) · output_scale · v
 
     With `activation="gelu_tanh"` and `GDPAConfig(qk_norm=True)` this is "Generalized Dot-Product
     Attention" (PyTorch blog, Meta).
@@ -152,13 +152,8 @@ class JaggedGDPA(nn.Module):
             raise ValueError(
                 "mask must be None with num_seeds or num_weights: learned rows have no position"
             )
-        self.embedding_dim, self.num_heads, self.activation, self.mask, self.config = (
-            embedding_dim,
-            num_heads,
-            activation,
-            mask,
-            config,
-        )
+        self.embedding_dim, self.num_heads, self.activation = embedding_dim, num_heads, activation
+        self.mask, self.config = mask, config
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
         def learned_rows(count: int, heads: int) -> nn.Parameter:
@@ -175,10 +170,10 @@ class JaggedGDPA(nn.Module):
             self.value_weights = learned_rows(config.num_weights, self.num_kv_heads)
         else:
             self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device, dtype=dtype)
-        self.q_norm, self.k_norm = (
-            _RMSNorm(self.head_dim, device=device, dtype=dtype) if config.qk_norm else nn.Identity()
-            for _ in range(2)
-        )
+        norms: list[nn.Module] = [nn.Identity(), nn.Identity()]
+        if config.qk_norm:
+            norms = [_RMSNorm(self.head_dim, device=device, dtype=dtype) for _ in norms]
+        self.q_norm, self.k_norm = norms
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = nn.Linear(width, embedding_dim, device=device, dtype=dtype)
         self.reset_parameters()

@@ -48,9 +48,10 @@ class HSTULayer(nn.Module):
     """One layer of an HSTU (Zhai et al. 2024, arXiv:2402.17152), as implemented in Meta's
     generative-recommenders.
 
-        [u | v | q | k] = LayerNorm(x) W + b        u = silu(u)
-        a = attention of q, k and v with silu(q kᵀ / sqrt(head_dim)) / scaling_seqlen in place of
-        softmax, under HSTU's mask y = u · LayerNorm(a), in fp32
+        [u | v | q | k] = LayerNorm(x) W + b
+        u = silu(u)
+        a = silu(q kᵀ / sqrt(head_dim)) / scaling_seqlen · v, under HSTU's mask
+        y = u · LayerNorm(a), in fp32
         out = x + dropout([u | a | y]) W_o
 
     With config.relative_position or relative_time, a learned `RelativeBias` is added to q kᵀ /

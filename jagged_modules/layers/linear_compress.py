@@ -83,10 +83,8 @@ class LinearCompressEmbedding(nn.Module):
         else:
             check_size("num_user_embeddings", num_user_embeddings, at_least=0)
             shared = [num_user_embeddings] if num_user_embeddings else []
-        self.num_embeddings, self.num_compressed = (
-            [*shared, num_candidate_embeddings],
-            num_compressed,
-        )
+        self.num_embeddings = [*shared, num_candidate_embeddings]
+        self.num_compressed = num_compressed
         features: Sequence[Sequence[object] | None] = [user_features]
         if user_features is None:
             features = [None] * len(shared)
@@ -238,10 +236,8 @@ def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
 
 def _check_same_features(name: str, keys: tuple[str, ...], features: tuple[str, ...]) -> None:
     if sorted(keys) != sorted(features):
-        missing, unexpected = (
-            [key for key in some if key not in others]
-            for some, others in ((features, keys), (keys, features))
-        )
+        missing = [key for key in features if key not in keys]
+        unexpected = [key for key in keys if key not in features]
         found = f"missing {missing}, unexpected {unexpected}"
         raise ValueError(
             f"{name} must have each of the layer's {len(features)} features once, got {len(keys)}:"

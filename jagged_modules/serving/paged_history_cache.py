@@ -133,10 +133,8 @@ class PagedHistoryCache:
         self._last_copy: torch.Event | None = None
         # Pinned pages of selected histories that exist no more, with the stream that read them; and
         # such streams, for the next write.
-        self._read, self._readers = (
-            deque[tuple[list[int], torch.Stream | None]](),
-            set[torch.Stream](),
-        )
+        self._read = deque[tuple[list[int], torch.Stream | None]]()
+        self._readers = set[torch.Stream]()
 
     # -- users -------------------------------------------------------------------------------------
 

@@ -82,10 +82,8 @@ def analyse(
 def _item(node: fx.Node, result: Analysis) -> None:
     parent, position = positional(node)
     if parent in result.lineages:
-        lineage, dims = (
-            result.lineages[parent],
-            result.moves[parent].dims if parent in result.moves else (),
-        )
+        lineage = result.lineages[parent]
+        dims = result.moves[parent].dims if parent in result.moves else ()
         result.lineages[node] = lineage.at(dims[position]) if dims else lineage
         result.moves[node] = Moved(result.lineages[node])
 

@@ -104,17 +104,11 @@ def _is_supported(match: TargetAttention, analysis: Analysis) -> bool:
     # softmax can convert
     if len({x.meta["val"].dtype for x in (match.node, match.query, match.key, match.value)}) > 1:
         return False
-    queries, keys, values = (
-        shape_of(x.meta["val"])[:-2] for x in (match.query, match.key, match.value)
-    )
-    # torch would broadcast
-    if (
-        len(queries) == 2
-        and key.post != 1
-        or keys != values
-        or keys != queries
-        and keys != (*queries[:1], 1)
-    ):
+    operands = match.query, match.key, match.value
+    queries, keys, values = (shape_of(x.meta["val"])[:-2] for x in operands)
+    if len(queries) == 2 and key.post != 1:
+        return False
+    if keys != values or keys not in (queries, (*queries[:1], 1)):  # torch would broadcast
         return False
     match.lineage = common([Lineage(x.maps, 0) for x in (key, value, *hidden)])
     return match.lineage is not None
@@ -222,21 +216,14 @@ def _add_mask(
     """Whether the mask hides keys of a row alike from all heads and queries. Then it becomes part
     of the match."""
     chain: list[fx.Node] = []
-    source, visible = (
-        _skip_views(mask, chain),
-        reader.target is aten.scaled_dot_product_attention.default,
-    )
+    source = _skip_views(mask, chain)
+    visible = reader.target is aten.scaled_dot_product_attention.default
     if source.meta["val"].dtype != torch.bool:  # added to the scores: must be 0 or -inf
-        call, visible = (
-            Call(source, {}) if source.target is aten.masked_fill.Scalar else None,
-            False,
-        )
-        if (
-            call is None
-            or call["value"] != -math.inf
-            or call["self"].target not in ZEROS
-            or call.shape(call["mask"]) != call.shape()
-        ):
+        if source.target is not aten.masked_fill.Scalar:
+            return False
+        call, visible = Call(source, {}), False
+        is_bias = call["value"] == -math.inf and call["self"].target in ZEROS
+        if not is_bias or call.shape(call["mask"]) != call.shape():
             return False
         source = _skip_views(call["mask"], chain)
     elif reader.target not in (aten.scaled_dot_product_attention.default, aten.masked_fill.Scalar):

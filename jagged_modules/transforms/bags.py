@@ -214,12 +214,10 @@ def with_checked_entries(
                     f" {expected}, got {found}"
                 )
         for name in () if torch.compiler.is_compiling() else sampled:
-            row, owner = (
-                ("user", given.get(names[0]))
-                if name in names
-                else ("candidate", given.get(MAP_NAME))
-            )
-            numbers = num_rows(owner)[:1]
+            row, owner = "candidate", MAP_NAME
+            if name in names:
+                row, owner = "user", names[0]
+            numbers = num_rows(given.get(owner))[:1]
             if numbers and given[name].stride() != numbers[0]:
                 raise ValueError(
                     f"{name} must have one sample per {row}, {numbers[0]}, got"

@@ -323,5 +323,5 @@ def _holds_for_every_batch(guard: str) -> bool:
 def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:
     """The value of a size, with `unknown` for symbols without a hint."""
     symbols: Any = size.free_symbols
-    # pyright: ignore[reportArgumentType]
-    return int(size.subs({symbol: hints.get(symbol, unknown) for symbol in symbols}))
+    values: Any = {symbol: hints.get(symbol, unknown) for symbol in symbols}
+    return int(size.subs(values))

@@ -70,10 +70,8 @@ def certify(
             model, fused, _of_rows(given, names, range(num_users)), names, users
         )
         error = _compare(expected, found, roundings, eps)
-        other, changes = (
-            _other_row(given, names, rows),
-            "example_inputs have the rows of one user only, so no others were tried",
-        )
+        other = _other_row(given, names, rows)
+        changes = "example_inputs have the rows of one user only, so no others were tried"
         if other is not None:
             changed = _of_rows(given, names, [other, *range(1, num_users)])
             expected_after, found_after = _both(model, fused, changed, names, users)

@@ -19,20 +19,19 @@ from torch.fx.node import map_arg
 
 from .calls import bind, equal_segments, flat, is_operator, is_tensor, positional
 from .lineage import Size, exact_quotient, product, shape_of
-from .shape_rules import WHOLE
+from .shape_rules import is_whole_slice
 
 aten = torch.ops.aten
 PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
 RESHAPES = (
-    *(
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-    ),
-    *(aten.flatten.using_ints, aten.unflatten.int),
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
 )
 VIEWS = (*PERMUTATIONS, *RESHAPES)
 COPIES = (aten.clone.default, aten.alias.default)
@@ -56,12 +55,8 @@ def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
     write to it or need its strides.
     """
     for node in _operators(graph, keep):
-        if (
-            node.target in COPIES
-            and not _is_handed_out(node)
-            or _is_whole(node)
-            or _clears_no_row(node)
-        ):
+        is_spare_copy = node.target in COPIES and not _is_handed_out(node)
+        if is_spare_copy or _is_whole(node) or _clears_no_row(node):
             node.replace_all_uses_with(positional(node)[0])
             graph.erase_node(node)
 
@@ -69,17 +64,10 @@ def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
 def _is_whole(node: fx.Node) -> bool:
     """Whether a view is its operand."""
     if node.target is aten.slice.Tensor:
-        call = bind(node)
-        return (
-            call["start"] in (None, 0)
-            and call["step"] == 1
-            and (call["end"] is None or isinstance(call["end"], int) and call["end"] > WHOLE)
-        )
-    if _squeezes_any_size(node):
+        return is_whole_slice(bind(node))
+    if node.target not in (*RESHAPES, aten.expand.default) or _squeezes_any_size(node):
         return False
-    return node.target in (*RESHAPES, aten.expand.default) and shape_of(
-        node.meta["val"]
-    ) == shape_of(positional(node)[0].meta["val"])
+    return shape_of(node.meta["val"]) == shape_of(positional(node)[0].meta["val"])
 
 
 def _clears_no_row(node: fx.Node) -> bool:
@@ -96,16 +84,12 @@ def _clears_no_row(node: fx.Node) -> bool:
     if end.target is not aten.select.int:
         return False
     offsets, dim, index = positional(end)
-    segments, counted = (
-        equal_segments(offsets) if (dim, index) == (0, -1) else None,
-        equal_segments(rows),
-    )
+    segments = equal_segments(offsets)
+    if segments is None or (dim, index) != (0, -1):
+        return False
     num_rows = shape_of(x.meta["val"])[0]
-    return (
-        segments is not None
-        and counted == (num_rows - 1, 1)
-        and segments[0] * segments[1] == num_rows
-    )
+    # The row numbers 0, 1, ... are captured as the offsets of segments of one row.
+    return equal_segments(rows) == (num_rows - 1, 1) and segments[0] * segments[1] == num_rows
 
 
 def _squeezes_any_size(node: Any) -> bool:
@@ -123,16 +107,14 @@ def _is_handed_out(node: fx.Node) -> bool:
     reads strides or is not torch's."""
     for user in node.users:
         target: Any = user.target
-        if (
-            user.op == "output"
-            or target in READ_STRIDES
-            or is_operator(user)
-            and target.namespace != "aten"
-        ):
+        if user.op == "output" or target in READ_STRIDES:
             return True
-        if (
-            not is_operator(user) or any(x.alias_info for x in target._schema.returns)
-        ) and _is_handed_out(user):
+        may_be_view = True
+        if is_operator(user):
+            if target.namespace != "aten":
+                return True
+            may_be_view = any(x.alias_info for x in target._schema.returns)
+        if may_be_view and _is_handed_out(user):
             return True
     return False
 
@@ -238,27 +220,27 @@ class Chain:
         order = sorted(
             range(len(parts)), key=lambda i: rank[parts[i][0]] if parts[i] else len(rank)
         )
-        before, after = (
-            [sizes[i] for i in order],
-            [product([factor.size for factor in dim]) for dim in self.dims],
-        )
+        before = [sizes[i] for i in order]
+        after = [product([factor.size for factor in dim]) for dim in self.dims]
         permutation = [order.index(i) for i in range(len(order))]
         moved = [i for i, dim in enumerate(permutation) if i != dim]
         filled = [i for i in order if parts[i]]
         shape, result = list(shape_of(self.base.meta["val"])), list[tuple[Any, list[Any]]]()
-        for wanted in (after,) if filled == sorted(filled) else (before, None, after):
+        # Parts without a factor have no order. None stands for the permutation.
+        steps = [after] if filled == sorted(filled) else [before, None, after]
+        for wanted in steps:
             if wanted is None:
-                result.append(
-                    (aten.transpose.int, moved)
-                    if len(moved) == 2
-                    else (aten.permute.default, [permutation])
-                )
-            elif shape != wanted:
+                swaps_two = len(moved) == 2
+                permute = (aten.permute.default, [permutation])
+                result.append((aten.transpose.int, moved) if swaps_two else permute)
+                shape = sizes
+                continue
+            if shape != wanted:
                 known = [int(size) if size.is_Integer else -1 for size in wanted]
                 if known.count(-1) > 1:
                     return None
                 result.append((aten.reshape.default, [known]))
-            shape = sizes if wanted is None else wanted
+            shape = wanted
         return result
 
 
@@ -298,11 +280,11 @@ def _fold_views(graph: fx.Graph, keep: Set[fx.Node]) -> None:
                 _fold(graph, node, keep)
         graph.eliminate_dead_code()
         for node in _operators(graph, keep):
-            if node.target in PERMUTATIONS and all(
-                user.target is aten.select.int for user in node.users
-            ):
-                for user in [user for user in node.users if user not in keep]:
-                    _select_first(graph, user)
+            users = list(node.users)
+            if node.target in PERMUTATIONS and all(x.target is aten.select.int for x in users):
+                for user in users:
+                    if user not in keep:
+                        _select_first(graph, user)
 
 
 def _fold(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> None:
@@ -326,9 +308,9 @@ def _chain(end: Any, keep: Set[fx.Node]) -> Chain | None:
     """The longest chain of views to `end` that factors describe, and whose other results nothing
     else reads."""
     nodes: list[fx.Node] = []
-    while (
-        is_tensor(end) and _is_view(end) and end not in keep and (not nodes or len(end.users) == 1)
-    ):
+    while is_tensor(end) and _is_view(end) and end not in keep:
+        if nodes and len(end.users) > 1:
+            break
         nodes.append(end)
         end = end.args[0]
     while nodes:
@@ -351,12 +333,10 @@ def _order_rows_later(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> Non
     before = Chain(chain.base)
     before.factors, before.dims = chain.factors, [*rows, last]
     views = before.views()
-    if (
-        not rows
-        or views is None
-        or sum(rows, []) == sum(leading, [])
-        and len(views) >= len(chain.nodes)
-    ):
+    if not rows or views is None:
+        return
+    orders_rows = sum(rows, []) != sum(leading, [])
+    if not orders_rows and len(views) >= len(chain.nodes):
         return
     with graph.inserting_before(node):
         x = _call_all(graph, views, chain.base, node)
@@ -376,11 +356,8 @@ def _select_first(graph: fx.Graph, node: fx.Node) -> None:
     order = [i - (i > chosen) for i in order]
     with graph.inserting_before(node):
         new = call(graph, aten.select.int, permuted.args[0], chosen, index, like=node)
-        new = (
-            new
-            if order == sorted(order)
-            else call(graph, aten.permute.default, new, order, like=node)
-        )
+        if order != sorted(order):
+            new = call(graph, aten.permute.default, new, order, like=node)
     _replace(graph, node, new)
 
 

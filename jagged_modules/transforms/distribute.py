@@ -416,38 +416,23 @@ class Distributor:
     def _saves_blocks(
         self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]
     ) -> float | None:
-        costs, whole, operand, result = (
-            self.costs,
-            self.costs.full(node),
-            self.costs.bytes(left),
-            self.costs.bytes(node),
-        )
-        width, element, after = (
-            sum(part.width for part in parts),
-            node.meta["val"].element_size(),
-            list[Cost](),
-        )
+        costs, whole = self.costs, self.costs.full(node)
+        operand, result = costs.bytes(left), costs.bytes(node)
+        width, element = sum(part.width for part in parts), node.meta["val"].element_size()
+        after = list[Cost]()
 
         def copy(part: float, are_vectors: bool) -> Cost:
-            return costs.of(
-                node, 0, 2 * part * result, 0 if are_vectors else part * result / element
-            )
+            elements = 0 if are_vectors else part * result / element
+            return costs.of(node, 0, 2 * part * result, elements)
 
         for row, part in enumerate(parts):
             for other in parts[row:]:
                 a, b = part.width / width, other.width / width
-                share = (
-                    costs.share(part.lineage)
-                    if part.lineage and other.lineage and part.lineage.maps == other.lineage.maps
-                    else 1
-                )
-                after.append(
-                    costs.of(
-                        node,
-                        a * b * share * whole.flops,
-                        share * ((a + b) * operand + a * b * result),
-                    )
-                )
+                share: float = 1
+                if part.lineage and other.lineage and part.lineage.maps == other.lineage.maps:
+                    share = costs.share(part.lineage)
+                num_bytes = share * ((a + b) * operand + a * b * result)
+                after.append(costs.of(node, a * b * share * whole.flops, num_bytes))
                 if share < 1:
                     after.append(
                         copy(a * b, part.width * other.width * element % VECTOR_BYTES == 0)
@@ -500,16 +485,13 @@ class Distributor:
         numbers = []
         for user in x.users:
             target, operands = user.target, [y for y in user.all_input_nodes if is_tensor(y)]
-            if (
-                target is aten.sum.dim_IntList
-                or target in PRODUCTS
-                and any(self._is_weight(self._unexpanded(y)) for y in operands)
-            ):
+            is_product = target in PRODUCTS and any(
+                self._is_weight(self._unexpanded(y)) for y in operands
+            )
+            if is_product or target is aten.sum.dim_IntList:
                 numbers.append(1)
+            elif operands == [x] and (target in VIEWS or RULES.get(target) is pointwise):
+                numbers.append(self._readers(user))
             else:
-                numbers.append(
-                    self._readers(user)
-                    if operands == [x] and (target in VIEWS or RULES.get(target) is pointwise)
-                    else 0
-                )
+                numbers.append(0)
         return sum(numbers) if all(numbers) else 0

@@ -60,12 +60,11 @@ class Batch:
         """Each of the users' inputs and bags, as the captured graph sees it."""
         bags = self.bags.results if self.bags else ()
         values = [*self.users, *bags, *(positional(x)[0] for x in bags)]
-        return {
-            x: Lineage(
-                (Map("index", self.map, 0, num_users, shape_of(first_of(x.meta["val"]))[0]),), 0
-            )
-            for x in values
-        }
+        found: dict[fx.Node, Lineage] = {}
+        for x in values:
+            rows = shape_of(first_of(x.meta["val"]))[0]
+            found[x] = Lineage((Map("index", self.map, 0, num_users, rows),), 0)
+        return found
 
 
 class Emitter:
@@ -89,9 +88,8 @@ class Emitter:
         batch: Batch | None,
     ) -> None:
         self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
-        self._per_user = (
-            batch.bags.nodes if batch is not None and batch.bags is not None else frozenset()
-        )
+        self._bags = None if batch is None else batch.bags
+        self._per_user = frozenset() if self._bags is None else self._bags.nodes
         self._of_users: dict[fx.Node, Any] = {}
         given = {*moved, *(batch.users if batch else ())}
         self.fusions = {
@@ -133,9 +131,8 @@ class Emitter:
             if node in lineages:
                 self._bases[node] = self._of_users[node]
         elif node in self.moved:
-            self._bases[node] = (
-                self._source(node) if node in self.analysis.sources else self._base(node)
-            )
+            is_source = node in self.analysis.sources
+            self._bases[node] = self._source(node) if is_source else self._base(node)
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
             self._plain[node] = self._size(*positional(node))
         elif node in self.fusions:
@@ -149,18 +146,14 @@ class Emitter:
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node)
         lineage = self.analysis.lineages.get(node)
-        if (
-            self.batch is not None
-            and self.batch.bags is not None
-            and node in self.batch.bags.leaves
-        ):
+        if self._bags is not None and node in self._bags.leaves:
             self._of_users[node] = new
             return
         (self._plain if lineage is None else self._bases)[node] = new
         if self.batch is not None and node is self.batch.map:
             users = {name: self._bases[x] for x, name in self.batch.users.items()}
-            if self.batch.bags is not None:
-                lengths, keys = self.batch.bags.lengths
+            if self._bags is not None:
+                lengths, keys = self._bags.lengths
                 by_key = self.call(aten.reshape.default, self._of_users[lengths], [keys, -1])
                 users[lengths.name] = self.call(aten.select.int, by_key, 0, 0)
                 self._symbols.setdefault(USERS, (users[lengths.name], 0))
@@ -179,54 +172,41 @@ class Emitter:
         """Check what the capture holds for: numbers among the inputs and their sizes, and sizes
         that occur twice. Those of the batch are compared by checked_map.
         """
-        batch = (
-            []
-            if self.batch is None
-            else [self.batch.map, *self.batch.users, *self.batch.candidates]
-        )
-        of_batch = {shape_of(x.meta["val"])[0] for x in batch}
+        of_batch: set[Size] = set()
+        if self.batch is not None:
+            inputs = self.batch.map, *self.batch.users, *self.batch.candidates
+            of_batch = {shape_of(x.meta["val"])[0] for x in inputs}
         shapes = {node: shape_of(node.meta["val"]) for node in placeholders if is_tensor(node)}
-        often = {
-            x
-            for x, times in Counter(x for shape in shapes.values() for x in shape).items()
-            if times > 1
-        } - of_batch
-        expected = {
-            node: [
-                int(x) if x.is_Integer else str(x) if x.is_Symbol and x in often else None
-                for x in shapes[node]
-            ]
-            if node in shapes
-            else node.meta.get("val")
-            for node in placeholders
-        }
-        given = {
-            x.meta.get("input", x.name): self._of_users.get(x)
-            or self._bases.get(x)
-            or self._plain[x]
-            for x in placeholders
-        }
-        self.call(
-            check_inputs,
-            given,
-            {x.meta.get("input", x.name): value for x, value in expected.items()},
-        )
+        times = Counter(size for shape in shapes.values() for size in shape)
+
+        def expected_size(size: Size) -> int | str | None:
+            """A number, the name of a size that occurs again, or None for any size."""
+            if size.is_Integer:
+                return int(size)
+            occurs_again = times[size] > 1 and size not in of_batch
+            return str(size) if size.is_Symbol and occurs_again else None
+
+        given: dict[str, Any] = {}
+        expected: dict[str, Any] = {}
+        for node in placeholders:
+            name = node.meta.get("input", node.name)
+            given[name] = self._of_users.get(node) or self._bases.get(node) or self._plain[node]
+            expected[name] = node.meta.get("val")
+            if node in shapes:
+                expected[name] = [expected_size(size) for size in shapes[node]]
+        self.call(check_inputs, given, expected)
 
     def decisions(self) -> Decisions:
         """What `emit` did."""
         alive = set(self.graph.nodes)
-        new = {
-            **self._plain,
-            **self._of_users,
-            **{x: self._bases[x] for x in self.moved if x in self._bases},
-        }
+        bases = {x: self._bases[x] for x in self.moved if x in self._bases}
+        new = self._plain | self._of_users | bases
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
         gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
-        fused = {
-            x: match
-            for node, match in self.fusions.items()
-            for x in (node, *(reader for _, reader in match.reads))
-        }
+        fused: dict[fx.Node, Fusion] = {}
+        for node, match in self.fusions.items():
+            fused[node] = match
+            fused.update((reader, match) for _, reader in match.reads)
         return Decisions(self.moved | self._per_user, fused, dead, gathered)
 
     def _value_of_users(self, x: fx.Node) -> Any:
@@ -236,36 +216,33 @@ class Emitter:
             return self._of_users[x]
         assert self.batch is not None
         size = x.meta.get("val")
-        return (
-            self._expression(size_of(size).subs(self.batch.rows, USERS))
-            if isinstance(size, torch.SymInt)
-            else self.value(x)
-        )
+        if isinstance(size, torch.SymInt):
+            return self._expression(size_of(size).subs(self.batch.rows, USERS))
+        return self.value(x)
 
     # -- values in full ----------------------------------------------------------------------------
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node of the captured graph, gathered from its base at the first use."""
-        if (
-            node not in self._plain
-            and node in self._per_user
-            and isinstance(node.meta["val"], torch.SymInt)
-        ):
-            self._plain[node] = self._expression(size_of(node.meta["val"]))
-        elif node not in self._plain and self.analysis.permutes_gathered(node):
-            self._plain[node] = self.graph.node_copy(node, self.value)
-        elif node not in self._plain:
-            self._plain[node] = self.gathered(node, len(self.analysis.lineages[node].maps))
-        return self._plain[node]
+        if node in self._plain:
+            return self._plain[node]
+        if node in self._per_user and isinstance(node.meta["val"], torch.SymInt):
+            new = self._expression(size_of(node.meta["val"]))
+        elif self.analysis.permutes_gathered(node):
+            new = self.graph.node_copy(node, self.value)
+        else:
+            new = self.gathered(node, len(self.analysis.lineages[node].maps))
+        self._plain[node] = new
+        return new
 
     def gathered(self, node: fx.Node, levels: int) -> fx.Node:
         """The base of a node, gathered by the first `levels` of its maps."""
         key = node, levels
         if key not in self._advanced:
             lineage, x = self.analysis.lineages[node], self._bases[node]
-            self._advanced[key] = (
-                self._gather(x, lineage, lineage.maps[:levels], node) if levels else x
-            )
+            if levels:
+                x = self._gather(x, lineage, lineage.maps[:levels], node)
+            self._advanced[key] = x
         return self._advanced[key]
 
     def _gather(
@@ -273,12 +250,8 @@ class Emitter:
     ) -> fx.Node:
         dim = lineage.dim
         if lineage.is_folded:
-            x = self.call(
-                aten.unflatten.int,
-                x,
-                dim,
-                [self._expression(lineage.pre), -1, self._expression(lineage.post)],
-            )
+            parts = [self._expression(lineage.pre), -1, self._expression(lineage.post)]
+            x = self.call(aten.unflatten.int, x, dim, parts)
             dim += 1
         outermost = next(iter(maps))
         if outermost.kind == "one":
@@ -287,7 +260,8 @@ class Emitter:
             sizes[dim] = self._expression(outermost.rows_out)
             x = self.call(aten.expand.default, x, sizes)
         else:
-            wraps = len(maps) > 1 or self._may_wrap(outermost) and not outermost.is_narrowed
+            # A narrowed map has no negative entries.
+            wraps = len(maps) > 1 or (self._may_wrap(outermost) and not outermost.is_narrowed)
             x = self.select(x, dim, self._composed(maps, node), wraps)
         return self.call(aten.flatten.using_ints, x, dim - 1, dim + 1) if lineage.is_folded else x
 
@@ -309,18 +283,13 @@ class Emitter:
     def select(self, x: fx.Node, dim: int, index: fx.Node, wraps: bool) -> fx.Node:
         """x[index] along a dimension. wraps: whether negative indices count from the end, as they
         do for index.Tensor."""
-        return (
-            self.call(aten.index.Tensor, x, [None] * dim + [index])
-            if wraps
-            else self.call(aten.index_select.default, x, dim, index)
-        )
+        if wraps:
+            return self.call(aten.index.Tensor, x, [None] * dim + [index])
+        return self.call(aten.index_select.default, x, dim, index)
 
     def _may_wrap(self, map_: Map) -> bool:
-        return (
-            map_.kind == "base"
-            or map_.node is not None
-            and any(user.target is aten.index.Tensor for user in map_.node.users)
-        )
+        users = () if map_.node is None else map_.node.users
+        return map_.kind == "base" or any(user.target is aten.index.Tensor for user in users)
 
     def index(self, map_: Map, like: fx.Node) -> fx.Node:
         """The rows of G for each row of the value."""
@@ -337,26 +306,20 @@ class Emitter:
         assert map_.node is not None
         if map_.kind == "counts":
             known = is_known(map_.rows_out, self._symbols.keys())
-            return self.call(
-                aten.repeat_interleave.Tensor,
-                self.value(map_.node),
-                output_size=self._expression(map_.rows_out) if known else None,
-            )
+            counts = self.value(map_.node)
+            size = self._expression(map_.rows_out) if known else None
+            return self.call(aten.repeat_interleave.Tensor, counts, output_size=size)
         index = self._bases[map_.node] if map_.kind == "base" else self.value(map_.node)
-        return (
-            self.call(without_negative, index, map_.node.name)
-            if map_.is_narrowed and self._may_wrap(map_)
-            else index
-        )
+        if map_.is_narrowed and self._may_wrap(map_):
+            return self.call(without_negative, index, map_.node.name)
+        return index
 
     def _fused(self, match: Fusion) -> fx.Node:
         if isinstance(match, TargetAttention):
             return self._attention(match)
-        return (
-            self._segment_attention(match)
-            if isinstance(match, SegmentAttention)
-            else self._compression(match)
-        )
+        if isinstance(match, SegmentAttention):
+            return self._segment_attention(match)
+        return self._compression(match)
 
     def _segment_attention(self, match: SegmentAttention) -> fx.Node:
         """As `_attention`, of this project's operator."""
@@ -393,18 +356,11 @@ class Emitter:
         )
 
     def _compression(self, match: Compression) -> fx.Node:
-        users, index = (
-            self.operand(match.user_embeddings, match.lineage),
-            self._row_numbers(match.lineage.maps, match.user_embeddings),
-        )
-        return self.call(
-            compress,
-            self.value(match.user_weight),
-            users,
-            self.value(match.weight),
-            self.value(match.embeddings),
-            index,
-        )
+        users = self.operand(match.user_embeddings, match.lineage)
+        index = self._row_numbers(match.lineage.maps, match.user_embeddings)
+        own = match.user_weight, match.weight, match.embeddings
+        user_weight, weight, embeddings = (self.value(x) for x in own)
+        return self.call(compress, user_weight, users, weight, embeddings, index)
 
     def _candidates(
         self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage
@@ -413,11 +369,9 @@ class Emitter:
         key = tuple((x, x.rows_in, x.rows_out) for x in maps)
         if key not in self._groups:
             index = self._row_numbers(maps, node)
-            users = (
-                value
-                if own.post == 1
-                else self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
-            )
+            users = value
+            if own.post != 1:
+                users = self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
             self._groups[key] = self.call(group_candidates, index, users)
         return self._groups[key]
 
@@ -475,13 +429,8 @@ class Emitter:
         if own.maps[levels].rows_in != lineage.base_rows:
             key = x, levels, lineage.base_rows
             if key not in self._narrowed:
-                self._narrowed[key] = self.call(
-                    aten.slice.Tensor,
-                    base,
-                    own.dim,
-                    0,
-                    self._expression(lineage.base_rows * own.post),
-                )
+                end = self._expression(lineage.base_rows * own.post)
+                self._narrowed[key] = self.call(aten.slice.Tensor, base, own.dim, 0, end)
             return self._narrowed[key]
         return base
 
@@ -505,11 +454,9 @@ class Emitter:
         if dim % ndim != lineage.dim and x in self._bases:
             return self.call(aten.sym_size.int, self._bases[x], dim)
         size = shape_of(x.meta["val"])[dim]
-        return (
-            self._expression(size)
-            if is_known(size, self._symbols.keys())
-            else self.call(aten.sym_size.int, self.value(x), dim)
-        )
+        if is_known(size, self._symbols.keys()):
+            return self._expression(size)
+        return self.call(aten.sym_size.int, self.value(x), dim)
 
     def _expression(self, size: Size) -> Any:
         """A size as an int or a node."""

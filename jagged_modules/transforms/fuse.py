@@ -125,7 +125,7 @@ def fuse_broadcasts(
     nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
     # the model's KeyedJaggedTensors take longer to replicate
-    runs_model = nothing_moved or module.report.saved < WORTHWHILE and not keyed
+    runs_model = nothing_moved or (module.report.saved < WORTHWHILE and not keyed)
     if batch is None:
         replication = (
             Replication(for_all_calls=True)

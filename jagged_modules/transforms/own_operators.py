@@ -126,12 +126,10 @@ def _of_segments(call: Call, attention: AttentionCall, names: str) -> Lineage | 
     for name in names:
         offsets = attention.segments.q_offsets if name == "q" else attention.segments.kv_offsets
         own, segments = call.lineage(getattr(attention, name)), equal_segments(offsets)
-        if (
-            own is None
-            or segments is None
-            or own.is_uniform
-            or (own.dim, own.pre, own.post, own.rows) != (0, 1, segments[1], segments[0])
-        ):
+        if own is None or own.is_uniform or segments is None:
+            return None
+        number, length = segments
+        if (own.dim, own.pre, own.post, own.rows) != (0, 1, length, number):
             return None
         lineages.append(Lineage(own.maps, 0))
     return common(lineages)

@@ -148,17 +148,9 @@ def linear(call: Call) -> Moved | None:
 def matmul(call: Call) -> Moved | None:
     """Rows of the left operand, columns of the right one, or matrices of a batch are computed by
     themselves."""
-    left, right = (
-        (call["mat1"], call["mat2"])
-        if "mat1" in call.arguments
-        else (call["self"], call["mat2"] if "mat2" in call.arguments else None)
-    )
-    if right is None:
-        left, right = (
-            (call["batch1"], call["batch2"])
-            if "batch1" in call.arguments
-            else (call["self"], call["other"])
-        )
+    # addmm, baddbmm, mm and bmm, matmul
+    names = ("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2"), ("self", "other")
+    left, right = next((call[x], call[y]) for x, y in names if {x, y} <= call.arguments.keys())
     bias = call["self"] if left is not call["self"] else None
     ndim, left_dims, right_dims = len(call.shape()), len(call.shape(left)), len(call.shape(right))
     if left_dims < 2 or right_dims < 2:
@@ -168,9 +160,10 @@ def matmul(call: Call) -> Moved | None:
         for x, dims in ((call.lineage(left), left_dims), (call.lineage(right), right_dims))
     ]
     row, column = ndim - 2, ndim - 1
-    if own[0] and own[0].dim == column or own[1] and own[1].dim == row:  # the contracted dimension
+    dims = [x and x.dim for x in own]
+    if dims[0] == column or dims[1] == row:  # the contracted dimension
         return None
-    if own[0] and own[0].dim == row or own[1] and own[1].dim == column:
+    if dims[0] == row or dims[1] == column:
         if own[0] and own[1]:
             return None
         lineages = [x for x in own if x]
@@ -314,15 +307,10 @@ def look_up_elements(call: Call) -> Moved | None:
 def convolution(call: Call) -> Moved | None:
     """Works on each sample by itself. Without a dimension of samples, the first one is that of the
     channels."""
-    lineage, same_dims = (
-        call.lineage(call["input"]),
-        len(call.shape(call["input"])) == len(call.shape(call["weight"])),
-    )
-    return (
-        Moved(lineage)
-        if lineage and call.only("input") and same_dims and lineage.dim == 0
-        else None
-    )
+    lineage = call.lineage(call["input"])
+    has_samples = len(call.shape(call["input"])) == len(call.shape(call["weight"]))
+    by_sample = lineage and lineage.dim == 0 and has_samples and call.only("input")
+    return Moved(lineage) if lineage and by_sample else None
 
 
 @rule(

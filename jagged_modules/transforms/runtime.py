@@ -193,9 +193,8 @@ def attend_in_place(
         In the shape of query.
     """
     check_tensor("query", query, query.dim(), "[C, H, Lq, D]", "target_attention")
-    query, key, value = (
-        x.unflatten(0, (-1, num_heads)) if num_heads else x for x in (query, key, value)
-    )
+    if num_heads:
+        query, key, value = (x.unflatten(0, (-1, num_heads)) for x in (query, key, value))
     num_users, num_keys = key.shape[0], key.shape[2]
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     if hidden is None:

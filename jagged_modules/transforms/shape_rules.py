@@ -6,6 +6,7 @@ the size of the rows' dimension becomes -1, which the operator infers from its o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -109,6 +110,13 @@ def repeat(call: Call) -> Moved | None:
     return Moved(after) if call["repeats"][after.dim] == 1 else None
 
 
+def is_whole_slice(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of slice.Tensor returns all of its operand."""
+    start, end, step = (arguments[name] for name in ("start", "end", "step"))
+    has_last_row = end is None or (isinstance(end, int) and end > WHOLE)
+    return start in (None, 0) and step == 1 and has_last_row
+
+
 @rule("slice.Tensor")
 def slice_(call: Call) -> Moved | None:
     """Selects indices of another dimension. A slice of all rows is the identity."""
@@ -117,12 +125,7 @@ def slice_(call: Call) -> Moved | None:
         return None
     if call.dim("dim", len(call.shape())) != lineage.dim:
         return Moved(lineage)
-    whole = (
-        call["start"] in (None, 0)
-        and call["step"] == 1
-        and (call["end"] is None or isinstance(call["end"], int) and call["end"] > WHOLE)
-    )
-    return Moved(lineage) if whole else None
+    return Moved(lineage) if is_whole_slice(call.arguments) else None
 
 
 @rule("select.int")

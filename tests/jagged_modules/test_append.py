@@ -198,7 +198,11 @@ def test_learned_rows_have_no_cache(option):
 
 def test_forward_has_no_modes():
     x = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
-    layers = jm.JaggedTargetAttention(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS), hstu(config_of())
+    layers = (
+        jm.JaggedTargetAttention(WIDTH, HEADS),
+        jm.JaggedGDPA(WIDTH, HEADS),
+        hstu(config_of()).float(),
+    )
     for layer in layers:
         for option in (dict(cache=layer.cache(x)), dict(return_cache=True)):
             with pytest.raises(TypeError, match="unexpected keyword argument"):
@@ -215,7 +219,7 @@ class Halved(jm.JaggedTargetAttention):
 
 def test_methods_are_calls_of_the_module():
     x = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
-    for layer in (Halved(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS), hstu(config_of())):
+    for layer in (Halved(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS), hstu(config_of()).float()):
         called = Mock(return_value=None)
         layer.register_forward_hook(called)
         kv = layer.cache(x)
