@@ -11,7 +11,15 @@ from torch.nn.functional import pad
 
 from ..containers.segmentation import rows_on_host
 from ..tracing import is_recording
-from ..validation import transforms_are_active, values_are_checkable
+from ..validation import checked_offsets, transforms_are_active, values_are_checkable
+
+
+def offsets_and_tail(
+    name: str, offsets: Any, x: Tensor, owner: str = "x's", max_seqlen: int | None = None
+) -> tuple[Tensor, bool]:
+    """`checked_offsets` of the rows of x, which errors call by its `owner`, and `may_have_tail`."""
+    checked = checked_offsets(name, offsets, x.shape[0], x, owner, max_seqlen)
+    return checked, may_have_tail(name, offsets, x.shape[0], x.device)
 
 
 def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:
