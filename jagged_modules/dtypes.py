@@ -11,11 +11,7 @@ FLOATS = (torch.float64, *EVERYWHERE)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ANY = (*FLOATS, torch.complex64, torch.complex128, *_INTEGERS)
 
-# implementations in plain torch, on every device
-WITHOUT_KERNELS = ("reference", "decomposed", "padded")
-
-# function → (dtypes on the CPU, on meta and in the implementations without kernels, dtypes of the
-# kernels)
+# function → (dtypes on the CPU, on meta and of "reference", dtypes of the kernels)
 DTYPES = {
     **dict.fromkeys(
         (
@@ -54,9 +50,7 @@ DTYPES = {
 def uses_kernels(device: torch.device, implementation: str) -> bool:
     """Whether a function that has kernels runs them, on this device and with this
     implementation."""
-    return implementation not in WITHOUT_KERNELS and (
-        implementation != "auto" or device.type == "cuda"
-    )
+    return implementation != "reference" and (implementation != "auto" or device.type == "cuda")
 
 
 def dtypes_of(

@@ -74,7 +74,7 @@ def _num_block_pairs(offsets: Tensor, block_size: int, rows: int) -> int:
 def _block_attention(gemms: int, packed: bool, backward: bool) -> Formula:
     def formula(*args: Any, out_val: Any, **_: Any) -> int:
         rows, *operands = args[1:] if backward else args
-        offsets, block_size = (operands[0], operands[7]) if packed else (operands[2], operands[9])
+        offsets, block_size = (operands[0], operands[3]) if packed else (operands[2], operands[5])
         return (
             2
             * rows.shape[-2]

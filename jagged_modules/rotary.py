@@ -122,15 +122,15 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
 
 def kernel_arguments(
     rotary: Rotary | None, device: torch.device
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool, bool, bool]:
-    """The kernels' arguments: cos, sin, positions, whether values are rotated too, whether angles
-    are linear in the position, precise."""
+) -> tuple[list[Tensor | None], list[bool]]:
+    """The kernels' arguments: cos, sin and positions; whether values are rotated too, whether
+    angles are linear in the position, precise."""
     if rotary is None:
-        return None, None, None, False, False, False
+        return [None, None, None], [False, False, False]
     tables = rotary.cos, rotary.sin
     cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in tables)
     positions = None if rotary.positions is None else normal_form(rotary.positions, device)
-    return cos, sin, positions, rotary.rotate == "qkv", rotary.linear, rotary.precise
+    return [cos, sin, positions], [rotary.rotate == "qkv", rotary.linear, rotary.precise]
 
 
 def rotary_tables(

@@ -531,9 +531,9 @@ OPERATORS = {
         data_axes=DATA,
         indices={"indices[0]": INDICES, "indices[1]": INDICES},
         implementations=dict(
-            cpu=mostly("auto", "reference", "decomposed", "padded"),
+            cpu=mostly("auto", "reference"),
             interpreter=("triton",),
-            cuda=("auto", "auto", "triton", "triton", "hopper", "hopper", "decomposed", "padded"),
+            cuda=("auto", "triton", "hopper"),
         ),
         work=_compress_work,
         parts=_compress_parts,

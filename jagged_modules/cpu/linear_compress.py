@@ -9,41 +9,27 @@ from typing import Any
 import torch
 from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
-from torch.nn import functional
 
 from .invariant import batched_matmul_cpu, weight_gradient
 
 
-def linear_compress_decomposed(
+def linear_compress_cpu(
     weights: Sequence[Tensor],
     embeddings: Sequence[Tensor],
     indices: Sequence[Tensor],
-    align: int = 1,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Σ_l (W_l @ E_l)[index_l]. See `functional.linear_compress` for shapes. K is padded with zeros
-    to a multiple of `align`.
+    """Σ_l (W_l @ E_l)[index_l]. See `functional.linear_compress` for shapes.
 
     batch_invariant: the matrices of a level are multiplied one by one.
     """
     matmul: Callable[[Tensor, Tensor], Tensor] = (
         batched_matmul_cpu if batch_invariant else _SharedWeightMatmul.apply
     )
-    *shared, out = (
-        matmul(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings)
-    )
+    *shared, out = map(matmul, weights, embeddings)
     for level, index in zip(shared, indices):
         out = out + level.index_select(0, index)
     return out
-
-
-def _pad(weight: Tensor, embedding: Tensor, align: int) -> tuple[Tensor, Tensor]:
-    missing = -weight.shape[1] % align
-    return (
-        (functional.pad(weight, (0, missing)), functional.pad(embedding, (0, 0, 0, missing)))
-        if missing
-        else (weight, embedding)
-    )
 
 
 class _SharedWeightMatmul(torch.autograd.Function):

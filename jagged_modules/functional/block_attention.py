@@ -13,14 +13,7 @@ from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..scalars import check_size, possessive
 from ..settings import is_batch_invariant
-from ..validation import (
-    check_device,
-    check_implementation,
-    check_offsets,
-    check_tensor,
-    normal_form,
-    refuse_transforms,
-)
+from ..validation import check_implementation, check_tensor, refuse_transforms
 from .attention import jagged_attention
 from .attention_checks import (
     ATTENTION_IMPLEMENTATIONS,
@@ -29,7 +22,7 @@ from .attention_checks import (
     check_scalars,
     check_schedule_of,
 )
-from .tail import may_have_tail
+from .tail import offsets_and_tail
 
 
 def block_diagonal_attention(
@@ -79,12 +72,10 @@ def block_diagonal_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]", "block_diagonal_attention", implementation)
     q, k, v = (autocast(x) for x in (q, k, v))
-    _check_block_attention(
+    offsets, has_tail = _check_block_attention(
         q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation
     )
     factor = q.shape[2] ** -0.5 if scale is None else float(scale)
-    has_tail = may_have_tail("offsets", offsets, q.shape[0], q.device)
-    offsets = normal_form(offsets, q.device)
     return _block_attention(q, k, v, offsets, block_size, factor, rotary, implementation, has_tail)
 
 
@@ -154,9 +145,10 @@ def block_diagonal_attention_packed(
         raise ValueError(f"qkv must have shape [L, 3, H, D], got {list(qkv.shape)}")
     qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
-    _check_block_attention(q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation)
-    has_tail = may_have_tail("offsets", offsets, qkv.shape[0], qkv.device)
-    offsets, scale = normal_form(offsets, qkv.device), q.shape[2] ** -0.5
+    offsets, has_tail = _check_block_attention(
+        q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation
+    )
+    scale = q.shape[2] ** -0.5
     if not _has_kernels(q, k, block_size, implementation):
         return _block_attention(
             q, k, v, offsets, block_size, scale, rotary, implementation, has_tail
@@ -195,10 +187,10 @@ def _check_block_attention(
     rotary: Rotary | None,
     schedule: None,
     implementation: str,
-) -> None:
-    """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`."""
-    check_offsets("offsets", offsets, q.shape[0])
-    check_device("offsets", offsets, q.device, possessive(name))
+) -> tuple[Tensor, bool]:
+    """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`.
+    Returns `offsets_and_tail`."""
+    checked = offsets_and_tail("offsets", offsets, q, possessive(name))
     check_operands(q, k, v, name)
     check_scalars("softmax", scale, 1)
     check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
@@ -214,3 +206,4 @@ def _check_block_attention(
     if block_size not in BLOCKS:
         raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
     check_rotary(rotary, q, offsets)
+    return checked

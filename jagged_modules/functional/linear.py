@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
@@ -16,10 +14,9 @@ from ..cpu.invariant import batched_matmul_cpu, pointwise_rows_cpu
 from ..reference import jagged_dense_bmm_reference
 from ..scalars import check_choice, check_kind, check_size
 from ..settings import is_batch_invariant
-from ..validation import check_device, check_offsets, checked_offsets, normal_form
 from .matmul import jagged_dense_bmm_cpu
 from .operands import check_segment_matrices, checked_operands, runs_kernels
-from .tail import may_have_tail, padded_to, with_clean_tail, without_tail
+from .tail import offsets_and_tail, padded_to, with_clean_tail, without_tail
 
 
 def jagged_linear(
@@ -73,13 +70,8 @@ def jagged_linear(
     if shared:
         end = None
         if offsets is not None:
-            check_offsets("offsets", offsets, x.shape[0], max_seqlen)
-            check_device("offsets", offsets, x.device, "x's")
-            end = (
-                normal_form(offsets, x.device)
-                if may_have_tail("offsets", offsets, x.shape[0], x.device)
-                else None
-            )
+            checked, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
+            end = checked if has_tail else None
         if weight.shape[1] != x.shape[1]:
             raise ValueError(
                 f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}"
@@ -96,14 +88,12 @@ def jagged_linear(
         else:
             out = function(nnf.linear(x, weight, bias))
         return out if end is None else with_clean_tail(out, end)
-    given: Any = offsets
-    offsets = checked_offsets("offsets", given, x.shape[0], x, "x's", max_seqlen)
+    offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(
             f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}"
         )
-    has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
     if implementation != "reference" and runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 

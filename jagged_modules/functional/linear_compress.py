@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..autocast import autocast, autocast_dtype
 from ..containers.candidates import CandidateIndex
-from ..cpu.linear_compress import linear_compress_decomposed
+from ..containers.segmentation import may_have_tail
+from ..cpu.linear_compress import linear_compress_cpu
+from ..dtypes import uses_kernels
 from ..reference import linear_compress_reference
 from ..scalars import possessive
 from ..settings import is_batch_invariant
@@ -25,17 +27,18 @@ from ..validation import (
     refuse_transforms,
     values_are_checkable,
 )
-from .tail import may_have_tail
 
-COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "triton", "hopper")
+COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "triton", "hopper")
 
 
 class LevelNames(NamedTuple):
-    """The names of the arguments of `linear_compress` in error messages, one per level."""
+    """The names of the arguments of `linear_compress` in error messages, one per level. owners:
+    what other arguments must match."""
 
     weights: list[str]
     embeddings: list[str]
     indices: list[str]
+    owners: list[str]
 
 
 def linear_compress(
@@ -44,7 +47,6 @@ def linear_compress(
     indices: Tensor | CandidateIndex | Sequence[Tensor | CandidateIndex] | None = None,
     *,
     implementation: str = "auto",
-    names: dict[str, list[str]] | None = None,
 ) -> Tensor:
     """Linear compression of the embeddings of candidates and of entities that many candidates share
     (users, vendors).
@@ -71,39 +73,38 @@ def linear_compress(
             belongs to no user reads the last row, and adds nothing to the gradients of that level.
         implementation: one of
             "reference": replicates all levels and computes one GEMM;
-            "decomposed": one GEMM per level in torch, then gather and add;
-            "padded": "decomposed" with each K padded to a multiple of 8;
             "triton": Triton. Adds the other levels to the accumulator of the candidates' GEMM, in
             fp32, and rounds once; "hopper": the same for compute capability 9.0, in one launch for
             up to two levels. Needs a 16-bit dtype, N a multiple of 8, and embeddings with rows that
             start at 16-byte boundaries; "auto": on CUDA "hopper" if it supports the operands and N
-            > 64, else "triton"; on other devices "decomposed".
-        names: names of the arguments in error messages, one per level: a dict with any of the keys
-            "weights", "embeddings", "indices".
+            > 64, else "triton"; on other devices one GEMM per level in torch, then gather and add.
 
     Returns:
         `[B, M, N]`.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: shapes, dtypes, devices or indices do not match.
-        RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support
+        ValueError: shapes, dtypes, devices or indices do not match; a shared level without rows.
+        RuntimeError: a second derivative of the kernels; "reference" and the CPU support
             it. A torch.func transform (vmap, grad, jvp); "reference" supports it.
     """
     indices = [] if indices is None else indices
-    given = dict(
-        weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings)
-    )
-    given |= dict(indices=_level_names("indices", indices))
-    weights, embeddings, indices = _levels(weights), _levels(embeddings), _levels(indices)
-    _check_linear_compress(
-        weights,
-        embeddings,
-        indices,
-        implementation,
-        given["weights"],
-        LevelNames(**given | (names or {})),
-    )
+    arguments = dict(weights=weights, embeddings=embeddings, indices=indices)
+    given = {name: _level_names(name, x) for name, x in arguments.items()}
+    names = LevelNames(**given, owners=given["weights"])
+    levels = _levels(weights), _levels(embeddings), _levels(indices)
+    return compress_levels(*levels, names, implementation)
+
+
+def compress_levels(
+    weights: list[Tensor],
+    embeddings: list[Tensor],
+    indices: list[Tensor | CandidateIndex],
+    names: LevelNames,
+    implementation: str = "auto",
+) -> Tensor:
+    """`linear_compress` of lists, whose errors call the arguments by `names`."""
+    _check_linear_compress(weights, embeddings, indices, implementation, names)
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [
@@ -141,14 +142,8 @@ def _compress(
     """All implementations but "reference". orders, offsets: as `CandidateIndex` has them, None for
     a map."""
     refuse_transforms("linear_compress does")
-    if (
-        implementation in ("decomposed", "padded")
-        or implementation == "auto"
-        and embeddings[-1].device.type != "cuda"
-    ):
-        return linear_compress_decomposed(
-            weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant
-        )
+    if not uses_kernels(embeddings[-1].device, implementation):
+        return linear_compress_cpu(weights, embeddings, maps, batch_invariant)
 
     from jagged_kernels.linear_compress.op import linear_compress as launch
 
@@ -192,30 +187,28 @@ def _check_linear_compress(
     embeddings: list[Tensor],
     indices: list[Tensor | CandidateIndex],
     implementation: str,
-    weight_names: list[str],
     names: LevelNames,
 ) -> None:
     """Raise unless all arguments match.
 
-    Errors about a weight call it weight_names[level]. Errors that compare another argument with it
-    call it names.weights[level].
+    Errors about a weight call it names.weights[level]. Errors that compare another argument with it
+    call it names.owners[level].
     """
+    first = names.weights[0]
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
         raise ValueError(
             "weights and embeddings must have one entry per level, and indices one less, got"
             f" {sizes}"
         )
-    for name, weight in zip(weight_names, weights):
+    for name, weight in zip(names.weights, weights):
         check_tensor(name, weight, 2, "[M, K]", "linear_compress", implementation)
-        _check_alike(name, weight, weight_names[0], weights[0])
+        _check_alike(name, weight, first, weights[0])
         if weight.shape[0] != weights[0].shape[0]:
-            raise ValueError(
-                f"{name} must have {weight_names[0]}'s M, {weights[0].shape[0]}, got"
-                f" {weight.shape[0]}"
-            )
+            m, got = weights[0].shape[0], weight.shape[0]
+            raise ValueError(f"{name} must have {first}'s M, {m}, got {got}")
     for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
-        name, weight_name = names.embeddings[level], names.weights[level]
+        name, weight_name = names.embeddings[level], names.owners[level]
         check_tensor(name, embedding, 3, "[B, K, N]", "linear_compress", implementation)
         _check_alike(name, embedding, weight_name, weight)
         for dimension, size, owner in (
@@ -268,6 +261,7 @@ def _check_index(
             rows, size, name, queries=f"{candidates_name} has", history=f"{shared_name} has"
         )
         check_device(name, index.offsets, candidates.device, "the embeddings'")
+        _check_has_rows(shared_name, size, candidates_name, rows)
         return
     check_integers(name, index)
     if index.shape[0] != rows:
@@ -275,4 +269,12 @@ def _check_index(
             f"{name} must have one entry per row of {candidates_name}, {rows}, got {index.shape[0]}"
         )
     check_device(name, index, candidates.device, "the embeddings'")
+    _check_has_rows(shared_name, size, candidates_name, rows)
     check_index_values(name, index, size, f"{{}}, the rows of {shared_name}")
+
+
+def _check_has_rows(name: str, size: int, candidates_name: str, rows: int) -> None:
+    """ValueError if rows of candidates read a level without rows: no index is in range, nor can one
+    that only the device knows be clamped."""
+    if size == 0 and rows != 0:
+        raise ValueError(f"{name} must have rows, as {candidates_name} has {rows}, got 0")

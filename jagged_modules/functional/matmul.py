@@ -15,10 +15,9 @@ from ..reference import (
 )
 from ..scalars import check_flag
 from ..settings import is_batch_invariant
-from ..validation import checked_offsets
 from .operands import check_segment_matrices, checked_operands, runs_kernels
 from .score_plan import ScorePlan, check_plan_rows, plan_offsets
-from .tail import may_have_tail, padded_to
+from .tail import offsets_and_tail, padded_to
 
 
 def jagged_dense_bmm(
@@ -53,7 +52,7 @@ def jagged_dense_bmm(
         RuntimeError: a torch.func transform (vmap, grad, jvp); "reference" supports them.
     """
     x, y = checked_operands("jagged_dense_bmm", implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
-    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
     check_segment_matrices("y", y, offsets, x.shape[1])
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
@@ -61,7 +60,6 @@ def jagged_dense_bmm(
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
         return triton_jagged_dense_bmm(
             contiguous_last_dim(x), offsets, y, None, None, max_seqlen, batch_invariant, has_tail
         )
@@ -93,7 +91,7 @@ def jagged_jagged_bmm(
         TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`.
     """
     x, y = checked_operands("jagged_jagged_bmm", implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
-    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
     batch_invariant = is_batch_invariant(implementation)
@@ -102,7 +100,6 @@ def jagged_jagged_bmm(
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_jagged_bmm
 
-        has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
         return triton_jagged_jagged_bmm(
             contiguous_last_dim(x),
             contiguous_last_dim(y),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
+from ..containers.segmentation import may_have_tail
 from ..scalars import check_kind, check_size
 from ..validation import (
     check_dense,
@@ -27,7 +28,7 @@ from ..validation import (
     transforms_are_active,
     values_are_checkable,
 )
-from .tail import may_have_tail, padded_to, with_clean_tail, without_tail
+from .tail import padded_to, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 

@@ -9,10 +9,9 @@ from ..containers.offsets import matrix_offsets
 from ..cpu.matmul import softmax_cpu
 from ..reference import jagged2_softmax_reference, jagged_softmax_reference
 from ..settings import is_batch_invariant
-from ..validation import checked_offsets
 from .operands import checked_operands, runs_kernels
 from .score_plan import ScorePlan, check_plan_rows, plan_offsets
-from .tail import may_have_tail, padded_to
+from .tail import offsets_and_tail, padded_to
 
 
 def jagged_softmax(
@@ -36,14 +35,13 @@ def jagged_softmax(
         RuntimeError: a second derivative or a torch.func transform; "reference" supports both.
     """
     (x,) = checked_operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
-    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return padded_to(jagged_softmax_reference(x, offsets), x.shape[0])
     if runs_kernels(implementation, x):
         from jagged_kernels.softmax.op import triton_jagged_softmax
 
-        has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
         return triton_jagged_softmax(
             contiguous_last_dim(x), offsets, max_seqlen, batch_invariant, has_tail
         )

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..containers.segmentation import may_have_tail as may_have_tail
-from ..validation import transforms_are_active
+from ..containers.segmentation import may_have_tail
+from ..validation import checked_offsets, transforms_are_active
+
+
+def offsets_and_tail(
+    name: str, offsets: Any, x: Tensor, owner: str = "x's", max_seqlen: int | None = None
+) -> tuple[Tensor, bool]:
+    """`checked_offsets` of the rows of x, which errors call by its `owner`, and `may_have_tail`."""
+    checked = checked_offsets(name, offsets, x.shape[0], x, owner, max_seqlen)
+    return checked, may_have_tail(name, offsets, x.shape[0], x.device)
 
 
 def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.conversions import is_keyed_tensor, wait_for
-from ..functional import linear_compress
+from ..functional.linear_compress import LevelNames, compress_levels
 from ..scalars import check_size, is_sequence, possessive
 from ..tracing import call_of, one_module
 from .parameters import check_parameter_dtype
@@ -146,12 +146,13 @@ class LinearCompressEmbedding(nn.Module):
         tensors = [
             _dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)
         ]
-        of_levels = dict(
-            weights=["the layer"] * len(names),
+        of_levels = LevelNames(
+            weights=[f"weights[{level}]" for level in range(len(names))],
             embeddings=names,
             indices=_names("candidates", levels),
+            owners=["the layer"] * len(names),
         )
-        return linear_compress(list(self.weights), tensors, indices, names=of_levels)
+        return compress_levels(list(self.weights), tensors, indices, of_levels)
 
     if TYPE_CHECKING:
 

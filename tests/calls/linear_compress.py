@@ -66,8 +66,6 @@ def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     levels, depths = range(o["levels"]), o["depths"]
     # "hopper" raises an error for empty embeddings
     implementation = o["implementation"] if len(users) else "auto"
-    # these round each level
-    arithmetic = accuracy.TORCH_CPU if implementation in ("decomposed", "padded") else None
     weights = {
         f"w{i}": make.tensor(o["compressed"], depths[i], factor=depths[i] ** -0.5) for i in levels
     }
@@ -92,11 +90,7 @@ def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
                 tensors[: o["levels"]], tensors[o["levels"] :], maps, gradients["out"]
             )
         bounds = accuracy.linear_compress(
-            tensors[: o["levels"]],
-            tensors[o["levels"] :],
-            maps,
-            gradients["out"],
-            arithmetic=arithmetic,
+            tensors[: o["levels"]], tensors[o["levels"] :], maps, gradients["out"]
         )
         names = {f"dweights[{i}]": f"dw{i}" for i in levels} | {
             f"dembeddings[{i}]": f"de{i}" for i in levels

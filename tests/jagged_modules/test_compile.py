@@ -338,7 +338,7 @@ def test_target_attention(form):
 
 
 @slow_after(1, "form", ["tensor", "map", "offsets"])
-@pytest.mark.parametrize("implementation", ["reference", "decomposed", "padded"])
+@pytest.mark.parametrize("implementation", ["reference", "auto"])
 def test_linear_compress(implementation, form):
     def compress(w_user, w_candidate, users, candidates, index):
         if form == "map":

@@ -143,6 +143,23 @@ def test_no_users_and_no_candidates(implementation):
     assert all(x.grad is not None and not x.grad.any() for x in leaves)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_shared_level_without_rows(device):
+    """A device's indices are not read, so the shape is what tells."""
+    weights = [torch.ones(3, k, device=device) for k in (4, 6)]
+    embeddings = [torch.ones(n, k, 9, device=device) for n, k in ((0, 4), (2, 6))]
+    users = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(
+        ValueError, match=r"embeddings\[0\] must have rows, as embeddings\[1\] has 2, got 0"
+    ):
+        F.linear_compress(weights, embeddings, users)
+    layer = jm.LinearCompressEmbedding(6, 3, 4, device=device)
+    with pytest.raises(
+        ValueError, match="user_embeddings must have rows, as candidate_embeddings has 2, got 0"
+    ):
+        layer(embeddings[1], embeddings[0], users)
+
+
 @pytest.mark.parametrize(
     "implementation", [name for name in IMPLEMENTATIONS if name != "reference"]
 )
@@ -181,18 +198,6 @@ def test_inputs_of_any_stride(implementation):
     )
     assert not any(x.is_contiguous() for x in (*weights, *embeddings))
     check(weights, embeddings, indices, implementation)
-
-
-@pytest.mark.parametrize("levels", ["one", "two", "three"])
-def test_padding_of_k_is_neutral(levels):
-    """Zeros add nothing; only the order of the sums may differ."""
-    weights, embeddings, indices = random_levels(*LEVELS[levels], dtype=torch.float64)
-    results = []
-    for implementation in ("decomposed", "padded"):
-        leaves = [x.detach().requires_grad_() for x in (*weights, *embeddings)]
-        out = compress(implementation, indices)(*leaves)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
-    torch.testing.assert_close(*results, rtol=1e-14, atol=1e-14)
 
 
 def test_nothing_is_replicated(tensor_sizes):

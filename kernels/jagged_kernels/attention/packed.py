@@ -11,7 +11,14 @@ from ..common.device import device_properties, precision, row_and_head_strides
 from .packed_tiles import PackedTiles, pack_short_segments
 from .params import AttentionParams, Gradients, Operands
 from .segments import TiledSegments
-from .triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_kernel
+from .triton_packed import (
+    Backward,
+    Batch,
+    Options,
+    Scales,
+    packed_attention_bwd_kernel,
+    packed_attention_fwd_kernel,
+)
 
 
 def forward(
@@ -21,23 +28,13 @@ def forward(
     q, k, v, out, lse = operands
     packed = pack_short_segments(segments, q.shape[0], k.shape[0])
     align, strides = row_and_head_strides(q, k, v, out)
-    act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     packed_attention_fwd_kernel[_grid(config, packed, q)](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *packed,
-        params.num_targets,
-        params.segment_scale,
-        params.scale,
-        act_factor,
-        params.output_scale,
-        *strides,
+        operands,
+        _batch(packed, params),
+        _scales(q, params),
+        tuple(strides),
         lse.stride(0),
-        ALIGN=align,
-        **_constants(config, operands, params),
+        **_constants(config, operands, params, align),
     )
 
 
@@ -53,28 +50,22 @@ def backward(
     do, dq, dk, dv, _ = grads
     packed = pack_short_segments(segments, q.shape[0], k.shape[0])
     align, strides = row_and_head_strides(q, k, v, do, dq, dk, dv)
-    act_factor, dact_factor = activation_factors(
-        params.activation, q.dtype == torch.bfloat16, params.scale
-    )
     packed_attention_bwd_kernel[_grid(config, packed, k)](
-        q,
-        k,
-        v,
-        do,
-        dq,
-        dk,
-        dv,
-        *packed,
-        params.num_targets,
-        params.segment_scale,
-        params.scale,
-        act_factor,
-        dact_factor,
-        params.output_scale,
-        *strides,
-        ALIGN=align,
-        **_constants(config, operands, params),
+        Backward(q, k, v, do, dq, dk, dv),
+        _batch(packed, params),
+        _scales(q, params),
+        tuple(strides),
+        **_constants(config, operands, params, align),
     )
+
+
+def _batch(packed: PackedTiles, params: AttentionParams) -> Batch:
+    return Batch(*packed, params.num_targets, params.segment_scale)
+
+
+def _scales(q: Tensor, params: AttentionParams) -> Scales:
+    factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+    return Scales(params.scale, *factors, params.output_scale)
 
 
 def _grid(config: LaunchConfig, packed: PackedTiles, x: Tensor) -> tuple[int]:
@@ -86,18 +77,24 @@ def _grid(config: LaunchConfig, packed: PackedTiles, x: Tensor) -> tuple[int]:
     )
 
 
-def _constants(config: LaunchConfig, operands: Operands, params: AttentionParams) -> dict:
+def _constants(
+    config: LaunchConfig, operands: Operands, params: AttentionParams, align: int
+) -> dict:
     q, k, v, _, _ = operands
+    options = Options(
+        heads=q.shape[1],
+        group=q.shape[1] // k.shape[1],
+        head_dim=q.shape[2],
+        v_dim=v.shape[2],
+        block_d=padded_dim(q.shape[2]),
+        block_dv=padded_dim(v.shape[2]),
+        align=align,
+        precision=precision(q),
+        mask=params.mask,
+    )
     return dict(
-        HEADS=q.shape[1],
-        GROUP=q.shape[1] // k.shape[1],
-        HEAD_DIM=q.shape[2],
-        V_DIM=v.shape[2],
-        BLOCK_D=padded_dim(q.shape[2]),
-        BLOCK_DV=padded_dim(v.shape[2]),
-        PRECISION=precision(q),
         ACTIVATION=activation_function(params.activation, q.dtype == torch.bfloat16),
-        MASK=params.mask,
+        OPTIONS=options,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,

@@ -23,20 +23,59 @@ from ..common.loads import Rows
 from ..common.ptxas import safe_ptxas
 from .mask import is_visible, visible_columns
 from .packed_tiles import ROWS
+from .params import MaskParams
 from .scales import score_factor
 
 ALL = tl.constexpr(-1)  # instead of a segment: all segments of a tile
 NONE = tl.constexpr(2**31 - 1)  # larger than any segment
 
 
-class _Batch(NamedTuple):
+class Options(NamedTuple):
+    """Constants of a launch. group: query heads of a key head. block_d, block_dv: head dims padded
+    to powers of 2. align: elements that strides count."""
+
+    heads: int
+    group: int
+    head_dim: int
+    v_dim: int
+    block_d: int
+    block_dv: int
+    align: int
+    precision: str
+    mask: MaskParams | None
+
+
+class Batch(NamedTuple):
     """What the segments of a batch have: offsets `[B + 1]` of queries, and of keys, None in
-    self-attention; num_targets and segment_scale `[B]`, or None."""
+    self-attention; the packed tiles; num_targets and segment_scale `[B]`, or None."""
 
     q_offsets_ptr: tl.tensor
     kv_offsets_ptr: tl.tensor
+    tiles_ptr: tl.tensor
+    num_tiles_ptr: tl.tensor
     num_targets_ptr: tl.tensor
     segment_scale_ptr: tl.tensor
+
+
+class Scales(NamedTuple):
+    """Factors of the scores, of P, of dS, and of the output."""
+
+    scale: tl.tensor
+    act_factor: tl.tensor
+    dact_factor: tl.tensor
+    output_scale: tl.tensor
+
+
+class Backward(NamedTuple):
+    """Pointers of the backward."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    do: tl.tensor
+    dq: tl.tensor
+    dk: tl.tensor
+    dv: tl.tensor
 
 
 class _Side(NamedTuple):
@@ -154,72 +193,48 @@ def _reciprocal(row_sum):
 @safe_ptxas
 @triton.jit(do_not_specialize=["stride_lse"])
 def packed_attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    tiles_ptr,
-    num_tiles_ptr,
-    num_targets_ptr,
-    segment_scale_ptr,
-    scale,
-    act_factor,
-    output_scale,
-    stride_qm,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_om,
-    stride_oh,
-    stride_lse,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    MASK: tl.constexpr,
+    x, batch, scales, strides, stride_lse, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """O of one packed tile and head after the other; with softmax also the log-sum-exp of its
-    scores."""
-    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
-    out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
-    batch = _Batch(q_offsets_ptr, kv_offsets_ptr, num_targets_ptr, segment_scale_ptr)
-    CROSS: tl.constexpr = kv_offsets_ptr is not None
+    scores. x: Operands, of whose `[rows, heads, dim]` tensors `strides` has the strides of rows and
+    heads in turn."""
+    HEADS: tl.constexpr = OPTIONS.heads
+    GROUP: tl.constexpr = OPTIONS.group
+    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
+    V_DIM: tl.constexpr = OPTIONS.v_dim
+    BLOCK_D: tl.constexpr = OPTIONS.block_d
+    BLOCK_DV: tl.constexpr = OPTIONS.block_dv
+    ALIGN: tl.constexpr = OPTIONS.align
+    MASK: tl.constexpr = OPTIONS.mask
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    k_rows = Rows(x.k, None, strides[2] * ALIGN, strides[3] * ALIGN)
+    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    CROSS: tl.constexpr = batch.kv_offsets_ptr is not None
     SIDES: tl.constexpr = 2 if CROSS else 1
-    scale = score_factor(scale, ACTIVATION)
-    for item in range(tl.program_id(0), tl.load(num_tiles_ptr) * HEADS, tl.num_programs(0)):
+    scale = score_factor(scales.scale, ACTIVATION)
+    for item in range(tl.program_id(0), tl.load(batch.num_tiles_ptr) * HEADS, tl.num_programs(0)):
         head, segment = item % HEADS, ALL
         while segment < NONE:
-            queries = _load_side(tiles_ptr, item // HEADS * SIDES, segment)
+            queries = _load_side(batch.tiles_ptr, item // HEADS * SIDES, segment)
             keys = queries
             if CROSS:
-                keys = _load_side(tiles_ptr, item // HEADS * SIDES + 1, segment)
+                keys = _load_side(batch.tiles_ptr, item // HEADS * SIDES + 1, segment)
             q = _load(q_rows, queries, head, HEAD_DIM, BLOCK_D)
             k = _load(k_rows, keys, head // GROUP, HEAD_DIM, BLOCK_D)
             v = _load(v_rows, keys, head // GROUP, V_DIM, BLOCK_DV)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = tl.dot(q, tl.trans(k), input_precision=OPTIONS.precision)
             visible = _visible(queries, keys, batch, CROSS, MASK)
             if ACTIVATION is None:
                 p, row_max, row_sum = _softmax(scores * scale, visible)
-                lse_ptrs = lse_ptr + tl.cast(head, tl.int64) * stride_lse + queries.row
+                lse_ptrs = x.lse + tl.cast(head, tl.int64) * stride_lse + queries.row
                 tl.store(lse_ptrs, row_max + tl.log2(row_sum), mask=queries.computed)
                 factor = _reciprocal(row_sum)
             else:
                 p, _ = ACTIVATION(scores, scale)
                 p = tl.where(visible, p, 0.0)
-                factor = act_factor * _output_factors(batch, queries, output_scale)
-            out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * factor
+                factor = scales.act_factor * _output_factors(batch, queries, scales.output_scale)
+            out = tl.dot(p.to(v.dtype), v, input_precision=OPTIONS.precision) * factor
             _store(out_rows, queries, head, out, V_DIM, BLOCK_DV)
             segment = _next_segment(queries, keys, segment, tl.sum(out), CROSS)
 
@@ -227,76 +242,45 @@ def packed_attention_fwd_kernel(
 @safe_ptxas
 @triton.jit
 def packed_attention_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    tiles_ptr,
-    num_tiles_ptr,
-    num_targets_ptr,
-    segment_scale_ptr,
-    scale,
-    act_factor,
-    dact_factor,
-    output_scale,
-    stride_qm,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_dom,
-    stride_doh,
-    stride_dqm,
-    stride_dqh,
-    stride_dkn,
-    stride_dkh,
-    stride_dvn,
-    stride_dvh,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    MASK: tl.constexpr,
+    x, batch, scales, strides, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """dQ, dK and dV of one packed tile and key head after the other, with the query heads of its
-    group."""
-    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
-    do_rows = Rows(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
-    dq_rows = Rows(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
-    dk_rows = Rows(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
-    dv_rows = Rows(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
-    batch = _Batch(q_offsets_ptr, kv_offsets_ptr, num_targets_ptr, segment_scale_ptr)
-    CROSS: tl.constexpr = kv_offsets_ptr is not None
+    group. x: Backward, with `strides` as the forward's."""
+    GROUP: tl.constexpr = OPTIONS.group
+    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
+    V_DIM: tl.constexpr = OPTIONS.v_dim
+    BLOCK_D: tl.constexpr = OPTIONS.block_d
+    BLOCK_DV: tl.constexpr = OPTIONS.block_dv
+    ALIGN: tl.constexpr = OPTIONS.align
+    PRECISION: tl.constexpr = OPTIONS.precision
+    MASK: tl.constexpr = OPTIONS.mask
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    k_rows = Rows(x.k, None, strides[2] * ALIGN, strides[3] * ALIGN)
+    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    do_rows = Rows(x.do, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    dq_rows = Rows(x.dq, None, strides[8] * ALIGN, strides[9] * ALIGN)
+    dk_rows = Rows(x.dk, None, strides[10] * ALIGN, strides[11] * ALIGN)
+    dv_rows = Rows(x.dv, None, strides[12] * ALIGN, strides[13] * ALIGN)
+    CROSS: tl.constexpr = batch.kv_offsets_ptr is not None
     SIDES: tl.constexpr = 2 if CROSS else 1
-    score_scale = score_factor(scale, ACTIVATION)
-    KEY_HEADS: tl.constexpr = HEADS // GROUP
-    for item in range(tl.program_id(0), tl.load(num_tiles_ptr) * KEY_HEADS, tl.num_programs(0)):
+    score_scale = score_factor(scales.scale, ACTIVATION)
+    KEY_HEADS: tl.constexpr = OPTIONS.heads // OPTIONS.group
+    for item in range(
+        tl.program_id(0), tl.load(batch.num_tiles_ptr) * KEY_HEADS, tl.num_programs(0)
+    ):
         key_head, segment = item % KEY_HEADS, ALL
         while segment < NONE:
-            queries = _load_side(tiles_ptr, item // KEY_HEADS * SIDES, segment)
+            queries = _load_side(batch.tiles_ptr, item // KEY_HEADS * SIDES, segment)
             keys = queries
             if CROSS:
-                keys = _load_side(tiles_ptr, item // KEY_HEADS * SIDES + 1, segment)
+                keys = _load_side(batch.tiles_ptr, item // KEY_HEADS * SIDES + 1, segment)
             k = _load(k_rows, keys, key_head, HEAD_DIM, BLOCK_D)
             v = _load(v_rows, keys, key_head, V_DIM, BLOCK_DV)
             visible = _visible(queries, keys, batch, CROSS, MASK)
-            factor = _output_factors(batch, queries, output_scale)
+            factor = _output_factors(batch, queries, scales.output_scale)
             key_factor = factor
             if CROSS:
-                key_factor = _output_factors(batch, keys, output_scale)
+                key_factor = _output_factors(batch, keys, scales.output_scale)
             dk, dv = tl.zeros([ROWS, BLOCK_D], tl.float32), tl.zeros([ROWS, BLOCK_DV], tl.float32)
             checksum = 0.0
             for group_head in range(0, GROUP):
@@ -315,15 +299,31 @@ def packed_attention_bwd_kernel(
                     p, dact = ACTIVATION(scores, score_scale)
                     p, ds = tl.where(visible, p, 0.0), tl.where(visible, dact * dp, 0.0)
                 ds = ds.to(q.dtype)
-                dq = tl.dot(ds, k, input_precision=PRECISION) * (scale * dact_factor * factor)
+                dq = tl.dot(ds, k, input_precision=PRECISION) * (
+                    scales.scale * scales.dact_factor * factor
+                )
                 _store(dq_rows, queries, head, dq, HEAD_DIM, BLOCK_D)
                 dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
                 if GROUP == 1:  # frees the registers of dv before dk takes as many
-                    _store(dv_rows, keys, key_head, dv * (act_factor * key_factor), V_DIM, BLOCK_DV)
+                    _store(
+                        dv_rows,
+                        keys,
+                        key_head,
+                        dv * (scales.act_factor * key_factor),
+                        V_DIM,
+                        BLOCK_DV,
+                    )
                 dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
             if GROUP > 1:
-                _store(dv_rows, keys, key_head, dv * (act_factor * key_factor), V_DIM, BLOCK_DV)
+                _store(
+                    dv_rows, keys, key_head, dv * (scales.act_factor * key_factor), V_DIM, BLOCK_DV
+                )
             _store(
-                dk_rows, keys, key_head, dk * (scale * dact_factor * key_factor), HEAD_DIM, BLOCK_D
+                dk_rows,
+                keys,
+                key_head,
+                dk * (scales.scale * scales.dact_factor * key_factor),
+                HEAD_DIM,
+                BLOCK_D,
             )
             segment = _next_segment(queries, keys, segment, checksum, CROSS)

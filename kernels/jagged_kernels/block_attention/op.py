@@ -24,28 +24,21 @@ from ..common.tail import zero_tails
 from .configs import BlockAttentionConfig
 from .params import BlockAttentionParams, RotaryParams
 from .select import BlockAttentionProblem, select_block_attention
-from .triton_kernels import block_attention_bwd_kernel, block_attention_fwd_kernel
+from .triton_kernels import (
+    Backward,
+    Forward,
+    Options,
+    block_attention_bwd_kernel,
+    block_attention_fwd_kernel,
+)
 
 
-def _pack(
-    offsets,
-    cos,
-    sin,
-    positions,
-    rotate_v,
-    linear,
-    precise,
-    block_size,
-    scale,
-    implementation,
-    batch_invariant,
-    clear_tail,
-) -> BlockAttentionParams:
+def _pack(offsets, tables, rotation, *options) -> BlockAttentionParams:
     """The arguments of the operators after q, k and v, in their order."""
+    cos, sin, positions = tables
+    rotate_v, linear, precise = rotation
     rotary = RotaryParams(cos, sin, positions, rotate_v and cos is not None, linear, precise)
-    return BlockAttentionParams(
-        offsets, rotary, block_size, scale, implementation, batch_invariant, clear_tail
-    )
+    return BlockAttentionParams(offsets, rotary, *options)
 
 
 # -- forward ---------------------------------------------------------------------------------------
@@ -61,12 +54,8 @@ def triton_block_attention(
     k: Tensor,
     v: Tensor,
     offsets: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    rotate_v: bool,
-    linear: bool,
-    precise: bool,
+    tables: list[Tensor | None],
+    rotation: list[bool],
     block_size: int,
     scale: float,
     implementation: str,
@@ -77,7 +66,8 @@ def triton_block_attention(
 
     Args:
         q: `[L, H, D]`, k, v: `[L, Hkv, D]`, fp32, fp16 or bf16, last dim contiguous.
-        Others: see `BlockAttentionParams` and `RotaryParams`.
+        tables, rotation: cos, sin and positions, and the other fields of `RotaryParams`.
+        Others: see `BlockAttentionParams`.
 
     Returns:
         `[L, H, D]`.
@@ -86,18 +76,7 @@ def triton_block_attention(
         ValueError: implementation "hopper", which does not support the operands.
     """
     params = _pack(
-        offsets,
-        cos,
-        sin,
-        positions,
-        rotate_v,
-        linear,
-        precise,
-        block_size,
-        scale,
-        implementation,
-        batch_invariant,
-        clear_tail,
+        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail
     )
     return _forward(q, k, v, params)
 
@@ -106,12 +85,8 @@ def triton_block_attention(
 def triton_block_attention_packed(
     qkv: Tensor,
     offsets: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    rotate_v: bool,
-    linear: bool,
-    precise: bool,
+    tables: list[Tensor | None],
+    rotation: list[bool],
     block_size: int,
     scale: float,
     implementation: str,
@@ -122,18 +97,7 @@ def triton_block_attention_packed(
     their gradients as one tensor, which a projection's backward reads in place; autograd would copy
     three into one. Others: as `triton_block_attention`."""
     params = _pack(
-        offsets,
-        cos,
-        sin,
-        positions,
-        rotate_v,
-        linear,
-        precise,
-        block_size,
-        scale,
-        implementation,
-        batch_invariant,
-        clear_tail,
+        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail
     )
     return _forward(*qkv.unbind(1), params)
 
@@ -156,26 +120,10 @@ def _launch_forward(
 
         hopper.forward(q, k, v, out, params, choice.config)
         return
-    config, rotary = choice.config, params.rotary
-    num_tiles, grid = _grid(config, q.shape[0], q.shape[1], params.offsets)
-    strides, layout = _layout(q, k, v, out)
-    block_attention_fwd_kernel[grid](
-        q,
-        k,
-        v,
-        out,
-        params.offsets,
-        rotary.cos,
-        rotary.sin,
-        rotary.positions,
-        rotary.num_positions,
-        params.offsets.shape[0] - 1,
-        num_tiles,
-        params.scale,
-        *strides,
-        **layout,
-        **_constants(config, q, k, params),
-    )
+    num_tiles, grid = _grid(choice.config, q.shape[0], q.shape[1], params.offsets)
+    x = Forward(q, k, v, out)
+    arguments, constants = _arguments(x, num_tiles, choice.config, params)
+    block_attention_fwd_kernel[grid](*arguments, **constants)
 
 
 # -- backward --------------------------------------------------------------------------------------
@@ -192,12 +140,8 @@ def triton_block_attention_backward(
     k: Tensor,
     v: Tensor,
     offsets: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    rotate_v: bool,
-    linear: bool,
-    precise: bool,
+    tables: list[Tensor | None],
+    rotation: list[bool],
     block_size: int,
     scale: float,
     implementation: str,
@@ -207,18 +151,7 @@ def triton_block_attention_backward(
     """dq, dk, dv of the operands' shapes and dtype."""
     gradients = _backward_fake(do, q, k, v)
     params = _pack(
-        offsets,
-        cos,
-        sin,
-        positions,
-        rotate_v,
-        linear,
-        precise,
-        block_size,
-        scale,
-        implementation,
-        batch_invariant,
-        clear_tail,
+        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail
     )
     _backward(do, q, k, v, *gradients, params)
     if clear_tail:
@@ -235,12 +168,8 @@ def triton_block_attention_packed_backward(
     do: Tensor,
     qkv: Tensor,
     offsets: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    rotate_v: bool,
-    linear: bool,
-    precise: bool,
+    tables: list[Tensor | None],
+    rotation: list[bool],
     block_size: int,
     scale: float,
     implementation: str,
@@ -250,18 +179,7 @@ def triton_block_attention_packed_backward(
     """The gradient `[L, 3, H, D]` of qkv, in its dtype."""
     gradient = _packed_backward_fake(do, qkv)
     params = _pack(
-        offsets,
-        cos,
-        sin,
-        positions,
-        rotate_v,
-        linear,
-        precise,
-        block_size,
-        scale,
-        implementation,
-        batch_invariant,
-        clear_tail,
+        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail
     )
     _backward(do, *qkv.unbind(1), *gradient.unbind(1), params)
     if clear_tail:
@@ -289,29 +207,10 @@ def _backward(
 
         hopper.backward(do, q, k, v, dq, dk, dv, params, choice.config)
         return
-    config, rotary = choice.config, params.rotary
-    num_tiles, grid = _grid(config, q.shape[0], k.shape[1], params.offsets)
-    strides, layout = _layout(do, q, k, v, dq, dk, dv)
-    block_attention_bwd_kernel[grid](
-        do,
-        q,
-        k,
-        v,
-        dq,
-        dk,
-        dv,
-        params.offsets,
-        rotary.cos,
-        rotary.sin,
-        rotary.positions,
-        rotary.num_positions,
-        params.offsets.shape[0] - 1,
-        num_tiles,
-        params.scale,
-        *strides,
-        **layout,
-        **_constants(config, q, k, params),
-    )
+    num_tiles, grid = _grid(choice.config, q.shape[0], k.shape[1], params.offsets)
+    x = Backward(do, q, k, v, dq, dk, dv)
+    arguments, constants = _arguments(x, num_tiles, choice.config, params)
+    block_attention_bwd_kernel[grid](*arguments, **constants)
 
 
 # -- launches --------------------------------------------------------------------------------------
@@ -343,37 +242,35 @@ def _grid(
     )
 
 
-def _layout(*tensors: Tensor) -> tuple[list[int], dict]:
-    """Row and head strides, and constants of the layout: pairs of 16-bit elements are words if all
-    tensors start at 4-byte boundaries."""
-    align, strides = row_and_head_strides(*tensors)
-    packed = (
-        tensors[0].element_size() == 2
-        and align % 2 == 0
-        and all(x.data_ptr() % 4 == 0 for x in tensors)
+def _arguments(
+    x: Forward | Backward,
+    num_tiles: int,
+    config: BlockAttentionConfig,
+    params: BlockAttentionParams,
+) -> tuple[tuple, dict]:
+    """What both kernels take; constants and launch options. Pairs of 16-bit elements are words if
+    all tensors start at 4-byte boundaries."""
+    rotary, num_segments = params.rotary, params.offsets.shape[0] - 1
+    align, strides = row_and_head_strides(*x)
+    aligned = align % 2 == 0 and all(tensor.data_ptr() % 4 == 0 for tensor in x)
+    options = Options(
+        heads=x.q.shape[1],
+        group=x.q.shape[1] // x.k.shape[1],
+        dim=x.q.shape[2],
+        block_m=config.block_m,
+        block_size=params.block_size,
+        block_d=config.block_d,
+        rotate=rotary.kind != "none",
+        rotate_v=rotary.rotate_v,
+        relative=rotary.kind == "relative",
+        align=align,
+        packed=x.q.element_size() == 2 and aligned,
+        precision=precision(x.q),
     )
-    return strides, dict(ALIGN=align, PACKED=packed)
-
-
-def _constants(
-    config: BlockAttentionConfig, q: Tensor, k: Tensor, params: BlockAttentionParams
-) -> dict:
-    """The other constants of both kernels, and the launch options."""
-    kind = params.rotary.kind
-    return dict(
-        HEADS=q.shape[1],
-        GROUP=q.shape[1] // k.shape[1],
-        DIM=q.shape[2],
-        BLOCK_M=config.block_m,
-        BLOCK_SIZE=params.block_size,
-        BLOCK_D=config.block_d,
-        ROTATE=kind != "none",
-        ROTATE_V=params.rotary.rotate_v,
-        RELATIVE=kind == "relative",
-        PRECISION=precision(q),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    tables, sizes = rotary[:3], (rotary.num_positions, num_segments, num_tiles)
+    arguments = x, params.offsets, tables, *sizes, params.scale, tuple(strides)
+    launch = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    return arguments, dict(OPTIONS=options, **launch)
 
 
 # -- autograd --------------------------------------------------------------------------------------
@@ -381,27 +278,24 @@ def _constants(
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, op, backward_op, *inputs):
-        # the first arguments, the options after them
-        tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
-        ctx.save_for_backward(*tensors)
-        ctx.backward_op, ctx.options, ctx.num_inputs = (
-            backward_op,
-            inputs[len(tensors) :],
-            len(inputs),
-        )
+    def forward(ctx, op, backward_op, num_operands, *inputs):
+        # q, k and v or qkv, the offsets, the tables of angles, options
+        tensors, (tables, *ctx.options) = inputs[: num_operands + 1], inputs[num_operands + 1 :]
+        ctx.save_for_backward(*tensors, *tables)
+        ctx.backward_op = backward_op
         with below_autograd():
             return op(*inputs)
 
     @staticmethod
     def backward(ctx, do):
-        gradients = ctx.backward_op(do, *ctx.saved_tensors, *ctx.options)
+        *tensors, cos, sin, positions = ctx.saved_tensors
+        gradients = ctx.backward_op(do, *tensors, [cos, sin, positions], *ctx.options)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-        return None, None, *gradients, *(None,) * (ctx.num_inputs - len(gradients))
+        return None, None, None, *gradients, *(None,) * (2 + len(ctx.options))
 
 
-def _differentiate(op, backward_op) -> None:
-    differentiate(op, functools.partial(_BlockAttention.apply, op, backward_op))
+def _differentiate(op, backward_op, num_operands) -> None:
+    differentiate(op, functools.partial(_BlockAttention.apply, op, backward_op, num_operands))
     refuse_derivative(
         backward_op,
         "block_diagonal_attention is not differentiable twice: its backward kernel has no"
@@ -409,5 +303,5 @@ def _differentiate(op, backward_op) -> None:
     )
 
 
-_differentiate(triton_block_attention, triton_block_attention_backward)
-_differentiate(triton_block_attention_packed, triton_block_attention_packed_backward)
+_differentiate(triton_block_attention, triton_block_attention_backward, 3)
+_differentiate(triton_block_attention_packed, triton_block_attention_packed_backward, 1)

@@ -58,13 +58,44 @@ class Halves(NamedTuple):
     odd: tl.tensor
 
 
-class Sizes(NamedTuple):
-    """Constants of a kernel. PACKED: a pair of 16-bit elements is loaded and stored as one word."""
+class Options(NamedTuple):
+    """Constants of a launch. group: query heads of a key head. relative: positions are counted from
+    a tile's first row. align: elements that strides count. packed: a pair of 16-bit elements is
+    loaded and stored as one word."""
 
-    DIM: tl.constexpr
-    BLOCK_M: tl.constexpr
-    BLOCK_D: tl.constexpr
-    PACKED: tl.constexpr
+    heads: int
+    group: int
+    dim: int
+    block_m: int
+    block_size: int
+    block_d: int
+    rotate: bool
+    rotate_v: bool
+    relative: bool
+    align: int
+    packed: bool
+    precision: str
+
+
+class Forward(NamedTuple):
+    """Pointers of the forward."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    out: tl.tensor
+
+
+class Backward(NamedTuple):
+    """Pointers of the backward."""
+
+    do: tl.tensor
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    dq: tl.tensor
+    dk: tl.tensor
+    dv: tl.tensor
 
 
 # -- tiles -----------------------------------------------------------------------------------------
@@ -100,19 +131,19 @@ def _find_tile(tile_index, segment, offsets_ptr, num_segments, BLOCK_M: tl.const
 
 
 @triton.jit
-def _load_angles(rotary, tile, ROTATE: tl.constexpr, sizes):
+def _load_angles(rotary, tile, ROTATE: tl.constexpr, OPTIONS: tl.constexpr):
     """Positions past the table take its last row."""
     if ROTATE:
-        rows, pairs = tl.arange(0, sizes.BLOCK_M), tl.arange(0, sizes.BLOCK_D // 2)[None, :]
+        rows, pairs = tl.arange(0, OPTIONS.block_m), tl.arange(0, OPTIONS.block_d // 2)[None, :]
         positions = tile.position + rows
         if rotary.positions_ptr is not None:
             positions = tl.load(
                 rotary.positions_ptr + tile.row + rows, mask=rows < tile.num_rows, other=0
             ).to(tl.int32)
         offsets = (
-            tl.minimum(positions, rotary.num_positions - 1)[:, None] * (sizes.DIM // 2) + pairs
+            tl.minimum(positions, rotary.num_positions - 1)[:, None] * (OPTIONS.dim // 2) + pairs
         )
-        mask = (rows < tile.num_rows)[:, None] & (pairs < sizes.DIM // 2)
+        mask = (rows < tile.num_rows)[:, None] & (pairs < OPTIONS.dim // 2)
         return Angles(
             tl.load(rotary.cos_ptr + offsets, mask=mask, other=0.0),
             tl.load(rotary.sin_ptr + offsets, mask=mask, other=0.0),
@@ -122,59 +153,52 @@ def _load_angles(rotary, tile, ROTATE: tl.constexpr, sizes):
 
 
 @triton.jit
-def _load(rows, tile, head, angles, ROTATE: tl.constexpr, sizes):
+def _load(rows, tile, head, angles, ROTATE: tl.constexpr, OPTIONS: tl.constexpr):
     """A tile's rows; ROTATE: rotated in fp32, then rounded."""
     if ROTATE:
         even, odd = load_pairs(
-            rows,
-            tile.row,
-            head,
-            tile.num_rows,
-            sizes.DIM,
-            sizes.BLOCK_M,
-            sizes.BLOCK_D // 2,
-            sizes.PACKED,
-        )
+            rows, tile.row, head, tile.num_rows, OPTIONS.dim, OPTIONS.block_m, OPTIONS.block_d // 2,
+            OPTIONS.packed,
+        )  # fmt: skip
         rotated_even, rotated_odd = _rotate(
             even.to(tl.float32), odd.to(tl.float32), angles.cos, angles.sin
         )
         return Halves(rotated_even.to(even.dtype), rotated_odd.to(even.dtype))
     else:
         x = load_rows(
-            rows, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D, True
+            rows, tile.row, head, tile.num_rows, OPTIONS.dim, OPTIONS.block_m, OPTIONS.block_d, True
         )
         return Halves(x, x)
 
 
 @triton.jit
-def _store(rows, tile, head, x, ROTATED: tl.constexpr, sizes):
+def _store(rows, tile, head, x, ROTATED: tl.constexpr, OPTIONS: tl.constexpr):
     """Store an accumulator; ROTATED: it has even and odd columns."""
     if ROTATED:
         store_pairs(
+            rows, tile.row, head, x.even, x.odd, tile.num_rows, OPTIONS.dim, OPTIONS.block_m,
+            OPTIONS.block_d // 2, OPTIONS.packed,
+        )  # fmt: skip
+    else:
+        store_rows(
             rows,
             tile.row,
             head,
             x.even,
-            x.odd,
             tile.num_rows,
-            sizes.DIM,
-            sizes.BLOCK_M,
-            sizes.BLOCK_D // 2,
-            sizes.PACKED,
-        )
-    else:
-        store_rows(
-            rows, tile.row, head, x.even, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D
+            OPTIONS.dim,
+            OPTIONS.block_m,
+            OPTIONS.block_d,
         )
 
 
 @triton.jit
-def _store_gradient(rows, tile, head, x, angles, ROTATE: tl.constexpr, sizes):
+def _store_gradient(rows, tile, head, x, angles, ROTATE: tl.constexpr, OPTIONS: tl.constexpr):
     """Store a gradient; ROTATE: that of the operand before its rotation, rounded once."""
     if ROTATE:
         even, odd = _rotate(x.even, x.odd, angles.cos, -angles.sin)
         x = Halves(even, odd)
-    _store(rows, tile, head, x, ROTATE, sizes)
+    _store(rows, tile, head, x, ROTATE, OPTIONS)
 
 
 @triton.jit
@@ -236,157 +260,119 @@ def softmax_base_2(scores):
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
 def block_attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
+    x,
     offsets_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
+    tables,
     num_positions,
     num_segments,
     num_tiles,
     scale,
-    stride_qm,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_om,
-    stride_oh,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr,
-    ROTATE_V: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    strides,
+    OPTIONS: tl.constexpr,
 ):
     """O of one tile and one head after the other. The heads of a tile follow one another, so rows
     of a packed projection are read together.
 
-    Strides are in units of ALIGN elements (see `aligned_strides`). num_tiles: number of tile
-    indices.
+    x: Forward, with the strides of rows and heads in turn in `strides`, in units of align elements
+    (see `aligned_strides`). tables: cos, sin and positions. num_tiles: number of tile indices.
     """
-    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
-    out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
-    rotary = Rotary(cos_ptr, sin_ptr, positions_ptr, num_positions)
-    sizes: tl.constexpr = Sizes(DIM, BLOCK_M, BLOCK_D, PACKED)
+    ALIGN: tl.constexpr = OPTIONS.align
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_D: tl.constexpr = OPTIONS.block_d
+    GROUP: tl.constexpr = OPTIONS.group
+    ROTATE: tl.constexpr = OPTIONS.rotate
+    ROTATE_V: tl.constexpr = OPTIONS.rotate_v
+    PRECISION: tl.constexpr = OPTIONS.precision
+    HEADS: tl.constexpr = OPTIONS.heads
+    q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    k_rows = Rows(x.k, None, strides[2] * ALIGN, strides[3] * ALIGN)
+    v_rows = Rows(x.v, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    rotary = Rotary(tables[0], tables[1], tables[2], num_positions)
     first, last = _program_range(num_tiles * HEADS)
     segment = find_segment(first // HEADS, offsets_ptr, num_segments, log2(BLOCK_M), True)
-    relative_angles = _load_angles(rotary, Tile(0, BLOCK_M, 0), RELATIVE, sizes)
+    relative_angles = _load_angles(rotary, Tile(0, BLOCK_M, 0), OPTIONS.relative, OPTIONS)
     for item in range(first, last):
         segment, tile = _find_tile(item // HEADS, segment, offsets_ptr, num_segments, BLOCK_M)
         head = item % HEADS
-        if RELATIVE:
+        if OPTIONS.relative:
             angles = relative_angles
         else:
-            angles = _load_angles(rotary, tile, ROTATE, sizes)
-        q = _load(q_rows, tile, head, angles, ROTATE, sizes)
-        k = _load(k_rows, tile, head // GROUP, angles, ROTATE, sizes)
-        v = _load(v_rows, tile, head // GROUP, angles, ROTATE_V, sizes)
+            angles = _load_angles(rotary, tile, ROTATE, OPTIONS)
+        q = _load(q_rows, tile, head, angles, ROTATE, OPTIONS)
+        k = _load(k_rows, tile, head // GROUP, angles, ROTATE, OPTIONS)
+        v = _load(v_rows, tile, head // GROUP, angles, ROTATE_V, OPTIONS)
         p = _softmax(
-            _mma_abt(q, k, ROTATE, PRECISION), tile.num_rows, scale * LOG2_E, BLOCK_M, BLOCK_SIZE
+            _mma_abt(q, k, ROTATE, PRECISION),
+            tile.num_rows,
+            scale * LOG2_E,
+            BLOCK_M,
+            OPTIONS.block_size,
         )
         out = _mma_ab(
             p.to(v.even.dtype), v, _zeros(ROTATE_V, BLOCK_M, BLOCK_D), ROTATE_V, PRECISION
         )
-        _store(out_rows, tile, head, out, ROTATE_V, sizes)
+        _store(out_rows, tile, head, out, ROTATE_V, OPTIONS)
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
 def block_attention_bwd_kernel(
-    do_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
+    x,
     offsets_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
+    tables,
     num_positions,
     num_segments,
     num_tiles,
     scale,
-    stride_dom,
-    stride_doh,
-    stride_qm,
-    stride_qh,
-    stride_kn,
-    stride_kh,
-    stride_vn,
-    stride_vh,
-    stride_dqm,
-    stride_dqh,
-    stride_dkn,
-    stride_dkh,
-    stride_dvn,
-    stride_dvh,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr,
-    ROTATE_V: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    strides,
+    OPTIONS: tl.constexpr,
 ):
     """dQ, dK and dV of one tile and one key head after the other, with the query heads of its
     group: every gradient is written once.
 
-    Strides and num_tiles: as in the forward.
+    x: Backward. Others: as in the forward.
     """
-    do_rows = Rows(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
-    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
-    dq_rows = Rows(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
-    dk_rows = Rows(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
-    dv_rows = Rows(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
-    rotary = Rotary(cos_ptr, sin_ptr, positions_ptr, num_positions)
-    sizes: tl.constexpr = Sizes(DIM, BLOCK_M, BLOCK_D, PACKED)
-    KEY_HEADS: tl.constexpr = HEADS // GROUP
+    ALIGN: tl.constexpr = OPTIONS.align
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_D: tl.constexpr = OPTIONS.block_d
+    GROUP: tl.constexpr = OPTIONS.group
+    ROTATE: tl.constexpr = OPTIONS.rotate
+    ROTATE_V: tl.constexpr = OPTIONS.rotate_v
+    PRECISION: tl.constexpr = OPTIONS.precision
+    do_rows = Rows(x.do, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    q_rows = Rows(x.q, None, strides[2] * ALIGN, strides[3] * ALIGN)
+    k_rows = Rows(x.k, None, strides[4] * ALIGN, strides[5] * ALIGN)
+    v_rows = Rows(x.v, None, strides[6] * ALIGN, strides[7] * ALIGN)
+    dq_rows = Rows(x.dq, None, strides[8] * ALIGN, strides[9] * ALIGN)
+    dk_rows = Rows(x.dk, None, strides[10] * ALIGN, strides[11] * ALIGN)
+    dv_rows = Rows(x.dv, None, strides[12] * ALIGN, strides[13] * ALIGN)
+    rotary = Rotary(tables[0], tables[1], tables[2], num_positions)
+    KEY_HEADS: tl.constexpr = OPTIONS.heads // OPTIONS.group
     first, last = _program_range(num_tiles * KEY_HEADS)
     segment = find_segment(first // KEY_HEADS, offsets_ptr, num_segments, log2(BLOCK_M), True)
-    relative_angles = _load_angles(rotary, Tile(0, BLOCK_M, 0), RELATIVE, sizes)
+    relative_angles = _load_angles(rotary, Tile(0, BLOCK_M, 0), OPTIONS.relative, OPTIONS)
     for item in range(first, last):
         segment, tile = _find_tile(item // KEY_HEADS, segment, offsets_ptr, num_segments, BLOCK_M)
         key_head = item % KEY_HEADS
-        if RELATIVE:
+        if OPTIONS.relative:
             angles = relative_angles
         else:
-            angles = _load_angles(rotary, tile, ROTATE, sizes)
-        k = _load(k_rows, tile, key_head, angles, ROTATE, sizes)
-        v = _load(v_rows, tile, key_head, angles, ROTATE_V, sizes)
+            angles = _load_angles(rotary, tile, ROTATE, OPTIONS)
+        k = _load(k_rows, tile, key_head, angles, ROTATE, OPTIONS)
+        v = _load(v_rows, tile, key_head, angles, ROTATE_V, OPTIONS)
         dk, dv = _zeros(ROTATE, BLOCK_M, BLOCK_D), _zeros(ROTATE_V, BLOCK_M, BLOCK_D)
         for group_head in range(0, GROUP):
             head = key_head * GROUP + group_head
-            q = _load(q_rows, tile, head, angles, ROTATE, sizes)
-            do = _load(do_rows, tile, head, Angles(1.0, 0.0), ROTATE_V, sizes)
+            q = _load(q_rows, tile, head, angles, ROTATE, OPTIONS)
+            do = _load(do_rows, tile, head, Angles(1.0, 0.0), ROTATE_V, OPTIONS)
             scores = _mma_abt(q, k, ROTATE, PRECISION)
             dp = _mma_abt(do, v, ROTATE_V, PRECISION)
-            p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, BLOCK_SIZE)
+            p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, OPTIONS.block_size)
             ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.even.dtype)
             dq = _mma_ab(ds, k, _zeros(ROTATE, BLOCK_M, BLOCK_D), ROTATE, PRECISION)
-            _store_gradient(dq_rows, tile, head, dq, angles, ROTATE, sizes)
+            _store_gradient(dq_rows, tile, head, dq, angles, ROTATE, OPTIONS)
             dv = _mma_ab(tl.trans(p.to(do.even.dtype)), do, dv, ROTATE_V, PRECISION)
             dk = _mma_ab(tl.trans(ds), q, dk, ROTATE, PRECISION)
-        _store_gradient(dv_rows, tile, key_head, dv, angles, ROTATE_V, sizes)
-        _store_gradient(dk_rows, tile, key_head, dk, angles, ROTATE, sizes)
+        _store_gradient(dv_rows, tile, key_head, dv, angles, ROTATE_V, OPTIONS)
+        _store_gradient(dk_rows, tile, key_head, dk, angles, ROTATE, OPTIONS)

@@ -29,6 +29,7 @@ from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_p
 from ..common.ops import direct, operator
 from .select import LinearCompressProblem, select_backward, select_forward, select_shared_gemm
 from .triton_kernels import (
+    Options,
     align_rows_kernel,
     linear_compress_bwd_dw_kernel,
     linear_compress_fwd_kernel,
@@ -159,6 +160,7 @@ def _gemm(
     tail = half if half >= 64 and 0 < m % config.block_m <= half else config.block_m
     workers = device_properties(embedding.device).num_sms * config.ctas_per_sm
     align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
+    blocks = config.block_m, config.block_n, config.block_k
     linear_compress_fwd_kernel[(min(tiles, workers),)](
         weight,
         embedding,
@@ -169,16 +171,8 @@ def _gemm(
         _descriptor(weight, tail, config.block_k, config) if tail < config.block_m else None,
         _descriptor(embedding, config.block_k, config.block_n, config),
         batch,
-        *strides,
-        M=m,
-        K=k,
-        N=n,
-        BLOCK_M=config.block_m,
-        TAIL_M=tail,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        ALIGN=align,
-        PRECISION=precision(embedding),
+        tuple(strides),
+        OPTIONS=Options(m, k, n, *blocks, align=align, precision=precision(embedding), tail_m=tail),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -292,6 +286,7 @@ def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) ->
     parts = max(1, min(workers // tiles, steps // 8))
     partial = gradient.new_empty((parts, m, k), dtype=torch.float32)
     align, strides = aligned_strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
+    blocks = config.block_m, config.block_k, config.block_n  # it sums over N
     linear_compress_bwd_dw_kernel[(tiles, parts)](
         gradient,
         embedding,
@@ -300,14 +295,7 @@ def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) ->
         _descriptor(embedding, config.block_n, config.block_k, config),
         batch,
         *strides,
-        M=m,
-        K=k,
-        N=n,
-        BLOCK_M=config.block_m,
-        BLOCK_K=config.block_n,
-        BLOCK_N=config.block_k,
-        ALIGN=align,
-        PRECISION=precision(embedding),
+        OPTIONS=Options(m, k, n, *blocks, align=align, precision=precision(embedding)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -29,15 +29,19 @@ class Tile(NamedTuple):
     column: tl.tensor
 
 
-class Sizes(NamedTuple):
-    """Constants of a GEMM."""
+class Options(NamedTuple):
+    """Constants of a GEMM. tail_m: rows of the last tile of a matrix. align: elements that strides
+    count."""
 
-    M: tl.constexpr
-    K: tl.constexpr
-    N: tl.constexpr
-    BLOCK_N: tl.constexpr
-    BLOCK_K: tl.constexpr
-    PRECISION: tl.constexpr
+    m: int
+    k: int
+    n: int
+    block_m: int
+    block_n: int
+    block_k: int
+    align: int
+    precision: str
+    tail_m: int = 0
 
 
 @safe_ptxas
@@ -102,15 +106,18 @@ def _store_epilogue(
 
 
 @triton.jit
-def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, sizes):
-    acc = tl.zeros([BLOCK_M, sizes.BLOCK_N], tl.float32)
-    for k in range(0, sizes.K, sizes.BLOCK_K):
-        w_block = load_block(w, 0, tile.row, k, sizes.M, sizes.K, BLOCK_M, sizes.BLOCK_K)
-        e_block = load_block(
-            e, tile.batch, k, tile.column, sizes.K, sizes.N, sizes.BLOCK_K, sizes.BLOCK_N
-        )
-        acc = tl.dot(w_block, e_block, acc, input_precision=sizes.PRECISION)
-    _store_epilogue(acc, addends, out_ptr, tile, sizes.M, sizes.N, 128)
+def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, OPTIONS: tl.constexpr):
+    M: tl.constexpr = OPTIONS.m
+    K: tl.constexpr = OPTIONS.k
+    N: tl.constexpr = OPTIONS.n
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    BLOCK_K: tl.constexpr = OPTIONS.block_k
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        w_block = load_block(w, 0, tile.row, k, M, K, BLOCK_M, BLOCK_K)
+        e_block = load_block(e, tile.batch, k, tile.column, K, N, BLOCK_K, BLOCK_N)
+        acc = tl.dot(w_block, e_block, acc, input_precision=OPTIONS.precision)
+    _store_epilogue(acc, addends, out_ptr, tile, M, N, 128)
 
 
 @safe_ptxas
@@ -125,30 +132,25 @@ def linear_compress_fwd_kernel(
     w_tail_desc,
     e_desc,
     batch,
-    stride_w,
-    stride_eb,
-    stride_e,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TAIL_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    strides,
+    OPTIONS: tl.constexpr,
 ):
     """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], `[M, N]` each, the addends in fp32.
-    Persistent.
+    Persistent. strides: of w's rows, of e's matrices and rows.
 
     The tiles of a batch row follow one another, so its embeddings are read from DRAM once. Its last
-    M tile has TAIL_M rows. Which of its tiles is first rotates from wave to wave, so that no
+    M tile has tail_m rows. Which of its tiles is first rotates from wave to wave, so that no
     program gets the short ones alone.
     """
+    M: tl.constexpr = OPTIONS.m
+    N: tl.constexpr = OPTIONS.n
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    TAIL_M: tl.constexpr = OPTIONS.tail_m
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    ALIGN: tl.constexpr = OPTIONS.align
     BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
-    sizes: tl.constexpr = Sizes(M, K, N, BLOCK_N, BLOCK_K, PRECISION)
-    e = Matrices(e_ptr, e_desc, stride_eb * ALIGN, stride_e * ALIGN)
+    e = Matrices(e_ptr, e_desc, strides[1] * ALIGN, strides[2] * ALIGN)
     addends = Addends(addends_ptr, indices_ptr)
     # No pipelining: where one block spans K, Triton would pipeline the loop over tiles and exceed
     # shared memory.
@@ -157,25 +159,11 @@ def linear_compress_fwd_kernel(
         part = (index + b * TILES // tl.num_programs(0)) % TILES
         tile = Tile(b, part // BLOCKS_N * BLOCK_M, part % BLOCKS_N * BLOCK_N)
         if TAIL_M == BLOCK_M or tile.row + BLOCK_M <= M:
-            _gemm_tile(
-                Matrices(w_ptr, w_desc, 0, stride_w * ALIGN),
-                e,
-                addends,
-                out_ptr,
-                tile,
-                BLOCK_M,
-                sizes,
-            )
+            w = Matrices(w_ptr, w_desc, 0, strides[0] * ALIGN)
+            _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M, OPTIONS)
         else:
-            _gemm_tile(
-                Matrices(w_ptr, w_tail_desc, 0, stride_w * ALIGN),
-                e,
-                addends,
-                out_ptr,
-                tile,
-                TAIL_M,
-                sizes,
-            )
+            w_tail = Matrices(w_ptr, w_tail_desc, 0, strides[0] * ALIGN)
+            _gemm_tile(w_tail, e, addends, out_ptr, tile, TAIL_M, OPTIONS)
 
 
 @safe_ptxas
@@ -191,19 +179,20 @@ def linear_compress_bwd_dw_kernel(
     stride_g,
     stride_eb,
     stride_e,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """partial[p] = the p-th of equal parts of Σ_b G[b] E[b]ᵀ, `[M, K]` fp32. Grid: tiles, parts.
 
-    The sum runs over the blocks of BLOCK_N columns of all batch rows in one long loop.
+    The sum runs over the blocks of block_n columns of all batch rows in one long loop.
     """
+    M: tl.constexpr = OPTIONS.m
+    K: tl.constexpr = OPTIONS.k
+    N: tl.constexpr = OPTIONS.n
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_K: tl.constexpr = OPTIONS.block_k
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    ALIGN: tl.constexpr = OPTIONS.align
+    PRECISION: tl.constexpr = OPTIONS.precision
     BLOCKS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     g = Matrices(g_ptr, g_desc, stride_gb * ALIGN, stride_g * ALIGN)

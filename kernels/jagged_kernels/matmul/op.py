@@ -37,6 +37,8 @@ from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import jagged_matmul_config
 from .triton_kernels import (
+    Dense,
+    Options,
     array_jagged_bmm_kernel,
     jagged_dense_bmm_kernel,
     jagged_jagged_bmm_kernel,
@@ -126,7 +128,7 @@ def _dense(
         if activation is None
         else activation_factors(activation, x.dtype == torch.bfloat16, 1.0)[0]
     )
-    config, options = _config("dense", x, 0, columns)
+    config, launch = _config("dense", x, 0, columns)
     others = [(tensor, 0) for tensor in (bias, grad) if tensor is not None]
     align, (stride_x, stride_yb, stride_y, *rest) = aligned_strides(
         (x, 0), (y, 0), (y, 2 if transposed else 1), *others
@@ -137,11 +139,7 @@ def _dense(
     )
     grid = ((x.shape[0] // config.block_m + segments) * cdiv(columns, config.block_n),)
     jagged_dense_bmm_kernel[grid](
-        x,
-        y,
-        bias,
-        grad,
-        out,
+        Dense(x, y, bias, grad, out),
         offsets,
         segments,
         stride_x,
@@ -149,13 +147,8 @@ def _dense(
         stride_y,
         stride_bias,
         stride_grad,
-        D=depth,
-        T=columns,
-        TRANSPOSED=transposed,
         ACTIVATION=function,
-        FACTOR=factor,
-        ALIGN=align,
-        **options,
+        **_options(launch, d=depth, t=columns, align=align, transposed=transposed, factor=factor),
     )
     return out
 
@@ -214,9 +207,9 @@ def _jagged_jagged(
     out = y.new_empty((segments, depth, columns))
     if out.numel() == 0:
         return out
-    config, options = _config("jagged", y, depth, columns)
+    config, launch = _config("jagged", y, depth, columns)
     if x is None:
-        options = options | dict(BLOCK_M=1)
+        launch = launch | dict(block_m=1)
     tiles = cdiv(depth, config.block_m) * cdiv(columns, config.block_n)
     shift = chunk_shift(length, max_seqlen, tiles, y.device, batch_invariant)
     chunks = length >> shift
@@ -233,10 +226,7 @@ def _jagged_jagged(
         shift,
         strides[0],
         strides[-1],
-        D=depth,
-        T=columns,
-        ALIGN=align,
-        **options,
+        **_options(launch, d=depth, t=columns, align=align),
     )
     if length > 1 << shift:
         size, block = depth * columns, 256
@@ -287,7 +277,7 @@ def _outer(
     if total == 0 or x.shape[1] == 0:
         return x.new_zeros((total,))
     p = x.new_empty((total,))
-    config, options = _config("outer", x, 0, 0)
+    config, launch = _config("outer", x, 0, 0)
     segments = x_offsets.shape[0] - 1
     align, strides = aligned_strides((x, 0), (x if y is None else y, 0))
     jagged_outer_kernel[(x.shape[0] // config.block_m + segments,)](
@@ -299,9 +289,7 @@ def _outer(
         p_offsets,
         segments,
         *strides,
-        D=x.shape[1],
-        ALIGN=align,
-        **options,
+        **_options(launch, d=x.shape[1], t=0, align=align),
     )
     return p
 
@@ -348,7 +336,7 @@ def triton_array_jagged_bmm(
     out = y.new_empty((rows, columns))
     if out.numel() == 0:
         return out
-    config, options = _config("array", y, 0, columns)
+    config, launch = _config("array", y, 0, columns)
     align, (stride,) = aligned_strides((y, 0))
     out_offsets, y_offsets = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
     array_jagged_bmm_kernel[((rows // config.block_m + segments) * cdiv(columns, config.block_n),)](
@@ -360,17 +348,14 @@ def triton_array_jagged_bmm(
         p_offsets,
         segments,
         stride,
-        D=columns,
-        TRANSPOSED=transposed,
-        ALIGN=align,
-        **options,
+        **_options(launch, d=columns, t=0, align=align, transposed=transposed),
     )
     return out
 
 
 def _config(kernel: str, x: Tensor, rows: int, columns: int) -> tuple[GemmConfig, dict]:
-    """Launch configuration, and the launch's constants and options that follow from it. rows,
-    columns: see `jagged_matmul_config`."""
+    """Launch configuration, and what of `_options` follows from it. rows, columns: see
+    `jagged_matmul_config`."""
     return _cached_config(kernel, x.element_size(), rows, columns, x.device, precision(x))
 
 
@@ -381,10 +366,17 @@ def _cached_config(
     config = jagged_matmul_config(
         kernel, itemsize, device_properties(device).capability, rows, columns, precision
     )
-    blocks = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    blocks = dict(block_m=config.block_m, block_n=config.block_n, block_k=config.block_k)
     return config, blocks | dict(
-        PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages
+        precision=precision, num_warps=config.num_warps, num_stages=config.num_stages
     )
+
+
+def _options(launch: dict, **sizes) -> dict:
+    """Constants and options of a launch. launch: of `_config`. sizes: the other `Options`."""
+    fields = launch | sizes
+    launch = {name: fields.pop(name) for name in ("num_warps", "num_stages")}
+    return dict(OPTIONS=Options(**fields), **launch)
 
 
 # -- autograd --------------------------------------------------------------------------------------

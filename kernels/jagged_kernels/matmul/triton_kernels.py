@@ -6,11 +6,39 @@ strides are in units of ALIGN elements (see `aligned_strides`): ALIGN alone deci
 are, so a batch of one row, whose stride is arbitrary, runs the same kernel.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..common.loads import find_segment, find_tile, load_matrix, load_segment, log2, store_matrix
 from ..common.ptxas import safe_ptxas
+
+
+class Options(NamedTuple):
+    """Constants of a product. d, t: columns of x and of y. transposed: the second operand, or p, is
+    transposed in memory. factor: of the value and the derivative of an activation, which leaves it
+    out. align: elements that strides count."""
+
+    d: int
+    t: int
+    block_m: int
+    block_n: int
+    block_k: int
+    precision: str
+    align: int
+    transposed: bool = False
+    factor: float = 1.0
+
+
+class Dense(NamedTuple):
+    """Pointers of `jagged_dense_bmm_kernel`. bias, grad: or None."""
+
+    x: tl.tensor
+    y: tl.tensor
+    bias: tl.tensor
+    grad: tl.tensor
+    out: tl.tensor
 
 
 @safe_ptxas
@@ -25,11 +53,7 @@ from ..common.ptxas import safe_ptxas
     ]
 )
 def jagged_dense_bmm_kernel(
-    x_ptr,
-    y_ptr,
-    bias_ptr,
-    grad_ptr,
-    out_ptr,
+    pointers,
     offsets_ptr,
     num_segments,
     stride_x,
@@ -37,55 +61,55 @@ def jagged_dense_bmm_kernel(
     stride_y,
     stride_bias,
     stride_grad,
-    D: tl.constexpr,
-    T: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    """out[b] = activation(x[b] @ y[b] + bias[b]), `[L, T]`. With grad_ptr, a gradient of it: grad
-    times the activation's derivative.
+    """out[b] = activation(x[b] @ y[b] + bias[b]), `[L, T]`. With a pointer `grad`, a gradient of
+    it: grad times the activation's derivative. pointers: Dense.
 
-    FACTOR: a constant factor of the value and the derivative, which ACTIVATION leaves out.
-    TRANSPOSED: y is `[B, T, D]` in memory. Grid: tile indices of x, blocks of columns, which follow
+    Transposed, y is `[B, T, D]` in memory. Grid: tile indices of x, blocks of columns, which follow
     one another: they share x's rows.
     """
+    D: tl.constexpr = OPTIONS.d
+    T: tl.constexpr = OPTIONS.t
+    TRANSPOSED: tl.constexpr = OPTIONS.transposed
+    FACTOR: tl.constexpr = OPTIONS.factor
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    BLOCK_K: tl.constexpr = OPTIONS.block_k
+    ALIGN: tl.constexpr = OPTIONS.align
+    PRECISION: tl.constexpr = OPTIONS.precision
     BLOCKS_N: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
     tile_index, column = tl.program_id(0) // BLOCKS_N, tl.program_id(0) % BLOCKS_N * BLOCK_N
     segment, start, num_rows, row = find_tile(tile_index, offsets_ptr, num_segments, log2(BLOCK_M))
     if row >= num_rows:
         return
-    x_ptr += start * (stride_x * ALIGN)
-    y_ptr += tl.cast(segment, tl.int64) * (stride_yb * ALIGN)
+    x_ptr = pointers.x + start * (stride_x * ALIGN)
+    y_ptr = pointers.y + tl.cast(segment, tl.int64) * (stride_yb * ALIGN)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, D, BLOCK_K):
         x = load_matrix(x_ptr, row, k, stride_x * ALIGN, num_rows, D, BLOCK_M, BLOCK_K, False)
         y = load_matrix(y_ptr, k, column, stride_y * ALIGN, D, T, BLOCK_K, BLOCK_N, TRANSPOSED)
         acc = tl.dot(x, y, acc, input_precision=PRECISION)
-    if bias_ptr is not None:
+    if pointers.bias is not None:
         columns = column + tl.arange(0, BLOCK_N)
         bias = tl.load(
-            bias_ptr + tl.cast(segment, tl.int64) * (stride_bias * ALIGN) + columns,
+            pointers.bias + tl.cast(segment, tl.int64) * (stride_bias * ALIGN) + columns,
             mask=columns < T,
             other=0.0,
         )
         acc += bias.to(tl.float32)[None, :]
     if ACTIVATION is not None:
         act, dact = ACTIVATION(acc, 1.0)
-        if grad_ptr is None:
+        if pointers.grad is None:
             acc = act * FACTOR
         else:
-            grad_ptr += start * (stride_grad * ALIGN)
+            grad_ptr = pointers.grad + start * (stride_grad * ALIGN)
             grad = load_matrix(
                 grad_ptr, row, column, stride_grad * ALIGN, num_rows, T, BLOCK_M, BLOCK_N, False
             )
             acc = grad.to(tl.float32) * (dact * FACTOR)
-    store_matrix(out_ptr + start * T, row, column, T, acc, num_rows, T)
+    store_matrix(pointers.out + start * T, row, column, T, acc, num_rows, T)
 
 
 @safe_ptxas
@@ -100,21 +124,22 @@ def jagged_jagged_bmm_kernel(
     shift,
     stride_x,
     stride_y,
-    D: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    """out[b] = x[b]ᵀ @ y[b], `[B, D, T]`. Without x: the sum of y's rows, with D = BLOCK_M = 1.
+    """out[b] = x[b]ᵀ @ y[b], `[B, D, T]`. Without x: the sum of y's rows, with d = block_m = 1.
 
     A segment longer than a chunk of 2^shift rows is summed by chunks. The sum of chunk i goes to
     slot 2 (offsets[b] // chunk) + i: a segment of n > chunk rows has at most n // chunk + 1 <= 2 (n
     // chunk) chunks, and the next segment begins at least n // chunk chunks later. Grid: chunk
     indices, tiles of the result, which follow one another.
     """
+    D: tl.constexpr = OPTIONS.d
+    T: tl.constexpr = OPTIONS.t
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    BLOCK_K: tl.constexpr = OPTIONS.block_k
+    ALIGN: tl.constexpr = OPTIONS.align
+    PRECISION: tl.constexpr = OPTIONS.precision
     BLOCKS_N: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (D + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
     chunk_index, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
@@ -202,18 +227,19 @@ def jagged_outer_kernel(
     num_segments,
     stride_x,
     stride_y,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """p[b] = x[b] @ y[b]ᵀ, row-major from p_offsets[b] on. Grid: tile indices of x.
 
     Without y, x[b] @ x[b]ᵀ: a tile on the diagonal reads its rows once, and a tile above it is also
     stored transposed, below it.
     """
+    D: tl.constexpr = OPTIONS.d
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    BLOCK_K: tl.constexpr = OPTIONS.block_k
+    ALIGN: tl.constexpr = OPTIONS.align
+    PRECISION: tl.constexpr = OPTIONS.precision
     segment, x_start, num_rows, row = find_tile(
         tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK_M)
     )
@@ -275,17 +301,18 @@ def array_jagged_bmm_kernel(
     p_offsets_ptr,
     num_segments,
     stride_y,
-    D: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """out[b] = p[b] @ y[b]. p[b] has a row for each row of out[b] and a column for each row of
-    y[b]; TRANSPOSED: p[b]ᵀ is in memory. Grid: tile indices of the result, blocks of columns, which
+    y[b]; transposed, p[b]ᵀ is in memory. Grid: tile indices of the result, blocks of columns, which
     follow one another: they share p."""
+    D: tl.constexpr = OPTIONS.d
+    TRANSPOSED: tl.constexpr = OPTIONS.transposed
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    BLOCK_K: tl.constexpr = OPTIONS.block_k
+    ALIGN: tl.constexpr = OPTIONS.align
+    PRECISION: tl.constexpr = OPTIONS.precision
     BLOCKS_N: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     tile_index, column = tl.program_id(0) // BLOCKS_N, tl.program_id(0) % BLOCKS_N * BLOCK_N
     segment, start, num_rows, row = find_tile(

@@ -18,8 +18,8 @@ from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import aligned_strides, cdiv, chunk_shift, contiguous_last_dim
 from ..common.ops import operator
 from ..common.tail import zero_tails
-from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
-from .triton_kernels import jagged2_softmax_kernel, jagged_softmax_kernel
+from .configs import jagged2_softmax_config, jagged_softmax_config
+from .triton_kernels import Options, jagged2_softmax_kernel, jagged_softmax_kernel
 
 # -- operators -------------------------------------------------------------------------------------
 
@@ -82,7 +82,8 @@ def _jagged_softmax(
     for finish in (False, True) if rows > 1 << shift else (False,):
         jagged_softmax_kernel[((chunks + segments) * blocks,)](
             x, grad, out, sums, offsets, segments, shift, strides[0], strides[-1],
-            H=columns, FINISH=finish, ALIGN=align, **_options(config),
+            OPTIONS=Options(columns, finish, align, config.lines, config.length),
+            num_warps=config.num_warps,
         )  # fmt: skip
     if clear_tail:
         zero_tails((out, offsets))
@@ -149,13 +150,11 @@ def _jagged2_softmax(
             p_offsets,
             segments,
             OVER_COLUMNS=columns,
-            **_options(config),
+            LINES=config.lines,
+            LENGTH=config.length,
+            num_warps=config.num_warps,
         )
     return out
-
-
-def _options(config: SoftmaxConfig) -> dict:
-    return dict(LINES=config.lines, LENGTH=config.length, num_warps=config.num_warps)
 
 
 # -- autograd --------------------------------------------------------------------------------------

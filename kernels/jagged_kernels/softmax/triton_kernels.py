@@ -17,6 +17,17 @@ from ..common.loads import find_tile, load_segment, log2
 from ..common.ptxas import safe_ptxas
 
 
+class Options(NamedTuple):
+    """Constants of `jagged_softmax_kernel`. h: columns. align: elements that strides count. lines,
+    length: of a block."""
+
+    h: int
+    finish: bool
+    align: int
+    lines: int
+    length: int
+
+
 class Lines(NamedTuple):
     """An operand: pointer to the first element of its lines, stride from line to line, stride along
     a line."""
@@ -164,21 +175,22 @@ def jagged_softmax_kernel(
     shift,
     stride_x,
     stride_grad,
-    H: tl.constexpr,
-    FINISH: tl.constexpr,
-    ALIGN: tl.constexpr,
-    LINES: tl.constexpr,
-    LENGTH: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """softmax over the rows of each segment, `[L, H]`. With grad_ptr: the gradient of its input,
     given its result x and that of the result.
 
     A segment longer than a chunk of 2^shift rows stores the maximum and the sum of its i-th chunk
     (backward: the sum, and its weight 1) in slot 2 (offsets[b] // chunk) + i of sums
-    `[slots, 2, H]`; `jagged_jagged_bmm_kernel` explains why no two share a slot. With FINISH, the
+    `[slots, 2, H]`; `jagged_jagged_bmm_kernel` explains why no two share a slot. With `finish`, the
     kernel computes the results of these segments alone. Strides are in units of ALIGN elements (see
     `aligned_strides`). Grid: chunk indices, blocks of columns.
     """
+    H: tl.constexpr = OPTIONS.h
+    FINISH: tl.constexpr = OPTIONS.finish
+    ALIGN: tl.constexpr = OPTIONS.align
+    LINES: tl.constexpr = OPTIONS.lines
+    LENGTH: tl.constexpr = OPTIONS.length
     BACKWARD: tl.constexpr = grad_ptr is not None
     BLOCKS: tl.constexpr = (H + LINES - 1) // LINES
     chunk_index, line = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * LINES

@@ -28,33 +28,35 @@ def compile_block_attention(
     config = block_attention_config(
         name, dim, itemsize, divmod(capability, 10), block_size, group, rotary
     )
-    constants = dict(
-        HEADS=4,
-        GROUP=group,
-        DIM=dim,
-        BLOCK_M=config.block_m,
-        BLOCK_SIZE=block_size,
-        BLOCK_D=config.block_d,
-        positions_ptr=None,
+    options = triton_kernels.Options(
+        heads=4,
+        group=group,
+        dim=dim,
+        block_m=config.block_m,
+        block_size=block_size,
+        block_d=config.block_d,
+        rotate=rotate is not None,
+        rotate_v=rotate == "qkv",
+        relative=relative,
+        align=16 // itemsize,
+        packed=itemsize == 2,
+        precision=precision if dtype == "fp32" else "ieee",
     )
-    constants |= dict(
-        ROTATE=rotate is not None,
-        ROTATE_V=rotate == "qkv",
-        RELATIVE=relative,
-        ALIGN=16 // itemsize,
-        PACKED=itemsize == 2,
+    operands = triton_kernels.Forward if name == "fwd" else triton_kernels.Backward
+    count = len(operands._fields)
+    types = dict(
+        x=operands(*[f"*{dtype}"] * count),
+        offsets_ptr="*i64",
+        tables=(*["constexpr" if rotate is None else "*fp32"] * 2, "constexpr"),
+        scale="fp32",
+        strides=("i32",) * (2 * count),
     )
-    constants |= dict(PRECISION=precision if dtype == "fp32" else "ieee")
-    constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
-
-    def type_of(arg):
-        return TYPES.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else None)
-
     return compile_for(
         capability,
         kernel,
-        constants,
-        type_of,
+        dict(OPTIONS=options),
+        types.get,
+        aligned=("x", "offsets_ptr", "tables"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -23,6 +23,10 @@ def compile_jagged(kernel, capability, dtype, options, **constants):
     configuration."""
 
     def type_of(arg):
+        if arg == "pointers":
+            names = jagged_matmul_kernels.Dense._fields
+            given = ("constexpr" if constants.get(x, x) is None else f"*{dtype}" for x in names)
+            return jagged_matmul_kernels.Dense(*given)
         if arg in ("partial_ptr", "sums_ptr"):
             return "*fp32"
         return (
@@ -33,26 +37,24 @@ def compile_jagged(kernel, capability, dtype, options, **constants):
             else "i32"
         )
 
-    return compile_for(capability, kernel, constants, type_of, **options)
+    aligned = [arg for arg in kernel.arg_names if arg.endswith("_ptr") or arg == "pointers"]
+    aligned = [arg for arg in aligned if constants.get(arg, arg) is not None]
+    return compile_for(capability, kernel, constants, type_of, aligned, **options)
 
 
 JAGGED_MATMULS = {  # kernel, its name in the configurations, constants of a variant
-    "dense": (
-        "jagged_dense_bmm_kernel",
-        "dense",
-        dict(TRANSPOSED=False, ACTIVATION=None, FACTOR=1.0, bias_ptr=None, grad_ptr=None),
-    ),
+    "dense": ("jagged_dense_bmm_kernel", "dense", dict(ACTIVATION=None, bias=None, grad=None)),
     "dense-transposed": (
         "jagged_dense_bmm_kernel",
         "dense",
-        dict(TRANSPOSED=True, ACTIVATION=None, FACTOR=1.0, grad_ptr=None),
+        dict(ACTIVATION=None, transposed=True, grad=None),
     ),
-    "dense-dact": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, FACTOR=0.5)),
+    "dense-dact": ("jagged_dense_bmm_kernel", "dense", dict(factor=0.5)),
     "jagged": ("jagged_jagged_bmm_kernel", "jagged", {}),
     "outer": ("jagged_outer_kernel", "outer", {}),
     "gram": ("jagged_outer_kernel", "outer", dict(y_ptr=None)),
-    "array": ("array_jagged_bmm_kernel", "array", dict(TRANSPOSED=False)),
-    "array-transposed": ("array_jagged_bmm_kernel", "array", dict(TRANSPOSED=True)),
+    "array": ("array_jagged_bmm_kernel", "array", {}),
+    "array-transposed": ("array_jagged_bmm_kernel", "array", dict(transposed=True)),
 }
 
 
@@ -65,19 +67,16 @@ def compile_jagged_matmul(name, capability, dtype, depth, columns, precision):
     config = jagged_matmul_config(
         kind, itemsize, divmod(capability, 10), rows, 0 if kind == "outer" else columns, precision
     )
-    sizes = dict(D=depth, T=columns) if kind in ("dense", "jagged") else dict(D=columns)
-    constants = (
-        constants
-        | sizes
-        | dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
-    )
+    sizes = dict(d=depth, t=columns) if kind in ("dense", "jagged") else dict(d=columns, t=0)
+    sizes |= dict(block_m=config.block_m, block_n=config.block_n, block_k=config.block_k)
+    sizes |= {name: x for name, x in constants.items() if name in ("transposed", "factor")}
+    sizes |= dict(align=16 // itemsize, precision=precision)
+    constants = constants | dict(OPTIONS=jagged_matmul_kernels.Options(**sizes))
     if name == "dense-dact":
         constants |= dict(ACTIVATION=activation_function("gelu_tanh", dtype == "bf16"))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     kernel = getattr(jagged_matmul_kernels, kernel)
-    return compile_jagged(
-        kernel, capability, dtype, options, **constants, ALIGN=16 // itemsize, PRECISION=precision
-    )
+    return compile_jagged(kernel, capability, dtype, options, **constants)
 
 
 # capability, its shared memory in KiB, cases of dtype, columns and precision: each with two
@@ -121,13 +120,12 @@ def test_jagged_matmul_kernels_read_sixteen_bytes_at_a_time(name):
 @slow_after(1, "capability", [80, 86, 90, 100])
 def test_sums_of_segments_compile(capability):
     for dtype in ("fp32", "bf16"):
-        sizes = dict(
-            D=1, T=64, BLOCK_M=1, BLOCK_N=64, BLOCK_K=32, ALIGN=4, PRECISION="ieee", x_ptr=None
+        sizes = jagged_matmul_kernels.Options(
+            d=1, t=64, block_m=1, block_n=64, block_k=32, align=4, precision="ieee"
         )
         options = dict(num_warps=4, num_stages=3)
-        compile_jagged(
-            jagged_matmul_kernels.jagged_jagged_bmm_kernel, capability, dtype, options, **sizes
-        )
+        kernel = jagged_matmul_kernels.jagged_jagged_bmm_kernel
+        compile_jagged(kernel, capability, dtype, options, x_ptr=None, OPTIONS=sizes)
         sizes = dict(SIZE=4096, CHUNKS=16, BLOCK=256)
         compile_jagged(jagged_matmul_kernels.sum_chunks_kernel, capability, dtype, options, **sizes)
 
@@ -157,7 +155,6 @@ def test_jagged_softmax_kernels_compile(capability, shared_memory, dtypes, backw
     for dtype, itemsize in dtypes:
         constants = {} if backward else dict(grad_ptr=None)
         config = jagged_softmax_config(itemsize, 64)
-        tile = dict(LINES=config.lines, LENGTH=config.length)
         for finish in (False, True):
             options = dict(num_warps=config.num_warps)
             kernel = jagged_softmax.jagged_softmax_kernel
@@ -167,10 +164,9 @@ def test_jagged_softmax_kernels_compile(capability, shared_memory, dtypes, backw
                 dtype,
                 options,
                 **constants,
-                **tile,
-                H=64,
-                FINISH=finish,
-                ALIGN=16 // itemsize,
+                OPTIONS=jagged_softmax.Options(
+                    64, finish, 16 // itemsize, config.lines, config.length
+                ),
             )
             assert compiled.metadata.shared <= shared_memory * 1024
         for over_columns in (False, True):

@@ -34,14 +34,15 @@ def compile_linear_compress(name, capability, dtype, sizes, aligned_embeddings=T
     itemsize, generation = 4 if dtype == "fp32" else 2, divmod(capability, 10)
     kernel = getattr(linear_compress_kernels, f"linear_compress_{name}_kernel")
     align = 16 // itemsize if aligned_embeddings else math.gcd(16 // itemsize, n)
-    blocks = dict(M=m, K=k, N=n, ALIGN=align, PRECISION="bf16x6" if dtype == "fp32" else "ieee")
+    options = dict(m=m, k=k, n=n, align=align, precision="bf16x6" if dtype == "fp32" else "ieee")
     pointers = dict(
         addends_ptr=("*fp32", "*fp32"), indices_ptr=("*i64", "*i32"), partial_ptr="*fp32"
     )
+    pointers |= dict(strides=("i32",) * 3)
     if name == "fwd":
         config = linear_compress_config(itemsize, generation, n)
-        blocks |= dict(
-            BLOCK_M=config.block_m, TAIL_M=64, BLOCK_N=config.block_n, BLOCK_K=config.block_k
+        options |= dict(
+            block_m=config.block_m, tail_m=64, block_n=config.block_n, block_k=config.block_k
         )
         shapes = dict(
             w_desc=(config.block_m, config.block_k),
@@ -50,7 +51,7 @@ def compile_linear_compress(name, capability, dtype, sizes, aligned_embeddings=T
         )
     else:
         config = weight_gradient_config(itemsize, generation, m, k)
-        blocks |= dict(BLOCK_M=config.block_m, BLOCK_K=config.block_n, BLOCK_N=config.block_k)
+        options |= dict(block_m=config.block_m, block_k=config.block_n, block_n=config.block_k)
         shapes = dict(
             g_desc=(config.block_m, config.block_k), e_desc=(config.block_n, config.block_k)
         )
@@ -63,7 +64,8 @@ def compile_linear_compress(name, capability, dtype, sizes, aligned_embeddings=T
     descriptors = {
         arg: f"tensordesc<{dtype}[1, {shapes[arg][0]}, {shapes[arg][1]}]>" for arg in described
     }
-    constants = blocks | {arg: None for arg in shapes if arg not in descriptors}
+    constants = dict(OPTIONS=linear_compress_kernels.Options(**options))
+    constants |= {arg: None for arg in shapes if arg not in descriptors}
 
     def type_of(arg):
         return (

@@ -7,7 +7,12 @@ pytest.importorskip("triton")
 
 from jagged_kernels.attention.configs import packed_config
 from jagged_kernels.attention.packed_tiles import CHUNK, _pack_kernel
+from jagged_kernels.attention.params import Operands
 from jagged_kernels.attention.triton_packed import (
+    Backward,
+    Batch,
+    Options,
+    Scales,
     packed_attention_bwd_kernel,
     packed_attention_fwd_kernel,
 )
@@ -41,33 +46,39 @@ def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, 
     options = dict(
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
     )
-    constants = dict(
-        HEADS=4,
-        GROUP=group,
-        HEAD_DIM=dim,
-        V_DIM=dim,
-        BLOCK_D=block,
-        BLOCK_DV=block,
-        ALIGN=8,
-        PRECISION="tf32",
+    launch = Options(
+        heads=4,
+        group=group,
+        head_dim=dim,
+        v_dim=dim,
+        block_d=block,
+        block_dv=block,
+        align=8,
+        precision="tf32",
+        mask=MASKS[mask],
     )
-    constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=MASKS[mask])
-    constants |= dict(segment_scale_ptr=None) if activation == "softmax" else {}
-    constants |= dict(num_targets_ptr=None) if mask in ("none", "window") else {}
-    constants |= {} if cross else dict(kv_offsets_ptr=None)
+    constants = dict(ACTIVATION=activation_function(activation, dtype == "bf16"), OPTIONS=launch)
 
-    def type_of(arg):
-        if arg in ("q_offsets_ptr", "kv_offsets_ptr", "num_targets_ptr"):
-            return "*i64"
-        if arg in ("tiles_ptr", "num_tiles_ptr"):
-            return "*i32"
-        if arg in ("lse_ptr", "segment_scale_ptr"):
-            return "*fp32"
-        if arg.endswith("_ptr"):
-            return f"*{dtype}"
-        return "fp32" if arg.endswith(("scale", "factor")) else None
+    def given(type, there):
+        return type if there else "constexpr"
 
-    compiled = compile_for(capability, KERNELS[name], constants, type_of, **options)
+    operands = [f"*{dtype}"] * (4 if name == "fwd" else 7)
+    types = dict(
+        x=Operands(*operands, "*fp32") if name == "fwd" else Backward(*operands),
+        batch=Batch(
+            "*i64",
+            given("*i64", cross),
+            "*i32",
+            "*i32",
+            given("*i64", mask not in ("none", "window")),
+            given("*fp32", activation != "softmax"),
+        ),
+        scales=Scales(*["fp32"] * 4),
+        strides=("i32",) * (2 * len(operands)),
+    )
+    compiled = compile_for(
+        capability, KERNELS[name], constants, types.get, aligned=("x", "batch"), **options
+    )
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
     if capability == 90:
         assert "wgmma" in compiled.asm["ptx"]
