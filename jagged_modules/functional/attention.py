@@ -293,7 +293,7 @@ def _attend(call: AttentionCall) -> Tensor:
         return attention_cpu(call)
     from jagged_kernels.attention.op import attention
 
-    return attention(call._replace(schedule=_schedule(call)))
+    return attention(AttentionCall(*call[:-1], _schedule(call)))
 
 
 def _schedule(call: AttentionCall) -> TileSchedule:
