@@ -35,7 +35,7 @@ from torch import Tensor
 from ..common.autograd import refuse_derivative
 from ..common.descriptors import has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, row_and_head_strides
-from ..common.ops import direct, operator
+from ..common.ops import direct, on_the_tensors_device, operator
 from ..common.tail import zero_tails
 from ..schedule.cost import LoopedSide, one_pass_may_run
 from ..schedule.host import NOT_LISTED, TileList
@@ -71,31 +71,23 @@ def triton_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of
         exp(scores); `[H, 0]` without.
     """
-    call, queries, keys = unpack(*arguments)
-    operands = Operands(call.q, call.k, call.v, *_empty_outputs(call))
-    _forward(call, operands, _with_tiles(call, queries), _select(call, queries.block, keys.block))
-    return operands.out, operands.lse
+    return _forward(*unpack(*arguments))
 
 
 @operator("paged_attention", lambda *args: _empty_outputs(unpack(*args)[0])[0], PAGED_SCHEMA)
 def triton_paged_attention(*arguments: Any) -> Tensor:
     """As `triton_attention` with keys and values in pages, in one query group. It has no
     backward."""
-    call, queries, _ = unpack(*arguments)
-    operands = Operands(call.q, call.k, call.v, *_empty_outputs(call))
-    _forward(call, operands, _with_tiles(call, queries), _select(call, queries.block, None))
-    return operands.out
+    return _forward(*unpack(*arguments))[0]
 
 
-def _forward(
-    call: AttentionCall, operands: Operands, segments: TiledSegments, selection: Selection
-) -> None:
+def _forward(call: AttentionCall, tiles: TileList, keys: TileList) -> tuple[Tensor, Tensor]:
+    params, (out, lse) = call.params, _empty_outputs(call)
+    selection = _select(call, tiles.block, keys.block)
     # no batch needs another kernel for this
     if not _has_rows(call):
-        operands.out.zero_()
-        operands.lse.fill_(-math.inf)
-        return
-    params = call.params
+        return out.zero_(), lse.fill_(-math.inf)
+    operands, segments = Operands(call.q, call.k, call.v, out, lse), _with_tiles(call, tiles)
     if selection.packed_fwd is not None:
         packed.forward(operands, segments, params, selection.packed_fwd)
         segments = segments._replace(long_only=True)
@@ -106,7 +98,8 @@ def _forward(
     else:
         triton_forward(operands, segments, params, selection)
     if call.segments.has_tail and not call.segments.q_shared:
-        zero_tails((operands.out, segments.q_offsets))
+        zero_tails((out, segments.q_offsets))
+    return out, lse
 
 
 @operator("attention_backward", backward_fake, BACKWARD_SCHEMA)
@@ -255,16 +248,21 @@ def attention(call: AttentionCall) -> Tensor:
     """Attention by the portable or the Hopper kernels, in less host time than by a call of the
     operator. The call has a schedule."""
     call = _for_kernels(call)
-    schedule, params = call.schedule, call.params
-    floats = *call[:3], params.segment_scale, params.position_bias, params.time_bias
-    if call.segments.pages is not None:
-        arguments = pack(call, schedule.tile_list)
-        return direct(triton_paged_attention, arguments, floats)(*arguments)
-    arguments = pack(call, schedule.tile_list, _key_tiles(call))
-    op = direct(triton_attention, arguments, floats)
-    if op is triton_attention or not torch.is_grad_enabled():
-        return op(*arguments)[0]
-    return differentiable(arguments, op, _backward)[0]
+    q, k, v, segments, params, schedule = call
+    tiles, key_tiles = schedule.tile_list, _key_tiles(call)
+    arguments = pack(call, tiles, key_tiles)
+    op = triton_attention if segments.pages is None else triton_paged_attention
+    floats = q, k, v, params.segment_scale, params.position_bias, params.time_bias
+    if direct(op, arguments, floats) is op:
+        results = op(*arguments)
+        return results[0] if segments.pages is None else results
+
+    def launch(*_: Any) -> tuple[Tensor, Tensor]:
+        return _launch(call, tiles, key_tiles)
+
+    if torch.is_grad_enabled() and segments.pages is None:
+        return differentiable(arguments, launch, _backward)[0]
+    return launch()[0]
 
 
 def _for_kernels(call: AttentionCall) -> AttentionCall:
@@ -284,7 +282,7 @@ def _key_tiles(call: AttentionCall) -> TileList:
     """Those of the schedule, unless they were made for other sizes or another mask: the one-pass
     backward needs ascending tiles, and then lists its own."""
     keys, mask = call.schedule.backward, call.params.mask
-    if keys is None:
+    if keys is None or call.segments.pages is not None:
         return NOT_LISTED
     if not keys.ascending:
         queries, segments = LoopedSide(*call.q.shape), call.segments.kv_offsets.shape[0] - 1
@@ -302,6 +300,7 @@ def _backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tupl
     return op(*inputs)
 
 
+_launch = on_the_tensors_device(_forward)
 differentiate_attention(triton_attention, _backward)
 refuse_derivative(
     triton_paged_attention,

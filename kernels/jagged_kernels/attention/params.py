@@ -227,26 +227,24 @@ def pack(
     table, page_rows, num_keys = None, -1, -1
     if pages is not None:
         table, page_rows, num_keys = pages.table, pages.page_rows, pages.num_rows
-    tiles, num_tiles, rows = queries
-    key_tiles, num_key_tiles, key_rows = keys
+    tiles, num_tiles, tile_rows = queries
+    key_tiles, num_key_tiles, key_tile_rows = keys
     of_rows = [q_offsets, kv_offsets, p.num_targets, p.segment_scale]
     of_kernels = [table, tiles, num_tiles, key_tiles, num_key_tiles]
     tables = [p.position_bias, p.time_bias]
     of_tables = [p.timestamps, p.boundaries, p.query_timestamps, p.query_shift]
-    flags = [q_shared, kv_shared, has_tail, p.batch_invariant, p.table_gradients]
-    limits = [-1 if x is None else x for x in (p.workspace, rows, key_rows)]
-    return Arguments(
-        q,
-        k,
-        v,
-        of_rows + of_kernels,
-        tables + of_tables,
-        None if p.mask is None else [*p.mask],
-        [*map(int, flags), page_rows, num_keys, *limits],
-        [p.scale, p.output_scale],
-        p.activation,
-        p.implementation,
-    )
+    flags = [int(q_shared), int(kv_shared), int(has_tail)]
+    flags += [int(p.batch_invariant), int(p.table_gradients)]
+    sizes = [
+        page_rows,
+        num_keys,
+        -1 if p.workspace is None else p.workspace,
+        -1 if tile_rows is None else tile_rows,
+        -1 if key_tile_rows is None else key_tile_rows,
+    ]
+    mask, factors = None if p.mask is None else list(p.mask), [p.scale, p.output_scale]
+    tensors, bias, options = of_rows + of_kernels, tables + of_tables, flags + sizes
+    return Arguments(q, k, v, tensors, bias, mask, options, factors, p.activation, p.implementation)
 
 
 def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
