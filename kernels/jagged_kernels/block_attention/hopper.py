@@ -54,6 +54,44 @@ from .params import BlockAttentionParams
 from .triton_kernels import softmax_base_2
 
 
+class Options(NamedTuple):
+    """Constants of a launch. heads_per_cta: heads of a thread block. Others: as of the portable
+    kernels. precise: see `RotaryParams`."""
+
+    heads: int
+    heads_per_cta: int
+    dim: int
+    block_m: int
+    block_d: int
+    block_size: int
+    rotate: bool
+    rotate_v: bool
+    relative: bool
+    precise: bool
+
+
+class Forward(NamedTuple):
+    """Pointers of the forward besides those in descriptors."""
+
+    out: gl.tensor
+    offsets: gl.tensor
+    cos: gl.tensor
+    sin: gl.tensor
+    positions: gl.tensor
+
+
+class Backward(NamedTuple):
+    """Pointers of the backward besides those in descriptors."""
+
+    dq: gl.tensor
+    dk: gl.tensor
+    dv: gl.tensor
+    offsets: gl.tensor
+    cos: gl.tensor
+    sin: gl.tensor
+    positions: gl.tensor
+
+
 class Tile(NamedTuple):
     """First row, and number of rows from it to the segment's end (not positive: no tile)."""
 
@@ -369,36 +407,31 @@ def block_attention_fwd_hopper_kernel(
     k_desc,
     v_desc,
     out_desc,
-    out_ptr,
-    offsets_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
+    pointers,
     num_positions,
     num_segments,
-    scale,
-    stride_om,
-    stride_oh,
-    HEADS: gl.constexpr,
-    HEADS_PER_CTA: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    ROTATE: gl.constexpr,
-    ROTATE_V: gl.constexpr,
-    RELATIVE: gl.constexpr,
-    PRECISE: gl.constexpr,
+    numbers,
+    OPTIONS: gl.constexpr,
 ):
-    """O of one tile, HEADS_PER_CTA heads. Grid: a program for each tile index and group of heads; a
-    tile's groups are adjacent."""
+    """O of one tile, heads_per_cta heads. Grid: a program for each tile index and group of heads; a
+    tile's groups are adjacent. pointers: Forward. numbers: the scale, strides of rows and heads."""
+    HEADS: gl.constexpr = OPTIONS.heads
+    HEADS_PER_CTA: gl.constexpr = OPTIONS.heads_per_cta
+    DIM: gl.constexpr = OPTIONS.dim
+    BLOCK_M: gl.constexpr = OPTIONS.block_m
+    BLOCK_D: gl.constexpr = OPTIONS.block_d
+    BLOCK_SIZE: gl.constexpr = OPTIONS.block_size
+    ROTATE: gl.constexpr = OPTIONS.rotate
+    ROTATE_V: gl.constexpr = OPTIONS.rotate_v
+    RELATIVE: gl.constexpr = OPTIONS.relative
+    PRECISE: gl.constexpr = OPTIONS.precise
     DTYPE: gl.constexpr = q_desc.dtype
     QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_full, k_full, v_full = _make_barrier(), _make_barrier(), _make_barrier()
     q = _make_input(q_desc, q_full, BLOCK_M, BLOCK_D)
     k = _make_input(k_desc, k_full, BLOCK_M, BLOCK_D)
     v = _make_input(v_desc, v_full, BLOCK_M, BLOCK_D)
-    out = Output(out_desc, out_ptr, stride_om, stride_oh)
+    out = Output(out_desc, pointers.out, numbers[1], numbers[2])
     staging = _make_staging(out_desc, BLOCK_M, BLOCK_D)
     rotated_q, rotated_k = _as_dtype(q.rows, QK_DTYPE), _as_dtype(k.rows, QK_DTYPE)
     no_scores = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, mma_layout(BLOCK_M, BLOCK_M))
@@ -406,12 +439,12 @@ def block_attention_fwd_hopper_kernel(
 
     first_head = gl.program_id(0) % (HEADS // HEADS_PER_CTA) * HEADS_PER_CTA
     tile, position = _find_tile(
-        gl.program_id(0) // (HEADS // HEADS_PER_CTA), offsets_ptr, num_segments, BLOCK_M
+        gl.program_id(0) // (HEADS // HEADS_PER_CTA), pointers.offsets, num_segments, BLOCK_M
     )
     _load(q, tile, first_head, tile.num_rows > 0)
     _load(k, tile, first_head, tile.num_rows > 0)
     _load(v, tile, first_head, tile.num_rows > 0)
-    rotary = Rotary(cos_ptr, sin_ptr, positions_ptr, num_positions)
+    rotary = Rotary(pointers.cos, pointers.sin, pointers.positions, num_positions)
     angles = _load_angles(rotary, tile, position, ROTATE, RELATIVE, DIM, BLOCK_M, BLOCK_D)
     for step in range(gl.where(tile.num_rows > 0, HEADS_PER_CTA, 0)):
         tile = _opaque_tile(tile)
@@ -440,7 +473,7 @@ def block_attention_fwd_hopper_kernel(
         thread_barrier()
         _load(q, tile, head + 1, more)
         _load(k, tile, head + 1, more)
-        p = _softmax(scores, tile.num_rows, scale * unit * LOG2_E, BLOCK_SIZE)
+        p = _softmax(scores, tile.num_rows, numbers[0] * unit * LOG2_E, BLOCK_SIZE)
         p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, mma_layout(BLOCK_M, BLOCK_D), 2))
         acc = warpgroup_mma(p, v.rows, no_rows, use_acc=False, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -459,34 +492,24 @@ def block_attention_bwd_hopper_kernel(
     dq_desc,
     dk_desc,
     dv_desc,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    offsets_ptr,
-    cos_ptr,
-    sin_ptr,
-    positions_ptr,
+    pointers,
     num_positions,
     num_segments,
-    scale,
-    stride_dqm,
-    stride_dqh,
-    stride_dkm,
-    stride_dkh,
-    stride_dvm,
-    stride_dvh,
-    HEADS: gl.constexpr,
-    HEADS_PER_CTA: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    ROTATE: gl.constexpr,
-    ROTATE_V: gl.constexpr,
-    RELATIVE: gl.constexpr,
-    PRECISE: gl.constexpr,
+    numbers,
+    OPTIONS: gl.constexpr,
 ):
-    """dQ, dK and dV of one tile, HEADS_PER_CTA heads. Grid: as in the forward."""
+    """dQ, dK and dV of one tile, heads_per_cta heads. Grid, numbers: as in the forward.
+    pointers: Backward."""
+    HEADS: gl.constexpr = OPTIONS.heads
+    HEADS_PER_CTA: gl.constexpr = OPTIONS.heads_per_cta
+    DIM: gl.constexpr = OPTIONS.dim
+    BLOCK_M: gl.constexpr = OPTIONS.block_m
+    BLOCK_D: gl.constexpr = OPTIONS.block_d
+    BLOCK_SIZE: gl.constexpr = OPTIONS.block_size
+    ROTATE: gl.constexpr = OPTIONS.rotate
+    ROTATE_V: gl.constexpr = OPTIONS.rotate_v
+    RELATIVE: gl.constexpr = OPTIONS.relative
+    PRECISE: gl.constexpr = OPTIONS.precise
     DTYPE: gl.constexpr = q_desc.dtype
     QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_full, k_full, v_full, do_full = (
@@ -499,9 +522,9 @@ def block_attention_bwd_hopper_kernel(
     k = _make_input(k_desc, k_full, BLOCK_M, BLOCK_D)
     v = _make_input(v_desc, v_full, BLOCK_M, BLOCK_D)
     do = _make_input(do_desc, do_full, BLOCK_M, BLOCK_D)
-    dq_out = Output(dq_desc, dq_ptr, stride_dqm, stride_dqh)
-    dk_out = Output(dk_desc, dk_ptr, stride_dkm, stride_dkh)
-    dv_out = Output(dv_desc, dv_ptr, stride_dvm, stride_dvh)
+    dq_out = Output(dq_desc, pointers.dq, numbers[1], numbers[2])
+    dk_out = Output(dk_desc, pointers.dk, numbers[3], numbers[4])
+    dv_out = Output(dv_desc, pointers.dv, numbers[5], numbers[6])
     staging = _make_staging(dq_desc, BLOCK_M, BLOCK_D)
     rotated_q, rotated_k = _as_dtype(q.rows, QK_DTYPE), _as_dtype(k.rows, QK_DTYPE)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
@@ -512,13 +535,13 @@ def block_attention_bwd_hopper_kernel(
 
     first_head = gl.program_id(0) % (HEADS // HEADS_PER_CTA) * HEADS_PER_CTA
     tile, position = _find_tile(
-        gl.program_id(0) // (HEADS // HEADS_PER_CTA), offsets_ptr, num_segments, BLOCK_M
+        gl.program_id(0) // (HEADS // HEADS_PER_CTA), pointers.offsets, num_segments, BLOCK_M
     )
     _load(q, tile, first_head, tile.num_rows > 0)
     _load(k, tile, first_head, tile.num_rows > 0)
     _load(v, tile, first_head, tile.num_rows > 0)
     _load(do, tile, first_head, tile.num_rows > 0)
-    rotary = Rotary(cos_ptr, sin_ptr, positions_ptr, num_positions)
+    rotary = Rotary(pointers.cos, pointers.sin, pointers.positions, num_positions)
     angles = _load_angles(rotary, tile, position, ROTATE, RELATIVE, DIM, BLOCK_M, BLOCK_D)
     for step in range(gl.where(tile.num_rows > 0, HEADS_PER_CTA, 0)):
         tile = _opaque_tile(tile)
@@ -548,11 +571,11 @@ def block_attention_bwd_hopper_kernel(
         thread_barrier()
         dp = warpgroup_mma(do.rows, v.rows.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        p = _softmax(scores, tile.num_rows, scale * q_unit * k_unit * LOG2_E, BLOCK_SIZE)
+        p = _softmax(scores, tile.num_rows, numbers[0] * q_unit * k_unit * LOG2_E, BLOCK_SIZE)
         p_buf.store(p.to(DTYPE))
         dp = warpgroup_mma_wait(0, deps=(dp,))
         dp = gl.where(p > 0, dp, 0.0)
-        ds = p * (dp - gl.sum(p * dp, 1)[:, None]) * scale
+        ds = p * (dp - gl.sum(p * dp, 1)[:, None]) * numbers[0]
         if PRECISE:
             ds_unit = _unit_of(gl.abs(ds))
             ds *= 1.0 / ds_unit
@@ -591,15 +614,10 @@ def forward(
     rotary = params.rotary
     block_attention_fwd_hopper_kernel[_grid(q, params, config)](
         *_descriptors(config, q, k, v, out),
-        out,
-        params.offsets,
-        rotary.cos,
-        rotary.sin,
-        rotary.positions,
+        Forward(out, params.offsets, *rotary[:3]),
         rotary.num_positions,
         params.offsets.shape[0] - 1,
-        params.scale,
-        *out.stride()[:2],
+        (params.scale, *out.stride()[:2]),
         **_constants(q, params, config),
     )
 
@@ -613,19 +631,10 @@ def backward(
     rotary = params.rotary
     block_attention_bwd_hopper_kernel[_grid(q, params, config)](
         *_descriptors(config, do, q, k, v, dq, dk, dv),
-        dq,
-        dk,
-        dv,
-        params.offsets,
-        rotary.cos,
-        rotary.sin,
-        rotary.positions,
+        Backward(dq, dk, dv, params.offsets, *rotary[:3]),
         rotary.num_positions,
         params.offsets.shape[0] - 1,
-        params.scale,
-        *dq.stride()[:2],
-        *dk.stride()[:2],
-        *dv.stride()[:2],
+        (params.scale, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2]),
         **_constants(q, params, config),
     )
 
@@ -642,20 +651,19 @@ def _grid(
 def _constants(q: Tensor, params: BlockAttentionParams, config: HopperBlockAttentionConfig) -> dict:
     """Constants and launch options of both kernels."""
     rotary, kind = params.rotary, params.rotary.kind
-    return dict(
-        HEADS=q.shape[1],
-        HEADS_PER_CTA=config.heads_per_cta,
-        DIM=q.shape[2],
-        BLOCK_M=config.block_m,
-        BLOCK_D=config.block_d,
-        BLOCK_SIZE=params.block_size,
-        ROTATE=kind != "none",
-        ROTATE_V=rotary.rotate_v,
-        RELATIVE=kind == "relative",
-        PRECISE=kind != "none" and rotary.precise and q.dtype == torch.bfloat16,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
+    options = Options(
+        heads=q.shape[1],
+        heads_per_cta=config.heads_per_cta,
+        dim=q.shape[2],
+        block_m=config.block_m,
+        block_d=config.block_d,
+        block_size=params.block_size,
+        rotate=kind != "none",
+        rotate_v=rotary.rotate_v,
+        relative=kind == "relative",
+        precise=kind != "none" and rotary.precise and q.dtype == torch.bfloat16,
     )
+    return dict(OPTIONS=options, num_warps=config.num_warps, maxnreg=config.max_registers)
 
 
 def _descriptors(config: HopperBlockAttentionConfig, *tensors: Tensor) -> list[TensorDescriptor]:

@@ -13,8 +13,6 @@ from jagged_kernels.block_attention.configs import block_attention_config, fits_
 
 from .ahead_of_time import compile_for, gluon_descriptor
 
-TYPES = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32")
-
 
 def compile_block_attention(
     name, capability, dtype, dim, block_size, rotate, relative=False, group=1, precision="bf16x6"
@@ -126,23 +124,31 @@ def compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, 
     at least `dim`."""
     kernel, rows = getattr(hopper, f"block_attention_{name}_hopper_kernel"), max(block_size, 64)
     constants = dict(
-        HEADS=4,
-        HEADS_PER_CTA=2,
-        DIM=dim,
-        BLOCK_M=rows,
-        BLOCK_D=width,
-        BLOCK_SIZE=block_size,
-        positions_ptr=None,
+        OPTIONS=hopper.Options(
+            heads=4,
+            heads_per_cta=2,
+            dim=dim,
+            block_m=rows,
+            block_d=width,
+            block_size=block_size,
+            rotate=rotate is not None,
+            rotate_v=rotate == "qkv",
+            relative=relative,
+            precise=precise,
+        )
     )
-    constants |= dict(
-        ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise
+    tables = ["constexpr" if rotate is None else "*fp32"] * 2
+    results = [f"*{dtype}"] * (1 if name == "fwd" else 3)
+    pointers = hopper.Forward if name == "fwd" else hopper.Backward
+    types = dict(
+        pointers=pointers(*results, "*i64", *tables, "constexpr"),
+        numbers=("fp32", *["i32"] * (2 * len(results))),
     )
-    constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
 
     def type_of(arg):
         if arg.endswith("_desc"):
             return gluon_descriptor(dtype, [1, rows, width])
-        return TYPES.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else None)
+        return types.get(arg)
 
     options = dict(num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
     return compile_for(90, kernel, constants, type_of, aligned=(), **options)
