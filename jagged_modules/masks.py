@@ -296,6 +296,7 @@ def check_num_targets(
     `device`. owner: as in `check_device`."""
     if num_targets is None:
         return
+    check_integers(name, num_targets)
     segments = kv_offsets.shape[0] - 1
     if num_targets.shape != (segments,):
         raise ValueError(

@@ -100,10 +100,12 @@ def compress_levels(
     weights: list[Tensor],
     embeddings: list[Tensor],
     indices: list[Tensor | CandidateIndex],
-    names: LevelNames,
+    level_names: tuple[list[str], ...],
     implementation: str = "auto",
 ) -> Tensor:
-    """`linear_compress` of lists, whose errors call the arguments by `names`."""
+    """`linear_compress` of lists, whose errors call the arguments by level_names: the fields of
+    `LevelNames`, because torch.fx would record the making of a named tuple."""
+    names = LevelNames(*level_names)
     _check_linear_compress(weights, embeddings, indices, implementation, names)
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.conversions import is_keyed_tensor, wait_for
-from ..functional.linear_compress import LevelNames, compress_levels
+from ..functional.linear_compress import compress_levels
 from ..scalars import check_size, is_sequence, possessive
 from ..tracing import call_of, one_module
 from .parameters import check_parameter_dtype
 
-torch.fx.wrap("linear_compress")
+torch.fx.wrap("compress_levels")
 
 
 class LinearCompressEmbedding(nn.Module):
@@ -146,12 +146,8 @@ class LinearCompressEmbedding(nn.Module):
         tensors = [
             _dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)
         ]
-        of_levels = LevelNames(
-            weights=[f"weights[{level}]" for level in range(len(names))],
-            embeddings=names,
-            indices=_names("candidates", levels),
-            owners=["the layer"] * len(names),
-        )
+        weights = [f"weights[{level}]" for level in range(len(names))]
+        of_levels = weights, names, _names("candidates", levels), ["the layer"] * len(names)
         return compress_levels(list(self.weights), tensors, indices, of_levels)
 
     if TYPE_CHECKING:

@@ -354,12 +354,7 @@ def test_a_schedule_and_a_cache():
 
     dynamic = torch.export.Dim.DYNAMIC
     kept = [{0: ROWS}, {0: USERS + 1}]
-    shapes = (
-        JAGGED,
-        [{0: dynamic}, {}, {0: dynamic}],
-        [{0: CANDIDATES}, {0: USERS + 1}],
-        [(kept, kept)],
-    )
+    shapes = (JAGGED, [{0: dynamic}, {}], [{0: CANDIDATES}, {0: USERS + 1}], [(kept, kept)])
     sizes = [size for size in SIZES if size[0]]
     assert_call_exports(score, stack, inputs, shapes, sizes=sizes, rows_per_user=True)
 

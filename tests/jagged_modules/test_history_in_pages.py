@@ -135,7 +135,7 @@ def test_an_append_that_fails_leaves_the_cache_as_it_was(monkeypatch):
     cache.put([0, 1], jagged(timeline.take(timeline.rows, 0)))
     before, rows = cache.statistics(), cache.select([0, 1]).layers[1].values
     with monkeypatch.context() as patch:
-        patch.setattr(layer.layers[1], "_project", lambda _: 1 / 0)
+        patch.setattr(layer.layers[1], "_project", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.append([0, 1], jagged(timeline.take(timeline.rows, 1)))
     assert cache.statistics() == before and torch.equal(cache.select([0, 1]).layers[1].values, rows)

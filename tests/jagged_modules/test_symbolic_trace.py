@@ -66,7 +66,7 @@ def test_symbolic_trace_of_linear_compress():
     assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == [
         "_dense",
         "_dense",
-        "linear_compress",
+        "compress_levels",
     ]
     candidates, shared, _, users_of, _ = compress_inputs(*SIZES[0])
     assert torch.equal(traced(candidates, shared, users_of), layer(candidates, shared, users_of))
