@@ -39,11 +39,9 @@ def linear_compress_decomposed(
 
 def _pad(weight: Tensor, embedding: Tensor, align: int) -> tuple[Tensor, Tensor]:
     missing = -weight.shape[1] % align
-    return (
-        (functional.pad(weight, (0, missing)), functional.pad(embedding, (0, 0, 0, missing)))
-        if missing
-        else (weight, embedding)
-    )
+    if not missing:
+        return weight, embedding
+    return functional.pad(weight, (0, missing)), functional.pad(embedding, (0, 0, 0, missing))
 
 
 class _SharedWeightMatmul(torch.autograd.Function):
