@@ -311,6 +311,8 @@ class HSTULayer(nn.Module):
     ) -> Jagged:
         """The rows of a call, which errors call `name`."""
         jagged = wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
+        if num_targets is not None:
+            check_integers("num_targets", num_targets)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.device, "the layer's")
         check_lengths(name, self.config, jagged.offsets)
         check_times(name, jagged, self.config, timestamps, query_timestamps)
