@@ -83,11 +83,9 @@ def recorded_call(
     """A new node of the graph that calls `function` if an argument is a `torch.fx.Proxy`, else
     None."""
     proxy = _first_proxy(args, kwargs)
-    return (
-        None
-        if proxy is None
-        else proxy.tracer.create_proxy("call_function", function, args, kwargs)
-    )
+    if proxy is None:
+        return None
+    return proxy.tracer.create_proxy("call_function", function, args, kwargs)
 
 
 def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:

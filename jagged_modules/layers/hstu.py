@@ -311,6 +311,8 @@ class HSTULayer(nn.Module):
     ) -> Jagged:
         """The rows of a call, which errors call `name`."""
         jagged = wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
+        if num_targets is not None:
+            check_integers("num_targets", num_targets)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.device, "the layer's")
         check_lengths(name, self.config, jagged.offsets)
         check_times(name, jagged, self.config, timestamps, query_timestamps)
@@ -354,14 +356,14 @@ class HSTULayer(nn.Module):
         )
 
     def _scaling_seqlen(self, jagged: Jagged) -> int:
-        length = (
-            jagged.max_seqlen if self.config.scaling_seqlen is None else self.config.scaling_seqlen
-        )
+        length = self.config.scaling_seqlen
+        if length is None:
+            length = jagged.max_seqlen
         if length is None:
             raise ValueError(
                 "config.scaling_seqlen must be given if the container has no max_seqlen, got None"
             )
-        return max(1, length)
+        return max(1, length)  # a batch without rows has a max_seqlen of 0
 
     def _project(self, name: str, x: Jagged) -> _Rows:
         """The rows of x, which errors call `name`, and their projections."""

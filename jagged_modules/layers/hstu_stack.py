@@ -149,6 +149,7 @@ class HSTUStack(nn.Module):
         if offsets is not None:
             segments = Jagged(kept[0], offsets, wrapped.max_seqlen)
         layers = tuple(segments.with_values(x) for x in kept)
+        # A copy: the cache outlives the batch, whose tensor the caller may write to.
         times = None if timestamps is None else torch.cat([timestamps[rows]])
         return HistoryCache(layers, times, self.max_cached_rows)
 

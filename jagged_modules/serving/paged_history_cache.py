@@ -54,7 +54,8 @@ class CacheStatistics:
     """The state of a PagedHistoryCache and its counts since it was made.
 
     users, rows: cached users and rows of all of them, those of other weights too.
-    bytes, max_bytes: of the pages in use, and the budget.
+    bytes: size of the pages in use.
+    max_bytes: the budget of `PagedHistoryCache`.
     hits, misses: users that `missing` found cached, and those it returned.
     evictions: users that lost their pages to others.
     """
@@ -152,11 +153,8 @@ class PagedHistoryCache:
         recently used one."""
         with self._lock:
             weights = self._current_weights()
-            return (
-                []
-                if self._table is None
-                else [user for user, x in self._table.users.items() if x.weights == weights]
-            )
+            known = {} if self._table is None else self._table.users
+            return [user for user, x in known.items() if x.weights == weights]
 
     def missing(self, users: Iterable[Hashable]) -> list[Hashable]:
         """The users of these that are not cached with the layer's present weights, in their order.

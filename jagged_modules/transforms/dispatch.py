@@ -101,16 +101,10 @@ def _is_exporting() -> bool:
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
     """The inputs of a model that replicates rows itself, None with fewer users than candidates."""
     entries = named(given)
-    return (
-        given
-        if all(
-            [
-                _size(entries, before) >= _size(entries, after) > 0
-                for before, after in replication.pairs
-            ]
-        )
-        else None
-    )
+    for before, after in replication.pairs:
+        if not _size(entries, before) >= _size(entries, after) > 0:
+            return None
+    return given
 
 
 def _size(entries: Mapping[str, Any], rows: Rows) -> int:

@@ -111,11 +111,9 @@ class Distributor:
             return self._sum_of_products(node, call["embeddings"][0], -2, call["weights"][0], 1)
         if node.target is aten.sum.dim_IntList:
             return self._sum_of_sums(node, call)
-        return (
-            self._fewer_gathers(node, call.dim("dim", node.meta["val"].dim()))
-            if node.target is aten.cat.default
-            else None
-        )
+        if node.target is aten.cat.default:
+            return self._fewer_gathers(node, call.dim("dim", node.meta["val"].dim()))
+        return None
 
     def _unexpanded(self, x: Any) -> Any:
         """The weight that is expanded to a batch of matrices, else x itself."""
@@ -142,14 +140,12 @@ class Distributor:
         in small tables have maps of their own, and each part costs an addition.
         """
         parts = self.parts(x, dim)
-        maps = {
+        shares = {
             self._maps(part.node): self.costs.share(part.lineage) for part in parts if part.lineage
         }
-        return (
-            [parts]
-            if len(maps) < 2
-            else [parts, self.parts(x, dim, min(maps, key=lambda key: maps[key]))]
-        )
+        if len(shares) < 2:
+            return [parts]
+        return [parts, self.parts(x, dim, min(shares, key=lambda maps: shares[maps]))]
 
     def parts(self, x: fx.Node, dim: int, only: Any = None) -> list[Part]:
         """The parts of x along a dimension, neighbours of one lineage as one. Empty unless some but
@@ -186,24 +182,19 @@ class Distributor:
 
     def _joined(self, group: list[fx.Node], dim: int, only: Any = None) -> fx.Node:
         first = group[0]
-        return (
-            first
-            if len(group) == 1
-            else self._new(
-                aten.cat.default, group, dim, lineage_of=first if self._maps(first, only) else None
-            )
-        )
+        if len(group) == 1:
+            return first
+        like = first if self._maps(first, only) else None
+        return self._new(aten.cat.default, group, dim, lineage_of=like)
 
     def _lineage(self, node: fx.Node) -> Lineage | None:
         return self.analysis.lineages.get(node) or self._sources.get(node)
 
     def _maps(self, node: fx.Node, only: Any = None) -> Any:
         lineage = self._lineage(node)
-        return (
-            None
-            if lineage is None or lineage.is_uniform or lineage.maps != (only or lineage.maps)
-            else lineage.maps
-        )
+        if lineage is None or lineage.is_uniform:
+            return None
+        return lineage.maps if only in (None, lineage.maps) else None
 
     def _pieces(self, x: fx.Node, dim: int) -> list[fx.Node]:
         """Values whose concatenation along `dim` is x. Views and unary operators are applied to

@@ -324,11 +324,8 @@ def convolution(call: Call) -> Moved | None:
 def pooling(call: Call) -> Moved | None:
     """Works on the last dimensions, for each channel of each sample by itself."""
     lineage, spatial = call.lineage(call["self"]), 1 if "1d" in str(call.target) else 2
-    return (
-        Moved(lineage)
-        if lineage and lineage.dim < len(call.shape(call["self"])) - spatial
-        else None
-    )
+    pooled = len(call.shape(call["self"])) - spatial  # the first pooled dimension
+    return Moved(lineage) if lineage and lineage.dim < pooled else None
 
 
 @rule("gru.input", "lstm.input")

@@ -27,11 +27,9 @@ def view(call: Call) -> Moved | None:
     if after is None or any(size == 0 for size in call.shape()):  # -1 would be any size
         return None
     sizes = _sizes(call, call["shape"] if "shape" in call.arguments else call["size"], after.dim)
-    return (
-        None
-        if sizes is None
-        else Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
-    )
+    if sizes is None:
+        return None
+    return Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
 
 
 def _sizes(call: Call, sizes: Any, dim: int) -> list[Any] | None:
@@ -198,11 +196,9 @@ def diagonal(call: Call) -> Moved | None:
     """Takes the diagonal of two other dimensions, which go; it is appended."""
     lineage, ndim = call.lineage(call["self"]), len(call.shape(call["self"]))
     gone = {call["dim1"] % ndim, call["dim2"] % ndim}
-    return (
-        Moved(lineage.at(lineage.dim - sum(d < lineage.dim for d in gone)))
-        if lineage and lineage.dim not in gone
-        else None
-    )
+    if lineage is None or lineage.dim in gone:
+        return None
+    return Moved(lineage.at(lineage.dim - sum(d < lineage.dim for d in gone)))
 
 
 @rule("index_select.default")
@@ -251,13 +247,9 @@ def embedding(call: Call) -> Moved | None:
     """Looks up each index by itself in a table that is the same for all rows. The dimensions of a
     row are appended."""
     indices = call["indices"] if "indices" in call.arguments else call["self"]
-    lineage = call.lineage(indices)
-    return (
-        Moved(lineage)
-        if lineage
-        and (not is_tensor(call.arguments.get("weight")) or call.lineage(call["weight"]) is None)
-        else None
-    )
+    lineage, table = call.lineage(indices), call.arguments.get("weight")
+    is_shared = not is_tensor(table) or call.lineage(table) is None
+    return Moved(lineage) if lineage and is_shared else None
 
 
 @rule("gather.default")

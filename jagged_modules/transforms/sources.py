@@ -15,14 +15,7 @@ from .shape_rules import WHOLE
 
 aten = torch.ops.aten
 INDEX_DTYPES = (torch.int32, torch.int64)
-CREATORS = (
-    "aten::zeros",
-    "aten::ones",
-    "aten::full",
-    "aten::new_zeros",
-    "aten::new_ones",
-    "aten::new_full",
-)
+CREATORS = [f"aten::{new}{name}" for new in ("", "new_") for name in ("zeros", "ones", "full")]
 
 
 class Source:
@@ -49,24 +42,18 @@ def find_source(call: Call, estimate: Callable[[Size], int]) -> Source | None:
     own, index = call.lineage(operand), call.lineage(node)
     # nested: the rows that the map holds are themselves repeated
     if kind == "index" and index is not None:
-        if (
-            own is not None
-            or index.is_folded
-            or index.is_uniform
-            or estimate(rows_in) >= estimate(index.base_rows)
-        ):
+        if own is not None or index.is_folded or index.is_uniform:
             return None
-        return Source(
-            operand, Lineage((Map("base", node, 0, rows_in, index.base_rows), *index.maps), dim)
-        )
+        if estimate(rows_in) >= estimate(index.base_rows):
+            return None
+        outermost = Map("base", node, 0, rows_in, index.base_rows)
+        return Source(operand, Lineage((outermost, *index.maps), dim))
     if estimate(rows_in) >= estimate(rows_out):
         return None
-    nested = (
-        own.maps
-        if own is not None and own.dim == dim and not own.is_folded and not own.is_uniform
-        else ()
-    )
-    return Source(operand, Lineage((*nested, Map(kind, node, times, rows_in, rows_out)), dim))
+    maps = (Map(kind, node, times, rows_in, rows_out),)
+    if own is not None and own.dim == dim and not own.is_folded and not own.is_uniform:
+        maps = (*own.maps, *maps)
+    return Source(operand, Lineage(maps, dim))
 
 
 def _repeated(call: Call) -> tuple[fx.Node, int, str, fx.Node | None, int] | None:
@@ -97,12 +84,10 @@ def _repeated(call: Call) -> tuple[fx.Node, int, str, fx.Node | None, int] | Non
             return None
         dim, repeats = call.dim("dim", len(call.shape())), arguments["repeats"]
         if isinstance(repeats, fx.Node):
-            one_each = is_tensor(repeats) and len(call.shape(repeats)) == 1
-            return (
-                (arguments["self"], dim, "counts", repeats, 0)
-                if one_each and call.shape(repeats)[0] != 1
-                else None
-            )
+            shape = call.shape(repeats) if is_tensor(repeats) else ()
+            if len(shape) != 1 or shape[0] == 1:  # a number, or one for all rows
+                return None
+            return arguments["self"], dim, "counts", repeats, 0
         return arguments["self"], dim, "repeat", None, repeats
     return None
 
