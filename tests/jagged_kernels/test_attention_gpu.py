@@ -652,7 +652,7 @@ def test_cuda_graph_with_new_lengths(check_cuda_graph, kernels):
 )
 def test_operators_pass_opcheck(offsets, kernels, activation, mask):
     from jagged_kernels.attention.op import triton_attention
-    from jagged_kernels.schedule.device import tile_list
+    from jagged_kernels.attention.tile_lists import Lists, TiledSide, list_tiles, tile_lists
 
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (
@@ -660,9 +660,13 @@ def test_operators_pass_opcheck(offsets, kernels, activation, mask):
         for _ in range(3)
     )
     targets = None if mask is None else torch.tensor([5, 0, 130], device="cuda")
-    library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
-    tiles = tile_list(segments, segments, 300, 4, 128, 64, mask, targets)
-    key_tiles = tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True)
+    queries, keys = TiledSide(300, 4, 128), TiledSide(300, 4, 64)
+    library.opcheck(
+        tile_lists, (segments, segments, list(queries), list(keys), [True, True], mask, targets)
+    )
+    tiles, key_tiles = list_tiles(
+        (segments, segments), queries, keys, Lists(True, True), mask, targets
+    )
     rule = mask and MaskParams(*mask)
     params = AttentionParams(
         0.125, activation, rule, 0.5, implementation=kernels, num_targets=targets
@@ -675,7 +679,7 @@ def test_operators_pass_opcheck(offsets, kernels, activation, mask):
 @pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
 def test_operators_with_a_bias_pass_opcheck(offsets, kernels, activation):
     from jagged_kernels.attention.op import triton_attention, triton_attention_backward
-    from jagged_kernels.schedule.device import tile_list
+    from jagged_kernels.attention.tile_lists import Lists, TiledSide, list_tiles
 
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (
@@ -694,9 +698,8 @@ def test_operators_with_a_bias_pass_opcheck(offsets, kernels, activation):
     params = AttentionParams(
         0.125, activation, implementation=kernels, table_gradients=True, **fields
     )
-    tiles, key_tiles = (
-        tile_list(segments, segments, 300, 4, 128, 64),
-        tile_list(segments, segments, 300, 4, 64, 128, None, None, True),
+    tiles, key_tiles = list_tiles(
+        (segments, segments), TiledSide(300, 4, 128), TiledSide(300, 4, 64), Lists(True, True)
     )
     call = AttentionCall(q, k, v, Segments(segments, segments), params)
     arguments = pack(call, TileList(*tiles, 128), TileList(*key_tiles, 64))

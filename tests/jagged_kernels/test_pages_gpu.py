@@ -72,7 +72,7 @@ def test_one_graph_for_all_lengths(check_compiled_pages, kernels, dim):
 @pytest.mark.parametrize("kernels, dim", [("triton", 64), ("hopper", 64)])
 def test_the_operator_passes_opcheck(offsets, kernels, dim):
     from jagged_kernels.attention.op import triton_paged_attention
-    from jagged_kernels.schedule.device import tile_list
+    from jagged_kernels.attention.tile_lists import Lists, TiledSide, list_tiles
 
     lengths = [70, 200, 130]
     storage, pages = in_pages(
@@ -84,7 +84,8 @@ def test_the_operator_passes_opcheck(offsets, kernels, dim):
     )
     params = AttentionParams(0.125, implementation=kernels)
     call = AttentionCall(q, *storage.split(dim, dim=2), Segments(*segments, pages=pages), params)
-    arguments = pack(call, TileList(*tile_list(*segments, 300, 4, 64, 64), 64))
+    [tiles] = list_tiles(segments, TiledSide(300, 4, 64), TiledSide(400, 4, 64), Lists(True, False))
+    arguments = pack(call, TileList(*tiles, 64))
     library.opcheck(triton_paged_attention, arguments)
 
 

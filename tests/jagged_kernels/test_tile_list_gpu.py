@@ -56,15 +56,17 @@ def test_masked_tiles_of_much_work_are_the_hosts(check_tiles, key_tiles):
 
 def test_masked_tile_lists_in_a_graph(offsets, assert_no_synchronisation):
     """A captured list follows the lengths, and is built without waiting for the device."""
-    from jagged_kernels.schedule.device import tile_list
+    from jagged_kernels.attention.tile_lists import Lists, TiledSide, list_tiles
 
-    mask = list(jm.AttentionMask(causal=True, num_targets=torch.tensor([0])).params)
+    mask = jm.AttentionMask(causal=True, num_targets=torch.tensor([0])).params
+    side = TiledSide(300, 4, 64)
     segments, targets = offsets([70, 100, 130], "cuda"), torch.tensor([5, 0, 9], device="cuda")
 
     def build():
-        return *tile_list(segments, segments, 300, 4, 64, 64, mask, targets), *tile_list(
-            segments, segments, 300, 4, 64, 64, mask, targets, True
+        queries, keys = list_tiles(
+            (segments, segments), side, side, Lists(True, True), mask, targets
         )
+        return *queries, *keys
 
     assert_no_synchronisation(build)
     torch.cuda.synchronize()

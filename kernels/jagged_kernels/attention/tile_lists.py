@@ -248,7 +248,7 @@ def kernel_tiles(
     Hopper's kernels.
     """
     tiles, num_tiles, block = segments.tiles
-    if tiles is None or block != config.tile:
+    if tiles is None or num_tiles is None or block != config.tile:
         if looped is None or params.batch_invariant:
             looped = LoopedSide(0, 0, 0)
         sides = (

@@ -211,7 +211,7 @@ def grouping(
     if looped is None or not num_segments or not rows:
         return None
     head_dim, masked = looped.head_dim, mask is not None
-    causal = masked and mask.is_causal
+    causal = mask is not None and mask.is_causal
     alternates, elements = True, GROUP_ELEMENTS
     if key_tiles and one_pass_may_run(looped, rows, num_heads, num_segments, masked, causal):
         alternates, elements = False, one_pass_elements(rows / num_segments, head_dim, masked)
@@ -411,11 +411,7 @@ def key_tile_work(
 
 
 def _count_blocks(
-    runs: Iterable[tuple[Tensor, Tensor]],
-    shift: Tensor,
-    lowest: Tensor,
-    highest: Tensor,
-    block: int,
+    runs: Iterable[Iterable[Tensor]], shift: Tensor, lowest: Tensor, highest: Tensor, block: int
 ) -> Tensor:
     """How many blocks, counted from `shift`, have a position of the ascending runs [start, end)
     that lies in [lowest, highest)."""
