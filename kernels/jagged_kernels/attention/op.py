@@ -10,8 +10,8 @@ Every kernel is persistent over a zigzag schedule (schedule/); each output tile 
 results are
 deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose
 exponential the hardware has; pointwise activations store nothing. Each kernel computes the scores
-again; on Hopper dq may read dS instead, which the dk, dv kernel has stored (hopper_ds.py). If there
-are many short segments, these have kernels of their own (triton_packed.py).
+again; on Hopper, one kernel may compute all gradients (hopper/one_pass.py). If there are many
+short segments, these have kernels of their own (triton_packed.py).
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows;
 only dk, dv need a split of the query rows into chunks, summed afterwards. Queries shared by all
@@ -128,7 +128,7 @@ def triton_attention(
             own. Only the backward reads these, kv_shared and workspace; the forward takes them
             because autograd passes its inputs on.
         implementation: "triton", "hopper", or "auto", which chooses.
-        workspace: limit in bytes of the memory in which the backward stores dS; None: a default
+        workspace: limit in bytes of the memory in which the backward adds up dq; None: a default
             limit.
         scale, ...: the fields of `AttentionParams`. batch_invariant: the schedule's tile size is
             not used.
@@ -179,7 +179,7 @@ def _forward(
         packed.forward(operands, segments, params, selection.packed_fwd)
         segments = segments._replace(long_only=True)
     if selection.backend == "hopper":
-        from .hopper_forward import forward
+        from .hopper.launch import forward
 
         forward(operands, segments, params, selection.fwd)
     else:
@@ -309,7 +309,7 @@ def triton_attention_backward(
     clear_tail: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv
-    kernel, which reads it. On Hopper: hopper_backward.py. Only softmax reads `out`. Other
+    kernel, which reads it. On Hopper: hopper/launch.py. Only softmax reads `out`. Other
     arguments: as the forward's.
 
     Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of
@@ -361,10 +361,8 @@ def triton_attention_backward(
         packed.backward(operands, grads, queries, params, selection.packed_bwd)
         queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
     if selection.backend == "hopper":
-        from .hopper_backward import backward
+        from .hopper.launch import backward
 
-        # which segments' dS has room depends on the batch
-        workspace = 0 if batch_invariant else workspace
         dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         bias = kernel_bias(params)
