@@ -142,10 +142,8 @@ class backward_workspace(_Setting, default=None):
     The default, None, is no limit.
 
     On a GPU of compute capability 9.0, the backward of long segments, without a mask or with the
-    causal one, adds up dq in fp32 (four bytes per element of q). With head dims above 64, no mask
-    and shorter segments, it stores dS, the gradients of the scores (two bytes per query-key pair),
-    instead of computing the scores twice. Either takes at most 2 GiB or the gradients' size,
-    whichever is larger.
+    causal one, adds up dq in fp32 (four bytes per element of q) instead of computing the scores
+    twice. This takes at most 2 GiB or the gradients' size, whichever is larger.
 
     The value at the time of the forward applies to its backward. A switch and a context manager for
     one thread or task, like `debug_checks`. torch.compile and torch.export trace the value as a

@@ -84,7 +84,7 @@ def our_implementations(
     device: str, head_dim: int, build: Callable[[str], Implementation]
 ) -> dict[str, Callable[[], Implementation]]:
     """``build`` for each of our kernels, and on Hopper also without the workspace in which the
-    backward stores dS."""
+    backward adds up dq."""
     implementations = {
         name: partial(build, kernels) for name, kernels in our_kernels(device).items()
     }

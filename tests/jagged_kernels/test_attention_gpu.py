@@ -5,7 +5,6 @@ with four query heads on two key heads. Two parameters that touch different line
 not multiplied: `alternate` pairs them, so that each value meets several of the other.
 """
 
-import math
 from functools import partial
 
 import pytest
@@ -79,7 +78,7 @@ def applies(
         return True
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         return False
-    if kernels == "hopper-ds" and (mask is not None or shared not in ("none", None)):
+    if kernels == "hopper-wide" and (mask is not None or shared not in ("none", None)):
         return False
     # longer blocks are masked as short ones are
     if kernels == "hopper-long" and isinstance(mask, str) and mask not in ("causal", "hstu"):
@@ -99,47 +98,24 @@ def alternate(number, values):
     return values[number % len(values)]
 
 
-def plan_for(blocks, parts):
-    """A replacement of plan_workspace: `blocks` blocks of dS, and at most `parts` parts of the
-    batch, with bounds by the same rule."""
-
-    def plan(q, k, q_offsets, *rest):
-        from jagged_kernels.attention.hopper_ds import PART
-
-        segments = len(q_offsets) - 1
-        bounds = sorted(
-            {
-                min(PART * math.ceil(part * segments / parts / PART), segments)
-                for part in range(parts + 1)
-            }
-        )
-        return blocks, list(zip(bounds, bounds[1:]))
-
-    return plan
-
-
-@pytest.fixture(params=["triton", "hopper", "hopper-long", "hopper-ds"])
-def kernels(request, monkeypatch, change_selection):
+@pytest.fixture(params=["triton", "hopper", "hopper-long", "hopper-wide"])
+def kernels(request, change_selection):
     """Implementations; Hopper's with small tiles, with large tiles and blocks for long segments,
-    and with large tiles and dS stored for dq."""
+    and with large tiles and wide heads."""
     implementation, *variant = request.param.split("-")
     if variant:
         change_selection("small_tiles_are_faster", lambda *_: (False, False))
     if variant == ["long"]:
         change_selection("long_key_blocks_are_faster", lambda *_: True)
-    if variant == ["ds"]:
-        monkeypatch.setattr(
-            "jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(10_000, 1)
-        )
     return implementation
 
 
 @pytest.fixture
 def check_attention(check_attention, kernels, request):
     """With all `kernels`. Default head dims: 24 and 40 for the portable kernels, 64 for Hopper's,
-    128 where dS is stored."""
-    stores_ds = request.node.callspec.params["kernels"] == "hopper-ds"
-    default_dims = (24, 40) if kernels == "triton" else (128, 128) if stores_ds else (64, 64)
+    128 with wide heads."""
+    wide = request.node.callspec.params["kernels"] == "hopper-wide"
+    default_dims = (24, 40) if kernels == "triton" else (128, 128) if wide else (64, 64)
 
     def check(lengths, dtype, device, dims=default_dims, tensors=None, **options):
         check_attention(
@@ -270,31 +246,6 @@ def test_heads(check_attention, heads):
 
 def test_empty_shared_operands(check_empty_shared_operands, kernels):
     check_empty_shared_operands("cuda", 64, torch.bfloat16, kernels)
-
-
-@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
-@pytest.mark.parametrize(
-    "blocks, parts", [(10_000, 1), (10_000, 4), (60, 1), (60, 3), (5, 2), (1, 11)]
-)
-@pytest.mark.parametrize("kernels", ["hopper-ds"], indirect=True)
-def test_ds_of_some_segments_is_stored(check_attention, monkeypatch, blocks, parts, activation):
-    """The batch runs in parts. dS of segments that have no room in the workspace is computed
-    again."""
-    monkeypatch.setattr(
-        "jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(blocks, parts)
-    )
-    output_scale = 1 if activation == "softmax" else torch.rand(11, device="cuda") + 0.1
-    for heads in ((4, 4), (4, 2)):
-        options = dict(
-            dims=(128, 128), heads=heads, activation=activation, output_scale=output_scale
-        )
-        check_attention("mixed", torch.bfloat16, "cuda", **options)
-
-
-@pytest.mark.parametrize("query_block", [64, 128])
-@pytest.mark.parametrize("capacity", [0, 3, 40, 10_000])
-def test_first_blocks_of_ds(check_ds_blocks, capacity, query_block):
-    check_ds_blocks(capacity, query_block, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

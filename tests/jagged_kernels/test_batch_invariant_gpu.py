@@ -41,7 +41,7 @@ def test_portable_kernels_on_hopper(name):
     "name", ["attention", "attention-causal", "attention-silu", "target-attention"]
 )
 def test_wide_heads(name, implementation):
-    """By default the backward of these sizes stores dS for long segments."""
+    """By default one kernel computes all gradients of long segments of these sizes."""
     check(
         operators("cuda", torch.float16, dim=128, heads=4, implementation=implementation)[name],
         [1, 64, 900, 2900],

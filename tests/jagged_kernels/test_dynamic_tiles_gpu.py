@@ -3,7 +3,7 @@ short ones."""
 
 import pytest
 import torch
-from jagged_kernels.attention import hopper_forward
+from jagged_kernels.attention.hopper import launch as hopper
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -23,13 +23,13 @@ def dynamic(monkeypatch, change_selection):
     """Selects it for all lengths. Returns a list of whether each launch was dynamic."""
     change_selection("DYNAMIC_TILES", 0)
     change_selection("small_tiles_are_faster", lambda *_: (False, False))
-    launches, launch = [], hopper_forward.forward
+    launches, launch = [], hopper.forward
 
     def recorded(operands, segments, params, config):
         launches.append(config.dynamic_tiles)
         return launch(operands, segments, params, config)
 
-    monkeypatch.setattr(hopper_forward, "forward", recorded)
+    monkeypatch.setattr(hopper, "forward", recorded)
     return launches
 
 

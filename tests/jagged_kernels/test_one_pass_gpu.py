@@ -3,7 +3,7 @@ short ones."""
 
 import pytest
 import torch
-from jagged_kernels.attention import hopper_backward
+from jagged_kernels.attention.hopper import launch as hopper
 from jagged_kernels.schedule import cost
 
 import jagged_modules as jm
@@ -25,13 +25,13 @@ CASES = [((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
 def counts(monkeypatch):
     """Counts the kernel's calls."""
     counts = dict(one_pass=0)
-    launch = hopper_backward._Launches.one_pass
+    launch = hopper._Backward.one_pass
 
     def counted(*args):
         counts["one_pass"] += 1
         return launch(*args)
 
-    monkeypatch.setattr(hopper_backward._Launches, "one_pass", counted)
+    monkeypatch.setattr(hopper._Backward, "one_pass", counted)
     return counts
 
 

@@ -16,7 +16,7 @@ from jagged_modules.activations import ACTIVATIONS
 
 A100, L4, H100, B200 = (8, 0), (8, 9), (9, 0), (10, 0)
 LONG = dict(q_rows=64 * 500, q_segments=64, kv_rows=64 * 500, kv_segments=64)
-HOPPER_KERNELS = ("fwd", "dq", "dkdv", "dq_from_ds")
+HOPPER_KERNELS = ("fwd", "dq", "dkdv")
 
 
 def problem(head_dim=128, v_dim=None, dtype=torch.bfloat16, capability=H100, **options):
@@ -160,13 +160,7 @@ def test_tiles_of_the_portable_kernels(change, query, key):
 @pytest.mark.parametrize("schedule", [(None, None), (16, 16), (64, 64)])
 def test_hoppers_tiles_are_its_own(head_dim, tiles, schedule):
     selection = select(problem(head_dim, **sizes(640, 640), schedule=schedule))
-    assert (
-        tuple(
-            config.tile
-            for config in (selection.fwd, selection.dq, selection.dkdv, selection.dq_from_ds)
-        )
-        == tiles
-    )
+    assert tuple(config.tile for config in (selection.fwd, selection.dq, selection.dkdv)) == tiles
 
 
 def test_a_schedule_made_without_the_activation_has_hoppers_tiles():
@@ -178,10 +172,7 @@ def test_a_schedule_made_without_the_activation_has_hoppers_tiles():
             kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options}
             for kernel in HOPPER_KERNELS
         }
-        assert (
-            all(len(rows) == 1 for rows in tiles.values())
-            and tiles["fwd"] == tiles["dq"] == tiles["dq_from_ds"]
-        )
+        assert all(len(rows) == 1 for rows in tiles.values()) and tiles["fwd"] == tiles["dq"]
     timed = dict(biased=True, timed=True)
     assert (
         select(problem(64, **LONG, **timed)).tile
@@ -348,16 +339,6 @@ def test_hopper_splits_query_rows_by_its_own_tile():
 )
 def test_portable_kernels_use_the_tensor_memory_accelerator_where_there_is_one(capability, tma):
     assert select(problem(dtype=torch.float32, capability=capability)).tma == tma
-
-
-def test_ds_is_stored_where_that_is_faster():
-    faster = module.storing_ds_is_faster
-    assert faster(2**14, 128, 128) and faster(2**14, 128, 72)
-    assert (
-        not faster(2**14 - 1, 128, 128)
-        and not faster(2**14, 127, 128)
-        and not faster(2**14, 128, 64)
-    )
 
 
 def test_equal_problems_give_one_selection():

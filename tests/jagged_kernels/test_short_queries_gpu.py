@@ -3,7 +3,7 @@ other segments."""
 
 import pytest
 import torch
-from jagged_kernels.attention import hopper_backward
+from jagged_kernels.attention.hopper import launch as hopper
 
 from jagged_modules import functional as F
 
@@ -23,11 +23,9 @@ CONSUMERS = [((64, 64), 1), ((64, 64), 2), ((64, 64), 3), ((128, 128), 1), ((128
 def calls(monkeypatch):
     """Counts the kernel's calls."""
     calls = []
-    launch = hopper_backward._Launches.short_queries
+    launch = hopper._Backward.short_queries
     monkeypatch.setattr(
-        hopper_backward._Launches,
-        "short_queries",
-        lambda *args: calls.append(None) or launch(*args),
+        hopper._Backward, "short_queries", lambda *args: calls.append(None) or launch(*args)
     )
     return calls
 

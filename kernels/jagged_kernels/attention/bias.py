@@ -1,5 +1,5 @@
 """RelativeBias in the attention kernels: what the portable kernels (triton_bias.py) and those for
-Hopper (hopper_bias.py) share.
+Hopper (hopper/bias.py) share.
 
     S[i, j] = scale · <q_i, k_j> + position[j - i + N - 1] + time[bucket(u_i - t_j)],  bucket(d) =
     number of boundaries <= |d|

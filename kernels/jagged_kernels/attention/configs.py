@@ -168,8 +168,7 @@ def hopper_attention_config(
     arithmetic takes longer than another list of tiles.
 
     Args:
-        kernel: "fwd", "dq", "dkdv", "dq_from_ds", whose tiles are dq's, or "one_pass", whose tiles
-            are dkdv's.
+        kernel: "fwd", "dq", "dkdv", or "one_pass", whose tiles are dkdv's.
         head_dim: of q and k, or of v: both are padded to the same size.
         biased, timed: whether there is a RelativeBias, and a time table in it.
         long: whether "fwd" loops over blocks of 128 keys instead of 64
@@ -210,8 +209,6 @@ def hopper_attention_config(
             if narrow
             else two(block=64, stages=2, row_stages=row_stages)
         )
-    if kernel == "dq_from_ds":
-        return (three if narrow else two)(block=64, stages=4, row_stages=4)
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers
         return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)

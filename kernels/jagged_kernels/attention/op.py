@@ -10,8 +10,8 @@ Every kernel is persistent over a zigzag schedule (schedule/); each output tile 
 results are
 deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose
 exponential the hardware has; pointwise activations store nothing. Each kernel computes the scores
-again; on Hopper dq may read dS instead, which the dk, dv kernel has stored (hopper_ds.py). If there
-are many short segments, these have kernels of their own (triton_packed.py).
+again; on Hopper, one kernel may compute all gradients (hopper/one_pass.py). If there are many
+short segments, these have kernels of their own (triton_packed.py).
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows;
 only dk, dv need a split of the query rows into chunks, summed afterwards. Queries shared by all
@@ -92,7 +92,7 @@ def _forward(call: AttentionCall, tiles: TileList, keys: TileList) -> tuple[Tens
         packed.forward(operands, segments, params, selection.packed_fwd)
         segments = segments._replace(long_only=True)
     if selection.backend == "hopper":
-        from .hopper_forward import forward
+        from .hopper.launch import forward
 
         forward(operands, segments, params, selection.fwd)
     else:
@@ -105,7 +105,7 @@ def _forward(call: AttentionCall, tiles: TileList, keys: TileList) -> tuple[Tens
 @operator("attention_backward", backward_fake, BACKWARD_SCHEMA)
 def triton_attention_backward(do: Tensor, results: list[Tensor | None], *arguments: Any):
     """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv
-    kernel, which reads it. On Hopper: hopper_backward.py. results: out, which only softmax reads,
+    kernel, which reads it. On Hopper: hopper/launch.py. results: out, which only softmax reads,
     and lse.
 
     Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of
@@ -141,10 +141,9 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
         packed.backward(operands, grads, queries, params, selection.packed_bwd)
         queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
     if selection.backend == "hopper":
-        from .hopper_backward import backward
+        from .hopper.launch import backward
 
-        # which segments' dS has room depends on the batch
-        workspace = 0 if params.batch_invariant else params.workspace
+        workspace = params.workspace
         dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         bias = kernel_bias(params)

@@ -112,10 +112,8 @@ class Selection:
         backend: "triton", the portable kernels, or "hopper".
         fwd, dq, dkdv: their launch configurations, each with its tile: query rows, or key rows of
             dkdv.
-        dq_from_ds: configuration of the Hopper kernel that reads dS; None with the portable
-            kernels.
-        one_pass: configuration of the Hopper kernel for all three gradients, which replaces dq,
-            dkdv and dq_from_ds; None: they run.
+        one_pass: configuration of the Hopper kernel for all three gradients, which replaces dq
+            and dkdv; None: they run.
         tma: whether portable kernels load aligned rows through the GPU's tensor memory accelerator.
         query_chunks: number of chunks that dkdv splits the query rows into, with kv_shared. Each
             chunk reads all keys.
@@ -129,7 +127,6 @@ class Selection:
     fwd: LaunchConfig | HopperConfig
     dq: LaunchConfig | HopperConfig
     dkdv: LaunchConfig | HopperConfig
-    dq_from_ds: HopperConfig | None = None
     one_pass: HopperConfig | None = None
     tma: bool = False
     query_chunks: int = 1
@@ -303,20 +300,8 @@ def small_tiles_are_faster(
     return queries, narrow and (_is_below(q_seqlen, FEW_ROWS) or _is_below(kv_seqlen, longest))
 
 
-def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> bool:
-    """Whether Hopper's backward is faster if the dk, dv kernel stores dS for dq, in num_blocks
-    blocks of 64 by 64, 8 KB each.
-
-    At head dim 128 it took between 2 % more and 20 % less time. At 64 it took 6 to 8 % more: the
-    same number of bytes saves half as much arithmetic. It needs two or three more launches. seqlen:
-    mean length of the shorter side. Below 128 rows, most of a block would be empty; that was not
-    measured.
-    """
-    return padded_dim(head_dim) == 128 and num_blocks >= 2**14 and seqlen >= 128
-
-
 def one_pass_is_faster(p: AttentionProblem) -> bool:
-    """Whether one Hopper kernel for dq, dk and dv replaces two or three.
+    """Whether one Hopper kernel for dq, dk and dv replaces two.
     docs/decisions/one-pass-backward.md has figures.
 
     It takes self- or cross-attention with one group of queries, without a bias, and no mask but the
@@ -488,7 +473,7 @@ def _with_short_queries(selection: Selection, dim: int, consumers: int) -> Selec
 @_cached
 def _hopper_selection(dim: int, *options: str | bool) -> Selection:
     """options: of hopper_attention_config, after the head dim."""
-    kernels = "fwd", "dq", "dkdv", "dq_from_ds"
+    kernels = "fwd", "dq", "dkdv"
     return Selection(
         "hopper", **{kernel: hopper_attention_config(kernel, dim, *options) for kernel in kernels}
     )

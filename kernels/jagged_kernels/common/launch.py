@@ -29,7 +29,8 @@ _NOT_YET = None, None
 
 class CachedLaunches(JITFunction):
     """A JITFunction that finds compiled kernels by `_cache_key`. Other arguments than
-    `tl.constexpr` must be given by position."""
+    `tl.constexpr` must be given by position. Tuples of them are looked into, but not tuples in
+    tuples, and descriptors in tuples are not known to the launcher."""
 
     def cache_launches(self) -> None:
         """What a constructor would do: a kernel gets this class when it is a JITFunction already.
@@ -48,6 +49,7 @@ class CachedLaunches(JITFunction):
         self._constants = (None,) * (len(self.params) - len(params))
         # key → compiled kernel, and a function of (grid, stream, arguments) that launches it
         self._compiled: dict[tuple, tuple] = {}
+        # types of the arguments, and of what is in their tuples → as _find_positions returns
         self._positions: dict[tuple[type, ...], tuple] = {}
 
     def __getitem__(self, grid):
@@ -78,11 +80,21 @@ class CachedLaunches(JITFunction):
     def _cache_key(self, device: int, args: tuple, constants: dict) -> tuple:
         """What the compiled kernel depends on: of a tensor, its dtype and whether it is aligned; of
         a descriptor, its box; of another argument, how Triton's own function describes it, which is
-        slower. None and floats are described by their types."""
-        types = tuple(map(type, args))
-        tensors, described, others = self._positions.get(types) or self._find_positions(types)
-        tensors, unaligned = tensors(args), 0
-        for x in tensors:
+        slower. None and floats are described by their types.
+
+        A kernel has tuples of the same length at the same parameters, or None there, so the types
+        of all items tell what lies in which."""
+        flat = []
+        for x in args:
+            if isinstance(x, tuple):
+                flat += x
+            else:
+                flat.append(x)
+        types = tuple(map(type, flat))
+        found = self._positions.get(types) or self._find_positions(types, args)
+        tensors, specialised, described, others = found
+        specialised, unaligned = specialised(flat), 0
+        for x in specialised:
             unaligned |= x.data_ptr()
         key = [
             device,
@@ -92,18 +104,23 @@ class CachedLaunches(JITFunction):
             *constants,
             *constants.values(),
         ]
-        key += map(_DTYPE, tensors)
-        key += map(_BOX, described(args))
+        key += map(_DTYPE, tensors(flat))
+        key += map(_BOX, described(flat))
         if unaligned % 16:
-            key += [x.data_ptr() % 16 == 0 for x in tensors]
+            key += [x.data_ptr() % 16 == 0 for x in specialised]
         backend = _backend(device)
-        for i in others:
-            key.append(specialisation(backend, args[i], *self._rules[i]))
+        for i, rule in others:
+            key.append(specialisation(backend, flat[i], *rule))
         return tuple(key)
 
-    def _find_positions(self, types: tuple[type, ...]) -> tuple[Callable, Callable, list[int]]:
-        """Functions that choose the tensors and the descriptors among arguments of these types, and
-        the indices of the arguments that have more than a type."""
+    def _find_positions(self, types: tuple[type, ...], args: tuple) -> tuple:
+        """Functions that choose the tensors, those whose alignment counts, and the descriptors
+        among arguments and items of these types; and the indices of those that have more than a
+        type, with their rules."""
+        rules = []
+        for x, rule in zip(args, self._rules):
+            # Triton specialises all that is in a tuple
+            rules += [(False, True, True)] * len(x) if isinstance(x, tuple) else [rule]
         tensors = [i for i, kind in enumerate(types) if kind in (torch.Tensor, torch.nn.Parameter)]
         described = [i for i, kind in enumerate(types) if issubclass(kind, Described)]
         others = [
@@ -111,7 +128,9 @@ class CachedLaunches(JITFunction):
             for i, kind in enumerate(types)
             if kind not in (float, type(None)) and i not in (*tensors, *described)
         ]
-        return self._positions.setdefault(types, (_choose(tensors), _choose(described), others))
+        specialised = [i for i in tensors if all(rules[i][1:])]
+        chosen = _choose(tensors), _choose(specialised), _choose(described)
+        return self._positions.setdefault(types, (*chosen, [(i, rules[i]) for i in others]))
 
 
 _DTYPE, _BOX = attrgetter("dtype"), attrgetter("box")

@@ -44,6 +44,14 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
+class Handover(NamedTuple):
+    """The barriers of buffers that are not a Ring's: `full`, whose arrive count is that of their
+    writers, and `empty`, of their readers."""
+
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
 class Tail(NamedTuple):
     """The rows of a block past the last row of its segment. The consumers set them to 0 in shared
     memory, each a share of them.
@@ -146,18 +154,49 @@ def opaque_rows(ring, step):
     return ring_rows(ring, opaque(step % ring.buffers.shape[0]))
 
 
+# Barriers by name, of any struct with `full` and `empty`: a Ring, a Handover, a tile queue.
+
+
 @gluon.jit
-def producer_wait(ring, step):
-    """Wait until the consumers have released the buffer that a step reuses."""
-    mbarrier.wait(
-        ring.empty.index(step % ring.buffers.shape[0]), step // ring.buffers.shape[0] & 1 ^ 1
-    )
+def wait_until_full(ring, step, wanted=True):
+    """Wait for the data of a step, if `wanted`. To wait ahead, call it between arithmetic and the
+    wait for an MMA that it overlaps with: ptxas moves waits for MMAs above arithmetic, but not
+    above the loop of this wait."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.full.index(step % STAGES), step // STAGES & 1, pred=wanted)
+
+
+@gluon.jit
+def wait_until_empty(ring, step):
+    """Wait until the readers have released the buffer that a step reuses."""
+    STAGES: gl.constexpr = ring.empty.shape[0]
+    mbarrier.wait(ring.empty.index(step % STAGES), step // STAGES & 1 ^ 1)
+
+
+@gluon.jit
+def mark_full(ring, step):
+    """The data of a step is in its buffer."""
+    mbarrier.arrive(ring.full.index(step % ring.full.shape[0]), count=1)
+
+
+@gluon.jit
+def release(ring, step):
+    """This warpgroup has read the buffer of a step."""
+    mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]), count=1)
+
+
+@gluon.jit
+def publish(ring, step):
+    """mark_full by a warpgroup that has written the buffer of a step, for MMAs or TMA."""
+    fence_async_shared()
+    thread_barrier()
+    mark_full(ring, step)
 
 
 @gluon.jit
 def producer_load(ring, desc, step, head, row):
     """Fill the buffer of a step with a box of rows by TMA, once the consumers have released it."""
-    producer_wait(ring, step)
+    wait_until_empty(ring, step)
     slot = step % ring.buffers.shape[0]
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_tile(desc, [head, row.to(gl.int32), 0], ring.full.index(slot), ring.buffers.index(slot))
@@ -166,35 +205,16 @@ def producer_load(ring, desc, step, head, row):
 @gluon.jit
 def producer_skip(ring, step):
     """Mark the buffer of a step as full without filling it, for a consumer that will skip it."""
-    producer_wait(ring, step)
-    mbarrier.arrive(ring.full.index(step % ring.buffers.shape[0]), count=1)
+    wait_until_empty(ring, step)
+    mark_full(ring, step)
 
 
 @gluon.jit
 def consumer_wait(ring, step):
     """The buffer of a step, `[rows, width]`, once it is full. Do not call it after the release: the
     barrier may be two phases ahead."""
-    STAGES: gl.constexpr = ring.buffers.shape[0]
-    mbarrier.wait(ring.full.index(step % STAGES), step // STAGES & 1)
-    return ring_rows(ring, step % STAGES)
-
-
-@gluon.jit
-def consumer_wait_ahead(ring, step, wanted):
-    """Wait for the buffer of a later step, if `wanted`. Call it between arithmetic and the wait for
-    an MMA that it overlaps with: ptxas moves waits for MMAs above arithmetic, but not above the
-    loop of this wait."""
-    mbarrier.wait(
-        ring.full.index(step % ring.buffers.shape[0]),
-        step // ring.buffers.shape[0] & 1,
-        pred=wanted,
-    )
-
-
-@gluon.jit
-def consumer_release(ring, step):
-    """This warpgroup has read the buffer of a step."""
-    mbarrier.arrive(ring.empty.index(step % ring.buffers.shape[0]), count=1)
+    wait_until_full(ring, step)
+    return ring_rows(ring, step % ring.buffers.shape[0])
 
 
 @gluon.jit
@@ -204,7 +224,7 @@ def skip_stage(ring, step):
     wait for a phase that the barrier has left."""
     consumer_wait(ring, step)
     thread_barrier()
-    consumer_release(ring, step)
+    release(ring, step)
 
 
 # -- tails -----------------------------------------------------------------------------------------
@@ -345,16 +365,11 @@ def _produce(produce: gl.constexpr, args, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def launch_specialised(
-    consume: gl.constexpr,
-    produce: gl.constexpr,
-    args,
-    OPTIONS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):
+def launch_specialised(consume: gl.constexpr, produce: gl.constexpr, args, OPTIONS: gl.constexpr):
     """Run consume(index, args, OPTIONS) on each of OPTIONS.consumers warpgroups, 1 to 3, with
-    REGISTERS registers per thread, and produce(args, OPTIONS) on one more warp. Consumer 0 is the
+    OPTIONS.registers per thread, and produce(args, OPTIONS) on one more warp. Consumer 0 is the
     warps of the launch, num_warps=4."""
+    REGISTERS: gl.constexpr = OPTIONS.registers
     if OPTIONS.consumers == 1:
         gl.warp_specialize([
             (_consume, (0, consume, args, OPTIONS)),

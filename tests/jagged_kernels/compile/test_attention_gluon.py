@@ -9,19 +9,22 @@ from marks import slow_after
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention import dq_sums
-from jagged_kernels.attention import hopper_backward as attention_backward
-from jagged_kernels.attention import hopper_dkdv as attention_dkdv
-from jagged_kernels.attention import hopper_ds as attention_ds
-from jagged_kernels.attention import hopper_forward as attention
-from jagged_kernels.attention import hopper_one_pass as attention_one_pass
-from jagged_kernels.attention import hopper_short_queries as attention_short_queries
 from jagged_kernels.attention.configs import (
     hopper_attention_config,
     short_queries_config,
     small_hopper_config,
 )
-from jagged_kernels.attention.hopper_common import launch_options
+from jagged_kernels.attention.hopper import (
+    delta,
+    dkdv,
+    dq,
+    dq_sums,
+    forward,
+    one_pass,
+    short_queries,
+)
+from jagged_kernels.attention.hopper.args import Arguments, Options
+from jagged_kernels.attention.hopper.launch import config_constants
 from jagged_kernels.attention.params import MaskParams
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
@@ -31,6 +34,16 @@ from jagged_modules.activations import POINTWISE
 
 from ..sass import disassembled, spilled_bytes
 from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor
+
+# what kernels read of the Arguments: all of them, and each
+READ = {*Arguments._fields[:1], *Arguments._fields[2:4], *Arguments._fields[5:9]}
+READ_BY = {
+    "fwd": {"num_targets_ptr", "next_tile_ptr", "out_ptr", "lse_ptr"},
+    "dq": {"num_targets_ptr", "out_ptr", "lse_ptr", "delta_ptr", "dq_ptr"},
+    "dkdv": {"num_targets_ptr", "lse_ptr", "delta_ptr", "dk_ptr", "dv_ptr"},
+    "one_pass": {"next_tile_ptr", "lse_ptr", "delta_ptr", "dk_ptr", "dv_ptr", "added_ptr"},
+    "short_queries": {"next_tile_ptr", "out_ptr", "lse_ptr", "dq_ptr", "dk_ptr", "dv_ptr"},
+}
 
 # KiB of buffers in shared memory, from the headers of the kernels' files, without lse and delta.
 BUFFERS = {
@@ -49,8 +62,6 @@ BUFFERS = {
     ("short queries 3", 64): 216,
     ("short queries 1", 128): 112,
     ("short queries 2", 128): 224,
-    ("dq_from_ds", 64): 152,
-    ("dq_from_ds", 128): 160,
     ("small fwd", 64): 56,
     ("small fwd", 128): 96,
     ("small dq", 64): 72,
@@ -90,81 +101,60 @@ def compile_hopper_attention(
     group=1,
     query_groups=1,
     long=False,
-    has_ds=False,
     bias=None,
     config=None,
     page_rows=None,
 ):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
-    `shared`: queries and keys are shared by all segments. `long`: key segments are long. `has_ds`:
-    dS is stored, or read by "dq_from_ds". bias: a BiasKind, whose tables have gradients. config:
-    another launch configuration. page_rows: of the forward's keys; None: they are not in pages.
+    `shared`: queries and keys are shared by all segments. `long`: key segments are long. bias: a
+    BiasKind, whose tables have gradients. config: another launch configuration. page_rows: of the
+    forward's keys; None: they are not in pages.
     """
     kernel = {
-        "fwd": attention.attention_fwd_hopper_kernel,
-        "dq": attention_backward.attention_bwd_dq_hopper_kernel,
-        "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
-        "dq_from_ds": attention_ds.attention_bwd_dq_from_ds_hopper_kernel,
-        "one_pass": attention_one_pass.attention_bwd_hopper_kernel,
-        "short_queries": attention_short_queries.attention_bwd_short_queries_hopper_kernel,
+        "fwd": forward.attention_fwd_hopper_kernel,
+        "dq": dq.attention_bwd_dq_hopper_kernel,
+        "dkdv": dkdv.attention_bwd_dkdv_hopper_kernel,
+        "one_pass": one_pass.attention_bwd_hopper_kernel,
+        "short_queries": short_queries.attention_bwd_short_queries_hopper_kernel,
     }[name]
     timed = bias is not None and bias.boundaries > 0
     config = config or hopper_attention_config(
         name, dim, activation, mask is not None, bias is not None, long, timed
     )
-    options = launch_options(config)
+    has_sums = bias is not None and name == "dq"
+    options = Options(
+        4, group, dim, dim, mask, bias, shared, page_rows, shared, query_groups, has_sums,
+        **config_constants(config),
+    )  # fmt: skip
     constants = dict(
-        HEADS=4,
-        GROUP=group,
-        HEAD_DIM=dim,
-        V_DIM=dim,
-        ACTIVATION=activation_function(activation, dtype == "bf16"),
-        MASK=mask,
-    )
-    constants |= dict(
-        Q_SHARED=shared,
-        KV_SHARED=shared,
-        Q_REGISTERS=config.rows_in_registers,
-        QUERY_GROUPS=query_groups,
-    )
-    constants |= dict(num_segments=None) if query_groups == 1 else {}
-    constants |= (
-        options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
-    )
+        ACTIVATION=activation_function(activation, dtype == "bf16"), CONSTANTS=options
+    ) | bias_constants(bias, sums=name == "dq")
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
-    constants |= bias_constants(bias, sums=name == "dq")
-    constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
-    constants |= dict(next_tile_ptr=None) if name == "fwd" and not config.dynamic_tiles else {}
-    constants |= dict(QUERY_BLOCK=64) if has_ds else dict(ds_ptr=None, ds_blocks_ptr=None)
+    constants |= dict(num_segments=None) if query_groups == 1 else {}
+    constants |= {} if page_rows else dict(page_table_ptr=None)
+    absent = set(Arguments._fields) - READ - READ_BY[name]
+    absent |= set() if mask else {"num_targets_ptr"}
+    absent |= {"next_tile_ptr"} if name == "fwd" and not config.dynamic_tiles else set()
     types = dict(
-        lse_ptr="*fp32",
-        delta_ptr="*fp32",
-        ds_blocks_ptr="*i32",
-        added_ptr="*i32",
-        next_tile_ptr="*i32",
-        page_table_ptr="*i32",
-        num_targets_ptr="*i64",
-        tiles_ptr="*i32",
+        lse_ptr="*fp32", delta_ptr="*fp32", added_ptr="*i32",
+        next_tile_ptr="*i32", page_table_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32",
         num_tiles_ptr="*i32",
-    )
+    )  # fmt: skip
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
 
     def type_of(arg):
+        if arg == "args":
+            fields = Arguments._fields
+            return Arguments(*("constexpr" if x in absent else type_of(x) for x in fields))
         if arg in ("bias", "sums"):
             return bias_types(arg, bias, scratch=not reinterprets_padding, entries=True)
         if arg == "sums_desc":
             return gluon_descriptor("fp32", [1, 64, 64])
         if arg.endswith("_desc"):
             looped = ("q_desc", "do_desc") if name in ("dkdv", "one_pass") else ("k_desc", "v_desc")
-            return gluon_descriptor(
-                dtype,
-                [
-                    1,
-                    config.block if arg in looped else 64,
-                    64 if arg == "ds_desc" else padded_dim(dim),
-                ],
-            )
+            rows = config.block if arg in looped else 64
+            return gluon_descriptor(dtype, [1, rows, padded_dim(dim)])
         default = (
             "*i64"
             if arg.endswith("offsets_ptr")
@@ -174,15 +164,9 @@ def compile_hopper_attention(
         )
         return types.get(arg, "fp32" if arg.endswith(("scale", "factor")) else default)
 
-    aligned = [arg for arg in kernel.arg_names if arg == "ds_ptr"]
+    aligned = []
     return compile_for(
-        90,
-        kernel,
-        constants,
-        type_of,
-        aligned,
-        num_warps=options["num_warps"],
-        maxnreg=options["maxnreg"],
+        90, kernel, constants, type_of, aligned, num_warps=4, maxnreg=config.launch_registers
     )
 
 
@@ -384,38 +368,6 @@ def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activ
     assert spilled_bytes(dynamic.asm["cubin"]) <= spilled_bytes(static.asm["cubin"]) + 16
 
 
-@slow_after(
-    1,
-    "dim, dtype, activation, group",
-    [
-        (64, "bf16", "softmax", 1),
-        (64, "bf16", "gelu_tanh", 2),
-        (96, "fp16", "silu", 1),
-        (128, "bf16", "softmax", 4),
-    ],
-)
-def test_hopper_attention_kernels_that_store_ds_compile(dim, dtype, activation, group):
-    """Blocks leave and enter registers 16 bytes at a time, without shared memory between them and
-    the MMAs."""
-    without, storing = (
-        compile_hopper_attention("dkdv", dim, dtype, activation, group=group, has_ds=has_ds)
-        for has_ds in (False, True)
-    )
-    vectors, others = (
-        len(re.findall(r"st\.global\S*\.v4", x.asm["ptx"])) for x in (storing, without)
-    )
-    assert vectors > others and storing.asm["ptx"].count("st.shared") == without.asm["ptx"].count(
-        "st.shared"
-    )
-    from_ds = compile_hopper_attention(
-        "dq_from_ds", dim, dtype, activation, group=group, has_ds=True
-    )
-    assert "movmatrix" in from_ds.asm["ptx"]
-    assert_shared_memory(from_ds, "dq_from_ds", dim)
-    others = compile_hopper_attention("dq", dim, dtype, activation, group=group, has_ds=True)
-    assert max(x.metadata.shared for x in (storing, others)) <= 227 * 1024
-
-
 CAUSAL = MaskParams(1, -1, -1, 0, 1, 0, 0, 0)
 
 
@@ -490,26 +442,11 @@ def test_kernel_that_rounds_dq_of_hopper_compiles():
     compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
 
 
-def test_kernels_beside_stored_ds_compile():
-    ds_blocks = dict(
-        q_offsets_ptr="*i64",
-        kv_offsets_ptr="*i64",
-        num_tiles_ptr="*i32",
-        ds_blocks_ptr="*i32",
-        num_other_tiles_ptr="*i32",
-    )
-    ds_blocks |= dict(num_segments="i32", capacity="i32")
-    delta = dict(do_ptr="*bf16", out_ptr="*bf16", delta_ptr="*fp32")
-    delta |= dict.fromkeys(("num_rows", "stride_row", "stride_head", "stride_delta"), "i32")
-    for kernel, signature, constants in (
-        (
-            attention_ds.attention_ds_blocks_kernel,
-            ds_blocks,
-            dict(HEADS=4, QUERY_BLOCK=128, CHUNK=1024),
-        ),
-        (attention_ds.attention_delta_kernel, delta, dict(HEADS=4, DIM=96, BLOCK_D=128, ROWS=64)),
-    ):
-        compile_for(90, kernel, constants, signature.get, aligned=())
+def test_kernel_that_computes_delta_compiles():
+    types = dict(do_ptr="*bf16", out_ptr="*bf16", delta_ptr="*fp32")
+    types |= dict.fromkeys(("num_rows", "stride_row", "stride_head", "stride_delta"), "i32")
+    constants = dict(HEADS=4, DIM=96, BLOCK_D=128, ROWS=64)
+    compile_for(90, delta.attention_delta_kernel, constants, types.get, aligned=())
 
 
 @slow_after(1, "dim", [64, 128])

@@ -5,7 +5,7 @@ import torch
 from jagged_kernels.attention.segments import TiledSegments
 from jagged_kernels.schedule.host import TileList
 
-dq_sums = pytest.importorskip("jagged_kernels.attention.dq_sums")
+dq_sums = pytest.importorskip("jagged_kernels.attention.hopper.dq_sums")
 
 
 @pytest.mark.parametrize("dim, block", [(40, 64), (64, 128), (128, 64)])

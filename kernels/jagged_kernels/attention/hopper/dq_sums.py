@@ -1,4 +1,4 @@
-"""The fp32 sums of dq of Hopper's one-pass backward (hopper_one_pass.py), and the kernel that
+"""The fp32 sums of dq of Hopper's one-pass backward (one_pass.py), and the kernel that
 rounds them."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.configs import padded_dim
-from ..common.loads import find_tile
-from ..common.pipeline import TensorDescriptor, descriptor
-from ..common.ptxas import safe_ptxas
-from .scales import output_factor
-from .segments import TiledSegments
+from ...common.configs import padded_dim
+from ...common.loads import find_tile
+from ...common.pipeline import TensorDescriptor, descriptor
+from ...common.ptxas import safe_ptxas
+from ..scales import output_factor
+from ..segments import TiledSegments
 
 
 @safe_ptxas
@@ -77,9 +77,9 @@ class DqSums(NamedTuple):
     def empty(cls, q: Tensor, num_segments: int, block: int) -> DqSums:
         """For the rows of q, in blocks of `block` rows."""
         heads, num_blocks, _, _ = shape = cls._shape(q, num_segments, block)
-        added, next_tile = torch.zeros(
-            heads * num_blocks + 1, dtype=torch.int32, device=q.device
-        ).split([heads * num_blocks, 1])
+        # both begin at 16-byte boundaries, as kernels are compiled for one alignment
+        counters = torch.zeros(4 + heads * num_blocks, dtype=torch.int32, device=q.device)
+        next_tile, added = counters[:1], counters[4:]
         return cls(torch.empty(shape, dtype=torch.float32, device=q.device), added, next_tile)
 
     @classmethod

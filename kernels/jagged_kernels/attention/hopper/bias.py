@@ -24,9 +24,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.gluon_api import reinterpret, reinterprets_padding, thread_barrier
-from ..common.pipeline import WARPGROUP_ROWS, mma_layout
-from .bias import (
+from ...common.gluon_api import reinterpret, reinterprets_padding, thread_barrier
+from ...common.pipeline import WARPGROUP_ROWS, mma_layout
+from ..bias import (
     LEADING,
     NEAR,
     TIME_BLOCK,
@@ -43,7 +43,7 @@ from .bias import (
     load_query_times,
     query_times,
 )
-from .hopper_common import load_word
+from .tile_source import load_word
 
 THREADS = 128  # of a consumer
 COMPARED = gl.constexpr(6)  # boundaries in a block up to which each score is compared with them

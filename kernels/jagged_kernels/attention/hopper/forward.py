@@ -1,73 +1,57 @@
 """Forward of jagged attention for Hopper: a warp-specialised kernel, persistent over the tile
 schedule.
 
-    S = scale · q kᵀ + bias,  P = activation(S),  O = output scale · P v        per segment and head
-    softmax, per block of keys:  m' = max(m, max S),  P = exp2(S − m'),  l' = l · exp2(m − m') + Σ
-    P,  O' = O · exp2(m − m') + P v at the end of a tile:  O / l,  lse = m + log2 l
+    S = scale · q kᵀ + bias,  P = activation(S),  O = output scale · P v
+    softmax, per block of keys:  m' = max(m, max S),  P = exp2(S − m'),
+        l' = l · exp2(m − m') + Σ P,  O' = O · exp2(m − m') + P v
+    at the end of a tile:  O / l,  lse = m + log2 l
 
 Roles, at head dim 128 | 64:
-    warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, softmax or activation, epilogue.
-    `_fwd_consume`
-    warp 8 | 12                       producer: tiles and TMA loads, as far ahead as the rings have
-    room. `_fwd_produce`
+    warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, softmax or activation, epilogue
+    warp 8 | 12                       producer: tiles and TMA loads, as far ahead as rings have room
 Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 
 Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long
 (select.long_key_blocks_are_faster). With a time table, head dim 64 has the roles, registers and
-tile of 128, as buckets take registers.
+tile of 128, as buckets take registers. Small tiles (select.small_tiles_are_faster): one consumer;
+two | three thread blocks share a multiprocessor, and consumers have 232 | 136 registers. With a
+time table: two, and 232.
 
 Keys and values may lie in pages (pages.py). A block lies in one page, so only the producer's row of
 a load changes: `_key_row`.
 
-Small tiles (select.small_tiles_are_faster): 64 query rows, one consumer, warps 0–3, and the
-producer is warp 4. Two | three thread blocks share a multiprocessor; consumers have 232 | 136
-registers. With a time table: two, and 232.
-
-Barriers, one per stage s:
-    q[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
-    q[i].empty[s]                        arrive count 1: consumer i, its only reader, has read q for
-    the last time
-    k.empty[s], v.empty[s]               arrive count of one per consumer: the MMA that reads the
-    buffer is complete
-    tail                                 arrive count of one per consumer: its share of v's rows
-    past the segment is 0
-    queue.full[s], queue.empty[s]        arrive counts 1 and one per consumer: the words of a tile
+Barriers, one per stage: q[i], k, v: `full` 1, the TMA load; `empty` one per consumer that reads the
+ring: of q consumer i alone, after its last MMA of the tile, of k and v after each MMA. tail: one
+per consumer, its share of v's rows past the segment is 0. queue: tile_source.py.
 
 Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
-    head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16; blocks of 128 keys: k
-    2 × 32 + v 2 × 32
-    head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8; blocks of 128 keys: 168, k
-    3 × 16 + v 3 × 16
-    small tiles:  96 = q 16 + k 2 × 16 + v 2 × 16 + epilogue 16 | 56 = q 2 × 8 + k 2 × 8 + v 2 × 8 +
-    epilogue 8
-    with a time table, 0.125 more per consumer, for ranges of buckets; at 64: 112.25 = q 2 × 2 × 8 +
+    head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16
+                  blocks of 128 keys: k 2 × 32 + v 2 × 32
+    head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8
+                  blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
+    small tiles:  96 = q 16 + k 2 × 16 + v 2 × 16 + epilogue 16
+                | 56 = q 2 × 8 + k 2 × 8 + v 2 × 8 + epilogue 8
+    with a time table, .125 more per consumer, for ranges of buckets; at 64: 112.25 = q 2 × 2 × 8 +
     k 4 × 8 + v 4 × 8 + epilogue 2 × 8, small tiles 72.125, k 3 × 8 + v 3 × 8
 
 Order of a consumer's loop (`_next_block`): start S = q kᵀ of a block; start O += P v of the
-previous block; wait for S; compute its P while the second MMA runs; wait for that MMA; rescale O
-(`rescale_rows` in hopper_softmax.py).
+previous block; wait for S; compute its P while the second MMA runs; wait for that MMA; rescale O.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.activations import activation_factors
-from ..common.loads import key_row, load_page
-from ..common.pipeline import (
+from ...common.loads import key_row, load_page
+from ...common.pipeline import (
     WARPGROUP_ROWS,
     Output,
-    Ring,
     Tail,
-    consumer_release,
     consumer_wait,
-    consumer_wait_ahead,
-    head_descriptor,
     launch_specialised,
     make_barriers,
     make_epilogue_buffers,
@@ -77,104 +61,34 @@ from ..common.pipeline import (
     mma_layout,
     opaque_rows,
     producer_load,
+    release,
     ring_rows,
     skip_stage,
     store_epilogue,
     to_mma_operand,
     wait_for_stores,
     wait_for_tail,
+    wait_until_full,
     zero_tail,
 )
-from ..common.ptxas import safe_ptxas
-from ..schedule.cost import LoopedSide
-from .bias import Bias
-from .bias_tables import kernel_bias
-from .configs import HopperConfig
-from .hopper_bias import bias_block, bias_of_queries, make_ranges
-from .hopper_common import (
-    Position,
-    Schedule,
+from ...common.ptxas import safe_ptxas
+from ..mask import Blocks, num_masked_blocks
+from ..scales import output_factor, score_factor
+from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
+from .bias import bias_block, bias_of_queries, make_ranges
+from .scores import Position
+from .softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
+from .tile_source import (
     Tile,
-    TileQueue,
     consumer_visits,
-    grid,
     key_blocks,
-    launch_constants,
-    load_wave,
     make_tile_queue,
     num_waves,
     pop_tile,
-    push_tile,
-    release_tile,
-    result_descriptor,
-    take_tile,
+    produce_taken,
+    produce_waves,
     visited_block,
 )
-from .hopper_softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
-from .mask import Blocks, num_masked_blocks
-from .params import AttentionParams, Operands
-from .scales import output_factor, score_factor
-from .segments import TiledSegments
-from .tile_lists import kernel_tiles
-
-
-class _Options(NamedTuple):
-    """Constants of a launch."""
-
-    heads: gl.constexpr
-    group: gl.constexpr  # query heads per key head
-    v_dim: gl.constexpr
-    activation: gl.constexpr  # function of activations.py; None: softmax
-    mask: gl.constexpr
-    q_shared: gl.constexpr
-    q_in_registers: gl.constexpr
-    bias: gl.constexpr  # BiasKind, or None
-    consumers: gl.constexpr
-    page_rows: gl.constexpr
-    # thread blocks take tiles through a counter; otherwise the zigzag assigns them
-    dynamic_tiles: gl.constexpr
-
-
-class _Rings(NamedTuple):
-    """Buffers in shared memory. q: a ring per consumer; in a consumer, its own. tail: barrier of
-    the values' tail."""
-
-    q: Ring
-    k: Ring
-    v: Ring
-    tail: gl.shared_memory_descriptor
-
-
-class _Outputs(NamedTuple):
-    out_desc: gl.tensor
-    out_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    stride_lse: gl.tensor
-    buffers: gl.shared_memory_descriptor
-
-
-class _Scales(NamedTuple):
-    scale: gl.tensor
-    act_factor: gl.tensor
-    output_scale: gl.tensor
-    segment_scale_ptr: gl.tensor
-
-
-class _Kernel(NamedTuple):
-    """What the kernel hands to its warps."""
-
-    q_desc: gl.tensor
-    k_desc: gl.tensor
-    v_desc: gl.tensor
-    schedule: Schedule
-    rings: _Rings
-    outputs: _Outputs
-    scales: _Scales
-    bias: Bias
-    ranges: gl.tensor
-    queue: TileQueue
-    page_table_ptr: gl.tensor  # None where the keys of a segment are adjacent
-    next_tile_ptr: gl.tensor  # None unless tiles are assigned dynamically
 
 
 class _Visit(NamedTuple):
@@ -183,7 +97,8 @@ class _Visit(NamedTuple):
 
     wave: step of the ring of q. step: of the tile's first block in the rings of k and v. row:
     column of the consumer's first row. num_keys: in the first block, the only one that the
-    segment's end may cut. bias: ConsumerBias of the consumer's rows, or None.
+    segment's end may cut. scale: of the scores. bias: ConsumerBias of its rows, or None. tail: of
+    the values.
     """
 
     wave: gl.tensor
@@ -194,7 +109,9 @@ class _Visit(NamedTuple):
     skipped: gl.tensor
     row: gl.tensor
     num_keys: gl.tensor
+    scale: gl.tensor
     bias: gl.tensor
+    tail: Tail
 
 
 # -- producer --------------------------------------------------------------------------------------
@@ -213,18 +130,18 @@ def _key_row(kernel, tile, column, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(kernel, tile, wave, step, OPTIONS: gl.constexpr):
+def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     """Hand a tile to the consumers, and load its rows. Returns the step after its last block."""
     rings = kernel.rings
-    ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = kernel.k_desc.block_type.shape[1]
-    push_tile(kernel.queue, wave, tile)
     blocks, count = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
     count = gl.maximum(count, 1)
     row = tile.q_start + tile.block * ROWS
     if OPTIONS.q_shared:
         row -= tile.q_start
-    for consumer in gl.static_range(OPTIONS.consumers):
+    for consumer in gl.static_range(CONSUMERS):
         producer_load(
             rings.q[consumer], kernel.q_desc, wave, tile.head, row + consumer * WARPGROUP_ROWS
         )
@@ -245,23 +162,10 @@ def _load_tile(kernel, tile, wave, step, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _fwd_produce(kernel, OPTIONS: gl.constexpr):
-    schedule = kernel.schedule
-    step = 0  # of the rings of k and v
-    if OPTIONS.dynamic_tiles:
-        num_tiles, wave = gl.load(schedule.num_tiles_ptr), 0
-        tile = take_tile(schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
-        while tile.segment >= 0:
-            step = _load_tile(kernel, tile, wave, step, OPTIONS)
-            wave += 1
-            tile = take_tile(schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
-        push_tile(kernel.queue, wave, tile)
+    if kernel.schedule.next_tile_ptr is None:
+        produce_waves(_load_tile, kernel, OPTIONS)
     else:
-        waves = num_waves(schedule)
-        next_tile = load_wave(schedule, 0, waves, OPTIONS.mask)
-        for wave in range(waves):
-            tile = next_tile
-            next_tile = load_wave(schedule, wave + 1, waves, OPTIONS.mask)
-            step = _load_tile(kernel, tile, wave, step, OPTIONS)
+        produce_taken(_load_tile, gl.load(kernel.schedule.num_tiles_ptr), kernel, OPTIONS)
 
 
 # -- consumers -------------------------------------------------------------------------------------
@@ -297,20 +201,12 @@ def _q_operand(q, rings, wave, SKIPS: gl.constexpr, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _first_block(
-    q,
-    rings,
-    step,
-    position,
-    state,
-    scale,
-    bias,
-    tail,
-    consumer: gl.constexpr,
-    OPTIONS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):
+    q, rings, visit, position, state,
+    consumer: gl.constexpr, OPTIONS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
     """P of the first COLUMNS keys of a tile's first block, and the new state. No MMA of an earlier
     block is under way. Also zeroes the tail of v."""
+    step = visit.step + visit.skipped
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
     WIDTH: gl.constexpr = rings.v.buffers.shape[3]
     k = consumer_wait(rings.k, step)
@@ -318,44 +214,30 @@ def _first_block(
         k = opaque_rows(rings.k, step)
     block_bias = None
     if OPTIONS.bias is not None:
-        block_bias, _ = bias_block(bias, position.column, COLUMNS, False, OPTIONS.bias)
+        block_bias, _ = bias_block(visit.bias, position.column, COLUMNS, False, OPTIONS.bias)
     scores = _start_scores(q, k.slice(0, COLUMNS), block_bias, OPTIONS)
     has_tail = position.num_keys < COLUMNS
     if has_tail:
-        zero_tail(
-            consumer_wait(rings.v, step).slice(0, COLUMNS),
-            position.num_keys,
-            tail,
-            consumer,
-            OPTIONS.consumers,
-        )
+        v = consumer_wait(rings.v, step).slice(0, COLUMNS)
+        zero_tail(v, position.num_keys, visit.tail, consumer, OPTIONS.consumers)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    consumer_release(rings.k, step)
+    release(rings.k, step)
     state = SoftmaxState(
         gl.convert_layout(state.row_max, gl.SliceLayout(1, L)), state.row_sum, state.acc
     )
-    p, state, _ = attention_weights(scores, position, state, scale, OPTIONS, True)
+    p, state, _ = attention_weights(scores, position, state, visit.scale, OPTIONS, True)
     if has_tail:
-        wait_for_tail(tail)
+        wait_for_tail(visit.tail)
     return to_mma_operand(p, rings.v.buffers.dtype, WIDTH), state
 
 
 @gluon.jit
 def _next_block(
-    q,
-    rings,
-    step,
-    more,
-    position,
-    p,
-    state,
-    scale,
-    bias,
-    OPTIONS: gl.constexpr,
-    MASKED: gl.constexpr,
+    q, rings, visit, number, more, position, p, state, OPTIONS: gl.constexpr, MASKED: gl.constexpr
 ):
-    """P of the block of a step, and the new state with acc += P v of the previous block. `more`:
+    """P of the number-th block, and the new state with acc += P v of the previous block. `more`:
     whether another block follows."""
+    step = visit.step + number
     WAITS_AHEAD: gl.constexpr = OPTIONS.activation is not None
     if WAITS_AHEAD:  # the previous block has waited for these keys
         k = ring_rows(rings.k, step % rings.k.buffers.shape[0])
@@ -363,21 +245,21 @@ def _next_block(
         k = consumer_wait(rings.k, step)
     block_bias = None
     if OPTIONS.bias is not None:
-        block_bias, _ = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
+        block_bias, _ = bias_block(visit.bias, position.column, k.shape[0], False, OPTIONS.bias)
     scores = _start_scores(q, k, block_bias, OPTIONS)
     acc = warpgroup_mma(
         p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc, is_async=True
     )
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    consumer_release(rings.k, step)
-    new_p, state, rescale = attention_weights(scores, position, state, scale, OPTIONS, MASKED)
+    release(rings.k, step)
+    new_p, state, rescale = attention_weights(scores, position, state, visit.scale, OPTIONS, MASKED)
     new_p = to_mma_operand(new_p, k.dtype, state.acc.shape[1])
     if WAITS_AHEAD:
-        consumer_wait_ahead(rings.k, step + 1, more)
+        wait_until_full(rings.k, step + 1, more)
         acc, p, new_p = warpgroup_mma_wait(0, deps=(acc, p, new_p))
     else:
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    consumer_release(rings.v, step - 1)
+    release(rings.v, step - 1)
     if OPTIONS.activation is None:
         acc = rescale_rows(acc, rescale)
     return new_p, SoftmaxState(state.row_max, state.row_sum, acc)
@@ -391,7 +273,7 @@ def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
         p, consumer_wait(rings.v, step).slice(0, p.shape[1]), state.acc, is_async=True
     )
     # not earlier: loads of q into registers are complete once an MMA has read them
-    consumer_release(rings.q, wave)
+    release(rings.q, wave)
     wait_for_stores()
     row_max = state.row_max
     factor, lse = row_max, row_max
@@ -401,12 +283,12 @@ def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
         factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
         lse = row_max + log2_approx(row_sum)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    consumer_release(rings.v, step)
+    release(rings.v, step)
     return acc, factor, lse
 
 
 @gluon.jit
-def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr):
+def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     """acc = P v over a consumer's blocks, and the factor and log-sum-exp of each row as
     _last_values returns them.
 
@@ -418,15 +300,11 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     STATS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SKIPS: gl.constexpr = _skips_blocks(OPTIONS.mask, OPTIONS.consumers, BLOCK)
-    blocks, wave, step, skipped, row, num_keys = (
-        visit.blocks,
-        visit.wave,
-        visit.step,
-        visit.skipped,
-        visit.row,
-        visit.num_keys,
-    )
-    kv_len, first_target = visit.tile.kv_len, visit.tile.first_target
+    SOFTMAX: gl.constexpr = OPTIONS.activation is None
+    blocks, wave, step, skipped, row = (
+        visit.blocks, visit.wave, visit.step, visit.skipped, visit.row,
+    )  # fmt: skip
+    num_keys, kv_len, first_target = visit.num_keys, visit.tile.kv_len, visit.tile.first_target
     state = SoftmaxState(
         gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS),
         gl.zeros([WARPGROUP_ROWS, SUMS], gl.float32, mma_layout(WARPGROUP_ROWS, SUMS)),
@@ -443,94 +321,48 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
         gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, SCORES), rings.v.buffers.dtype, WIDTH
     )
     if num_keys <= BLOCK // 2:
-        q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+        rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+        position = Position(row, column, num_keys, first_target)
         half, first = _first_block(
-            q_rows,
-            rings,
-            step + skipped,
-            Position(row, column, num_keys, first_target),
-            state,
-            scale,
-            visit.bias,
-            tail,
-            consumer,
-            OPTIONS,
-            BLOCK // 2,
+            rows, rings, visit, position, state, consumer, OPTIONS, BLOCK // 2
         )
         state = SoftmaxState(gl.convert_layout(first.row_max, STATS), first.row_sum, first.acc)
         if count > begun:
-            if OPTIONS.activation is not None:
-                consumer_wait_ahead(rings.k, step + begun, True)
+            if not SOFTMAX:
+                wait_until_full(rings.k, step + begun)
             column = visited_block(begun, blocks) * BLOCK
-            q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+            rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+            position = Position(row, column, kv_len - column, first_target)
+            MASKED: gl.constexpr = OPTIONS.mask is not None
             p, state = _next_block(
-                q_rows,
-                rings,
-                step + begun,
-                count > begun + 1,
-                Position(row, column, kv_len - column, first_target),
-                half,
-                state,
-                scale,
-                visit.bias,
-                OPTIONS,
-                OPTIONS.mask is not None,
+                rows, rings, visit, begun, count > begun + 1, position, half, state, OPTIONS, MASKED
             )
         else:
             half_acc, factor, lse = _last_values(half, rings, step + skipped, wave, state, OPTIONS)
             state = SoftmaxState(state.row_max, state.row_sum, half_acc)
         begun += 1
     else:
-        q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-        p, state = _first_block(
-            q_rows,
-            rings,
-            step + skipped,
-            Position(row, column, num_keys, first_target),
-            state,
-            scale,
-            visit.bias,
-            tail,
-            consumer,
-            OPTIONS,
-            BLOCK,
-        )
-        if OPTIONS.activation is not None:
-            consumer_wait_ahead(rings.k, step + begun, count > begun)
+        rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+        position = Position(row, column, num_keys, first_target)
+        p, state = _first_block(rows, rings, visit, position, state, consumer, OPTIONS, BLOCK)
+        if not SOFTMAX:
+            wait_until_full(rings.k, step + begun, count > begun)
     if OPTIONS.mask is not None:
-        q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+        rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
         for number in range(begun, masked):
             column = visited_block(number, blocks) * BLOCK
+            position = Position(row, column, kv_len - column, first_target)
             p, state = _next_block(
-                q_rows,
-                rings,
-                step + number,
-                number + 1 < count,
-                Position(row, column, kv_len - column, first_target),
-                p,
-                state,
-                scale,
-                visit.bias,
-                OPTIONS,
-                True,
+                rows, rings, visit, number, number + 1 < count, position, p, state, OPTIONS, True
             )
-    q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+    rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
     for number in range(gl.maximum(begun, masked), count):
         column = 0
         if OPTIONS.bias is not None:
             column = visited_block(number, blocks) * BLOCK
+        position = Position(row, column, BLOCK, first_target)
         p, state = _next_block(
-            q_rows,
-            rings,
-            step + number,
-            number + 1 < count,
-            Position(row, column, BLOCK, first_target),
-            p,
-            state,
-            scale,
-            visit.bias,
-            OPTIONS,
-            False,
+            rows, rings, visit, number, number + 1 < count, position, p, state, OPTIONS, False
         )
     acc = state.acc
     if begun <= count:
@@ -560,15 +392,7 @@ def _num_skipped(
     last = gl.minimum(num_masked_blocks(blocks), visited - 1)
     count = gl.to_tensor(0)
     while (count < last) & (
-        consumer_visits(
-            tile,
-            visited_block(count, blocks),
-            key_blocks,
-            consumer,
-            OPTIONS.consumers,
-            OPTIONS.mask,
-            BLOCK,
-        )
+        consumer_visits(tile, visited_block(count, blocks), key_blocks, consumer, OPTIONS, BLOCK)
         == 0
     ):
         count += 1
@@ -582,9 +406,9 @@ def _fwd_tile(
     """Compute a consumer's rows of a tile. Returns the next step and tail phase, and with softmax
     the next tile, if `more` follow: it is popped before this one is stored. With pointwise
     activations that was 2 % slower."""
-    outputs, scales, queue = kernel.outputs, kernel.scales, kernel.queue
-    rings = _Rings(kernel.rings.q[consumer], kernel.rings.k, kernel.rings.v, kernel.rings.tail)
-    output = Output(outputs.out_desc, outputs.out_ptr)
+    outputs, scales, queue = kernel.outputs, kernel.args, kernel.queue
+    shared = kernel.rings
+    rings = Rings(q=shared.q[consumer], k=shared.k, v=shared.v, tail=shared.tail)
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
@@ -611,18 +435,9 @@ def _fwd_tile(
         bias = None
         if OPTIONS.bias is not None:
             bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
-        visit = _Visit(
-            wave,
-            step,
-            tile,
-            blocks,
-            visited,
-            skipped,
-            first + tile.kv_len - tile.q_len,
-            num_keys,
-            bias,
-        )
-        acc, row_factor, lse = _fwd_rows(q, rings, visit, scale, tail, consumer, OPTIONS)
+        row = first + tile.kv_len - tile.q_len
+        visit = _Visit(wave, step, tile, blocks, visited, skipped, row, num_keys, scale, bias, tail)
+        acc, row_factor, lse = _fwd_rows(q, rings, visit, consumer, OPTIONS)
         if SOFTMAX:
             next_tile = pop_tile(queue, wave + 1, more)
             acc = rescale_rows(acc, row_factor)
@@ -630,20 +445,13 @@ def _fwd_tile(
             acc = acc * factor
         buffer, row = outputs.buffers.index(consumer), tile.q_start + first
         store_epilogue(
-            acc, output, buffer, None, row, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim
+            acc, outputs.out, buffer, None, row, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim
         )
         if SOFTMAX:  # after the TMA store has started: its fence would wait for these stores
             lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
             stored = lanes < num_rows
-            gl.store(
-                outputs.lse_ptr
-                + tile.head.to(gl.int64) * outputs.stride_lse
-                + tile.q_start
-                + first
-                + lanes,
-                lse,
-                mask=stored,
-            )
+            of_head = kernel.args.lse_ptr + tile.head.to(gl.int64) * kernel.schedule.num_rows
+            gl.store(of_head + tile.q_start + first + lanes, lse, mask=stored)
     else:
         skip_stage(rings.q, wave)
         _skip_blocks(
@@ -651,7 +459,7 @@ def _fwd_tile(
         )
         if SOFTMAX:
             next_tile = pop_tile(queue, wave + 1, more)
-    release_tile(queue, wave)
+    release(queue, wave)
     return step + gl.maximum(visited, 1), tail_phase + has_tail.to(gl.int32), next_tile
 
 
@@ -659,9 +467,9 @@ def _fwd_tile(
 def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     queue = kernel.queue
     SOFTMAX: gl.constexpr = OPTIONS.activation is None
-    scale = score_factor(kernel.scales.scale, OPTIONS.activation)
+    scale = score_factor(kernel.args.scale, OPTIONS.activation)
     step, tail_phase = 0, 0
-    if OPTIONS.dynamic_tiles:
+    if kernel.schedule.next_tile_ptr is not None:
         wave = 0
         tile = pop_tile(queue, wave)
         while tile.segment >= 0:
@@ -683,134 +491,30 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 
 @safe_ptxas
-@gluon.jit(
-    do_not_specialize=["num_segments", "stride_lse"],
-    do_not_specialize_on_alignment=["num_tiles_ptr", "page_table_ptr", "next_tile_ptr"],
-)
+@gluon.jit(**UNSPECIALISED)
 def attention_fwd_hopper_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_desc,
-    out_ptr,
-    lse_ptr,
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    num_segments,
-    tiles_ptr,
-    num_tiles_ptr,
-    num_targets_ptr,
-    segment_scale_ptr,
-    bias,
-    scale,
-    act_factor,
-    output_scale,
-    stride_lse,
-    page_table_ptr,
-    next_tile_ptr,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    V_DIM: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    MASK: gl.constexpr,
-    Q_SHARED: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
-    Q_REGISTERS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    BIAS: gl.constexpr,
-    PAGE_ROWS: gl.constexpr,
-):
-    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. page_table_ptr,
-    PAGE_ROWS: as in load_page. next_tile_ptr: how many tiles of the list have been taken, 0; None:
-    the zigzag assigns tiles."""
-    OPTIONS: gl.constexpr = _Options(
-        HEADS,
-        GROUP,
-        V_DIM,
-        ACTIVATION,
-        MASK,
-        Q_SHARED,
-        Q_REGISTERS,
-        BIAS,
-        CONSUMERS,
-        PAGE_ROWS,
-        next_tile_ptr is not None,
-    )
+    q_desc, k_desc, v_desc, out_desc, num_tiles_ptr, page_table_ptr, num_segments, args, bias,
+    ACTIVATION: gl.constexpr, CONSTANTS: gl.constexpr,
+):  # fmt: skip
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
+    OPTIONS: gl.constexpr = with_activation(CONSTANTS, ACTIVATION)
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
     schedule = Schedule(
-        tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
+        args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, num_segments,
+        args.num_targets_ptr, out_desc.shape[1], args.next_tile_ptr,
+    )  # fmt: skip
+    k, v = (
+        make_ring(k_desc, OPTIONS.stages, CONSUMERS),
+        make_ring(v_desc, OPTIONS.stages, CONSUMERS),
     )
-    k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
-    rings = _Rings(
-        make_rings(q_desc, ROW_STAGES, CONSUMERS), k_ring, v_ring, make_barriers(1, CONSUMERS)
-    )
-    outputs = _Outputs(
-        out_desc, out_ptr, lse_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS)
-    )
-    scales = _Scales(scale, act_factor, output_scale, segment_scale_ptr)
+    q = make_rings(q_desc, OPTIONS.row_stages, CONSUMERS)
+    rings = Rings(q=q, k=k, v=v, tail=make_barriers(1, CONSUMERS))
+    buffers = make_epilogue_buffers(q_desc, CONSUMERS)
     queue = make_tile_queue(CONSUMERS)
-    kernel = _Kernel(
-        q_desc,
-        k_desc,
-        v_desc,
-        schedule,
-        rings,
-        outputs,
-        scales,
-        bias,
-        make_ranges(CONSUMERS, BIAS),
-        queue,
-        page_table_ptr,
-        next_tile_ptr,
-    )
-    launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS, REGISTERS)
-
-
-# -- launcher --------------------------------------------------------------------------------------
-
-
-def forward(
-    operands: Operands, segments: TiledSegments, params: AttentionParams, config: HopperConfig
-) -> None:
-    """Launch the forward kernel."""
-    q, k, v, out, lse = operands
-    pages = segments.pages
-    looped = LoopedSide(segments.num_keys(k), k.shape[1], q.shape[2])
-    tiles, num_tiles = kernel_tiles(
-        segments, config, out.shape[0], q.shape[1], params, looped=looped
-    )
-    num_segments = segments.segments_per_group
-    act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
-    constants = launch_constants(config, operands, params, segments.q_shared)
-    if blocks := grid(tiles, config):
-        out_desc = result_descriptor(out)
-        next_tile = (
-            out.new_zeros(1, dtype=torch.int32) if config.dynamic_tiles and pages is None else None
-        )
-        attention_fwd_hopper_kernel[blocks](
-            head_descriptor(q, 64),
-            head_descriptor(k, config.block),
-            head_descriptor(v, config.block),
-            out_desc,
-            out,
-            lse,
-            segments.q_offsets,
-            segments.kv_offsets,
-            num_segments,
-            tiles,
-            num_tiles,
-            params.num_targets,
-            params.segment_scale,
-            kernel_bias(params, segments, q.shape[0]),
-            params.scale,
-            act_factor,
-            params.output_scale,
-            lse.stride(0),
-            pages and pages.table,
-            next_tile,
-            Q_REGISTERS=config.rows_in_registers,
-            BIAS=params.bias_kind,
-            PAGE_ROWS=pages and pages.page_rows,
-            **constants,
-        )
+    kernel = Kernel(
+        args, schedule, rings, queue,
+        Outputs(out=Output(out_desc, args.out_ptr), buffers=buffers),
+        page_table_ptr=page_table_ptr, q_desc=q_desc, k_desc=k_desc, v_desc=v_desc,
+        bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias),
+    )  # fmt: skip
+    launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS)

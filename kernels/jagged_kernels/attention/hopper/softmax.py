@@ -6,8 +6,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.pipeline import WARPGROUP_ROWS, mma_layout
-from .hopper_common import visible_keys
+from ...common.pipeline import WARPGROUP_ROWS, mma_layout
+from .scores import visible_keys
 
 # partial sums of a row until its tile ends: two for each of the four threads that hold it
 SUMS = gl.constexpr(8)
