@@ -53,8 +53,8 @@ def _attention(backward: bool) -> Formula:
     """The forward's two GEMMs, or the backward's: scores again, dP, dV, dQ and dK."""
 
     def formula(*args: Any, **_: Any) -> int:
-        call, _, _ = unpack(*args[2:] if backward else args)
-        q, k, v, segments, *_ = call
+        call = unpack(*args[2:] if backward else args)[0]
+        q, k, v, segments = call.q, call.k, call.v, call.segments
         rows, keys = segments.num_output_rows(q), segments.num_keys(k)
         pairs = _num_pairs(segments.q_offsets, segments.kv_offsets, rows, keys)
         gemms = (3, 2) if backward else (1, 1)

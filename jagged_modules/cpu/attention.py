@@ -115,9 +115,9 @@ def _gradients(
     ordered = _Ordered.of(segments, params)
     grad = _scaled(do.to(compute_dtype(do)), segments.q_offsets, params)
     grad = _sorted(grad, ordered.q_order)
-    results = results if activation == "softmax" else [None, None]
-    out, lse = (None if x is None else _sorted(x, ordered.q_order) for x in results)
-    queries, keys, values, grad, *results = _compute_operands(
+    used = results if activation == "softmax" else [None, None]
+    out, lse = (None if x is None else _sorted(x, ordered.q_order) for x in used)
+    queries, keys, values, grad, *outs = _compute_operands(
         activation, *ordered.sorted(q, k, v), grad, *([] if out is None else [out])
     )
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
@@ -140,7 +140,7 @@ def _gradients(
                 group.bias(ordered.params),
             )
             if activation == "softmax" and lse is not None and bias is None:
-                block, block_lse = (_take(x, group.rows) for x in (*results, lse))
+                block, block_lse = (_take(x, group.rows) for x in (*outs, lse))
                 block_dq, block_dk, block_dv = softmax_backward(
                     *operands, block, block_lse[..., 0], *group.mask, scale, finite
                 )

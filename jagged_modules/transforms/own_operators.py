@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
-from jagged_kernels.attention.params import Arguments, AttentionCall, unpack
+from jagged_kernels.attention.params import Arguments, unpack
 from torch import fx
 
 from .analysis import Analysis
@@ -88,16 +88,18 @@ def find_segment_attentions(
         ):
             continue
         if 2 * estimate(lineage.base_rows) <= estimate(lineage.rows):
-            found[node] = SegmentAttention(node, *attention[:3], options, lineage)
+            found[node] = SegmentAttention(
+                node, attention.q, attention.k, attention.v, options, lineage
+            )
     return found
 
 
-def _attention_call(call: Call) -> AttentionCall:
-    """With nodes instead of tensors."""
+def _attention_call(call: Call) -> Any:
+    """An `AttentionCall` with nodes instead of tensors."""
     return unpack(*(call[name] for name in Arguments._fields))[0]
 
 
-def _options(call: AttentionCall) -> dict[str, Any] | None:
+def _options(call: Any) -> dict[str, Any] | None:
     """The arguments of `attend_equal_segments` besides the operands. None if segments differ
     otherwise than by their rows."""
     segments, params = call.segments, call.params
@@ -119,7 +121,7 @@ def _options(call: AttentionCall) -> dict[str, Any] | None:
     )
 
 
-def _of_segments(call: Call, attention: AttentionCall, names: str) -> Lineage | None:
+def _of_segments(call: Call, attention: Any, names: str) -> Lineage | None:
     """The common lineage of operands, whose rows are segments of the lengths that the offsets
     say."""
     lineages = []
@@ -174,7 +176,7 @@ def attention_flops(node: fx.Node, estimate: Callable[[Size], int]) -> float:
     """Of an attention operator whose segments have their mean length."""
     call = Call(node, {})
     attention = _attention_call(call)
-    kv_offsets: Any = attention.segments.kv_offsets
+    kv_offsets = attention.segments.kv_offsets
     rows, heads, width = (estimate(size) for size in call.shape())
     segments = max(estimate(size_of(kv_offsets.meta["val"].shape[0])) - 1, 1)
     keys = estimate(call.shape(attention.k)[0]) / segments

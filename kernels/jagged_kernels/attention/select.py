@@ -291,12 +291,8 @@ def small_tiles_are_faster(
         longest = FEW_ROWS
     elif p.masked and not p.biased:
         longest //= 2
-    queries = (
-        _is_below(q_seqlen, longest)
-        or narrow
-        and not p.biased
-        and p.activation in ("gelu", "gelu_taylor")
-    )
+    long_arithmetic = narrow and not p.biased and p.activation in ("gelu", "gelu_taylor")
+    queries = _is_below(q_seqlen, longest) or long_arithmetic
     return queries, narrow and (_is_below(q_seqlen, FEW_ROWS) or _is_below(kv_seqlen, longest))
 
 
@@ -355,8 +351,7 @@ def short_query_consumers(
     narrow = padded_dim(p.head_dim) <= 64
     if (
         p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS
-        or narrow
-        and kv_seqlen < 64
+        or (narrow and kv_seqlen < 64)
         or packed_tiles_are_faster(p, "hopper")[1]
     ):
         return 0
@@ -389,9 +384,9 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
             "implementation 'hopper' takes rows that begin at 16-byte boundaries, and no expanded"
             f" operands; got {operands}"
         )
-    return (
-        p.implementation == "hopper" or not misaligned and hopper_is_faster(p, q_seqlen, kv_seqlen)
-    )
+    if p.implementation == "hopper":
+        return True
+    return not misaligned and hopper_is_faster(p, q_seqlen, kv_seqlen)
 
 
 def _is_below(length: float | None, limit: int) -> bool:
