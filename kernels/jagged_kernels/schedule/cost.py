@@ -411,11 +411,7 @@ def key_tile_work(
 
 
 def _count_blocks(
-    runs: Iterable[Iterable[Tensor]],
-    shift: Tensor,
-    lowest: Tensor,
-    highest: Tensor,
-    block: int,
+    runs: Iterable[Iterable[Tensor]], shift: Tensor, lowest: Tensor, highest: Tensor, block: int
 ) -> Tensor:
     """How many blocks, counted from `shift`, have a position of the ascending runs [start, end)
     that lies in [lowest, highest)."""
