@@ -17,7 +17,7 @@ from ..scalars import check_size, is_sequence, possessive
 from ..tracing import one_module
 from .parameters import check_parameter_dtype
 
-torch.fx.wrap("linear_compress")
+torch.fx.wrap("compress_levels")
 
 
 class LinearCompressEmbedding(nn.Module):

@@ -165,7 +165,7 @@ def test_kernels_formulas_with_offsets_that_have_values():
         )
         == 4 * PAIRS * 2 * 5 * 16
     )
-    options = (OFFSETS, None, None, None, False, False, False, 4)
+    options = (OFFSETS, [None, None, None], [False, False, False], 4)
     assert blocks(q, k, v, *options, out_val=None) == 4 * (3 * 3 + 4 * 4 + 1) * 2 * 32
     assert (
         packed(q, torch.randn(8, 3, 4, 16), *options, out_val=None)
