@@ -50,7 +50,7 @@ def find_source(call: Call, estimate: Callable[[Size], int]) -> Source | None:
         return Source(operand, Lineage((outermost, *index.maps), dim))
     if estimate(rows_in) >= estimate(rows_out):
         return None
-    maps = (Map(kind, node, times, rows_in, rows_out),)
+    maps: tuple[Map, ...] = (Map(kind, node, times, rows_in, rows_out),)
     if own is not None and own.dim == dim and not own.is_folded and not own.is_uniform:
         maps = (*own.maps, *maps)
     return Source(operand, Lineage(maps, dim))
