@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -14,8 +15,9 @@ from .ahead_of_time import MASKS, compile_for
 CAPABILITIES = [80, 90, 100]
 
 
-@pytest.mark.parametrize("groups, other_groups", [(1, 1), (2, 1), (1, 3)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@slow_after(
+    3, "capability, groups, other_groups", diagonal_first(CAPABILITIES, [(1, 1), (2, 1), (1, 3)])
+)
 def test_tile_list_kernel_compiles(capability, groups, other_groups):
     types = dict(
         offsets_ptr="*i64", other_offsets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32"
@@ -29,9 +31,12 @@ def test_tile_list_kernel_compiles(capability, groups, other_groups):
     ).asm["cubin"]
 
 
-@pytest.mark.parametrize("mask", [name for name, mask in MASKS.items() if mask])
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@slow_after(
+    3,
+    "capability, mask",
+    diagonal_first(CAPABILITIES, [name for name, mask in MASKS.items() if mask]),
+)
 def test_tile_work_kernel_compiles(capability, key_tiles, mask):
     types = dict(
         offsets_ptr="*i64", other_offsets_ptr="*i32", chunks_ptr="*i32", num_targets_ptr="*i64"
