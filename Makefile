@@ -62,8 +62,9 @@ ENV := .venv/.installed-$(VARIANT)
 DOCS_ENV := .venv/.installed-docs
 endif
 pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-# Waiting threads do not spin: two workers may share two cores.
-pytest = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest \
+# Two processes may share two cores: waiting threads do not spin, and Inductor starts no processes of its own.
+two_cores := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
+pytest = $(two_cores) $(PY) -m pytest \
 	$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal) --durations=10
 mark = $(if $(findstring all,$@),"slow or not slow",$(if $(findstring slow,$@),"slow","not slow"))
 interpreter_tests := tests/jagged_kernels/interpreter
@@ -97,7 +98,7 @@ fuzz: $(ENV)
 
 mutants-sample: ARGS = --sample 8 --seed $(shell git rev-parse HEAD)
 mutants mutants-sample: $(ENV)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) tests/mutants.py --workers $(or $(filter-out 0,$(WORKERS)),1) $(ARGS)
+	$(two_cores) $(PY) tests/mutants.py --workers $(or $(filter-out 0,$(WORKERS)),1) $(ARGS)
 
 # One test at a time to each worker, in the order of tests/gpu_suite.py. Inductor compiles in the workers, not in processes of its own.
 test-gpu: $(ENV)
