@@ -6,11 +6,14 @@
 #   make test [ARGS=...]                run the tests but those marked slow; ARGS are options of pytest
 #   make test-slow [ARGS=...]           run the slow tests
 #   make test-all [ARGS=...]            run both
+#   make test-interpreter [ARGS=...]    one of the three parts of make test; test-compile and test-others are the other two
 #   make fuzz [SECONDS=60] [SEED=1] [ARGS="--function linear_compress --dtype bfloat16 --device cuda"]
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
 #   make mutants [ARGS=...]             apply one-line bugs, one at a time, to a copy of the project: the tests named for each must fail
+#   make mutants-sample                 apply 8 of them, others for each commit
 #   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
-#   make test-newer-tritons             compile each of Hopper's own kernels under the newer Tritons too
+#   make test-newer-tritons             compile Hopper's own kernels under the newer Tritons too
+#   make test-newer-tritons-sample      compile each of them once under each of the newer Tritons
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check style, formatting, spelling and types
 #   make docs                           build the documentation into docs/_build; a warning is an error
@@ -19,6 +22,7 @@
 #   make smoke                          install the wheel of dist/ into an empty environment, and run README's example
 #   make bench [ARGS=...] [OUT=folder]  measure the kernels on a GPU and write the record; ARGS=--resume goes on with the day's
 #   make profile [OUT=folder]           profile the main kernels under ncu, for the record
+#   make environments                   make .venv and whatever else the targets above install
 #   make clean                          remove .venv and whatever was built
 #
 # PYTHON=python3.12   makes .venv with another Python
@@ -30,8 +34,9 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train serve test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others test-all-interpreter \
-	test-all-others fuzz mutants test-gpu test-newer-tritons notebooks lint docs links dist smoke bench profile record clean
+.PHONY: train serve test test-slow test-all test-interpreter test-compile test-others test-slow-interpreter test-slow-compile \
+	test-slow-others test-all-interpreter test-all-compile test-all-others fuzz mutants mutants-sample test-gpu test-newer-tritons \
+	test-newer-tritons-sample notebooks lint docs links dist smoke bench profile record environments clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -57,11 +62,13 @@ ENV := .venv/.installed-$(VARIANT)
 DOCS_ENV := .venv/.installed-docs
 endif
 pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-# Waiting threads do not spin: two workers may share two cores.
-pytest := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest \
+# Two processes may share two cores: waiting threads do not spin, and Inductor starts no processes of its own.
+two_cores := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
+pytest = $(two_cores) $(PY) -m pytest \
 	$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal) --durations=10
 mark = $(if $(findstring all,$@),"slow or not slow",$(if $(findstring slow,$@),"slow","not slow"))
 interpreter_tests := tests/jagged_kernels/interpreter
+compile_tests := tests/jagged_kernels/compile
 no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
 
 train: $(ENV)
@@ -70,23 +77,28 @@ train: $(ENV)
 serve: $(ENV)
 	$(PY) examples/serve_ranking.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
-test: test-interpreter test-others
-test-slow: test-slow-interpreter test-slow-others
+test: test-others test-interpreter test-compile
+test-slow: test-slow-others test-slow-interpreter test-slow-compile
 # Both kinds are collected once.
-test-all: test-all-interpreter test-all-others
+test-all: test-all-others test-all-interpreter test-all-compile
 
 # Triton reads TRITON_INTERPRET once, when it is imported: hence a process of its own.
 test-interpreter test-slow-interpreter test-all-interpreter: $(ENV)
 	TRITON_INTERPRET=1 $(pytest) -m $(mark) $(interpreter_tests) $(ARGS) $(no_tests_is_fine)
 
+# Lines of the source beside the machine code take an eighth of the time, and no test reads them.
+test-compile test-slow-compile test-all-compile: $(ENV)
+	TRITON_DISABLE_LINE_INFO=1 $(pytest) -m $(mark) $(compile_tests) $(ARGS) $(no_tests_is_fine)
+
 test-others test-slow-others test-all-others: $(ENV)
-	$(pytest) -m $(mark) --ignore=$(interpreter_tests) $(ARGS) $(no_tests_is_fine)
+	$(pytest) -m $(mark) --ignore=$(interpreter_tests) --ignore=$(compile_tests) $(ARGS) $(no_tests_is_fine)
 
 fuzz: $(ENV)
 	$(PY) tests/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-mutants: $(ENV)
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) tests/mutants.py --workers $(or $(filter-out 0,$(WORKERS)),1) $(ARGS)
+mutants-sample: ARGS = --sample 8 --seed $(shell git rev-parse HEAD)
+mutants mutants-sample: $(ENV)
+	$(two_cores) $(PY) tests/mutants.py --workers $(or $(filter-out 0,$(WORKERS)),1) $(ARGS)
 
 # One test at a time to each worker, in the order of tests/gpu_suite.py. Inductor compiles in the workers, not in processes of its own.
 test-gpu: $(ENV)
@@ -94,12 +106,15 @@ test-gpu: $(ENV)
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest tests --gpu-suite -n $(GPU_WORKERS) --dist load --maxschedchunk 1 \
 		--max-worker-restart 30 --durations=25 -q -rf $(ARGS)
 
-# Gluon, in which they are written, changes between versions of Triton.
-test-newer-tritons: $(ENV) $(newer_tritons:%=.tritons/%/.installed)
+# Gluon, in which they are written, changes between versions of Triton. The sample is for one process, which knows what it compiled.
+test-newer-tritons-sample: ARGS = --each-kernel-once
+test-newer-tritons-sample: WORKERS = 0
+test-newer-tritons test-newer-tritons-sample: $(ENV) $(newer_tritons:%=.tritons/%/.installed)
 	status=0; \
 	for version in $(newer_tritons); do \
 		echo "Triton $$version"; \
-		PYTHONPATH=$(CURDIR)/.tritons/$$version:$$PYTHONPATH $(pytest) -m "not slow" tests/jagged_kernels/compile -k hopper $(ARGS) || status=1; \
+		TRITON_DISABLE_LINE_INFO=1 PYTHONPATH=$(CURDIR)/.tritons/$$version:$$PYTHONPATH \
+			$(pytest) -m "not slow" $(compile_tests) -k hopper $(ARGS) || status=1; \
 	done; \
 	exit $$status
 
@@ -156,6 +171,8 @@ clean:
 	$(pip) --constraint constraints/$(VARIANT).txt torch $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks,serve]"
 	$(pip) --constraint constraints/$(VARIANT).txt --no-deps $(fbgemm_$(VARIANT)) torchrec $(triton)
 	touch $@
+
+environments: $(ENV) $(DOCS_ENV) $(newer_tritons:%=.tritons/%/.installed)
 
 # A file of its own, so that the tests do not wait for what only the documentation needs.
 .venv/.installed-docs: $(ENV)

@@ -130,104 +130,152 @@ def operators(
     implementation: str = "auto",
 ) -> dict[str, Operator]:
     """Every operator by name. dim: head dim; width: columns of rows without heads."""
-    options, how = dict(device=device, dtype=dtype), dict(implementation=implementation)
+    make = _Operands(device, dtype, dim, width, heads)
+    how = dict(implementation=implementation)
+    return (
+        _attention_operators(make, how)
+        | _shared_operators(make, how)
+        | _user_operators(make, how)
+        | _block_operators(make, how, block_size)
+        | _products(make, how)
+        | _row_operators(make, how)
+    )
 
-    def rows(*names: str, columns: int = width) -> Callable[[int], Segment]:
-        return lambda length: {name: torch.randn(length, columns, **options) for name in names}
 
-    def attended(length: int, keys: int | None = None, kv_heads: int = heads) -> Segment:
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """Makes random operands of a segment with so many rows. dim: head dim; width: columns of rows
+    without heads."""
+
+    device: str
+    dtype: torch.dtype
+    dim: int
+    width: int
+    heads: int
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(*size, device=self.device, dtype=self.dtype)
+
+    def rows(self, *names: str) -> Callable[[int], Segment]:
+        return lambda length: {name: self.random(length, self.width) for name in names}
+
+    def attended(self, length: int, keys: int | None = None, kv_heads: int | None = None):
+        """Operands q, k, v of attention."""
         keys = length if keys is None else keys
-        sizes = dict(q=(length, heads), k=(keys, kv_heads), v=(keys, kv_heads))
-        return {name: torch.randn(*size, dim, **options) for name, size in sizes.items()}
+        kv_heads = self.heads if kv_heads is None else kv_heads
+        sizes = dict(q=(length, self.heads), k=(keys, kv_heads), v=(keys, kv_heads))
+        return {name: self.random(*size, self.dim) for name, size in sizes.items()}
 
-    def attention(*, among_others: bool = False, kv_heads: int = heads, **flags) -> Operator:
+    def scaled(self, length: int) -> Segment:
+        scale = torch.rand(1, device=self.device, dtype=self.dtype)
+        return self.attended(length) | {"scale": scale}
+
+    def timed(self, length: int) -> Segment:
+        times = torch.randint(5000, (length,), device=self.device)
+        return self.attended(length) | {"timestamps": times}
+
+    def matrices(self, length: int) -> Segment:
+        """Rows, and the matrix and the bias of their segment."""
+        rows = self.rows("x")(length)
+        return rows | {"y": self.random(1, self.width, 24), "bias": self.random(1, 24)}
+
+    def pairs(self, length: int) -> Segment:
+        """Rows of x and of y, with scores of all pairs: p."""
+        x, y = self.random(length, self.width), self.random((length + 3) % 41, self.width)
+        return {"x": x, "y": y, "p": self.random(len(x) * len(y))}
+
+    def compressed(self, candidates: int) -> Segment:
+        user, candidate = self.random(1, 3, self.width), self.random(candidates, 7, self.width)
+        return {"user": user, "candidate": candidate}
+
+
+QKV = ("q", "k", "v")
+
+
+def _attention_operators(make: _Operands, how: dict) -> dict[str, Operator]:
+    def attention(kv_heads: int = make.heads, among_others: bool = False, **flags) -> Operator:
         """Self-attention or, with among_others, attention of three candidates whose user may have
         more."""
-        return Operator(
-            lambda length: attended(3 if among_others else length, length, kv_heads),
-            lambda x, offsets: F.jagged_attention(
-                x["q"], x["k"], x["v"], offsets["q"], offsets["k"], **flags, **how
-            ),
-            "q",
-            ("q",) if among_others else ("q", "k", "v"),
-            joined="q" if among_others else None,
-        )
+
+        def operands(length: int) -> Segment:
+            return make.attended(3 if among_others else length, length, kv_heads)
+
+        def attend(x: Segment, offsets: Segment) -> Tensor:
+            operands = x["q"], x["k"], x["v"], offsets["q"], offsets["k"]
+            return F.jagged_attention(*operands, **flags, **how)
+
+        if among_others:
+            return Operator(operands, attend, "q", ("q",), joined="q")
+        return Operator(operands, attend, "q", QKV)
 
     def hstu(x: Segment, offsets: Segment) -> Tensor:
         mask = jm.AttentionMask(
             causal=True, num_targets=offsets["q"].diff() // 3, contextual_seqlen=2, max_attn_len=20
         )
-        return F.jagged_attention(
-            x["q"],
-            x["k"],
-            x["v"],
-            offsets["q"],
-            activation="silu",
-            mask=mask,
-            output_scale=0.01,
-            **how,
-        )
+        flags = dict(activation="silu", mask=mask, output_scale=0.01)
+        return F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], **flags, **how)
 
-    tables = torch.randn(2 * 5000 - 1, **options).float(), torch.randn(heads, 9, **options).float()
+    position = torch.randn(2 * 5000 - 1, device=make.device)
+    time = torch.randn(make.heads, 9, device=make.device)
 
     def biased(x: Segment, offsets: Segment) -> Tensor:
-        bias = jm.RelativeBias(*tables, x["timestamps"])
-        mask = jm.AttentionMask(causal=True)
-        return F.jagged_attention(
-            x["q"], x["k"], x["v"], offsets["q"], activation="silu", mask=mask, bias=bias, **how
-        )
+        bias = jm.RelativeBias(position, time, x["timestamps"])
+        flags = dict(activation="silu", mask=jm.AttentionMask(causal=True), bias=bias)
+        return F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], **flags, **how)
 
-    def timed(length: int) -> Segment:
-        return attended(length) | {"timestamps": torch.randint(5000, (length,), device=device)}
+    def scaled(x: Segment, offsets: Segment) -> Tensor:
+        flags = dict(activation="silu", output_scale=x["scale"].detach())
+        return F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], **flags, **how)
 
-    shared = {name: torch.randn(5, heads, dim, **options) for name in ("q", "k", "v")}
-    weights = dict(
-        matrix=torch.randn(width, 24, **options),
-        bias=torch.randn(24, **options),
-        user=torch.randn(11, 3, **options),
-    )
-    weights["candidate"] = torch.randn(11, 7, **options)
+    window = jm.AttentionMask(window=(9, 5))
+    return {
+        "attention": attention(),
+        "attention-causal": attention(mask=jm.AttentionMask(causal=True)),
+        "attention-silu": attention(activation="silu"),
+        "attention-gelu-window": attention(1, activation="gelu", mask=window),
+        "attention-hstu": Operator(make.attended, hstu, "q", QKV),
+        "attention-bias": Operator(make.timed, biased, "q", QKV),
+        "attention-candidates": attention(among_others=True),
+        "attention-candidates-relu": attention(1, among_others=True, activation="relu"),
+        "attention-scales": Operator(make.scaled, scaled, "q", QKV),
+    }
 
-    def matrices(length: int) -> Segment:
-        return rows("x")(length) | {
-            "y": torch.randn(1, width, 24, **options),
-            "bias": torch.randn(1, 24, **options),
-        }
 
-    def pairs(length: int) -> Segment:
-        return {
-            name: torch.randn(n, width, **options)
-            for name, n in (("x", length), ("y", (length + 3) % 41))
-        }
+def _shared_operators(make: _Operands, how: dict) -> dict[str, Operator]:
+    """Attention with operands that all segments share."""
+    q, k, v = (make.random(5, make.heads, make.dim) for _ in QKV)
 
-    def scores(length: int) -> Segment:
-        segment = pairs(length)
-        return segment | {
-            "p": torch.randn(segment["x"].shape[0] * segment["y"].shape[0], **options)
-        }
+    def to_queries(x: Segment, offsets: Segment) -> Tensor:
+        return F.jagged_attention(q, x["k"], x["v"], "shared", offsets["k"], **how)
 
-    def plan(offsets: Segment) -> F.ScorePlan:
-        return F.ScorePlan.from_offsets(offsets["x"], offsets["y"]).to(device)
+    def to_keys(x: Segment, offsets: Segment) -> Tensor:
+        flags = dict(activation="gelu_tanh", **how)
+        return F.jagged_attention(x["q"], k, v, offsets["q"], "shared", **flags)
 
-    def compressed(candidates: int) -> Segment:
-        return {
-            "user": torch.randn(1, 3, width, **options),
-            "candidate": torch.randn(candidates, 7, width, **options),
-        }
+    def to_keys_scaled(x: Segment, offsets: Segment) -> Tensor:
+        flags = dict(activation="silu", output_scale=x["scale"].detach(), **how)
+        return F.jagged_attention(x["q"], k, v, offsets["q"], "shared", **flags)
 
-    def compress(x: Segment, offsets: Segment) -> Tensor:
-        levels = [weights["user"], weights["candidate"]], [x["user"], x["candidate"]]
-        return F.linear_compress(
-            *levels,
-            jm.CandidateIndex.from_offsets(offsets["candidate"].to(device)),
-            implementation=implementation,
-        )
+    def some(made: Callable[[int], Segment], *names: str) -> Callable[[int], Segment]:
+        return lambda length: {name: made(length)[name] for name in names}
+
+    keys, queries = some(make.attended, "k", "v"), some(make.attended, "q")
+    scaled = some(make.scaled, "q", "scale")
+    return {
+        "attention-shared-queries": Operator(keys, to_queries, lambda segment: 5, ("k", "v")),
+        "attention-shared-keys": Operator(queries, to_keys, "q", ("q",)),
+        "attention-shared-keys-scales": Operator(scaled, to_keys_scaled, "q", ("q",)),
+    }
+
+
+def _user_operators(make: _Operands, how: dict) -> dict[str, Operator]:
+    """Operators of users' candidates."""
 
     def target(x: Segment, offsets: Segment) -> Tensor:
         """Candidates that are not sorted by user; those of one user keep their order."""
         users = torch.repeat_interleave(torch.arange(len(offsets["q"]) - 1), offsets["q"].diff())
         order = (torch.arange(len(users)) - offsets["q"][users]).argsort(stable=True)
-        candidates = jm.CandidateIndex.from_map(users[order].to(device), len(offsets["q"]) - 1)
+        candidates = jm.CandidateIndex.from_map(users[order].to(make.device), len(offsets["q"]) - 1)
         out = F.target_attention(
             x["q"][order, None], x["k"], x["v"], candidates, offsets["k"], **how
         )
@@ -239,173 +287,144 @@ def operators(
         )
         return torch.cat(out)[_by_segment(offsets["q"], offsets["candidates"])]
 
-    def block(packed: bool) -> Callable[[Segment, Segment], Tensor]:
-        cos, sin = jm.rotary.rotary_tables(dim, 4096, device=device)
-        rotary = jm.Rotary(cos, sin, "qk", linear=True)
+    def with_candidates(length: int) -> Segment:
+        return make.attended(length) | {"candidates": make.random(4, make.heads, make.dim)}
 
-        def apply(x: Segment, offsets: Segment) -> Tensor:
-            flags = dict(block_size=block_size, rotary=rotary, **how)
-            if packed:
-                return F.block_diagonal_attention_packed(
-                    torch.stack([x["q"], x["k"], x["v"]], 1), offsets["q"], **flags
-                )
-            return F.block_diagonal_attention(x["q"], x["k"], x["v"], offsets["q"], **flags)
+    weights = [make.random(11, rows) for rows in (3, 7)]
 
-        return apply
+    def compress(x: Segment, offsets: Segment) -> Tensor:
+        index = jm.CandidateIndex.from_offsets(offsets["candidate"].to(make.device))
+        return F.linear_compress(weights, [x["user"], x["candidate"]], index, **how)
 
-    qkv = ("q", "k", "v")
-    one_scale = lambda length: attended(length) | {"scale": torch.rand(1, **options)}
     return {
-        "attention": attention(),
-        "attention-causal": attention(mask=jm.AttentionMask(causal=True)),
-        "attention-silu": attention(activation="silu"),
-        "attention-gelu-window": attention(
-            activation="gelu", mask=jm.AttentionMask(window=(9, 5)), kv_heads=1
-        ),
-        "attention-hstu": Operator(attended, hstu, "q", qkv),
-        "attention-bias": Operator(timed, biased, "q", qkv),
-        "attention-candidates": attention(among_others=True),
-        "attention-candidates-relu": attention(among_others=True, activation="relu", kv_heads=1),
-        "attention-shared-queries": Operator(
-            lambda length: {name: attended(length)[name] for name in ("k", "v")},
-            lambda x, offsets: F.jagged_attention(
-                shared["q"], x["k"], x["v"], "shared", offsets["k"], **how
-            ),
-            lambda segment: 5,
-            ("k", "v"),
-        ),
-        "attention-shared-keys": Operator(
-            lambda length: {"q": attended(length)["q"]},
-            lambda x, offsets: F.jagged_attention(
-                x["q"],
-                shared["k"],
-                shared["v"],
-                offsets["q"],
-                "shared",
-                activation="gelu_tanh",
-                **how,
-            ),
-            "q",
-            ("q",),
-        ),
-        "attention-shared-keys-scales": Operator(
-            lambda length: {name: one_scale(length)[name] for name in ("q", "scale")},
-            lambda x, offsets: F.jagged_attention(
-                x["q"],
-                shared["k"],
-                shared["v"],
-                offsets["q"],
-                "shared",
-                activation="silu",
-                output_scale=x["scale"].detach(),
-                **how,
-            ),
-            "q",
-            ("q",),
-        ),
-        "attention-scales": Operator(
-            one_scale,
-            lambda x, offsets: F.jagged_attention(
-                x["q"],
-                x["k"],
-                x["v"],
-                offsets["q"],
-                activation="silu",
-                output_scale=x["scale"].detach(),
-                **how,
-            ),
-            "q",
-            qkv,
-        ),
         "target-attention": Operator(
-            lambda length: attended(2, length), target, "q", ("q",), joined="q"
+            lambda length: make.attended(2, length), target, "q", ("q",), joined="q"
         ),
         "self-target-attention": Operator(
-            lambda length: attended(length) | {"candidates": torch.randn(4, heads, dim, **options)},
+            with_candidates,
             self_target,
             lambda segment: segment["q"].shape[0] + 4,
-            ("candidates", *qkv),
+            ("candidates", *QKV),
         ),
-        "block-attention": Operator(attended, block(False), "q", qkv),
-        "block-attention-packed": Operator(attended, block(True), "q", qkv),
+        "linear-compress": Operator(make.compressed, compress, "candidate", ("user", "candidate")),
+        "linear-compress-candidates": Operator(
+            lambda length: make.compressed(1),
+            compress,
+            "candidate",
+            ("candidate",),
+            joined="candidate",
+        ),
+    }
+
+
+def _block_operators(make: _Operands, how: dict, block_size: int) -> dict[str, Operator]:
+    cos, sin = jm.rotary.rotary_tables(make.dim, 4096, device=make.device)
+    flags = dict(block_size=block_size, rotary=jm.Rotary(cos, sin, "qk", linear=True), **how)
+
+    def attend(x: Segment, offsets: Segment) -> Tensor:
+        return F.block_diagonal_attention(x["q"], x["k"], x["v"], offsets["q"], **flags)
+
+    def attend_packed(x: Segment, offsets: Segment) -> Tensor:
+        qkv = torch.stack([x["q"], x["k"], x["v"]], 1)
+        return F.block_diagonal_attention_packed(qkv, offsets["q"], **flags)
+
+    return {
+        "block-attention": Operator(make.attended, attend, "q", QKV),
+        "block-attention-packed": Operator(make.attended, attend_packed, "q", QKV),
+    }
+
+
+def _products(make: _Operands, how: dict) -> dict[str, Operator]:
+    """Matrix products of segments, and the softmax of scores."""
+
+    def plan(offsets: Segment) -> F.ScorePlan:
+        return F.ScorePlan.from_offsets(offsets["x"], offsets["y"]).to(make.device)
+
+    def gram(x: Segment, offsets: Segment) -> Tensor:
+        own = F.ScorePlan.from_offsets(offsets["x"]).to(make.device)
+        return F.jagged_jagged_bmm_jagged_out(x["x"], x["x"], own, **how)
+
+    def pairs(length: int) -> Segment:
+        return {name: x for name, x in make.pairs(length).items() if name != "p"}
+
+    def product(segment: Segment) -> int:
+        return segment["x"].shape[0] * segment["y"].shape[0]
+
+    return {
         "dense-bmm": Operator(
-            matrices,
+            make.matrices,
             lambda x, offsets: F.jagged_dense_bmm(x["x"], x["y"], offsets["x"], **how),
             "x",
             ("x", "y"),
         ),
         "jagged-bmm": Operator(
-            rows("x", "y"),
+            make.rows("x", "y"),
             lambda x, offsets: F.jagged_jagged_bmm(x["x"], x["y"], offsets["x"], **how),
             lambda segment: 1,
             ("x", "y"),
         ),
-        "softmax": Operator(
-            rows("x"), lambda x, offsets: F.jagged_softmax(x["x"], offsets["x"], **how), "x", ("x",)
-        ),
         "outer": Operator(
             pairs,
             lambda x, offsets: F.jagged_jagged_bmm_jagged_out(x["x"], x["y"], plan(offsets), **how),
-            lambda segment: segment["x"].shape[0] * segment["y"].shape[0],
+            product,
             ("x", "y"),
         ),
-        "gram": Operator(
-            rows("x"),
-            lambda x, offsets: F.jagged_jagged_bmm_jagged_out(
-                x["x"], x["x"], F.ScorePlan.from_offsets(offsets["x"]).to(device), **how
-            ),
-            lambda segment: segment["x"].shape[0] ** 2,
-            ("x",),
-        ),
+        "gram": Operator(make.rows("x"), gram, lambda segment: segment["x"].shape[0] ** 2, ("x",)),
         "array-bmm": Operator(
-            scores,
+            make.pairs,
             lambda x, offsets: F.array_jagged_bmm_jagged_out(x["p"], x["y"], plan(offsets), **how),
             "x",
             ("p", "y"),
         ),
         "softmax2": Operator(
-            scores, lambda x, offsets: F.jagged2_softmax(x["p"], plan(offsets), **how), "p", ("p",)
+            make.pairs,
+            lambda x, offsets: F.jagged2_softmax(x["p"], plan(offsets), **how),
+            "p",
+            ("p",),
         ),
         "softmax2-columns": Operator(
-            scores,
+            make.pairs,
             lambda x, offsets: F.jagged2_softmax(x["p"], plan(offsets), dim=-2, **how),
             "p",
             ("p",),
         ),
-        "linear": Operator(
-            rows("x"),
-            lambda x, offsets: F.jagged_linear(
-                x["x"], weights["matrix"].mT, weights["bias"], activation="silu", **how
-            ),
+    }
+
+
+def _row_operators(make: _Operands, how: dict) -> dict[str, Operator]:
+    weight, bias = make.random(make.width, 24), make.random(24)
+    scale = weight[:, 0].contiguous()
+
+    def linear(x: Segment, offsets: Segment) -> Tensor:
+        return F.jagged_linear(x["x"], weight.mT, bias, activation="silu", **how)
+
+    def linear_segments(x: Segment, offsets: Segment) -> Tensor:
+        flags = dict(activation="gelu", **how)
+        return F.jagged_linear(x["x"], x["y"], x["bias"], offsets["x"], **flags)
+
+    def with_dense(length: int) -> Segment:
+        return make.rows("x")(length) | {"y": make.random(1, 3000, make.width)}
+
+    return {
+        "softmax": Operator(
+            make.rows("x"),
+            lambda x, offsets: F.jagged_softmax(x["x"], offsets["x"], **how),
             "x",
             ("x",),
         ),
-        "linear-segments": Operator(
-            matrices,
-            lambda x, offsets: F.jagged_linear(
-                x["x"], x["y"], x["bias"], offsets["x"], activation="gelu", **how
-            ),
-            "x",
-            ("x", "y", "bias"),
-        ),
-        "linear-compress": Operator(compressed, compress, "candidate", ("user", "candidate")),
-        "linear-compress-candidates": Operator(
-            lambda length: compressed(1), compress, "candidate", ("candidate",), joined="candidate"
-        ),
+        "linear": Operator(make.rows("x"), linear, "x", ("x",)),
+        "linear-segments": Operator(make.matrices, linear_segments, "x", ("x", "y", "bias")),
         "layer-norm": Operator(
-            rows("x"),
-            lambda x, offsets: F.jagged_layer_norm(x["x"], weights["matrix"][:, 0].contiguous()),
-            "x",
-            ("x",),
+            make.rows("x"), lambda x, offsets: F.jagged_layer_norm(x["x"], scale), "x", ("x",)
         ),
         "concat": Operator(
-            rows("x", "y"),
+            make.rows("x", "y"),
             lambda x, offsets: F.jagged_concat([x["x"], x["y"]], [offsets["x"], offsets["y"]])[0],
             lambda segment: 2 * segment["x"].shape[0],
             ("x", "y"),
         ),
         "dense-mul": Operator(
-            lambda length: rows("x")(length) | {"y": torch.randn(1, 3000, width, **options)},
+            with_dense,
             lambda x, offsets: F.jagged_dense_mul(x["x"], x["y"], offsets["x"]),
             "x",
             ("x", "y"),

@@ -250,6 +250,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests that need a GPU, as tests/gpu_suite.py says",
     )
+    parser.addoption(
+        "--each-kernel-once",
+        action="store_true",
+        help="of the tests in jagged_kernels/compile, run a sample that compiles each kernel",
+    )
 
 
 def pytest_configure(config):

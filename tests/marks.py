@@ -1,6 +1,7 @@
 """Marks of tests and parameters that `make test` leaves out and `make test-slow` runs."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -15,3 +16,16 @@ def slow_after(number: int, names: str, values: Iterable, **options) -> pytest.M
     values, several = list(values), "," in names
     slow = [pytest.param(*(x if several else [x]), marks=SLOW) for x in values[number:]]
     return pytest.mark.parametrize(names, values[:number] + slow, **options)
+
+
+def diagonal_first(*lists: Iterable) -> list[tuple]:
+    """All combinations of values of several lists, for `slow_after`. First the first values, then
+    the second ones, and so on, a shorter list from its beginning again: so each value is in one of
+    as many combinations as the longest list has. A value that is a tuple gives its elements."""
+    values: list[Sequence] = [list(x) for x in lists]
+    first = [tuple(x[i % len(x)] for x in values) for i in range(max(map(len, values)))]
+    others = [x for x in itertools.product(*values) if x not in first]
+    return [
+        tuple(y for x in combination for y in (x if isinstance(x, tuple) else (x,)))
+        for combination in first + others
+    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cases import Case, legal, random_case, smaller_cases
+from marks import slow_after
 from space import OPERATORS, Range
 
 TESTS = Path(__file__).parent
@@ -115,13 +116,13 @@ def test_a_wrong_gradient_is_found_made_small_and_repeated(fuzz_mutant):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@slow_after(
+    1,
     "mutant, kind, words",
     [
+        ("a neighbour's NaN", "wrong", "segment"),
         ("a crash", "crash", "-11"),
         ("a call that never ends", "timeout", "more than"),
-        ("a neighbour's NaN", "wrong", "segment"),
         ("an ignored stride", "ValueError", "offsets must"),
     ],
 )

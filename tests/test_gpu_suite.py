@@ -105,26 +105,22 @@ def output(tmp_path_factory):
     return process.stdout + process.stderr
 
 
-@pytest.mark.slow
 def test_a_kernel_is_compiled_once_for_all_workers(output):
     assert "1 kernels compiled in" in output, output
 
 
-@pytest.mark.slow
 def test_a_test_that_breaks_its_context_is_named_and_others_run(output):
     assert "test_that_breaks_the_context broke the CUDA context" in output, output
     assert "an illegal memory access was encountered" in output
     assert "2 failed, 4 passed, 1 skipped" in output
 
 
-@pytest.mark.slow
 def test_a_failure_is_named_at_once(output):
     """Not at the end alone, which a run that is ended by time does not reach."""
     named = output.index("FAILED test_example.py::test_that_fails: assert False")
     assert named < output.index("FAILED test_example.py::test_that_fails - assert False")
 
 
-@pytest.mark.slow
 def test_the_matrix_shows_what_ran(output):
     lines = [line.split() for line in output.splitlines()]
     assert ["plain", "4", "F"] in lines and ["masked", "skip", "HOLE"] in lines, output

@@ -15,25 +15,30 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "benchmarks"))
 import runner
 
 
-@pytest.fixture(scope="module")
-def tiny_run(request, tmp_path_factory) -> tuple[dict, Path]:
-    """Results of the test module's BENCHMARK and the path of its JSON. It runs in this process,
-    which has its imports, or with AS_PROGRAM in one of its own."""
-    out = tmp_path_factory.mktemp("results")
+def run_tiny(benchmark: str, out: Path, *arguments: str, as_program: bool = False):
+    """Results of a benchmark and the path of its JSON. It runs in this process, which has its
+    imports, or in one of its own."""
     fast = ["--pause", "0", "--warmup", "0", "--rep", "0.1"]
-    command = [request.module.BENCHMARK, "--tiny", "--device", "cpu", *fast, "--out", str(out)]
-    if getattr(request.module, "AS_PROGRAM", False):
-        process = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, check=False
-        )
+    command = [benchmark, "--tiny", "--device", "cpu", *fast, *arguments, "--out", str(out)]
+    if as_program:
+        process = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         assert process.returncode == 0, process.stderr
     else:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
             patch.setattr(sys, "argv", command)
-            runpy.run_path(request.module.BENCHMARK, run_name="__main__")
+            runpy.run_path(benchmark, run_name="__main__")
         assert end.value.code == 0
-    (path,) = out.glob(f"*-{Path(request.module.BENCHMARK).stem.removeprefix('bench_')}.json")
+    (path,) = out.glob(f"*-{Path(benchmark).stem.removeprefix('bench_')}.json")
     return json.loads(path.read_text()), path
+
+
+@pytest.fixture(scope="module")
+def tiny_run(request, tmp_path_factory) -> tuple[dict, Path]:
+    """Results of the test module's BENCHMARK and the path of its JSON. With AS_PROGRAM it runs in a
+    process of its own."""
+    as_program = getattr(request.module, "AS_PROGRAM", False)
+    out = tmp_path_factory.mktemp("results")
+    return run_tiny(request.module.BENCHMARK, out, as_program=as_program)
 
 
 @pytest.fixture

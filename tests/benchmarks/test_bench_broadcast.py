@@ -18,6 +18,7 @@ def run(folder, monkeypatch, *arguments):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_model_is_right_and_measured_in_all_forms(tmp_path, monkeypatch):
     results = run(tmp_path, monkeypatch, "--impl", "eager")
     assert [row["status"] for row in results["rows"]] == ["ok"] * len(results["rows"])

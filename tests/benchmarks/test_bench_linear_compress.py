@@ -15,6 +15,7 @@ PLAIN = {"replicated", bench.INPUT_REPLICATED, "decomposed", "padded", "padded, 
 STAGES = {f"{bench.OURS}, reference"}
 
 
+@pytest.mark.slow
 def test_every_implementation_is_right_and_measured_in_both_tables(tiny_run):
     results, path = tiny_run
     assert results["complete"]

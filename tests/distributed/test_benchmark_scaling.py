@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..marks import PATIENCE, SLOW
+from ..marks import PATIENCE
 from .ranks import one_rank
 
 pytest.importorskip("torchrec")
@@ -136,7 +136,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-@SLOW
 def test_program_compares_two_processes_with_one(two_ranks, tmp_path):
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     with one_rank():

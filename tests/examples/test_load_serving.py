@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from marks import PATIENCE, slow_after
 for _name in ("fastapi", "uvicorn", "httpx", "aiohttp", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
+import load_generator
 import load_serving
 from load_generator import InProcess, OverHTTP, Workload, drive
 from load_serving import Result, format_knees, knee, load_results, save_results
@@ -218,7 +220,9 @@ def test_a_short_run(served, tmp_path, capsys, way):
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_that_does_not_start(ranker):
+def test_a_server_that_does_not_start(ranker, monkeypatch):
+    """Its program ends at once here; its imports take seconds before."""
+    monkeypatch.setattr(load_generator.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="did not start with the options --weights=nowhere"):
         OverHTTP(ranker, "--weights=nowhere")
 

@@ -107,15 +107,17 @@ def test_without_weights_a_small_model_is_trained_once(tmp_path):
             ["--weights", str(ROOT / "README.md")],
             "serve_ranking: .*README.md is not a file of weights",
         ),
-        (
-            ["--device", "no"],
-            "serve_ranking: device must be auto, cpu, cuda, cuda:0, ..., not 'no'",
-        ),
     ],
 )
 def test_bad_options_end_with_one_line(arguments, message):
     with pytest.raises(SystemExit, match=message):
         serve_ranking.main(arguments)
+
+
+def test_an_unknown_device(served):
+    message = "serve_ranking: device must be auto, cpu, cuda, cuda:0, ..., not 'no'"
+    with pytest.raises(SystemExit, match=message):
+        serve_ranking.main(["--weights", str(served["attention"]), "--device", "no"])
 
 
 @pytest.mark.parametrize(

@@ -62,79 +62,115 @@ def recorded_launches(
     capability: tuple[int, int] = (9, 0), num_sms: int = 132
 ) -> Iterator[list[Launch]]:
     """A list that grows by every launch made inside the context."""
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    backend = make_backend(target)
-    launches: list[Launch] = []
-    of_keys: dict[tuple, str] = {}
-    compilations: dict[tuple[str, str], Callable] = {}
+    # one index per capability: the library caches device properties
+    device = torch.device("cuda", 10 * capability[0] + capability[1])
+    recorder = _Recorder(device)
 
-    @functools.cache
-    def binder(kernel):
-        return create_function_from_signature(kernel.signature, kernel.params, backend), {}
+    def run(kernel, *args, grid, warmup, **options):
+        recorder.record(kernel, args, grid, options)
 
-    def record(kernel, *args, grid, warmup, **options):
+    with _reported_gpu(device, capability, num_sms), _made_on_the_host(), _no_products():
+        with (
+            mock.patch.object(JITFunction, "run", run),
+            mock.patch.object(_launch(), "driver", SimpleNamespace(active=recorder.driver)),
+        ):
+            yield recorder.launches
+
+
+class _Recorder:
+    """The launches on a device, and the driver that reports it."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.target = device, GPUTarget("cuda", device.index, 32)
+        self.driver = SimpleNamespace(
+            get_current_device=lambda: device.index, get_current_target=lambda: self.target
+        )
+        self.backend = make_backend(self.target)
+        self.launches: list[Launch] = []
+        self.of_keys: dict[tuple, str] = {}  # the library's key of a launch → Triton's
+        self.compilations: dict[tuple[str, str], Callable] = {}
+        self.binder = functools.cache(self._binder)
+
+    def _binder(self, kernel):
+        return create_function_from_signature(kernel.signature, kernel.params, self.backend), {}
+
+    def record(self, kernel, args: tuple, grid: tuple, options: dict) -> None:
         assert all(size <= 65_535 for size in grid[1:]), (kernel.__name__, grid)  # CUDA's limit
         for x in args:
             if hasattr(x, "block_shape"):
                 x.__post_init__()  # a descriptor's own checks, which the library leaves out
-        bind, keys = binder(kernel)
-        bound, specialisation, all_options = bind(
-            *args, **options, debug=False, instrumentation_mode=""
-        )
+        kwargs = dict(options, debug=False, instrumentation_mode="")
+        bind, keys = self.binder(kernel)
+        bound, specialisation, all_options = bind(*args, **kwargs)
         variant = kernel.__name__, compute_cache_key(keys, specialisation, all_options)
-        if variant not in compilations:
-            kwargs = dict(options, debug=False, instrumentation_mode="")
+        if variant not in self.compilations:
             all_options, signature, constants, attributes = kernel._pack_args(
-                backend, kwargs, bound, specialisation, all_options
+                self.backend, kwargs, bound, specialisation, all_options
             )
             source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
                 kernel, signature, constants, attributes
             )
-            compilations[variant] = functools.partial(
-                compile_kernel, source, target, all_options.__dict__
+            self.compilations[variant] = functools.partial(
+                compile_kernel, source, self.target, all_options.__dict__
             )
-        launch = Launch(*variant, compilations[variant])
-        key = kernel.__name__, *kernel._cache_key(device.index, args, options)
+        launch = Launch(*variant, self.compilations[variant])
+        key = kernel.__name__, *kernel._cache_key(self.device.index, args, options)
         # one key, one compiled kernel
-        assert of_keys.setdefault(key, launch.specialisation) == launch.specialisation
-        launches.append(launch)
+        assert self.of_keys.setdefault(key, launch.specialisation) == launch.specialisation
+        self.launches.append(launch)
 
-    # one index per capability: the library caches device properties
-    device = torch.device("cuda", 10 * capability[0] + capability[1])
-    driver = SimpleNamespace(
-        get_current_device=lambda: device.index, get_current_target=lambda: target
-    )
+
+@contextlib.contextmanager
+def _reported_gpu(device: torch.device, capability: tuple[int, int], num_sms: int):
+    """Tensors of the host report the device, and torch reports a GPU."""
     properties = SimpleNamespace(multi_processor_count=num_sms, total_memory=80 * 2**30)
-    with contextlib.ExitStack() as stack:
-        for owner, name, replacement in (
-            (JITFunction, "run", record),
-            (_launch(), "driver", SimpleNamespace(active=driver)),
-            (torch.Tensor, "device", property(lambda x: device)),
-            (torch.Tensor, "is_cuda", property(lambda x: True)),
-            (torch.cuda, "get_device_capability", lambda *_: capability),
-            (torch.cuda, "get_device_properties", lambda *_: properties),
-            (torch.cuda, "current_device", lambda: device.index),
-            (torch.cuda, "is_initialized", lambda: True),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
-            # Host tensors dispatch to the operators' CPU key, which is registered for the
-            # interpreter only.
-            (_operators(), "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=True))),
-            (torch, "bmm", _without(torch.bmm, "out_dtype")),
-            *(
-                (torch, name, _on_the_host(getattr(torch, name)))
-                for name in FACTORIES + FACTORIES_LIKE
-            ),
-            *((torch.Tensor, name, _on_the_host(getattr(torch.Tensor, name))) for name in METHODS),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
-        # a dispatch mode would change the path to a launch
-        overrides = stack.enter_context(library._scoped_library("aten", "IMPL"))
+    of_tensors = dict(device=property(lambda x: device), is_cuda=property(lambda x: True))
+    of_cuda = dict(
+        get_device_capability=lambda *_: capability,
+        get_device_properties=lambda *_: properties,
+        current_device=lambda: device.index,
+        is_initialized=lambda: True,
+        is_current_stream_capturing=lambda: False,
+    )
+    # Host tensors dispatch to the operators' CPU key, which is registered for the interpreter only.
+    of_operators = dict(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
+    with (
+        _replaced(torch.Tensor, of_tensors),
+        _replaced(torch.cuda, of_cuda),
+        _replaced(_operators(), of_operators),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _made_on_the_host():
+    """What would make or move tensors to a device leaves them on the host."""
+    functions = {name: _on_the_host(getattr(torch, name)) for name in FACTORIES + FACTORIES_LIKE}
+    functions["bmm"] = _without(torch.bmm, "out_dtype")
+    methods = {name: _on_the_host(getattr(torch.Tensor, name)) for name in METHODS}
+    with _replaced(torch, functions), _replaced(torch.Tensor, methods):
+        yield
+
+
+@contextlib.contextmanager
+def _no_products():
+    """Matrix products are uninitialised memory. A dispatch mode would change the path to a
+    launch."""
+    with library._scoped_library("aten", "IMPL") as overrides:
         with warnings.catch_warnings():
             # of the override
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for name in PRODUCTS:
                 overrides.impl(name, _uninitialised_product, "CPU", allow_override=True)
-        yield launches
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner, attributes: dict[str, object]):
+    with contextlib.ExitStack() as stack:
+        for name, attribute in attributes.items():
+            stack.enter_context(mock.patch.object(owner, name, attribute, create=True))
+        yield
 
 
 def _uninitialised_product(*operands, **factors):

@@ -541,3 +541,24 @@ def test_torch_jit_trace_is_told_to_use_torch_export():
         match="num_users must be an int, got Tensor: torch.jit.trace makes .*; use torch.export",
     ):
         torch.jit.trace(layer, inputs)
+
+
+def test_a_package_of_aot_inductor(tmp_path):
+    """Of an operator alone: packages of layers take longer to compile, so their tests are slow."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v, offsets):
+            return F.jagged_attention(q, k, v, offsets)
+
+    def inputs(users, rows, _):
+        return *(torch.randn(rows, HEADS, 16) for _ in "qkv"), random_offsets(users, rows)
+
+    shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in ("q", "k", "v", "offsets")}
+    program = torch.export.export(Attend(), inputs(*SIZES[0]), dynamic_shapes=shapes)
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "attend.pt2")
+    )
+    package = torch._inductor.aoti_load_package(path)
+    for sizes in SIZES[:2]:
+        given = inputs(*sizes)
+        torch.testing.assert_close(package(*given), Attend()(*given))

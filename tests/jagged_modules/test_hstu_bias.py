@@ -329,7 +329,7 @@ SIZES = [(5, 41, 11), (6, 83, 23), (13, 140, 15)]  # segments, rows, targets
 
 
 def test_compiles_once():
-    stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of(relative_position=200, relative_time=BUCKETS))
+    stack = jm.HSTUStack(WIDTH, HEADS, 1, config_of(relative_position=200, relative_time=BUCKETS))
     graph, counter = compiled(stack, floats_as_inputs=True)
     compilations = []
     for segments, rows, _ in SIZES:

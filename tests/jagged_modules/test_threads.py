@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from marks import slow_after
 
 import jagged_modules as jm
 from jagged_modules.containers.schedules import Sizes, kept_schedule
@@ -45,8 +46,7 @@ def serial(request):
     return request.param, output("serial", request.param)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["threads", "fork", "spawn"])
+@slow_after(1, "way", ["fork", "threads", "spawn"])
 def test_first_calls(serial, way):
     device, expected = serial
     if way == "fork" and device == "cuda":

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from marks import slow_after
+from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -29,23 +29,34 @@ POINTERS = {
 # of a thread block, by compute capability
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # A kernel takes seconds to compile. So an option is compiled for some of the capabilities, and each
-# capability with several options.
-MASKED = [  # activation, mask, capabilities
-    ("gelu_tanh", "none", (86, 100)),
-    ("silu", "hstu", (80, 90)),
-    ("softmax", "window", (86, 90)),
-    ("softmax", "semi-local", (80, 100)),
+# capability with several options. The first ones, each of one kernel, are not slow.
+MASKED = [  # activation, mask, capability
+    ("gelu_tanh", "none", 100),
+    ("silu", "hstu", 90),
+    ("softmax", "semi-local", 80),
+    ("softmax", "window", 86),
+    ("gelu_tanh", "none", 86),
+    ("silu", "hstu", 80),
+    ("softmax", "semi-local", 100),
+    ("softmax", "window", 90),
 ]
-BIASED = [  # bias, head dim, dtype, activation, mask, capabilities
-    ("both", 64, "bf16", "softmax", "none", (90, 100)),
-    ("position", 128, "bf16", "silu", "hstu", (100,)),
-    ("all", 96, "fp16", "gelu_tanh", "semi-local", (80,)),
-    ("both", 256, "bf16", "softmax", "window", (80, 86)),
-    ("both", 128, "fp32", "silu", "none", (86, 90)),
+BIASED = [  # bias, head dim, dtype, activation, mask, capability
+    ("both", 64, "bf16", "softmax", "none", 90),
+    ("all", 96, "fp16", "gelu_tanh", "semi-local", 80),
+    ("position", 128, "bf16", "silu", "hstu", 100),
+    ("both", 64, "bf16", "softmax", "none", 100),
+    ("both", 256, "bf16", "softmax", "window", 80),
+    ("both", 256, "bf16", "softmax", "window", 86),
+    ("both", 128, "fp32", "silu", "none", 86),
+    ("both", 128, "fp32", "silu", "none", 90),
 ]
-GROUPED = [  # query groups, pairs of an activation and a capability
-    (2, [("softmax", 80), ("gelu_tanh", 90), ("softmax", 100)]),
-    (3, [("gelu_tanh", 80), ("softmax", 90), ("gelu_tanh", 100)]),
+GROUPED = [  # query groups, activation, capability
+    (2, "softmax", 80),
+    (3, "softmax", 90),
+    (2, "softmax", 100),
+    (2, "gelu_tanh", 90),
+    (3, "gelu_tanh", 80),
+    (3, "gelu_tanh", 100),
 ]
 PAGED = [  # head dim, dtype, capability, activation, mask, bias
     (128, "bf16", 80, "softmax", "none", None),
@@ -159,65 +170,53 @@ def test_attention_kernels_of_long_segments_compile(name, capability):
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
+PRECISIONS = [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")]
+
+
 @slow_after(1, "dim", [64, 128, 256])
+@slow_after(3, "name, dtype, precision", diagonal_first(KERNELS, PRECISIONS))
+def test_attention_kernels_fit_gpus_with_little_shared_memory(name, dtype, precision, dim):
+    compiled = compile_attention(name, dim, dtype, 86, precision=precision)
+    assert compiled.metadata.shared <= SHARED_MEMORY[86]
+
+
+@slow_after(1, "dim", [64, 128])
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_fit_gpus_with_little_shared_memory(name, dim):
-    assert compile_attention(name, dim, "bf16", 86).metadata.shared <= SHARED_MEMORY[86]
-    for precision in ("bf16x6", "tf32"):
-        assert (
-            compile_attention(name, dim, "fp32", 86, precision=precision).metadata.shared
-            <= SHARED_MEMORY[86]
-        )
+def test_attention_kernels_compile_in_fp32(name, dim):
+    compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_compile_in_fp32(name):
-    for dim in (64, 128):
-        compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
+@slow_after(3, "name, activation, mask, capability", diagonal_first(KERNELS, MASKED))
+def test_activations_and_masks_compile(name, activation, mask, capability):
+    options = dict(tma=capability >= 90, activation=activation, mask=MASKS[mask])
+    compiled = compile_attention(name, 128, "bf16", capability, **options)
+    # On Hopper two thread blocks share a multiprocessor.
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (2 if capability == 90 else 1)
 
 
-@slow_after(1, "activation, mask, capabilities", MASKED)
-@pytest.mark.parametrize("name", KERNELS)
-def test_activations_and_masks_compile(name, activation, mask, capabilities):
-    for capability in capabilities:
-        compiled = compile_attention(
-            name,
-            128,
-            "bf16",
-            capability,
-            tma=capability >= 90,
-            activation=activation,
-            mask=MASKS[mask],
-        )
-        # On Hopper two thread blocks share a multiprocessor.
-        assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (
-            2 if capability == 90 else 1
-        )
-
-
-@slow_after(1, "bias, dim, dtype, activation, mask, capabilities", BIASED)
-@pytest.mark.parametrize("name", KERNELS)
+@slow_after(
+    3, "name, bias, dim, dtype, activation, mask, capability", diagonal_first(KERNELS, BIASED)
+)
 def test_attention_kernels_with_a_bias_compile(
-    name, bias, dim, dtype, activation, mask, capabilities
+    name, bias, dim, dtype, activation, mask, capability
 ):
-    for capability in capabilities:
-        options = dict(
-            tma=capability >= 90,
-            activation=activation,
-            mask=MASKS[mask],
-            precision="bf16x6" if dtype == "fp32" else "ieee",
-        )
-        compiled = compile_attention(name, dim, dtype, capability, bias=BIASES[bias], **options)
-        assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+    options = dict(
+        tma=capability >= 90,
+        activation=activation,
+        mask=MASKS[mask],
+        precision="bf16x6" if dtype == "fp32" else "ieee",
+    )
+    compiled = compile_attention(name, dim, dtype, capability, bias=BIASES[bias], **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
-@slow_after(1, "query_groups, calls", GROUPED)
-@pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_compile_for_several_query_groups(name, query_groups, calls):
-    for activation, capability in calls:
-        options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
-        compiled = compile_attention(name, 128, "bf16", capability, **options)
-        assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+@slow_after(3, "name, query_groups, activation, capability", diagonal_first(KERNELS, GROUPED))
+def test_attention_kernels_compile_for_several_query_groups(
+    name, query_groups, activation, capability
+):
+    options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
+    compiled = compile_attention(name, 128, "bf16", capability, **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @slow_after(3, "dim, dtype, capability, activation, mask, bias", PAGED)

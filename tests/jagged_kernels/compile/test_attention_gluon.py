@@ -5,7 +5,7 @@ import dataclasses
 import re
 
 import pytest
-from marks import slow_after
+from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -170,23 +170,22 @@ def compile_hopper_attention(
     )
 
 
+# softmax and the others, with a mask and without, have both padded head dims: 96 is padded to 128
+PLAIN = [  # head dim, dtype, activation, mask, query heads per key head
+    (64, "bf16", "softmax", "none", 1),
+    (64, "bf16", "gelu_tanh", "none", 2),
+    (96, "fp16", "softmax", "window", 4),
+    (64, "bf16", "softmax", "window", 4),
+    (64, "fp16", "silu", "semi-local", 1),
+    (128, "bf16", "softmax", "none", 1),
+    (96, "fp16", "gelu_tanh", "none", 2),
+    (128, "bf16", "silu", "hstu", 1),
+]
+
+
 @slow_after(
-    2,
-    "dim, dtype, activation, mask, group",
-    # softmax and the others, with a mask and without, have both padded head dims: 96 is padded to
-    # 128
-    [
-        (64, "bf16", "softmax", "none", 1),
-        (64, "bf16", "gelu_tanh", "none", 2),
-        (64, "bf16", "softmax", "window", 4),
-        (64, "fp16", "silu", "semi-local", 1),
-        (128, "bf16", "softmax", "none", 1),
-        (96, "fp16", "gelu_tanh", "none", 2),
-        (96, "fp16", "softmax", "window", 4),
-        (128, "bf16", "silu", "hstu", 1),
-    ],
+    3, "name, dim, dtype, activation, mask, group", diagonal_first(["fwd", "dq", "dkdv"], PLAIN)
 )
-@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
 def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, group):
     compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group)
     stats = name == "dkdv" and activation == "softmax"
@@ -372,12 +371,12 @@ CAUSAL = MaskParams(1, -1, -1, 0, 1, 0, 0, 0)
 
 
 @slow_after(
-    3,
+    2,
     "dim, dtype, activation, mask, group",
     [
-        (64, "bf16", "softmax", None, 1),
         (64, "bf16", "silu", CAUSAL, 1),
         (128, "bf16", "softmax", CAUSAL, 2),
+        (64, "bf16", "softmax", None, 1),
         (64, "fp16", "softmax", CAUSAL, 4),
         (96, "fp16", "gelu_tanh", None, 1),
         (128, "bf16", "softmax", None, 1),
@@ -403,17 +402,17 @@ def test_hopper_kernel_of_all_gradients_compiles(dim, dtype, activation, mask, g
 
 
 @slow_after(
-    5,
+    3,
     "dim, consumers, dtype, activation",
     [
         (64, 1, "bf16", "softmax"),
+        (64, 3, "bf16", "gelu_tanh"),
+        (128, 2, "bf16", "softmax"),
         (64, 2, "bf16", "softmax"),
         (64, 3, "bf16", "softmax"),
         (128, 1, "bf16", "softmax"),
-        (128, 2, "bf16", "softmax"),
         (64, 1, "bf16", "gelu_taylor"),
         (64, 2, "fp16", "gelu"),
-        (64, 3, "bf16", "gelu_tanh"),
         (96, 1, "fp16", "gelu_tanh"),
         (128, 2, "bf16", "silu"),
     ],

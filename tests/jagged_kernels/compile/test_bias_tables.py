@@ -1,6 +1,7 @@
 """The small kernels of RelativeBias compile for the GPU generations that we support."""
 
 import pytest
+from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -13,11 +14,11 @@ CAPABILITIES = [80, 90, 100]
 KINDS = BIASES | {"time": BiasKind(position=False, boundaries=128, query_times=False, shift=False)}
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(
-    "kind, num_boundaries, entries",
-    [("both", 128, True), ("time", 0, True), ("all", 300, False), ("position", 0, False)],
-)
+TABLES = [("both", 128, True), ("time", 0, True), ("all", 300, False), ("position", 0, False)]
+SUMS = [("both", 129, 128), ("both", 256, 1), ("time", 129, 128), ("position", 1, 1)]
+
+
+@slow_after(4, "kind, num_boundaries, entries, capability", diagonal_first(TABLES, CAPABILITIES))
 def test_bias_tables_kernel_compiles(capability, kind, num_boundaries, entries):
     def type_of(arg):
         types = dict(
@@ -37,11 +38,7 @@ def test_bias_tables_kernel_compiles(capability, kind, num_boundaries, entries):
     ).asm["cubin"]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(
-    "kind, buckets, threads",
-    [("both", 129, 128), ("both", 256, 1), ("time", 129, 128), ("position", 1, 1)],
-)
+@slow_after(4, "kind, buckets, threads, capability", diagonal_first(SUMS, CAPABILITIES))
 def test_sum_tables_kernel_compiles(capability, kind, buckets, threads):
     def type_of(arg):
         return (

@@ -4,7 +4,7 @@ that we support."""
 import re
 
 import pytest
-from marks import slow_after
+from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -90,9 +90,10 @@ def test_block_attention_kernels_compile(name, rotate, relative, fp32_dims):
         compile_block_attention(name, 90, "fp32", dim, 64, rotate, relative)
 
 
-@pytest.mark.parametrize("block_size", [64, 128])
 @slow_after(1, "dtype, precision", [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")])
-@pytest.mark.parametrize("capability, shared_memory", [(86, 99), (90, 227)])
+@slow_after(
+    2, "capability, shared_memory, block_size", diagonal_first([(86, 99), (90, 227)], [64, 128])
+)
 def test_supported_blocks_fit_shared_memory(
     capability, shared_memory, dtype, precision, block_size
 ):

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from marks import SLOW
+from marks import SLOW, diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -32,7 +32,7 @@ SIZES = {
         case, [[20] * 330, [400] * 330], heads=[2, 2], values="zeros"
     ),
 }
-CASES = [*itertools.product(NAMES, ("short", "long")), ("target_attention-map", "many users")]
+CASES = [("target_attention-map", "many users"), *diagonal_first(NAMES, ("short", "long"))]
 
 
 def _with_head_dim(case: Case, lengths: list[list[int]], **options) -> Case:
@@ -64,7 +64,7 @@ def compiled(launch: Launch) -> bytes:
 
 @pytest.mark.parametrize("capability", [(9, 0), pytest.param((8, 0), marks=SLOW)], ids=str)
 @pytest.mark.parametrize("kernels", ["of schedules", pytest.param("all", marks=SLOW)])
-@pytest.mark.parametrize("name, size", CASES)
+@slow_after(1 + len(NAMES), "name, size", CASES)
 def test_each_combination_of_dtypes_compiles(name, size, kernels, capability):
     """Kernels of the plain form are compiled by the tests of each operator, so that only those are
     compiled here that other dtypes add.

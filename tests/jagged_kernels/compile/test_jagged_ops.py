@@ -4,7 +4,7 @@ support."""
 import re
 
 import pytest
-from marks import slow_after
+from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -98,8 +98,11 @@ JAGGED_MATMUL_CASES = [
 ]
 
 
-@slow_after(1, "capability, shared_memory, cases", JAGGED_MATMUL_CASES)
-@pytest.mark.parametrize("name", JAGGED_MATMULS)
+@slow_after(
+    len(JAGGED_MATMULS),
+    "name, capability, shared_memory, cases",
+    diagonal_first(JAGGED_MATMULS, JAGGED_MATMUL_CASES),
+)
 def test_jagged_matmul_kernels_compile(name, capability, shared_memory, cases):
     for dtype, size, precision in cases:
         compiled = compile_jagged_matmul(name, capability, dtype, size, size, precision)

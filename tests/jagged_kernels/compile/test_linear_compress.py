@@ -6,7 +6,7 @@ import io
 import math
 
 import pytest
-from marks import slow_after
+from marks import diagonal_first, slow_after
 
 triton = pytest.importorskip("triton")
 
@@ -84,16 +84,15 @@ def compile_linear_compress(name, capability, dtype, sizes, aligned_embeddings=T
     )
 
 
-@slow_after(
-    3,
-    "dtype, capability, shared_memory",
-    [  # fp16 has the configurations of bf16
-        ("bf16", 80, 163), ("fp16", 80, 163), ("fp32", 80, 163),
-        ("bf16", 86, 99), ("bf16", 90, 227), ("bf16", 100, 227), ("bf16", 120, 99),
-        ("fp16", 90, 227), ("fp32", 90, 227), ("fp32", 100, 227), ("fp32", 120, 99),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("name", ["fwd", "bwd_dw"])
+KERNELS = ["fwd", "bwd_dw"]
+PLAIN = [  # dtype, compute capability, KiB of shared memory; fp16 has the configurations of bf16
+    ("bf16", 90, 227), ("fp32", 80, 163), ("bf16", 100, 227), ("bf16", 86, 99), ("fp16", 80, 163),
+    ("bf16", 80, 163), ("bf16", 120, 99), ("fp16", 90, 227), ("fp32", 90, 227), ("fp32", 100, 227),
+    ("fp32", 120, 99),
+]  # fmt: skip
+
+
+@slow_after(5, "name, dtype, capability, shared_memory", diagonal_first(KERNELS, PLAIN))
 def test_linear_compress_kernels_compile(name, dtype, capability, shared_memory):
     for sizes in ((433, 866, 256), (200, 300, 64))[: 1 if dtype == "fp16" else 2]:
         compiled = compile_linear_compress(name, capability, dtype, sizes)
@@ -102,22 +101,16 @@ def test_linear_compress_kernels_compile(name, dtype, capability, shared_memory)
             assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
-@slow_after(
-    3,
-    "dtype, sizes",
-    [
-        *((dtype, (129, 8, 68)) for dtype in ("bf16", "fp16", "fp32")),
-        *(
-            ("bf16", sizes)
-            for sizes in ((433, 8, 100), (64, 1, 65), (65, 20, 300), (433, 866, 300))
-        ),
-        ("fp16", (65, 20, 300)),
-        ("fp32", (64, 1, 65)),
-        ("fp32", (433, 866, 300)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["fwd", "bwd_dw"])
+UNALIGNED = [  # dtype, sizes
+    *((dtype, (129, 8, 68)) for dtype in ("bf16", "fp16", "fp32")),
+    *(("bf16", sizes) for sizes in ((433, 8, 100), (64, 1, 65), (65, 20, 300), (433, 866, 300))),
+    ("fp16", (65, 20, 300)),
+    ("fp32", (64, 1, 65)),
+    ("fp32", (433, 866, 300)),
+]
+
+
+@slow_after(3, "name, dtype, sizes", diagonal_first(KERNELS, UNALIGNED), ids=str)
 def test_linear_compress_kernels_of_unaligned_embeddings_compile(name, dtype, sizes):
     compiled = compile_linear_compress(name, 90, dtype, sizes, aligned_embeddings=False)
     assert compiled.metadata.shared <= 227 * 1024

@@ -2,6 +2,7 @@
 shared memory."""
 
 import pytest
+from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -39,8 +40,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("capability, dtype, dim, activation, mask, group, cross", CASES, ids=str)
+@slow_after(
+    len(CASES),
+    "name, capability, dtype, dim, activation, mask, group, cross",
+    diagonal_first(KERNELS, CASES),
+    ids=str,
+)
 def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, cross):
     config, block = packed_config(name, dim), padded_dim(dim)
     options = dict(
@@ -84,8 +89,11 @@ def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, 
         assert "wgmma" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("capability, offsets", [(80, "*i64"), (90, "*i32"), (100, "*i64")])
+@slow_after(
+    3,
+    "capability, offsets, cross",
+    diagonal_first([(80, "*i64"), (90, "*i32"), (100, "*i64")], [False, True]),
+)
 def test_pack_kernel_compiles(capability, offsets, cross):
     types = dict(
         q_offsets_ptr=offsets, kv_offsets_ptr=offsets, tiles_ptr="*i32", num_tiles_ptr="*i32"

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
@@ -21,8 +22,9 @@ def compiles(capability, kernel, constants, types=None, **options):
     return compile_for(capability, kernel, constants, types.get, aligned=(), **options).asm["cubin"]
 
 
-@pytest.mark.parametrize("groups, other_groups", [(1, 1), (2, 1), (1, 3)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@slow_after(
+    3, "capability, groups, other_groups", diagonal_first(CAPABILITIES, [(1, 1), (2, 1), (1, 3)])
+)
 def test_tile_list_kernel_compiles(capability, groups, other_groups):
     queries = QUERIES._replace(groups=max(groups, other_groups))
     keys = KEYS._replace(other_groups=max(groups, other_groups))
@@ -32,9 +34,12 @@ def test_tile_list_kernel_compiles(capability, groups, other_groups):
     assert compiles(capability, tile_list_kernels.tile_list_kernel, lists)
 
 
-@pytest.mark.parametrize("mask", [name for name, mask in MASKS.items() if mask])
 @pytest.mark.parametrize("lists", ["queries", "keys", "both"])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@slow_after(
+    3,
+    "capability, mask",
+    diagonal_first(CAPABILITIES, [name for name, mask in MASKS.items() if mask]),
+)
 def test_tile_work_kernel_compiles(capability, lists, mask):
     constants = dict(
         MASK=MASKS[mask],

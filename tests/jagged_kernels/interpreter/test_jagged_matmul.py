@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from marks import slow_after
+from marks import diagonal_first, slow_after
 from torch import library
 
 from jagged_modules import functional as F
@@ -34,8 +34,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @slow_after(1, "dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lengths", ["mixed", "empty-ends"])
-@pytest.mark.parametrize("name", MATMULS)
+@slow_after(len(MATMULS), "name, lengths", diagonal_first(MATMULS, ["mixed", "empty-ends"]))
 def test_forward_and_gradients(jagged_matmuls, name, lengths, dtype):
     jagged_matmuls(name, lengths, dtype, "cpu").check()
 
