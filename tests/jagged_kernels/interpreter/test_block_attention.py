@@ -160,17 +160,15 @@ def test_operators_pass_opcheck(form, rotary, offsets):
 
     qkv, grad, segments = torch.randn(43, 3, 2, 16), torch.randn(43, 2, 16), offsets([3, 0, 40])
     rotary = rotary and jm.Rotary.from_frequencies(16, 40, rotary)
-    tables = (None, None) if rotary is None else (rotary.cos, rotary.sin)
-    options = None, False, rotary is not None, False, 32, 0.25, "triton", False
+    tables = [None] * 3 if rotary is None else [rotary.cos, rotary.sin, None]
+    options = tables, [False, rotary is not None, False], 32, 0.25, "triton", False
     packed = "_packed" if form == "packed" else ""
     op, backward_op = (
         getattr(kernels, f"triton_block_attention{packed}{suffix}") for suffix in ("", "_backward")
     )
     tensors = [qkv] if packed else qkv.unbind(1)
-    library.opcheck(
-        op, (*(x.clone().requires_grad_() for x in tensors), segments, *tables, *options)
-    )
-    library.opcheck(backward_op, (grad, *tensors, segments, *tables, *options))
+    library.opcheck(op, (*(x.clone().requires_grad_() for x in tensors), segments, *options))
+    library.opcheck(backward_op, (grad, *tensors, segments, *options))
 
 
 # -- q, k and v in one tensor ----------------------------------------------------------------------
