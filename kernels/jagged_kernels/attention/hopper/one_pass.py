@@ -116,8 +116,8 @@ class Exchange(NamedTuple):
 
 class _Keys(NamedTuple):
     """A consumer's keys of a tile: wave of the tile, column of the first key, and number of keys
-    from there on in the segment. k, v: their rows in registers, as first operands of MMAs; None at
-    head dim 128."""
+    from there on in the segment. k, v: their rows, at head dim 64 in registers, as first
+    operands of MMAs."""
 
     wave: gl.tensor
     column: gl.tensor
@@ -356,12 +356,10 @@ def _load_consumer_keys(kernel, tile, wave, consumer: gl.constexpr, OPTIONS: gl.
     k, v = ring_rows(rings.k[consumer], slot), ring_rows(rings.v[consumer], slot)
     if num_keys < WARPGROUP_ROWS:
         zero_rows(k, num_keys, 0, 1)
-    if WIDE:
-        return _Keys(wave, first, num_keys, None, None)
-    else:
+    if not WIDE:
         ROWS: gl.constexpr = gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, OPTIONS.block), 2)
         k, v = k.load(ROWS), v.load(ROWS)
-        return _Keys(wave, first, num_keys, k, v)
+    return _Keys(wave, first, num_keys, k, v)
 
 
 @gluon.jit
