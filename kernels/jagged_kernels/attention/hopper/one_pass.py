@@ -116,8 +116,8 @@ class Exchange(NamedTuple):
 
 class _Keys(NamedTuple):
     """A consumer's keys of a tile: wave of the tile, column of the first key, and number of keys
-    from there on in the segment. k, v: their rows in registers, as first operands of MMAs; at head
-    dim 128 in shared memory, where nothing reads them."""
+    from there on in the segment. k, v: their rows, at head dim 64 in registers, as first
+    operands of MMAs."""
 
     wave: gl.tensor
     column: gl.tensor
