@@ -319,12 +319,11 @@ class Jagged(Queries):
     ) -> TileSchedule | None:
         """The schedule of an attention with these segments as keys, on the values' device.
 
-        Built once and kept: on the host if the host knows the lengths of queries and keys, else on
-        the device without a sync. Under `torch.no_grad()` always on the device, and for the forward
-        alone: a host needs milliseconds for it, which is the latency of a request. None if the
-        caller needs none: on the CPU, which uses no schedule, and under torch.compile or in a CUDA
-        graph, where the operators build it inside the graph. None also if only the device knows the
-        number of query rows; the operator then builds the schedule.
+        Built once and kept: that of `prepare` if it fits, else one that the device makes without a
+        sync; under `torch.no_grad()` for the forward alone. None if the caller needs none: on the
+        CPU, which uses no schedule, and under torch.compile or in a CUDA graph, where the operators
+        build it inside the graph. None also if only the device knows the number of query rows; the
+        operator then builds the schedule.
 
         Args:
             num_heads, head_dim, dtype, num_kv_heads, queries, rows_per_candidate, mask: as in

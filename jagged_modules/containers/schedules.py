@@ -77,8 +77,7 @@ def kept_schedule(
         if schedule is None:
             kept.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
             query_segments = _query_segments(keys, queries, rows_per_candidate)
-            has_backward = by_prepare or torch.is_grad_enabled()
-            schedule = _new_schedule(keys, query_segments, sizes, mask, has_backward)
+            schedule = _new_schedule(keys, query_segments, sizes, mask, by_prepare)
             if schedule is None:
                 return None
         schedule = schedule.to(device, non_blocking=True)
@@ -112,12 +111,14 @@ def equal_segments(rows: int, num_segments: int, like: Any) -> RowSegments:
 
 
 def _new_schedule(
-    keys: Jagged, queries: RowSegments, sizes: Sizes, mask: AttentionMask | None, has_backward: bool
+    keys: Jagged, queries: RowSegments, sizes: Sizes, mask: AttentionMask | None, on_host: bool
 ) -> TileSchedule | None:
+    """on_host: of lengths that the host knows. Otherwise the device lists the tiles, which takes one
+    launch or two instead of milliseconds of the host."""
     device = keys.device
     if mask is not None:
         check_num_targets("mask.num_targets", mask.num_targets, keys.offsets, device, "the values'")
-    if queries.host_lengths is not None and keys.host_lengths is not None and has_backward:
+    if on_host and queries.host_lengths is not None and keys.host_lengths is not None:
         return host_schedule(
             queries.host_lengths,
             keys.host_lengths,
@@ -150,7 +151,7 @@ def _new_schedule(
         normal_form(keys.offsets, device),
         mask=None if mask is None else list(mask.params),
         num_targets=None if targets is None else normal_form(targets, device),
-        backward=has_backward,
+        backward=on_host or torch.is_grad_enabled(),
     )
 
 

@@ -90,7 +90,7 @@ def visible_columns(row, first_target, MASK: tl.constexpr):
         high = tl.minimum(high, row + MASK.right + 1)
     if MASK.recent_history > 0:
         low = tl.maximum(low, first_target - MASK.recent_history)
-    prefix = 0
+    prefix = first_target * 0  # a tensor, as a function that is called takes no int in a tuple
     if MASK.global_prefix > 0:
         prefix = tl.minimum(first_target, MASK.global_prefix)
     return low, high, own_low, prefix
