@@ -241,10 +241,11 @@ def _load_keys(keys, block, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit
 def _scores(q, k, block, bias, OPTIONS: tl.constexpr):
     """q kᵀ of a key block, plus the bias divided by the scale."""
+    BIAS: tl.constexpr = OPTIONS.bias
     if OPTIONS.bias is None:
         return tl.dot(q, tl.trans(k), input_precision=OPTIONS.precision)
     else:
-        times = key_times(bias.of_tile, block.column + tl.arange(0, OPTIONS.block), OPTIONS.bias)
+        times = key_times(bias.of_tile, block.column + tl.arange(0, OPTIONS.block), BIAS)
         start = bias_block(
             bias.of_tile,
             bias.row,
@@ -254,7 +255,7 @@ def _scores(q, k, block, bias, OPTIONS: tl.constexpr):
             q.shape[0],
             OPTIONS.block,
             False,
-            OPTIONS.bias,
+            BIAS,
         )
         return tl.dot(q, tl.trans(k), start, input_precision=OPTIONS.precision)
 
@@ -273,12 +274,13 @@ def _fwd_block(
     MASKED: tl.constexpr,
 ):
     """One key block: scores, online softmax or activation, acc += P v. Returns the new state."""
+    MASK: tl.constexpr = OPTIONS.mask
     BLOCK_N: tl.constexpr = OPTIONS.block
     k, v = _load_keys(keys, block, OPTIONS, MASKED)
     scores = _scores(q, k, block, bias, OPTIONS)
     columns = tl.arange(0, BLOCK_N)[None, :]
     if MASKED and OPTIONS.mask is not None:
-        seen = is_visible(block.column + columns, visible.rows, visible.bounds, OPTIONS.mask)
+        seen = is_visible(block.column + columns, visible.rows, visible.bounds, MASK)
     else:
         seen = columns < block.num_keys
     acc, row_max, row_sum = state
@@ -325,6 +327,7 @@ def attention_fwd_kernel(
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Operands, of
     whose `[rows, heads, dim]` tensors `strides` has the strides of rows and heads in turn.
     page_table_ptr: as in load_page."""
+    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
     GROUP: tl.constexpr = OPTIONS.group
@@ -355,7 +358,7 @@ def attention_fwd_kernel(
         blocks, visible = _visited(call, tile, num_rows, OPTIONS)
         row_bias = None
         if OPTIONS.bias is not None:
-            row_bias = bias_of_rows(bias, tile, BLOCK_M, OPTIONS.bias)
+            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
 
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
@@ -424,6 +427,8 @@ def _dq_block(
 ):
     """One key block: dS from the scores computed again, acc += dS k. With `sums`, dS is also added
     to the sums of the bias tables. Returns acc and buckets."""
+    MASK: tl.constexpr = OPTIONS.mask
+    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_N: tl.constexpr = OPTIONS.block
     k, v = _load_keys(keys, block, OPTIONS, MASKED)
     scores = _scores(queries.q, k, block, bias, OPTIONS)
@@ -437,15 +442,13 @@ def _dq_block(
         columns = tl.arange(0, BLOCK_N)[None, :]
         if OPTIONS.mask is not None:
             ds = tl.where(
-                is_visible(block.column + columns, visible.rows, visible.bounds, OPTIONS.mask),
-                ds,
-                0.0,
+                is_visible(block.column + columns, visible.rows, visible.bounds, MASK), ds, 0.0
             )
         # exp2 may have overflown where there is no key; elsewhere k is 0
         elif ACTIVATION is None:
             ds = tl.where(columns < block.num_keys, ds, 0.0)
     if OPTIONS.buckets > 0:
-        buckets = add_to_tables(ds, block, bias, sums, buckets, OPTIONS.bias)
+        buckets = add_to_tables(ds, block, bias, sums, buckets, BIAS)
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=OPTIONS.precision), buckets
 
 
@@ -471,6 +474,7 @@ def attention_bwd_dq_kernel(
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv
     kernel reads. With `sums`, a TableSums, also sums dS for the gradients of the bias tables, each
     program in its own memory. x: BackwardDq, with `strides` as the forward's."""
+    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
     GROUP: tl.constexpr = OPTIONS.group
@@ -514,11 +518,11 @@ def attention_bwd_dq_kernel(
         queries = _QueryTile(q, do, lse, delta)
         row_bias, tile_sums = None, None
         if OPTIONS.bias is not None:
-            row_bias = bias_of_rows(bias, tile, BLOCK_M, OPTIONS.bias)
+            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
         if BUCKETS > 0:
             factor = call.dact_factor * _output_factor(call, tile)
             tile_sums = sums_of_tile(
-                sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, OPTIONS.bias
+                sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS
             )
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         buckets = tl.zeros([BUCKETS if BUCKETS > 0 else 1], tl.float32)
@@ -538,7 +542,7 @@ def attention_bwd_dq_kernel(
                 ACTIVATION, OPTIONS, True,
             )  # fmt: skip
         if BUCKETS > 0:
-            store_buckets(tile_sums, buckets, OPTIONS.bias)
+            store_buckets(tile_sums, buckets, BIAS)
         acc = acc * (call.scale * call.dact_factor * _output_factor(call, tile))
         store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
@@ -546,10 +550,11 @@ def attention_bwd_dq_kernel(
 @triton.jit
 def _transposed_scores(keys, q, block, bias, OPTIONS: tl.constexpr):
     """k qᵀ of a block of query rows, plus the bias divided by the scale."""
+    BIAS: tl.constexpr = OPTIONS.bias
     if OPTIONS.bias is None:
         return tl.dot(keys.k, tl.trans(q), input_precision=OPTIONS.precision)
     else:
-        times = query_times(bias.of_tile, block.first + tl.arange(0, OPTIONS.block), OPTIONS.bias)
+        times = query_times(bias.of_tile, block.first + tl.arange(0, OPTIONS.block), BIAS)
         start = bias_block(
             bias.of_tile,
             block.first,
@@ -559,7 +564,7 @@ def _transposed_scores(keys, q, block, bias, OPTIONS: tl.constexpr):
             keys.k.shape[0],
             OPTIONS.block,
             True,
-            OPTIONS.bias,
+            BIAS,
         )
         return tl.dot(keys.k, tl.trans(q), start, input_precision=OPTIONS.precision)
 
@@ -579,6 +584,7 @@ def _dkdv_block(
 ):
     """One query block: dv += Pᵀ dO, dk += dSᵀ q. Scores are transposed, so that Pᵀ and dSᵀ are
     first operands of MMAs."""
+    MASK: tl.constexpr = OPTIONS.mask
     BLOCK_M: tl.constexpr = OPTIONS.block
     head, num_rows = block.head, block.num_rows
     q = load_rows(
@@ -587,8 +593,8 @@ def _dkdv_block(
     rows = tl.arange(0, BLOCK_M)
     if MASKED and OPTIONS.mask is not None:
         columns_of_rows = (block.column + rows)[None, :]
-        bounds = visible_columns(columns_of_rows, keys.first_target, OPTIONS.mask)
-        visible = is_visible(keys.columns, columns_of_rows, bounds, OPTIONS.mask)
+        bounds = visible_columns(columns_of_rows, keys.first_target, MASK)
+        visible = is_visible(keys.columns, columns_of_rows, bounds, MASK)
     do = load_rows(
         queries.do, block.row, head, num_rows, OPTIONS.v_dim, BLOCK_M, OPTIONS.block_dv, MASKED
     )
@@ -635,6 +641,7 @@ def attention_bwd_dkdv_kernel(
 ):
     """dk, dv of a tile of key rows. It loops over the query groups, the query heads of the key
     head, and their blocks of rows. x: BackwardDkdv, with `strides` as the forward's."""
+    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.block
     BLOCK_N: tl.constexpr = OPTIONS.tile
     HEAD_DIM: tl.constexpr = OPTIONS.head_dim
@@ -692,7 +699,7 @@ def attention_bwd_dkdv_kernel(
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head)
                 key_bias = None
                 if OPTIONS.bias is not None:
-                    key_bias = bias_of_keys(bias, tile, head, BLOCK_N, OPTIONS.bias)
+                    key_bias = bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
                 for m in range(
                     blocks.full_first * BLOCK_M,
                     (blocks.full_first + blocks.full_count) * BLOCK_M,
