@@ -305,8 +305,8 @@ class CandidateIndex(Queries):
         return RowSegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
 
     def parsed(self, num_candidates: int, rows_per_candidate: int = 1) -> RowSegments:
-        """The segments of the query rows as operators take them, of an index that is on the rows'
-        device and checked for so many candidates."""
+        """The segments of the query rows, rows_per_candidate for each of num_candidates, as
+        operators take them. The index is on the rows' device, and `check` has passed."""
         offsets = self.query_offsets(rows_per_candidate)
         has_tail = may_have_tail("candidates", self.offsets, num_candidates, offsets.device)
         return RowSegments(

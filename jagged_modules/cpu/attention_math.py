@@ -44,11 +44,41 @@ def softmax_forward(
     q, k and v must have the same head dim and a last stride of 1. finite: whether
     `dot_products_are_finite` is known to hold.
     """
+    options = mask, num_targets, scale
     if finite or dot_products_are_finite(scale, q, k, v):
-        return _fused_forward(q, k, v, mask, num_targets, scale)
-    out, lse = unfused_forward(q, k, v, mask, num_targets, scale, "softmax")
-    assert lse is not None  # "softmax" returns it
-    return out, lse
+        return _fused_forward(q, k, v, *options)
+    if mask is None:
+        out, lse = _fused_forward(q, k, v, *options)
+        undefined = _undefined_rows(q, k, lse, scale)
+        return out.masked_fill_(undefined[..., None], math.nan), lse.masked_fill_(
+            undefined, math.nan
+        )
+    bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
+    affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
+    fused_out, fused_lse = _fused_forward(
+        _clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *options
+    )
+    exact_out, exact_lse = unfused_forward(q, k, v, *options, "softmax")
+    assert exact_lse is not None  # "softmax" returns it
+    # The bits of other rows do not change.
+    return torch.where(affected[..., None], exact_out, fused_out), torch.where(
+        affected, exact_lse, fused_lse
+    )
+
+
+def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """Rows whose softmax is NaN, `[segments, heads, rows]`: a score is NaN or infinity, or no score
+    is above -infinity.
+
+    torch's fused attention returns out = 0 and lse = 0 for a row without a score above -infinity,
+    as if it saw no key.
+    """
+    undefined = ~lse.isfinite()
+    unseen = (lse == 0).flatten(1).any(1)
+    if bool(unseen.any()):
+        scores = _fold(q[unseen] * scale, k[unseen]) @ k[unseen].flatten(0, 1).mT[:, None]
+        undefined[unseen] |= _unfold(~(scores > -math.inf).any(-1), k[unseen])
+    return undefined
 
 
 def softmax_backward(
@@ -68,7 +98,20 @@ def softmax_backward(
     options = mask, num_targets, scale
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, *options)
-    return unfused_backward(do, q, k, v, *options, "softmax")
+    bad_q, bad_kv = (
+        _unsafe_rows(q, k, scale) | _unsafe_rows(do, v),
+        _unsafe_rows(k, q, scale) | _unsafe_rows(v, do),
+    )
+    affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
+    (do_, q_, out_), (k_, v_) = (
+        (_clear(x, affected) for x in (do, q, out)),
+        (_clear(x, bad_kv) for x in (k, v)),
+    )
+    fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *options)
+    unfused = unfused_backward(do, q, k, v, *options, "softmax")
+    choices = (affected, affected_keys, affected_keys)
+    dq, dk, dv = (torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
+    return dq, dk, dv
 
 
 def _fused_forward(
@@ -233,12 +276,49 @@ def dot_products_are_finite(scale: float, *operands: Tensor) -> bool:
     return bound * (1 + abs(scale)) < torch.finfo(operands[0].dtype).max
 
 
+def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Boolean `[..., rows]`: the row of x `[..., rows, D]`, or one of its dot products with finite
+    rows of `other`, may not be finite."""
+    norms = torch.linalg.vector_norm(x, dim=-1)
+    if other is not None:
+        norms = norms * (
+            (1 + abs(scale))
+            * (1 + torch.linalg.vector_norm(other, dim=-1).nan_to_num(0.0, posinf=0.0).amax())
+        )
+    return ~norms.isfinite()
+
+
+def _affected(
+    q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int
+) -> tuple[Tensor, Tensor]:
+    """Booleans `[segments, heads, rows]`: queries that are bad or see a bad key, and keys that such
+    a query sees."""
+    group = q.shape[1] // k.shape[1]
+    rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
+    keys_affected = torch.zeros_like(keys, dtype=torch.bool)
+    for rows, columns, hidden in _blocks(q, k, mask, num_targets):
+        visible = (~hidden).to(q.dtype)
+        rows_affected[:, :, rows] |= keys[:, :, columns] @ visible.mT > 0
+        keys_affected[:, :, columns] |= rows_affected[:, :, rows].to(q.dtype) @ visible > 0
+    return rows_affected, keys_affected.unflatten(1, (-1, group)).any(2)
+
+
+def _clear(x: Tensor, rows: Tensor) -> Tensor:
+    return x.masked_fill(rows[..., None], 0.0)
+
+
 def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
     """p `[some, M, N]` @ x `[some, N, D]` without the hidden pairs `[M, N]`: p is 0 there, but 0 ·
-    NaN and 0 · inf are NaN. Where an element that is not finite is visible, the result is NaN."""
+    NaN and 0 · inf are NaN.
+
+    The finite elements of x are multiplied. Then visible elements that are not finite set the
+    result to +inf, -inf or NaN.
+    """
     not_finite = ~x.isfinite()
-    is_seen = (~hidden).to(x.dtype) @ not_finite.to(x.dtype) > 0
-    return (p @ x.masked_fill(not_finite, 0.0)).masked_fill_(is_seen, math.nan)
+    terms = (~hidden).to(x.dtype) @ not_finite.to(x.dtype)
+    signs = p.sign() @ x.sign().masked_fill(~x.isinf(), 0.0)
+    others = torch.where(signs.abs() == terms, signs * math.inf, math.nan)
+    return p @ x.masked_fill(not_finite, 0.0) + torch.where(terms == 0, 0.0, others)
 
 
 def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:

@@ -45,7 +45,7 @@ def call(q, k, v):
     offsets = torch.tensor([0, 60])
     tiles = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
     params = AttentionParams(1.0, mask=MaskParams(1, -1, -1, 0, 1, 0, 0, 0))
-    schedule = TileSchedule(*tiles, 128, 64, num_heads=2, num_workers=132)
+    schedule = TileSchedule(*tiles, 128, 64, num_heads=2)
     return AttentionCall(q, k, v, Segments(offsets, offsets), params, schedule)
 
 
