@@ -130,6 +130,7 @@ def parse_call(
         scale=q.shape[2] ** -0.5 if scale is None else float(scale),
         activation=activation,
         mask=None if mask is None else MaskParams(*mask.params),
+        output_scale=1.0,  # torch.compile makes a symbol of a float default
         batch_invariant=is_batch_invariant(implementation),
         implementation=implementation,
         workspace=backward_workspace.current(),

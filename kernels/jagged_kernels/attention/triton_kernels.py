@@ -521,9 +521,7 @@ def attention_bwd_dq_kernel(
             row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
         if BUCKETS > 0:
             factor = call.dact_factor * _output_factor(call, tile)
-            tile_sums = sums_of_tile(
-                sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS
-            )
+            tile_sums = sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         buckets = tl.zeros([BUCKETS if BUCKETS > 0 else 1], tl.float32)
         for n in range(
