@@ -6,7 +6,7 @@ import dataclasses
 from typing import final
 
 import torch
-from jagged_kernels.attention.params import MaskParams
+from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
 from torch.types import Device
 

@@ -194,15 +194,13 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
 
 def transforms_are_active() -> bool:
     """Whether a torch.func transform (vmap, grad, jvp) runs."""
-    # pyright: ignore[reportPrivateUsage] - torch has no public function for it
-    return torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage] - torch has no public function for it
 
 
 def refuse_transforms(what: str) -> None:
     """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be
     silently zero."""
-    # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    if transforms_are_active() or forward_ad._current_level >= 0:
+    if transforms_are_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         raise RuntimeError(
             f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use"
             " torch.autograd.grad, and a loop in place of vmap; a function called directly also"

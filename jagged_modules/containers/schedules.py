@@ -113,8 +113,8 @@ def equal_segments(rows: int, num_segments: int, like: Any) -> RowSegments:
 def _new_schedule(
     keys: Jagged, queries: RowSegments, sizes: Sizes, mask: AttentionMask | None, on_host: bool
 ) -> TileSchedule | None:
-    """on_host: of lengths that the host knows. Otherwise the device lists the tiles, which takes one
-    launch or two instead of milliseconds of the host."""
+    """on_host: from lengths that the host knows. Otherwise the device lists the tiles, by a launch
+    or two instead of milliseconds of the host."""
     device = keys.device
     if mask is not None:
         check_num_targets("mask.num_targets", mask.num_targets, keys.offsets, device, "the values'")

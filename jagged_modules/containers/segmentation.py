@@ -222,8 +222,7 @@ def _is_unchanged(kept: _Kept, offsets: Tensor) -> bool:
 def _is_tracked(offsets: Tensor) -> bool:
     """Whether writes to the tensor can be detected: inference tensors on a device have no version
     counter. A pytree may have put another object in the tensor's place."""
-    # pyright: ignore[reportUnnecessaryIsInstance]
-    if torch.compiler.is_compiling() or not isinstance(offsets, Tensor):
+    if torch.compiler.is_compiling() or not isinstance(offsets, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         return False
     return _on_host(offsets) or not offsets.is_inference()
 

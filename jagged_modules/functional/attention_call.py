@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.attention.params import AttentionCall, AttentionParams, MaskParams, Segments
+from jagged_kernels.attention.params import AttentionCall, AttentionParams, Segments
+from jagged_kernels.schedule.cost import MaskParams
 from jagged_kernels.schedule.host import TileSchedule, num_query_groups
 from torch import Tensor
 from torch.nn.functional import pad
@@ -60,13 +61,8 @@ DEFAULT_OPTIONS = AttentionOptions()
 class Side(NamedTuple):
     """The segments of the queries or of the keys, as a caller of a public function gives them."""
 
-    offsets: Tensor | str
+    offsets: Any  # a tensor, or "shared"
     max_seqlen: int | None = None
-
-    def parsed(self, name: str, rows: int, device: torch.device, longest: str) -> RowSegments:
-        """The segments of an operand with so many rows. longest: the name of max_seqlen."""
-        check_offsets(name, self.offsets, rows, self.max_seqlen, longest)
-        return parse_segments(name, self.offsets, rows, device)
 
 
 class ParsedAttention(NamedTuple):
@@ -98,7 +94,7 @@ def parse_call(
     take."""
     activation, scale, output_scale, mask, bias, schedule, implementation, pages = options
     if pages is not None:
-        k, v, pages = paged_keys(q, k, v, queries, keys, options)
+        k, v, pages = paged_keys(pages, (q, k, v), queries, keys, options)
     q, k, v = autocast_operands(q, k, v)
     check_operands(q, k, v)
     for name, side in (("q_offsets", queries), ("kv_offsets", keys)):
@@ -150,6 +146,16 @@ def parse_call(
     return ParsedAttention(call, mask, bias, row_scale, q.dtype)
 
 
+def _parsed(
+    side: Side | RowSegments, name: str, rows: int, device: torch.device, longest: str
+) -> RowSegments:
+    """The segments of an operand with so many rows. longest: the name of max_seqlen in errors."""
+    if isinstance(side, RowSegments):
+        return side
+    check_offsets(name, side.offsets, rows, side.max_seqlen, longest)
+    return parse_segments(name, side.offsets, rows, device)
+
+
 def _segments(
     q: Tensor,
     kv_rows: int,
@@ -166,11 +172,9 @@ def _segments(
             'q_offsets and kv_offsets cannot both be "shared": the number of segments would be'
             " unknown"
         )
-    own = None
+    own = others = None
     if not isinstance(queries.offsets, str):
-        own = queries
-        if isinstance(queries, Side):
-            own = queries.parsed("q_offsets", q.shape[0], q.device, "max_seqlen_q")
+        own = _parsed(queries, "q_offsets", q.shape[0], q.device, "max_seqlen_q")
         if same_offsets and kv_rows != q.shape[0]:
             raise ValueError(
                 f"k must have q's rows, {q.shape[0]}, because they have the same offsets, got"
@@ -178,15 +182,14 @@ def _segments(
             )
         if isinstance(keys.offsets, str):
             return Segments(own.offsets, own.offsets, kv_shared=True, has_tail=own.has_tail)
-    if own is not None and same_offsets and keys[1:] == (None,):
-        others = own
-    else:
-        others = keys
-        if isinstance(keys, Side):
-            others = keys.parsed("kv_offsets", kv_rows, q.device, "max_seqlen_kv")
+        if same_offsets and isinstance(keys, Side) and keys.max_seqlen is None:
+            others = own
+    if others is None:
+        others = _parsed(keys, "kv_offsets", kv_rows, q.device, "max_seqlen_kv")
     if own is None:
-        steps = torch.arange(others.offsets.shape[0], dtype=others.offsets.dtype, device=q.device)
-        segments = Segments(steps * q.shape[0], others.offsets, q_shared=True)
+        kv_offsets = others.offsets
+        steps = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=q.device)
+        segments = Segments(steps * q.shape[0], kv_offsets, q_shared=True)
     else:
         kv_offsets = own.offsets if same_offsets else others.offsets
         segments = Segments(own.offsets, kv_offsets, has_tail=own.has_tail)

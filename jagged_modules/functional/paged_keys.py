@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,13 @@ from torch import Tensor
 from ..autocast import autocast_dtype
 from ..containers.pages import gather_pages
 from ..scalars import check_kind, check_size
-from ..validation import check_device, check_offsets, check_offsets_shape, values_are_checkable
+from ..validation import (
+    check_device,
+    check_offsets,
+    check_offsets_shape,
+    normal_form,
+    values_are_checkable,
+)
 
 if TYPE_CHECKING:
     from ..containers.segmentation import RowSegments
@@ -19,16 +26,15 @@ if TYPE_CHECKING:
 
 
 def paged_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    pages: Pages,
+    operands: tuple[Tensor, Tensor, Tensor],
     queries: Side | RowSegments,
     keys: Side | RowSegments,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Pages | None]:
     """Check pages against the other arguments of attention. Returns k, v and pages; where no kernel
     reads pages, the gathered rows and None."""
-    pages, bias, implementation = options.pages, options.bias, options.implementation
+    (q, k, v), bias, implementation = operands, options.bias, options.implementation
     q_offsets, kv_offsets = queries.offsets, keys.offsets
     check_kind("pages", pages, Pages, "a Pages")
     check_size("pages.num_rows", pages.num_rows, at_least=0)
@@ -86,4 +92,4 @@ def paged_keys(
     if implementation == "reference" or on_cpu or autocast_dtype(k) != k.dtype:
         k, v = gather_pages(pages, kv_offsets, k, v)
         return k, v, None
-    return k, v, pages
+    return k, v, dataclasses.replace(pages, table=normal_form(table, k.device))

@@ -19,8 +19,7 @@ def expand_to_rows(x: Tensor, offsets: Tensor, num_rows: int, has_tail: bool = F
     if has_tail:  # they are the rows of one more segment
         x, offsets = pad(x, (0, 1)), torch.cat([offsets, offsets.narrow(0, 0, 1) + num_rows])
     if x.is_cuda and x.requires_grad and x.dtype == torch.float32:
-        # type: ignore[no-untyped-call]  # unannotated in torch
-        return _ExpandToRows.apply(x, offsets, num_rows)
+        return _ExpandToRows.apply(x, offsets, num_rows)  # type: ignore[no-untyped-call]  # unannotated in torch
     return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)
 
 

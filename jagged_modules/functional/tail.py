@@ -32,8 +32,7 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
     if not _runs_kernels(x):
         behind = torch.arange(x.shape[0], device=x.device) >= offsets.select(0, -1)
         return x.masked_fill(behind.view(-1, *[1] * (x.dim() - 1)), 0)
-    # type: ignore[no-untyped-call]  # unannotated in torch
-    return _WithoutTail.apply(x, offsets, clears_gradient)
+    return _WithoutTail.apply(x, offsets, clears_gradient)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
 def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:

@@ -21,32 +21,32 @@ class Targets(NamedTuple):
     rows: `[N, E_t]` of a container, `[B, T, E_t]`, or `[num_candidates, n_q, E_t]`, as given.
     segments: of the query rows, grouped by user.
     end: where the rows may have to be cleared, see `layers/tail.py`.
-    index: of the candidates, on the rows' device, or None.
+    candidates: their index, on the rows' device, or None.
     container: whose values the rows are, or None.
     """
 
     rows: Tensor
     segments: RowSegments
     end: Tensor | None = None
-    index: CandidateIndex | None = None
+    candidates: CandidateIndex | None = None
     container: Jagged | None = None
 
     @property
     def queries(self) -> Queries | int:
         """What `Jagged.schedule` calls queries."""
-        if self.index is not None:
-            return self.index
+        if self.candidates is not None:
+            return self.candidates
         return self.rows.shape[1] if self.container is None else self.container
 
     @property
     def rows_per_candidate(self) -> int:
         """n_q; 1 without candidates."""
-        return 1 if self.index is None else self.rows.shape[1]
+        return 1 if self.candidates is None else self.rows.shape[1]
 
     def grouped(self, x: Tensor) -> Tensor:
         """x, with heads `[..., H, D]`, as queries `[rows, H, D]` grouped by user."""
-        if self.index is not None:
-            x = self.index.grouped(x)
+        if self.candidates is not None:
+            x = self.candidates.grouped(x)
         return x if self.container is not None else x.flatten(0, 1)
 
     def ungrouped(self, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Targets(NamedTuple):
         if self.container is not None:
             return x
         x = torch.unflatten(x, 0, self.rows.shape[:2])
-        return x if self.index is None else self.index.ungrouped(x)
+        return x if self.candidates is None else self.candidates.ungrouped(x)
 
     def unwrap(self, x: Tensor) -> Any:
         """Results, in the form of the targets."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jagged_kernels.attention.params import MaskParams
+from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
 
 from ..containers.candidates import CandidateIndex

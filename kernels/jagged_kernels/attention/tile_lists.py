@@ -136,8 +136,7 @@ def tile_lists(
             counted[i] = listed
         else:
             ranked[i] = listed._replace(**{("groups", "other_groups")[i]: groups})
-    new = q_offsets.new_zeros if any(counted) else q_offsets.new_empty
-    buffer = new((layout.size,), dtype=torch.int32)
+    buffer = q_offsets.new_zeros((layout.size,), dtype=torch.int32)  # gaps too are defined
     heads = queries[1], keys[1]
     if any(ranked):
         _launch_tile_list(offsets, buffer, heads, layout.slots, ranked)
