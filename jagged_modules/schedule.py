@@ -1,5 +1,5 @@
-"""Attention tile schedules. They are built on the host if it knows the lengths, otherwise on the
-device, without a sync."""
+"""Attention tile schedules. The device makes them without a sync; `Jagged.prepare` makes them on
+the host."""
 
 from __future__ import annotations
 

@@ -301,9 +301,7 @@ def test_jagged_layers_share_one_schedule(builds, values, offsets, offsets_of):
         jm.Jagged(torch.randn(6, 8), offsets_of([1, 2, 0, 3])).to("meta"),
     )
     step(targets, history)
-    assert builds == ["host_schedule"], (
-        "from the lengths that the host knew before the Jagged moved"
-    )
+    assert builds == ["device_schedule"]
     step(targets, history.with_values(history.values))
     step(targets.with_values(targets.values), history)
     assert len(builds) == 1
@@ -369,7 +367,7 @@ def test_candidates_share_one_schedule(builds, values, offsets):
     targets = torch.empty(4, 1, 8, device="meta")
     step(targets, history, index)
     step(targets, history, index.to("meta"))
-    assert builds == ["host_schedule"]
+    assert builds == ["device_schedule"]
     step(targets, history, jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4))
     assert len(builds) == 2
 
@@ -468,7 +466,7 @@ def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):
         history.schedule(
             num_heads=2, head_dim=4, dtype=torch.float32, mask=jm.AttentionMask(causal=True)
         )
-    assert builds == ["host_schedule"] * 3
+    assert builds == ["device_schedule"] * 3
 
 
 class Batches(torch.utils.data.Dataset):
