@@ -242,17 +242,15 @@ class Jagged(Queries):
     def parsed(self, name: str) -> RowSegments:
         """The segments as layers and operators take them, on the values' device; parsed once.
         Errors call the container `name`."""
-        segmentation, device = self.segmentation, self.device
+        name, device = f"{possessive(name)} offsets", self.device
         if is_recording(device):
-            return parse_segments(
-                f"{possessive(name)} offsets", self.offsets, self.num_rows, device
-            )
-        if self._parsed is None or self._parsed[0] is not segmentation:
+            return parse_segments(name, self.offsets, self.num_rows, device)
+        key = self.segmentation, self.num_rows, device
+        if self._parsed is None or self._parsed[0] != key:
+            check_offsets(name, self.offsets, self.num_rows)  # values or offsets may be new ones
             with outside_inference_mode():
-                segments = parse_segments(
-                    f"{possessive(name)} offsets", self.offsets, self.num_rows, device
-                )
-            self._parsed = segmentation, segments
+                segments = parse_segments(name, self.offsets, self.num_rows, device)
+            self._parsed = key, segments
         return self._parsed[1]
 
     def __repr__(self) -> str:

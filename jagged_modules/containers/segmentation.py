@@ -114,7 +114,7 @@ class Queries:
 
     offsets: Tensor
     _known: Segmentation  # of the offsets when they were last read
-    _parsed: tuple[Segmentation, RowSegments] | None = None  # kept by `Jagged.parsed`
+    _parsed: tuple[object, RowSegments] | None = None  # kept by `Jagged.parsed`
 
     @property
     def segmentation(self) -> Segmentation:

@@ -609,3 +609,17 @@ BAD_FORWARDS = [
 def test_bad_forward(arguments, error, message):
     with pytest.raises(error, match=message):
         jm.JaggedTargetAttention(8, 2)(*arguments)
+
+
+def test_a_history_whose_values_or_offsets_are_replaced_is_parsed_again(offsets_of):
+    layer, targets = jm.JaggedTargetAttention(8, 2), torch.randn(2, 1, 8)
+    history = jm.Jagged(torch.randn(5, 8), offsets_of([2, 3]))
+    layer(targets, history)
+    history.values = torch.randn(6, 8)
+    with pytest.raises(
+        ValueError, match="history's offsets must end at the number of rows, 6, got 5"
+    ):
+        layer(targets, history)
+    history.offsets[-1] = 6
+    expected = layer(targets, jm.Jagged(history.values, offsets_of([2, 4])))
+    torch.testing.assert_close(layer(targets, history), expected)
