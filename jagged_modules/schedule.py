@@ -141,7 +141,7 @@ def device_schedule(
     schedule = TileSchedule(*of_queries, tile.query, tile.key, num_heads, ascending=params is None)
     if not backward:
         return schedule
-    ascending = params is None or problem.causal and _causal_keys_ascend(problem, head_dim)
+    ascending = params is None or (problem.causal and _causal_keys_ascend(problem, head_dim))
     keys = TileSchedule(*of_keys[0], tile.key, tile.query, num_kv_heads, ascending=ascending)
     return dataclasses.replace(schedule, backward=keys)
 

@@ -31,7 +31,7 @@ def values_are_checkable(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     device = x.device.type
-    if device == "meta" or device != "cpu" and not debug_checks.current():
+    if device == "meta" or (device != "cpu" and not debug_checks.current()):
         return False
     return not isinstance(x, FakeTensor)
 

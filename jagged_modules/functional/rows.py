@@ -307,7 +307,7 @@ def jagged_split(
 
 
 def _fbgemm_is_right(values: Tensor, padding_value: float) -> bool:
-    if torch.is_grad_enabled() and values.requires_grad or transforms_are_active():
+    if (torch.is_grad_enabled() and values.requires_grad) or transforms_are_active():
         return False
     # as fp64, in every integer dtype
     exact = values.is_floating_point() or abs(padding_value) < 2**31

@@ -61,10 +61,8 @@ def find_bags(captured: Captured, names: list[str]) -> Bags | None:
             for x in node.all_input_nodes
             if x not in constants and (x in inputs or not is_size(x))
         ]
-        if (
-            node.op == "get_attr"
-            or node.op == "call_function"
-            and constants.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or (
+            node.op == "call_function" and constants.issuperset(node.all_input_nodes)
         ):
             constants.add(node)
         elif node.op == "call_function" and read and all(x in inputs for x in read):

@@ -128,8 +128,7 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     if (
         not is_operator(node)
         or not isinstance(first_of(node.meta.get("val")), torch.Tensor)
-        or node in decisions.dead
-        and node not in decisions.fused
+        or (node in decisions.dead and node not in decisions.fused)
     ):
         return None
     lineage = analysis.lineages.get(node)
@@ -142,9 +141,8 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
         x for x in map(analysis.lineages.get, analysis.operands(node)) if x and not x.is_uniform
     ]
     lineage = lineage or analysis.whole.get(node) or next(iter(operands), None)
-    if (
-        lineage is None
-        or not source
+    if lineage is None or (
+        not source
         and not given
         and node not in analysis.whole
         and (node.target in VIEWS or not operands)

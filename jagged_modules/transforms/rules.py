@@ -236,10 +236,8 @@ def einsum(call: Call) -> Moved | None:
 @rule("scaled_dot_product_attention.default")
 def attention(call: Call) -> Moved | None:
     """Query rows and batches are computed by themselves. Active dropout has no rule."""
-    if (
-        call["dropout_p"] != 0
-        or call.shape(call["query"])[:-2] != call.shape(call["key"])[:-2]
-        and not call["enable_gqa"]
+    if call["dropout_p"] != 0 or (
+        call.shape(call["query"])[:-2] != call.shape(call["key"])[:-2] and not call["enable_gqa"]
     ):
         return None
     operands = [

@@ -85,8 +85,7 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
             if (
                 size is None
                 or size == own
-                or isinstance(size, str)
-                and found.setdefault(size, own) == own
+                or (isinstance(size, str) and found.setdefault(size, own) == own)
             ):
                 continue
             raise ValueError(

@@ -226,8 +226,7 @@ def index(call: Call) -> Moved | None:
     if (
         any(moved)
         or lineage.dim in used
-        or lineage.dim < len(indices)
-        and indices[lineage.dim] is not None
+        or (lineage.dim < len(indices) and indices[lineage.dim] is not None)
     ):
         return None
     # dimensions of the broadcast indices

@@ -44,7 +44,7 @@ def attention_tile(
             rows //= 2
         return AttentionTile(query=rows, key=rows)
     return AttentionTile(
-        query=64 if dim > 64 or mean_seqlen is not None and mean_seqlen <= 64 else 128, key=64
+        query=64 if dim > 64 or (mean_seqlen is not None and mean_seqlen <= 64) else 128, key=64
     )
 
 

@@ -60,7 +60,7 @@ class Pages:
             for x in numbers:
                 if isinstance(x, bool) or not isinstance(x, int):
                     raise TypeError(f"{name} must be ints, got {x!r}")
-        if page_rows < 1 or lengths and min(lengths) < 0:
+        if page_rows < 1 or (lengths and min(lengths) < 0):
             raise ValueError(
                 f"page_rows must be at least 1 and lengths not negative, got {page_rows} and"
                 f" {list(lengths)}"

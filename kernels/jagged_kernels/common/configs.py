@@ -32,7 +32,7 @@ class KernelChoice:
 def has_small_shared_memory(capability: tuple[int, int]) -> bool:
     """Whether a thread block has 99 KiB of shared memory, as on 8.6, 8.9 and 12.0, and not 163 KiB
     or more."""
-    return capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+    return capability[0] == 12 or (capability[0] == 8 and capability[1] > 0)
 
 
 def padded_dim(dim: int) -> int:

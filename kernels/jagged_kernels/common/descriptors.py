@@ -46,8 +46,8 @@ def has_descriptor(x: Tensor) -> bool:
     if rows == 0 or stride != 1 or x.data_ptr() % 16 != 0:
         return False
     unit = 16 // x.element_size()
-    aligned_rows = rows == 1 or stride_row > 0 and stride_row % unit == 0
-    return aligned_rows and (heads == 1 or stride_head > 0 and stride_head % unit == 0)
+    aligned_rows = rows == 1 or (stride_row > 0 and stride_row % unit == 0)
+    return aligned_rows and (heads == 1 or (stride_head > 0 and stride_head % unit == 0))
 
 
 def descriptor(x: Tensor, *box: int) -> TensorDescriptor:

@@ -63,7 +63,7 @@ def select_forward(problem: LinearCompressProblem, implementation: str) -> Kerne
             f" {'' if problem.aligned else 'not '}at 16-byte boundaries"
         )
     # N <= 64 fills half of its tiles
-    if supported and (implementation == "hopper" or implementation == "auto" and problem.n > 64):
+    if supported and (implementation == "hopper" or (implementation == "auto" and problem.n > 64)):
         return KernelChoice("hopper", hopper_gemm_config(problem.n))
     return KernelChoice("triton", _triton_config(problem))
 

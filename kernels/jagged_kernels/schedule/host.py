@@ -179,7 +179,7 @@ def zigzag_schedule(
             int(q_lengths.sum()), num_heads, looped, len(q_lengths), params, key_tiles
         )
     # sorted by work: the first keys have most of it under the causal mask
-    ascending = params is None or key_tiles and params.is_causal
+    ascending = params is None or (key_tiles and params.is_causal)
     if in_groups is not None:
         ascending = not in_groups.alternates
         tiles = _tiles_in_groups(side, num_heads, in_groups)
