@@ -128,11 +128,9 @@ class HistoryCache:
             lengths = _on_host("offsets", offsets.diff()) if lengths is None else lengths
             kept = lengths.clamp(max=limit)
             last, offsets = rows_of_ranges(lengths.cumsum(0) - kept, kept, device)
-            rows, lengths, max_seqlen = (
-                rows[last],
-                kept,
-                None if max_seqlen is None else min(max_seqlen, limit),
-            )
+            rows = rows[last]
+            lengths = kept
+            max_seqlen = None if max_seqlen is None else min(max_seqlen, limit)
 
         def joined(x: Tensor, y: Tensor) -> Tensor:
             return torch.cat([x, y]).index_select(0, rows)

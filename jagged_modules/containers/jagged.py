@@ -199,13 +199,11 @@ class Jagged(Queries):
         segmentation: what another Jagged of the same segments knows of them.
         """
         jagged = object.__new__(cls)
-        jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged.feature_keys = (
-            values,
-            offsets,
-            max_seqlen,
-            None,
-            None,
-        )
+        jagged.values = values
+        jagged.offsets = offsets
+        jagged.max_seqlen = max_seqlen
+        jagged._container = None
+        jagged.feature_keys = None
         jagged._known = segmentation_of(offsets) if segmentation is None else segmentation
         return jagged
 

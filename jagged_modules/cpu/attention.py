@@ -130,15 +130,11 @@ def _gradients(
     def compute(groups: list[_Group]) -> tuple[Tensor | None, TableGradients]:
         """Store or add the gradients of the groups' rows. Returns those of operands that all groups
         share."""
-        shared_dq, dtables = (
-            torch.zeros_like(queries) if q_shared else None,
-            TableGradients.of(ordered.params),
-        )
+        shared_dq = torch.zeros_like(queries) if q_shared else None
+        dtables = TableGradients.of(ordered.params)
         for group in groups:
-            operands, bias = (
-                (_take(grad, group.rows), *group.operands(queries, keys, values)),
-                group.bias(ordered.params),
-            )
+            operands = (_take(grad, group.rows), *group.operands(queries, keys, values))
+            bias = group.bias(ordered.params)
             if activation == "softmax" and lse is not None and bias is None:
                 block, block_lse = (_take(x, group.rows) for x in (*outs, lse))
                 block_dq, block_dk, block_dv = softmax_backward(
@@ -344,10 +340,8 @@ def _groups(num_heads: int, ordered: _Ordered) -> Iterator[_Group]:
         )
         for first in range(0, len(pairs), at_a_time):
             q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
-            rows, kv_rows = (
-                Rows.of(q_starts, num_queries, batch_invariant),
-                Rows.of(kv_starts, num_keys, batch_invariant),
-            )
+            rows = Rows.of(q_starts, num_queries, batch_invariant)
+            kv_rows = Rows.of(kv_starts, num_keys, batch_invariant)
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
             scores = num_heads * num_queries * num_keys * len(q_starts)
             yield _Group(

@@ -98,10 +98,8 @@ def softmax_backward(
     options = mask, num_targets, scale
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, *options)
-    bad_q, bad_kv = (
-        _unsafe_rows(q, k, scale) | _unsafe_rows(do, v),
-        _unsafe_rows(k, q, scale) | _unsafe_rows(v, do),
-    )
+    bad_q = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v)
+    bad_kv = _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
     affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     (do_, q_, out_), (k_, v_) = (
         (_clear(x, affected) for x in (do, q, out)),
@@ -215,12 +213,10 @@ def unfused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dV = Pᵀ dO,  dS = act'(S) ∘ dO Vᵀ,  dQ = scale · dS K,  dK = dSᵀ (scale · Q). dS is also
     added to the gradients of bias tables."""
-    queries, grads, keys, values = (
-        _fold(q * scale, k),
-        _fold(do, k),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-    )
+    queries = _fold(q * scale, k)
+    grads = _fold(do, k)
+    keys = k.flatten(0, 1)
+    values = v.flatten(0, 1)
     finite = mask is None or _are_finite(queries, grads, keys)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):

@@ -133,10 +133,8 @@ def _fixed_linear(
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        offsets, bias = (
-            torch.arange(2, device=x.device) * x.shape[0],
-            None if bias is None else bias[None],
-        )
+        offsets = torch.arange(2, device=x.device) * x.shape[0]
+        bias = None if bias is None else bias[None]
         return triton_jagged_dense_bmm(
             contiguous_last_dim(x), offsets, weight.mT[None], bias, activation, None, True
         )

@@ -137,10 +137,8 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | No
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
     segments, width = dense.shape[:2]
-    given, offsets = (
-        offsets,
-        checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N"),
-    )
+    given = offsets
+    offsets = checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N")
     if offsets.shape[0] - 1 != segments:
         raise ValueError(
             f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got"
@@ -287,10 +285,8 @@ def jagged_split(
     total_first = _checked_total(first_lengths, given, total_first)
     if total_first > x.shape[0]:
         raise ValueError(f"total_first must be at most x's rows, {x.shape[0]}, got {total_first}")
-    given_lengths, first_lengths = (
-        first_lengths,
-        first_lengths.to(x.device, offsets.dtype, non_blocking=True),
-    )
+    given_lengths = first_lengths
+    first_lengths = first_lengths.to(x.device, offsets.dtype, non_blocking=True)
     first = torch.cat([offsets.new_zeros(1), first_lengths.cumsum(0, dtype=offsets.dtype)])
     rest = offsets - first
     has_tail = may_have_tail("offsets", given, x.shape[0], x.device) or not values_are_checkable(

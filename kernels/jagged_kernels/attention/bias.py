@@ -125,16 +125,14 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
     shift = kv_len - q_len
     if KIND.shift:
         shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
-    (
-        middle,
-        position_ptr,
-        time_ptr,
-        boundaries_ptr,
-        num_boundaries,
-        edges_ptr,
-        leading_bits_ptr,
-        entries_ptr,
-    ) = 0, 0, 0, 0, 0, 0, 0, 0
+    middle = 0
+    position_ptr = 0
+    time_ptr = 0
+    boundaries_ptr = 0
+    num_boundaries = 0
+    edges_ptr = 0
+    leading_bits_ptr = 0
+    entries_ptr = 0
     timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr = 0, 0, 0, 0
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0

@@ -155,11 +155,9 @@ class TableGradients(NamedTuple):
     def results(self, params: AttentionParams, like: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients in the shapes of the tables, by one launch; `[0]` for a table without one."""
         dposition, dtime = empty_table_gradients(params, like)
-        num_positions, num_buckets, threads = (
-            dposition.shape[-1],
-            dtime.shape[-1],
-            1 if self.time is None else self.time.shape[3],
-        )
+        num_positions = dposition.shape[-1]
+        num_buckets = dtime.shape[-1]
+        threads = 1 if self.time is None else self.time.shape[3]
         position_programs = dposition.shape[0] * cdiv(num_positions, SUMMED.value)
         time_programs = dtime.shape[0] * (
             cdiv(num_buckets, SUMMED.value) if threads == 1 else num_buckets

@@ -62,10 +62,8 @@ def _write_side(ptrs, offsets_ptr, segments, packed, length, first_row, rows_of_
     start = tl.load(offsets_ptr + segments, mask=packed, other=0).to(tl.int32)
     is_row = rows < length[:, None]
     is_last, rows_in_tile = first_row + length == rows_of_tile, first_row[:, None] + rows
-    ptrs, mask = (
-        ptrs[:, None] + rows_in_tile,
-        packed[:, None] & (is_row | is_last[:, None] & (rows_in_tile < ROWS)),
-    )
+    ptrs = ptrs[:, None] + rows_in_tile
+    mask = packed[:, None] & (is_row | is_last[:, None] & (rows_in_tile < ROWS))
     tl.store(ptrs, tl.where(is_row, start[:, None] + rows, -1), mask=mask)
     tl.store(ptrs + ROWS, tl.where(is_row, segments[:, None], -1), mask=mask)
 
@@ -93,11 +91,9 @@ def _pack_kernel(
     # tile [tile_start, tile_end).
     end = tl.cumsum(length, 0)
     first, total = end - length, tl.sum(length, 0)
-    tile, tile_start, tile_end = (
-        tl.zeros([CHUNK], tl.int32),
-        tl.zeros([CHUNK], tl.int32),
-        tl.zeros([CHUNK], tl.int32),
-    )
+    tile = tl.zeros([CHUNK], tl.int32)
+    tile_start = tl.zeros([CHUNK], tl.int32)
+    tile_end = tl.zeros([CHUNK], tl.int32)
     num_tiles, position = 0, 0
     while position < total:
         rows = end - position
@@ -150,10 +146,8 @@ def pack_short_segments(segments: TiledSegments, q_rows: int, kv_rows: int) -> P
     num_chunks = cdiv(num_segments, CHUNK)
     # Two successive tiles of a chunk have more than SHORT rows together, on at least one side.
     capacity = min(num_segments, 2 * rows // (SHORT + 1) + num_chunks)
-    tiles, num_tiles = (
-        q_offsets.new_empty((capacity, sides, 2, SHORT), dtype=torch.int32),
-        q_offsets.new_zeros((1,), dtype=torch.int32),
-    )
+    tiles = q_offsets.new_empty((capacity, sides, 2, SHORT), dtype=torch.int32)
+    num_tiles = q_offsets.new_zeros((1,), dtype=torch.int32)
     packed = PackedTiles(q_offsets, kv_offsets, tiles, num_tiles)
     _pack_kernel[(num_chunks,)](*packed, num_segments, CHUNK=CHUNK, num_warps=1)
     return packed

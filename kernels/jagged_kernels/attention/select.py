@@ -255,10 +255,8 @@ def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bo
     else:
         longest_means = PACKED_CROSS_MEAN_OF_HOPPER if backend == "hopper" else PACKED_CROSS_MEAN
     rows = max(p.q_rows, p.kv_rows)
-    mean, fills_gpu = (
-        rows / max(1, p.q_segments),
-        rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms,
-    )
+    mean = rows / max(1, p.q_segments)
+    fills_gpu = rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms
     return tuple(fills_gpu and mean < longest and rows < 2**31 for longest in longest_means)
 
 

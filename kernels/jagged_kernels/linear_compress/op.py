@@ -276,10 +276,8 @@ def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) ->
     added in a fixed order."""
     embedding = contiguous_last_dim(embedding)
     (batch, m, n), k = gradient.shape, embedding.shape[1]
-    tiles, steps = (
-        cdiv(m, config.block_m) * cdiv(k, config.block_n),
-        batch * cdiv(n, config.block_k),
-    )
+    tiles = cdiv(m, config.block_m) * cdiv(k, config.block_n)
+    steps = batch * cdiv(n, config.block_k)
     if tiles * steps == 0:
         return gradient.new_zeros((m, k))
     workers = device_properties(embedding.device).num_sms * config.ctas_per_sm

@@ -133,10 +133,8 @@ def _dense(
     align, (stride_x, stride_yb, stride_y, *rest) = aligned_strides(
         (x, 0), (y, 0), (y, 2 if transposed else 1), *others
     )
-    stride_grad, stride_bias = (
-        rest.pop() if grad is not None else 0,
-        rest.pop() if bias is not None else 0,
-    )
+    stride_grad = rest.pop() if grad is not None else 0
+    stride_bias = rest.pop() if bias is not None else 0
     grid = ((x.shape[0] // config.block_m + segments) * cdiv(columns, config.block_n),)
     jagged_dense_bmm_kernel[grid](
         Dense(x, y, bias, grad, out),
@@ -198,11 +196,9 @@ def _jagged_jagged(
     x: Tensor | None, y: Tensor, offsets: Tensor, max_seqlen: int | None, batch_invariant: bool
 ) -> Tensor:
     """x[b]ᵀ @ y[b], `[B, D, T]`; x None: a column of ones."""
-    x, y, segments = (
-        None if x is None else contiguous_last_dim(x),
-        contiguous_last_dim(y),
-        offsets.shape[0] - 1,
-    )
+    x = None if x is None else contiguous_last_dim(x)
+    y = contiguous_last_dim(y)
+    segments = offsets.shape[0] - 1
     (length, columns), depth = y.shape, 1 if x is None else x.shape[1]
     out = y.new_empty((segments, depth, columns))
     if out.numel() == 0:

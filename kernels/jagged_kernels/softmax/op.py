@@ -133,11 +133,9 @@ def _jagged2_softmax(
     columns: bool,
 ) -> Tensor:
     """As `_jagged_softmax`."""
-    p, grad, segments = (
-        p.contiguous(),
-        None if grad is None else grad.contiguous(),
-        p_offsets.shape[0] - 1,
-    )
+    p = p.contiguous()
+    grad = None if grad is None else grad.contiguous()
+    segments = p_offsets.shape[0] - 1
     out = torch.empty_like(p)
     if p.numel():
         config = jagged2_softmax_config(columns)
