@@ -16,7 +16,8 @@ from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
-from ..functional import jagged_attention
+from ..functional.attention import attend
+from ..functional.attention_call import AttentionOptions, Side
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
 from ..tracing import as_constant, call_of, one_module, through_call
@@ -372,20 +373,13 @@ class JaggedGDPA(nn.Module):
                 queries=config.num_seeds or rows,
                 mask=mask,
             )
-        out = jagged_attention(
-            q,
-            k,
-            v,
-            "shared" if config.num_seeds else rows.offsets,
-            "shared" if config.num_weights else keys.offsets,
-            activation=self.activation,
-            scale=config.scale,
-            output_scale=as_constant(config.output_scale),
-            mask=mask,
-            bias=bias,
-            schedule=schedule,
-            pages=pages,
+        output_scale = as_constant(config.output_scale)
+        options = AttentionOptions(
+            self.activation, config.scale, output_scale, mask, bias, schedule, pages=pages
         )
+        of_rows = Side("shared") if config.num_seeds else rows.parsed("x")
+        of_keys = Side("shared") if config.num_weights else keys.parsed("context")
+        out = attend(q, k, v, of_rows, of_keys, options)
         return self.out_proj(self.dropout(out.flatten(1)))
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:

@@ -14,7 +14,8 @@ from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
-from ..functional import jagged_attention
+from ..functional.attention import attend
+from ..functional.attention_call import AttentionOptions
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
@@ -390,20 +391,11 @@ class HSTULayer(nn.Module):
         schedule = keys.jagged.schedule(
             num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask
         )
-        out = jagged_attention(
-            q,
-            keys.k,
-            keys.v,
-            queries.offsets,
-            keys.jagged.offsets,
-            activation="silu",
-            output_scale=1 / scaling_seqlen,
-            mask=mask,
-            bias=keys.bias,
-            schedule=schedule,
-            pages=keys.pages,
+        options = AttentionOptions(
+            "silu", None, 1 / scaling_seqlen, mask, keys.bias, schedule, pages=keys.pages
         )
-        return out.flatten(1)
+        segments = queries.parsed("x"), keys.jagged.parsed("history")
+        return attend(q, keys.k, keys.v, *segments, options).flatten(1)
 
     def _attend_within(
         self,

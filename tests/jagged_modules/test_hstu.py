@@ -107,10 +107,10 @@ def test_q_k_and_v_are_views_of_one_projection(offsets_of, monkeypatch):
 
     def attention(q, k, v, *args, **kwargs):
         seen.extend([q, k, v])
-        return jagged_attention(q, k, v, *args, **kwargs)
+        return attend(q, k, v, *args, **kwargs)
 
-    jagged_attention = hstu.jagged_attention
-    monkeypatch.setattr(hstu, "jagged_attention", attention)
+    attend = hstu.attend
+    monkeypatch.setattr(hstu, "attend", attention)
     jm.HSTULayer(WIDTH, HEADS, CONFIGS["dims"]).double()((values, offsets_of(LENGTHS)))
     assert len({x.untyped_storage().data_ptr() for x in seen}) == 1
     assert [x.stride(0) for x in seen] == [HEADS * 2 * (3 + 5)] * 3
@@ -163,11 +163,9 @@ def test_caching_and_scoring_call_the_stack_and_its_layers(offsets_of):
 
 def test_the_last_layer_of_a_cache_only_projects(offsets_of, monkeypatch):
     values = history_values()
-    calls, attend = [], hstu.jagged_attention
+    calls, attend = [], hstu.attend
     monkeypatch.setattr(
-        hstu,
-        "jagged_attention",
-        lambda *args, **options: calls.append(args) or attend(*args, **options),
+        hstu, "attend", lambda *args, **options: calls.append(args) or attend(*args, **options)
     )
     stack = double_stack(CONFIGS["plain"])
     stack.cache((values, offsets_of(LENGTHS)))
