@@ -34,10 +34,8 @@ class RelativeBias:
 
     Args:
         position: `[2N - 1]`, shared by the heads, or `[H, 2N - 1]`. Entry N - 1 belongs to distance
-            0, later entries to later keys.
-            Segments have at most N rows: longer ones are an error if offsets are on the host;
-                otherwise distances beyond N - 1 count as
-            N - 1.
+            0, later entries to later keys. Segments have at most N rows: longer ones are an error
+            if offsets are on the host; otherwise distances beyond N - 1 count as N - 1.
         time: `[K + 1]`, shared by the heads, or `[H, K + 1]`, one entry per bucket.
         timestamps: int64 `[Lk]`, of each key row, in any unit and order. Differences are taken in
             int64: they must be below 2^63, or they wrap.

@@ -40,8 +40,8 @@ class AttentionMask:
             keep = keep or (id(i) == 0 and id(j) < M)
 
     Args:
-        causal: a row sees no later column. If False, history rows see all history within |id(i) -
-            id(j)| <= max_attn_len, and only rows of its own group see a target.
+        causal: a row sees no later column. If False, history rows see all history within
+            abs(id(i) - id(j)) <= max_attn_len, and only rows of its own group see a target.
         window: (left, right): a row sees columns with -right <= i - j <= left. None on either side
             means no limit.
         num_targets: `[B]` int32 or int64, the number of targets at the end of each segment; at most

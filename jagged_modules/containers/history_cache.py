@@ -29,7 +29,7 @@ class HistoryCache:
         pages attention reads, `values` are copied at their first use.
     timestamps: int64 `[L]` of these rows, for an HSTU with config.relative_time; else None.
     max_rows: how many of the latest rows of a history its next events and targets see; None: all.
-    `append` keeps these.
+        `append` keeps these.
 
     Example::
 

@@ -89,7 +89,7 @@ def jagged_attention(
             bias's timestamps count the keys of the segments, as without pages. The kernels read the
             pages; the CPU path, "reference", and an autocast that changes k's dtype gather the rows
             first. For inference: nothing may require a gradient. Must be None with shared queries
-                or keys, or several query groups.
+            or keys, or several query groups.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q. Rows behind the last segment, which only

@@ -116,9 +116,9 @@ class HSTUStack(nn.Module):
                 history.
             timestamps, query_timestamps: int64 `[L]`, as in `HSTULayer.forward`. A cache does not
                 know the targets. By default, the last row of a history takes its own timestamp for
-                the time of the next event, and `forward` the first target's. For equal
-                results pass query_timestamps: of each row the timestamp of the next one, and of the
-                    last that of the request.
+                the time of the next event, and `forward` the first target's. For equal results pass
+                query_timestamps: of each row the timestamp of the next one, and of the last that of
+                the request.
 
         Returns:
             The cache, with a copy of the keys and values of the rows that targets see. If the
@@ -127,8 +127,8 @@ class HSTUStack(nn.Module):
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; the config has relative_position, a
-                global_prefix and a limit of the rows that
-                targets see: the cached rows would have gaps between their positions.
+                global_prefix and a limit of the rows that targets see: the cached rows would have
+                gaps between their positions.
         """
         wrapped = self._wrap("history", history)
         check_lengths("history", self.config, wrapped.offsets)
