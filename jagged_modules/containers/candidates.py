@@ -123,9 +123,9 @@ class CandidateIndex(Queries):
     ) -> CandidateIndex:
         check_index_values(name, candidate_to_user, num_users, "num_users - 1 = {}")
         if _groups_in_one_kernel(candidate_to_user):
-            from jagged_kernels.schedule.candidates import group_candidates
+            from jagged_kernels.schedule.candidates import group_candidates_on_device
 
-            return cls(*group_candidates(candidate_to_user.contiguous(), num_users))
+            return cls(*group_candidates_on_device(candidate_to_user.contiguous(), num_users))
         # a negative index belongs to no user: as one above, behind the last user
         if not values_are_checkable(candidate_to_user):
             candidate_to_user = torch.where(candidate_to_user < 0, num_users, candidate_to_user)

@@ -61,7 +61,6 @@ def group_candidates_kernel(
     tl.store(offsets_ptr + of_users, before, mask=is_user)
 
 
-@on_the_tensors_device
 def group_candidates(candidate_to_user: Tensor, num_users: int) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets `[num_users + 1]`, order and inverse `[num_candidates]` of a contiguous map with at
     least one candidate. Those whose user is out of range come last, behind the last user.
@@ -71,11 +70,14 @@ def group_candidates(candidate_to_user: Tensor, num_users: int) -> tuple[Tensor,
     """
     num_candidates, device = candidate_to_user.shape[0], candidate_to_user.device
     sizes = num_users + 1, num_candidates, num_candidates
-    offsets, order, inverse = torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes)
+    outputs = torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes)
     num_blocks = cdiv(num_candidates, BLOCK)
-    outputs = offsets, order, inverse
     numbers = num_candidates, num_users, num_blocks
     group_candidates_kernel[(num_blocks + cdiv(num_users + 1, BLOCK),)](
         candidate_to_user, *outputs, *numbers, BLOCK=BLOCK, CHUNK=CHUNK
     )
     return outputs
+
+
+# On the device of the map.
+group_candidates_on_device = on_the_tensors_device(group_candidates)
