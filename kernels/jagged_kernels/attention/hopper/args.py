@@ -103,8 +103,9 @@ class Options(NamedTuple):
 
 @gluon.constexpr_function
 def with_activation(options, activation):
-    """The Options of a kernel as constants that its functions may pass on."""
-    return Options(*(gl.constexpr(x) for x in options._replace(activation=activation)))
+    """The Options of a kernel as constants that its functions may pass on. activation is the last
+    field: Triton's own tuple, which newer versions pass, has no `_replace`."""
+    return Options(*(gl.constexpr(x) for x in (*list(options)[:-1], activation)))
 
 
 class Rings(NamedTuple):
