@@ -41,7 +41,8 @@ def _note_arguments(self, arguments, named):
 
 
 def _check(what: str, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
-    active = addresses if mask.all() else addresses[mask]
+    # A scalar's comparison with a vector's is 0 and 1, which would be indices.
+    active = addresses if mask.all() else addresses[mask.astype(bool)]
     if not active.size:
         return
     number = bisect.bisect_right(_memory.starts, int(active.min())) - 1
