@@ -9,14 +9,16 @@ rank's work stays the same on any number of ranks (weak scaling).
 In a step of sharding.py's pipeline, ranks with sharded tables exchange:
 
     splits       for each module and type of sharding, the sizes of the two exchanges that follow,
-    and the batch size; int64 lengths      of the features, to each rank that holds a shard of their
-    table ids          to the rank that holds their row (row-wise), or each shard of their table
-    (column-wise and table-wise) embeddings   back from the shard: those of the ids of a sequence,
-                 or of each bag. Row-wise shards of bags send partial sums, by a reduce-scatter
+                 and the batch size; int64
+    lengths      of the features, to each rank that holds a shard of their table
+    ids          to the rank that holds their row (row-wise), or each shard of their table
+                 (column-wise and table-wise)
+    embeddings   back from the shard: those of the ids of a sequence, or of each bag. Row-wise
+                 shards of bags send partial sums, by a reduce-scatter
     gradients    of the embeddings: the same bytes in the other direction; of row-wise bags by an
-    all-gather
+                 all-gather
     dense        all-reduce of the gradients of all other parameters, and of the number of losses
-    (`sharding.global_mean`)
+                 (`sharding.global_mean`)
 
 tests/distributed/test_communication.py compares the bytes with those that two processes exchange.
 """

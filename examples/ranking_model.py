@@ -3,10 +3,11 @@
     user features ──────────────────────────────┐
     stream of events ── stream: block attention, ┴─ user's vectors ─┬─────────────┐
                         pooled by learned queries                   │             │
-    history of events ── gdpa: self-attention ── interformer: PFFN ─┴─ history    ├─ compress ── dot
-                                                                       products, MLP ── logit │
-                                                                       │
+    history of events ── gdpa: self-attention ── interformer: PFFN ─┴─ history    ├─ compress ── ...
+                                                                       │          │
     candidates ─────────────────────────── interaction: target attention ─────────┘
+
+    ... ── dot products, MLP ── logit
 
 Each part can be left out; see `PARTS` and `INTERACTIONS`. Nothing of a user is repeated per
 candidate, unless `compress` is left out.
@@ -371,10 +372,8 @@ class InterFormerBlock(nn.Module):
     """Events of the history and the user's vectors update one another (InterFormer,
     arXiv:2411.09852; Kunlun, arXiv:2602.10016).
 
-    events + GELU(q(events) k(users)ᵀ) v(users)       a feed-forward (PFFN) whose weights are the
-    user's
-    users + attention(users → events)                  target attention: the user's vectors are the
-    queries
+    events + GELU(q(events) k(users)ᵀ) v(users)    a feed-forward (PFFN) with the user's weights
+    users + attention(users → events)              target attention: users' vectors are queries
     """
 
     def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):

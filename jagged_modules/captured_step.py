@@ -27,9 +27,8 @@ def _clear_workspaces() -> None:
     from the graphs' pool.
 
     Otherwise they would share those of earlier captures on the stream, which torch frees with any
-    of the graphs
-    (https://github.com/pytorch/pytorch/issues/193402). torch's own graph trees clear them too,
-    before and after a capture.
+    of the graphs (https://github.com/pytorch/pytorch/issues/193402). torch's own graph trees clear
+    them too, before and after a capture.
     """
     torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore - torch has no public function for it
 

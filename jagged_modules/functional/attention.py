@@ -72,8 +72,8 @@ def jagged_attention(
         mask: which keys each query row sees; all if None. Must be None with shared keys or several
             query groups.
         bias: learned biases of the scores by relative position and time, on q's device. Its tables
-            get gradients. Must be None with shared
-            queries or keys, or several query groups: their rows have no position.
+            get gradients. Must be None with shared queries or keys, or several query groups: their
+            rows have no position.
         schedule: the tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`.
             If None, it is built from the offsets, without a sync if they are on the device. Only
             the kernels use it.

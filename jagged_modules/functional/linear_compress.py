@@ -51,11 +51,9 @@ def linear_compress(
     """Linear compression of the embeddings of candidates and of entities that many candidates share
     (users, vendors).
 
-        out[b] = W @ E[b]                                                        one level
-        out[b] = W_user @ E_user[user_of[b]] + W_cand @ E_cand[b]                users and
-        candidates
-        out[b] = Σ_l W_l @ E_l[index_l[b]]                                       any number of
-        levels, the candidates last
+        out[b] = W @ E[b]                                            one level
+        out[b] = W_user @ E_user[user_of[b]] + W_cand @ E_cand[b]    users and candidates
+        out[b] = Σ_l W_l @ E_l[index_l[b]]                           any levels, candidates last
 
     One GEMM per level has that level's own batch size, and its result is added to those of the
     candidates. No embedding is replicated, forward or backward. Gradients flow to all weights and

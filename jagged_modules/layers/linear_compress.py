@@ -32,8 +32,8 @@ class LinearCompressEmbedding(nn.Module):
         num_candidate_embeddings: number K of embeddings of each candidate.
         num_compressed: number M of output embeddings.
         num_user_embeddings: number of embeddings of each user. For several shared levels (for
-            example users and vendors), a sequence of
-            one number per level, coarsest first. 0: no shared embeddings.
+            example users and vendors), a sequence of one number per level, coarsest first. 0: no
+            shared embeddings.
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
         candidate_features: the names of the K features in the order of the weights' columns.

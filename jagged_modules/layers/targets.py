@@ -17,12 +17,14 @@ from .tail import end_of, end_of_candidates
 
 
 class Targets(NamedTuple):
-    """Attributes:
-    rows: `[N, E_t]` of a container, `[B, T, E_t]`, or `[num_candidates, n_q, E_t]`, as given.
-    segments: of the query rows, grouped by user.
-    end: where the rows may have to be cleared, see `layers/tail.py`.
-    candidates: their index, on the rows' device, or None.
-    container: whose values the rows are, or None.
+    """Targets as attention takes them, and the way back to the form they came in.
+
+    Attributes:
+        rows: `[N, E_t]` of a container, `[B, T, E_t]`, or `[num_candidates, n_q, E_t]`, as given.
+        segments: of the query rows, grouped by user.
+        end: where the rows may have to be cleared, see `layers/tail.py`.
+        candidates: their index, on the rows' device, or None.
+        container: whose values the rows are, or None.
     """
 
     rows: Tensor

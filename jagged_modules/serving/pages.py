@@ -1,8 +1,8 @@
 """Pages: rows of many users in pages of fixed size, with a page table on the host and
 least-recently-used eviction.
 
-    user → the pages of the user          row r of a user is row  page[(first + r) // page_rows] ·
-    page_rows + (first + r) % page_rows
+    user → the pages of the user    row r of a user is row  page[(first + r) // page_rows] ·
+                                    page_rows + (first + r) % page_rows
 
 A user's rows need not be adjacent, so that they can grow, and the pages of an evicted user serve
 any other user.

@@ -1,10 +1,11 @@
 """Operators on a concatenation, written as a sum or a concatenation of operators on its parts.
 
-    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])         the same for matmul with
-    a weight on either side [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
+    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])
+            the same for matmul with a weight on either side
+    [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
     Σ [x | y]           = Σ x + Σ y
     [x | [z | y]]       = [[x | z] | y]                                     x and z with one map:
-    one gather, and one large copy less
+                        one gather, and one large copy less
 
 If x = A[map] and y has one row per candidate, the concatenation has no lineage, but the terms of x
 alone do. They are then moved as any other operator. The rewrites change the captured graph, before

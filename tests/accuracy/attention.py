@@ -1,9 +1,9 @@
 """Bounds of attention, forward and backward, from its definition.
 
-    S = scale · q kᵀ + bias,  P = activation(S),  out = (P v) · output_scale           per segment
-    and head; softmax: P = e^S / Σ e^S dV = Pᵀ dO,  dP = dO Vᵀ,  dQ = scale · dS K,  dK = scale ·
-    dSᵀ Q,  doutput_scale = Σ dO ∘ (P v) softmax: dS = P ∘ (dP - rowsum(dO ∘ out));  pointwise: dS =
-    activation'(S) ∘ dP
+    S = scale · q kᵀ + bias,  P = activation(S),  out = (P v) · output_scale
+            per segment and head; softmax: P = e^S / Σ e^S
+    dV = Pᵀ dO,  dP = dO Vᵀ,  dQ = scale · dS K,  dK = scale · dSᵀ Q,  doutput_scale = Σ dO ∘ (P v)
+    softmax: dS = P ∘ (dP - rowsum(dO ∘ out));  pointwise: dS = activation'(S) ∘ dP
 
 A program may round P and dS to the operands' dtype before the second MMA
 (`Arithmetic.rounds_factors`), reads `out` as it was rounded, and rounds each result once.

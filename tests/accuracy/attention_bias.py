@@ -2,8 +2,8 @@
 of its tables.
 
     S = scale · q kᵀ + position[h, j - i + N - 1] + time[h, bucket(u_i - t_j)]
-    dposition[h, d] = Σ dS,  dtime[h, b] = Σ dS           over all scores of head h that use the
-    entry; of all heads if they share it
+    dposition[h, d] = Σ dS,  dtime[h, b] = Σ dS    over all scores of head h that use the entry; of
+                                                   all heads if they share it
 
 dS is not rounded to the operands' dtype before these sums, which are in fp32, or in float64 for
 float64 operands, in any order.

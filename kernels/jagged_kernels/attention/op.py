@@ -1,17 +1,15 @@
 """Jagged attention: the registered operators, whose bodies select and launch kernels, and autograd.
 
-    S = scale · q kᵀ + bias,  P = activation(S) · output_scale,  O = P v               per segment
-    and head
+    S = scale · q kᵀ + bias,  P = activation(S) · output_scale,  O = P v    per segment and head
     dV = Pᵀ dO,  dP = dO Vᵀ,  dQ = scale · dS K,  dK = scale · dSᵀ Q
     softmax: dS = P ∘ (dP − rowsum(dO ∘ O));  pointwise: dS = activation'(S) ∘ dP · output_scale
     bias tables: dposition[j - i + N - 1] = Σ dS,  dtime[bucket(u_i - t_j)] = Σ dS      (bias.py)
 
 Every kernel is persistent over a zigzag schedule (schedule/); each output tile has one owner, so
-results are
-deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose
-exponential the hardware has; pointwise activations store nothing. Each kernel computes the scores
-again; on Hopper, one kernel may compute all gradients (hopper/one_pass.py). If there are many
-short segments, these have kernels of their own (triton_packed.py).
+results are deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base
+2, whose exponential the hardware has; pointwise activations store nothing. Each kernel computes the
+scores again; on Hopper, one kernel may compute all gradients (hopper/one_pass.py). If there are
+many short segments, these have kernels of their own (triton_packed.py).
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows;
 only dk, dv need a split of the query rows into chunks, summed afterwards. Queries shared by all

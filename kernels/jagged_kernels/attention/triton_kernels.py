@@ -1,8 +1,7 @@
 """Triton kernels of jagged attention for any GPU: forward, dq, and dk with dv, each around its
 function for one block.
 
-    S = scale · q kᵀ + bias,  P = activation(S),  O = output scale · P v             per segment and
-    head
+    S = scale · q kᵀ + bias,  P = activation(S),  O = output scale · P v    per segment and head
     dV = Pᵀ dO,  dP = dO vᵀ,  dQ = scale · dS k,  dK = scale · dSᵀ q
     softmax:    dS = P ∘ (dP − delta),  delta = rowsum(dO ∘ O);  scores and lse are in base 2
     pointwise:  dS = activation'(S) ∘ dP

@@ -1,7 +1,7 @@
 """Triton kernels of attention for short segments: forward, and one kernel for dq, dk and dv. op.py
 has the equations.
 
-A packed tile (schedule/packed.py) holds whole segments, so all keys of its queries are in the tile:
+A packed tile (packed_tiles.py) holds whole segments, so all keys of its queries are in the tile:
 one S, block-diagonal by segment, one softmax, and nothing stored for the backward. A program takes
 an equal share of the tiles and heads. Self-attention has one list of rows for both sides. In
 cross-attention a segment may have rows on one side alone: its output or its gradients are zeros.

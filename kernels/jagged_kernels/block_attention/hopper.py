@@ -1,26 +1,31 @@
 """Block attention for Hopper: the computation of triton_kernels.py, with tiles loaded and stored by
 the tensor memory accelerator (TMA).
 
-    forward    S = scale · R q (R k)ᵀ,  P = softmax(S),  O = P R v                      R: the
-    rotation, of v only if ROTATE_V backward   dV = R⁻¹ Pᵀ dO,  dP = dO (R v)ᵀ,  dS = P ∘ (dP −
-    rowsum(P ∘ dP)),  dQ = scale · R⁻¹ dS R k,  dK = scale · R⁻¹ dSᵀ R q
+    forward    S = scale · R q (R k)ᵀ,  P = softmax(S),  O = P R v
+               R: the rotation, of v only if ROTATE_V
+    backward   dV = R⁻¹ Pᵀ dO,  dP = dO (R v)ᵀ,  dS = P ∘ (dP − rowsum(P ∘ dP)),
+               dQ = scale · R⁻¹ dS R k,  dK = scale · R⁻¹ dSᵀ R q
 
 Warps           no specialisation: all BLOCK_M / 16 warps (4; 8 for blocks of 128 rows) load,
-compute and store
+                compute and store
 Tiles           BLOCK_M x BLOCK_D: 64 rows of whole blocks (128 for blocks of 128), 64 columns for D
-                <= 64, else 128. A thread block computes HEADS_PER_CTA heads of one tile, one after
-                the other
+                <= 64, else 128. A thread block
+                computes HEADS_PER_CTA heads of one tile, one after the other
 Barriers        q.full, k.full, v.full, do.full: arrive count 1 (the thread that expects the TMA's
-                bytes); the operand's tile of this head is in shared memory. There are no empty
-                barriers: the same warps fill a buffer after the MMA that last reads it Results
-                leave by TMA through the staging buffer: tma.store_wait(0) guards its reuse
+                bytes); the operand's tile of this head
+                is in shared memory. There are no empty barriers: the same warps fill a buffer after
+                the MMA that last reads it
+                Results leave by TMA through the staging buffer: tma.store_wait(0) guards its reuse
 Shared memory   per 64 x 128 tile of 16 bits 16 KiB, per 64 x 64 matrix 8 KiB; barriers take less
-                than 0.1 KiB forward    q 16 + k 16 + v 16 + staging 16
-                =  64 KiB, three thread blocks an SM backward   q 16 + k 16 + v 16 + dO 16 + staging
-                16 + P 8 + dS 8           =  96 KiB, two thread blocks an SM blocks of 128: forward
-                4 x 32 = 128 KiB, backward 5 x 32 + P 32 + dS 32 = 224 KiB, one thread block an SM
+                than 0.1 KiB
+                forward    q 16 + k 16 + v 16 + staging 16                                =  64 KiB,
+                           three thread blocks an SM
+                backward   q 16 + k 16 + v 16 + dO 16 + staging 16 + P 8 + dS 8           =  96 KiB,
+                           two thread blocks an SM
+                blocks of 128: forward 4 x 32 = 128 KiB, backward 5 x 32 + P 32 + dS 32 = 224 KiB,
+                one thread block an SM
 Registers       at most 168 a thread in the forward, and in the backward of D <= 64, for three
-thread blocks an SM; otherwise no limit
+                thread blocks an SM; otherwise no limit
 
 A buffer is filled for the next head as soon as the last MMA has read it. Rotary rotates q, k and v
 in place in shared memory, and dq, dk and dv in registers. In both, a thread owns the same rows and

@@ -1,8 +1,9 @@
 """Block-diagonal attention: the registered operators, their launches and autograd.
 
-    S = scale · R q (R k)ᵀ,  P = softmax(S),  O = P R v              within blocks; R: the rotation,
-    of v only if rotate_v dV = R⁻¹ Pᵀ dO,  dP = dO (R v)ᵀ,  dS = P ∘ (dP − rowsum(P ∘ dP)),  dQ =
-    scale · R⁻¹ dS R k,  dK = scale · R⁻¹ dSᵀ R q
+    S = scale · R q (R k)ᵀ,  P = softmax(S),  O = P R v
+            within blocks; R: the rotation, of v only if rotate_v
+    dV = R⁻¹ Pᵀ dO,  dP = dO (R v)ᵀ,  dS = P ∘ (dP − rowsum(P ∘ dP)),
+    dQ = scale · R⁻¹ dS R k,  dK = scale · R⁻¹ dSᵀ R q
 
 select.py chooses the kernels, configs.py has their launch configurations. triton_kernels.py and
 hopper.py are the two backends.

@@ -1,6 +1,5 @@
 """The kernels' activations: one device function per name, (fp32 score, scale) → (act, dact): value
-and derivative at
-x = score · scale.
+and derivative at x = score · scale.
 
 A kernel takes its function as a constant argument. If it does not use the derivative, the compiler
 drops its arithmetic. The functions for bfloat16 are faster: they contain the scale in their

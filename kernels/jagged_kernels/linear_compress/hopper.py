@@ -1,25 +1,27 @@
 """Linear compression for Hopper: one persistent launch for a shared level and the candidates.
 
-    shared[u] = W' @ E'[u]                                                    a shared level, kept
-    in fp32
-    out[b]    = W @ E[b] + Σ_l addends_l[index_l[b]]                          the candidates; shared
-    may be one of the addends
+    shared[u] = W' @ E'[u]                              a shared level, kept in fp32
+    out[b]    = W @ E[b] + Σ_l addends_l[index_l[b]]    the candidates; shared may be an addend
 
 Warps           0-3 and 4-7: consumers (MMA and epilogue); 8: producer (TMA loads, tile queue)
 Tiles           up to three M tiles of 64 rows x BLOCK_N columns of one batch row. Each consumer
-                computes one M tile ("wide"), and half of the columns of the third ("half"): both
-                have equal work. BLOCK_N x BLOCK_K: 128 x 64 for N <= 128, else 256 x 64
+                computes one M tile ("wide"), and half of
+                the columns of the third ("half"): both have equal work. BLOCK_N x BLOCK_K: 128 x 64
+                for N <= 128, else 256 x 64
 Barriers        ring.full[s]: arrive count 1 (the producer, plus the TMA's bytes); stage s holds its
-                blocks of W and E ring.empty[s]: arrive count 2 (one per consumer); the MMAs that
-                read stage s are complete queue.full[i]: arrive count 1 (the producer); slot i holds
-                a tile number queue.empty[i]: arrive count 2 (one per consumer); both have read slot
-                i flags in global memory: an M tile of a shared result is stored at 2; a wide
+                blocks of W and E
+                ring.empty[s]: arrive count 2 (one per consumer); the MMAs that read stage s are
+                complete
+                queue.full[i]: arrive count 1 (the producer); slot i holds a tile number
+                queue.empty[i]: arrive count 2 (one per consumer); both have read slot i
+                flags in global memory: an M tile of a shared result is stored at 2; a wide
                 accumulator adds 2, each half adds 1
 Shared memory   BLOCK_N = 256: W 3 stages x 24 + E 3 stages x 32 + staging 2 consumers x 3 x 8 = 216
-                KiB, barriers less than 0.2 KiB BLOCK_N = 128: W 4 stages x 24 + E 4 stages x 16 +
-                staging 2 consumers x 3 x 8 = 208 KiB
+                KiB, barriers less than 0.2 KiB
+                BLOCK_N = 128: W 4 stages x 24 + E 4 stages x 16 + staging 2 consumers x 3 x 8 = 208
+                KiB
 Registers       240 for consumers, of which accumulators take 192 (BLOCK_N = 256); 24 for the
-producer
+                producer
 
 Tile numbers come from an atomic counter, those of the shared level first. Waiting for a flag cannot
 deadlock: a running thread block has taken the tile that sets it, and shared tiles wait for nothing.

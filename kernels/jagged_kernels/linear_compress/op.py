@@ -1,7 +1,6 @@
 """Linear compression: the registered operators, their launches and autograd.
 
-    out[b] = Σ_l (W_l @ E_l)[index_l[b]]                       the last level has no index: its row
-    b is b
+    out[b] = Σ_l (W_l @ E_l)[index_l[b]]    the last level has no index: its row b is b
     G_l[u] = Σ dO[b] over the b with index_l[b] = u,  dW_l = Σ_u G_l[u] E_l[u]ᵀ,  dE_l[u] = W_lᵀ
     G_l[u]
 
@@ -63,8 +62,8 @@ def triton_linear_compress(
             candidates', with the output's batch B.
         indices: `[B]` for every level but the last.
         orders, offsets: the batch rows grouped by their index, as `CandidateIndex` has them, for
-            the backward. Offsets None: the backward
-            sorts them. Order None with offsets: they are grouped already.
+            the backward. Offsets None: the backward sorts them. Order None with offsets: they are
+            grouped already.
         implementation: "triton", "hopper", or "auto": "hopper" where it is supported and faster.
         batch_invariant: kernels, tiles and splits do not depend on the batch sizes.
 

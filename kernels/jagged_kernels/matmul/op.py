@@ -1,12 +1,13 @@
 """Matrix multiplications of jagged tensors: the registered operators, their launches and autograd.
 
     jagged_dense_bmm    out[b] = activation(x[b] @ y[b] + bias[b])    dx = dz yᵀ, dy = xᵀ dz, dbias
-    = the sum of dz's rows jagged_jagged_bmm   out[b] = x[b]ᵀ @ y[b]                         dx = y
-    gᵀ, dy = x g jagged_outer        p[b] = x[b] @ y[b]ᵀ                           dx = g y, dy = gᵀ
-    x jagged_gram         p[b] = x[b] @ x[b]ᵀ                           dx = (g + gᵀ) x
+                        = the sum of dz's rows
+    jagged_jagged_bmm   out[b] = x[b]ᵀ @ y[b]                         dx = y gᵀ, dy = x g
+    jagged_outer        p[b] = x[b] @ y[b]ᵀ                           dx = g y, dy = gᵀ x
+    jagged_gram         p[b] = x[b] @ x[b]ᵀ                           dx = (g + gᵀ) x
     jagged_symmetric    out[b] = p[b] + p[b]ᵀ                         dp = g + gᵀ
     array_jagged_bmm    out[b] = p[b] @ y[b], or p[b]ᵀ @ y[b]         dp = g yᵀ, or y gᵀ; dy = pᵀ g,
-    or p g
+                        or p g
 
 Every gradient is another operator of this list, so all of them can be differentiated again; with an
 activation, once. Sums are fp32, in an order that follows from the shapes, and rounded once: results

@@ -25,12 +25,14 @@ written; `empty` 1 or 2, the consumers that compute dv and dk. queue: tile_sourc
 
 Shared memory in KiB, plus 1.5 for the tile queue, the barriers and the arguments of warps:
     head dim 128, 1 consumer: 112 = q 16 + dO 16 + k 2 × 16 + v 16 + P, dS 2 × 8 + epilogue 16
-                  2: 224 = q 2 × 16 + dO 2 × 16 + k 2 × 16 + v 2 × 16 + P, dS 2 × 2 × 2 × 8
-                     + epilogue 2 × 16
-    head dim 64,  1: 104 = q 2 × 8 + dO 2 × 8 + k 3 × 8 + v 3 × 8 + P, dS 2 × 8 + epilogue 8
-                  2: 192 = q 4 × 8 + dO 4 × 8 + k 3 × 8 + v 3 × 8 + P, dS 2 × 2 × 2 × 8
-                     + epilogue 2 × 8
-                  3: 216 = q 6 × 8 + dO 6 × 8 + k 3 × 8 + v 3 × 8 + P, dS 2 × 3 × 8 + epilogue 3 × 8
+                  2:          224 = q 2 × 16 + dO 2 × 16 + k 2 × 16 + v 2 × 16 + P, dS 2 × 2 × 2 × 8
+                              + epilogue 2 × 16
+    head dim 64,  1:          104 = q 2 × 8 + dO 2 × 8 + k 3 × 8 + v 3 × 8 + P, dS 2 × 8 + epilogue
+                              8
+                  2:          192 = q 4 × 8 + dO 4 × 8 + k 3 × 8 + v 3 × 8 + P, dS 2 × 2 × 2 × 8 +
+                              epilogue 2 × 8
+                  3:          216 = q 6 × 8 + dO 6 × 8 + k 3 × 8 + v 3 × 8 + P, dS 2 × 3 × 8 +
+                              epilogue 3 × 8
 """
 
 from __future__ import annotations
