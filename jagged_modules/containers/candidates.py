@@ -11,27 +11,25 @@ from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
 from ..scalars import check_kind, check_size
-from ..tracing import is_recording, one_call
-from ..validation import (
+from ..segments import (
+    Queries,
+    RowSegments,
+    Segmentation,
     check_dense,
     check_index_values,
     check_integers,
     check_offsets,
-    transforms_are_active,
-    values_are_checkable,
-)
-from .jagged import Jagged
-from .offsets import rows_and_segments
-from .segmentation import (
-    Queries,
-    RowSegments,
-    Segmentation,
     may_have_tail,
     outside_inference_mode,
     record_stream,
     remember,
     segmentation_of,
+    values_are_checkable,
 )
+from ..tracing import is_recording, one_call
+from ..validation import transforms_are_active
+from .jagged import Jagged
+from .offsets import rows_and_segments
 
 MOST_COMPARED = 2**14  # candidates that are compared with one another
 

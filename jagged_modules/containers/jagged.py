@@ -11,27 +11,25 @@ from torch import Tensor, nn
 
 from ..masks import AttentionMask
 from ..scalars import check_kind, possessive, to_ints
-from ..tracing import is_recording, one_call, recorded_call
-from ..validation import (
-    check_dense,
-    check_device,
-    check_integers,
-    check_layer_input,
-    check_offsets,
-    values_are_checkable,
-)
-from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
-from .schedules import Sizes, kept_schedule
-from .segmentation import (
+from ..segments import (
     Queries,
     RowSegments,
     Segmentation,
+    check_dense,
+    check_device,
+    check_integers,
+    check_offsets,
     outside_inference_mode,
     parse_segments,
     record_stream,
     remember,
     segmentation_of,
+    values_are_checkable,
 )
+from ..tracing import is_recording, one_call, recorded_call
+from ..validation import check_layer_input
+from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
+from .schedules import Sizes, kept_schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,13 +8,13 @@ import torch
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.schedule.host import TileSchedule
 
-from ..dtypes import FLOATS, names
+from ..dtypes import FLOATS, WrongDtype, names
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_size
 from ..schedule import device_schedule, host_schedule
+from ..segments import Queries, RowSegments, normal_form, outside_inference_mode
 from ..settings import is_batch_invariant
-from ..validation import MAX_HEAD_DIM, WrongDtype, normal_form
-from .segmentation import Queries, RowSegments, outside_inference_mode
+from ..validation import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from .jagged import Jagged

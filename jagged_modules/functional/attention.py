@@ -10,11 +10,11 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
 from ..bias import RelativeBias
-from ..containers.segmentation import RowSegments
 from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import device_schedule
+from ..segments import RowSegments
 from ..validation import check_tensor
 from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, Side, parse_call
 from .tail import padded_to

@@ -8,7 +8,7 @@ from jagged_kernels.attention.params import AttentionParams
 from torch import Tensor
 
 from ..bias import RelativeBias
-from ..validation import normal_form, values_are_checkable
+from ..segments import normal_form, values_are_checkable
 
 
 def check_bias(

@@ -14,19 +14,19 @@ from torch.nn.functional import pad
 
 from ..autocast import autocast_operands
 from ..bias import RelativeBias
-from ..containers.segmentation import RowSegments, parse_segments
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind
-from ..settings import backward_workspace, is_batch_invariant
-from ..tracing import is_symbolic
-from ..validation import (
+from ..segments import (
+    RowSegments,
     check_device,
-    check_implementation,
     check_offsets,
     normal_form,
-    refuse_transforms,
+    parse_segments,
     values_are_checkable,
 )
+from ..settings import backward_workspace, is_batch_invariant
+from ..tracing import is_symbolic
+from ..validation import check_implementation, refuse_transforms
 from .attention_bias import check_bias, with_bias
 from .attention_checks import (
     ATTENTION_IMPLEMENTATIONS,

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 from ..activations import ACTIVATIONS
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_number
-from ..validation import IMPLEMENTATIONS, MAX_HEAD_DIM, check_device, check_tensor
+from ..segments import check_device
+from ..validation import IMPLEMENTATIONS, MAX_HEAD_DIM, check_tensor
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 BLOCKS = (16, 32, 64, 128)  # block sizes, in rows, that the kernels have tiles for

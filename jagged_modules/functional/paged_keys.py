@@ -12,7 +12,7 @@ from torch import Tensor
 from ..autocast import autocast_dtype
 from ..containers.pages import gather_pages
 from ..scalars import check_kind, check_size
-from ..validation import (
+from ..segments import (
     check_device,
     check_offsets,
     check_offsets_shape,
@@ -21,7 +21,7 @@ from ..validation import (
 )
 
 if TYPE_CHECKING:
-    from ..containers.segmentation import RowSegments
+    from ..segments import RowSegments
     from .attention_call import AttentionOptions, Side
 
 

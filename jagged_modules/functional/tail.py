@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..containers.segmentation import may_have_tail
-from ..validation import checked_offsets, transforms_are_active
+from ..segments import checked_offsets, may_have_tail
+from ..validation import transforms_are_active
 
 
 def offsets_and_tail(

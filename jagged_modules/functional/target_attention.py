@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
-from ..containers.segmentation import RowSegments, parse_segments
 from ..masks import AttentionMask
-from ..validation import check_device, check_offsets, check_offsets_shape, check_tensor
+from ..segments import RowSegments, check_device, check_offsets, check_offsets_shape, parse_segments
+from ..validation import check_tensor
 from .attention import attend
 from .attention_call import AttentionOptions, Side
 from .attention_checks import check_operands, check_output_scale, check_shared

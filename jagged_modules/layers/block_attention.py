@@ -14,8 +14,9 @@ from ..functional import block_diagonal_attention_packed
 from ..functional.attention_checks import BLOCKS
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_choice, check_size
+from ..segments import check_offsets
 from ..tracing import call_of, one_module
-from ..validation import MAX_HEAD_DIM, check_offsets, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .tail import end_of, entering, leaving

@@ -20,8 +20,9 @@ from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions, Side
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
+from ..segments import values_are_checkable
 from ..tracing import as_constant, call_of, one_module, through_call
-from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
+from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all

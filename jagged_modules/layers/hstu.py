@@ -19,15 +19,9 @@ from ..functional.attention_call import AttentionOptions
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
+from ..segments import check_device, check_index_values, check_integers
 from ..tracing import call_of, one_module, through_call
-from ..validation import (
-    MAX_HEAD_DIM,
-    check_device,
-    check_index_values,
-    check_integers,
-    check_layer_input,
-    resolve_head_dim,
-)
+from ..validation import MAX_HEAD_DIM, check_layer_input, resolve_head_dim
 from .hstu_config import (
     HSTUConfig,
     Times,

@@ -14,7 +14,7 @@ from ..containers.jagged import Jagged
 from ..containers.offsets import rows_and_segments, segments_and_positions
 from ..masks import AttentionMask, is_visible
 from ..scalars import check_number, check_size, possessive
-from ..validation import values_are_checkable
+from ..segments import values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged
-from ..containers.segmentation import RowSegments
 from ..functional.tail import with_clean_tail, without_tail
+from ..segments import RowSegments
 
 
 def end_of(name: str, x: Jagged) -> Tensor | None:

@@ -11,8 +11,8 @@ from ..containers.candidates import CandidateIndex
 from ..containers.conversions import wait_for
 from ..containers.jagged import Jagged, check_same_segments
 from ..containers.schedules import equal_segments
-from ..containers.segmentation import Queries, RowSegments
-from ..validation import check_dense, check_device, check_layer_input
+from ..segments import Queries, RowSegments, check_dense, check_device
+from ..validation import check_layer_input
 from .tail import end_of, end_of_candidates
 
 

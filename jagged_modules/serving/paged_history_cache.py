@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
 from ..containers.pages import PagedRows, Room, gather_pages, room_of
-from ..containers.segmentation import segmentation_of
 from ..scalars import check_kind, check_size, is_sequence, to_ints
+from ..segments import segmentation_of
 from ..submodules import submodules
 from .pages import CacheFull, PageTable, RowRange, UserPages, row_indices
 
