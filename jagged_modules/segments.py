@@ -249,6 +249,13 @@ class RowSegments(NamedTuple):
         rows."""
         return self.offsets if self.has_tail else None
 
+    @classmethod
+    def equal(cls, rows: int, num_segments: int, like: Tensor) -> RowSegments:
+        """Segments of `rows` rows each, with offsets of `like`'s dtype and device."""
+        offsets = torch.arange(num_segments + 1, dtype=like.dtype, device=like.device) * rows
+        lengths = torch.full((num_segments,), rows, device="cpu")
+        return cls(offsets, lengths, num_segments * rows)
+
 
 class Queries:
     """Base of the containers that can be the queries of an attention: `Jagged` and

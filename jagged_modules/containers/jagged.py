@@ -58,7 +58,7 @@ class Jagged(Queries):
     values: Tensor  # torch's fully_shard finds tensors in dataclasses, but not in other pytrees
     offsets: Tensor
     max_seqlen: int | None
-    # whether the caller of a layer sees to the rows behind the last segment: layers/tail.py
+    # whether the caller of a layer sees to the rows behind the last segment
     is_clean = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -248,6 +248,11 @@ class Jagged(Queries):
                 segments = parse_segments(name, self.offsets, self.num_rows, device)
             self._parsed = key, segments
         return self._parsed[1]
+
+    def end(self, name: str) -> Tensor | None:
+        """The parsed offsets, at whose end the rows of a layer end. None if the host knows it, or a
+        caller has cleared those behind. Errors call the container `name`."""
+        return None if self.is_clean else self.parsed(name).end
 
     def __repr__(self) -> str:
         return (

@@ -16,7 +16,8 @@ from ..reference import attention_reference
 from ..schedule import device_schedule
 from ..segments import RowSegments
 from ..validation import check_tensor
-from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, Side, parse_call
+from .attention_arguments import Side, parse_arguments
+from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, parsed_call
 from .tail import padded_to
 
 
@@ -114,29 +115,40 @@ def jagged_attention(
     )
     queries = Side(q_offsets, max_seqlen_q)
     keys = Side(q_offsets if kv_offsets is None else kv_offsets, max_seqlen_kv)
-    return attend(q, k, v, queries, keys, options)
+    return computed(parse_arguments(q, k, v, queries, keys, options))
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: Side | RowSegments,
-    keys: Side | RowSegments,
+    queries: RowSegments | None,
+    keys: RowSegments | None,
     options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """`jagged_attention` of operands with three dimensions. Layers give the segments that their
-    containers have parsed."""
-    parsed = parse_call(q, k, v, queries, keys, options)
-    call, row_scale = parsed.call, parsed.row_scale
-    if options.implementation == "reference":
-        out = _by_definition(parsed)
-    elif options.implementation == "auto" and call.q.device.type != "cuda":
-        out = attention_cpu(call)
-    else:
-        from jagged_kernels.attention.op import attention
+    """`jagged_attention` of operands with three dimensions, and segments and options that need no
+    checks: those of a layer. queries, keys: None where all segments share the operand."""
+    parsed = parsed_call(q, k, v, queries, keys, options)
+    return _scaled(_by_kernels_or_cpu(parsed.call), parsed)
 
-        out = attention(call if call.schedule else call._replace(schedule=_listed(call)))
+
+def computed(parsed: ParsedAttention) -> Tensor:
+    """The result of an attention of any implementation."""
+    is_defined = parsed.call.params.implementation == "reference"
+    out = _by_definition(parsed) if is_defined else _by_kernels_or_cpu(parsed.call)
+    return _scaled(out, parsed)
+
+
+def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
+    if call.params.implementation == "auto" and call.q.device.type != "cuda":
+        return attention_cpu(call)
+    from jagged_kernels.attention.op import attention
+
+    return attention(call if call.schedule else call._replace(schedule=_listed(call)))
+
+
+def _scaled(out: Tensor, parsed: ParsedAttention) -> Tensor:
+    row_scale = parsed.row_scale
     return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
 
 

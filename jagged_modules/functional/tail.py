@@ -1,5 +1,10 @@
 """Rows behind the last segment, where only the device knows where that one ends:
-docs/decisions/rows-behind-the-end.md."""
+docs/decisions/rows-behind-the-end.md.
+
+A layer clears them where its input enters and where its result leaves. In between, they are rows
+like others: finite, with gradients of 0 from the result on. So they add 0 to the gradients of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +46,17 @@ def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
     if not (_runs_kernels(x) and x.is_contiguous()):
         return without_tail(x, offsets)
     return _WithCleanTail.apply(x, offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+
+def entering(x: Tensor, end: Tensor | None) -> Tensor:
+    """A layer's input, cleared. Its gradient is 0 behind the end anyway, because that of the result
+    is."""
+    return x if end is None else without_tail(x, end, clears_gradient=False)
+
+
+def leaving(x: Tensor, end: Tensor | None) -> Tensor:
+    """A layer's result, cleared, and its gradient too."""
+    return x if end is None else with_clean_tail(x, end)
 
 
 def padded_to(x: Tensor, rows: int) -> Tensor:

@@ -11,7 +11,8 @@ from torch.types import Device
 
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
-from ..functional.attention_checks import BLOCKS
+from ..functional.attention_arguments import BLOCKS
+from ..functional.tail import entering, leaving
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_choice, check_size
 from ..segments import check_offsets
@@ -19,7 +20,6 @@ from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -112,7 +112,7 @@ class BlockDiagonalSelfAttention(nn.Module):
                 too long.
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
-        end = end_of("x", jagged)
+        end = jagged.end("x")
         qkv = in_heads(
             "qkv_proj",
             self.qkv_proj(entering(jagged.values, end)),

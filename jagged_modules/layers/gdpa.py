@@ -17,7 +17,8 @@ from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional.attention import attend
-from ..functional.attention_call import AttentionOptions, Side
+from ..functional.attention_call import AttentionOptions
+from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
 from ..segments import values_are_checkable
@@ -26,7 +27,6 @@ from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -269,7 +269,7 @@ class JaggedGDPA(nn.Module):
         mask = self._checked_options(rows, keys, "cache", num_targets, bias)
         values, pages = paged_operands(keys)
         k, v = values.chunk(2, dim=2)
-        end = end_of("x", rows)
+        end = rows.end("x")
         q = self._queries(entering(rows.values, end))
         out = self._attend(q, k, v, rows, keys, mask, bias, pages)
         return rows.unwrap(leaving(out, end))
@@ -320,7 +320,7 @@ class JaggedGDPA(nn.Module):
             keys = wrap_rows(keys_name, context, self.embedding_dim, self.out_proj)
             check_same_segments("x", rows, keys_name, keys)
         mask = self._checked_options(rows, keys, keys_name, num_targets, bias)
-        end = end_of("x", rows)
+        end = rows.end("x")
         values = entering(rows.values, end)
         k: Tensor
         v: Tensor
@@ -329,7 +329,7 @@ class JaggedGDPA(nn.Module):
         elif keys is rows:
             k, v = self._project(values)
         else:
-            k, v = self._project(entering(keys.values, end_of(keys_name, keys)))
+            k, v = self._project(entering(keys.values, keys.end(keys_name)))
         q = self.q_norm(self.seeds) if config.num_seeds else self._queries(values)
         out: Any = self._attend(q, k, v, rows, keys, mask, bias)
         if config.num_seeds:
@@ -378,14 +378,14 @@ class JaggedGDPA(nn.Module):
         options = AttentionOptions(
             self.activation, config.scale, output_scale, mask, bias, schedule, pages=pages
         )
-        of_rows = Side("shared") if config.num_seeds else rows.parsed("x")
-        of_keys = Side("shared") if config.num_weights else keys.parsed("context")
+        of_rows = None if config.num_seeds else rows.parsed("x")
+        of_keys = None if config.num_weights else keys.parsed("context")
         out = attend(q, k, v, of_rows, of_keys, options)
         return self.out_proj(self.dropout(out.flatten(1)))
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
-        end = end_of(name, rows)
+        end = rows.end(name)
         keys_and_values = torch.cat(self._project(entering(rows.values, end)), dim=2)
         return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
@@ -532,7 +532,7 @@ class GDPABlock(nn.Module):
             TypeError, ValueError: as `JaggedGDPA.forward`.
         """
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
-        end = end_of("x", jagged)
+        end = jagged.end("x")
         rows = entering(jagged.values, end)
         normed = jagged.with_values(self.norm(rows))
         normed.is_clean = end is not None or jagged.is_clean

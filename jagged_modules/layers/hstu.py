@@ -17,6 +17,7 @@ from ..containers.pages import paged_operands, room_of
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.layer_norm import layer_norm_rows
+from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
 from ..segments import check_device, check_index_values, check_integers
@@ -32,7 +33,6 @@ from .hstu_config import (
 )
 from .invariant import fixed_rows
 from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
-from .tail import end_of, entering, leaving
 
 NORM_EPS = 1e-6
 C = TypeVar("C")  # a container
@@ -362,7 +362,7 @@ class HSTULayer(nn.Module):
 
     def _project(self, name: str, x: Jagged) -> _Rows:
         """The rows of x, which errors call `name`, and their projections."""
-        end = end_of(name, x)
+        end = x.end(name)
         values = entering(x.values, end)
         return _Rows(x, end, values, *self._uqkv(values))
 

@@ -15,13 +15,13 @@ from ..containers.jagged import Jagged, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
+from ..functional.tail import entering, leaving
 from ..scalars import check_kind, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, entering, leaving
 from .targets import parse_targets
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
@@ -182,7 +182,7 @@ class JaggedTargetAttention(nn.Module):
                 match; the message names the argument.
         """
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        k, v = self._keys_and_values(entering(history.values, end_of("history", history)))
+        k, v = self._keys_and_values(entering(history.values, history.end("history")))
         return self._attend(targets, k, v, candidates, history, "history")
 
     if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class JaggedTargetAttention(nn.Module):
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
-        end = end_of(name, rows)
+        end = rows.end(name)
         keys_and_values = torch.cat(self._keys_and_values(entering(rows.values, end)), dim=2)
         return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
