@@ -136,7 +136,9 @@ def attend(
     else:
         from jagged_kernels.attention.op import attention
 
-        out = attention(call if call.schedule else call._replace(schedule=_listed(call)))
+        q, k, v, *_ = call
+        trains = q.requires_grad or k.requires_grad or v.requires_grad
+        out = attention(with_schedule(call, trains and torch.is_grad_enabled()))
     return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
 
 
@@ -158,8 +160,11 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
     return out if segments.q_shared else padded_to(out, q.shape[0])
 
 
-def _listed(call: AttentionCall) -> TileSchedule:
-    """A schedule of the call, made on the device."""
+def with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
+    """The call with a schedule, which the device makes if there is none. trains: for a backward
+    too."""
+    if call.schedule:
+        return call
     q, k, v, segments, p, _ = call
     problem = AttentionProblem(
         q.shape[2],
@@ -177,12 +182,8 @@ def _listed(call: AttentionCall) -> TileSchedule:
         num_kv_heads=k.shape[1],
     )
     # In a graph of torch.compile, sizes are not known: the backward chooses its own tiles.
-    needs_backward = (
-        torch.is_grad_enabled()
-        and not (segments.kv_shared or torch.compiler.is_compiling())
-        and (q.requires_grad or k.requires_grad or v.requires_grad)
-    )
-    return device_schedule(
+    needs_backward = trains and not (segments.kv_shared or torch.compiler.is_compiling())
+    schedule = device_schedule(
         problem,
         segments.q_offsets,
         segments.kv_offsets,
@@ -190,3 +191,4 @@ def _listed(call: AttentionCall) -> TileSchedule:
         num_targets=p.num_targets,
         backward=needs_backward,
     )
+    return call._replace(schedule=schedule)
