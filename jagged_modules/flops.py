@@ -49,11 +49,12 @@ def _num_pairs(q_offsets: Tensor, kv_offsets: Tensor, rows: int, keys: int) -> i
     return int((q_offsets.diff().view(-1, segments) * kv_offsets.diff()).sum())
 
 
-def _attention(backward: bool) -> Formula:
-    """The forward's two GEMMs, or the backward's: scores again, dP, dV, dQ and dK."""
+def _attention(backward: bool, first: int = 0) -> Formula:
+    """The forward's two GEMMs, or the backward's: scores again, dP, dV, dQ and dK. first: of the
+    arguments of `params.pack`."""
 
     def formula(*args: Any, **_: Any) -> int:
-        call = unpack(*args[2:] if backward else args)[0]
+        call = unpack(*args[first:])[0]
         q, k, v, segments = call.q, call.k, call.v, call.segments
         rows, keys = segments.num_output_rows(q), segments.num_keys(k)
         pairs = _num_pairs(segments.q_offsets, segments.kv_offsets, rows, keys)
@@ -138,7 +139,7 @@ def _compress_backward(
 
 ON_THE_HOST: dict[str, Formula] = {
     "attention_cpu": _attention(backward=False),
-    "attention_cpu_backward": _attention(backward=True),
+    "attention_cpu_backward": _attention(backward=True, first=2),
     "outer_cpu": _outer,
     "matmul_cpu": _scores_times_rows,
     "batched_matmul_cpu": _batched_matmul,
@@ -146,7 +147,8 @@ ON_THE_HOST: dict[str, Formula] = {
 OF_KERNELS: dict[str, Formula] = {
     "attention": _attention(backward=False),
     "paged_attention": _attention(backward=False),
-    "attention_backward": _attention(backward=True),
+    "attention_backward": _attention(backward=True, first=2),
+    "attention_packed_backward": _attention(backward=True, first=3),
     "block_attention": _block_attention(2, packed=False, backward=False),
     "block_attention_packed": _block_attention(2, packed=True, backward=False),
     "block_attention_backward": _block_attention(5, packed=False, backward=True),

@@ -24,7 +24,7 @@ from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .containers.pages import PagedRows
 from .functional import ScorePlan
-from .layers.gdpa import GDPAConfig
+from .layers.gdpa_config import GDPAConfig
 from .layers.hstu_config import HSTUConfig
 from .masks import AttentionMask
 from .rotary import Rotary

@@ -146,10 +146,15 @@ def transforms_are_active() -> bool:
     return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage] - torch has no public function for it
 
 
+def runs_transforms() -> bool:
+    """Whether a torch.func transform or forward-mode AD is active."""
+    return transforms_are_active() or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+
+
 def refuse_transforms(what: str) -> None:
     """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be
     silently zero."""
-    if transforms_are_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    if runs_transforms():
         raise RuntimeError(
             f"{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode: use"
             " torch.autograd.grad, and a loop in place of vmap; a function called directly also"

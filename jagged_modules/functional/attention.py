@@ -144,7 +144,9 @@ def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
         return attention_cpu(call)
     from jagged_kernels.attention.op import attention
 
-    return attention(call if call.schedule else call._replace(schedule=_listed(call)))
+    q, k, v, *_ = call
+    trains = q.requires_grad or k.requires_grad or v.requires_grad
+    return attention(with_schedule(call, trains and torch.is_grad_enabled()))
 
 
 def _scaled(out: Tensor, parsed: ParsedAttention) -> Tensor:
@@ -170,8 +172,11 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
     return out if segments.q_shared else padded_to(out, q.shape[0])
 
 
-def _listed(call: AttentionCall) -> TileSchedule:
-    """A schedule of the call, made on the device."""
+def with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
+    """The call with a schedule, which the device makes if there is none. trains: for a backward
+    too."""
+    if call.schedule:
+        return call
     q, k, v, segments, p, _ = call
     problem = AttentionProblem(
         q.shape[2],
@@ -189,12 +194,8 @@ def _listed(call: AttentionCall) -> TileSchedule:
         num_kv_heads=k.shape[1],
     )
     # In a graph of torch.compile, sizes are not known: the backward chooses its own tiles.
-    needs_backward = (
-        torch.is_grad_enabled()
-        and not (segments.kv_shared or torch.compiler.is_compiling())
-        and (q.requires_grad or k.requires_grad or v.requires_grad)
-    )
-    return device_schedule(
+    needs_backward = trains and not (segments.kv_shared or torch.compiler.is_compiling())
+    schedule = device_schedule(
         problem,
         segments.q_offsets,
         segments.kv_offsets,
@@ -202,3 +203,4 @@ def _listed(call: AttentionCall) -> TileSchedule:
         num_targets=p.num_targets,
         backward=needs_backward,
     )
+    return call._replace(schedule=schedule)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jagged_kernels.block_attention.select import has_kernels
 from jagged_kernels.common.device import contiguous_last_dim
@@ -140,34 +142,62 @@ def block_diagonal_attention_packed(
         raise ValueError(f"qkv must have shape [L, 3, H, D], got {list(qkv.shape)}")
     qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
+    if _has_kernels(q, k, block_size, implementation):
+        from jagged_kernels.block_attention.op import triton_block_attention_packed
+
+        return triton_block_attention_packed(
+            *packed_arguments(
+                qkv, offsets, block_size=block_size, rotary=rotary, implementation=implementation
+            )
+        )
     offsets, has_tail = _check_block_attention(
         q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation
     )
     scale = q.shape[2] ** -0.5
-    if not _has_kernels(q, k, block_size, implementation):
-        return _block_attention(
-            q, k, v, offsets, block_size, scale, rotary, implementation, has_tail
-        )
+    return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation, has_tail)
 
-    from jagged_kernels.block_attention.op import triton_block_attention_packed
 
-    options = block_size, scale, implementation, is_batch_invariant(), has_tail
-    return triton_block_attention_packed(
-        contiguous_last_dim(qkv), offsets, *kernel_arguments(rotary, qkv.device), *options
+def packed_arguments(
+    qkv: Tensor,
+    offsets: Tensor,
+    *,
+    block_size: int,
+    rotary: Rotary | None,
+    implementation: str = "auto",
+) -> tuple[Any, ...]:
+    """The checked arguments of the packed operators, which kernels compute."""
+    q, k, v = qkv.unbind(1)
+    offsets, has_tail = _check_block_attention(
+        q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation
     )
+    options = block_size, q.shape[2] ** -0.5, implementation, is_batch_invariant(), has_tail
+    tables, rotation = kernel_arguments(rotary, qkv.device)
+    return contiguous_last_dim(qkv), offsets, tables, rotation, *options
 
 
 def _has_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:
     """Whether block attention runs its own kernels for these tensors, instead of `jagged_attention`
     with a segment for each block."""
-    if not uses_kernels(q.device, implementation):
+    group = q.shape[1] // k.shape[1]
+    return runs_kernels(q.device, q.dtype, q.shape[2], block_size, group, implementation)
+
+
+def runs_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    group: int = 1,
+    implementation: str = "auto",
+) -> bool:
+    """The same of tensors that are not there yet. group: query heads of a key head."""
+    if not uses_kernels(device, implementation):
         return False
 
     from jagged_kernels.common.ops import capability
 
-    group = q.shape[1] // k.shape[1]
     return has_kernels(
-        q.shape[2], q.element_size(), capability(q.device), block_size, group, implementation
+        head_dim, dtype.itemsize, capability(device), block_size, group, implementation
     )
 
 

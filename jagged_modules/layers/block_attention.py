@@ -12,13 +12,16 @@ from torch.types import Device
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
 from ..functional.attention_arguments import BLOCKS
+from ..functional.block_attention import runs_kernels
 from ..functional.tail import entering, leaving
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_choice, check_size
 from ..segments import check_offsets
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_rows
+from .one_node import linears_may_be_one_node, operand_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
@@ -113,21 +116,27 @@ class BlockDiagonalSelfAttention(nn.Module):
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
         end = jagged.end("x")
-        qkv = in_heads(
-            "qkv_proj",
-            self.qkv_proj(entering(jagged.values, end)),
-            3,
-            self.num_heads,
-            self.head_dim,
-        )
+        rows = entering(jagged.values, end)
         rotary = None
         if self.tables is not None and self.rotary is not None:
             check_offsets("x's offsets", jagged.offsets, max_seqlen=self.max_seqlen)
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
+        if self._is_one_node(rows):
+            attention = BlockAttention(
+                jagged.offsets, self.num_heads, self.block_size, rotary, operand_dtype(rows)
+            )
+            out = block_attention_node(rows, self.qkv_proj, self.out_proj, attention)
+            return jagged.unwrap(leaving(out, end))
+        qkv = in_heads("qkv_proj", self.qkv_proj(rows), 3, self.num_heads, self.head_dim)
         out = block_diagonal_attention_packed(
             qkv, jagged.offsets, block_size=self.block_size, rotary=rotary
         )
         return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
+
+    def _is_one_node(self, x: Tensor) -> bool:
+        return linears_may_be_one_node(x, (self.qkv_proj, self.out_proj)) and runs_kernels(
+            x.device, operand_dtype(x), self.head_dim, self.block_size
+        )
 
     if TYPE_CHECKING:
 

@@ -20,65 +20,19 @@ from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
-from ..segments import values_are_checkable
+from ..scalars import check_choice, check_kind
+from ..segments import RowSegments
 from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
+from .gdpa_config import GDPAConfig
+from .gdpa_node import gdpa_node, is_one_node
 from .invariant import fixed_rows
+from .layer_bias import check_layer_bias
+from .one_node import operand_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
-
-
-@dataclasses.dataclass(frozen=True)
-class GDPAConfig:
-    """The less common options of `JaggedGDPA`.
-
-    Args:
-        head_dim: width D of each head; embedding_dim / num_heads if None.
-        num_kv_heads: heads of keys and values, a divisor of num_heads; num_heads if None.
-        qk_norm: apply RMSNorm, in fp32 and with learned weights, over the head dim of queries and
-            keys.
-        scale: factor of q kᵀ before the activation; 1/sqrt(D) if None.
-        output_scale: factor after the activation; must be 1 with softmax.
-        dropout: dropout probability, applied to the attention's result before the output
-            projection. Attention weights have no dropout, because they are never materialised.
-        num_seeds: number of learned queries, the same for every segment (pooling by multi-head
-            attention, PMA). 0: x gives the queries.
-        num_weights: number of learned keys and values, the same for every segment (a feed-forward:
-            activation(q Kᵀ) V). 0: x or context gives keys and values.
-
-    Raises:
-        TypeError, ValueError: a field has another type or is out of range; both num_seeds and
-            num_weights are given.
-    """
-
-    head_dim: int | None = None
-    num_kv_heads: int | None = None
-    qk_norm: bool = False
-    scale: float | None = None
-    output_scale: float = 1.0
-    dropout: float = 0.0
-    num_seeds: int = 0
-    num_weights: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("head_dim", "num_kv_heads"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
-        check_flag("qk_norm", self.qk_norm)
-        if self.scale is not None:
-            check_number("scale", self.scale)
-        check_number("output_scale", self.output_scale)
-        check_number("dropout", self.dropout, 0, 1)
-        check_size("num_seeds", self.num_seeds, at_least=0)
-        check_size("num_weights", self.num_weights, at_least=0)
-        if self.num_seeds and self.num_weights:
-            raise ValueError(
-                f"num_seeds and num_weights must not both be given, got {self.num_seeds} and"
-                f" {self.num_weights}"
-            )
 
 
 class JaggedGDPA(nn.Module):
@@ -306,22 +260,11 @@ class JaggedGDPA(nn.Module):
                 match; context, num_targets or bias is given with learned rows.
         """
         config, rows = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
-        if config.num_seeds or config.num_weights:
-            given = dict(context=context, num_targets=num_targets, bias=bias)
-            for name, argument in given.items():
-                if argument is not None:
-                    raise ValueError(
-                        f"{name} must be None with num_seeds or num_weights, got"
-                        f" {type(argument).__name__}"
-                    )
-        keys, keys_name = rows, "x"
-        if context is not None:
-            keys_name = "context"
-            keys = wrap_rows(keys_name, context, self.embedding_dim, self.out_proj)
-            check_same_segments("x", rows, keys_name, keys)
-        mask = self._checked_options(rows, keys, keys_name, num_targets, bias)
+        keys, keys_name, mask = self._checked_inputs(rows, context, num_targets, bias)
         end = rows.end("x")
         values = entering(rows.values, end)
+        if is_one_node(self, values, bias):
+            return rows.unwrap(leaving(self._one_node(rows, values, keys, mask), end))
         k: Tensor
         v: Tensor
         if config.num_weights:
@@ -364,13 +307,27 @@ class JaggedGDPA(nn.Module):
         pages: Pages | None = None,
     ) -> Tensor:
         """The result of the queries: of these rows, or learned."""
+        sides_and_options = self._attention(rows, keys, v.dtype, mask, bias, pages)
+        out = attend(q, k, v, *sides_and_options)
+        return self.out_proj(self.dropout(out.flatten(1)))
+
+    def _attention(
+        self,
+        rows: Jagged,
+        keys: Jagged,
+        dtype: torch.dtype,
+        mask: AttentionMask | None,
+        bias: RelativeBias | None = None,
+        pages: Pages | None = None,
+    ) -> tuple[RowSegments | None, RowSegments | None, AttentionOptions]:
+        """What `attend` takes besides the operands, which have this dtype."""
         config, schedule = self.config, None
         if not config.num_weights:
             schedule = keys.schedule(
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
-                dtype=v.dtype,
+                dtype=dtype,
                 queries=config.num_seeds or rows,
                 mask=mask,
             )
@@ -380,8 +337,20 @@ class JaggedGDPA(nn.Module):
         )
         of_rows = None if config.num_seeds else rows.parsed("x")
         of_keys = None if config.num_weights else keys.parsed("context")
-        out = attend(q, k, v, of_rows, of_keys, options)
-        return self.out_proj(self.dropout(out.flatten(1)))
+        return of_rows, of_keys, options
+
+    def _one_node(
+        self,
+        rows: Jagged,
+        values: Tensor,
+        keys: Jagged,
+        mask: AttentionMask | None,
+        norm: nn.RMSNorm | None = None,
+    ) -> Tensor:
+        """The result for these values of the rows; with a block's norm, the block's."""
+        context = None if keys is rows else entering(keys.values, keys.end("context"))
+        attention = self._attention(rows, keys, operand_dtype(values), mask)
+        return gdpa_node(self, values, context, norm, attention)
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
@@ -401,6 +370,25 @@ class JaggedGDPA(nn.Module):
         width = 2 * self.head_dim
         return layer_of_cache(cache, name, x, self.num_kv_heads, width, self.kv_proj)
 
+    def _checked_inputs(
+        self, rows: Jagged, context: Any, num_targets: Tensor | None, bias: RelativeBias | None
+    ) -> tuple[Jagged, str, AttentionMask | None]:
+        """The keys' rows, their name in errors, and the mask with these targets."""
+        if self.config.num_seeds or self.config.num_weights:
+            given = dict(context=context, num_targets=num_targets, bias=bias)
+            for name, argument in given.items():
+                if argument is not None:
+                    raise ValueError(
+                        f"{name} must be None with num_seeds or num_weights, got"
+                        f" {type(argument).__name__}"
+                    )
+        keys, keys_name = rows, "x"
+        if context is not None:
+            keys_name = "context"
+            keys = wrap_rows(keys_name, context, self.embedding_dim, self.out_proj)
+            check_same_segments("x", rows, keys_name, keys)
+        return keys, keys_name, self._checked_options(rows, keys, keys_name, num_targets, bias)
+
     def _checked_options(
         self,
         x: Jagged,
@@ -417,46 +405,8 @@ class JaggedGDPA(nn.Module):
         if mask is not None:
             check_num_targets(name, mask.num_targets, keys.offsets, keys.device, "the layer's")
         if bias is not None:
-            self._check_bias(bias, x, keys, keys_name)
+            check_layer_bias(bias, x, keys, keys_name, self.num_heads)
         return mask
-
-    def _check_bias(self, bias: RelativeBias, x: Jagged, keys: Jagged, keys_name: str) -> None:
-        """Check the bias against the containers, by their names in the caller's code."""
-        check_kind("bias", bias, RelativeBias, "a RelativeBias")
-        device = x.values.device
-        for field in dataclasses.fields(bias):
-            tensor = getattr(bias, field.name)
-            if tensor is not None and tensor.device != device:
-                raise ValueError(
-                    f"bias.{field.name} must be on the layer's device, {device}, got"
-                    f" {tensor.device}"
-                )
-        for name, table in (("position", bias.position), ("time", bias.time)):
-            if table is not None and table.dim() == 2 and table.shape[0] != self.num_heads:
-                raise ValueError(
-                    f"bias.{name} must have one row for each of the layer's {self.num_heads} heads,"
-                    f" got {table.shape[0]}"
-                )
-        for name, times, owner, rows in (
-            ("timestamps", bias.timestamps, keys_name, keys.num_rows),
-            ("query_timestamps", bias.query_timestamps, "x", x.values.shape[0]),
-            ("query_shift", bias.query_shift, "x", x.num_segments),
-        ):
-            if times is not None and times.shape[0] != rows:
-                what = "segment" if name == "query_shift" else "row"
-                raise ValueError(
-                    f"bias.{name} must have one element for each {what} of {owner}, {rows}, got"
-                    f" {times.shape[0]}"
-                )
-        for name, offsets in (("x", x.offsets), (keys_name, keys.offsets)):
-            if bias.max_seqlen is None or not values_are_checkable(offsets) or offsets.shape[0] < 2:
-                continue
-            longest = int(offsets.diff().max())
-            if longest > bias.max_seqlen:
-                raise ValueError(
-                    f"bias.position has entries for {bias.max_seqlen} rows, but {name} has a"
-                    f" segment of {longest} rows"
-                )
 
     def extra_repr(self) -> str:
         sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}"
@@ -534,10 +484,20 @@ class GDPABlock(nn.Module):
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         end = jagged.end("x")
         rows = entering(jagged.values, end)
-        normed = jagged.with_values(self.norm(rows))
-        normed.is_clean = end is not None or jagged.is_clean
-        update = self.attention(normed, context, num_targets, bias)
-        return jagged.unwrap(leaving(rows + update.values, end))
+        if self._is_one_node(rows, bias):
+            keys, _, mask = self.attention._checked_inputs(jagged, context, num_targets, bias)
+            out = self.attention._one_node(jagged, rows, keys, mask, self.norm)
+        else:
+            normed = jagged.with_values(self.norm(rows))
+            normed.is_clean = end is not None or jagged.is_clean
+            out = rows + self.attention(normed, context, num_targets, bias).values
+        return jagged.unwrap(leaving(out, end))
+
+    def _is_one_node(self, x: Tensor, bias: RelativeBias | None) -> bool:
+        attention, norm = self.attention, self.norm
+        if type(attention) is not JaggedGDPA or type(norm) is not _RMSNorm or norm.weight is None:
+            return False
+        return is_one_node(attention, x, bias, attention, norm)
 
     if TYPE_CHECKING:
 

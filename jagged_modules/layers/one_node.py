@@ -8,11 +8,16 @@ cannot cheaply compute again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from ..dtypes import EVERYWHERE
 from ..settings import is_batch_invariant
+from ..validation import runs_transforms
 
 
 def may_be_one_node(x: Tensor, *modules: nn.Module) -> bool:
@@ -76,3 +81,46 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of the rows of dy, in fp32."""
     return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dtype)
+
+
+class LinearGradients(NamedTuple):
+    """Gradients of a `linear`; None where none is wanted."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def linear_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    wanted: Sequence[bool],
+    x_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> LinearGradients:
+    """Of x, in x_dtype, and of weight and bias, in dtype. wanted: which of the three."""
+    return LinearGradients(
+        input_gradient(dy, weight, x_dtype) if wanted[0] else None,
+        weight_gradient(dy, x, dtype) if wanted[1] else None,
+        bias_gradient(dy, dtype) if wanted[2] else None,
+    )
+
+
+def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy @ weight `[N, K]`; in fp32 without a rounding to the operands' dtype in between."""
+    if dtype == torch.float32 != dy.dtype:
+        return torch.mm(dy, weight, out_dtype=dtype)
+    return (dy @ weight).to(dtype)
+
+
+def linears_may_be_one_node(x: Tensor, linears: Sequence[nn.Module], *others: nn.Module) -> bool:
+    """`may_be_one_node` of modules of which `linear` computes the first ones: each of these is an
+    nn.Linear with a bias. Their parameters have one dtype, that of x unless autocast casts them."""
+    if not may_be_one_node(x, *linears, *others) or runs_transforms():
+        return False
+    if not all(type(module) is nn.Linear and module.bias is not None for module in linears):
+        return False
+    dtype = operand_dtype(x)
+    dtypes = {parameter.dtype for module in linears for parameter in module.parameters()}
+    return dtype in EVERYWHERE and len(dtypes) == 1 and (dtype in dtypes or dtype != x.dtype)

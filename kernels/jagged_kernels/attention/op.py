@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,16 +39,19 @@ from ..common.tail import zero_tails
 from ..schedule.cost import LoopedSide, one_pass_may_run
 from ..schedule.host import NOT_LISTED, TileList
 from . import packed
-from .autograd import backward_fake, differentiable, differentiate_attention
+from .autograd import backward_fake, differentiable, differentiate_attention, packed_backward_fake
 from .bias_tables import kernel_bias
 from .params import (
     BACKWARD_SCHEMA,
     FORWARD_SCHEMA,
+    PACKED_BACKWARD_SCHEMA,
     PAGED_SCHEMA,
+    Arguments,
     AttentionCall,
     Gradients,
     Operands,
     SegmentTensors,
+    empty_packed_gradients,
     empty_table_gradients,
     pack,
     unpack,
@@ -109,22 +113,12 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
     Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of
     what they are gradients of; `[0]` for a table that gets none.
     """
-    call, queries_listed, keys_listed = unpack(*arguments)
+    call, tiles, key_tiles = unpack(*arguments)
     q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
-    selection = _select(call, queries_listed.block, keys_listed.block)
     if not _has_rows(call):
-        dtables = (x.zero_() for x in empty_table_gradients(params, q))
-        return (
-            *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
-            *dtables,
-        )
-    queries, keys = _with_tiles(call, queries_listed), _with_tiles(call, keys_listed)
-    operands, do = Operands(q, k, v, *results), contiguous_last_dim(do)
-    chunks = selection.query_chunks
-    if kv_shared:
-        keys = _query_chunks(q_offsets[-1] if has_tail else q.shape[0], k, chunks)
-        if params.segment_scale is not None:
-            params = params._replace(segment_scale=params.segment_scale.repeat(chunks))
+        empty = (x.new_zeros(x.shape) for x in (q, k, v))
+        return *empty, *(x.zero_() for x in empty_table_gradients(params, q))
+    chunks = _select(call, tiles.block, key_tiles.block).query_chunks
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows
     # (keys), then a fixed-order sum.
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
@@ -134,19 +128,7 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
         )
         for x in (k, v)
     )
-    grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(operands.lse))
-    if selection.packed_bwd is not None:
-        packed.backward(operands, grads, queries, params, selection.packed_bwd)
-        queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
-    if selection.backend == "hopper":
-        from .hopper.launch import backward
-
-        workspace = params.workspace
-        dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
-    else:
-        bias = kernel_bias(params)
-        dtables = triton_dq(operands, grads, queries, params, bias, selection)
-        triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
+    dtables = _write_gradients(do, results, arguments, dq, dk, dv)
     if has_tail:
         of_queries = [] if q_shared else [(dq, q_offsets)]
         of_keys = [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
@@ -156,6 +138,66 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
     if kv_shared:
         dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
     return dq, dk, dv, *dtables
+
+
+@operator("attention_packed_backward", packed_backward_fake, PACKED_BACKWARD_SCHEMA)
+def triton_attention_packed_backward(
+    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+):
+    """`triton_attention_backward` with the gradients of each projection in one tensor, whose GEMMs
+    then need no sum and no copy. q and v have the same head dim D; nothing is shared.
+
+    Returns:
+        With `together`, which is self-attention: `[rows, H + 2 Hkv, D]`, the gradients of q, k and
+        v along dim 1, and `[0, 2 Hkv, D]`. Without: dq `[rows, H, D]`, and those of k and v
+        `[keys, 2 Hkv, D]`. Then the gradients of the tables.
+    """
+    call, _, _ = unpack(*arguments)
+    of_queries, of_keys = gradients = empty_packed_gradients(call, together)
+    if not _has_rows(call):
+        tables = empty_table_gradients(call.params, call.q)
+        return *(x.zero_() for x in gradients), *(x.zero_() for x in tables)
+    parts = of_queries.split([call.q.shape[1], of_queries.shape[1] - call.q.shape[1]], 1)
+    dq, dkv = parts if together else (of_queries, of_keys)
+    dtables = _write_gradients(do, results, arguments, dq, *dkv.chunk(2, 1))
+    if call.segments.has_tail:
+        zero_tails((of_queries, call.segments.q_offsets), (of_keys, call.segments.kv_offsets))
+    return *gradients, *dtables
+
+
+def _write_gradients(
+    do: Tensor,
+    results: list[Tensor | None],
+    arguments: tuple[Any, ...],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Launch the backward's kernels: write dq, dk and dv, whose last dim is contiguous, or partial
+    sums of them. Returns the gradients of the bias tables."""
+    call, queries_listed, keys_listed = unpack(*arguments)
+    q, k, v, (q_offsets, _, _, kv_shared, has_tail, _), params, _ = call
+    selection = _select(call, queries_listed.block, keys_listed.block)
+    queries, keys = _with_tiles(call, queries_listed), _with_tiles(call, keys_listed)
+    operands, do = Operands(q, k, v, *results), contiguous_last_dim(do)
+    if kv_shared:
+        chunks = selection.query_chunks
+        keys = _query_chunks(q_offsets[-1] if has_tail else q.shape[0], k, chunks)
+        if params.segment_scale is not None:
+            params = params._replace(segment_scale=params.segment_scale.repeat(chunks))
+    grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(operands.lse))
+    if selection.packed_bwd is not None:
+        packed.backward(operands, grads, queries, params, selection.packed_bwd)
+        queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
+    if selection.backend == "hopper":
+        from .hopper.launch import backward
+
+        workspace = params.workspace
+        return backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
+    bias = kernel_bias(params)
+    dtables = triton_dq(operands, grads, queries, params, bias, selection)
+    triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
+    return dtables
 
 
 def _has_rows(call: AttentionCall) -> bool:
@@ -244,22 +286,36 @@ def _query_chunks(num_queries: int | Tensor, k: Tensor, chunks: int) -> TiledSeg
 def attention(call: AttentionCall) -> Tensor:
     """Attention by the portable or the Hopper kernels, in less host time than by a call of the
     operator. The call has a schedule."""
+    arguments, run = _prepared(call)
+    if run is None:
+        results = _operator(call)(*arguments)
+        return results[0] if call.segments.pages is None else results
+    if torch.is_grad_enabled() and call.segments.pages is None:
+        return differentiable(arguments, run, attention_backward)[0]
+    return run()[0]
+
+
+def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
+    """`attention` inside a layer's autograd node: out, lse, and the arguments that the node's
+    backward gives to `attention_backward` or `attention_packed_backward`. No pages."""
+    arguments, run = _prepared(call)
+    out, lse = triton_attention(*arguments) if run is None else run()
+    return out, lse, arguments
+
+
+def _prepared(call: AttentionCall) -> tuple[Arguments, Callable | None]:
+    """The operator's arguments, and what to call with them instead of it; None: nothing else."""
     call = _for_kernels(call)
-    q, k, v, segments, params, schedule = call
-    tiles, key_tiles = schedule.tile_list, _key_tiles(call)
-    arguments = pack(call, tiles, key_tiles)
-    op = triton_attention if segments.pages is None else triton_paged_attention
-    floats = q, k, v, params.segment_scale, params.position_bias, params.time_bias
+    tiles, key_tiles = call.schedule.tile_list, _key_tiles(call)
+    arguments, params, op = pack(call, tiles, key_tiles), call.params, _operator(call)
+    floats = *call[:3], params.segment_scale, params.position_bias, params.time_bias
     if direct(op, arguments, floats) is op:
-        results = op(*arguments)
-        return results[0] if segments.pages is None else results
+        return arguments, None
+    return arguments, lambda *_: _launch(call, tiles, key_tiles)
 
-    def launch(*_: Any) -> tuple[Tensor, Tensor]:
-        return _launch(call, tiles, key_tiles)
 
-    if torch.is_grad_enabled() and segments.pages is None:
-        return differentiable(arguments, launch, _backward)[0]
-    return launch()[0]
+def _operator(call: AttentionCall) -> Callable:
+    return triton_attention if call.segments.pages is None else triton_paged_attention
 
 
 def _for_kernels(call: AttentionCall) -> AttentionCall:
@@ -289,22 +345,38 @@ def _key_tiles(call: AttentionCall) -> TileList:
     return keys.tile_list
 
 
-def _backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tuple[Tensor, ...]:
-    op, inputs = triton_attention_backward, (do, results, *arguments)
+def attention_backward(
+    do: Tensor, results: list[Tensor | None], *arguments: Any
+) -> tuple[Tensor, ...]:
+    """`triton_attention_backward` in less host time."""
+    return _directly(triton_attention_backward, (do, results), arguments)
+
+
+def attention_packed_backward(
+    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """`triton_attention_packed_backward` in less host time."""
+    return _directly(triton_attention_packed_backward, (do, results, together), arguments)
+
+
+def _directly(op: Callable, first: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    inputs = *first, *arguments
     if not torch.is_grad_enabled():
         q, k, v, segments, bias, *_ = arguments
-        op = direct(op, inputs, (do, q, k, v, SegmentTensors(*segments).segment_scale, *bias[:2]))
+        floats = first[0], q, k, v, SegmentTensors(*segments).segment_scale, *bias[:2]
+        op = direct(op, inputs, floats)
     return op(*inputs)
 
 
 _launch = on_the_tensors_device(_forward)
-differentiate_attention(triton_attention, _backward)
+differentiate_attention(triton_attention, attention_backward)
 refuse_derivative(
     triton_paged_attention,
     "jagged_attention is not differentiable with pages: gather the keys and values first",
 )
-refuse_derivative(
-    triton_attention_backward,
-    "jagged_attention is not differentiable twice: its backward kernels have no derivative of"
-    " their own",
-)
+for _op in triton_attention_backward, triton_attention_packed_backward:
+    refuse_derivative(
+        _op,
+        "jagged_attention is not differentiable twice: its backward kernels have no derivative of"
+        " their own",
+    )

@@ -12,6 +12,7 @@ hopper.py are the two backends.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.configs import KernelChoice
 from ..common.descriptors import has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
-from ..common.ops import operator
+from ..common.ops import direct, operator
 from ..common.tail import zero_tails
 from .configs import BlockAttentionConfig
 from .params import BlockAttentionParams, RotaryParams
@@ -275,6 +276,18 @@ def _arguments(
 
 
 # -- autograd --------------------------------------------------------------------------------------
+
+
+def packed_forward(*arguments: Any) -> Tensor:
+    """`triton_block_attention_packed` inside a layer's autograd node, in less host time."""
+    op = triton_block_attention_packed
+    return direct(op, arguments, arguments[:1])(*arguments)
+
+
+def packed_backward(do: Tensor, *arguments: Any) -> Tensor:
+    """`triton_block_attention_packed_backward`, the same."""
+    op, inputs = triton_block_attention_packed_backward, (do, *arguments)
+    return direct(op, inputs, inputs[:2])(*inputs)
 
 
 class _BlockAttention(torch.autograd.Function):

@@ -104,12 +104,13 @@ def compile_hopper_attention(
     bias=None,
     config=None,
     page_rows=None,
+    packed=False,
 ):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. bias: a
     BiasKind, whose tables have gradients. config: another launch configuration. page_rows: of the
-    forward's keys; None: they are not in pages.
+    forward's keys; None: they are not in pages. packed: dq, dk and dv are parts of one tensor.
     """
     kernel = {
         "fwd": forward.attention_fwd_hopper_kernel,
@@ -123,8 +124,11 @@ def compile_hopper_attention(
         name, dim, activation, mask is not None, bias is not None, long, timed
     )
     has_sums = bias is not None and name == "dq"
+    strides = [4 * dim, 4 // group * dim, 4 // group * dim]
+    if packed:  # parts of the gradient of one projection of q, k and v
+        strides = [sum(strides)] * 3
     options = Options(
-        4, group, dim, dim, mask, bias, shared, page_rows, shared, query_groups, has_sums,
+        4, group, dim, dim, mask, bias, shared, page_rows, *strides, shared, query_groups, has_sums,
         **config_constants(config),
     )  # fmt: skip
     constants = dict(

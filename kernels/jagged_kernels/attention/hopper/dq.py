@@ -231,7 +231,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         acc = acc * (scales.scale * scales.dact_factor * factor)
         store_epilogue(
             acc, outputs.dq, outputs.buffers.index(consumer), 0,
-            tile.q_start + first, tile.head, num_rows, OPTIONS.heads, OPTIONS.head_dim,
+            tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,
         )  # fmt: skip
     else:
         skip_stage(rings.q, wave)

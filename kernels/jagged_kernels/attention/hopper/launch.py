@@ -191,9 +191,10 @@ class _Backward:
         )
 
     def _constants(self, config: HopperConfig, *options: Any) -> dict:
-        head_dim = self.operands.q.shape[2]
-        shared = self.q_shared, head_dim, None
-        return _launch_constants(config, self.operands, self.params, *shared, *options)
+        _, dq, dk, dv, _ = self.grads
+        strides = (x.stride(0) for x in (dq, dk, dv))
+        shared = self.q_shared, self.operands.q.shape[2], None
+        return _launch_constants(config, self.operands, self.params, *shared, *strides, *options)
 
     def dq(self, queries: TiledSegments) -> tuple[Tensor, Tensor]:
         """dq, and with softmax delta. Returns the gradients of the bias tables."""

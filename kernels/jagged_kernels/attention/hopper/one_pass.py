@@ -366,18 +366,16 @@ def _load_consumer_keys(kernel, tile, wave, consumer: gl.constexpr, OPTIONS: gl.
 def _store_keys(kernel, tile, keys, sums, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     """Store dk and dv of a consumer's keys, through its buffer of v."""
     outputs, scales, ring = kernel.outputs, kernel.args, kernel.rings.v[consumer]
-    KV_HEADS: gl.constexpr = OPTIONS.heads // OPTIONS.group
     factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
     buffer = ring.buffers.index(keys.wave % ring.buffers.shape[0])
     row = tile.kv_start + keys.column
     dv = sums.dv * (scales.act_factor * factor)
     store_epilogue(
-        dv, outputs.dv, buffer, 0, row, tile.head, keys.num_keys, KV_HEADS, OPTIONS.v_dim
+        dv, outputs.dv, buffer, 0, row, tile.head, keys.num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
     )
     dk = sums.dk * (scales.scale * scales.dact_factor * factor)
-    store_epilogue(
-        dk, outputs.dk, buffer, 0, row, tile.head, keys.num_keys, KV_HEADS, OPTIONS.head_dim
-    )
+    DIM: gl.constexpr = OPTIONS.head_dim
+    store_epilogue(dk, outputs.dk, buffer, 0, row, tile.head, keys.num_keys, OPTIONS.dk_stride, DIM)
 
 
 @gluon.jit

@@ -1,0 +1,81 @@
+"""BlockDiagonalSelfAttention as one autograd node.
+
+    qkv = x Wᵀ + b,  h = attention(qkv),  y = h W_oᵀ + b_o
+    dh = dy W_o,  dqkv = attention's backward(dh),  dx = dqkv W
+    dW = dqkvᵀ x,  dW_o = dyᵀ h,  db and db_o: column sums of dqkv and dy
+
+x and the parameters are cast once, to the dtype of the GEMMs. The gradient of x leaves its GEMM in
+x's dtype, and those of the weights in theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..functional.block_attention import packed_arguments
+from ..rotary import Rotary
+from .one_node import linear, linear_gradients
+
+
+class BlockAttention(NamedTuple):
+    """What the node computes between its projections. dtype: of the GEMMs' operands."""
+
+    offsets: Tensor
+    num_heads: int
+    block_size: int
+    rotary: Rotary | None
+    dtype: torch.dtype
+
+
+def block_attention_node(
+    x: Tensor, qkv_proj: nn.Linear, out_proj: nn.Linear, attention: BlockAttention
+) -> Tensor:
+    """The layer's result `[L, E]` in the operands' dtype, for x `[L, E]`."""
+    parameters = qkv_proj.weight, qkv_proj.bias, out_proj.weight, out_proj.bias
+    return _Node.apply(x, *parameters, attention)  # type: ignore[no-untyped-call]
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        qkv_weight: Tensor,
+        qkv_bias: Tensor,
+        out_weight: Tensor,
+        out_bias: Tensor,
+        attention: BlockAttention,
+    ) -> Tensor:
+        from jagged_kernels.block_attention.op import packed_forward
+
+        offsets, num_heads, block_size, rotary, dtype = attention
+        ctx.x_dtype, ctx.dtype = x.dtype, qkv_weight.dtype
+        x, qkv_weight, out_weight = x.to(dtype), qkv_weight.to(dtype), out_weight.to(dtype)
+        qkv = linear(x, qkv_weight, qkv_bias.to(dtype)).unflatten(1, (3, num_heads, -1))
+        qkv, offsets, (cos, sin, positions), *ctx.options = packed_arguments(
+            qkv, offsets, block_size=block_size, rotary=rotary
+        )
+        h = packed_forward(qkv, offsets, [cos, sin, positions], *ctx.options).flatten(1)
+        ctx.save_for_backward(x, qkv_weight, qkv, offsets, cos, sin, positions, h, out_weight)
+        return linear(h, out_weight, out_bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from jagged_kernels.block_attention.op import packed_backward
+
+        x, qkv_weight, qkv, offsets, cos, sin, positions, h, out_weight = ctx.saved_tensors
+        of_x, *of_qkv = wanted = ctx.needs_input_grad[:3]
+        of_out = any(wanted), *ctx.needs_input_grad[3:5]
+        dh, *of_out = linear_gradients(dy, h, out_weight, of_out, dy.dtype, ctx.dtype)
+        if dh is None:
+            return None, None, None, *of_out, None
+        dqkv = packed_backward(
+            dh.view_as(qkv[:, 0]), qkv, offsets, [cos, sin, positions], *ctx.options
+        )
+        of_inputs = linear_gradients(dqkv.flatten(1), x, qkv_weight, wanted, ctx.x_dtype, ctx.dtype)
+        return *of_inputs, *of_out, None

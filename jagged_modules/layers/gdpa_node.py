@@ -1,0 +1,256 @@
+"""JaggedGDPA and GDPABlock as one autograd node.
+
+    n = norm(x)                                       in a block; else n = x
+    [q | k | v] = n [W_q | W_kv]ᵀ + [b_q | b_kv]      k and v also from a context, or learned
+    h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o    in a block: + x
+
+The rows and the parameters are cast once, to the dtype of the GEMMs. Rows that give queries, keys
+and values have one projection, whose gradient the attention's backward writes as one tensor. The
+gradients of rows without a norm leave their GEMM in the rows' dtype, and those of the weights in
+theirs.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..bias import RelativeBias
+from ..functional.attention import with_schedule
+from ..functional.attention_call import AttentionOptions, parsed_call
+from ..segments import RowSegments
+from ..tracing import as_constant
+from .one_node import linear, linear_gradients, linears_may_be_one_node, operand_dtype
+
+if TYPE_CHECKING:
+    from .gdpa import JaggedGDPA
+
+
+class NodeInputs(NamedTuple):
+    """The tensors that may have gradients.
+
+    Attributes:
+        x: `[L, E]`. context: `[M, E]`, or None.
+        norm: the weight of a block's norm, or None without a norm and a residual.
+        q_weight, q_bias, out_weight, out_bias: of the projections.
+        keys, values: weight and bias of the projection of keys and values, or learned ones
+            `[W, Hkv, D]`.
+    """
+
+    x: Tensor
+    context: Tensor | None
+    norm: Tensor | None
+    q_weight: Tensor
+    q_bias: Tensor
+    keys: Tensor
+    values: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+
+
+class GDPACall(NamedTuple):
+    """What the node computes. dtype: of the GEMMs' operands. dropout: probability, 0 outside of
+    training. eps: of the norm."""
+
+    dtype: torch.dtype
+    num_heads: int
+    head_dim: int
+    queries: RowSegments
+    keys: RowSegments | None
+    options: AttentionOptions
+    dropout: float
+    eps: float | None
+
+
+def is_one_node(
+    layer: JaggedGDPA, x: Tensor, bias: RelativeBias | None, *others: nn.Module
+) -> bool:
+    """Whether `gdpa_node` computes the layer's result for x: by the modules' parameters instead of
+    by calling these and the `others`."""
+    config = layer.config
+    if config.num_seeds or config.qk_norm or bias is not None:
+        return False
+    # kernels take the scale's sign into q
+    if layer.activation == "softmax" and config.scale is not None and config.scale <= 0:
+        return False
+    of_keys = [] if config.num_weights else [layer.kv_proj]
+    linears = [layer.q_proj, *of_keys, layer.out_proj]
+    is_dropout = type(layer.dropout) is nn.Dropout
+    return is_dropout and linears_may_be_one_node(x, linears, layer.dropout, *others)
+
+
+def gdpa_node(
+    layer: JaggedGDPA,
+    x: Tensor,
+    context: Tensor | None,
+    norm: nn.RMSNorm | None,
+    attention: tuple[Any, Any, AttentionOptions],
+) -> Tensor:
+    """The layer's result for x `[L, E]` and a context `[M, E]`, in the operands' dtype. With a
+    norm, a block's, in the wider of this dtype and x's. attention: segments and options."""
+    if layer.config.num_weights:
+        keys = layer.key_weights, layer.value_weights
+    else:
+        keys = layer.kv_proj.weight, layer.kv_proj.bias
+    q_proj, out_proj, dropout = layer.q_proj, layer.out_proj, layer.dropout
+    weight, eps = (None, None) if norm is None else (norm.weight, norm.eps)
+    inputs = NodeInputs(
+        x, context, weight, q_proj.weight, q_proj.bias, *keys, out_proj.weight, out_proj.bias
+    )
+    call = GDPACall(
+        operand_dtype(x),
+        layer.num_heads,
+        layer.head_dim,
+        *attention,
+        as_constant(dropout.p) if dropout.training else 0.0,
+        None if eps is None else as_constant(eps),
+    )
+    return _Node.apply(*inputs, call)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+
+class _Saved(NamedTuple):
+    """What the backward reads, besides the attention's segments. x, norm and rstd: with a norm.
+    weight: of q, or of q, k and v. kv_weight: of k and v from a context. out: with softmax."""
+
+    x: Tensor | None
+    norm: Tensor | None
+    rstd: Tensor | None
+    rows: Tensor
+    context: Tensor | None
+    weight: Tensor
+    kv_weight: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    lse: Tensor
+    h: Tensor
+    kept: Tensor | None
+    out_weight: Tensor
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        from jagged_kernels.attention.op import attention_forward
+
+        inputs, call = NodeInputs(*arguments[:-1]), arguments[-1]
+        x, context, norm, dtype = *inputs[:3], call.dtype
+        ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
+        ctx.context_dtype = None if context is None else context.dtype
+        ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
+        rows, rstd = (x, None) if norm is None else rms_norm(x, norm, call.eps)
+        rows, context = rows.to(dtype), None if context is None else context.to(dtype)
+        q, k, v, *weights = _projected(rows, context, inputs, call)
+        attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
+        attention = with_schedule(attention, any(ctx.needs_input_grad))
+        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention)
+        h, kept = out.flatten(1), None
+        if call.dropout:
+            h, kept = torch.native_dropout(h, call.dropout, True)
+        out_weight = inputs.out_weight.to(dtype)
+        saved = _Saved(
+            None if norm is None else x, norm, rstd, rows, context, *weights, q, k, v,
+            out if call.options.activation == "softmax" else None, lse, h, kept, out_weight,
+        )  # fmt: skip
+        ctx.save_for_backward(*saved, *segments)
+        y = linear(h, out_weight, inputs.out_bias.to(dtype))
+        return y if norm is None else x + y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = _Saved(*ctx.saved_tensors[: len(_Saved._fields)])
+        wanted, h = NodeInputs(*ctx.needs_input_grad[:-1]), saved.h
+        of_out = any(wanted[:7]), wanted.out_weight, wanted.out_bias
+        dh, *of_out = linear_gradients(
+            dy.to(h.dtype), h, saved.out_weight, of_out, h.dtype, ctx.dtype
+        )
+        if dh is None:
+            return *[None] * 7, *of_out, None
+        if saved.kept is not None:
+            scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
+            dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
+        drows, dcontext, *of_projections = _gradients(ctx, dh, saved, wanted)
+        dnorm = None
+        if saved.norm is not None and drows is not None:
+            drows, dnorm = rms_norm_gradients(drows, saved.x, saved.norm, saved.rstd)
+            drows = (drows + dy).to(ctx.x_dtype)
+        return drows, dcontext, dnorm, *of_projections, *of_out, None
+
+
+def _projected(
+    rows: Tensor, context: Tensor | None, inputs: NodeInputs, call: GDPACall
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k and v `[rows, heads, head_dim]`, and the weights of their projections, as `_Saved` has
+    them."""
+    q_weight, q_bias, keys, values = (x.to(call.dtype) for x in inputs[3:7])
+    heads = -1, call.head_dim
+    if context is None and keys.dim() == 2:
+        weight, bias = torch.cat([q_weight, keys]), torch.cat([q_bias, values])
+        qkv = linear(rows, weight, bias).unflatten(1, heads)
+        q, kv = qkv.tensor_split([call.num_heads], 1)
+        return q, *kv.chunk(2, 1), weight, None
+    q = linear(rows, q_weight, q_bias).unflatten(1, heads)
+    if context is None:
+        return q, keys, values, q_weight, None
+    kv = linear(context, keys, values).unflatten(1, heads)
+    return q, *kv.chunk(2, 1), q_weight, keys
+
+
+def _gradients(
+    ctx: Any, dh: Tensor, saved: _Saved, wanted: NodeInputs
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the projected rows and of the context, and of `inputs[3:7]`."""
+    from jagged_kernels.attention.op import attention_backward, attention_packed_backward
+
+    rows, q, k, v = saved.rows, saved.q, saved.k, saved.v
+    do, results = dh.unflatten(1, (q.shape[1], -1)), [saved.out, saved.lse]
+    segments = list(ctx.saved_tensors[len(_Saved._fields) :])
+    arguments = q, k, v, segments, *ctx.options
+    dtype, of_rows = ctx.dtype, wanted.x or wanted.norm
+    rows_dtype = rows.dtype if saved.norm is not None else ctx.x_dtype
+    of_q = of_rows, wanted.q_weight, wanted.q_bias
+    of_keys = wanted.context, wanted.keys, wanted.values
+    if ctx.is_learned:
+        dq, dk, dv, *_ = attention_backward(do, results, *arguments)
+        of_q = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
+        return of_q.x, None, of_q.weight, of_q.bias, dk.to(dtype), dv.to(dtype)
+    together = saved.context is None
+    dq, dkv, *_ = attention_packed_backward(do, results, together, *arguments)
+    if together:
+        of_q = tuple(map(operator.or_, of_q, of_keys))
+    dx, *of_q = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
+    if together:
+        (dq_weight, dk_weight), (dq_bias, dk_bias) = (
+            (None, None) if x is None else x.tensor_split([q.shape[1] * q.shape[2]]) for x in of_q
+        )
+        return dx, None, dq_weight, dq_bias, dk_weight, dk_bias
+    dcontext, *of_keys = linear_gradients(
+        dkv.flatten(1), saved.context, saved.kv_weight, of_keys, ctx.context_dtype, dtype
+    )
+    return dx, dcontext, *of_q, *of_keys
+
+
+# -- what a fused kernel may compute ---------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+    """torch's RMSNorm in the wider dtype of x and weight, and 1 / rms of each row."""
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    return torch.ops.aten._fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+
+
+def rms_norm_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of x, in the wider dtype, and of weight."""
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    dx, dweight = torch.ops.aten._fused_rms_norm_backward(
+        dy.to(wide), x.to(wide), weight.shape, rstd, weight.to(wide), [True, True]
+    )
+    return dx, dweight.to(weight.dtype)
