@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.attention.params import AttentionCall
+from jagged_kernels.attention.params import Arguments, AttentionCall
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
 from ..bias import RelativeBias
-from ..cpu.attention import attention_cpu
+from ..cpu.attention import attention_cpu, cpu_forward, cpu_packed_backward
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import device_schedule
@@ -137,6 +139,34 @@ def computed(parsed: ParsedAttention) -> Tensor:
     is_defined = parsed.call.params.implementation == "reference"
     out = _by_definition(parsed) if is_defined else _by_kernels_or_cpu(parsed.call)
     return _scaled(out, parsed)
+
+
+def attention_forward(call: AttentionCall, trains: bool) -> tuple[Tensor, Tensor, Arguments]:
+    """The attention inside a layer's autograd node: out, lse, and the arguments for
+    `attention_packed_backward`. trains: a backward follows."""
+    if call.q.is_cuda:
+        from jagged_kernels.attention import op
+
+        return op.attention_forward(with_schedule(call, trains))
+    return cpu_forward(call)
+
+
+def attention_packed_backward(
+    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of the projections, each in one tensor. Nothing is shared, and q and v have the
+    same head dim D.
+
+    Returns:
+        With `together`, which is self-attention: `[rows, H + 2 Hkv, D]`, those of q, k and v along
+        dim 1, and an empty one. Without: dq `[rows, H, D]`, and those of k and v
+        `[keys, 2 Hkv, D]`. Then the gradients of the tables.
+    """
+    if do.is_cuda:
+        from jagged_kernels.attention import op
+
+        return op.attention_packed_backward(do, results, together, *arguments)
+    return cpu_packed_backward(do, results, together, *arguments)
 
 
 def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:

@@ -59,6 +59,17 @@ def leaving(x: Tensor, end: Tensor | None) -> Tensor:
     return x if end is None else with_clean_tail(x, end)
 
 
+def cleared(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`entering` in this dtype, below autograd."""
+    if end is None:
+        return x.to(dtype)
+    if not _runs_kernels(x):
+        return without_tail(x, end).to(dtype)
+    from jagged_kernels.common.tail import kept_rows_on_device
+
+    return kept_rows_on_device(x, end, dtype)
+
+
 def padded_to(x: Tensor, rows: int) -> Tensor:
     """x `[n, ...]` with rows of 0 behind its own."""
     return x if x.shape[0] == rows else pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))

@@ -8,6 +8,7 @@ cannot cheaply compute again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from torch.nn.modules import module as torch_module
 from ..dtypes import EVERYWHERE
 from ..settings import is_batch_invariant
 from ..validation import runs_transforms
+
+ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
 
 
 def may_be_one_node(x: Tensor, *modules: nn.Module) -> bool:
@@ -64,6 +67,19 @@ def operand_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled("cuda") and x.dtype != torch.float64:
         return torch.get_autocast_dtype("cuda")
     return x.dtype
+
+
+def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
+    """The parameters in the operands' dtype: copies in one buffer, by few launches."""
+    if all(x.dtype == dtype for x in parameters):
+        return parameters
+    ends = list(itertools.accumulate(-(-x.numel() // ALIGNMENT) * ALIGNMENT for x in parameters))
+    buffer = parameters[0].new_empty(ends[-1], dtype=dtype)
+    copies = [
+        buffer[start : start + x.numel()].view(x.shape) for x, start in zip(parameters, [0, *ends])
+    ]
+    torch._foreach_copy_(copies, list(parameters))
+    return copies
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

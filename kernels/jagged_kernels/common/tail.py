@@ -93,9 +93,10 @@ def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
     )
 
 
-def kept_rows(x: Tensor, offsets: Tensor) -> Tensor:
-    """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def kept_rows(x: Tensor, offsets: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
+    given."""
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     rows = contiguous_last_dim(x.flatten(1) if x.dim() > 1 else x.unsqueeze(1))
