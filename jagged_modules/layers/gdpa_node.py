@@ -17,17 +17,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..bias import RelativeBias
 from ..containers.segmentation import RowSegments
 from ..functional.attention import with_schedule
 from ..functional.attention_call import AttentionOptions, Side, parse_call
 from ..tracing import as_constant
-from .one_node import linear, linear_gradients, linears_may_be_one_node, operand_dtype
+from .one_node import (
+    differentiable_once,
+    linear,
+    linear_gradients,
+    linears_may_be_one_node,
+    operand_dtype,
+)
 
 if TYPE_CHECKING:
     from .gdpa import JaggedGDPA
+
+
+class RMSNorm(nn.RMSNorm):
+    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels
+    need equal dtypes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
 
 
 class NodeInputs(NamedTuple):
@@ -162,9 +175,10 @@ class _Node(torch.autograd.Function):
         return y if norm is None else x + y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = _Saved(*ctx.saved_tensors[: len(_Saved._fields)])
+        count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
+        saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
         wanted, h = NodeInputs(*ctx.needs_input_grad[:-1]), saved.h
         of_out = any(wanted[:7]), wanted.out_weight, wanted.out_bias
         dh, *of_out = linear_gradients(
@@ -175,7 +189,7 @@ class _Node(torch.autograd.Function):
         if saved.kept is not None:
             scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
             dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
-        drows, dcontext, *of_projections = _gradients(ctx, dh, saved, wanted)
+        drows, dcontext, *of_projections = _gradients(ctx, dh, saved, segments, wanted)
         dnorm = None
         if saved.norm is not None and drows is not None:
             drows, dnorm = rms_norm_gradients(drows, saved.x, saved.norm, saved.rstd)
@@ -203,14 +217,13 @@ def _projected(
 
 
 def _gradients(
-    ctx: Any, dh: Tensor, saved: _Saved, wanted: NodeInputs
+    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: NodeInputs
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the projected rows and of the context, and of `inputs[3:7]`."""
     from jagged_kernels.attention.op import attention_backward, attention_packed_backward
 
     rows, q, k, v = saved.rows, saved.q, saved.k, saved.v
     do, results = dh.unflatten(1, (q.shape[1], -1)), [saved.out, saved.lse]
-    segments = list(ctx.saved_tensors[len(_Saved._fields) :])
     arguments = q, k, v, segments, *ctx.options
     dtype, of_rows = ctx.dtype, wanted.x or wanted.norm
     rows_dtype = rows.dtype if saved.norm is not None else ctx.x_dtype

@@ -8,8 +8,9 @@ cannot cheaply compute again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -124,3 +125,33 @@ def linears_may_be_one_node(x: Tensor, linears: Sequence[nn.Module], *others: nn
     dtype = operand_dtype(x)
     dtypes = {parameter.dtype for module in linears for parameter in module.parameters()}
     return dtype in EVERYWHERE and len(dtypes) == 1 and (dtype in dtypes or dtype != x.dtype)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for a node's backward, whose results raise RuntimeError when they are
+    differentiated. torch's once_differentiable does so only if the node's gradient has a graph of
+    its own: else a second derivative would silently be 0."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        anchor = gradients[0].new_zeros(()).requires_grad_()
+        return _Last.apply(anchor, *results)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "jagged attention is not differentiable twice: its backward kernels have no derivative"
+            " of their own"
+        )
