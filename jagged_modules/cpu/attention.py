@@ -67,6 +67,12 @@ def cpu_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
     return *_OPERATOR(*arguments), arguments
 
 
+def cpu_backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tuple[Tensor, ...]:
+    """See `functional.attention.attention_backward`."""
+    gradients: tuple[Tensor, ...] = _BACKWARD(do, results, *arguments)
+    return gradients
+
+
 def cpu_packed_backward(
     do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
 ) -> tuple[Tensor, ...]:
@@ -93,7 +99,11 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     ordered = _Ordered.of(segments, params)
     queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
     is_fused = activation == "softmax" and not params.has_bias
-    finite = is_fused and dot_products_are_finite(scale, queries, keys, values)
+    finite = (
+        is_fused
+        and params.mask is not None
+        and dot_products_are_finite(scale, queries, keys, values)
+    )
 
     def compute(groups: list[_Group]) -> None:
         for group in groups:
@@ -390,11 +400,12 @@ def _groups(num_heads: int, ordered: _Ordered) -> Iterator[_Group]:
             bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts
         ):
             if q_end > q_start and kv_end > kv_start:
-                num_queries = 1 if by_rows else q_end - q_start
-                lengths = num_queries, kv_end - kv_start
-                starts[(query_group, *lengths, *others)] += (
-                    (row, kv_start) for row in range(q_start, q_end, num_queries)
-                )
+                lengths = 1 if by_rows else q_end - q_start, kv_end - kv_start
+                pairs = starts[(query_group, *lengths, *others)]
+                if by_rows:
+                    pairs += ((row, kv_start) for row in range(q_start, q_end))
+                else:
+                    pairs.append((q_start, kv_start))
     for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
         at_a_time = (
             1

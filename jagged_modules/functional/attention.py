@@ -12,7 +12,7 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
 from ..bias import RelativeBias
-from ..cpu.attention import attention_cpu, cpu_forward, cpu_packed_backward
+from ..cpu.attention import attention_cpu, cpu_backward, cpu_forward, cpu_packed_backward
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import device_schedule
@@ -147,8 +147,19 @@ def attention_forward(call: AttentionCall, trains: bool) -> tuple[Tensor, Tensor
     if call.q.is_cuda:
         from jagged_kernels.attention import op
 
-        return op.attention_forward(with_schedule(call, trains))
+        return op.attention_forward(_with_schedule(call, trains))
     return cpu_forward(call)
+
+
+def attention_backward(
+    do: Tensor, results: list[Tensor | None], *arguments: Any
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and the gradients of the tables, in a layer's node."""
+    if do.is_cuda:
+        from jagged_kernels.attention import op
+
+        return op.attention_backward(do, results, *arguments)
+    return cpu_backward(do, results, *arguments)
 
 
 def attention_packed_backward(
@@ -176,7 +187,7 @@ def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
 
     q, k, v, *_ = call
     trains = q.requires_grad or k.requires_grad or v.requires_grad
-    return attention(with_schedule(call, trains and torch.is_grad_enabled()))
+    return attention(_with_schedule(call, trains and torch.is_grad_enabled()))
 
 
 def _scaled(out: Tensor, parsed: ParsedAttention) -> Tensor:
@@ -202,7 +213,7 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
     return out if segments.q_shared else padded_to(out, q.shape[0])
 
 
-def with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
+def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
     """The call with a schedule, which the device makes if there is none. trains: for a backward
     too."""
     if call.schedule:

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..functional.block_attention import packed_arguments
 from ..rotary import Rotary
-from .one_node import linear, linear_gradients
+from .one_node import differentiable_once, linear, linear_gradients
 
 
 class BlockAttention(NamedTuple):
@@ -64,7 +63,7 @@ class _Node(torch.autograd.Function):
         return linear(h, out_weight, out_bias.to(dtype))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from jagged_kernels.block_attention.op import packed_backward
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
+from ..autocast import autocast_dtype
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
@@ -26,10 +27,9 @@ from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .gdpa_config import GDPAConfig
-from .gdpa_node import gdpa_node, is_one_node
+from .gdpa_node import RMSNorm, gdpa_node, is_one_node
 from .invariant import fixed_rows
 from .layer_bias import check_layer_bias
-from .one_node import operand_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
@@ -128,7 +128,7 @@ class JaggedGDPA(nn.Module):
             self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device, dtype=dtype)
         norms: list[nn.Module] = [nn.Identity(), nn.Identity()]
         if config.qk_norm:
-            norms = [_RMSNorm(self.head_dim, device=device, dtype=dtype) for _ in norms]
+            norms = [RMSNorm(self.head_dim, device=device, dtype=dtype) for _ in norms]
         self.q_norm, self.k_norm = norms
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = nn.Linear(width, embedding_dim, device=device, dtype=dtype)
@@ -349,7 +349,7 @@ class JaggedGDPA(nn.Module):
     ) -> Tensor:
         """The result for these values of the rows; with a block's norm, the block's."""
         context = None if keys is rows else entering(keys.values, keys.end("context"))
-        attention = self._attention(rows, keys, operand_dtype(values), mask)
+        attention = self._attention(rows, keys, autocast_dtype(values), mask)
         return gdpa_node(self, values, context, norm, attention)
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
@@ -453,7 +453,7 @@ class GDPABlock(nn.Module):
                 "num_seeds must be 0: pooled rows have no residual, got"
                 f" {self.attention.config.num_seeds}"
             )
-        self.norm = _RMSNorm(embedding_dim, device=device, dtype=dtype)
+        self.norm = RMSNorm(embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a block built on the meta
@@ -484,30 +484,18 @@ class GDPABlock(nn.Module):
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         end = jagged.end("x")
         rows = entering(jagged.values, end)
-        if self._is_one_node(rows, bias):
-            keys, _, mask = self.attention._checked_inputs(jagged, context, num_targets, bias)
-            out = self.attention._one_node(jagged, rows, keys, mask, self.norm)
-        else:
-            normed = jagged.with_values(self.norm(rows))
-            normed.is_clean = end is not None or jagged.is_clean
-            out = rows + self.attention(normed, context, num_targets, bias).values
-        return jagged.unwrap(leaving(out, end))
-
-    def _is_one_node(self, x: Tensor, bias: RelativeBias | None) -> bool:
         attention, norm = self.attention, self.norm
-        if type(attention) is not JaggedGDPA or type(norm) is not _RMSNorm or norm.weight is None:
-            return False
-        return is_one_node(attention, x, bias, attention, norm)
+        is_plain = type(attention) is JaggedGDPA and type(norm) is RMSNorm
+        if is_plain and is_one_node(attention, rows, bias, attention, norm):
+            keys, _, mask = attention._checked_inputs(jagged, context, num_targets, bias)
+            out = attention._one_node(jagged, rows, keys, mask, norm)
+        else:
+            normed = jagged.with_values(norm(rows))
+            normed.is_clean = end is not None or jagged.is_clean
+            out = rows + attention(normed, context, num_targets, bias).values
+        return jagged.unwrap(leaving(out, end))
 
     if TYPE_CHECKING:
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-
-class _RMSNorm(nn.RMSNorm):
-    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels
-    need equal dtypes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)

@@ -17,17 +17,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ..autocast import autocast_dtype
 from ..bias import RelativeBias
-from ..functional.attention import with_schedule
+from ..functional.attention import attention_backward, attention_forward, attention_packed_backward
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..segments import RowSegments
 from ..tracing import as_constant
-from .one_node import linear, linear_gradients, linears_may_be_one_node, operand_dtype
+from .one_node import differentiable_once, linear, linear_gradients, linears_may_be_one_node
 
 if TYPE_CHECKING:
     from .gdpa import JaggedGDPA
+
+
+class RMSNorm(nn.RMSNorm):
+    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels
+    need equal dtypes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
 
 
 class NodeInputs(NamedTuple):
@@ -102,7 +110,7 @@ def gdpa_node(
         x, context, weight, q_proj.weight, q_proj.bias, *keys, out_proj.weight, out_proj.bias
     )
     call = GDPACall(
-        operand_dtype(x),
+        autocast_dtype(x),
         layer.num_heads,
         layer.head_dim,
         *attention,
@@ -136,8 +144,6 @@ class _Saved(NamedTuple):
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        from jagged_kernels.attention.op import attention_forward
-
         inputs, call = NodeInputs(*arguments[:-1]), arguments[-1]
         x, context, norm, dtype = *inputs[:3], call.dtype
         ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
@@ -147,8 +153,8 @@ class _Node(torch.autograd.Function):
         rows, context = rows.to(dtype), None if context is None else context.to(dtype)
         q, k, v, *weights = _projected(rows, context, inputs, call)
         attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
-        attention = with_schedule(attention, any(ctx.needs_input_grad))
-        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention)
+        trains = any(ctx.needs_input_grad)
+        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
         h, kept = out.flatten(1), None
         if call.dropout:
             h, kept = torch.native_dropout(h, call.dropout, True)
@@ -162,9 +168,10 @@ class _Node(torch.autograd.Function):
         return y if norm is None else x + y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = _Saved(*ctx.saved_tensors[: len(_Saved._fields)])
+        count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
+        saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
         wanted, h = NodeInputs(*ctx.needs_input_grad[:-1]), saved.h
         of_out = any(wanted[:7]), wanted.out_weight, wanted.out_bias
         dh, *of_out = linear_gradients(
@@ -175,7 +182,7 @@ class _Node(torch.autograd.Function):
         if saved.kept is not None:
             scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
             dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
-        drows, dcontext, *of_projections = _gradients(ctx, dh, saved, wanted)
+        drows, dcontext, *of_projections = _gradients(ctx, dh, saved, segments, wanted)
         dnorm = None
         if saved.norm is not None and drows is not None:
             drows, dnorm = rms_norm_gradients(drows, saved.x, saved.norm, saved.rstd)
@@ -203,14 +210,11 @@ def _projected(
 
 
 def _gradients(
-    ctx: Any, dh: Tensor, saved: _Saved, wanted: NodeInputs
+    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: NodeInputs
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the projected rows and of the context, and of `inputs[3:7]`."""
-    from jagged_kernels.attention.op import attention_backward, attention_packed_backward
-
     rows, q, k, v = saved.rows, saved.q, saved.k, saved.v
     do, results = dh.unflatten(1, (q.shape[1], -1)), [saved.out, saved.lse]
-    segments = list(ctx.saved_tensors[len(_Saved._fields) :])
     arguments = q, k, v, segments, *ctx.options
     dtype, of_rows = ctx.dtype, wanted.x or wanted.norm
     rows_dtype = rows.dtype if saved.norm is not None else ctx.x_dtype

@@ -8,28 +8,36 @@ cannot cheaply compute again.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..dtypes import EVERYWHERE
+from ..autocast import autocast_dtype
+from ..dtypes import dtypes_of
 from ..settings import is_batch_invariant
 from ..validation import runs_transforms
 
 ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
 
 
-def may_be_one_node(x: Tensor, *modules: nn.Module) -> bool:
-    """Whether a layer may compute these modules from their parameters instead of calling them: on a
-    GPU, if nothing but the modules' own forward would run.
+def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> bool:
+    """Whether a layer may compute these modules from their parameters instead of calling them: if
+    nothing but the modules' own forward would run.
 
     A module that was replaced (LoRA, quantised weights), is parametrised or has hooks is called.
+    Exported graphs have the modules' operators, which other passes know.
+
+    Args:
+        on_cpu: the node also runs on the CPU. Graphs for the CPU are made of the modules.
     """
-    if not x.is_cuda or is_batch_invariant() or _has_global_hooks():
+    if not (x.is_cuda or (on_cpu and x.is_cpu and not torch.compiler.is_compiling())):
+        return False
+    if torch.compiler.is_exporting() or is_batch_invariant() or _has_global_hooks():
         return False
     return all(map(_is_plain, modules))
 
@@ -62,13 +70,6 @@ def _has_global_hooks() -> bool:
     )
 
 
-def operand_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a GEMM's operands: autocast's, or that of x."""
-    if torch.is_autocast_enabled("cuda") and x.dtype != torch.float64:
-        return torch.get_autocast_dtype("cuda")
-    return x.dtype
-
-
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     """The parameters in the operands' dtype: copies in one buffer, by few launches."""
     if all(x.dtype == dtype for x in parameters):
@@ -89,9 +90,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """dyᵀ `[N, L]` @ x in the weight's dtype, without a rounding to the operands' in between."""
-    if dtype == x.dtype:
-        return dy.t() @ x
-    return torch.mm(dy.t(), x, out_dtype=dtype)
+    if dtype == torch.float32 != x.dtype and x.is_cuda:
+        return torch.mm(dy.t(), x, out_dtype=dtype)
+    return (dy.t() @ x).to(dtype)
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,18 +126,52 @@ def linear_gradients(
 
 def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """dy @ weight `[N, K]`; in fp32 without a rounding to the operands' dtype in between."""
-    if dtype == torch.float32 != dy.dtype:
+    if dtype == torch.float32 != dy.dtype and dy.is_cuda:
         return torch.mm(dy, weight, out_dtype=dtype)
     return (dy @ weight).to(dtype)
 
 
-def linears_may_be_one_node(x: Tensor, linears: Sequence[nn.Module], *others: nn.Module) -> bool:
+def linears_may_be_one_node(
+    x: Tensor, linears: Sequence[nn.Module], *others: nn.Module, on_cpu: bool = False
+) -> bool:
     """`may_be_one_node` of modules of which `linear` computes the first ones: each of these is an
     nn.Linear with a bias. Their parameters have one dtype, that of x unless autocast casts them."""
-    if not may_be_one_node(x, *linears, *others) or runs_transforms():
+    if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return False
     if not all(type(module) is nn.Linear and module.bias is not None for module in linears):
         return False
-    dtype = operand_dtype(x)
+    dtype = autocast_dtype(x)
     dtypes = {parameter.dtype for module in linears for parameter in module.parameters()}
-    return dtype in EVERYWHERE and len(dtypes) == 1 and (dtype in dtypes or dtype != x.dtype)
+    if len(dtypes) != 1 or (dtype == x.dtype and dtype not in dtypes):
+        return False
+    return dtype in dtypes_of("jagged_attention", x.device)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for a node's backward, whose results raise RuntimeError when they are
+    differentiated. torch's once_differentiable does so only if the node's gradient has a graph of
+    its own: else a second derivative would silently be 0."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        anchor = gradients[0].new_zeros(()).requires_grad_()
+        return _Last.apply(anchor, *results)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "jagged attention is not differentiable twice: its backward kernels have no derivative"
+            " of their own"
+        )

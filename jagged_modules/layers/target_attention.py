@@ -10,6 +10,7 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 from torch.types import Device
 
+from ..autocast import autocast_dtype
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
@@ -22,7 +23,7 @@ from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .one_node import linears_may_be_one_node, operand_dtype
+from .one_node import linears_may_be_one_node
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
 from .targets import Targets, parse_targets
@@ -189,8 +190,8 @@ class JaggedTargetAttention(nn.Module):
         """
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         given = parse_targets(targets, candidates, history, self.q_proj, self.target_dim)
-        if linears_may_be_one_node(given.rows, self.projections, self.dropout):
-            schedule = self._schedule(given, history, operand_dtype(given.rows))
+        if linears_may_be_one_node(given.rows, self.projections, self.dropout, on_cpu=True):
+            schedule = self._schedule(given, history, autocast_dtype(given.rows))
             return given.unwrap(target_node(self, given, history, schedule))
         k, v = self._keys_and_values(entering(history.values, history.end("history")))
         return self._attend(given, k, v, history, "history")

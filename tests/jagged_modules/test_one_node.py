@@ -1,0 +1,293 @@
+"""Layers as one autograd node: equal to the chain of modules in float64. Here the CPU path computes
+the attention that kernels compute on a GPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+from jagged_kernels.attention import op as attention_op
+from jagged_kernels.attention.params import empty_packed_gradients, pack, unpack
+from jagged_kernels.block_attention import op as block_op
+
+import jagged_modules as jm
+from jagged_modules.cpu.attention import attention_cpu
+from jagged_modules.functional import block_attention
+from jagged_modules.layers import block_attention as block_layer
+from jagged_modules.layers import block_attention_node, gdpa_node, one_node
+
+LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
+WIDTH = 24
+
+
+def offsets_of(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+# -- what kernels compute, by the CPU path ---------------------------------------------------------
+
+
+def attention_forward(call):
+    lse = call.q.new_zeros(call.q.shape[1], 0)
+    return attention_cpu(call), lse, pack(call)
+
+
+def attention_gradients(do, results, *arguments):
+    call = unpack(*arguments)[0]
+    with torch.enable_grad():
+        operands = [x.detach().requires_grad_() for x in call[:3]]
+        out = attention_cpu(call._replace(**dict(zip("qkv", operands))))
+    return *torch.autograd.grad(out, operands, do), do.new_empty(0), do.new_empty(0)
+
+
+def attention_packed_gradients(do, results, together, *arguments):
+    dq, dk, dv, *tables = attention_gradients(do, results, *arguments)
+    gradients = empty_packed_gradients(unpack(*arguments)[0], together)
+    parts = gradients[0].split([dq.shape[1], gradients[0].shape[1] - dq.shape[1]], 1)
+    of_keys = parts[1] if together else gradients[1]
+    parts[0].copy_(dq)
+    of_keys.copy_(torch.cat([dk, dv], 1))
+    return *gradients, *tables
+
+
+def block_forward(qkv, offsets, tables, rotation, block_size, *_):
+    rotary = None
+    if tables[0] is not None:
+        rotary = jm.Rotary(tables[0], tables[1], "qkv" if rotation[0] else "qk", linear=True)
+    return block_attention.block_diagonal_attention_packed(
+        qkv, offsets, block_size=block_size, rotary=rotary
+    )
+
+
+def block_gradient(do, qkv, *arguments):
+    with torch.enable_grad():
+        qkv = qkv.detach().requires_grad_()
+        out = block_forward(qkv, *arguments)
+    return torch.autograd.grad(out, qkv, do)[0]
+
+
+def rms_norm_gradients(dy, x, weight, rstd):
+    normed, wide = x * rstd, dy * weight
+    return rstd * (wide - normed * (wide * normed).mean(1, keepdim=True)), (dy * normed).sum(0)
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """The number of calls of nodes, which layers on the CPU take too."""
+    calls = []
+
+    def replace(module, name, function):
+        monkeypatch.setattr(module, name, function)
+
+    def counted(node):
+        forward = node.forward
+
+        def call(ctx, *inputs):
+            calls.append(node)
+            return forward(ctx, *inputs)
+
+        monkeypatch.setattr(node, "forward", staticmethod(call))
+
+    def is_plain(x, *modules):  # the rule without the GPU
+        return all(map(one_node._is_plain, modules))
+
+    replace(one_node, "may_be_one_node", is_plain)
+    replace(one_node, "EVERYWHERE", (torch.float64,))
+    replace(block_layer, "runs_kernels", lambda *_: True)
+    replace(gdpa_node, "with_schedule", lambda call, trains: call)
+    replace(gdpa_node, "rms_norm_gradients", rms_norm_gradients)
+    replace(attention_op, "attention_forward", attention_forward)
+    replace(attention_op, "attention_backward", attention_gradients)
+    replace(attention_op, "attention_packed_backward", attention_packed_gradients)
+    replace(block_op, "packed_forward", block_forward)
+    replace(block_op, "packed_backward", block_gradient)
+    counted(gdpa_node._Node)
+    counted(block_attention_node._Node)
+    return calls
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+class Case:
+    """A layer in float64 with random norms, and its inputs."""
+
+    def __init__(self, make, context=False, **call):
+        torch.manual_seed(0)
+        self.layer = make().double()
+        for name, parameter in self.layer.named_parameters():
+            if "norm" in name:
+                nn.init.normal_(parameter)
+        self.inputs = [torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64)]
+        if context:
+            self.inputs.append(torch.randn(sum(CONTEXTS), WIDTH, dtype=torch.float64))
+        self.call = call
+
+    def run(self, layer, x, context=None):
+        pair = () if context is None else ((context, offsets_of(CONTEXTS)),)
+        return layer((x, offsets_of(LENGTHS)), *pair, **self.call)[0]
+
+    def results(self, layer, run=None, frozen=()):
+        """The result, and the gradients of inputs and parameters; None of frozen ones."""
+        layer = copy.deepcopy(layer)
+        inputs = [x.clone().requires_grad_() for x in self.inputs]
+        named = dict(zip(("x", "context"), inputs)) | dict(layer.named_parameters())
+        for name in frozen:
+            named[name].requires_grad_(False)
+        out = (run or self.run)(layer, *inputs)
+        generator = torch.Generator().manual_seed(1)
+        out.backward(torch.randn(out.shape, generator=generator, dtype=out.dtype))
+        return [out.detach(), *(x.grad for x in named.values())]
+
+
+def gdpa(kind=jm.JaggedGDPA, activation="gelu_tanh", mask=None, **config):
+    return lambda: kind(WIDTH, 4, activation, mask, jm.GDPAConfig(**config))
+
+
+def blocks(rotary, **options):
+    return lambda: jm.BlockDiagonalSelfAttention(WIDTH, 4, 16, rotary, **options)
+
+
+CAUSAL = jm.AttentionMask(causal=True)
+TARGETS = torch.tensor([2, 0, 0, 4])
+CASES = {
+    "layer": lambda: Case(gdpa()),
+    "block": lambda: Case(gdpa(jm.GDPABlock)),
+    "softmax": lambda: Case(gdpa(jm.GDPABlock, "softmax", CAUSAL), num_targets=TARGETS),
+    "grouped": lambda: Case(gdpa(jm.GDPABlock, num_kv_heads=2, output_scale=0.3, scale=-0.5)),
+    "wide": lambda: Case(gdpa(head_dim=10)),
+    "context": lambda: Case(gdpa(num_kv_heads=1), context=True),
+    "block-context": lambda: Case(gdpa(jm.GDPABlock, "silu"), context=True),
+    "weights": lambda: Case(gdpa(num_weights=7)),
+    "block-weights": lambda: Case(gdpa(jm.GDPABlock, "softmax", num_weights=7, num_kv_heads=2)),
+    "blocks": lambda: Case(blocks(None)),
+    "rotary": lambda: Case(blocks("qk")),
+    "rotated-values": lambda: Case(blocks("qkv")),
+}
+
+
+def in_modules(case, **options):
+    """The results of the chain of modules: a hook prevents nodes."""
+    layer = copy.deepcopy(case.layer)
+    for module in layer.modules():
+        module.register_forward_hook(lambda *_: None)
+    return case.results(layer, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_those_of_the_modules(nodes, name):
+    case = CASES[name]()
+    expected = in_modules(case)
+    assert not nodes
+    torch.testing.assert_close(case.results(case.layer), expected)
+    assert len(nodes) == 1
+
+
+@pytest.mark.parametrize("name", ["block", "block-context", "block-weights", "rotary"])
+def test_what_is_frozen_gets_no_gradient(nodes, name):
+    case = CASES[name]()
+    whole = case.results(case.layer)
+    names = ["x", "context"][: len(case.inputs)]
+    names += [name for name, _ in case.layer.named_parameters()]
+    halves = names[::2], names[1::2], [x for x in names if "out_proj" not in x]
+    for frozen in (*([x] for x in names), *halves):
+        gradients = dict(zip(names, case.results(case.layer, frozen=frozen)[1:]))
+        for key, expected in zip(names, whole[1:]):
+            torch.testing.assert_close(gradients[key], None if key in frozen else expected)
+
+
+@pytest.mark.parametrize("name", ["block", "rotary"])
+def test_dropout_checkpoints_retained_graphs_and_no_gradients(nodes, name):
+    case = CASES[name]()
+    expected = case.results(case.layer)
+
+    def with_checkpoint(layer, *inputs):
+        return checkpoint(case.run, layer, *inputs, use_reentrant=False)
+
+    torch.testing.assert_close(case.results(case.layer, with_checkpoint), expected)
+    x = case.inputs[0].clone().requires_grad_()
+    out = case.run(case.layer, x)
+    first, second = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    with torch.no_grad():
+        assert torch.equal(case.run(case.layer, x), out) and out.requires_grad
+
+
+@pytest.mark.parametrize("probability", [0.3, 1.0])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "softmax"])
+def test_dropout(nodes, activation, probability):
+    """The same random numbers as the module's. It is off outside of training."""
+    case = Case(gdpa(jm.GDPABlock, activation, dropout=probability))
+
+    def run(layer, x):
+        torch.manual_seed(3)
+        return case.run(layer, x)
+
+    expected, results = in_modules(case, run=run), case.results(case.layer, run)
+    for x, y in zip(results[1:], expected[1:]):
+        assert x.isfinite().all() and x.shape == y.shape
+    case.layer.eval()
+    torch.testing.assert_close(case.results(case.layer), in_modules(case))
+
+
+@pytest.mark.parametrize("name", ["layer", "block", "rotary"])
+def test_no_rows(nodes, name):
+    case = CASES[name]()
+    x = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
+    out = case.layer((x, torch.zeros(3, dtype=torch.long)))[0]
+    out.sum().backward()
+    assert out.shape == x.grad.shape == (0, WIDTH)
+    assert all(not parameter.grad.any() for parameter in case.layer.parameters())
+    assert len(nodes) == 1
+
+
+@pytest.mark.parametrize("name", ["block", "rotary"])
+def test_a_second_derivative_raises(nodes, name):
+    case = CASES[name]()
+    x = case.inputs[0].clone().requires_grad_()
+    (dx,) = torch.autograd.grad(case.run(case.layer, x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="not differentiable twice"):
+        dx.sum().backward()
+
+
+def replaced(layer, name):
+    """The layer with a module that computes something else."""
+    parent, _, child = name.rpartition(".")
+    setattr(layer.get_submodule(parent), child, nn.Sequential(layer.get_submodule(name)))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "name, change, count",
+    [
+        ("block", lambda layer: replaced(layer, "attention.q_proj"), 0),
+        ("block", lambda layer: replaced(layer, "attention.dropout"), 0),
+        ("block", lambda layer: replaced(layer, "norm"), 1),
+        ("layer", lambda layer: layer.kv_proj.register_forward_pre_hook(lambda *_: None), 0),
+        ("block", lambda layer: layer.attention.register_forward_hook(lambda *_: None), 1),
+        ("block", lambda layer: nn.utils.parametrizations.weight_norm(layer.attention.out_proj), 0),
+        ("rotary", lambda layer: replaced(layer, "qkv_proj"), 0),
+        ("rotary", lambda layer: setattr(layer.out_proj, "bias", None), 0),
+    ],
+)
+def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
+    """count: of nodes. An attention without its block's norm may still be one."""
+    case = CASES[name]()
+    change(case.layer)
+    case.run(case.layer, *case.inputs)
+    assert len(nodes) == count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [gdpa(qk_norm=True), gdpa(num_seeds=2), gdpa(activation="softmax", scale=-0.5)],
+    ids=["qk-norm", "seeds", "negative-scale"],
+)
+def test_options_that_no_node_computes(nodes, make):
+    case = Case(make)
+    case.layer((case.inputs[0], offsets_of(LENGTHS)))
+    assert not nodes
