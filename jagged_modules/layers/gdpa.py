@@ -352,6 +352,18 @@ class JaggedGDPA(nn.Module):
         attention = self._attention(rows, keys, operand_dtype(values), mask)
         return gdpa_node(self, values, context, norm, attention)
 
+    def _block(
+        self,
+        rows: Jagged,
+        values: Tensor,
+        norm: nn.RMSNorm,
+        context: Any,
+        num_targets: Tensor | None,
+    ) -> Tensor:
+        """The result of a block with this norm."""
+        keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
+        return self._one_node(rows, values, keys, mask, norm)
+
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
         end = end_of(name, rows)
@@ -487,8 +499,7 @@ class GDPABlock(nn.Module):
         attention, norm = self.attention, self.norm
         is_plain = type(attention) is JaggedGDPA and type(norm) is RMSNorm
         if is_plain and is_one_node(attention, rows, bias, attention, norm):
-            keys, _, mask = attention._checked_inputs(jagged, context, num_targets, bias)
-            out = attention._one_node(jagged, rows, keys, mask, norm)
+            out = attention._block(jagged, rows, norm, context, num_targets)  # pyright: ignore[reportPrivateUsage]
         else:
             normed = jagged.with_values(norm(rows))
             normed.is_clean = end is not None or jagged.is_clean
