@@ -199,8 +199,8 @@ def transforms_are_active() -> bool:
 
 def runs_transforms() -> bool:
     """Whether a torch.func transform or forward-mode AD is active."""
-    level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
-    return transforms_are_active() or level >= 0
+    is_forward = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
+    return transforms_are_active() or bool(is_forward)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def refuse_transforms(what: str) -> None:
