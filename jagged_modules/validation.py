@@ -148,7 +148,8 @@ def transforms_are_active() -> bool:
 
 def runs_transforms() -> bool:
     """Whether a torch.func transform or forward-mode AD is active."""
-    return transforms_are_active() or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    is_forward = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
+    return transforms_are_active() or bool(is_forward)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def refuse_transforms(what: str) -> None:

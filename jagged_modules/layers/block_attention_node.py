@@ -54,7 +54,8 @@ class _Node(torch.autograd.Function):
         offsets, num_heads, block_size, rotary, dtype = attention
         ctx.x_dtype, ctx.dtype = x.dtype, qkv_weight.dtype
         x, qkv_weight, out_weight = x.to(dtype), qkv_weight.to(dtype), out_weight.to(dtype)
-        qkv = linear(x, qkv_weight, qkv_bias.to(dtype)).unflatten(1, (3, num_heads, -1))
+        qkv = linear(x, qkv_weight, qkv_bias.to(dtype))
+        qkv = torch.unflatten(qkv, 1, (3, num_heads, -1))
         qkv, offsets, (cos, sin, positions), *ctx.options = packed_arguments(
             qkv, offsets, block_size=block_size, rotary=rotary
         )
@@ -68,13 +69,12 @@ class _Node(torch.autograd.Function):
         from jagged_kernels.block_attention.op import packed_backward
 
         x, qkv_weight, qkv, offsets, cos, sin, positions, h, out_weight = ctx.saved_tensors
-        of_x, *of_qkv = wanted = ctx.needs_input_grad[:3]
-        of_out = any(wanted), *ctx.needs_input_grad[3:5]
-        dh, *of_out = linear_gradients(dy, h, out_weight, of_out, dy.dtype, ctx.dtype)
+        wanted: list[bool] = list(ctx.needs_input_grad[:5])
+        of_qkv, of_out = wanted[:3], [any(wanted[:3]), *wanted[3:]]
+        dh, *dout = linear_gradients(dy, h, out_weight, of_out, dy.dtype, ctx.dtype)
         if dh is None:
-            return None, None, None, *of_out, None
-        dqkv = packed_backward(
-            dh.view_as(qkv[:, 0]), qkv, offsets, [cos, sin, positions], *ctx.options
-        )
-        of_inputs = linear_gradients(dqkv.flatten(1), x, qkv_weight, wanted, ctx.x_dtype, ctx.dtype)
-        return *of_inputs, *of_out, None
+            return None, None, None, *dout, None
+        do, tables = dh.view_as(qkv[:, 0]), [cos, sin, positions]
+        dqkv = packed_backward(do, qkv, offsets, tables, *ctx.options).flatten(1)
+        dx_and_proj = linear_gradients(dqkv, x, qkv_weight, of_qkv, ctx.x_dtype, ctx.dtype)
+        return *dx_and_proj, *dout, None

@@ -260,11 +260,11 @@ class JaggedGDPA(nn.Module):
                 match; context, num_targets or bias is given with learned rows.
         """
         config, rows = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
-        keys, keys_name, mask = self._checked_inputs(rows, context, num_targets, bias)
         end = rows.end("x")
         values = entering(rows.values, end)
         if is_one_node(self, values, bias):
-            return rows.unwrap(leaving(self._one_node(rows, values, keys, mask), end))
+            return rows.unwrap(leaving(self._one_node(rows, values, context, num_targets), end))
+        keys, keys_name, mask = self._checked_inputs(rows, context, num_targets, bias)
         k: Tensor
         v: Tensor
         if config.num_weights:
@@ -343,11 +343,12 @@ class JaggedGDPA(nn.Module):
         self,
         rows: Jagged,
         values: Tensor,
-        keys: Jagged,
-        mask: AttentionMask | None,
+        context: Any,
+        num_targets: Tensor | None,
         norm: nn.RMSNorm | None = None,
     ) -> Tensor:
         """The result for these values of the rows; with a block's norm, the block's."""
+        keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
         context = None if keys is rows else entering(keys.values, keys.end("context"))
         attention = self._attention(rows, keys, autocast_dtype(values), mask)
         return gdpa_node(self, values, context, norm, attention)
@@ -487,8 +488,7 @@ class GDPABlock(nn.Module):
         attention, norm = self.attention, self.norm
         is_plain = type(attention) is JaggedGDPA and type(norm) is RMSNorm
         if is_plain and is_one_node(attention, rows, bias, attention, norm):
-            keys, _, mask = attention._checked_inputs(jagged, context, num_targets, bias)
-            out = attention._one_node(jagged, rows, keys, mask, norm)
+            out = attention._one_node(jagged, rows, context, num_targets, norm)  # pyright: ignore[reportPrivateUsage]
         else:
             normed = jagged.with_values(norm(rows))
             normed.is_clean = end is not None or jagged.is_clean

@@ -12,7 +12,6 @@ theirs.
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,15 +99,16 @@ def gdpa_node(
 ) -> Tensor:
     """The layer's result for x `[L, E]` and a context `[M, E]`, in the operands' dtype. With a
     norm, a block's, in the wider of this dtype and x's. attention: segments and options."""
+    keys: Tensor
+    values: Tensor
     if layer.config.num_weights:
-        keys = layer.key_weights, layer.value_weights
+        keys, values = layer.key_weights, layer.value_weights
     else:
-        keys = layer.kv_proj.weight, layer.kv_proj.bias
+        keys, values = layer.kv_proj.weight, layer.kv_proj.bias
     q_proj, out_proj, dropout = layer.q_proj, layer.out_proj, layer.dropout
     weight, eps = (None, None) if norm is None else (norm.weight, norm.eps)
-    inputs = NodeInputs(
-        x, context, weight, q_proj.weight, q_proj.bias, *keys, out_proj.weight, out_proj.bias
-    )
+    projections = q_proj.weight, q_proj.bias, keys, values, out_proj.weight, out_proj.bias
+    inputs = NodeInputs(x, context, weight, *projections)
     call = GDPACall(
         autocast_dtype(x),
         layer.num_heads,
@@ -122,22 +122,23 @@ def gdpa_node(
 
 class _Saved(NamedTuple):
     """What the backward reads, besides the attention's segments. x, norm and rstd: with a norm.
-    weight: of q, or of q, k and v. kv_weight: of k and v from a context. out: with softmax."""
+    weight: of q, or of q, k and v. kv_weight: of k and v from a context. out: with
+    softmax. kept: what dropout keeps. None without."""
 
-    x: Tensor | None
-    norm: Tensor | None
-    rstd: Tensor | None
+    x: Any
+    norm: Any
+    rstd: Any
     rows: Tensor
-    context: Tensor | None
+    context: Any
     weight: Tensor
-    kv_weight: Tensor | None
+    kv_weight: Any
     q: Tensor
     k: Tensor
     v: Tensor
-    out: Tensor | None
+    out: Any
     lse: Tensor
     h: Tensor
-    kept: Tensor | None
+    kept: Any
     out_weight: Tensor
 
 
@@ -151,7 +152,7 @@ class _Node(torch.autograd.Function):
         ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
         rows, rstd = (x, None) if norm is None else rms_norm(x, norm, call.eps)
         rows, context = rows.to(dtype), None if context is None else context.to(dtype)
-        q, k, v, *weights = _projected(rows, context, inputs, call)
+        (q, k, v), weights = _projected(rows, context, inputs, call)
         attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
         trains = any(ctx.needs_input_grad)
         out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
@@ -159,11 +160,10 @@ class _Node(torch.autograd.Function):
         if call.dropout:
             h, kept = torch.native_dropout(h, call.dropout, True)
         out_weight = inputs.out_weight.to(dtype)
-        saved = _Saved(
-            None if norm is None else x, norm, rstd, rows, context, *weights, q, k, v,
-            out if call.options.activation == "softmax" else None, lse, h, kept, out_weight,
-        )  # fmt: skip
-        ctx.save_for_backward(*saved, *segments)
+        of_norm = None if norm is None else x, norm, rstd
+        of_softmax = out if call.options.activation == "softmax" else None
+        saved = *of_norm, rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight
+        ctx.save_for_backward(*saved, *segments)  # as in _Saved
         y = linear(h, out_weight, inputs.out_bias.to(dtype))
         return y if norm is None else x + y
 
@@ -172,72 +172,76 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
         saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
-        wanted, h = NodeInputs(*ctx.needs_input_grad[:-1]), saved.h
-        of_out = any(wanted[:7]), wanted.out_weight, wanted.out_bias
-        dh, *of_out = linear_gradients(
+        wanted: list[bool] = list(ctx.needs_input_grad[: len(NodeInputs._fields)])
+        h, of_out = saved.h, [any(wanted[:7]), *wanted[7:]]
+        dh, *dout = linear_gradients(
             dy.to(h.dtype), h, saved.out_weight, of_out, h.dtype, ctx.dtype
         )
         if dh is None:
-            return *[None] * 7, *of_out, None
+            return *[None] * 7, *dout, None
         if saved.kept is not None:
             scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
             dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
-        drows, dcontext, *of_projections = _gradients(ctx, dh, saved, segments, wanted)
+        dx, dcontext, *dprojections = _gradients(ctx, dh, saved, segments, wanted)
         dnorm = None
-        if saved.norm is not None and drows is not None:
-            drows, dnorm = rms_norm_gradients(drows, saved.x, saved.norm, saved.rstd)
-            drows = (drows + dy).to(ctx.x_dtype)
-        return drows, dcontext, dnorm, *of_projections, *of_out, None
+        if saved.norm is not None and dx is not None:
+            dx, dnorm = rms_norm_gradients(dx, saved.x, saved.norm, saved.rstd)
+            dx = (dx + dy).to(ctx.x_dtype)
+        return dx, dcontext, dnorm, *dprojections, *dout, None
 
 
 def _projected(
     rows: Tensor, context: Tensor | None, inputs: NodeInputs, call: GDPACall
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
     """q, k and v `[rows, heads, head_dim]`, and the weights of their projections, as `_Saved` has
     them."""
     q_weight, q_bias, keys, values = (x.to(call.dtype) for x in inputs[3:7])
     heads = -1, call.head_dim
     if context is None and keys.dim() == 2:
         weight, bias = torch.cat([q_weight, keys]), torch.cat([q_bias, values])
-        qkv = linear(rows, weight, bias).unflatten(1, heads)
+        qkv = torch.unflatten(linear(rows, weight, bias), 1, heads)
         q, kv = qkv.tensor_split([call.num_heads], 1)
-        return q, *kv.chunk(2, 1), weight, None
-    q = linear(rows, q_weight, q_bias).unflatten(1, heads)
+        return [q, *kv.chunk(2, 1)], (weight, None)
+    q = torch.unflatten(linear(rows, q_weight, q_bias), 1, heads)
     if context is None:
-        return q, keys, values, q_weight, None
-    kv = linear(context, keys, values).unflatten(1, heads)
-    return q, *kv.chunk(2, 1), q_weight, keys
+        return [q, keys, values], (q_weight, None)
+    kv = torch.unflatten(linear(context, keys, values), 1, heads)
+    return [q, *kv.chunk(2, 1)], (q_weight, keys)
 
 
 def _gradients(
-    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: NodeInputs
+    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the projected rows and of the context, and of `inputs[3:7]`."""
-    rows, q, k, v = saved.rows, saved.q, saved.k, saved.v
-    do, results = dh.unflatten(1, (q.shape[1], -1)), [saved.out, saved.lse]
-    arguments = q, k, v, segments, *ctx.options
-    dtype, of_rows = ctx.dtype, wanted.x or wanted.norm
+    """Gradients of the projected rows and of the context, and of `NodeInputs`' q_weight to values.
+    wanted: of all inputs."""
+    rows, q, dtype = saved.rows, saved.q, ctx.dtype
+    do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [saved.out, saved.lse]
+    arguments = q, saved.k, saved.v, segments, *ctx.options
+    of_x, of_context, of_norm, *of_q, of_keys, of_values = wanted[:7]
     rows_dtype = rows.dtype if saved.norm is not None else ctx.x_dtype
-    of_q = of_rows, wanted.q_weight, wanted.q_bias
-    of_keys = wanted.context, wanted.keys, wanted.values
+    of_q = [of_x or of_norm, *of_q]
     if ctx.is_learned:
         dq, dk, dv, *_ = attention_backward(do, results, *arguments)
-        of_q = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
-        return of_q.x, None, of_q.weight, of_q.bias, dk.to(dtype), dv.to(dtype)
-    together = saved.context is None
-    dq, dkv, *_ = attention_packed_backward(do, results, together, *arguments)
-    if together:
-        of_q = tuple(map(operator.or_, of_q, of_keys))
-    dx, *of_q = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
-    if together:
-        (dq_weight, dk_weight), (dq_bias, dk_bias) = (
-            (None, None) if x is None else x.tensor_split([q.shape[1] * q.shape[2]]) for x in of_q
+        dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
+        return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
+    if saved.context is None:
+        dqkv, *_ = attention_packed_backward(do, results, True, *arguments)
+        of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
+        dx, *packed = linear_gradients(
+            dqkv.flatten(1), rows, saved.weight, of_qkv, rows_dtype, dtype
         )
-        return dx, None, dq_weight, dq_bias, dk_weight, dk_bias
-    dcontext, *of_keys = linear_gradients(
-        dkv.flatten(1), saved.context, saved.kv_weight, of_keys, ctx.context_dtype, dtype
+        width = q.shape[1] * q.shape[2]
+        (dq_weight, dkeys), (dq_bias, dvalues) = (
+            (None, None) if x is None else x.tensor_split([width]) for x in packed
+        )
+        return dx, None, dq_weight, dq_bias, dkeys, dvalues
+    dq, dkv, *_ = attention_packed_backward(do, results, False, *arguments)
+    dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
+    of_kv, context = [of_context, of_keys, of_values], saved.context
+    dcontext, *dkv_proj = linear_gradients(
+        dkv.flatten(1), context, saved.kv_weight, of_kv, ctx.context_dtype, dtype
     )
-    return dx, dcontext, *of_q, *of_keys
+    return dx, dcontext, *dq_proj, *dkv_proj
 
 
 # -- what a fused kernel may compute ---------------------------------------------------------------

@@ -138,7 +138,8 @@ def linears_may_be_one_node(
     nn.Linear with a bias. Their parameters have one dtype, that of x unless autocast casts them."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return False
-    if not all(type(module) is nn.Linear and module.bias is not None for module in linears):
+    have_biases = (len([*module.parameters()]) == 2 for module in linears)
+    if not all(type(module) is nn.Linear for module in linears) or not all(have_biases):
         return False
     dtype = autocast_dtype(x)
     dtypes = {parameter.dtype for module in linears for parameter in module.parameters()}

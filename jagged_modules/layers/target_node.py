@@ -148,8 +148,8 @@ class _Node(torch.autograd.Function):
         k, v = linear(history, kv_weight, kv_bias).unflatten(1, (2 * heads, -1)).chunk(2, 1)
         options = AttentionOptions(schedule=call.schedule)
         attention = parsed_call(q, k, v, queries, keys, options).call
-        out, lse, attention = attention_forward(attention, any(ctx.needs_input_grad))
-        q, k, v, segments, *ctx.options = attention
+        trains = any(ctx.needs_input_grad)
+        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
         h, kept = _in_order(out.flatten(1), inverse), None
         if call.dropout:
             h, kept = torch.native_dropout(h, call.dropout, True)

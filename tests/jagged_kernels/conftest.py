@@ -30,6 +30,7 @@ from .fixtures.packed import (
     check_packed_tiles,
     packed_launches,
 )
+from .fixtures.packed_gradients import check_packed_gradients
 from .fixtures.pages import check_compiled_pages, check_pages
 from .fixtures.tile_list import (
     check_grouped_tiles,

@@ -431,6 +431,33 @@ def test_hopper_kernel_of_short_queries_compiles(dim, consumers, dtype, activati
     assert spilled_bytes(compiled.asm["cubin"]) <= 256  # with Triton 3.6 none without GELU
 
 
+@slow_after(
+    3,
+    "name, dim, activation, group",
+    [
+        ("dq", 128, "softmax", 1),
+        ("dkdv", 128, "gelu_tanh", 1),
+        ("one_pass", 128, "softmax", 1),
+        ("short_queries", 64, "softmax", 1),
+        ("dq", 64, "gelu_tanh", 1),
+        ("dkdv", 64, "softmax", 2),
+        ("one_pass", 64, "gelu_tanh", 1),
+    ],
+)
+def test_hopper_backward_with_gradients_in_one_tensor_compiles(name, dim, activation, group):
+    """No register is kept in memory for it."""
+    config = short_queries_config(dim, 1) if name == "short_queries" else None
+    packed, plain = (
+        compile_hopper_attention(
+            name, dim, "bf16", activation, group=group, config=config, packed=x
+        )
+        for x in (True, False)
+    )
+    assert packed.metadata.shared == plain.metadata.shared
+    assert spilled_bytes(packed.asm["cubin"]) <= spilled_bytes(plain.asm["cubin"]) + 16
+    assert packed.asm["ptx"] != plain.asm["ptx"]
+
+
 def test_kernel_that_rounds_dq_of_hopper_compiles():
     types = dict(
         sums_ptr="*fp32",
@@ -441,8 +468,10 @@ def test_kernel_that_rounds_dq_of_hopper_compiles():
         output_scale="fp32",
     )
     types |= dict(num_segments="i32", num_blocks="i32")
-    constants = dict(segment_scale_ptr=None, HEADS=4, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6)
-    compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
+    for heads in (4, 12):  # of rows of dq
+        sizes = dict(STRIDE=heads * 96, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6)
+        constants = dict(segment_scale_ptr=None) | sizes
+        compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
 
 
 def test_kernel_that_computes_delta_compiles():
