@@ -43,6 +43,7 @@ from .bias_tables import kernel_bias
 from .params import (
     BACKWARD_SCHEMA,
     FORWARD_SCHEMA,
+    PACKED_BACKWARD_SCHEMA,
     PAGED_SCHEMA,
     AttentionCall,
     Gradients,
@@ -109,15 +110,46 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
     Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of
     what they are gradients of; `[0]` for a table that gets none.
     """
+    return _gradients(do, results, arguments)
+
+
+def _packed_backward_fake(do: Tensor, results: Any, out: Tensor, columns: Any, *arguments: Any):
+    call = unpack(*arguments)[0]
+    return empty_table_gradients(call.params, call.q)
+
+
+@operator("attention_packed_backward", _packed_backward_fake, PACKED_BACKWARD_SCHEMA)
+def triton_attention_packed_backward(
+    do: Tensor, results: list[Tensor | None], out: Tensor, columns: list[int], *arguments: Any
+):
+    """As `triton_attention_backward`, for self-attention: dq, dk and dv are written to columns of
+    out `[rows, width]`, contiguous, from the three `columns` on. Rows of out behind the last
+    segment become 0. Returns the gradients of the tables."""
+    call = unpack(*arguments)[0]
+    grads = [
+        out[:, first : first + x.shape[1] * x.shape[2]].unflatten(1, x.shape[1:])
+        for first, x in zip(columns, call[:3])
+    ]
+    dtables = _gradients(do, results, arguments, grads)[3:]
+    if call.segments.has_tail:
+        zero_tails((out, call.segments.q_offsets))
+    return dtables
+
+
+def _gradients(
+    do: Tensor,
+    results: list[Tensor | None],
+    arguments: tuple[Any, ...],
+    out: list[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and the gradients of the tables. out: where to write dq, dk and dv."""
     call, queries_listed, keys_listed = unpack(*arguments)
     q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
     selection = _select(call, queries_listed.block, keys_listed.block)
     if not _has_rows(call):
         dtables = (x.zero_() for x in empty_table_gradients(params, q))
-        return (
-            *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
-            *dtables,
-        )
+        empty = out or [x.new_empty(x.shape) for x in (q, k, v)]
+        return *(x.zero_() for x in empty), *dtables
     queries, keys = _with_tiles(call, queries_listed), _with_tiles(call, keys_listed)
     operands, do = Operands(q, k, v, *results), contiguous_last_dim(do)
     chunks = selection.query_chunks
@@ -127,12 +159,13 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
             params = params._replace(segment_scale=params.segment_scale.repeat(chunks))
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows
     # (keys), then a fixed-order sum.
-    dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
-    dk, dv = (
-        x.new_empty(
-            (chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype
+    dq, dk, dv = out or (
+        x.new_empty((rows, *x.shape[1:]), dtype=torch.float32 if is_shared else x.dtype)
+        for x, rows, is_shared in (
+            (q, do.shape[0], q_shared),
+            (k, chunks * k.shape[0], kv_shared),
+            (v, chunks * v.shape[0], kv_shared),
         )
-        for x in (k, v)
     )
     grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(operands.lse))
     if selection.packed_bwd is not None:
@@ -147,7 +180,7 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
         bias = kernel_bias(params)
         dtables = triton_dq(operands, grads, queries, params, bias, selection)
         triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
-    if has_tail:
+    if has_tail and out is None:
         of_queries = [] if q_shared else [(dq, q_offsets)]
         of_keys = [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
         zero_tails(*of_queries, *of_keys)
@@ -245,8 +278,8 @@ def attention(call: AttentionCall) -> Tensor:
     """Attention by the portable or the Hopper kernels, in less host time than by a call of the
     operator. The call has a schedule."""
     call = _for_kernels(call)
-    q, k, v, segments, params, schedule = call
-    tiles, key_tiles = schedule.tile_list, _key_tiles(call)
+    q, k, v, segments, params, _ = call
+    tiles, key_tiles = call.schedule.tile_list, _key_tiles(call)
     arguments = pack(call, tiles, key_tiles)
     op = triton_attention if segments.pages is None else triton_paged_attention
     floats = q, k, v, params.segment_scale, params.position_bias, params.time_bias
@@ -303,8 +336,9 @@ refuse_derivative(
     triton_paged_attention,
     "jagged_attention is not differentiable with pages: gather the keys and values first",
 )
-refuse_derivative(
-    triton_attention_backward,
-    "jagged_attention is not differentiable twice: its backward kernels have no derivative of"
-    " their own",
-)
+for _backward_op in (triton_attention_backward, triton_attention_packed_backward):
+    refuse_derivative(
+        _backward_op,
+        "jagged_attention is not differentiable twice: its backward kernels have no derivative of"
+        " their own",
+    )

@@ -217,6 +217,9 @@ PAGED_SCHEMA = f"({_SCHEMA}) -> Tensor"
 BACKWARD_SCHEMA = (
     f"(Tensor do, Tensor?[] results, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+PACKED_BACKWARD_SCHEMA = (
+    f"(Tensor do, Tensor?[] results, Tensor(a!) out, int[] columns, {_SCHEMA}) -> (Tensor, Tensor)"
+)
 
 
 def pack(

@@ -437,7 +437,7 @@ def test_kernel_that_rounds_dq_of_hopper_compiles():
         output_scale="fp32",
     )
     types |= dict(num_segments="i32", num_blocks="i32")
-    constants = dict(segment_scale_ptr=None, HEADS=4, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6)
+    constants = dict(segment_scale_ptr=None, STRIDE=384, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6)
     compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
 
 

@@ -33,7 +33,9 @@ class Arguments(NamedTuple):
         num_targets_ptr: None unless the mask has targets.
         scale, act_factor, dact_factor, output_scale: of activations.activation_factors the second
             and third. segment_scale_ptr: replaces output_scale unless it is None.
-        out_ptr, dq_ptr, dk_ptr, dv_ptr: contiguous `[rows, heads, dim]`.
+        out_ptr, dq_ptr, dk_ptr, dv_ptr: contiguous `[rows, heads, dim]`. grad_stride: the elements
+            from a row of dq, dk and dv to the next, if they are columns of one packed tensor; else
+            None.
         lse_ptr, delta_ptr: softmax's numbers of the query rows, fp32 `[H, rows]`: log-sum-exp of
             the scores, base 2, and rowsum(dO ∘ O).
         added_ptr: of the one-pass backward: int32 `[H, num_blocks]`, how many tiles have been added
@@ -57,6 +59,7 @@ class Arguments(NamedTuple):
     dk_ptr: gl.tensor = None
     dv_ptr: gl.tensor = None
     added_ptr: gl.tensor = None
+    grad_stride: gl.tensor = None
 
 
 class Schedule(NamedTuple):

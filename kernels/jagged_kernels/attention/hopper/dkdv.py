@@ -388,7 +388,8 @@ def attention_bwd_dkdv_hopper_kernel(
     tail = make_barriers(1, 2 * CONSUMERS)
     rings = Rings(q=q, do=do, k=k, v=v, lse=lse, delta=delta, tail=tail)
     outputs = Outputs(
-        dk=Output(dk_desc, args.dk_ptr), dv=Output(dv_desc, args.dv_ptr),
+        dk=Output(dk_desc, args.dk_ptr, args.grad_stride),
+        dv=Output(dv_desc, args.dv_ptr, args.grad_stride),
         buffers=make_epilogue_buffers(k_desc, 2 * CONSUMERS),
     )  # fmt: skip
     queue = make_tile_queue(CONSUMERS)

@@ -273,7 +273,7 @@ def attention_bwd_dq_hopper_kernel(
         scratch = make_scratch(CONSUMERS)
     kernel = Kernel(
         args, schedule, rings, queue,
-        Outputs(dq=Output(dq_desc, args.dq_ptr), buffers=buffers),
+        Outputs(dq=Output(dq_desc, args.dq_ptr, args.grad_stride), buffers=buffers),
         q_desc=q_desc, do_desc=do_desc, k_desc=k_desc, v_desc=v_desc,
         bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias), sums=sums, scratch=scratch,
     )  # fmt: skip

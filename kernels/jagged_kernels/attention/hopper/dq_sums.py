@@ -31,14 +31,14 @@ def attention_dq_kernel(
     output_scale,
     num_segments,
     num_blocks,
-    HEADS: tl.constexpr,
+    STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits
-    it."""
+    it. STRIDE: elements from a row of dq to the next."""
     index, head = (
         tl.program_id(0) + (tl.load(q_offsets_ptr) >> SHIFT).to(tl.int32),
         tl.program_id(1),
@@ -56,7 +56,7 @@ def attention_dq_kernel(
         )
         dq = tl.load(sums, mask=real & (added > 0), other=0.0)
         dq *= factor * output_factor(output_scale, segment_scale_ptr, segment)
-        tl.store(dq_ptr + ((start + first + rows) * HEADS + head) * DIM + columns, dq, mask=real)
+        tl.store(dq_ptr + (start + first + rows) * STRIDE + head * DIM + columns, dq, mask=real)
 
 
 class DqSums(NamedTuple):
@@ -120,7 +120,7 @@ class DqSums(NamedTuple):
             output_scale,
             segments.q_offsets.shape[0] - 1,
             num_blocks,
-            HEADS=heads,
+            STRIDE=dq.stride(0),
             DIM=dq.shape[2],
             WIDTH=width,
             BLOCK=block,

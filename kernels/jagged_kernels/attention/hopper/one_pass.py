@@ -481,7 +481,10 @@ def attention_bwd_hopper_kernel(
     readers: gl.constexpr = CONSUMERS if WIDE else 1
     ds_barriers = Handover(make_barriers(DS_STAGES, CONSUMERS), make_barriers(DS_STAGES, readers))
     written = Handover(make_barriers(2, 1), make_barriers(2, 1))
-    outputs = Outputs(dk=Output(dk_desc, args.dk_ptr), dv=Output(dv_desc, args.dv_ptr))
+    outputs = Outputs(
+        dk=Output(dk_desc, args.dk_ptr, args.grad_stride),
+        dv=Output(dv_desc, args.dv_ptr, args.grad_stride),
+    )
     queue = make_tile_queue(CONSUMERS + 3 if WIDE else CONSUMERS + 4)
     kernel = Kernel(
         args, schedule, rings, queue, outputs,

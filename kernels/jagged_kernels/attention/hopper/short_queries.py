@@ -376,8 +376,10 @@ def attention_bwd_short_queries_hopper_kernel(
     READERS: gl.constexpr = 1 if CONSUMERS == 1 else 2
     full, empty = make_barriers(SCORE_STAGES, CONSUMERS), make_barriers(SCORE_STAGES, READERS)
     outputs = Outputs(
-        dq=Output(dq_desc, args.dq_ptr), dk=Output(dk_desc, args.dk_ptr),
-        dv=Output(dv_desc, args.dv_ptr), buffers=make_epilogue_buffers(k_desc, CONSUMERS),
+        dq=Output(dq_desc, args.dq_ptr, args.grad_stride),
+        dk=Output(dk_desc, args.dk_ptr, args.grad_stride),
+        dv=Output(dv_desc, args.dv_ptr, args.grad_stride),
+        buffers=make_epilogue_buffers(k_desc, CONSUMERS),
     )  # fmt: skip
     queue = make_tile_queue(CONSUMERS)
     kernel = Kernel(
