@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.attention.params import AttentionCall
+from jagged_kernels.attention.params import Arguments, AttentionCall
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
@@ -138,6 +138,27 @@ def attend(
 
         out = attention(call if call.schedule else call._replace(schedule=_listed(call)))
     return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
+
+
+def attention_arguments(
+    like: Tensor,
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    segments: RowSegments,
+    options: AttentionOptions,
+) -> Arguments:
+    """The arguments of attention's operators for the self-attention of rows that a caller computes
+    later: all but q, k and v, in whose place are tensors of their shapes.
+
+    Args:
+        like: `[]`, of the dtype and device of q, k and v.
+        q_shape: of q and of k. v_shape: of v.
+    """
+    from jagged_kernels.attention.op import operator_arguments
+
+    q, v = like.expand(q_shape), like.expand(v_shape)
+    call = parse_call(q, q, v, segments, segments, options).call
+    return operator_arguments(call if call.schedule else call._replace(schedule=_listed(call)))
 
 
 def _by_definition(parsed: ParsedAttention) -> Tensor:

@@ -70,7 +70,7 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """dyᵀ `[N, L]` @ x in the weight's dtype, without a rounding to the operands' in between."""
     if dtype == x.dtype:
         return dy.t() @ x
-    return torch.mm(dy.t(), x, out_dtype=dtype)
+    return torch.mm(dy.t(), x, out_dtype=torch.float32).to(dtype)
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:

@@ -45,6 +45,7 @@ from .params import (
     FORWARD_SCHEMA,
     PACKED_BACKWARD_SCHEMA,
     PAGED_SCHEMA,
+    Arguments,
     AttentionCall,
     Gradients,
     Operands,
@@ -278,8 +279,8 @@ def attention(call: AttentionCall) -> Tensor:
     """Attention by the portable or the Hopper kernels, in less host time than by a call of the
     operator. The call has a schedule."""
     call = _for_kernels(call)
-    q, k, v, segments, params, _ = call
-    tiles, key_tiles = call.schedule.tile_list, _key_tiles(call)
+    q, k, v, segments, params, schedule = call
+    tiles, key_tiles = schedule.tile_list, _key_tiles(call)
     arguments = pack(call, tiles, key_tiles)
     op = triton_attention if segments.pages is None else triton_paged_attention
     floats = q, k, v, params.segment_scale, params.position_bias, params.time_bias
@@ -293,6 +294,16 @@ def attention(call: AttentionCall) -> Tensor:
     if torch.is_grad_enabled() and segments.pages is None:
         return differentiable(arguments, launch, _backward)[0]
     return launch()[0]
+
+
+def operator_arguments(call: AttentionCall) -> Arguments:
+    """The arguments of the operators, for a caller that gives them its own q, k and v: those of the
+    call have the right shapes and dtypes, but no values. The call has a schedule, and its
+    activation is pointwise."""
+    scale = call.params.segment_scale
+    if scale is not None:
+        call = call._replace(params=call.params._replace(segment_scale=scale.float().contiguous()))
+    return pack(call, call.schedule.tile_list, _key_tiles(call))
 
 
 def _for_kernels(call: AttentionCall) -> AttentionCall:

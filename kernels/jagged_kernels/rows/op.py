@@ -24,7 +24,7 @@ from torch import Tensor
 from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties
 from ..common.ops import operator
-from .configs import MAX_WIDTH, PROGRAMS_PER_SM, rows_config
+from .configs import PROGRAMS_PER_SM, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
@@ -40,11 +40,6 @@ from .triton_kernels import (
 # Rows of the gate's output and of its gradient that exist at a time in the backward. At HSTU's
 # width of 512, a bf16 chunk of them is as large as the L2 cache of a Hopper GPU.
 CHUNK_ROWS = 16_384
-
-
-def takes_width(width: int, groups: int = 1) -> bool:
-    """Whether the kernels take rows of so many columns in so many groups."""
-    return 0 < width // groups <= MAX_WIDTH and width % groups == 0
 
 
 def _statistics_fake(x: Tensor, groups: int, rms: bool) -> tuple[Tensor, Tensor]:

@@ -280,7 +280,9 @@ def gate_bwd_kernel(
         dsilu = du + dy * normed
         dnormed = dy * silu
         da += _norm_gradient(dnormed * weight, xhat, rstd, OPTIONS)
-        _store(grads.du, strides[2] * OPTIONS.align, tile, first, dsilu * gate * (1 + u * (1 - gate)))
+        _store(
+            grads.du, strides[2] * OPTIONS.align, tile, first, dsilu * gate * (1 + u * (1 - gate))
+        )
         _store(grads.da, strides[3] * OPTIONS.align, tile, first, da)
         dweight += dnormed * xhat
         dbias += dnormed
