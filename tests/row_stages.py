@@ -99,9 +99,7 @@ def _attention_backward(do, results, out, columns, *arguments):
         of_call = params._replace(position_bias=position_bias, time_bias=time_bias)
         return attention_cpu(call._replace(q=q, k=k, v=v, params=of_call))
 
-    *grads, dposition, dtime = _derived(
-        function, [call.q, call.k, call.v, *tables], do.view(*call.q.shape[:2], -1)
-    )
+    *grads, dposition, dtime = _derived(function, [call.q, call.k, call.v, *tables], do)
     for first, x in zip(columns, grads):
         out[:, first : first + x[0].numel()] = x.flatten(1)
     return tuple(do.new_empty(0) if x is None else x for x in (dposition, dtime))

@@ -229,6 +229,7 @@ class _HSTULayer(torch.autograd.Function):
             dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[7],
         )  # fmt: skip
         segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
+        da = torch.unflatten(da, 1, (plan.heads, -1))
         dtables = kernels.attention_backward(
             da, [None, lse], grads, plan.columns(), q, k, v, segments, bias_tensors, *ctx.others
         )

@@ -31,6 +31,7 @@ from .fixtures.packed import (
     packed_launches,
 )
 from .fixtures.pages import check_compiled_pages, check_pages
+from .fixtures.rows import check_gate, check_row_norm
 from .fixtures.tile_list import (
     check_grouped_tiles,
     check_random_tiles,
