@@ -7,21 +7,28 @@ import dataclasses
 from ..common.configs import padded_dim
 
 MAX_WIDTH = 4096  # columns of a group: a row of it is held in registers
-TILE = 2048  # elements of a tile: 16 for each thread of four warps
-PROGRAMS_PER_SM = 4  # of kernels that add up the gradients of a norm's parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:
-    """Launch of a kernel: a tile is `rows` rows of `block` columns. Up to 512 columns, a row is in
-    one warp, so that its sums need no shared memory."""
+    """Launch of a kernel: a tile is `rows` rows of `block` columns. programs_per_sm: of a kernel
+    that adds up the gradients of a norm's parameters over many tiles."""
 
     rows: int
     block: int
     num_warps: int
 
+    @property
+    def programs_per_sm(self) -> int:
+        return max(1, 16 // self.num_warps)
 
-def rows_config(width: int) -> RowsConfig:
-    """Launch configuration for groups of `width` columns."""
-    block = padded_dim(width)
-    return RowsConfig(max(1, TILE // block), block, num_warps=8 if block > TILE else 4)
+
+def rows_config(width: int, backward: bool = False) -> RowsConfig:
+    """Launch configuration for groups of `width` columns.
+
+    A thread has 16 elements of a tile, or 8 in a backward, which holds seven tiles in registers.
+    Few warps share a row, as its sums wait for all of them.
+    """
+    block, elements = padded_dim(width), 8 if backward else 16
+    num_warps = max(1, block // (32 * elements))
+    return RowsConfig(num_warps * 32 * elements // block, block, num_warps)

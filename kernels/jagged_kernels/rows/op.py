@@ -18,13 +18,15 @@ may change between replays of a CUDA graph. p is rounded to a multiple of 2^-24.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties
 from ..common.ops import operator
-from .configs import PROGRAMS_PER_SM, rows_config
+from .configs import RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
@@ -75,10 +77,10 @@ def triton_row_norm(
     x, weight = contiguous_last_dim(x), weight.contiguous()
     y, mean, rstd = _row_norm_fake(x, weight, bias, dtype, eps, groups, rms)
     if y.numel():
-        options, num_warps = _options(x.shape[1], eps, groups, rms, (x, 0))
-        row_norm_fwd_kernel[(cdiv(x.shape[0], options.rows), groups)](
+        launch = _Launch.of(x.shape[1], (eps, groups, rms), x)
+        row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), groups)](
             x, weight, _contiguous(bias), y, None if rms else mean, rstd, x.shape[0],
-            x.stride(0) // options.align, OPTIONS=options, num_warps=num_warps,
+            *launch.strides(x), **launch.constants(),
         )  # fmt: skip
     return y, mean, rstd
 
@@ -113,15 +115,15 @@ def triton_row_norm_backward(
     dx, (rows, width), groups = x.new_empty(x.shape), x.shape, rstd.shape[1]
     if dx.numel() == 0:
         return dx, x.new_zeros((2, width), dtype=torch.float32)
-    given = [(tensor, 0) for tensor in (dy, x, residual) if tensor is not None]
-    options, num_warps = _options(width, eps, groups, rms, *given)
-    programs, sums = _programs(rows, width, groups, options, x)
+    strided = [tensor for tensor in (dy, x, residual) if tensor is not None]
+    launch = _Launch.of(width, (eps, groups, rms), *strided, backward=True)
+    programs = launch.programs(rows, groups, x.device)
+    sums = x.new_zeros((2, programs, width), dtype=torch.float32)
     tensors = NormBackward(
         dy, x, None if rms else mean, rstd, weight, residual, dx, sums[0], None if rms else sums[1]
     )
-    strides = tuple(tensor.stride(0) // options.align for tensor, _ in given)
     row_norm_bwd_kernel[(programs, groups)](
-        tensors, rows, strides, OPTIONS=options, num_warps=num_warps
+        tensors, rows, launch.strides(*strided), **launch.constants()
     )
     return dx, sums.sum(1)
 
@@ -156,12 +158,11 @@ def triton_gate(
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     out, mean, rstd = _gate_fake(u, a, weight, bias, seed, dropout, eps, groups, rms)
     if out.numel():
-        options, num_warps = _options(a.shape[1], eps, groups, rms, (u, 0), (a, 0))
+        launch = _Launch.of(a.shape[1], (eps, groups, rms), u, a)
         tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
-        strides = u.stride(0) // options.align, a.stride(0) // options.align
-        gate_fwd_kernel[(cdiv(a.shape[0], options.rows), groups)](
-            tensors, out, a.shape[0], _threshold(dropout), strides,
-            OPTIONS=options, num_warps=num_warps,
+        gate_fwd_kernel[(cdiv(a.shape[0], launch.config.rows), groups)](
+            tensors, out, a.shape[0], _threshold(dropout), launch.strides(u, a),
+            **launch.constants(),
         )  # fmt: skip
     return out, mean, rstd
 
@@ -217,9 +218,10 @@ def triton_gate_linear_backward(
         return grads, da, sums.zero_(), dprojection
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    options, num_warps = _options(width, eps, groups, rms, (u, 0), (a, 0), (du, 0), (da, 0))
-    strides = tuple(x.stride(0) // options.align for x in (u, a, du, da))
-    programs, sums = _programs(min(rows, CHUNK_ROWS), width, groups, options, a)
+    launch = _Launch.of(width, (eps, groups, rms), u, a, du, da, backward=True)
+    strides = launch.strides(u, a, du, da)
+    programs = launch.programs(min(rows, CHUNK_ROWS), groups, a.device)
+    sums = a.new_zeros((2, programs, width), dtype=torch.float32)
     recompute = needs_projection and gated is None
     bias = _contiguous(bias)
     for first in range(0, rows, CHUNK_ROWS):
@@ -231,7 +233,7 @@ def triton_gate_linear_backward(
         results = GateGradients(dgated, du[chunk], da[chunk], sums[0], None if rms else sums[1])
         gate_bwd_kernel[(programs, groups)](
             tensors, results, chunk.stop - first, first, _threshold(dropout), strides,
-            RECOMPUTE=recompute, OPTIONS=options, num_warps=num_warps,
+            RECOMPUTE=recompute, **launch.constants(),
         )  # fmt: skip
         if needs_projection:
             gated_chunk = dgated if gated is None else gated[chunk]
@@ -250,23 +252,34 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _options(
-    width: int, eps: float, groups: int, rms: bool, *strided: tuple[Tensor, int]
-) -> tuple[Options, int]:
-    """The constants of a launch, and its number of warps."""
-    config = rows_config(width // groups)
-    align, _ = aligned_strides(*strided)
-    options = Options(width // groups, rms, eps, align, config.rows, config.block)
-    return options, config.num_warps
+class _Launch(NamedTuple):
+    """The constants of a launch."""
 
+    options: Options
+    config: RowsConfig
 
-def _programs(
-    rows: int, width: int, groups: int, options: Options, like: Tensor
-) -> tuple[int, Tensor]:
-    """Number of programs for each group, and zeros `[2, programs, width]` for their sums."""
-    most = PROGRAMS_PER_SM * device_properties(like.device).num_sms
-    programs = min(cdiv(rows, options.rows), max(1, most // groups))
-    return programs, like.new_zeros((2, programs, width), dtype=torch.float32)
+    @classmethod
+    def of(
+        cls, width: int, norm: tuple[float, int, bool], *strided: Tensor, backward: bool = False
+    ) -> _Launch:
+        """norm: eps, groups and rms. strided: operands whose row strides the kernel is given."""
+        eps, groups, rms = norm
+        config = rows_config(width // groups, backward)
+        align, _ = aligned_strides(*((x, 0) for x in strided))
+        options = Options(width // groups, rms, eps, align, config.rows, config.block)
+        return cls(options, config)
+
+    def strides(self, *tensors: Tensor) -> tuple[int, ...]:
+        """Row strides in units of `align` elements."""
+        return tuple(x.stride(0) // self.options.align for x in tensors)
+
+    def constants(self) -> dict[str, Any]:
+        return dict(OPTIONS=self.options, num_warps=self.config.num_warps)
+
+    def programs(self, rows: int, groups: int, device: torch.device) -> int:
+        """Number of programs for each group."""
+        most = self.config.programs_per_sm * device_properties(device).num_sms
+        return min(cdiv(rows, self.config.rows), max(1, most // groups))
 
 
 def _threshold(dropout: float) -> int:

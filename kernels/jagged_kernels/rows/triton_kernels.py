@@ -77,10 +77,13 @@ class Tile(NamedTuple):
 @triton.jit
 def _tile(index, num_rows, OPTIONS: tl.constexpr):
     """The tile of the index among those of the program's group."""
-    rows = tl.cast(index, tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
-    columns = tl.arange(0, OPTIONS.block)
+    DIM: tl.constexpr = OPTIONS.dim
+    ROWS: tl.constexpr = OPTIONS.rows
+    BLOCK: tl.constexpr = OPTIONS.block
+    rows = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
     exist = rows < num_rows
-    return Tile(rows, exist, columns, exist[:, None] & (columns < OPTIONS.dim)[None, :])
+    return Tile(rows, exist, columns, exist[:, None] & (columns < DIM)[None, :])
 
 
 @triton.jit
@@ -109,11 +112,15 @@ def _of_columns(ptr, tile, first, DIM: tl.constexpr):
 def _statistics(x, tile, OPTIONS: tl.constexpr):
     """Mean and reciprocal standard deviation of each row. rms: no mean, and the reciprocal root
     mean square."""
-    mean = tl.zeros([OPTIONS.rows], tl.float32)
-    if not OPTIONS.rms:
-        mean = tl.sum(x, 1) / OPTIONS.dim
+    DIM: tl.constexpr = OPTIONS.dim
+    RMS: tl.constexpr = OPTIONS.rms
+    EPS: tl.constexpr = OPTIONS.eps
+    ROWS: tl.constexpr = OPTIONS.rows
+    mean = tl.zeros([ROWS], tl.float32)
+    if not RMS:
+        mean = tl.sum(x, 1) / DIM
     centred = tl.where(tile.mask, x - mean[:, None], 0.0)
-    return mean, 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / OPTIONS.dim + OPTIONS.eps)
+    return mean, 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / DIM + EPS)
 
 
 @triton.jit
@@ -138,9 +145,11 @@ def _normed(x, mean_ptr, rstd_ptr, tile):
 @triton.jit
 def _norm_gradient(g, xhat, rstd, OPTIONS: tl.constexpr):
     """Gradient of a norm's input, given that of xhat. Columns behind the group have a g of 0."""
-    dx = g - xhat * (tl.sum(g * xhat, 1) / OPTIONS.dim)[:, None]
-    if not OPTIONS.rms:
-        dx -= (tl.sum(g, 1) / OPTIONS.dim)[:, None]
+    DIM: tl.constexpr = OPTIONS.dim
+    RMS: tl.constexpr = OPTIONS.rms
+    dx = g - xhat * (tl.sum(g * xhat, 1) / DIM)[:, None]
+    if not RMS:
+        dx -= (tl.sum(g, 1) / DIM)[:, None]
     return dx * rstd
 
 
@@ -162,15 +171,17 @@ def row_norm_fwd_kernel(
 ):  # fmt: skip
     """y = norm(x) · weight + bias, and the statistics of each row and group. The stride is in units
     of `align` elements (see `aligned_strides`); y is contiguous. Grid: tiles, groups."""
+    DIM: tl.constexpr = OPTIONS.dim
+    ALIGN: tl.constexpr = OPTIONS.align
     tile = _tile(tl.program_id(0), num_rows, OPTIONS)
-    first = tl.program_id(1) * OPTIONS.dim
-    x = _load(x_ptr, stride_x * OPTIONS.align, tile, first)
+    first = tl.program_id(1) * DIM
+    x = _load(x_ptr, stride_x * ALIGN, tile, first)
     mean, rstd = _statistics(x, tile, OPTIONS)
     y = (x - mean[:, None]) * rstd[:, None]
-    y *= _of_columns(weight_ptr, tile, first, OPTIONS.dim)[None, :]
+    y *= _of_columns(weight_ptr, tile, first, DIM)[None, :]
     if bias_ptr is not None:
-        y += _of_columns(bias_ptr, tile, first, OPTIONS.dim)[None, :]
-    _store(y_ptr, tl.num_programs(1) * OPTIONS.dim, tile, first, y)
+        y += _of_columns(bias_ptr, tile, first, DIM)[None, :]
+    _store(y_ptr, tl.num_programs(1) * DIM, tile, first, y)
     _store_statistics(mean_ptr, rstd_ptr, mean, rstd, tile)
 
 
@@ -180,24 +191,28 @@ def row_norm_bwd_kernel(tensors, num_rows, strides, OPTIONS: tl.constexpr):
     """dx, plus the residual's gradient, and partial sums of the gradients of weight and bias.
     tensors: NormBackward. strides: of dy, x and the residual, in units of `align` elements. Grid:
     programs, groups."""
-    first, num_tiles = tl.program_id(1) * OPTIONS.dim, tl.cdiv(num_rows, OPTIONS.rows)
-    dweight = tl.zeros([OPTIONS.rows, OPTIONS.block], tl.float32)
-    dbias = tl.zeros([OPTIONS.rows, OPTIONS.block], tl.float32)
+    DIM: tl.constexpr = OPTIONS.dim
+    ALIGN: tl.constexpr = OPTIONS.align
+    ROWS: tl.constexpr = OPTIONS.rows
+    BLOCK: tl.constexpr = OPTIONS.block
+    first, num_tiles = tl.program_id(1) * DIM, tl.cdiv(num_rows, ROWS)
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = _tile(index, num_rows, OPTIONS)
-        dy = _load(tensors.dy, strides[0] * OPTIONS.align, tile, first)
-        x = _load(tensors.x, strides[1] * OPTIONS.align, tile, first)
+        dy = _load(tensors.dy, strides[0] * ALIGN, tile, first)
+        x = _load(tensors.x, strides[1] * ALIGN, tile, first)
         xhat, rstd = _normed(x, tensors.mean, tensors.rstd, tile)
-        weight = _of_columns(tensors.weight, tile, first, OPTIONS.dim)
+        weight = _of_columns(tensors.weight, tile, first, DIM)
         dx = _norm_gradient(dy * weight[None, :], xhat, rstd, OPTIONS)
         if tensors.residual is not None:
-            dx += _load(tensors.residual, strides[2] * OPTIONS.align, tile, first)
-        _store(tensors.dx, tl.num_programs(1) * OPTIONS.dim, tile, first, dx)
+            dx += _load(tensors.residual, strides[2] * ALIGN, tile, first)
+        _store(tensors.dx, tl.num_programs(1) * DIM, tile, first, dx)
         dweight += dy * xhat
         dbias += dy
-    _add_to_sums(tensors.dweight, dweight, first, OPTIONS.dim)
+    _add_to_sums(tensors.dweight, dweight, first, DIM)
     if tensors.dbias is not None:
-        _add_to_sums(tensors.dbias, dbias, first, OPTIONS.dim)
+        _add_to_sums(tensors.dbias, dbias, first, DIM)
 
 
 @triton.jit
@@ -224,15 +239,17 @@ def gate_fwd_kernel(tensors, out_ptr, num_rows, threshold, strides, OPTIONS: tl.
     """out = dropout([silu(u) | a | silu(u) · norm(a)]) `[rows, 3 W]`, and the statistics of each
     row and group of a. tensors: Gate, whose mean and rstd are results. strides: of u and a, in
     units of `align` elements. Grid: tiles, groups."""
+    DIM: tl.constexpr = OPTIONS.dim
+    ALIGN: tl.constexpr = OPTIONS.align
     tile = _tile(tl.program_id(0), num_rows, OPTIONS)
-    first, width = tl.program_id(1) * OPTIONS.dim, tl.num_programs(1) * OPTIONS.dim
-    u = _load(tensors.u, strides[0] * OPTIONS.align, tile, first)
-    a = _load(tensors.a, strides[1] * OPTIONS.align, tile, first)
+    first, width = tl.program_id(1) * DIM, tl.num_programs(1) * DIM
+    u = _load(tensors.u, strides[0] * ALIGN, tile, first)
+    a = _load(tensors.a, strides[1] * ALIGN, tile, first)
     mean, rstd = _statistics(a, tile, OPTIONS)
     normed = (a - mean[:, None]) * rstd[:, None]
-    normed *= _of_columns(tensors.weight, tile, first, OPTIONS.dim)[None, :]
+    normed *= _of_columns(tensors.weight, tile, first, DIM)[None, :]
     if tensors.bias is not None:
-        normed += _of_columns(tensors.bias, tile, first, OPTIONS.dim)[None, :]
+        normed += _of_columns(tensors.bias, tile, first, DIM)[None, :]
     u *= tl.sigmoid(u)
     y = u * normed
     if tensors.seed is not None:
@@ -254,22 +271,26 @@ def gate_bwd_kernel(
     replaces dout. tensors: Gate; grads: GateGradients. first_row: index of the first row among all
     rows. strides: of u, a, du and da, in units of `align` elements; dout is contiguous. Grid:
     programs, groups."""
-    first, width = tl.program_id(1) * OPTIONS.dim, tl.num_programs(1) * OPTIONS.dim
-    num_tiles = tl.cdiv(num_rows, OPTIONS.rows)
-    dweight = tl.zeros([OPTIONS.rows, OPTIONS.block], tl.float32)
-    dbias = tl.zeros([OPTIONS.rows, OPTIONS.block], tl.float32)
+    DIM: tl.constexpr = OPTIONS.dim
+    ALIGN: tl.constexpr = OPTIONS.align
+    ROWS: tl.constexpr = OPTIONS.rows
+    BLOCK: tl.constexpr = OPTIONS.block
+    first, width = tl.program_id(1) * DIM, tl.num_programs(1) * DIM
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = _tile(index, num_rows, OPTIONS)
-        u = _load(tensors.u, strides[0] * OPTIONS.align, tile, first)
-        a = _load(tensors.a, strides[1] * OPTIONS.align, tile, first)
+        u = _load(tensors.u, strides[0] * ALIGN, tile, first)
+        a = _load(tensors.a, strides[1] * ALIGN, tile, first)
         du = _load(grads.dout, 3 * width, tile, first)
         da = _load(grads.dout, 3 * width, tile, width + first)
         dy = _load(grads.dout, 3 * width, tile, 2 * width + first)
         xhat, rstd = _normed(a, tensors.mean, tensors.rstd, tile)
-        weight = _of_columns(tensors.weight, tile, first, OPTIONS.dim)[None, :]
+        weight = _of_columns(tensors.weight, tile, first, DIM)[None, :]
         normed = xhat * weight
         if tensors.bias is not None:
-            normed += _of_columns(tensors.bias, tile, first, OPTIONS.dim)[None, :]
+            normed += _of_columns(tensors.bias, tile, first, DIM)[None, :]
         gate = tl.sigmoid(u)
         silu = u * gate
         y = silu * normed
@@ -280,10 +301,8 @@ def gate_bwd_kernel(
         dsilu = du + dy * normed
         dnormed = dy * silu
         da += _norm_gradient(dnormed * weight, xhat, rstd, OPTIONS)
-        _store(
-            grads.du, strides[2] * OPTIONS.align, tile, first, dsilu * gate * (1 + u * (1 - gate))
-        )
-        _store(grads.da, strides[3] * OPTIONS.align, tile, first, da)
+        _store(grads.du, strides[2] * ALIGN, tile, first, dsilu * gate * (1 + u * (1 - gate)))
+        _store(grads.da, strides[3] * ALIGN, tile, first, da)
         dweight += dnormed * xhat
         dbias += dnormed
         if RECOMPUTE:
@@ -293,6 +312,6 @@ def gate_bwd_kernel(
             _store(grads.dout, 3 * width, tile, first, silu)
             _store(grads.dout, 3 * width, tile, width + first, a)
             _store(grads.dout, 3 * width, tile, 2 * width + first, y)
-    _add_to_sums(grads.dweight, dweight, first, OPTIONS.dim)
+    _add_to_sums(grads.dweight, dweight, first, DIM)
     if grads.dbias is not None:
-        _add_to_sums(grads.dbias, dbias, first, OPTIONS.dim)
+        _add_to_sums(grads.dbias, dbias, first, DIM)
