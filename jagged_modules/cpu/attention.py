@@ -25,8 +25,8 @@ from jagged_kernels.attention.params import (
     Arguments,
     AttentionCall,
     AttentionParams,
+    PackedGradients,
     Segments,
-    empty_packed_gradients,
     pack,
     unpack,
 )
@@ -74,11 +74,12 @@ def cpu_backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> t
 
 
 def cpu_packed_backward(
-    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+    do: Tensor, results: list[Tensor | None], outs: PackedGradients, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    """See `functional.attention.attention_packed_backward`."""
-    gradients: tuple[Tensor, ...] = _PACKED_BACKWARD(do, results, together, *arguments)
-    return gradients
+    """See `functional.attention.packed_gradients`: writes to outs. Returns the gradients of the
+    tables."""
+    dtables: tuple[Tensor, ...] = _PACKED_BACKWARD(do, results, *outs, *arguments)
+    return dtables
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -143,19 +144,24 @@ def _backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tupl
 
 
 def _packed_backward(
-    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
-) -> tuple[Tensor, ...]:
+    do: Tensor,
+    results: list[Tensor | None],
+    of_queries: Tensor,
+    of_keys: Tensor | None,
+    columns: list[int],
+    *arguments: Any,
+) -> tuple[Tensor, Tensor]:
     """The body of the packed backward's operator."""
     call = unpack(*arguments)[0]
-    of_queries, of_keys = (x.zero_() for x in empty_packed_gradients(call, together))
-    heads = call.q.shape[1]
-    parts = of_queries[:, :heads], *(of_queries[:, heads:] if together else of_keys).chunk(2, 1)
+    parts = PackedGradients(of_queries, of_keys, columns).parts(*call[:3])
+    for part in parts:
+        part.zero_()
     with one_thread() as threads:
-        *gradients, dposition, dtime = _gradients(do, results, call, threads, parts)
+        *gradients, dposition, dtime = _gradients(do, results, call, threads, tuple(parts))
     for part, dx in zip(parts, gradients):
         if dx.data_ptr() != part.data_ptr():
             part.copy_(dx[..., : part.shape[-1]])
-    return of_queries, of_keys, dposition, dtime
+    return dposition, dtime
 
 
 def _gradients(

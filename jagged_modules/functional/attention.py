@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.attention.params import Arguments, AttentionCall
+from jagged_kernels.attention.params import Arguments, AttentionCall, PackedGradients
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
@@ -162,22 +162,44 @@ def attention_backward(
     return cpu_backward(do, results, *arguments)
 
 
-def attention_packed_backward(
+def packed_gradients(
     do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
-) -> tuple[Tensor, ...]:
-    """The gradients of the projections, each in one tensor. Nothing is shared, and q and v have the
-    same head dim D.
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the projections in a layer's node, each in one tensor. Nothing is shared.
 
     Returns:
-        With `together`, which is self-attention: `[rows, H + 2 Hkv, D]`, those of q, k and v along
-        dim 1, and an empty one. Without: dq `[rows, H, D]`, and those of k and v
-        `[keys, 2 Hkv, D]`. Then the gradients of the tables.
+        With `together`, which is self-attention: `[rows, (H + 2 Hkv) · D]`, of `[q | k | v]`; twice.
+        Without: `[rows, H · D]` of q, and `[keys, 2 Hkv · D]` of `[k | v]`.
     """
+    outs = PackedGradients.empty(*arguments[:3], together=together)
     if do.is_cuda:
         from jagged_kernels.attention import op
 
-        return op.attention_packed_backward(do, results, together, *arguments)
-    return cpu_packed_backward(do, results, together, *arguments)
+        op.attention_packed_backward(do, results, outs, *arguments)
+    else:
+        cpu_packed_backward(do, results, outs, *arguments)
+    return outs.of_queries, outs.of_queries if outs.of_keys is None else outs.of_keys
+
+
+def attention_arguments(
+    like: Tensor,
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    segments: RowSegments,
+    options: AttentionOptions,
+) -> Arguments:
+    """The arguments of attention's operators for the self-attention of rows that a caller computes
+    later: all but q, k and v, in whose place are tensors of their shapes.
+
+    Args:
+        like: `[]`, of the dtype and device of q, k and v.
+        q_shape: of q and of k. v_shape: of v.
+    """
+    from jagged_kernels.attention.op import operator_arguments
+
+    q, v = like.expand(q_shape), like.expand(v_shape)
+    call = parsed_call(q, q, v, segments, segments, options).call
+    return operator_arguments(_with_schedule(call, torch.is_grad_enabled()))
 
 
 def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:

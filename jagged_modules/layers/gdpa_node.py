@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..autocast import autocast_dtype
 from ..bias import RelativeBias
-from ..functional.attention import attention_backward, attention_forward, attention_packed_backward
+from ..functional.attention import attention_backward, attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..segments import RowSegments
 from ..tracing import as_constant
@@ -225,21 +225,19 @@ def _gradients(
         dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
         return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
     if saved.context is None:
-        dqkv, *_ = attention_packed_backward(do, results, True, *arguments)
+        dqkv, _ = packed_gradients(do, results, True, *arguments)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
-        dx, *packed = linear_gradients(
-            dqkv.flatten(1), rows, saved.weight, of_qkv, rows_dtype, dtype
-        )
+        dx, *packed = linear_gradients(dqkv, rows, saved.weight, of_qkv, rows_dtype, dtype)
         width = q.shape[1] * q.shape[2]
         (dq_weight, dkeys), (dq_bias, dvalues) = (
             (None, None) if x is None else x.tensor_split([width]) for x in packed
         )
         return dx, None, dq_weight, dq_bias, dkeys, dvalues
-    dq, dkv, *_ = attention_packed_backward(do, results, False, *arguments)
+    dq, dkv = packed_gradients(do, results, False, *arguments)
     dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
     of_kv, context = [of_context, of_keys, of_values], saved.context
     dcontext, *dkv_proj = linear_gradients(
-        dkv.flatten(1), context, saved.kv_weight, of_kv, ctx.context_dtype, dtype
+        dkv, context, saved.kv_weight, of_kv, ctx.context_dtype, dtype
     )
     return dx, dcontext, *dq_proj, *dkv_proj
 

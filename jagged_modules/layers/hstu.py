@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
+from ..autocast import autocast_dtype
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
-from ..functional.attention import attend
+from ..functional.attention import attend, attention_arguments
 from ..functional.attention_call import AttentionOptions
-from ..functional.layer_norm import layer_norm_rows
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
@@ -31,10 +31,11 @@ from .hstu_config import (
     check_row_timestamps,
     check_times,
 )
+from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
 from .invariant import fixed_rows
+from .norms import NORM_KINDS, make_norm
 from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
 
-NORM_EPS = 1e-6
 C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
@@ -43,17 +44,23 @@ class HSTULayer(nn.Module):
     """One layer of an HSTU (Zhai et al. 2024, arXiv:2402.17152), as implemented in Meta's
     generative-recommenders.
 
-        [u | v | q | k] = LayerNorm(x) W + b
+        [u | v | q | k] = norm(x) W + b
         u = silu(u)
         a = silu(q kᵀ / sqrt(head_dim)) / scaling_seqlen · v, under HSTU's mask
-        y = u · LayerNorm(a), in fp32
+        y = u · norm(a), in fp32
         out = x + dropout([u | a | y]) W_o
 
     With config.relative_position or relative_time, a learned `RelativeBias` is added to q kᵀ /
     sqrt(head_dim): the tables `position_bias` `[2N - 1]` and `time_bias` `[K + 1]`, which all heads
     share. The boundaries of the buckets are a buffer, `time_boundaries`.
 
-    The kernels read q, k and v in place from the packed projection.
+    norm is a LayerNorm unless config.norm says otherwise. The kernels read q, k and v in place from
+    the packed projection.
+
+    On a GPU the layer is one autograd node of kernels that take whole rows, as long as its modules
+    are those that the constructor made, without hooks. Otherwise, and on the CPU, it calls them.
+    The node draws other random numbers for its dropout than torch's, from a seed of torch's
+    generator.
 
     Args:
         embedding_dim: width E of the rows.
@@ -97,11 +104,12 @@ class HSTULayer(nn.Module):
             "linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM
         )
         width = num_heads * self.linear_dim
-        self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device, dtype=dtype)
+        of_input, of_output = NORM_KINDS[config.norm]
+        self.input_norm = make_norm(of_input, embedding_dim, device=device, dtype=dtype)
         self.uvqk_proj = xavier_linear(
             embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device, dtype=dtype
         )
-        self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device, dtype=dtype)
+        self.output_norm = make_norm(of_output, width, num_heads, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = xavier_linear(
             3 * width, embedding_dim, bias=False, device=device, dtype=dtype
@@ -172,9 +180,11 @@ class HSTULayer(nn.Module):
                 missing, or given without config.relative_time.
         """
         jagged = self._checked("x", x, num_targets, timestamps, query_timestamps)
+        mask, bias = self.config.mask(num_targets), self._bias(timestamps, query_timestamps)
+        if takes_kernels(self, jagged.values):
+            return self._updated_by_node(jagged, mask, bias)
         rows = self._project("x", jagged)
-        bias = self._bias(timestamps, query_timestamps)
-        return self._updated(rows, self._attend_within(rows, self.config.mask(num_targets), bias))
+        return self._updated(rows, self._attend_within(rows, mask, bias))
 
     if TYPE_CHECKING:
 
@@ -370,7 +380,8 @@ class HSTULayer(nn.Module):
     def _uqkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         qk_width, uv_width = self.num_heads * self.head_dim, self.num_heads * self.linear_dim
-        packed = self.uvqk_proj(self.input_norm(x))
+        normed = norm_rows(self.input_norm, x) if takes_kernels(self, x) else self.input_norm(x)
+        packed = self.uvqk_proj(normed)
         check_columns("uvqk_proj", packed, 2 * uv_width + 2 * qk_width)
         u, v, q, k = packed.split([uv_width, uv_width, qk_width, qk_width], dim=1)
         q, k, v = (part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v))
@@ -380,16 +391,28 @@ class HSTULayer(nn.Module):
         self, rows: _Rows, keys: _Keys, mask: AttentionMask | None, scaling_seqlen: int
     ) -> Tensor:
         """Attention output `[rows, H · Dv]`."""
-        queries, q = rows.jagged, rows.q
-        head_dim = max(self.head_dim, self.linear_dim)
+        options = self._options(rows.jagged, keys, mask, scaling_seqlen, rows.q.dtype)
+        segments = rows.jagged.parsed("x"), keys.jagged.parsed("history")
+        return attend(rows.q, keys.k, keys.v, *segments, options).flatten(1)
+
+    def _options(
+        self,
+        queries: Jagged,
+        keys: _Keys,
+        mask: AttentionMask | None,
+        scaling_seqlen: int,
+        dtype: torch.dtype,
+    ) -> AttentionOptions:
         schedule = keys.jagged.schedule(
-            num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask
+            num_heads=self.num_heads,
+            head_dim=max(self.head_dim, self.linear_dim),
+            dtype=dtype,
+            queries=queries,
+            mask=mask,
         )
-        options = AttentionOptions(
+        return AttentionOptions(
             "silu", None, 1 / scaling_seqlen, mask, keys.bias, schedule, pages=keys.pages
         )
-        segments = queries.parsed("x"), keys.jagged.parsed("history")
-        return attend(q, keys.k, keys.v, *segments, options).flatten(1)
 
     def _attend_within(
         self,
@@ -434,16 +457,26 @@ class HSTULayer(nn.Module):
         both = self._cached_keys(keys, self._bias(timestamps, times.query_timestamps))
         return self._attend(rows, both, self.config.mask(), self._scaling_seqlen(events))
 
+    def _updated_by_node(self, x: Jagged, mask: AttentionMask, bias: RelativeBias | None) -> Any:
+        """x's container with updated values, as one autograd node."""
+        end = x.end("x")
+        values = entering(x.values, end)
+        like = values.new_empty((), dtype=autocast_dtype(values))
+        options = self._options(
+            x, _Keys(x, None, None, bias), mask, self._scaling_seqlen(x), like.dtype
+        )
+        shapes = [(len(values), self.num_heads, dim) for dim in (self.head_dim, self.linear_dim)]
+        arguments = attention_arguments(like, *shapes, x.parsed("x"), options)
+        return _container(x, hstu_node(self, values, arguments), end)
+
     def _updated(self, rows: _Rows, a: Tensor) -> Any:
         """The rows' container with updated values, from their attention."""
-        values = self._output(rows.values, rows.u, a)
-        out = rows.jagged.unwrap(leaving(values, rows.end))
-        if rows.jagged.is_clean:
-            out.is_clean = True
-        return out
+        return _container(rows.jagged, self._output(rows.values, rows.u, a), rows.end)
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
+        if takes_kernels(self, x):
+            return gated_output(self, x, u, a)
         dtype = torch.promote_types(x.dtype, torch.float32)
         u, a = nnf.silu(u.to(dtype)), a.to(dtype)
         y = u * self.output_norm(a)
@@ -471,36 +504,24 @@ class _Rows(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """What rows attend to: keys and values of these segments, in pages or not."""
+    """What rows attend to: keys and values of these segments, in pages or not. k and v are None if
+    a node computes them."""
 
     jagged: Jagged
-    k: Tensor
-    v: Tensor
+    k: Any
+    v: Any
     bias: RelativeBias | None
     pages: Pages | None = None
+
+
+def _container(rows: Jagged, values: Tensor, end: Tensor | None) -> Any:
+    """The rows' container with updated values."""
+    out = rows.unwrap(leaving(values, end))
+    if rows.is_clean:
+        out.is_clean = True
+    return out
 
 
 def _joined(rows: Jagged, added: Jagged) -> Jagged:
     """Each segment's rows, then those that are added. Copies both."""
     return HistoryCache((rows,)).append(HistoryCache((added,))).layers[0]
-
-
-class _RowNorm(nn.LayerNorm):
-    """A LayerNorm that sums the gradients of its weight and bias in fp32 or fp64 on the CPU too."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return layer_norm_rows(input, self.weight, self.bias, self.eps)
-
-
-class _WideNorm(nn.LayerNorm):
-    """A LayerNorm in the dtype of its input, which may be wider than that of its weight and
-    bias."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return nnf.layer_norm(
-            input,
-            self.normalized_shape,
-            self.weight.to(input.dtype),
-            self.bias.to(input.dtype),
-            self.eps,
-        )

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..autocast import autocast_dtype
 from ..containers.jagged import Jagged
 from ..cpu.attention import by_length
-from ..functional.attention import attention_forward, attention_packed_backward
+from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.tail import cleared, leaving
 from ..segments import RowSegments, values_are_checkable
@@ -180,7 +180,7 @@ class _Node(torch.autograd.Function):
             dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
         do = _in_order(dh, saved.order).view_as(saved.out)
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
-        dq, dkv, *_ = attention_packed_backward(do, [saved.out, saved.lse], False, *attention)
+        dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention)
         of_q, of_keys = [of_targets, *of_q], [of_history, *of_keys]
         dtargets, *dq_proj = linear_gradients(
             dq.flatten(1), saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype
@@ -188,7 +188,7 @@ class _Node(torch.autograd.Function):
         if dtargets is not None:
             dtargets = _in_order(dtargets, saved.inverse).unflatten(0, ctx.shape)
         dhistory, *dkv_proj = linear_gradients(
-            dkv.flatten(1), saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
+            dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
         )
         if dhistory is not None and (rows := saved.history_rows) is not None:
             dhistory = torch.empty_like(dhistory).index_copy_(0, rows, dhistory)

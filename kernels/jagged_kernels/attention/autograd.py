@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.autograd import below_autograd, differentiate
-from .params import (
-    Arguments,
-    Options,
-    SegmentTensors,
-    empty_packed_gradients,
-    empty_table_gradients,
-    unpack,
-)
+from .params import Arguments, Options, SegmentTensors, empty_table_gradients, unpack
 
 _SAVED = len(SegmentTensors._fields)  # tensors behind q, k and v; those of the bias follow
 
@@ -82,8 +75,8 @@ def backward_fake(do: Tensor, results: Any, *arguments: Any) -> tuple[Tensor, ..
 
 
 def packed_backward_fake(
-    do: Tensor, results: Any, together: bool, *arguments: Any
+    do: Tensor, results: Any, of_queries: Tensor, of_keys: Any, columns: Any, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """The same of the packed backward's operator."""
     call = unpack(*arguments)[0]
-    return *empty_packed_gradients(call, together), *empty_table_gradients(call.params, call.q)
+    return empty_table_gradients(call.params, call.q)

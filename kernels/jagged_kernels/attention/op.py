@@ -50,8 +50,8 @@ from .params import (
     AttentionCall,
     Gradients,
     Operands,
+    PackedGradients,
     SegmentTensors,
-    empty_packed_gradients,
     empty_table_gradients,
     pack,
     unpack,
@@ -142,27 +142,32 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
 
 @operator("attention_packed_backward", packed_backward_fake, PACKED_BACKWARD_SCHEMA)
 def triton_attention_packed_backward(
-    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+    do: Tensor,
+    results: list[Tensor | None],
+    of_queries: Tensor,
+    of_keys: Tensor | None,
+    columns: list[int],
+    *arguments: Any,
 ):
-    """`triton_attention_backward` with the gradients of each projection in one tensor, whose GEMMs
-    then need no sum and no copy. q and v have the same head dim D; nothing is shared.
+    """`triton_attention_backward` that writes dq, dk and dv to columns of contiguous tensors, see
+    `PackedGradients`: a GEMM of a packed projection then needs no sum and no copy. Nothing is
+    shared. Rows behind the last segment become 0, in all columns.
 
-    Returns:
-        With `together`, which is self-attention: `[rows, H + 2 Hkv, D]`, the gradients of q, k and
-        v along dim 1, and `[0, 2 Hkv, D]`. Without: dq `[rows, H, D]`, and those of k and v
-        `[keys, 2 Hkv, D]`. Then the gradients of the tables.
+    Returns the gradients of position_bias and time_bias.
     """
     call, _, _ = unpack(*arguments)
-    of_queries, of_keys = gradients = empty_packed_gradients(call, together)
+    outs = PackedGradients(of_queries, of_keys, columns)
+    parts = outs.parts(*call[:3])
     if not _has_rows(call):
-        tables = empty_table_gradients(call.params, call.q)
-        return *(x.zero_() for x in gradients), *(x.zero_() for x in tables)
-    parts = of_queries.split([call.q.shape[1], of_queries.shape[1] - call.q.shape[1]], 1)
-    dq, dkv = parts if together else (of_queries, of_keys)
-    dtables = _write_gradients(do, results, arguments, dq, *dkv.chunk(2, 1))
+        for x in parts:
+            x.zero_()
+        dposition, dtime = (x.zero_() for x in empty_table_gradients(call.params, call.q))
+        return dposition, dtime
+    dtables = _write_gradients(do, results, arguments, *parts)
     if call.segments.has_tail:
-        zero_tails((of_queries, call.segments.q_offsets), (of_keys, call.segments.kv_offsets))
-    return *gradients, *dtables
+        of_rows = [] if of_keys is None else [(of_keys, call.segments.kv_offsets)]
+        zero_tails((of_queries, call.segments.q_offsets), *of_rows)
+    return dtables
 
 
 def _write_gradients(
@@ -318,6 +323,16 @@ def _operator(call: AttentionCall) -> Callable:
     return triton_attention if call.segments.pages is None else triton_paged_attention
 
 
+def operator_arguments(call: AttentionCall) -> Arguments:
+    """The arguments of the operators, for a caller that gives them its own q, k and v: those of the
+    call have the right shapes and dtypes, but no values. The call has a schedule, and its
+    activation is pointwise."""
+    scale = call.params.segment_scale
+    if scale is not None:
+        call = call._replace(params=call.params._replace(segment_scale=scale.float().contiguous()))
+    return pack(call, call.schedule.tile_list, _key_tiles(call))
+
+
 def _for_kernels(call: AttentionCall) -> AttentionCall:
     """With operands whose last dimension is contiguous, and a positive scale: kernels compute row
     maxima of unscaled scores, and divide a bias by the scale."""
@@ -353,10 +368,10 @@ def attention_backward(
 
 
 def attention_packed_backward(
-    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+    do: Tensor, results: list[Tensor | None], outs: PackedGradients, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """`triton_attention_packed_backward` in less host time."""
-    return _directly(triton_attention_packed_backward, (do, results, together), arguments)
+    return _directly(triton_attention_packed_backward, (do, results, *outs), arguments)
 
 
 def _directly(op: Callable, first: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
