@@ -168,10 +168,10 @@ def packed_gradients(
     """The gradients of the projections in a layer's node, each in one tensor. Nothing is shared.
 
     Returns:
-        With `together`, which is self-attention: `[rows, (H + 2 Hkv) · D]`, of `[q | k | v]`; twice.
+        With `together`, in self-attention: `[rows, (H + 2 Hkv) · D]` of `[q | k | v]`, twice.
         Without: `[rows, H · D]` of q, and `[keys, 2 Hkv · D]` of `[k | v]`.
     """
-    outs = PackedGradients.empty(*arguments[:3], together=together)
+    outs = PackedGradients.empty(arguments[:3], together)
     if do.is_cuda:
         from jagged_kernels.attention import op
 

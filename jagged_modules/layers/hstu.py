@@ -465,8 +465,9 @@ class HSTULayer(nn.Module):
         options = self._options(
             x, _Keys(x, None, None, bias), mask, self._scaling_seqlen(x), like.dtype
         )
-        shapes = [(len(values), self.num_heads, dim) for dim in (self.head_dim, self.linear_dim)]
-        arguments = attention_arguments(like, *shapes, x.parsed("x"), options)
+        rows, heads = len(values), self.num_heads
+        q_shape, v_shape = (rows, heads, self.head_dim), (rows, heads, self.linear_dim)
+        arguments = attention_arguments(like, q_shape, v_shape, x.parsed("x"), options)
         return _container(x, hstu_node(self, values, arguments), end)
 
     def _updated(self, rows: _Rows, a: Tensor) -> Any:

@@ -20,11 +20,10 @@ import torch
 from jagged_kernels.attention.params import Arguments
 from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..autocast import autocast_dtype
 from .norms import NORM_KINDS, NormOptions
-from .one_node import bias_gradient, linear, may_be_one_node, weight_gradient
+from .one_node import bias_gradient, differentiable_once, linear, may_be_one_node, weight_gradient
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer
@@ -208,7 +207,7 @@ class _HSTULayer(torch.autograd.Function):
         return x + linear(gated, cast_projection, None)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dout):
         (
             x, mean, rstd, norm_weight, norm_bias, weight, bias, normed, gated, packed,
@@ -231,18 +230,9 @@ class _HSTULayer(torch.autograd.Function):
         )  # fmt: skip
         segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
         da = torch.unflatten(da, 1, (plan.heads, -1))
+        outs = grads, None, plan.columns()
         dtables = kernels.attention_backward(
-            da,
-            [None, lse],
-            grads,
-            None,
-            plan.columns(),
-            q,
-            k,
-            v,
-            segments,
-            bias_tensors,
-            *ctx.others,
+            da, [None, lse], *outs, q, k, v, segments, bias_tensors, *ctx.others
         )
         del da
         dweight = dbias = dx = sums = None
@@ -291,7 +281,7 @@ class _GatedOutput(torch.autograd.Function):
         return x + linear(gated, projection, None)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dout):
         *tensors, weight, bias, projection, seed = ctx.saved_tensors
         needs, (dropout, norm) = ctx.needs_input_grad, ctx.gate

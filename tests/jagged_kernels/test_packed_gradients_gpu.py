@@ -4,11 +4,13 @@ import random
 
 import pytest
 import torch
+from jagged_kernels.attention.params import PackedGradients
 from marks import slow_after
 from torch import library
 
-from jagged_modules.functional.attention import with_schedule
-from jagged_modules.functional.attention_call import AttentionOptions, Side, parse_call
+from jagged_modules.functional.attention import _with_schedule
+from jagged_modules.functional.attention_arguments import Side, parse_arguments
+from jagged_modules.functional.attention_call import AttentionOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -78,8 +80,9 @@ def test_the_operator_passes_opcheck(offsets, together):
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     side = Side(segments)
-    call = parse_call(q, k, v, side, side, AttentionOptions()).call
+    call = parse_arguments(q, k, v, side, side, AttentionOptions()).call
     with torch.no_grad():
-        out, lse, arguments = attention_forward(with_schedule(call, trains=True))
-    inputs = torch.randn_like(out), [out, lse], together, *arguments
+        out, lse, arguments = attention_forward(_with_schedule(call, trains=True))
+    outs = PackedGradients.empty(arguments[:3], together)
+    inputs = torch.randn_like(out), [out, lse], *outs, *arguments
     library.opcheck(triton_attention_packed_backward, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -319,10 +320,11 @@ class PackedGradients(NamedTuple):
     columns: list[int]
 
     @classmethod
-    def empty(cls, q: Tensor, k: Tensor, v: Tensor, together: bool) -> PackedGradients:
-        """Of operands `[rows, heads, dim]`: `[q | k | v]` if they are parts of one projection, else
-        q, and `[k | v]`."""
-        widths = [x.shape[1] * x.shape[2] for x in (q, k, v)]
+    def empty(cls, operands: Sequence[Tensor], together: bool) -> PackedGradients:
+        """Of q, k and v `[rows, heads, dim]`: `[q | k | v]` if they are parts of one projection,
+        else q, and `[k | v]`."""
+        q, k, _ = operands
+        widths = [x.shape[1] * x.shape[2] for x in operands]
         if together:
             out = q.new_empty(q.shape[0], sum(widths))
             return cls(out, None, [0, widths[0], widths[0] + widths[1]])
