@@ -180,9 +180,9 @@ def mark_full(ring, step):
 
 
 @gluon.jit
-def release(ring, step):
-    """This warpgroup has read the buffer of a step."""
-    mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]), count=1)
+def release(ring, step, wanted=True):
+    """This warpgroup has read the buffer of a step, if `wanted`."""
+    mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]), count=1, pred=wanted)
 
 
 @gluon.jit
