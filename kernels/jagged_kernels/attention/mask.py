@@ -141,13 +141,9 @@ def column_blocks(
             extremes = _extend(MASK.context + 0, extremes, first_row, last_row, first_target, MASK)
         if MASK.full_attn_len > 0:
             extremes = _extend(
-                first_target - MASK.full_attn_len - 1,
-                extremes,
-                first_row,
-                last_row,
-                first_target,
+                first_target - MASK.full_attn_len - 1, extremes, first_row, last_row, first_target,
                 MASK,
-            )
+            )  # fmt: skip
             extremes = _extend(
                 first_target - MASK.full_attn_len, extremes, first_row, last_row, first_target, MASK
             )
@@ -183,15 +179,9 @@ def _extend(row, extremes, first_row, last_row, first_target, MASK: tl.constexpr
 
 @triton.jit
 def _three_runs_of_columns(
-    extremes,
-    own_low,
-    first_row,
-    last_row,
-    kv_len,
-    first_target,
-    MASK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    extremes, own_low, first_row, last_row, kv_len, first_target,
+    MASK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """column_blocks under a mask with a prefix or a truncated history: the blocks of the prefix, of
     [low, high), and of [own_low, row].
 
@@ -239,14 +229,9 @@ def _prefix_end(row, first_target, MASK: tl.constexpr):
 
 @triton.jit
 def row_blocks(
-    column,
-    q_len,
-    kv_len,
-    first_target,
-    MASK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    column, q_len, kv_len, first_target,
+    MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The Blocks of query rows that see a column of the key tile that begins at `column`.
 
     The three runs are the rows of the context, the rows within reach, and the rows exempt from
@@ -341,16 +326,9 @@ def row_blocks(
         full_count = tl.minimum(full_count, tl.maximum(reach_stop - full, 0))
         count = stop - first
         return Blocks(
-            first,
-            count,
-            reach,
-            reach_stop - reach,
-            exempt,
-            exempt_stop - exempt,
-            count + full - reach,
-            full,
-            full_count,
-        )
+            first, count, reach, reach_stop - reach, exempt, exempt_stop - exempt,
+            count + full - reach, full, full_count,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -201,15 +201,10 @@ def _load(x, tile, head, wanted):
 
 @gluon.jit
 def _load_angles(
-    rotary,
-    tile,
-    position,
-    ROTATE: gl.constexpr,
-    RELATIVE: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr,
+    rotary, tile, position,
+    ROTATE: gl.constexpr, RELATIVE: gl.constexpr, DIM: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_D: gl.constexpr,
-):
+):  # fmt: skip
     """Positions past the table take its last row. RELATIVE: positions are counted from the tile's
     first row."""
     if ROTATE:
@@ -251,22 +246,14 @@ def _pack(even, odd, DTYPE: gl.constexpr):
     """Words that hold a pair of elements each, rounded to 16 bits."""
     if DTYPE == gl.bfloat16:
         return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,f,f",
-            [even, odd],
-            dtype=gl.int32,
-            is_pure=True,
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True,
             pack=1,
-        )
+        )  # fmt: skip
     else:
         return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;",
-            "=r,f,f",
-            [even, odd],
-            dtype=gl.int32,
-            is_pure=True,
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True,
             pack=1,
-        )
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -408,16 +395,9 @@ def _make_staging(desc, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
 @safe_ptxas
 @gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_fwd_hopper_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_desc,
-    pointers,
-    num_positions,
-    num_segments,
-    numbers,
+    q_desc, k_desc, v_desc, out_desc, pointers, num_positions, num_segments, numbers,
     OPTIONS: gl.constexpr,
-):
+):  # fmt: skip
     """O of one tile, heads_per_cta heads. Grid: a program for each tile index and group of heads; a
     tile's groups are adjacent. pointers: Forward. numbers: the scale, strides of rows and heads."""
     HEADS: gl.constexpr = OPTIONS.heads
@@ -490,19 +470,10 @@ def block_attention_fwd_hopper_kernel(
 @safe_ptxas
 @gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_bwd_hopper_kernel(
-    do_desc,
-    q_desc,
-    k_desc,
-    v_desc,
-    dq_desc,
-    dk_desc,
-    dv_desc,
-    pointers,
-    num_positions,
-    num_segments,
-    numbers,
+    do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, pointers, num_positions,
+    num_segments, numbers,
     OPTIONS: gl.constexpr,
-):
+):  # fmt: skip
     """dQ, dK and dV of one tile, heads_per_cta heads. Grid, numbers: as in the forward.
     pointers: Backward."""
     HEADS: gl.constexpr = OPTIONS.heads

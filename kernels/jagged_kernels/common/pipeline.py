@@ -299,16 +299,9 @@ class Output(NamedTuple):
 
 @gluon.jit
 def store_epilogue(
-    acc,
-    output,
-    buffer,
-    PENDING: gl.constexpr,
-    row,
-    head,
-    num_rows,
-    HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-):
+    acc, output, buffer, PENDING: gl.constexpr, row, head, num_rows,
+    HEADS: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
     """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output
     `[rows, HEADS, DIM]`.
 

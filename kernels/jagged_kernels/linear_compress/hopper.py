@@ -204,13 +204,9 @@ def _wait_for_flags(flag_ptr, height, STRIDE: gl.constexpr):
         ready = gl.min(_acquire(flag_ptr + m_tiles * STRIDE), 0)
         polls += 1
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.s32 p, $1, 2; @p trap; mov.b32 $0, $1; }",
-        "=r,r",
-        [ready],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "{ .reg .pred p; setp.lt.s32 p, $1, 2; @p trap; mov.b32 $0, $1; }", "=r,r", [ready],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
     thread_barrier()
 
 

@@ -115,13 +115,9 @@ def _position_block(ptr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
     if TRANSPOSED:
         diagonals = rows - columns
     return gl.inline_asm_elementwise(
-        _load_diagonals(COLUMNS, TRANSPOSED),
-        _constraints(COLUMNS),
-        [(ptr + diagonals).to(gl.int64)],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=COLUMNS // 2,
-    )
+        _load_diagonals(COLUMNS, TRANSPOSED), _constraints(COLUMNS),
+        [(ptr + diagonals).to(gl.int64)], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -548,19 +544,12 @@ def _add_bucket_sums(ds, buckets, ptr):
         for bucket in range(buckets.first, buckets.last + 1):
             bucket_of_all = gl.full(ds.shape, bucket, gl.int32, L)
             gl.inline_asm_elementwise(
-                _add_bucket(),
-                _sum_constraints("f", "r", "r", "l"),
-                [ds, buckets.of_scores, bucket_of_all, sums],
-                dtype=gl.int32,
-                is_pure=False,
+                _add_bucket(), _sum_constraints("f", "r", "r", "l"),
+                [ds, buckets.of_scores, bucket_of_all, sums], dtype=gl.int32, is_pure=False,
                 pack=32,
-            )
+            )  # fmt: skip
     else:
         gl.inline_asm_elementwise(
-            _add_runs(),
-            _sum_constraints("f", "r", "l"),
-            [ds, buckets.of_scores, sums],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=32,
-        )
+            _add_runs(), _sum_constraints("f", "r", "l"), [ds, buckets.of_scores, sums],
+            dtype=gl.int32, is_pure=False, pack=32,
+        )  # fmt: skip

@@ -22,21 +22,11 @@ from ..segments import TiledSegments
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "num_blocks"])
 def attention_dq_kernel(
-    sums_ptr,
-    added_ptr,
-    dq_ptr,
-    q_offsets_ptr,
-    segment_scale_ptr,
-    factor,
-    output_scale,
-    num_segments,
-    num_blocks,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sums_ptr, added_ptr, dq_ptr, q_offsets_ptr, segment_scale_ptr, factor, output_scale,
+    num_segments, num_blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
-):
+):  # fmt: skip
     """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits
     it."""
     index, head = (
