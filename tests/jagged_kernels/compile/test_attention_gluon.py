@@ -437,7 +437,8 @@ def test_kernel_that_rounds_dq_of_hopper_compiles():
         output_scale="fp32",
     )
     types |= dict(num_segments="i32", num_blocks="i32")
-    constants = dict(segment_scale_ptr=None, HEADS=4, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6)
+    options = dq_sums.Options(heads=4, dim=96, width=128, block=64, shift=6)
+    constants = dict(segment_scale_ptr=None, OPTIONS=options)
     compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
 
 
