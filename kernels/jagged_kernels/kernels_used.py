@@ -113,7 +113,7 @@ def attention() -> str:
     return f"""## Attention
 
 `jagged_kernels.attention.select` decides. A cell names the kernels ("hopper":
-`attention/hopper/`, "triton": `attention/triton_kernels.py`) and their tiles: rows of a tile ×
+`attention/hopper/`, "triton": `attention/triton_*.py`) and their tiles: rows of a tile ×
 rows of the blocks that it loops over, for the forward, for dq, and for dk and dv. One kernel for
 all three gradients has one entry. If segments with few queries have such a kernel beside the
 others, its entry follows the forward's. "packed": segments of at most 64 queries and 64 keys share

@@ -180,9 +180,9 @@ def mark_full(ring, step):
 
 
 @gluon.jit
-def release(ring, step):
-    """This warpgroup has read the buffer of a step."""
-    mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]), count=1)
+def release(ring, step, wanted=True):
+    """This warpgroup has read the buffer of a step, if `wanted`."""
+    mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]), count=1, pred=wanted)
 
 
 @gluon.jit
@@ -299,16 +299,9 @@ class Output(NamedTuple):
 
 @gluon.jit
 def store_epilogue(
-    acc,
-    output,
-    buffer,
-    PENDING: gl.constexpr,
-    row,
-    head,
-    num_rows,
-    STRIDE: gl.constexpr,
-    DIM: gl.constexpr,
-):
+    acc, output, buffer, PENDING: gl.constexpr, row, head, num_rows,
+    STRIDE: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
     """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output with heads of
     DIM and rows of STRIDE elements.
 

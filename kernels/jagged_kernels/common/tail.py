@@ -24,17 +24,9 @@ BLOCK = 2048  # elements that a program writes at a time
     do_not_specialize=["segments_0", "segments_1", "segments_2", "rows_0", "rows_1", "rows_2"]
 )
 def zero_tails_kernel(
-    out_ptrs,
-    offsets_ptrs,
-    segments_0,
-    segments_1,
-    segments_2,
-    rows_0,
-    rows_1,
-    rows_2,
-    SIZES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out_ptrs, offsets_ptrs, segments_0, segments_1, segments_2, rows_0, rows_1, rows_2,
+    SIZES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write 0 to the rows of each out, of at most three, from its offsets[-1] on. A row has
     SIZES[i] elements. Persistent: nothing to do without a tail. Numbers are no tuples, whose parts
     Triton would specialise."""

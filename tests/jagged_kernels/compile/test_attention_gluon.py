@@ -469,8 +469,8 @@ def test_kernel_that_rounds_dq_of_hopper_compiles():
     )
     types |= dict(num_segments="i32", num_blocks="i32")
     for heads in (4, 12):  # of rows of dq
-        sizes = dict(STRIDE=heads * 96, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6)
-        constants = dict(segment_scale_ptr=None) | sizes
+        options = dq_sums.Options(stride=heads * 96, dim=96, width=128, block=64, shift=6)
+        constants = dict(segment_scale_ptr=None, OPTIONS=options)
         compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
 
 

@@ -65,14 +65,8 @@ from ...common.ptxas import safe_ptxas
 from ..mask import num_masked_blocks
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
-from .bias import (
-    add_to_tables,
-    bias_block,
-    bias_of_queries,
-    make_ranges,
-    make_scratch,
-    sums_of_tile,
-)
+from .bias import bias_block, bias_of_queries, make_ranges
+from .bias_sums import add_to_tables, make_scratch, sums_of_tile
 from .scores import Position, QueryRows, minus_delta, row_stats, visible_keys, weights
 from .tile_source import (
     consume_waves,

@@ -21,7 +21,7 @@ from ..segments import TiledSegments
 from ..select import Selection
 from ..tile_lists import kernel_tiles, list_short_queries
 from .args import Arguments, Options
-from .bias import BLOCK_OF_SCRATCH, THREADS
+from .bias_sums import BLOCK_OF_SCRATCH, THREADS
 from .delta import write_delta
 from .dkdv import attention_bwd_dkdv_hopper_kernel
 from .dq import attention_bwd_dq_hopper_kernel
