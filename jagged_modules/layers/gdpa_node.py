@@ -5,13 +5,14 @@
     h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o    in a block: + x
 
 The rows and the parameters are cast once, to the dtype of the GEMMs. Rows that give queries, keys
-and values have one projection, whose gradient the attention's backward writes as one tensor. The
+and values have one projection, and the attention's backward writes its gradient as one tensor. The
 gradients of rows without a norm leave their GEMM in the rows' dtype, and those of the weights in
 theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,11 +24,15 @@ from ..functional.attention import with_schedule
 from ..functional.attention_call import AttentionOptions, Side, parse_call
 from ..tracing import as_constant
 from .one_node import (
+    add_input_gradient,
+    bias_gradient,
     differentiable_once,
+    input_gradient,
     linear,
     linear_gradients,
     linears_may_be_one_node,
     operand_dtype,
+    weight_gradient,
 )
 
 if TYPE_CHECKING:
@@ -234,23 +239,38 @@ def _gradients(
         dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
         return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
     if saved.context is None:
-        dqkv, *_ = attention_packed_backward(do, results, True, *arguments)
+        widths = [x.shape[1] * x.shape[2] for x in arguments[:3]]
+        dqkv, columns = q.new_empty(q.shape[0], sum(widths)), [0, widths[0], sum(widths[:2])]
+        attention_packed_backward(do, results, dqkv, columns, *arguments)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
-        dx, *packed = linear_gradients(
-            dqkv.flatten(1), rows, saved.weight, of_qkv, rows_dtype, dtype
-        )
-        width = q.shape[1] * q.shape[2]
+        dx, *packed = linear_gradients(dqkv, rows, saved.weight, of_qkv, rows_dtype, dtype)
         (dq_weight, dkeys), (dq_bias, dvalues) = (
-            (None, None) if x is None else x.tensor_split([width]) for x in packed
+            (None, None) if x is None else x.tensor_split([widths[0]]) for x in packed
         )
         return dx, None, dq_weight, dq_bias, dkeys, dvalues
-    dq, dkv, *_ = attention_packed_backward(do, results, False, *arguments)
+    dq, dk, dv, *_ = attention_backward(do, results, *arguments)
     dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
-    of_kv, context = [of_context, of_keys, of_values], saved.context
-    dcontext, *dkv_proj = linear_gradients(
-        dkv.flatten(1), context, saved.kv_weight, of_kv, ctx.context_dtype, dtype
-    )
+    of_kv = of_context, of_keys, of_values
+    dcontext, *dkv_proj = _context_gradients(ctx, dk.flatten(1), dv.flatten(1), saved, of_kv)
     return dx, dcontext, *dq_proj, *dkv_proj
+
+
+def _context_gradients(
+    ctx: Any, dk: Tensor, dv: Tensor, saved: _Saved, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Of the context, and of the weight and bias that give keys and values. dk, dv: `[M, N]`. They
+    are not copied into one tensor: the second GEMM adds to the result of the first."""
+    of_context, of_weight, of_bias = wanted
+    k_weight, v_weight = saved.kv_weight.tensor_split(2)
+    dcontext = dweight = dbias = None
+    if of_context:
+        dcontext = input_gradient(dk, k_weight, ctx.context_dtype)
+        dcontext = add_input_gradient(dcontext, dv, v_weight)
+    if of_weight:
+        dweight = torch.cat([weight_gradient(x, saved.context, ctx.dtype) for x in (dk, dv)])
+    if of_bias:
+        dbias = torch.cat([bias_gradient(x, ctx.dtype) for x in (dk, dv)])
+    return dcontext, dweight, dbias
 
 
 # -- what a fused kernel may compute ---------------------------------------------------------------

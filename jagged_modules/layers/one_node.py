@@ -115,6 +115,15 @@ def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (dy @ weight).to(dtype)
 
 
+def add_input_gradient(dx: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
+    """dx + dy @ weight, added in the GEMM, in place if the dtypes allow it."""
+    if dx.dtype == dy.dtype:
+        return dx.addmm_(dy, weight)
+    if dx.dtype == torch.float32:
+        return torch.addmm(dx, dy, weight, out_dtype=torch.float32)
+    return dx + dy @ weight
+
+
 def linears_may_be_one_node(x: Tensor, linears: Sequence[nn.Module], *others: nn.Module) -> bool:
     """`may_be_one_node` of modules of which `linear` computes the first ones: each of these is an
     nn.Linear with a bias. Their parameters have one dtype, that of x unless autocast casts them."""

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from jagged_kernels.attention import op as attention_op
-from jagged_kernels.attention.params import empty_packed_gradients, pack, unpack
+from jagged_kernels.attention.params import pack, unpack
 from jagged_kernels.block_attention import op as block_op
 
 import jagged_modules as jm
@@ -44,14 +44,11 @@ def attention_gradients(do, results, *arguments):
     return *torch.autograd.grad(out, operands, do), do.new_empty(0), do.new_empty(0)
 
 
-def attention_packed_gradients(do, results, together, *arguments):
-    dq, dk, dv, *tables = attention_gradients(do, results, *arguments)
-    gradients = empty_packed_gradients(unpack(*arguments)[0], together)
-    parts = gradients[0].split([dq.shape[1], gradients[0].shape[1] - dq.shape[1]], 1)
-    of_keys = parts[1] if together else gradients[1]
-    parts[0].copy_(dq)
-    of_keys.copy_(torch.cat([dk, dv], 1))
-    return *gradients, *tables
+def attention_packed_gradients(do, results, out, columns, *arguments):
+    *gradients, dposition, dtime = attention_gradients(do, results, *arguments)
+    for first, x in zip(columns, gradients, strict=True):
+        out[:, first : first + x.shape[1] * x.shape[2]] = x.flatten(1)
+    return dposition, dtime
 
 
 def block_forward(qkv, offsets, tables, rotation, block_size, *_):

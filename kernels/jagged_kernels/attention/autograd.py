@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from ..common.autograd import below_autograd, differentiate
-from .params import (
-    Arguments,
-    Options,
-    SegmentTensors,
-    empty_packed_gradients,
-    empty_table_gradients,
-    unpack,
-)
+from .params import Arguments, Options, SegmentTensors, empty_table_gradients, unpack
 
 _SAVED = len(SegmentTensors._fields)  # tensors behind q, k and v; those of the bias follow
 
@@ -79,11 +72,3 @@ def backward_fake(do: Tensor, results: Any, *arguments: Any) -> tuple[Tensor, ..
     call = unpack(*arguments)[0]
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in call[:3])
     return *grads, *empty_table_gradients(call.params, call.q)
-
-
-def packed_backward_fake(
-    do: Tensor, results: Any, together: bool, *arguments: Any
-) -> tuple[Tensor, ...]:
-    """The same of the packed backward's operator."""
-    call = unpack(*arguments)[0]
-    return *empty_packed_gradients(call, together), *empty_table_gradients(call.params, call.q)

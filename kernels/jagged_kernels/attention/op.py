@@ -39,7 +39,7 @@ from ..common.tail import zero_tails
 from ..schedule.cost import LoopedSide, one_pass_may_run
 from ..schedule.host import NOT_LISTED, TileList
 from . import packed
-from .autograd import backward_fake, differentiable, differentiate_attention, packed_backward_fake
+from .autograd import backward_fake, differentiable, differentiate_attention
 from .bias_tables import kernel_bias
 from .params import (
     BACKWARD_SCHEMA,
@@ -51,7 +51,6 @@ from .params import (
     Gradients,
     Operands,
     SegmentTensors,
-    empty_packed_gradients,
     empty_table_gradients,
     pack,
     unpack,
@@ -113,78 +112,63 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
     Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of
     what they are gradients of; `[0]` for a table that gets none.
     """
-    call, tiles, key_tiles = unpack(*arguments)
-    q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
-    if not _has_rows(call):
-        empty = (x.new_zeros(x.shape) for x in (q, k, v))
-        return *empty, *(x.zero_() for x in empty_table_gradients(params, q))
-    chunks = _select(call, tiles.block, key_tiles.block).query_chunks
-    # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows
-    # (keys), then a fixed-order sum.
-    dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
-    dk, dv = (
-        x.new_empty(
-            (chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype
-        )
-        for x in (k, v)
-    )
-    dtables = _write_gradients(do, results, arguments, dq, dk, dv)
-    if has_tail:
-        of_queries = [] if q_shared else [(dq, q_offsets)]
-        of_keys = [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
-        zero_tails(*of_queries, *of_keys)
-    if q_shared:
-        dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
-    if kv_shared:
-        dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
-    return dq, dk, dv, *dtables
+    return _gradients(do, results, arguments)
 
 
-@operator("attention_packed_backward", packed_backward_fake, PACKED_BACKWARD_SCHEMA)
+def _packed_backward_fake(do: Tensor, results: Any, out: Tensor, columns: Any, *arguments: Any):
+    call = unpack(*arguments)[0]
+    return empty_table_gradients(call.params, call.q)
+
+
+@operator("attention_packed_backward", _packed_backward_fake, PACKED_BACKWARD_SCHEMA)
 def triton_attention_packed_backward(
-    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+    do: Tensor, results: list[Tensor | None], out: Tensor, columns: list[int], *arguments: Any
 ):
-    """`triton_attention_backward` with the gradients of each projection in one tensor, whose GEMMs
-    then need no sum and no copy. q and v have the same head dim D; nothing is shared.
-
-    Returns:
-        With `together`, which is self-attention: `[rows, H + 2 Hkv, D]`, the gradients of q, k and
-        v along dim 1, and `[0, 2 Hkv, D]`. Without: dq `[rows, H, D]`, and those of k and v
-        `[keys, 2 Hkv, D]`. Then the gradients of the tables.
-    """
-    call, _, _ = unpack(*arguments)
-    of_queries, of_keys = gradients = empty_packed_gradients(call, together)
-    if not _has_rows(call):
-        tables = empty_table_gradients(call.params, call.q)
-        return *(x.zero_() for x in gradients), *(x.zero_() for x in tables)
-    parts = of_queries.split([call.q.shape[1], of_queries.shape[1] - call.q.shape[1]], 1)
-    dq, dkv = parts if together else (of_queries, of_keys)
-    dtables = _write_gradients(do, results, arguments, dq, *dkv.chunk(2, 1))
+    """As `triton_attention_backward`, for self-attention: dq, dk and dv are written to columns of
+    out `[rows, width]`, contiguous, from the three `columns` on. Rows of out behind the last
+    segment become 0. Returns the gradients of the tables."""
+    call = unpack(*arguments)[0]
+    grads = [
+        out[:, first : first + x.shape[1] * x.shape[2]].unflatten(1, x.shape[1:])
+        for first, x in zip(columns, call[:3])
+    ]
+    dtables = _gradients(do, results, arguments, grads)[3:]
     if call.segments.has_tail:
-        zero_tails((of_queries, call.segments.q_offsets), (of_keys, call.segments.kv_offsets))
-    return *gradients, *dtables
+        zero_tails((out, call.segments.q_offsets))
+    return dtables
 
 
-def _write_gradients(
+def _gradients(
     do: Tensor,
     results: list[Tensor | None],
     arguments: tuple[Any, ...],
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Launch the backward's kernels: write dq, dk and dv, whose last dim is contiguous, or partial
-    sums of them. Returns the gradients of the bias tables."""
+    out: list[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and the gradients of the tables. out: where to write dq, dk and dv."""
     call, queries_listed, keys_listed = unpack(*arguments)
-    q, k, v, (q_offsets, _, _, kv_shared, has_tail, _), params, _ = call
+    q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
     selection = _select(call, queries_listed.block, keys_listed.block)
+    if not _has_rows(call):
+        dtables = (x.zero_() for x in empty_table_gradients(params, q))
+        empty = out or [x.new_empty(x.shape) for x in (q, k, v)]
+        return *(x.zero_() for x in empty), *dtables
     queries, keys = _with_tiles(call, queries_listed), _with_tiles(call, keys_listed)
     operands, do = Operands(q, k, v, *results), contiguous_last_dim(do)
+    chunks = selection.query_chunks
     if kv_shared:
-        chunks = selection.query_chunks
         keys = _query_chunks(q_offsets[-1] if has_tail else q.shape[0], k, chunks)
         if params.segment_scale is not None:
             params = params._replace(segment_scale=params.segment_scale.repeat(chunks))
+    # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows
+    # (keys), then a fixed-order sum.
+    dq, dk, dv = out or (
+        x.new_empty((rows, *x.shape[1:]), dtype=torch.float32 if is_shared else x.dtype)
+        for x, rows, is_shared in (
+            (q, do.shape[0], q_shared),
+            (k, chunks * k.shape[0], kv_shared),
+            (v, chunks * v.shape[0], kv_shared),
+        )
+    )
     grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(operands.lse))
     if selection.packed_bwd is not None:
         packed.backward(operands, grads, queries, params, selection.packed_bwd)
@@ -193,11 +177,20 @@ def _write_gradients(
         from .hopper.launch import backward
 
         workspace = params.workspace
-        return backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
-    bias = kernel_bias(params)
-    dtables = triton_dq(operands, grads, queries, params, bias, selection)
-    triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
-    return dtables
+        dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
+    else:
+        bias = kernel_bias(params)
+        dtables = triton_dq(operands, grads, queries, params, bias, selection)
+        triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
+    if has_tail and out is None:
+        of_queries = [] if q_shared else [(dq, q_offsets)]
+        of_keys = [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
+        zero_tails(*of_queries, *of_keys)
+    if q_shared:
+        dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
+    if kv_shared:
+        dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
+    return dq, dk, dv, *dtables
 
 
 def _has_rows(call: AttentionCall) -> bool:
@@ -297,7 +290,8 @@ def attention(call: AttentionCall) -> Tensor:
 
 def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
     """`attention` inside a layer's autograd node: out, lse, and the arguments that the node's
-    backward gives to `attention_backward` or `attention_packed_backward`. No pages."""
+    backward gives to `attention_backward` or `attention_packed_backward`. No pages; with softmax,
+    the scale is positive."""
     arguments, run = _prepared(call)
     out, lse = triton_attention(*arguments) if run is None else run()
     return out, lse, arguments
@@ -316,6 +310,16 @@ def _prepared(call: AttentionCall) -> tuple[Arguments, Callable | None]:
 
 def _operator(call: AttentionCall) -> Callable:
     return triton_attention if call.segments.pages is None else triton_paged_attention
+
+
+def operator_arguments(call: AttentionCall) -> Arguments:
+    """The arguments of the operators, for a caller that gives them its own q, k and v: those of the
+    call have the right shapes and dtypes, but no values. The call has a schedule, and its
+    activation is pointwise."""
+    scale = call.params.segment_scale
+    if scale is not None:
+        call = call._replace(params=call.params._replace(segment_scale=scale.float().contiguous()))
+    return pack(call, call.schedule.tile_list, _key_tiles(call))
 
 
 def _for_kernels(call: AttentionCall) -> AttentionCall:
@@ -353,10 +357,10 @@ def attention_backward(
 
 
 def attention_packed_backward(
-    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+    do: Tensor, results: list[Tensor | None], out: Tensor, columns: list[int], *arguments: Any
 ) -> tuple[Tensor, ...]:
     """`triton_attention_packed_backward` in less host time."""
-    return _directly(triton_attention_packed_backward, (do, results, together), arguments)
+    return _directly(triton_attention_packed_backward, (do, results, out, columns), arguments)
 
 
 def _directly(op: Callable, first: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
@@ -374,9 +378,9 @@ refuse_derivative(
     triton_paged_attention,
     "jagged_attention is not differentiable with pages: gather the keys and values first",
 )
-for _op in triton_attention_backward, triton_attention_packed_backward:
+for _backward_op in (triton_attention_backward, triton_attention_packed_backward):
     refuse_derivative(
-        _op,
+        _backward_op,
         "jagged_attention is not differentiable twice: its backward kernels have no derivative of"
         " their own",
     )

@@ -218,7 +218,7 @@ BACKWARD_SCHEMA = (
     f"(Tensor do, Tensor?[] results, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 PACKED_BACKWARD_SCHEMA = (
-    f"(Tensor do, Tensor?[] results, bool together, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"(Tensor do, Tensor?[] results, Tensor(a!) out, int[] columns, {_SCHEMA}) -> (Tensor, Tensor)"
 )
 
 
@@ -303,15 +303,6 @@ class Gradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     delta: Tensor
-
-
-def empty_packed_gradients(call: AttentionCall, together: bool) -> tuple[Tensor, Tensor]:
-    """Tensors for the gradients of the projections of queries and of keys: of q, k and v together
-    and none, or of q and of k and v."""
-    (rows, heads, dim), (keys, kv_heads, _) = call.q.shape, call.k.shape
-    if together:
-        heads, keys = heads + 2 * kv_heads, 0
-    return call.q.new_empty(rows, heads, dim), call.q.new_empty(keys, 2 * kv_heads, dim)
 
 
 def empty_table_gradients(params: AttentionParams, like: Tensor) -> tuple[Tensor, Tensor]:

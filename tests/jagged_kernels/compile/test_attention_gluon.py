@@ -124,11 +124,8 @@ def compile_hopper_attention(
         name, dim, activation, mask is not None, bias is not None, long, timed
     )
     has_sums = bias is not None and name == "dq"
-    strides = [4 * dim, 4 // group * dim, 4 // group * dim]
-    if packed:  # parts of the gradient of one projection of q, k and v
-        strides = [sum(strides)] * 3
     options = Options(
-        4, group, dim, dim, mask, bias, shared, page_rows, *strides, shared, query_groups, has_sums,
+        4, group, dim, dim, mask, bias, shared, page_rows, shared, query_groups, has_sums,
         **config_constants(config),
     )  # fmt: skip
     constants = dict(
@@ -140,6 +137,7 @@ def compile_hopper_attention(
     absent = set(Arguments._fields) - READ - READ_BY[name]
     absent |= set() if mask else {"num_targets_ptr"}
     absent |= {"next_tile_ptr"} if name == "fwd" and not config.dynamic_tiles else set()
+    absent -= {"grad_stride"} if packed else set()
     types = dict(
         lse_ptr="*fp32", delta_ptr="*fp32", added_ptr="*i32",
         next_tile_ptr="*i32", page_table_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32",
@@ -445,7 +443,7 @@ def test_hopper_kernel_of_short_queries_compiles(dim, consumers, dtype, activati
     ],
 )
 def test_hopper_backward_with_gradients_in_one_tensor_compiles(name, dim, activation, group):
-    """No register is kept in memory for it."""
+    """No register is kept in memory for it. The stride is an argument of warps."""
     config = short_queries_config(dim, 1) if name == "short_queries" else None
     packed, plain = (
         compile_hopper_attention(
@@ -453,7 +451,8 @@ def test_hopper_backward_with_gradients_in_one_tensor_compiles(name, dim, activa
         )
         for x in (True, False)
     )
-    assert packed.metadata.shared == plain.metadata.shared
+    assert packed.metadata.shared - plain.metadata.shared <= 16
+    assert packed.metadata.shared <= 227 * 1024
     assert spilled_bytes(packed.asm["cubin"]) <= spilled_bytes(plain.asm["cubin"]) + 16
     assert packed.asm["ptx"] != plain.asm["ptx"]
 

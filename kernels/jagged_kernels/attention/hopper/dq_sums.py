@@ -38,7 +38,7 @@ def attention_dq_kernel(
     SHIFT: tl.constexpr,
 ):
     """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits
-    it. A row of dq has STRIDE elements."""
+    it. STRIDE: elements from a row of dq to the next."""
     index, head = (
         tl.program_id(0) + (tl.load(q_offsets_ptr) >> SHIFT).to(tl.int32),
         tl.program_id(1),
@@ -56,8 +56,7 @@ def attention_dq_kernel(
         )
         dq = tl.load(sums, mask=real & (added > 0), other=0.0)
         dq *= factor * output_factor(output_scale, segment_scale_ptr, segment)
-        ptrs = dq_ptr + (start + first + rows) * STRIDE + head * DIM + columns
-        tl.store(ptrs, dq, mask=real)
+        tl.store(dq_ptr + (start + first + rows) * STRIDE + head * DIM + columns, dq, mask=real)
 
 
 class DqSums(NamedTuple):

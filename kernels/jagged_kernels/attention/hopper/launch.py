@@ -80,11 +80,13 @@ def _arguments(
     factors: tuple[float, float],
     *pointers: Tensor | None,
     next_tile: Tensor | None = None,
+    grad_stride: int | None = None,
 ) -> Arguments:
     """factors: of activations.activation_factors. pointers: from Arguments.out_ptr on."""
     offsets, scale = (segments.q_offsets, segments.kv_offsets), params.scale
     scales = scale, *factors, params.output_scale, params.segment_scale
-    return Arguments(tiles, next_tile, *offsets, params.num_targets, *scales, *pointers)
+    arguments = Arguments(tiles, next_tile, *offsets, params.num_targets, *scales, *pointers)
+    return arguments._replace(grad_stride=grad_stride)
 
 
 def _factors(params: AttentionParams, dtype: torch.dtype) -> tuple[float, float]:
@@ -171,6 +173,7 @@ class _Backward:
             _result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv)
         ]
         self.pointers = out, lse, grads.delta, grads.dq, grads.dk, grads.dv
+        self.grad_stride = None if grads.dk.is_contiguous() else grads.dk.stride(0)
 
     def _rows(self, block: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Descriptors of q and dO, for blocks of so many rows."""
@@ -187,14 +190,20 @@ class _Backward:
         self, segments: TiledSegments, tiles: Tensor, *more: Tensor, **others: Tensor
     ) -> Any:
         return _arguments(
-            segments, tiles, self.params, self.factors, *self.pointers, *more, **others
+            segments,
+            tiles,
+            self.params,
+            self.factors,
+            *self.pointers,
+            *more,
+            grad_stride=self.grad_stride,
+            **others,
         )
 
     def _constants(self, config: HopperConfig, *options: Any) -> dict:
-        _, dq, dk, dv, _ = self.grads
-        strides = (x.stride(0) for x in (dq, dk, dv))
-        shared = self.q_shared, self.operands.q.shape[2], None
-        return _launch_constants(config, self.operands, self.params, *shared, *strides, *options)
+        head_dim = self.operands.q.shape[2]
+        shared = self.q_shared, head_dim, None
+        return _launch_constants(config, self.operands, self.params, *shared, *options)
 
     def dq(self, queries: TiledSegments) -> tuple[Tensor, Tensor]:
         """dq, and with softmax delta. Returns the gradients of the bias tables."""
