@@ -162,8 +162,11 @@ class _Node(torch.autograd.Function):
         ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
         ctx.context_dtype = None if context is None else context.dtype
         ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
-        rows, rstd = (x, None) if norm is None else rms_norm(x, norm, call.eps)
-        rows, context = rows.to(dtype), None if context is None else context.to(dtype)
+        rstd, context = None, None if context is None else context.to(dtype)
+        if norm is None:
+            rows = x.to(dtype)
+        else:
+            rows, rstd = rms_norm(x, norm, call.eps, dtype)
         (q, k, v), weights = _projected(rows, context, inputs, call)
         attention = parse_call(q, k, v, call.queries, call.keys, call.options).call
         attention = with_schedule(attention, any(ctx.needs_input_grad))
@@ -197,8 +200,7 @@ class _Node(torch.autograd.Function):
         dx, dcontext, *dprojections = _gradients(ctx, dh, saved, segments, wanted)
         dnorm = None
         if saved.norm is not None and dx is not None:
-            dx, dnorm = rms_norm_gradients(dx, saved.x, saved.norm, saved.rstd)
-            dx = (dx + dy).to(ctx.x_dtype)
+            dx, dnorm = rms_norm_gradients(dx, saved.x, saved.norm, saved.rstd, dy)
         return dx, dcontext, dnorm, *dprojections, *dout, None
 
 
@@ -276,18 +278,22 @@ def _context_gradients(
 # -- what a fused kernel may compute ---------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-    """torch's RMSNorm in the wider dtype of x and weight, and 1 / rms of each row."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """torch's RMSNorm, computed in the wider dtype of x and weight, as dtype; 1 / rms of each
+    row."""
     wide = torch.promote_types(x.dtype, weight.dtype)
-    return torch.ops.aten._fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+    normed, rstd = torch.ops.aten._fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+    return normed.to(dtype), rstd
 
 
 def rms_norm_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of x, in the wider dtype, and of weight."""
+    """Of x, plus the gradient of the residual, in x's dtype; of weight in its dtype."""
     wide = torch.promote_types(x.dtype, weight.dtype)
     dx, dweight = torch.ops.aten._fused_rms_norm_backward(
         dy.to(wide), x.to(wide), weight.shape, rstd, weight.to(wide), [True, True]
     )
-    return dx, dweight.to(weight.dtype)
+    return (dx + residual).to(x.dtype), dweight.to(weight.dtype)

@@ -67,9 +67,10 @@ def block_gradient(do, qkv, *arguments):
     return torch.autograd.grad(out, qkv, do)[0]
 
 
-def rms_norm_gradients(dy, x, weight, rstd):
+def rms_norm_gradients(dy, x, weight, rstd, residual):
     normed, wide = x * rstd, dy * weight
-    return rstd * (wide - normed * (wide * normed).mean(1, keepdim=True)), (dy * normed).sum(0)
+    dx = rstd * (wide - normed * (wide * normed).mean(1, keepdim=True))
+    return dx + residual, (dy * normed).sum(0)
 
 
 @pytest.fixture
