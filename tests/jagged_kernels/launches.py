@@ -166,6 +166,8 @@ def _no_products():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for name in PRODUCTS:
                 overrides.impl(name, _uninitialised_product, "CPU", allow_override=True)
+        overrides.impl("mm.dtype", _uninitialised_fp32_product, "CPU")
+        overrides.impl("_fused_rms_norm_backward", _uninitialised_norm_gradients, "CPU")
         yield
 
 
@@ -180,6 +182,14 @@ def _replaced(owner, attributes: dict[str, object]):
 def _uninitialised_product(*operands, **factors):
     x, y = operands[-2:]
     return x.new_empty(*x.shape[:-1], y.shape[-1])
+
+
+def _uninitialised_fp32_product(x, y, dtype):
+    return x.new_empty(x.shape[0], y.shape[1], dtype=dtype)
+
+
+def _uninitialised_norm_gradients(dy, x, shape, rstd, weight, wanted):
+    return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _operators():
