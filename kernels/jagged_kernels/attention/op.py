@@ -127,9 +127,10 @@ def triton_attention_packed_backward(
     """As `triton_attention_backward`, for self-attention: dq, dk and dv are written to columns of
     out `[rows, width]`, contiguous, from the three `columns` on. Rows of out behind the last
     segment become 0. Returns the gradients of the tables."""
-    call = unpack(*arguments)[0]
+    call, (stride, _) = unpack(*arguments)[0], out.stride()
+    # not by slices, which give a single row another stride
     grads = [
-        out[:, first : first + x.shape[1] * x.shape[2]].unflatten(1, x.shape[1:])
+        out.as_strided(x.shape, (stride, x.shape[2], 1), out.storage_offset() + first)
         for first, x in zip(columns, call[:3])
     ]
     dtables = _gradients(do, results, arguments, grads)[3:]

@@ -173,7 +173,9 @@ class _Backward:
             _result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv)
         ]
         self.pointers = out, lse, grads.delta, grads.dq, grads.dk, grads.dv
-        self.grad_stride = None if grads.dk.is_contiguous() else grads.dk.stride(0)
+        # also of a single row, of which any stride is contiguous: it runs the same kernel
+        stride, (_, heads, dim) = grads.dk.stride(0), grads.dk.shape
+        self.grad_stride = None if stride == heads * dim else stride
 
     def _rows(self, block: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Descriptors of q and dO, for blocks of so many rows."""
