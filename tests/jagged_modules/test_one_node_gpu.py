@@ -206,6 +206,34 @@ def test_no_synchronisation_and_rows_behind_the_end(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_rows(name):
+    case = Case(name, lengths=[0, 0, 0, 0, 0, 0])
+    out, dx, *others = case.results(case.layer)
+    assert out.shape == dx.shape == (0, 64)
+    assert all(not x.any() for x in others)
+
+
+@pytest.mark.parametrize("name", ["block", "blocks"])
+def test_a_backward_inside_autocast(name):
+    """It computes in the dtype of the forward."""
+    case = Case(name)
+    expected = case.results(case.layer, enabled=False)
+
+    def run(layer, *inputs):
+        with torch.autocast("cuda", enabled=False):
+            return case.run(layer, *inputs)
+
+    inputs = [x.cuda().requires_grad_() for x in case.inputs]
+    with torch.autocast("cuda", torch.bfloat16):
+        out = run(case.layer, *inputs)
+        actual = [
+            out,
+            *torch.autograd.grad(out, [*inputs, *case.layer.parameters()], case.do.to(out)),
+        ]
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
 @pytest.mark.parametrize("name", ["block", "blocks"])
 def test_modules_with_hooks_are_called(nodes, name):
     case = Case(name)
