@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jagged_kernels.attention.pages import Pages
+from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -487,6 +488,7 @@ class GDPABlock(nn.Module):
         rows = entering(jagged.values, end)
         attention, norm = self.attention, self.norm
         is_plain = type(attention) is JaggedGDPA and type(norm) is RMSNorm
+        is_plain = is_plain and attention.embedding_dim <= MAX_WIDTH
         if is_plain and is_one_node(attention, rows, bias, attention, norm):
             out = attention._one_node(jagged, rows, context, num_targets, norm)  # pyright: ignore[reportPrivateUsage]
         else:

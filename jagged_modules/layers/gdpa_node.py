@@ -5,7 +5,7 @@
     h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o    in a block: + x
 
 The rows and the parameters are cast once, to the dtype of the GEMMs. Rows that give queries, keys
-and values have one projection, whose gradient the attention's backward writes as one tensor. The
+and values have one projection, and the attention's backward writes its gradient as one tensor. The
 gradients of rows without a norm leave their GEMM in the rows' dtype, and those of the weights in
 theirs.
 """
@@ -150,8 +150,11 @@ class _Node(torch.autograd.Function):
         ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
         ctx.context_dtype = None if context is None else context.dtype
         ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
-        rows, rstd = (x, None) if norm is None else rms_norm(x, norm, call.eps)
-        rows, context = rows.to(dtype), None if context is None else context.to(dtype)
+        rstd, context = None, None if context is None else context.to(dtype)
+        if norm is None:
+            rows = x.to(dtype)
+        else:
+            rows, rstd = rms_norm(x, norm, call.eps, dtype)
         (q, k, v), weights = _projected(rows, context, inputs, call)
         attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
         trains = any(ctx.needs_input_grad)
@@ -185,8 +188,7 @@ class _Node(torch.autograd.Function):
         dx, dcontext, *dprojections = _gradients(ctx, dh, saved, segments, wanted)
         dnorm = None
         if saved.norm is not None and dx is not None:
-            dx, dnorm = rms_norm_gradients(dx, saved.x, saved.norm, saved.rstd)
-            dx = (dx + dy).to(ctx.x_dtype)
+            dx, dnorm = rms_norm_gradients(dx, saved.x, saved.norm, saved.rstd, dy)
         return dx, dcontext, dnorm, *dprojections, *dout, None
 
 
@@ -245,18 +247,24 @@ def _gradients(
 # -- what a fused kernel may compute ---------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-    """torch's RMSNorm in the wider dtype of x and weight, and 1 / rms of each row."""
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    return torch.ops.aten._fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of rows, computed in fp32, as dtype; 1 / rms of each row."""
+    from jagged_kernels.rows.op import triton_row_norm
+
+    if eps is None:  # as in torch
+        eps = torch.finfo(torch.promote_types(x.dtype, weight.dtype)).eps
+    normed, _, rstd = triton_row_norm(x, weight, None, dtype, eps, 1, True)
+    return normed, rstd
 
 
 def rms_norm_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of x, in the wider dtype, and of weight."""
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    dx, dweight = torch.ops.aten._fused_rms_norm_backward(
-        dy.to(wide), x.to(wide), weight.shape, rstd, weight.to(wide), [True, True]
-    )
-    return dx, dweight.to(weight.dtype)
+    """Of x, plus the gradient of the residual, in x's dtype; of weight in its dtype."""
+    from jagged_kernels.rows.op import triton_row_norm_backward
+
+    # kernels read no mean of this norm, and its eps is in rstd
+    dx, sums = triton_row_norm_backward(dy, x, rstd, rstd, weight, residual, 0.0, True)
+    return dx, sums[0].to(weight.dtype)

@@ -44,9 +44,15 @@ def block_gradient(do, qkv, *arguments):
     return torch.autograd.grad(out, qkv, do)[0]
 
 
-def rms_norm_gradients(dy, x, weight, rstd):
+def rms_norm(x, weight, eps, dtype):
+    rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + torch.finfo(x.dtype).eps)
+    return x * rstd * weight, rstd
+
+
+def rms_norm_gradients(dy, x, weight, rstd, residual):
     normed, wide = x * rstd, dy * weight
-    return rstd * (wide - normed * (wide * normed).mean(1, keepdim=True)), (dy * normed).sum(0)
+    dx = rstd * (wide - normed * (wide * normed).mean(1, keepdim=True))
+    return dx + residual, (dy * normed).sum(0)
 
 
 @pytest.fixture
@@ -71,6 +77,7 @@ def nodes(monkeypatch):
 
     replace(one_node, "may_be_one_node", is_plain)
     replace(block_layer, "runs_kernels", lambda *_: True)
+    replace(gdpa_node, "rms_norm", rms_norm)
     replace(gdpa_node, "rms_norm_gradients", rms_norm_gradients)
     replace(block_op, "packed_forward", block_forward)
     replace(block_op, "packed_backward", block_gradient)

@@ -1,0 +1,257 @@
+"""Layers as one autograd node on a GPU: against float64, beside the chain of modules, compiled, in
+CUDA graphs."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from marks import slow_after
+
+import jagged_modules as jm
+from jagged_modules.layers import block_attention_node, gdpa_node, one_node
+
+pytestmark = pytest.mark.gpu
+LENGTHS, CONTEXTS = [70, 0, 1, 300, 129, 64], [40, 5, 200, 0, 64, 33]
+# Roundings of one element, of operands and of results, on the way from an input to a gradient:
+# x, norm, q, k, scores, P, h, y, dy, dh, dP, dS, dq, dn, and those of two weights.
+ROUNDINGS = 16
+CAUSAL = jm.AttentionMask(causal=True)
+LAYERS = {
+    "gdpa": lambda width, heads: jm.JaggedGDPA(width, heads),
+    "block": lambda width, heads: jm.GDPABlock(width, heads),
+    "softmax": lambda width, heads: jm.GDPABlock(width, heads, "softmax", CAUSAL),
+    "context": lambda width, heads: jm.GDPABlock(width, heads, "silu"),
+    "weights": lambda width, heads: jm.GDPABlock(
+        width, heads, config=jm.GDPAConfig(num_weights=50)
+    ),
+    "blocks": lambda width, heads: jm.BlockDiagonalSelfAttention(width, heads),
+}
+SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """The calls of nodes."""
+    calls = []
+    for node in (gdpa_node._Node, block_attention_node._Node):
+
+        def forward(ctx, *inputs, original=node.forward):
+            calls.append(original)
+            return original(ctx, *inputs)
+
+        monkeypatch.setattr(node, "forward", staticmethod(forward))
+    return calls
+
+
+@contextlib.contextmanager
+def in_modules():
+    """Layers call their modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_node, "may_be_one_node", lambda *_: False)
+        yield
+
+
+class Case:
+    """A layer, in float64 on the CPU and on the GPU, and its inputs."""
+
+    def __init__(self, name, width=64, heads=2, dtype=torch.float32, lengths=LENGTHS):
+        torch.manual_seed(0)
+        self.layer = LAYERS[name](width, heads).to(dtype)
+        self.exact = copy.deepcopy(self.layer).double()
+        self.layer.cuda()
+        rows = [sum(lengths)] + ([sum(CONTEXTS)] if name == "context" else [])
+        self.inputs = [torch.randn(n, width).to(dtype) for n in rows]
+        self.do = torch.randn(rows[0], width).to(dtype)
+        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
+        self.context_offsets = torch.tensor([0, *CONTEXTS]).cumsum(0)
+
+    @staticmethod
+    def forward(layer, offsets, context_offsets, x, context=None):
+        pairs = () if context is None else ((context, context_offsets),)
+        return layer((x, offsets), *pairs)[0]
+
+    def run(self, layer, *inputs):
+        offsets = (x.to(inputs[0].device) for x in (self.offsets, self.context_offsets))
+        return self.forward(layer, *offsets, *inputs)
+
+    def results(self, layer, run=None, **autocast):
+        """The result, and the gradients of inputs and parameters."""
+        first = next(layer.parameters())
+        inputs = [x.to(first).requires_grad_() for x in self.inputs]
+        with torch.autocast("cuda", torch.bfloat16, **autocast):
+            out = (run or self.run)(layer, *inputs)
+        wanted = [*inputs, *layer.parameters()]
+        return [out.detach(), *torch.autograd.grad(out, wanted, self.do.to(out))]
+
+
+def assert_rounded(actual, expected, dtype, rows):
+    """The errors' root mean square is at most that of ROUNDINGS independent errors in the worst
+    direction, relative to that of the values. fp32: of sums of so many terms, added in any
+    order."""
+    error = ROUNDINGS * torch.finfo(dtype).eps / 2
+    if dtype == torch.float32:
+        error *= rows**0.5
+    for x, y in zip(actual, expected, strict=True):
+        x, y = x.double().cpu(), y.double().cpu()
+        assert x.shape == y.shape and x.isfinite().all()
+        assert (x - y).square().mean().sqrt() <= error * y.square().mean().sqrt() + 1e-30
+
+
+@slow_after(
+    12, "name, width, heads", [(name, width, heads) for width, heads in SIZES for name in LAYERS]
+)
+@pytest.mark.parametrize("precision", ["autocast", "bf16", "fp16", "fp32"])
+def test_results_and_gradients(nodes, name, width, heads, precision):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    case = Case(name, width, heads, dtype)
+    actual = case.results(case.layer, enabled=precision == "autocast")
+    assert len(nodes) == 1
+    operands = torch.bfloat16 if precision == "autocast" else dtype
+    has_residual = name not in ("gdpa", "blocks")
+    assert actual[0].dtype == (dtype if has_residual else operands)
+    assert all(x.dtype == dtype for x in actual[1:])
+    assert_rounded(actual, case.results(case.exact, enabled=False), operands, sum(LENGTHS))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_takes_no_more_memory_and_launches_than_the_modules(name):
+    """Peak memory of a step, and kernels and copies of it."""
+    case = Case(name, 512, 4, lengths=[2000, 1000, 0, 3000, 1, 2999])
+
+    def measured():
+        case.results(case.layer)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        case.results(case.layer)
+        peak = torch.cuda.max_memory_allocated()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            case.results(case.layer)
+            torch.cuda.synchronize()
+        return peak, sum(event.count for event in profile.key_averages())
+
+    peak, launches = measured()
+    with in_modules():
+        peak_of_modules, launches_of_modules = measured()
+    assert peak <= peak_of_modules + 2**20
+    assert launches <= launches_of_modules
+
+
+@pytest.mark.parametrize("name", ["block", "softmax", "context", "weights", "blocks"])
+def test_compiled(name):
+    """One graph for all lengths, with the results of the node."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    case = Case(name)
+    compiled = torch.compile(Case.forward, fullgraph=True, dynamic=True)
+    for lengths in (LENGTHS, [3, 90, 20, 0, 7, 200]):
+        offsets, rows = torch.tensor([0, *lengths]).cumsum(0), sum(lengths)
+        case.offsets, case.inputs[0] = offsets, torch.randn(rows, 64)
+        case.do = torch.randn(rows, 64)
+
+        def run(layer, *inputs):
+            return compiled(layer, case.offsets.cuda(), case.context_offsets.cuda(), *inputs)
+
+        expected = case.results(case.exact, enabled=False)
+        assert_rounded(case.results(case.layer, run), expected, torch.bfloat16, rows)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("name", ["block", "context", "blocks"])
+def test_in_a_cuda_graph(name):
+    case = Case(name)
+    inputs = [x.cuda() for x in case.inputs]
+    case.offsets, case.context_offsets = case.offsets.cuda(), case.context_offsets.cuda()
+    case.do = case.do.cuda()
+
+    def step():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        with torch.autocast("cuda", torch.bfloat16):
+            out = case.run(case.layer, *leaves)
+        return [
+            out,
+            *torch.autograd.grad(out, [*leaves, *case.layer.parameters()], case.do.to(out)),
+        ]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for x in inputs:
+        x.normal_()
+    graph.replay()
+    assert_rounded(captured, step(), torch.bfloat16, sum(LENGTHS))
+
+
+@pytest.mark.parametrize("name", ["block", "blocks"])
+def test_no_synchronisation_and_rows_behind_the_end(name):
+    """A NaN behind the last segment reaches nothing."""
+    case = Case(name)
+    x = torch.cat([case.inputs[0], torch.full((50, 64), float("nan"))])
+    case.inputs, case.offsets = [x], case.offsets.cuda()
+    case.do = torch.cat([case.do, torch.full((50, 64), float("nan"))]).cuda()
+    out, dx, *others = case.results(case.layer)
+    assert not out[-50:].any() and not dx[-50:].any()
+    assert all(x.isfinite().all() for x in (out, dx, *others))
+    leaf = x.cuda().requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = case.run(case.layer, leaf)
+        out.backward(case.do)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_rows(name):
+    case = Case(name, lengths=[0, 0, 0, 0, 0, 0])
+    out, dx, *others = case.results(case.layer)
+    assert out.shape == dx.shape == (0, 64)
+    assert all(not x.any() for x in others)
+
+
+@pytest.mark.parametrize("name", ["block", "blocks"])
+def test_a_backward_inside_autocast(name):
+    """It computes in the dtype of the forward."""
+    case = Case(name)
+    expected = case.results(case.layer, enabled=False)
+
+    def run(layer, *inputs):
+        with torch.autocast("cuda", enabled=False):
+            return case.run(layer, *inputs)
+
+    inputs = [x.cuda().requires_grad_() for x in case.inputs]
+    with torch.autocast("cuda", torch.bfloat16):
+        out = run(case.layer, *inputs)
+        actual = [
+            out,
+            *torch.autograd.grad(out, [*inputs, *case.layer.parameters()], case.do.to(out)),
+        ]
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["block", "blocks"])
+def test_modules_with_hooks_are_called(nodes, name):
+    case = Case(name)
+    expected = case.results(case.layer, enabled=False)
+    nodes.clear()
+    calls = []
+    for module in case.layer.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda *_: calls.append(None))
+    actual = case.results(case.layer, enabled=False)
+    assert not nodes and len(calls) == (3 if name == "block" else 2)
+    assert_rounded(actual, expected, torch.float32, sum(LENGTHS))
+
+
+@pytest.mark.parametrize("name", ["block", "blocks"])
+def test_a_second_derivative_raises(name):
+    case = Case(name)
+    x = case.inputs[0].cuda().requires_grad_()
+    (dx,) = torch.autograd.grad(case.run(case.layer, x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="not differentiable twice"):
+        dx.sum().backward()
