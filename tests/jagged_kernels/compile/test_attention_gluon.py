@@ -104,12 +104,13 @@ def compile_hopper_attention(
     bias=None,
     config=None,
     page_rows=None,
+    packed=False,
 ):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. bias: a
     BiasKind, whose tables have gradients. config: another launch configuration. page_rows: of the
-    forward's keys; None: they are not in pages.
+    forward's keys; None: they are not in pages. packed: gradients are columns of one tensor.
     """
     kernel = {
         "fwd": forward.attention_fwd_hopper_kernel,
@@ -133,7 +134,7 @@ def compile_hopper_attention(
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= dict(num_segments=None) if query_groups == 1 else {}
     constants |= {} if page_rows else dict(page_table_ptr=None)
-    absent = set(Arguments._fields) - READ - READ_BY[name]
+    absent = set(Arguments._fields) - READ - READ_BY[name] - ({"grad_stride"} if packed else set())
     absent |= set() if mask else {"num_targets_ptr"}
     absent |= {"next_tile_ptr"} if name == "fwd" and not config.dynamic_tiles else set()
     types = dict(
@@ -142,6 +143,7 @@ def compile_hopper_attention(
         num_tiles_ptr="*i32",
     )  # fmt: skip
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
+    types |= dict(grad_stride="i32")
 
     def type_of(arg):
         if arg == "args":
@@ -425,6 +427,20 @@ def test_hopper_kernel_of_short_queries_compiles(dim, consumers, dtype, activati
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
     assert spilled_bytes(compiled.asm["cubin"]) <= 256  # with Triton 3.6 none without GELU
+
+
+@slow_after(1, "dim", [128, 64])
+@pytest.mark.parametrize("name", ["dq", "dkdv", "one_pass", "short_queries"])
+def test_hopper_kernels_with_packed_gradients_compile(name, dim):
+    """A stride costs no spills."""
+    config = short_queries_config(dim, 1) if name == "short_queries" else None
+    arguments = name, dim, "bf16", "silu"
+    plain, packed = (
+        compile_hopper_attention(*arguments, config=config, packed=packed)
+        for packed in (False, True)
+    )
+    assert "wgmma.mma_async" in packed.asm["ptx"]
+    assert spilled_bytes(packed.asm["cubin"]) <= spilled_bytes(plain.asm["cubin"]) + 64
 
 
 def test_kernel_that_rounds_dq_of_hopper_compiles():
