@@ -161,35 +161,33 @@ def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
     _, _, _, segments, bias, *others = arguments
     return _HSTULayer.apply(
         x,
+        dropout_seed(layer, x),
+        plan,
+        (segments, bias[2:], others),
         *of_input,
         *projection,
         *of_output,
         layer.out_proj.weight,
         *bias[:2],
-        dropout_seed(layer, x),
-        plan,
-        segments,
-        bias[2:],
-        others,
     )
 
 
 class _HSTULayer(torch.autograd.Function):
-    """The parameters are those of `hstu_node`, cast here. segments, bias, others: of attention's
-    arguments."""
+    """of_attention: the arguments of attention's operator that are no operands or tables. The
+    parameters are those that `hstu_node` gives, not cast."""
 
     @staticmethod
-    def forward(
-        ctx, x, norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, projection,
-        position_bias, time_bias, seed, plan, segments, bias_tensors, others,
-    ):  # fmt: skip
+    def forward(ctx, x, seed, plan, of_attention, *parameters):
+        (
+            norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, projection, *tables,
+        ) = parameters  # fmt: skip
+        segments, bias_tensors, others = of_attention
         kernels, dtype, norm = stages(), plan.dtype, plan.norm
         cast_weight, cast_projection = weight.to(dtype), projection.to(dtype)
         cast_bias = None if bias is None else bias.to(dtype)
         normed, *statistics = kernels.row_norm(x, norm_weight, norm_bias, dtype, *norm)
         packed = linear(normed, cast_weight, cast_bias)
         u, q, k, v = plan.split(packed)
-        tables = [position_bias, time_bias]
         a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
         a, (dropout, gate_norm) = a.flatten(1), plan.gate
         gated, *gate_statistics = kernels.gate(
@@ -225,8 +223,8 @@ class _HSTULayer(torch.autograd.Function):
             packed = linear(normed, weight, bias)
         u, q, k, v = plan.split(packed)
         grads, da, gate_sums, dprojection = kernels.gate_linear_backward(
-            dout, gated, u, a, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed,
-            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[7],
+            dout, gated, [u, a, gate_mean, gate_rstd], gate_weight, gate_bias, projection, seed,
+            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[10],
         )  # fmt: skip
         segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
         da = torch.unflatten(da, 1, (plan.heads, -1))
@@ -235,12 +233,12 @@ class _HSTULayer(torch.autograd.Function):
         )
         del da
         dweight = dbias = dx = sums = None
-        if needs[3]:
+        if needs[6]:
             normed = norm_again() if normed is None else normed
             dweight = weight_gradient(grads, normed, dtypes[0])
-        if needs[4]:
+        if needs[7]:
             dbias = bias_gradient(grads, dtypes[1])
-        if any(needs[:3]):
+        if needs[0] or needs[4] or needs[5]:
             del normed  # makes room for a tensor of its size
             dnormed = grads @ weight
             del grads
@@ -249,13 +247,13 @@ class _HSTULayer(torch.autograd.Function):
             )
         return (
             dx,
+            *(None,) * 3,
             *_of_norm(sums, norm_weight, norm_bias),
             dweight,
             dbias,
             *_of_norm(gate_sums, gate_weight, gate_bias),
-            dprojection.to(dtypes[2]) if needs[7] else None,
-            *(dx if needed else None for dx, needed in zip(dtables, needs[8:10])),
-            *(None,) * 5,
+            dprojection.to(dtypes[2]) if needs[10] else None,
+            *(dtable if needed else None for dtable, needed in zip(dtables, needs[11:])),
         )
 
 
@@ -282,10 +280,10 @@ class _GatedOutput(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        *tensors, weight, bias, projection, seed = ctx.saved_tensors
+        *operands, weight, bias, projection, seed = ctx.saved_tensors
         needs, (dropout, norm) = ctx.needs_input_grad, ctx.gate
         du, da, sums, dprojection = stages().gate_linear_backward(
-            dout, None, *tensors, weight, bias, projection, seed, dropout, norm.eps, norm.rms, 0,
+            dout, None, operands, weight, bias, projection, seed, dropout, norm.eps, norm.rms, 0,
             needs[5],
         )  # fmt: skip
         dprojection = dprojection.to(projection.dtype) if needs[5] else None

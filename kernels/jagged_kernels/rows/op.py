@@ -168,8 +168,9 @@ def triton_gate(
 
 
 def _gate_linear_backward_fake(
-    dout, gated, u, a, mean, rstd, weight, bias, projection, seed, dropout, eps, rms, columns, needs
+    dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns, needs
 ):
+    _, a, _, _ = operands
     rows, width = a.shape
     dprojection = projection.new_empty(projection.shape if needs else 0, dtype=torch.float32)
     sums = a.new_empty((2, width), dtype=torch.float32)
@@ -180,10 +181,7 @@ def _gate_linear_backward_fake(
 def triton_gate_linear_backward(
     dout: Tensor,
     gated: Tensor | None,
-    u: Tensor,
-    a: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    operands: list[Tensor],
     weight: Tensor,
     bias: Tensor | None,
     projection: Tensor,
@@ -199,7 +197,8 @@ def triton_gate_linear_backward(
     Args:
         dout: `[L, E]`, of any dtype.
         gated: result of `triton_gate`; None: each chunk of it is computed again.
-        u, a, weight, bias, seed, dropout, eps, rms: as in `triton_gate`. mean, rstd: its results.
+        operands: u and a of `triton_gate`, and its results mean and rstd.
+        weight, bias, seed, dropout, eps, rms: as in `triton_gate`.
         projection: `[E, 3 W]` in a's dtype.
         columns: columns of the first result behind du, which are not written.
         needs_projection: compute the gradient of the projection.
@@ -209,10 +208,11 @@ def triton_gate_linear_backward(
         `[2, W]`, the gradients of weight and bias; that of the projection `[E, 3 W]` fp32, or
         `[0]`.
     """
-    arguments = gated, u, a, mean, rstd, weight, bias, projection, seed, dropout, eps, rms
+    u, a, mean, rstd = operands
     grads, da, sums, dprojection = _gate_linear_backward_fake(
-        dout, *arguments, columns, needs_projection
-    )
+        dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns,
+        needs_projection,
+    )  # fmt: skip
     dprojection.zero_()
     if da.numel() == 0:
         return grads, da, sums.zero_(), dprojection
