@@ -139,7 +139,9 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     norm, gate = layer.output_norm, Gate(layer.dropout.p, NormOptions.of(layer.output_norm))
     projection = layer.out_proj.weight.to(operand_dtype(x))
     seed = dropout_seed(layer, x)
-    return _GatedOutput.apply(  # type: ignore[no-untyped-call]  # unannotated in torchx, u, a, *_parameters(norm), projection, seed, gate)
+    return _GatedOutput.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
+        x, u, a, *_parameters(norm), projection, seed, gate
+    )
 
 
 def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
