@@ -68,8 +68,9 @@ def _gate(u, a, weight, bias, seed, dropout, eps, groups, rms):
 
 
 def _gate_linear_backward(
-    dout, given, u, a, mean, rstd, weight, bias, projection, seed, dropout, eps, rms, columns, needs
+    dout, given, operands, weight, bias, projection, seed, dropout, eps, rms, columns, needs
 ):
+    u, a, _, rstd = operands
     factors = kept(seed, dropout, a.new_empty(a.shape[0], 3 * a.shape[1]))
 
     def function(*inputs):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..autocast import autocast_dtype
 from ..bias import RelativeBias
-from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
 from ..functional.attention import attend, attention_arguments
 from ..functional.attention_call import AttentionOptions
-from ..functional.tail import entering, leaving
+from ..functional.tail import entering
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
 from ..segments import check_device, check_index_values, check_integers
@@ -32,6 +30,7 @@ from .hstu_config import (
     check_times,
 )
 from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
+from .hstu_rows import Keys, Rows, joined, updated_container
 from .invariant import fixed_rows
 from .norms import NORM_KINDS, make_norm
 from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
@@ -370,11 +369,11 @@ class HSTULayer(nn.Module):
             )
         return max(1, length)  # a batch without rows has a max_seqlen of 0
 
-    def _project(self, name: str, x: Jagged) -> _Rows:
+    def _project(self, name: str, x: Jagged) -> Rows:
         """The rows of x, which errors call `name`, and their projections."""
         end = x.end(name)
         values = entering(x.values, end)
-        return _Rows(x, end, values, *self._uqkv(values))
+        return Rows(x, end, values, *self._uqkv(values))
 
     @fixed_rows
     def _uqkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -388,7 +387,7 @@ class HSTULayer(nn.Module):
         return u, q, k, v
 
     def _attend(
-        self, rows: _Rows, keys: _Keys, mask: AttentionMask | None, scaling_seqlen: int
+        self, rows: Rows, keys: Keys, mask: AttentionMask | None, scaling_seqlen: int
     ) -> Tensor:
         """Attention output `[rows, H · Dv]`."""
         options = self._options(rows.jagged, keys, mask, scaling_seqlen, rows.q.dtype)
@@ -398,7 +397,7 @@ class HSTULayer(nn.Module):
     def _options(
         self,
         queries: Jagged,
-        keys: _Keys,
+        keys: Keys,
         mask: AttentionMask | None,
         scaling_seqlen: int,
         dtype: torch.dtype,
@@ -416,23 +415,23 @@ class HSTULayer(nn.Module):
 
     def _attend_within(
         self,
-        rows: _Rows,
+        rows: Rows,
         mask: AttentionMask,
         bias: RelativeBias | None,
         scaling_seqlen: int | None = None,
     ) -> Tensor:
         """Attention of rows to one another. scaling_seqlen: that of these rows if None."""
-        keys = _Keys(rows.jagged, rows.k, rows.v, bias)
+        keys = Keys(rows.jagged, rows.k, rows.v, bias)
         length = self._scaling_seqlen(rows.jagged) if scaling_seqlen is None else scaling_seqlen
         return self._attend(rows, keys, mask, length)
 
-    def _cached_keys(self, cache: Jagged, bias: RelativeBias | None) -> _Keys:
+    def _cached_keys(self, cache: Jagged, bias: RelativeBias | None) -> Keys:
         values, pages = paged_operands(cache)
         k, v = torch.split_with_sizes(values, [self.head_dim, self.linear_dim], dim=2)
-        return _Keys(cache, k, v, bias, pages)
+        return Keys(cache, k, v, bias, pages)
 
     def _attend_with_cache(
-        self, rows: _Rows, cache: Jagged, mask: AttentionMask, times: Times
+        self, rows: Rows, cache: Jagged, mask: AttentionMask, times: Times
     ) -> Tensor:
         """Attention of rows to cached histories, plus to one another under the mask. SiLU has no
         normalisation, so the two add up."""
@@ -442,16 +441,16 @@ class HSTULayer(nn.Module):
         bias = self._bias(times.timestamps, times.query_timestamps)
         return of_history + self._attend_within(rows, mask, bias, length)
 
-    def _attend_to_joined(self, rows: _Rows, cache: Jagged, times: Times) -> Tensor:
+    def _attend_to_joined(self, rows: Rows, cache: Jagged, times: Times) -> Tensor:
         """Attention of events to the cached rows and the events. It writes the events behind the
         cached rows, or copies both once."""
         events, room = rows.jagged, room_of(cache)
         added = events.with_values(torch.cat([rows.k, rows.v], dim=2))
-        keys = _joined(cache, added) if room is None else room.write(added.values)
+        keys = joined(cache, added) if room is None else room.write(added.values)
         timestamps = times.timestamps
         if timestamps is not None:
             assert times.cache_timestamps is not None
-            timestamps = _joined(
+            timestamps = joined(
                 cache.with_values(times.cache_timestamps), events.with_values(timestamps)
             ).values
         both = self._cached_keys(keys, self._bias(timestamps, times.query_timestamps))
@@ -463,16 +462,17 @@ class HSTULayer(nn.Module):
         values = entering(x.values, end)
         like = values.new_empty((), dtype=autocast_dtype(values))
         options = self._options(
-            x, _Keys(x, None, None, bias), mask, self._scaling_seqlen(x), like.dtype
+            x, Keys(x, None, None, bias), mask, self._scaling_seqlen(x), like.dtype
         )
-        rows, heads = len(values), self.num_heads
-        q_shape, v_shape = (rows, heads, self.head_dim), (rows, heads, self.linear_dim)
+        q_shape, v_shape = (
+            (values.shape[0], self.num_heads, dim) for dim in (self.head_dim, self.linear_dim)
+        )
         arguments = attention_arguments(like, q_shape, v_shape, x.parsed("x"), options)
-        return _container(x, hstu_node(self, values, arguments), end)
+        return updated_container(x, hstu_node(self, values, arguments), end)
 
-    def _updated(self, rows: _Rows, a: Tensor) -> Any:
+    def _updated(self, rows: Rows, a: Tensor) -> Any:
         """The rows' container with updated values, from their attention."""
-        return _container(rows.jagged, self._output(rows.values, rows.u, a), rows.end)
+        return updated_container(rows.jagged, self._output(rows.values, rows.u, a), rows.end)
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -487,42 +487,3 @@ class HSTULayer(nn.Module):
         return (
             f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, config={self.config}"
         )
-
-
-class _Rows(NamedTuple):
-    """The rows of a call: their values, cleared behind `end`, and the projections of these."""
-
-    jagged: Jagged
-    end: Tensor | None
-    values: Tensor
-    u: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    def keys_and_values(self) -> Tensor:
-        return leaving(torch.cat([self.k, self.v], dim=2), self.end)
-
-
-class _Keys(NamedTuple):
-    """What rows attend to: keys and values of these segments, in pages or not. k and v are None if
-    a node computes them."""
-
-    jagged: Jagged
-    k: Any
-    v: Any
-    bias: RelativeBias | None
-    pages: Pages | None = None
-
-
-def _container(rows: Jagged, values: Tensor, end: Tensor | None) -> Any:
-    """The rows' container with updated values."""
-    out = rows.unwrap(leaving(values, end))
-    if rows.is_clean:
-        out.is_clean = True
-    return out
-
-
-def _joined(rows: Jagged, added: Jagged) -> Jagged:
-    """Each segment's rows, then those that are added. Copies both."""
-    return HistoryCache((rows,)).append(HistoryCache((added,))).layers[0]

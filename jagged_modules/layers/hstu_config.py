@@ -39,17 +39,17 @@ class HSTUConfig:
         relative_time: number K of boundaries between buckets of time differences. Each layer then
             learns a bias by these buckets, with the boundaries of `RelativeBias.log_boundaries(K)`,
             and needs timestamps. 0: none.
-        norm: of the layer's input, and of attention's output: "layer", a LayerNorm; "rms", a root
-            mean square norm without a bias; "group", a LayerNorm of the input, and one of each head
-            of the output, with a weight and a bias for each column. Meta's group norm has one of
-            each for a head: repeat these linear_dim times.
+        norm: of the layer's input, and of attention's output. "layer": LayerNorms. "rms": root mean
+            square norms, without biases. "group": a LayerNorm of the input, and one of each head of
+            the output, with a weight and a bias for each column. Meta's group norm has one of each
+            for a head: repeat these linear_dim times.
         recompute: what the backward computes again instead of keeping it from the forward, where a
             layer is one autograd node (on a GPU, without hooks on its modules). "norm": the normed
-            input. "activation": the input of the output projection, 3 H linear_dim columns.
-            "projection": u, v, q and k. Each takes memory for each layer of a stack and saves one
-            kernel, or for "projection" the largest GEMM. The default keeps the projection alone:
-            the other two cost a pass over memory each, a few percent of a step, and keep 1.0 times
-            the projection's memory. A graph of torch.compile may keep what it names.
+            input, embedding_dim columns. "activation": the input of the output projection, 3 H
+            linear_dim columns. "projection": u, v, q and k. The first two cost one pass over the
+            rows each, so the default computes them again: kept, they would take as much memory as
+            the projection, in each layer of a stack. The projection costs a GEMM. A graph of
+            torch.compile may keep what is named here.
 
     Both biases are the published ones and cost a lookup for each score. Production models often add
     embeddings of a row's position, and of the time since the previous row, to the input instead, at

@@ -82,7 +82,7 @@ class Plan(NamedTuple):
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]`, and q, k and v by head."""
         uv, qk = self.heads * self.uv_dim, self.heads * self.qk_dim
-        u, v, q, k = packed.split([uv, uv, qk, qk], dim=1)
+        u, v, q, k = torch.split_with_sizes(packed, [uv, uv, qk, qk], dim=1)
         q, k, v = (torch.unflatten(x, 1, (self.heads, -1)) for x in (q, k, v))
         return u, q, k, v
 
@@ -104,12 +104,12 @@ def takes_kernels(layer: HSTULayer, x: Tensor) -> bool:
     }
     if not may_be_one_node(x, *modules) or any(type(m) is not kind for m, kind in modules.items()):
         return False
-    dtype = autocast_dtype(x)
-    widths = x.shape[1], layer.output_norm.weight.shape[0]
+    dtype, bias = autocast_dtype(x), getattr(layer.out_proj, "bias", None)
+    widths = x.shape[1], layer.num_heads * layer.linear_dim
     return (
         dtype in (torch.float32, torch.float16, torch.bfloat16)
         and torch.promote_types(x.dtype, dtype) == x.dtype
-        and layer.out_proj.bias is None
+        and bias is None
         and max(widths) <= MAX_WIDTH
         and (layer.out_proj.weight.dtype == x.dtype or torch.is_autocast_enabled("cuda"))
     )
@@ -125,9 +125,13 @@ def dropout_seed(layer: HSTULayer, x: Tensor) -> Tensor | None:
 
 def norm_rows(norm: nn.Module, x: Tensor) -> Tensor:
     """The norm of rows by one kernel, in the dtype that a GEMM takes them in."""
-    parameters = norm.weight, getattr(norm, "bias", None)
-    eps, groups, rms = NormOptions.of(norm)
-    return stages().row_norm(x, *parameters, autocast_dtype(x), eps, groups, rms)[0]
+    weight, bias = _parameters(norm)
+    return stages().row_norm(x, weight, bias, autocast_dtype(x), *NormOptions.of(norm))[0]
+
+
+def _parameters(norm: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias, which is None for a root mean square norm."""
+    return norm.weight, getattr(norm, "bias", None)
 
 
 def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -135,8 +139,8 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     norm, gate = layer.output_norm, Gate(layer.dropout.p, NormOptions.of(layer.output_norm))
     projection = layer.out_proj.weight.to(autocast_dtype(x))
     seed = dropout_seed(layer, x)
-    return _GatedOutput.apply(
-        x, u, a, norm.weight, getattr(norm, "bias", None), projection, seed, gate
+    return _GatedOutput.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
+        x, u, a, *_parameters(norm), projection, seed, gate
     )
 
 
@@ -146,7 +150,6 @@ def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
     Args:
         arguments: of attention's operator. Its q, k and v are not read.
     """
-    norms = layer.input_norm, layer.output_norm
     plan = Plan(
         layer.num_heads,
         layer.linear_dim,
@@ -156,59 +159,65 @@ def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
         Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
         layer.config.recompute,
     )
-    of_input, of_output = ((norm.weight, getattr(norm, "bias", None)) for norm in norms)
+    of_input, of_output = map(_parameters, (layer.input_norm, layer.output_norm))
     projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
     _, _, _, segments, bias, *others = arguments
-    return _HSTULayer.apply(
+    return _HSTULayer.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
         x,
+        dropout_seed(layer, x),
+        plan,
+        (segments, bias[2:], others),
         *of_input,
         *projection,
         *of_output,
         layer.out_proj.weight,
         *bias[:2],
-        dropout_seed(layer, x),
-        plan,
-        segments,
-        bias[2:],
-        others,
     )
 
 
 class _HSTULayer(torch.autograd.Function):
-    """The parameters are those of `hstu_node`, cast here. segments, bias, others: of attention's
-    arguments."""
+    """of_attention: the arguments of attention's operator that are no operands or tables. The
+    parameters are those that `hstu_node` gives, not cast."""
 
     @staticmethod
     def forward(
-        ctx, x, norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, projection,
-        position_bias, time_bias, seed, plan, segments, bias_tensors, others,
-    ):  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        seed: Tensor | None,
+        plan: Plan,
+        of_attention: tuple[Any, Any, Any],
+        *parameters: Any,
+    ) -> Tensor:
+        (
+            norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, projection, *tables,
+        ) = parameters  # fmt: skip
+        segments, bias_tensors, others = of_attention
         kernels, dtype, norm = stages(), plan.dtype, plan.norm
         cast_weight, cast_projection = weight.to(dtype), projection.to(dtype)
         cast_bias = None if bias is None else bias.to(dtype)
         normed, *statistics = kernels.row_norm(x, norm_weight, norm_bias, dtype, *norm)
         packed = linear(normed, cast_weight, cast_bias)
         u, q, k, v = plan.split(packed)
-        tables = [position_bias, time_bias]
         a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
         a, (dropout, gate_norm) = a.flatten(1), plan.gate
         gated, *gate_statistics = kernels.gate(
             u, a, gate_weight, gate_bias, seed, dropout, *gate_norm
         )
-        kept = dict(norm=normed, activation=gated, projection=packed)
-        kept = [None if name in plan.recompute else x for name, x in kept.items()]
+        results = dict(norm=normed, activation=gated, projection=packed)
+        kept = [None if name in plan.recompute else x for name, x in results.items()]
         ctx.save_for_backward(
             x, *statistics, norm_weight, norm_bias, cast_weight, cast_bias, *kept,
             a, lse, *gate_statistics, gate_weight, gate_bias, cast_projection, seed,
             *segments, *tables, *bias_tensors,
         )  # fmt: skip
         ctx.plan, ctx.others, ctx.num_segments = plan, others, len(segments)
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias, projection)]
+        ctx.dtypes = [None if x is None else x.dtype for x in (weight, bias, projection)]
         return x + linear(gated, cast_projection, None)
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, dout):
+    @differentiable_once  # pyright: ignore[reportIncompatibleMethodOverride] - unannotated in torch
+    def backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
+        (dout,) = grads_of_outputs
         (
             x, mean, rstd, norm_weight, norm_bias, weight, bias, normed, gated, packed,
             a, lse, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed,
@@ -217,7 +226,7 @@ class _HSTULayer(torch.autograd.Function):
         kernels, plan, needs = stages(), ctx.plan, ctx.needs_input_grad
         dtypes, (eps, _, rms), (dropout, gate_norm) = ctx.dtypes, plan.norm, plan.gate
 
-        def norm_again():
+        def norm_again() -> Tensor:
             return kernels.row_norm(x, norm_weight, norm_bias, plan.dtype, *plan.norm)[0]
 
         if packed is None:
@@ -225,8 +234,8 @@ class _HSTULayer(torch.autograd.Function):
             packed = linear(normed, weight, bias)
         u, q, k, v = plan.split(packed)
         grads, da, gate_sums, dprojection = kernels.gate_linear_backward(
-            dout, gated, u, a, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed,
-            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[7],
+            dout, gated, [u, a, gate_mean, gate_rstd], gate_weight, gate_bias, projection, seed,
+            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[10],
         )  # fmt: skip
         segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
         da = torch.unflatten(da, 1, (plan.heads, -1))
@@ -236,12 +245,12 @@ class _HSTULayer(torch.autograd.Function):
         )
         del da
         dweight = dbias = dx = sums = None
-        if needs[3]:
+        if needs[6]:
             normed = norm_again() if normed is None else normed
             dweight = weight_gradient(grads, normed, dtypes[0])
-        if needs[4]:
+        if needs[7]:
             dbias = bias_gradient(grads, dtypes[1])
-        if any(needs[:3]):
+        if needs[0] or needs[4] or needs[5]:
             del normed  # makes room for a tensor of its size
             dnormed = grads @ weight
             del grads
@@ -250,13 +259,13 @@ class _HSTULayer(torch.autograd.Function):
             )
         return (
             dx,
+            *(None,) * 3,
             *_of_norm(sums, norm_weight, norm_bias),
             dweight,
             dbias,
             *_of_norm(gate_sums, gate_weight, gate_bias),
-            dprojection.to(dtypes[2]) if needs[7] else None,
-            *(dx if needed else None for dx, needed in zip(dtables, needs[8:10])),
-            *(None,) * 5,
+            dprojection.to(dtypes[2]) if needs[10] else None,
+            *(dtable if needed else None for dtable, needed in zip(dtables, needs[11:])),
         )
 
 
@@ -273,7 +282,17 @@ class _GatedOutput(torch.autograd.Function):
     """x + gate(u, a) W_o, of which nothing is kept but u, a and statistics."""
 
     @staticmethod
-    def forward(ctx, x, u, a, weight, bias, projection, seed, gate):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        u: Tensor,
+        a: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        projection: Tensor,
+        seed: Tensor | None,
+        gate: Gate,
+    ) -> Tensor:
         kernels, (dropout, norm) = stages(), gate
         gated, *statistics = kernels.gate(u, a, weight, bias, seed, dropout, *norm)
         ctx.save_for_backward(u, a, *statistics, weight, bias, projection, seed)
@@ -281,12 +300,13 @@ class _GatedOutput(torch.autograd.Function):
         return x + linear(gated, projection, None)
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, dout):
-        *tensors, weight, bias, projection, seed = ctx.saved_tensors
+    @differentiable_once  # pyright: ignore[reportIncompatibleMethodOverride] - unannotated in torch
+    def backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
+        (dout,) = grads_of_outputs
+        *operands, weight, bias, projection, seed = ctx.saved_tensors
         needs, (dropout, norm) = ctx.needs_input_grad, ctx.gate
         du, da, sums, dprojection = stages().gate_linear_backward(
-            dout, None, *tensors, weight, bias, projection, seed, dropout, norm.eps, norm.rms, 0,
+            dout, None, operands, weight, bias, projection, seed, dropout, norm.eps, norm.rms, 0,
             needs[5],
         )  # fmt: skip
         dprojection = dprojection.to(projection.dtype) if needs[5] else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,10 @@ class GroupNorm(WideNorm):
 class RmsNorm(nn.RMSNorm):
     """An RMSNorm that computes, and sums the gradient of its weight, in fp32 or fp64."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        dtype = compute_dtype(input)
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = compute_dtype(x)
         weight = self.weight.to(dtype)
-        return nnf.rms_norm(input.to(dtype), weight.shape, weight, self.eps).to(input.dtype)
+        return nnf.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
 
 
 NORM_KINDS = {  # by HSTUConfig.norm: of the input, and of attention's output
@@ -85,4 +85,5 @@ class NormOptions(NamedTuple):
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormOptions:
-        return cls(norm.eps, getattr(norm, "groups", 1), isinstance(norm, nn.RMSNorm))
+        numbers: Any = norm
+        return cls(numbers.eps, getattr(norm, "groups", 1), isinstance(norm, nn.RMSNorm))

@@ -7,6 +7,8 @@ import dataclasses
 from ..common.configs import padded_dim
 
 MAX_WIDTH = 4096  # columns of a group: a row of it is held in registers
+# Elements of a tile for each thread in the gate's backward, which holds seven tiles in registers.
+GATE_BACKWARD = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +25,13 @@ class RowsConfig:
         return max(1, 16 // self.num_warps)
 
 
-def rows_config(width: int, backward: bool = False) -> RowsConfig:
-    """Launch configuration for groups of `width` columns.
+def rows_config(width: int, elements: int = 16) -> RowsConfig:
+    """Launch configuration for groups of `width` columns. As few warps as possible share a row,
+    because its sums wait for all of them.
 
-    A thread has 16 elements of a tile, or 8 in a backward, which holds seven tiles in registers.
-    Few warps share a row, as its sums wait for all of them.
+    Args:
+        elements: of a tile, for each thread. `GATE_BACKWARD` for that kernel.
     """
-    block, elements = padded_dim(width), 8 if backward else 16
+    block = padded_dim(width)
     num_warps = max(1, block // (32 * elements))
     return RowsConfig(num_warps * 32 * elements // block, block, num_warps)

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties
 from ..common.ops import operator
-from .configs import RowsConfig, rows_config
+from .configs import GATE_BACKWARD, RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
     Gate,
@@ -116,7 +116,7 @@ def triton_row_norm_backward(
     if dx.numel() == 0:
         return dx, x.new_zeros((2, width), dtype=torch.float32)
     strided = [tensor for tensor in (dy, x, residual) if tensor is not None]
-    launch = _Launch.of(width, (eps, groups, rms), *strided, backward=True)
+    launch = _Launch.of(width, (eps, groups, rms), *strided)
     programs = launch.programs(rows, groups, x.device)
     sums = x.new_zeros((2, programs, width), dtype=torch.float32)
     tensors = NormBackward(
@@ -168,8 +168,9 @@ def triton_gate(
 
 
 def _gate_linear_backward_fake(
-    dout, gated, u, a, mean, rstd, weight, bias, projection, seed, dropout, eps, rms, columns, needs
+    dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns, needs
 ):
+    _, a, _, _ = operands
     rows, width = a.shape
     dprojection = projection.new_empty(projection.shape if needs else 0, dtype=torch.float32)
     sums = a.new_empty((2, width), dtype=torch.float32)
@@ -180,10 +181,7 @@ def _gate_linear_backward_fake(
 def triton_gate_linear_backward(
     dout: Tensor,
     gated: Tensor | None,
-    u: Tensor,
-    a: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    operands: list[Tensor],
     weight: Tensor,
     bias: Tensor | None,
     projection: Tensor,
@@ -199,7 +197,8 @@ def triton_gate_linear_backward(
     Args:
         dout: `[L, E]`, of any dtype.
         gated: result of `triton_gate`; None: each chunk of it is computed again.
-        u, a, weight, bias, seed, dropout, eps, rms: as in `triton_gate`. mean, rstd: its results.
+        operands: u and a of `triton_gate`, and its results mean and rstd.
+        weight, bias, seed, dropout, eps, rms: as in `triton_gate`.
         projection: `[E, 3 W]` in a's dtype.
         columns: columns of the first result behind du, which are not written.
         needs_projection: compute the gradient of the projection.
@@ -209,16 +208,17 @@ def triton_gate_linear_backward(
         `[2, W]`, the gradients of weight and bias; that of the projection `[E, 3 W]` fp32, or
         `[0]`.
     """
-    arguments = gated, u, a, mean, rstd, weight, bias, projection, seed, dropout, eps, rms
+    u, a, mean, rstd = operands
     grads, da, sums, dprojection = _gate_linear_backward_fake(
-        dout, *arguments, columns, needs_projection
-    )
+        dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns,
+        needs_projection,
+    )  # fmt: skip
     dprojection.zero_()
     if da.numel() == 0:
         return grads, da, sums.zero_(), dprojection
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    launch = _Launch.of(width, (eps, groups, rms), u, a, du, da, backward=True)
+    launch = _Launch.of(width, (eps, groups, rms), u, a, du, da, elements=GATE_BACKWARD)
     strides = launch.strides(u, a, du, da)
     programs = launch.programs(min(rows, CHUNK_ROWS), groups, a.device)
     sums = a.new_zeros((2, programs, width), dtype=torch.float32)
@@ -260,11 +260,11 @@ class _Launch(NamedTuple):
 
     @classmethod
     def of(
-        cls, width: int, norm: tuple[float, int, bool], *strided: Tensor, backward: bool = False
+        cls, width: int, norm: tuple[float, int, bool], *strided: Tensor, elements: int = 16
     ) -> _Launch:
         """norm: eps, groups and rms. strided: operands whose row strides the kernel is given."""
         eps, groups, rms = norm
-        config = rows_config(width // groups, backward)
+        config = rows_config(width // groups, elements)
         align, _ = aligned_strides(*((x, 0) for x in strided))
         options = Options(width // groups, rms, eps, align, config.rows, config.block)
         return cls(options, config)

@@ -293,11 +293,11 @@ def gate_bwd_kernel(
             normed += _of_columns(tensors.bias, tile, first, DIM)[None, :]
         gate = tl.sigmoid(u)
         silu = u * gate
-        y = silu * normed
+        kept_silu, y = silu, silu * normed
         if tensors.seed is not None:
             of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, first_row, first)
             du, da, dy = du * of_u, da * of_a, dy * of_y
-            a, y = a * of_a, y * of_y
+            kept_silu, a, y = silu * of_u, a * of_a, y * of_y
         dsilu = du + dy * normed
         dnormed = dy * silu
         da += _norm_gradient(dnormed * weight, xhat, rstd, OPTIONS)
@@ -306,10 +306,8 @@ def gate_bwd_kernel(
         dweight += dnormed * xhat
         dbias += dnormed
         if RECOMPUTE:
-            if tensors.seed is not None:
-                silu *= of_u
             tl.debug_barrier()  # all threads have read the elements of dout that are replaced
-            _store(grads.dout, 3 * width, tile, first, silu)
+            _store(grads.dout, 3 * width, tile, first, kept_silu)
             _store(grads.dout, 3 * width, tile, width + first, a)
             _store(grads.dout, 3 * width, tile, 2 * width + first, y)
     _add_to_sums(grads.dweight, dweight, first, DIM)

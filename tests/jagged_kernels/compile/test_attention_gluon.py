@@ -137,7 +137,7 @@ def compile_hopper_attention(
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= dict(num_segments=None) if query_groups == 1 else {}
     constants |= {} if page_rows else dict(page_table_ptr=None)
-    absent = set(Arguments._fields) - READ - READ_BY[name]
+    absent = set(Arguments._fields) - READ - READ_BY[name] - ({"grad_stride"} if packed else set())
     absent |= set() if mask else {"num_targets_ptr"}
     absent |= {"next_tile_ptr"} if name == "fwd" and not config.dynamic_tiles else set()
     types = dict(
@@ -146,6 +146,7 @@ def compile_hopper_attention(
         num_tiles_ptr="*i32",
     )  # fmt: skip
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
+    types |= dict(grad_stride="i32")
 
     def type_of(arg):
         if arg == "args":

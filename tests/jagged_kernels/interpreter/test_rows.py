@@ -58,7 +58,19 @@ def test_a_frozen_projection_and_no_rows(rows):
     u, a, weight = torch.randn(rows, 32), torch.randn(rows, 32), torch.randn(32)
     _, mean, rstd = op.triton_gate(u, a, weight, weight, None, 0.0, 1e-6)
     projection, dout = torch.randn(8, 96), torch.randn(rows, 8)
-    arguments = dout, None, u, a, mean, rstd, weight, weight, projection, None, 0.0, 1e-6, False, 5
+    arguments = (
+        dout,
+        None,
+        [u, a, mean, rstd],
+        weight,
+        weight,
+        projection,
+        None,
+        0.0,
+        1e-6,
+        False,
+        5,
+    )
     *frozen, nothing = op.triton_gate_linear_backward(*arguments, False)
     *trained, dprojection = op.triton_gate_linear_backward(*arguments, True)
     assert nothing.shape == (0,) and dprojection.shape == (8, 96)
@@ -83,7 +95,7 @@ def test_a_rows_nan_stays_there(norm):
         y, *statistics = op.triton_row_norm(a, weight, None, FP32, *norm)
         dx, _ = op.triton_row_norm_backward(y, a, *statistics, weight, None, norm.eps, norm.rms)
         grads, da, _, _ = op.triton_gate_linear_backward(
-            dout, None, u, a, mean, rstd, weight, None, projection, None, 0.0, norm.eps, norm.rms,
+            dout, None, [u, a, mean, rstd], weight, None, projection, None, 0.0, norm.eps, norm.rms,
             0, True,
         )  # fmt: skip
         return out, y, dx, grads, da
