@@ -246,7 +246,7 @@ def block_attention_bwd_hopper_kernel(
         p = block_softmax(scores, tile.num_rows, scale, OPTIONS.block_size)
         p_buf.store(p.to(DTYPE))
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        dp = gl.where(p > 0, dp, 0.0)
+        dp = gl.where(p > 0, dp, 0.0)  # v's rows past the segment may be NaN: 0 · NaN is NaN
         ds = p * (dp - gl.sum(p * dp, 1)[:, None]) * numbers[0]
         if OPTIONS.precise:
             ds_unit = unit_of(gl.abs(ds))
