@@ -224,6 +224,21 @@ def _prefix_end(row, first_target, MASK: tl.constexpr):
 
 
 @triton.jit
+def _rows_within_reach(near, far, first_target, shift, kv_len, MASK: tl.constexpr):
+    """Rows that max_attn_len lets see columns near to far: the first row that sees the first one,
+    the end of those that see the last one, and of those that see the first one."""
+    # All columns of the context have one id: they count as its last column.
+    near, far = tl.maximum(near, MASK.context - 1), tl.maximum(far, MASK.context - 1)
+    start = near - MASK.max_attn_len
+    end, near_end = far + MASK.max_attn_len + 1, near + MASK.max_attn_len + 1
+    return (
+        tl.where(start < MASK.context, shift, start),
+        tl.where(end > first_target, kv_len, end),
+        tl.where(near_end > first_target, kv_len, near_end),
+    )
+
+
+@triton.jit
 def row_blocks(
     column, q_len, kv_len, first_target,
     MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -250,16 +265,11 @@ def row_blocks(
         if MASK.causal:
             start, full = column, last
         if MASK.max_attn_len > 0:
-            # All columns of the context have one id: they count as its last column.
-            near = tl.maximum(nearest, MASK.context - 1)
-            far = tl.maximum(tl.minimum(last, first_target - 1), MASK.context - 1)
-            end = far + MASK.max_attn_len + 1
-            end = tl.where(end > first_target, kv_len, end)
-            full_end = near + MASK.max_attn_len + 1
-            full_end = tl.where(full_end > first_target, kv_len, full_end)
+            far = tl.minimum(last, first_target - 1)
+            rows = _rows_within_reach(nearest, far, first_target, shift, kv_len, MASK)
+            first_reached, end, full_end = rows
             if not MASK.causal:
-                start = near - MASK.max_attn_len
-                start = tl.where(start < MASK.context, shift, start)
+                start = first_reached
                 if MASK.recent_history > 0:
                     start = tl.minimum(start, column)
                 full = tl.maximum(last, MASK.context - 1) - MASK.max_attn_len

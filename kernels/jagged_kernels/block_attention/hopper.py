@@ -196,10 +196,8 @@ def block_attention_bwd_hopper_kernel(
     BLOCK_D: gl.constexpr = OPTIONS.block_d
     DTYPE: gl.constexpr = q_desc.dtype
     QK_DTYPE: gl.constexpr = gl.float16 if OPTIONS.precise else DTYPE
-    q = make_input(q_desc, BLOCK_M, BLOCK_D)
-    k = make_input(k_desc, BLOCK_M, BLOCK_D)
-    v = make_input(v_desc, BLOCK_M, BLOCK_D)
-    do = make_input(do_desc, BLOCK_M, BLOCK_D)
+    q, k = make_input(q_desc, BLOCK_M, BLOCK_D), make_input(k_desc, BLOCK_M, BLOCK_D)
+    v, do = make_input(v_desc, BLOCK_M, BLOCK_D), make_input(do_desc, BLOCK_M, BLOCK_D)
     dq_out = Output(dq_desc, pointers.dq, numbers[1], numbers[2])
     dk_out = Output(dk_desc, pointers.dk, numbers[3], numbers[4])
     dv_out = Output(dv_desc, pointers.dv, numbers[5], numbers[6])
@@ -248,7 +246,7 @@ def block_attention_bwd_hopper_kernel(
         p = block_softmax(scores, tile.num_rows, scale, OPTIONS.block_size)
         p_buf.store(p.to(DTYPE))
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        dp = gl.where(p > 0, dp, 0.0)
+        dp = gl.where(p > 0, dp, 0.0)  # v's rows past the segment may be NaN: 0 · NaN is NaN
         ds = p * (dp - gl.sum(p * dp, 1)[:, None]) * numbers[0]
         if OPTIONS.precise:
             ds_unit = unit_of(gl.abs(ds))

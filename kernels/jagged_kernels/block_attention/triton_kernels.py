@@ -289,13 +289,10 @@ def block_attention_fwd_kernel(
         q = _load(q_rows, tile, head, angles, ROTATE, OPTIONS)
         k = _load(k_rows, tile, head // GROUP, angles, ROTATE, OPTIONS)
         v = _load(v_rows, tile, head // GROUP, angles, ROTATE_V, OPTIONS)
-        p = _softmax(
-            _mma_abt(q, k, ROTATE, PRECISION), tile.num_rows, scale * LOG2_E, BLOCK_M,
-            OPTIONS.block_size,
-        )  # fmt: skip
-        out = _mma_ab(
-            p.to(v.even.dtype), v, _zeros(ROTATE_V, BLOCK_M, BLOCK_D), ROTATE_V, PRECISION
-        )
+        scores = _mma_abt(q, k, ROTATE, PRECISION)
+        p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, OPTIONS.block_size)
+        zeros = _zeros(ROTATE_V, BLOCK_M, BLOCK_D)
+        out = _mma_ab(p.to(v.even.dtype), v, zeros, ROTATE_V, PRECISION)
         _store(out_rows, tile, head, out, ROTATE_V, OPTIONS)
 
 

@@ -176,7 +176,7 @@ def _push_tile(state_ptr, queue, step):
     queue.numbers.index(step % 2).store(
         gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     )
-    thread_barrier()
+    thread_barrier()  # the number is stored before one thread arrives for the warp
     mark_full(queue, step)
     return number
 
@@ -184,8 +184,9 @@ def _push_tile(state_ptr, queue, step):
 @gluon.jit
 def _pop_tile(queue, step):
     wait_until_full(queue, step)
+    # the maximum of one element: a scalar, so that branches on it are uniform
     number = gl.max(queue.numbers.index(step % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    thread_barrier()
+    thread_barrier()  # all warps have read it before one thread arrives for them
     release(queue, step)
     return number
 
@@ -291,9 +292,9 @@ def _store_epilogue(acc, out_desc, staging, batch, row, column, NUM_BEFORE: gl.c
         BEFORE_RIGHT: gl.constexpr = NUM_BEFORE + WIDTH // 2 // staging.shape[3]
         _store_epilogue(right, out_desc, staging, batch, row, column + WIDTH // 2, BEFORE_RIGHT)
     else:
-        if NUM_BEFORE == 0:
+        if NUM_BEFORE == 0:  # stores of the tile before may still read any buffer
             tma.store_wait(0)
-        elif NUM_BEFORE >= BUFFERS:
+        elif NUM_BEFORE >= BUFFERS:  # the oldest store reads the buffer that is filled again
             tma.store_wait(BUFFERS - 1)
         thread_barrier()
         buffer = staging.index(NUM_BEFORE % BUFFERS)
@@ -319,7 +320,7 @@ def _shared_tile(ring, step, shared, tile, role, OPTIONS: gl.constexpr):
         half_ptr = shared.result_ptr + half_index.to(gl.int64) * SIZE
         store_fragments(half_ptr + role.CONSUMER * (SIZE // 2), accs.half)
     if shared.flags_ptr is not None:
-        thread_barrier()
+        thread_barrier()  # all warps have stored their rows before one thread releases them
         if role.WIDE:
             gl.atomic_add(shared.flags_ptr + wide_index, 2, sem="release", scope="gpu")
         if role.HALF:

@@ -59,6 +59,7 @@ def dense(
     align, (stride_x, stride_yb, stride_y, *rest) = aligned_strides(
         (x, 0), (y, 0), (y, 2 if transposed else 1), *others
     )
+    # strides of those that are given, in the order of `others`
     stride_grad = rest.pop() if grad is not None else 0
     stride_bias = rest.pop() if bias is not None else 0
     grid = ((x.shape[0] // config.block_m + segments) * cdiv(columns, config.block_n),)

@@ -488,38 +488,27 @@ def attention_bwd_hopper_kernel(
     )  # fmt: skip
     REGISTERS: gl.constexpr = OPTIONS.registers
     if WIDE:
-        gl.warp_specialize(
-            [
-                (_consume, (0, kernel, OPTIONS)),
-                (_consume, (1, kernel, OPTIONS)),
-                (_produce, (kernel, OPTIONS)),
-                (write_dq, (0, kernel, OPTIONS)),
-                (write_dq, (1, kernel, OPTIONS)),
-                (publish_dq, (kernel, OPTIONS)),
-            ],
-            [4, 1, 1, 1, 1],
-            [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
-        )
+        gl.warp_specialize([
+            (_consume, (0, kernel, OPTIONS)),
+            (_consume, (1, kernel, OPTIONS)),
+            (_produce, (kernel, OPTIONS)),
+            (write_dq, (0, kernel, OPTIONS)),
+            (write_dq, (1, kernel, OPTIONS)),
+            (publish_dq, (kernel, OPTIONS)),
+        ], [4, 1, 1, 1, 1], [
+            REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS,
+        ])  # fmt: skip
     else:
         # four warpgroups have 4 · 128
         DQ_REGISTERS: gl.constexpr = 512 - CONSUMERS * REGISTERS - LOAD_REGISTERS
-        gl.warp_specialize(
-            [
-                (_consume, (0, kernel, OPTIONS)),
-                (_consume, (1, kernel, OPTIONS)),
-                (_sum_dq, (kernel, OPTIONS)),
-                (_produce, (kernel, OPTIONS)),
-                (write_dq, (0, kernel, OPTIONS)),
-                (write_dq, (1, kernel, OPTIONS)),
-                (publish_dq, (kernel, OPTIONS)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [
-                REGISTERS,
-                DQ_REGISTERS,
-                LOAD_REGISTERS,
-                LOAD_REGISTERS,
-                LOAD_REGISTERS,
-                LOAD_REGISTERS,
-            ],
-        )
+        gl.warp_specialize([
+            (_consume, (0, kernel, OPTIONS)),
+            (_consume, (1, kernel, OPTIONS)),
+            (_sum_dq, (kernel, OPTIONS)),
+            (_produce, (kernel, OPTIONS)),
+            (write_dq, (0, kernel, OPTIONS)),
+            (write_dq, (1, kernel, OPTIONS)),
+            (publish_dq, (kernel, OPTIONS)),
+        ], [4, 4, 1, 1, 1, 1], [
+            REGISTERS, DQ_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS,
+        ])  # fmt: skip
