@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..functional.block_attention import packed_arguments
 from ..rotary import Rotary
-from .one_node import differentiable_once, linear, linear_gradients
+from .one_node import differentiable_once, linear, linear_gradients, release
 
 
 class BlockAttention(NamedTuple):
@@ -76,5 +76,6 @@ class _Node(torch.autograd.Function):
             return None, None, None, *dout, None
         do, tables = dh.view_as(qkv[:, 0]), [cos, sin, positions]
         dqkv = packed_backward(do, qkv, offsets, tables, *ctx.options).flatten(1)
+        release(qkv, h)
         dx_and_proj = linear_gradients(dqkv, x, qkv_weight, of_qkv, ctx.x_dtype, ctx.dtype)
         return *dx_and_proj, *dout, None

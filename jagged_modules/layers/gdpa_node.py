@@ -23,7 +23,13 @@ from ..functional.attention import attention_backward, attention_forward, packed
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..segments import RowSegments
 from ..tracing import as_constant
-from .one_node import differentiable_once, linear, linear_gradients, linears_may_be_one_node
+from .one_node import (
+    differentiable_once,
+    linear,
+    linear_gradients,
+    linears_may_be_one_node,
+    release,
+)
 
 if TYPE_CHECKING:
     from .gdpa import JaggedGDPA
@@ -228,6 +234,7 @@ def _gradients(
         return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
     if saved.context is None:
         dqkv, _ = packed_gradients(do, results, True, *arguments)
+        release(q, saved.k, saved.h)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
         dx, *packed = linear_gradients(dqkv, rows, saved.weight, of_qkv, rows_dtype, dtype)
         width = q.shape[1] * q.shape[2]
@@ -236,6 +243,7 @@ def _gradients(
         )
         return dx, None, dq_weight, dq_bias, dkeys, dvalues
     dq, dkv = packed_gradients(do, results, False, *arguments)
+    release(q, saved.k, saved.h)
     dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
     of_kv, context = [of_context, of_keys, of_values], saved.context
     dcontext, *dkv_proj = linear_gradients(
