@@ -76,6 +76,6 @@ class _Node(torch.autograd.Function):
             return None, None, None, *dout, None
         do, tables = dh.view_as(qkv[:, 0]), [cos, sin, positions]
         dqkv = packed_backward(do, qkv, offsets, tables, *ctx.options).flatten(1)
-        release(qkv, h)
+        release(qkv, h, dh)
         dx_and_proj = linear_gradients(dqkv, x, qkv_weight, of_qkv, ctx.x_dtype, ctx.dtype)
         return *dx_and_proj, *dout, None

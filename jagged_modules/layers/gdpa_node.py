@@ -234,7 +234,7 @@ def _gradients(
         return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
     if saved.context is None:
         dqkv, _ = packed_gradients(do, results, True, *arguments)
-        release(q, saved.k, saved.h)
+        release(q, saved.k, saved.h, dh)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
         dx, *packed = linear_gradients(dqkv, rows, saved.weight, of_qkv, rows_dtype, dtype)
         width = q.shape[1] * q.shape[2]
@@ -243,7 +243,7 @@ def _gradients(
         )
         return dx, None, dq_weight, dq_bias, dkeys, dvalues
     dq, dkv = packed_gradients(do, results, False, *arguments)
-    release(q, saved.k, saved.h)
+    release(q, saved.k, saved.h, dh)
     dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
     of_kv, context = [of_context, of_keys, of_values], saved.context
     dcontext, *dkv_proj = linear_gradients(

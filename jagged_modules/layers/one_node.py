@@ -150,15 +150,15 @@ def linears_may_be_one_node(
     return dtype in dtypes_of("jagged_attention", x.device)
 
 
-def release(*saved: Tensor) -> None:
-    """Free the memory of tensors that a node's forward has made and saved, and that its backward
-    reads no more. Autograd would free them when the backward ends.
+def release(*tensors: Tensor) -> None:
+    """Free the memory of tensors that a node has made, in its forward or its backward, and reads no
+    more. Autograd would free what the forward saved when the backward ends.
 
     Not if the graph is kept for another backward. A graph of torch.compile sees to it itself.
     """
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return
-    for x in saved:
+    for x in tensors:
         x.untyped_storage().resize_(0)
 
 
