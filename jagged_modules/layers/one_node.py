@@ -169,8 +169,9 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Tensor) -> Any:
-        if torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling():
-            with torch.autocast("cuda", enabled=False):  # a GEMM's dtype is that of the forward
+        device = gradients[0].device.type
+        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
+            with torch.autocast(device, enabled=False):  # a GEMM's dtype is that of the forward
                 return once(ctx, *gradients)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return backward(ctx, *gradients)

@@ -9,7 +9,7 @@ import torch
 from marks import slow_after
 
 import jagged_modules as jm
-from jagged_modules.layers import block_attention_node, gdpa_node, one_node
+from jagged_modules.layers import block_attention_node, gdpa_node, one_node, target_node
 
 pytestmark = pytest.mark.gpu
 LENGTHS, CONTEXTS = [70, 0, 1, 300, 129, 64], [40, 5, 200, 0, 64, 33]
@@ -26,6 +26,7 @@ LAYERS = {
         width, heads, config=jm.GDPAConfig(num_weights=50)
     ),
     "blocks": lambda width, heads: jm.BlockDiagonalSelfAttention(width, heads),
+    "targets": lambda width, heads: jm.JaggedTargetAttention(width, heads),
 }
 SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
 
@@ -34,7 +35,7 @@ SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
 def nodes(monkeypatch):
     """The calls of nodes."""
     calls = []
-    for node in (gdpa_node._Node, block_attention_node._Node):
+    for node in (gdpa_node._Node, block_attention_node._Node, target_node._Node):
 
         def forward(ctx, *inputs, original=node.forward):
             calls.append(original)
@@ -48,7 +49,7 @@ def nodes(monkeypatch):
 def in_modules():
     """Layers call their modules."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_node, "may_be_one_node", lambda *_: False)
+        patch.setattr(one_node, "may_be_one_node", lambda *_, **__: False)
         yield
 
 
@@ -60,7 +61,7 @@ class Case:
         self.layer = LAYERS[name](width, heads).to(dtype)
         self.exact = copy.deepcopy(self.layer).double()
         self.layer.cuda()
-        rows = [sum(lengths)] + ([sum(CONTEXTS)] if name == "context" else [])
+        rows = [sum(lengths)] + ([sum(CONTEXTS)] if name in ("context", "targets") else [])
         self.inputs = [torch.randn(n, width).to(dtype) for n in rows]
         self.do = torch.randn(rows[0], width).to(dtype)
         self.offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -108,7 +109,7 @@ def test_results_and_gradients(nodes, name, width, heads, precision):
     actual = case.results(case.layer, enabled=precision == "autocast")
     assert len(nodes) == 1
     operands = torch.bfloat16 if precision == "autocast" else dtype
-    has_residual = name not in ("gdpa", "blocks")
+    has_residual = name not in ("gdpa", "blocks", "targets")
     assert actual[0].dtype == (dtype if has_residual else operands)
     assert all(x.dtype == dtype for x in actual[1:])
     assert_rounded(actual, case.results(case.exact, enabled=False), operands, sum(LENGTHS))
@@ -137,7 +138,7 @@ def test_it_takes_no_more_memory_and_launches_than_the_modules(name):
     assert launches <= launches_of_modules
 
 
-@pytest.mark.parametrize("name", ["block", "softmax", "context", "weights", "blocks"])
+@pytest.mark.parametrize("name", ["block", "softmax", "context", "weights", "blocks", "targets"])
 def test_compiled(name):
     """One graph for all lengths, with the results of the node."""
     torch._dynamo.reset()
@@ -157,7 +158,7 @@ def test_compiled(name):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("name", ["block", "context", "blocks"])
+@pytest.mark.parametrize("name", ["block", "context", "blocks", "targets"])
 def test_in_a_cuda_graph(name):
     case = Case(name)
     inputs = [x.cuda() for x in case.inputs]
