@@ -20,10 +20,17 @@ import torch
 from jagged_kernels.attention.params import Arguments
 from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .norms import NORM_KINDS, NormOptions
-from .one_node import bias_gradient, linear, may_be_one_node, operand_dtype, weight_gradient
+from .one_node import (
+    bias_gradient,
+    differentiable_once,
+    linear,
+    may_be_one_node,
+    operand_dtype,
+    take_saved,
+    weight_gradient,
+)
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer
@@ -215,14 +222,14 @@ class _HSTULayer(torch.autograd.Function):
         return x + linear(gated, cast_projection, None)
 
     @staticmethod
-    @once_differentiable  # pyright: ignore[reportIncompatibleMethodOverride] - unannotated in torch
+    @differentiable_once
     def backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
         (dout,) = grads_of_outputs
         (
             x, mean, rstd, norm_weight, norm_bias, weight, bias, normed, gated, packed,
             a, lse, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed,
             *of_attention,
-        ) = ctx.saved_tensors  # fmt: skip
+        ) = take_saved(ctx)  # fmt: skip
         kernels, plan, needs = stages(), ctx.plan, ctx.needs_input_grad
         dtypes, (eps, _, rms), (dropout, gate_norm) = ctx.dtypes, plan.norm, plan.gate
 
@@ -237,12 +244,13 @@ class _HSTULayer(torch.autograd.Function):
             dout, gated, [u, a, gate_mean, gate_rstd], gate_weight, gate_bias, projection, seed,
             dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[10],
         )  # fmt: skip
+        del a, gated  # what is not read again makes room
         segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
         da = torch.unflatten(da, 1, (plan.heads, -1))
         dtables = kernels.attention_backward(
             da, [None, lse], grads, plan.columns(), q, k, v, segments, bias_tensors, *ctx.others
         )
-        del da
+        del da, packed, u, q, k, v
         dweight = dbias = dx = sums = None
         if needs[6]:
             normed = norm_again() if normed is None else normed
@@ -299,10 +307,10 @@ class _GatedOutput(torch.autograd.Function):
         return x + linear(gated, projection, None)
 
     @staticmethod
-    @once_differentiable  # pyright: ignore[reportIncompatibleMethodOverride] - unannotated in torch
+    @differentiable_once
     def backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
         (dout,) = grads_of_outputs
-        *operands, weight, bias, projection, seed = ctx.saved_tensors
+        *operands, weight, bias, projection, seed = take_saved(ctx)
         needs, (dropout, norm) = ctx.needs_input_grad, ctx.gate
         du, da, sums, dprojection = stages().gate_linear_backward(
             dout, None, operands, weight, bias, projection, seed, dropout, norm.eps, norm.rms, 0,

@@ -8,6 +8,10 @@ cannot cheaply compute again.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -76,3 +80,45 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of the rows of dy, in fp32."""
     return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dtype)
+
+
+def take_saved(ctx: Any) -> list[Any]:
+    """The saved tensors of a node, which then no longer holds them, unless its graph is retained: a
+    backward that drops each of them after its last use needs less memory. To be called once."""
+    tensors = list(ctx.saved_tensors)
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
+    return tensors
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for a node's backward, whose results raise RuntimeError when they are
+    differentiated. torch's once_differentiable does so only if the node's gradient has a graph of
+    its own: else a second derivative would silently be 0."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling():
+            with torch.autocast("cuda", enabled=False):  # a GEMM's dtype is that of the forward
+                return once(ctx, *gradients)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        anchor = gradients[0].new_zeros(()).requires_grad_()
+        return _Last.apply(anchor, *results)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "jagged attention is not differentiable twice: its backward kernels have no derivative"
+            " of their own"
+        )
