@@ -222,7 +222,7 @@ class _HSTULayer(torch.autograd.Function):
         return x + linear(gated, cast_projection, None)
 
     @staticmethod
-    @differentiable_once  # pyright: ignore[reportIncompatibleMethodOverride] - unannotated in torch
+    @differentiable_once
     def backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
         (dout,) = grads_of_outputs
         (
@@ -309,7 +309,7 @@ class _GatedOutput(torch.autograd.Function):
         return x + linear(gated, projection, None)
 
     @staticmethod
-    @differentiable_once  # pyright: ignore[reportIncompatibleMethodOverride] - unannotated in torch
+    @differentiable_once
     def backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
         (dout,) = grads_of_outputs
         *operands, weight, bias, projection, seed = ctx.saved_tensors

@@ -115,6 +115,10 @@ def test_the_graph_may_be_kept_but_not_differentiated_twice(as_node, offsets_of)
     (dx,) = torch.autograd.grad(out, x, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         dx.sum().backward()
+    # also where the gradient of the node has no graph of its own
+    (dx,) = torch.autograd.grad(layer((x, offsets_of(LENGTHS)))[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.sum().backward()
 
 
 def test_cached_and_scored_rows(as_node, offsets_of):
