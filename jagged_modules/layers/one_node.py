@@ -45,14 +45,12 @@ def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> boo
 
 
 def _is_plain(module: nn.Module) -> bool:
-    hooks = (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
     # Also false for the subclass that parametrisation makes, and for quantised weights.
-    return not hooks and _is_known(type(module)) and all(map(_is_a_tensor, module.parameters()))
+    if not _is_known(type(module)) or not all(map(_is_a_tensor, module.parameters())):
+        return False
+    own: Any = module  # torch has no public names for these
+    hooks = own._forward_hooks or own._forward_pre_hooks
+    return not (hooks or own._backward_hooks or own._backward_pre_hooks)
 
 
 def _is_known(kind: type) -> bool:
@@ -64,12 +62,9 @@ def _is_a_tensor(x: Tensor) -> bool:
 
 
 def _has_global_hooks() -> bool:
-    return bool(
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )
+    of_all: Any = torch_module
+    forward = of_all._global_forward_hooks or of_all._global_forward_pre_hooks
+    return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
 
 
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
@@ -81,7 +76,7 @@ def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     copies = [
         buffer[start : start + x.numel()].view(x.shape) for x, start in zip(parameters, [0, *ends])
     ]
-    torch._foreach_copy_(copies, list(parameters))
+    torch._foreach_copy_(copies, list(parameters))  # pyright: ignore - torch exports it under no other name
     return copies
 
 
@@ -156,7 +151,8 @@ def release(*tensors: Tensor) -> None:
 
     Not if the graph is kept for another backward. A graph of torch.compile sees to it itself.
     """
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+    bindings: Any = torch._C
+    if torch.compiler.is_compiling() or bindings._autograd._get_current_graph_task_keep_graph():
         return
     for x in tensors:
         x.untyped_storage().resize_(0)

@@ -144,8 +144,9 @@ class _Node(torch.autograd.Function):
         queries, keys, order, inverse, history_rows = _Order.of(call.given, call.keys)
         targets = _in_order(cleared(inputs.targets, end, dtype).flatten(0, -2), order)
         history = _in_order(cleared(inputs.history, call.end, dtype), history_rows)
-        q = linear(targets, q_weight, q_bias).unflatten(1, (heads, -1))
-        k, v = linear(history, kv_weight, kv_bias).unflatten(1, (2 * heads, -1)).chunk(2, 1)
+        q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
+        kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
+        k, v = kv.chunk(2, 1)
         options = AttentionOptions(schedule=call.schedule)
         attention = parsed_call(q, k, v, queries, keys, options).call
         trains = any(ctx.needs_input_grad)
@@ -160,7 +161,8 @@ class _Node(torch.autograd.Function):
         ctx.save_for_backward(*saved, *segments)
         ctx.shape, ctx.dropout = inputs.targets.shape[:-1], call.dropout
         ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
-        return leaving(linear(h, out_weight, out_bias).unflatten(0, ctx.shape), end)
+        y = linear(h, out_weight, out_bias)
+        return leaving(torch.unflatten(y, 0, ctx.shape), end)
 
     @staticmethod
     @differentiable_once
@@ -187,7 +189,7 @@ class _Node(torch.autograd.Function):
             dq.flatten(1), saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype
         )
         if dtargets is not None:
-            dtargets = _in_order(dtargets, saved.inverse).unflatten(0, ctx.shape)
+            dtargets = torch.unflatten(_in_order(dtargets, saved.inverse), 0, ctx.shape)
         dhistory, *dkv_proj = linear_gradients(
             dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
         )
