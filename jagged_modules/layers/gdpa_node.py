@@ -32,6 +32,7 @@ from .one_node import (
     linear_gradients,
     linears_may_be_one_node,
     operand_dtype,
+    take_saved,
     weight_gradient,
 )
 
@@ -130,26 +131,13 @@ def gdpa_node(
     return _Node.apply(*inputs, call)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
-class _Saved(NamedTuple):
-    """What the backward reads, besides the attention's segments. x, norm and rstd: with a norm.
-    weight: of q, or of q, k and v. kv_weight: of k and v from a context. out: with
-    softmax. kept: what dropout keeps. None without."""
-
-    x: Any
-    norm: Any
-    rstd: Any
-    rows: Tensor
-    context: Any
-    weight: Tensor
-    kv_weight: Any
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Any
-    lse: Tensor
-    h: Tensor
-    kept: Any
-    out_weight: Tensor
+# What the backward reads, besides the attention's segments. x, norm and rstd: with a norm. weight:
+# of q, or of q, k and v. kv_weight: of k and v from a context. out: with softmax. kept: what
+# dropout keeps. None without.
+_SAVED = (
+    *("x", "norm", "rstd", "rows", "context", "weight", "kv_weight"),
+    *("q", "k", "v", "out", "lse", "h", "kept", "out_weight"),
+)
 
 
 class _Node(torch.autograd.Function):
@@ -178,36 +166,40 @@ class _Node(torch.autograd.Function):
         of_norm = None if norm is None else x, norm, rstd
         of_softmax = out if call.options.activation == "softmax" else None
         saved = *of_norm, rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight
-        ctx.save_for_backward(*saved, *segments)  # as in _Saved
+        ctx.save_for_backward(*saved, *segments)  # as in _SAVED
         y = linear(h, out_weight, inputs.out_bias.to(dtype))
         return y if norm is None else x + y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
-        saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
+        tensors = take_saved(ctx)
+        saved, segments = dict(zip(_SAVED, tensors)), tensors[len(_SAVED) :]
+        del tensors
         wanted: list[bool] = list(ctx.needs_input_grad[: len(NodeInputs._fields)])
-        h, of_out = saved.h, [any(wanted[:7]), *wanted[7:]]
+        h, of_out = saved.pop("h"), [any(wanted[:7]), *wanted[7:]]
         dh, *dout = linear_gradients(
-            dy.to(h.dtype), h, saved.out_weight, of_out, h.dtype, ctx.dtype
+            dy.to(h.dtype), h, saved["out_weight"], of_out, h.dtype, ctx.dtype
         )
+        del h
         if dh is None:
             return *[None] * 7, *dout, None
-        if saved.kept is not None:
+        if (kept := saved.pop("kept")) is not None:
             scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
-            dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
-        dx, dcontext, *dprojections = _gradients(ctx, dh, saved, segments, wanted)
-        dnorm = None
-        if saved.norm is not None and dx is not None:
-            dx, dnorm = rms_norm_gradients(dx, saved.x, saved.norm, saved.rstd, dy)
+            dh = torch.ops.aten.native_dropout_backward(dh, kept, scale)
+        saved["dh"] = dh
+        del dh, kept
+        dx, dcontext, *dprojections = _gradients(ctx, saved, segments, wanted)
+        norm, dnorm = saved["norm"], None
+        if norm is not None and dx is not None:
+            dx, dnorm = rms_norm_gradients(dx, saved["x"], norm, saved["rstd"], dy)
         return dx, dcontext, dnorm, *dprojections, *dout, None
 
 
 def _projected(
     rows: Tensor, context: Tensor | None, inputs: NodeInputs, call: GDPACall
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
-    """q, k and v `[rows, heads, head_dim]`, and the weights of their projections, as `_Saved` has
+    """q, k and v `[rows, heads, head_dim]`, and the weights of their projections, as `_SAVED` has
     them."""
     q_weight, q_bias, keys, values = (x.to(call.dtype) for x in inputs[3:7])
     heads = -1, call.head_dim
@@ -224,53 +216,56 @@ def _projected(
 
 
 def _gradients(
-    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: list[bool]
+    ctx: Any, saved: dict[str, Any], segments: list[Tensor | None], wanted: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the projected rows and of the context, and of `NodeInputs`' q_weight to values.
-    wanted: of all inputs."""
+    Takes what it reads out of `saved`. wanted: of all inputs."""
     from jagged_kernels.attention.op import attention_backward, attention_packed_backward
 
-    rows, q, dtype = saved.rows, saved.q, ctx.dtype
-    do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [saved.out, saved.lse]
-    arguments = q, saved.k, saved.v, segments, *ctx.options
-    of_x, of_context, of_norm, *of_q, of_keys, of_values = wanted[:7]
-    rows_dtype = rows.dtype if saved.norm is not None else ctx.x_dtype
-    of_q = [of_x or of_norm, *of_q]
-    if ctx.is_learned:
-        dq, dk, dv, *_ = attention_backward(do, results, *arguments)
-        dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
-        return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
-    if saved.context is None:
-        widths = [x.shape[1] * x.shape[2] for x in arguments[:3]]
+    q, k, v, out, lse, dh = (saved.pop(name) for name in ("q", "k", "v", "out", "lse", "dh"))
+    rows, context = saved.pop("rows"), saved.pop("context")
+    weight, kv_weight = saved["weight"], saved["kv_weight"]
+    results, arguments = [out, lse], (q, k, v, segments, *ctx.options)
+    do = torch.unflatten(dh, 1, (q.shape[1], -1))
+    dtype, x_dtype = ctx.dtype, ctx.x_dtype if saved["norm"] is None else rows.dtype
+    of_x, of_context, of_norm, of_weight, of_bias, of_keys, of_values = wanted[:7]
+    of_q = of_x or of_norm, of_weight, of_bias
+    if context is None and not ctx.is_learned:
+        widths = [x.shape[1] * x.shape[2] for x in (q, k, v)]
         dqkv, columns = q.new_empty(q.shape[0], sum(widths)), [0, widths[0], sum(widths[:2])]
         attention_packed_backward(do, results, dqkv, columns, *arguments)
-        of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
-        dx, *packed = linear_gradients(dqkv, rows, saved.weight, of_qkv, rows_dtype, dtype)
+        del do, dh, q, k, v, out, results, arguments  # makes room
+        of_qkv = of_q[0], of_weight or of_keys, of_bias or of_values
+        dx, *packed = linear_gradients(dqkv, rows, weight, of_qkv, x_dtype, dtype)
         (dq_weight, dkeys), (dq_bias, dvalues) = (
             (None, None) if x is None else x.tensor_split([widths[0]]) for x in packed
         )
         return dx, None, dq_weight, dq_bias, dkeys, dvalues
     dq, dk, dv, *_ = attention_backward(do, results, *arguments)
-    dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
+    del do, dh, q, k, v, out, results, arguments
+    dx, *dq_proj = linear_gradients(dq.flatten(1), rows, weight, of_q, x_dtype, dtype)
+    if ctx.is_learned:
+        return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
+    del dq
     of_kv = of_context, of_keys, of_values
-    dcontext, *dkv_proj = _context_gradients(ctx, dk.flatten(1), dv.flatten(1), saved, of_kv)
+    of_parts = dk.flatten(1), dv.flatten(1)
+    dcontext, *dkv_proj = _context_gradients(ctx, *of_parts, context, kv_weight, of_kv)
     return dx, dcontext, *dq_proj, *dkv_proj
 
 
 def _context_gradients(
-    ctx: Any, dk: Tensor, dv: Tensor, saved: _Saved, wanted: Sequence[bool]
+    ctx: Any, dk: Tensor, dv: Tensor, context: Tensor, weight: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Of the context, and of the weight and bias that give keys and values. dk, dv: `[M, N]`. They
     are not copied into one tensor: the second GEMM adds to the result of the first."""
-    of_context, of_weight, of_bias = wanted
-    k_weight, v_weight = saved.kv_weight.tensor_split(2)
+    k_weight, v_weight = weight.tensor_split(2)
     dcontext = dweight = dbias = None
-    if of_context:
+    if wanted[0]:
         dcontext = input_gradient(dk, k_weight, ctx.context_dtype)
         dcontext = add_input_gradient(dcontext, dv, v_weight)
-    if of_weight:
-        dweight = torch.cat([weight_gradient(x, saved.context, ctx.dtype) for x in (dk, dv)])
-    if of_bias:
+    if wanted[1]:
+        dweight = torch.cat([weight_gradient(x, context, ctx.dtype) for x in (dk, dv)])
+    if wanted[2]:
         dbias = torch.cat([bias_gradient(x, ctx.dtype) for x in (dk, dv)])
     return dcontext, dweight, dbias
 
@@ -296,4 +291,4 @@ def rms_norm_gradients(
     dx, dweight = torch.ops.aten._fused_rms_norm_backward(
         dy.to(wide), x.to(wide), weight.shape, rstd, weight.to(wide), [True, True]
     )
-    return (dx + residual).to(x.dtype), dweight.to(weight.dtype)
+    return dx.add_(residual).to(x.dtype), dweight.to(weight.dtype)

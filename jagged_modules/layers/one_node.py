@@ -137,6 +137,15 @@ def linears_may_be_one_node(x: Tensor, linears: Sequence[nn.Module], *others: nn
     return dtype in EVERYWHERE and len(dtypes) == 1 and (dtype in dtypes or dtype != x.dtype)
 
 
+def take_saved(ctx: Any) -> list[Any]:
+    """The saved tensors of a node, which then no longer holds them, unless its graph is retained: a
+    backward that drops each of them after its last use needs less memory. To be called once."""
+    tensors = list(ctx.saved_tensors)
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
+    return tensors
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator for a node's backward, whose results raise RuntimeError when they are
     differentiated. torch's once_differentiable does so only if the node's gradient has a graph of
