@@ -71,12 +71,12 @@ class _Node(torch.autograd.Function):
         x, qkv_weight, qkv, offsets, cos, sin, positions, h, out_weight = take_saved(ctx)
         wanted: list[bool] = list(ctx.needs_input_grad[:5])
         of_qkv, of_out = wanted[:3], [any(wanted[:3]), *wanted[3:]]
-        dh, *dout = linear_gradients(dy, h, out_weight, of_out, dy.dtype, ctx.dtype)
+        dh, *dout_proj = linear_gradients(dy, h, out_weight, of_out, dy.dtype, ctx.dtype)
         del h
         if dh is None:
-            return None, None, None, *dout, None
+            return None, None, None, *dout_proj, None
         do, tables = dh.view_as(qkv[:, 0]), [cos, sin, positions]
         dqkv = packed_backward(do, qkv, offsets, tables, *ctx.options).flatten(1)
         del do, dh, qkv
         dx_and_proj = linear_gradients(dqkv, x, qkv_weight, of_qkv, ctx.x_dtype, ctx.dtype)
-        return *dx_and_proj, *dout, None
+        return *dx_and_proj, *dout_proj, None

@@ -178,12 +178,12 @@ class _Node(torch.autograd.Function):
         del tensors
         wanted: list[bool] = list(ctx.needs_input_grad[: len(NodeInputs._fields)])
         h, of_out = saved.pop("h"), [any(wanted[:7]), *wanted[7:]]
-        dh, *dout = linear_gradients(
+        dh, *dout_proj = linear_gradients(
             dy.to(h.dtype), h, saved["out_weight"], of_out, h.dtype, ctx.dtype
         )
         del h
         if dh is None:
-            return *[None] * 7, *dout, None
+            return *[None] * 7, *dout_proj, None
         if (kept := saved.pop("kept")) is not None:
             scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
             dh = torch.ops.aten.native_dropout_backward(dh, kept, scale)
@@ -193,7 +193,7 @@ class _Node(torch.autograd.Function):
         norm, dnorm = saved["norm"], None
         if norm is not None and dx is not None:
             dx, dnorm = rms_norm_gradients(dx, saved["x"], norm, saved["rstd"], dy)
-        return dx, dcontext, dnorm, *dprojections, *dout, None
+        return dx, dcontext, dnorm, *dprojections, *dout_proj, None
 
 
 def _projected(
@@ -254,7 +254,7 @@ def _gradients(
 
 
 def _context_gradients(
-    ctx: Any, dk: Tensor, dv: Tensor, context: Tensor, weight: Tensor, wanted: Sequence[bool]
+    ctx: Any, dk: Tensor, dv: Tensor, context: Any, weight: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Of the context, and of the weight and bias that give keys and values. dk, dv: `[M, N]`. They
     are not copied into one tensor: the second GEMM adds to the result of the first."""
