@@ -50,8 +50,8 @@ def _num_pairs(q_offsets: Tensor, kv_offsets: Tensor, rows: int, keys: int) -> i
 
 
 def _attention(backward: bool, first: int = 0) -> Formula:
-    """The forward's two GEMMs, or the backward's: scores again, dP, dV, dQ and dK. first: of the
-    arguments of `params.pack`."""
+    """The forward's two GEMMs, or the backward's: scores again, dP, dV, dQ and dK. first: index of
+    the first argument that forward and backward share."""
 
     def formula(*args: Any, **_: Any) -> int:
         call = unpack(*args[first:])[0]
