@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
+from .dtypes import WrongDtype
 from .scalars import check_size
-from .validation import WrongDtype, check_dense, check_integers, check_tensor, values_are_checkable
+from .segments import check_dense, check_integers, values_are_checkable
+from .validation import check_tensor
 
 LOG_STEP = decimal.Decimal("0.301")  # HSTU's published rule: bucket(d) = floor(ln(d) / 0.301)
 LARGEST = torch.iinfo(torch.int64).max

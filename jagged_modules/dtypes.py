@@ -47,6 +47,10 @@ DTYPES = {
 }
 
 
+class WrongDtype(TypeError, ValueError):
+    """Unsupported dtype. Subclasses both TypeError and ValueError."""
+
+
 def uses_kernels(device: torch.device, implementation: str) -> bool:
     """Whether a function that has kernels runs them, on this device and with this
     implementation."""

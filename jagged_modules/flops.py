@@ -64,6 +64,12 @@ def _attention(backward: bool, first: int = 0) -> Formula:
     return formula
 
 
+def _gate_linear_backward(dout: Tensor, *args: Any, **_: Any) -> int:
+    """The gradient of the projection's input, and of the projection if it gets one."""
+    projection, needs_projection = args[4], args[-1]
+    return 2 * dout.shape[0] * projection.numel() * (2 if needs_projection else 1)
+
+
 def _num_block_pairs(offsets: Tensor, block_size: int, rows: int) -> int:
     """Pairs of rows in the same block."""
     if not _has_values(offsets):
@@ -153,6 +159,7 @@ OF_KERNELS: dict[str, Formula] = {
     "block_attention_packed": _block_attention(2, packed=True, backward=False),
     "block_attention_backward": _block_attention(5, packed=False, backward=True),
     "block_attention_packed_backward": _block_attention(5, packed=True, backward=True),
+    "gate_linear_backward": _gate_linear_backward,
     "linear_compress": _compress,
     "linear_compress_backward": _compress_backward,
     "jagged_dense_bmm": _rows_times_matrices,
@@ -171,6 +178,6 @@ def _register(namespace: Any, formulas: dict[str, Formula]) -> None:
 
 _register(torch.ops.jagged_modules, ON_THE_HOST)
 if importlib.util.find_spec("triton") is not None:
-    for _folder in ("attention", "block_attention", "linear_compress", "matmul"):
+    for _folder in ("attention", "block_attention", "linear_compress", "matmul", "rows"):
         importlib.import_module(f"jagged_kernels.{_folder}.op")  # defines the operators
     _register(torch.ops.jagged_kernels, OF_KERNELS)

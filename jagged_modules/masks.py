@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.types import Device
 
 from .scalars import check_flag, check_size, is_sequence, to_ints
-from .validation import check_device, check_integers, values_are_checkable
+from .segments import check_device, check_integers, values_are_checkable
 
 LONGEST = 2**30
 

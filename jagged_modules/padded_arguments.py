@@ -16,8 +16,8 @@ from torch import Tensor
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
 from .scalars import possessive, to_ints
+from .segments import check_offsets
 from .settings import debug_checks
-from .validation import check_offsets
 
 UNIT = 8  # capacities are multiples of it, unless the caller lists them
 ROWS, OFFSETS, ORDER, SCALAR = "rows", "offsets", "order", "scalar"

@@ -23,13 +23,13 @@ from .containers.candidates import CandidateIndex
 from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .containers.pages import PagedRows
-from .containers.segmentation import Segmentation
 from .functional import ScorePlan
 from .layers.gdpa_config import GDPAConfig
 from .layers.hstu_config import HSTUConfig
 from .masks import AttentionMask
 from .rotary import Rotary
 from .scalars import is_sequence
+from .segments import Segmentation
 
 Build = Callable[..., Any]
 

@@ -9,14 +9,8 @@ from torch import Tensor
 from torch.types import Device
 
 from .scalars import check_choice, check_flag, check_kind, check_number, check_size
-from .validation import (
-    check_device,
-    check_index_values,
-    check_integers,
-    check_offsets,
-    check_tensor,
-    normal_form,
-)
+from .segments import check_device, check_index_values, check_integers, check_offsets, normal_form
+from .validation import check_tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

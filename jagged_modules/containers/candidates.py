@@ -10,28 +10,27 @@ import torch
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
-from ..scalars import check_kind, check_size
-from ..tracing import is_recording, one_call
-from ..validation import (
-    check_dense,
-    check_index_values,
-    check_integers,
-    check_offsets,
-    transforms_are_active,
-    values_are_checkable,
-)
-from .jagged import Jagged
-from .offsets import rows_and_segments
-from .segmentation import (
+from ..scalars import check_kind, check_size, possessive
+from ..segments import (
     Queries,
     RowSegments,
     Segmentation,
+    check_dense,
+    check_device,
+    check_index_values,
+    check_integers,
+    check_offsets,
     may_have_tail,
     outside_inference_mode,
     record_stream,
     remember,
     segmentation_of,
+    values_are_checkable,
 )
+from ..tracing import is_recording, one_call
+from ..validation import transforms_are_active
+from .jagged import Jagged
+from .offsets import rows_and_segments
 
 MOST_COMPARED = 2**14  # candidates that are compared with one another
 
@@ -312,6 +311,18 @@ class CandidateIndex(Queries):
         return RowSegments(
             offsets.contiguous(), num_rows=num_candidates * rows_per_candidate, has_tail=has_tail
         )
+
+    def matched(self, queries: Tensor, num_users: int | None, name: str = "q") -> CandidateIndex:
+        """The index on the device of queries `[num_candidates, ...]`, which errors call `name`.
+
+        Raises:
+            ValueError: the index describes other numbers of candidates or of users, or is on
+                another device.
+        """
+        have = "targets have" if name == "targets" else "the queries have"
+        self.check(queries.shape[0], num_users, queries=have)
+        check_device("candidates", self.offsets, queries.device, possessive(name))
+        return self.on(queries.device)
 
     def on(self, device: torch.device) -> CandidateIndex:
         """The index on `device`, copied there once."""

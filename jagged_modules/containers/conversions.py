@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..scalars import is_sequence, possessive, to_ints
-from ..validation import values_are_checkable
+from ..segments import values_are_checkable
 
 
 def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:

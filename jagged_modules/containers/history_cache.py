@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..bias import check_timestamps
 from ..scalars import check_kind, check_size, possessive
-from ..validation import check_integers
+from ..segments import check_integers
 from .jagged import Jagged, as_tensor, check_same_segments
 from .offsets import concatenated_rows, rows_of_ranges
 

@@ -11,27 +11,25 @@ from torch import Tensor, nn
 
 from ..masks import AttentionMask
 from ..scalars import check_kind, possessive, to_ints
-from ..tracing import is_recording, one_call, recorded_call
-from ..validation import (
-    check_dense,
-    check_device,
-    check_integers,
-    check_layer_input,
-    check_offsets,
-    values_are_checkable,
-)
-from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
-from .schedules import Sizes, kept_schedule
-from .segmentation import (
+from ..segments import (
     Queries,
     RowSegments,
     Segmentation,
+    check_dense,
+    check_device,
+    check_integers,
+    check_offsets,
     outside_inference_mode,
     parse_segments,
     record_stream,
     remember,
     segmentation_of,
+    values_are_checkable,
 )
+from ..tracing import is_recording, one_call, recorded_call
+from ..validation import check_layer_input
+from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
+from .schedules import Sizes, kept_schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,7 +58,7 @@ class Jagged(Queries):
     values: Tensor  # torch's fully_shard finds tensors in dataclasses, but not in other pytrees
     offsets: Tensor
     max_seqlen: int | None
-    # whether the caller of a layer sees to the rows behind the last segment: layers/tail.py
+    # whether the caller of a layer sees to the rows behind the last segment
     is_clean = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -250,6 +248,11 @@ class Jagged(Queries):
                 segments = parse_segments(name, self.offsets, self.num_rows, device)
             self._parsed = key, segments
         return self._parsed[1]
+
+    def end(self, name: str) -> Tensor | None:
+        """The parsed offsets, at whose end the rows of a layer end. None if the host knows it, or a
+        caller has cleared those behind. Errors call the container `name`."""
+        return None if self.is_clean else self.parsed(name).end
 
     def __repr__(self) -> str:
         return (

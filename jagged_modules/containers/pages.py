@@ -8,9 +8,9 @@ import torch
 from jagged_kernels.attention.pages import Pages
 from torch import Tensor
 
+from ..segments import Segmentation
 from .jagged import Jagged
 from .offsets import segments_and_positions
-from .segmentation import Segmentation
 
 
 class PagedRows(Jagged):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.schedule.host import TileSchedule
 
-from ..dtypes import FLOATS, names
+from ..dtypes import FLOATS, WrongDtype, names
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_size
 from ..schedule import device_schedule, host_schedule
+from ..segments import Queries, RowSegments, normal_form, outside_inference_mode
 from ..settings import is_batch_invariant
-from ..validation import MAX_HEAD_DIM, WrongDtype, normal_form
-from .segmentation import Queries, RowSegments, outside_inference_mode
+from ..validation import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from .jagged import Jagged
@@ -88,7 +88,8 @@ def kept_schedule(
 def _query_segments(keys: Jagged, queries: Queries | int, rows_per_candidate: int) -> RowSegments:
     """ValueError unless the keys' segments can be those of these queries."""
     if isinstance(queries, int):
-        segments = equal_segments(queries, keys.num_segments, keys.offsets)
+        check_size("queries", queries, at_least=0)
+        segments = RowSegments.equal(queries, keys.num_segments, keys.offsets)
     else:
         segments = queries.query_segments(rows_per_candidate)
     num_segments = segments.offsets.shape[0] - 1
@@ -100,14 +101,6 @@ def _query_segments(keys: Jagged, queries: Queries | int, rows_per_candidate: in
             f" got {num_segments}"
         )
     return segments
-
-
-def equal_segments(rows: int, num_segments: int, like: Any) -> RowSegments:
-    """RowSegments of `rows` rows each, with offsets of `like`'s dtype and device."""
-    check_size("queries", rows, at_least=0)
-    offsets = torch.arange(num_segments + 1, dtype=like.dtype, device=like.device) * rows
-    lengths = torch.full((num_segments,), rows, device="cpu")
-    return RowSegments(offsets, lengths, num_segments * rows)
 
 
 def _new_schedule(

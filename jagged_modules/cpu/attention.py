@@ -13,12 +13,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.attention.autograd import backward_fake, differentiate_attention
+from jagged_kernels.attention.autograd import (
+    backward_fake,
+    differentiate_attention,
+    packed_backward_fake,
+)
 from jagged_kernels.attention.params import (
     BACKWARD_SCHEMA,
     FORWARD_SCHEMA,
+    PACKED_BACKWARD_SCHEMA,
+    Arguments,
     AttentionCall,
     AttentionParams,
+    PackedGradients,
     Segments,
     pack,
     unpack,
@@ -53,6 +60,28 @@ def attention_cpu(call: AttentionCall) -> Tensor:
     return _OPERATOR(*pack(call))[0]
 
 
+def cpu_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
+    """`attention_cpu` inside a layer's autograd node: out, lse, and the arguments for
+    `cpu_packed_backward`."""
+    arguments = pack(call)
+    return *_OPERATOR(*arguments), arguments
+
+
+def cpu_backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tuple[Tensor, ...]:
+    """See `functional.attention.attention_backward`."""
+    gradients: tuple[Tensor, ...] = _BACKWARD(do, results, *arguments)
+    return gradients
+
+
+def cpu_packed_backward(
+    do: Tensor, results: list[Tensor | None], outs: PackedGradients, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """See `functional.attention.packed_gradients`: writes to outs. Returns the gradients of the
+    tables."""
+    dtables: tuple[Tensor, ...] = _PACKED_BACKWARD(do, results, *outs, *arguments)
+    return dtables
+
+
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The body of the operator.
 
@@ -71,7 +100,11 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     ordered = _Ordered.of(segments, params)
     queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
     is_fused = activation == "softmax" and not params.has_bias
-    finite = is_fused and dot_products_are_finite(scale, queries, keys, values)
+    finite = (
+        is_fused
+        and params.mask is not None
+        and dot_products_are_finite(scale, queries, keys, values)
+    )
 
     def compute(groups: list[_Group]) -> None:
         for group in groups:
@@ -103,13 +136,43 @@ def _backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tupl
     Returns gradients of q, k, v and the tables of the bias, each in its operand's shape and dtype;
     `[0]` for a table that gets none.
     """
+    call = unpack(*arguments)[0]
     with one_thread() as threads:
-        return _gradients(do, results, unpack(*arguments)[0], threads)
+        dq, dk, dv, *dtables = _gradients(do, results, call, threads)
+    dq, dk, dv = (_result_like(x, dx) for x, dx in zip(call[:3], (dq, dk, dv)))
+    return dq, dk, dv, *dtables
+
+
+def _packed_backward(
+    do: Tensor,
+    results: list[Tensor | None],
+    of_queries: Tensor,
+    of_keys: Tensor | None,
+    columns: list[int],
+    *arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """The body of the packed backward's operator."""
+    call = unpack(*arguments)[0]
+    parts = PackedGradients(of_queries, of_keys, columns).parts(*call[:3])
+    for part in parts:
+        part.zero_()
+    with one_thread() as threads:
+        *gradients, dposition, dtime = _gradients(do, results, call, threads, tuple(parts))
+    for part, dx in zip(parts, gradients):
+        if dx.data_ptr() != part.data_ptr():
+            part.copy_(dx[..., : part.shape[-1]])
+    return dposition, dtime
 
 
 def _gradients(
-    do: Tensor, results: list[Tensor | None], call: AttentionCall, threads: int
+    do: Tensor,
+    results: list[Tensor | None],
+    call: AttentionCall,
+    threads: int,
+    parts: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
+    """dq, dk and dv in the dtype and with the head dim of the computation, and those of the tables.
+    parts: zeros, to which they are written in place where these are the operands'."""
     q, k, v, segments, params, _ = call
     scale, activation, q_shared = params.scale, params.activation, segments.q_shared
     ordered = _Ordered.of(segments, params)
@@ -120,7 +183,9 @@ def _gradients(
     queries, keys, values, grad, *outs = _compute_operands(
         activation, *ordered.sorted(q, k, v), grad, *([] if out is None else [out])
     )
-    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    if parts is None or (queries.dtype, queries.shape[2]) != (q.dtype, q.shape[2]):
+        parts = tuple(torch.zeros_like(x) for x in (queries, keys, values))
+    dq, dk, dv = parts
     finite = (
         activation == "softmax"
         and params.mask is not None
@@ -170,12 +235,7 @@ def _gradients(
                 dq += shared_dq
     dq = dq if q_shared else _unsorted(dq, ordered.q_order, q.shape[0])
     dk, dv = (_unsorted(x, ordered.kv_order, k.shape[0]) for x in (dk, dv))
-    return (
-        _result_like(q, dq),
-        _result_like(k, dk),
-        _result_like(v, dv),
-        *dtables.results(q, params),
-    )
+    return dq, dk, dv, *dtables.results(q, params)
 
 
 class _Ordered(NamedTuple):
@@ -195,19 +255,13 @@ class _Ordered(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments, params: AttentionParams) -> _Ordered:
-        """Sorted by their lengths if more than half of the keys are in groups of segments that are
-        not adjacent."""
-        q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
-        if params.batch_invariant or q_offsets.shape != kv_offsets.shape or len(q_offsets) < 3:
+        """Sorted by their lengths if `by_length` does so."""
+        found = None
+        if not params.batch_invariant:
+            found = by_length(segments.q_offsets, segments.kv_offsets)
+        if found is None:
             return cls(segments, params)
-        q_lengths, kv_lengths = q_offsets.diff().long(), kv_offsets.diff().long()
-        key, order = (kv_lengths * (q_offsets[-1] + 1) + q_lengths).sort(stable=True)
-        gaps = (key[1:] == key[:-1]) & (order.diff() != 1)
-        scattered = order[pad(gaps, (0, 1)) | pad(gaps, (1, 0))]
-        if 2 * int(kv_lengths[scattered].sum()) <= int(kv_offsets[-1]):
-            return cls(segments, params)
-        q_offsets, q_order = _reordered(q_offsets, order)
-        kv_offsets, kv_order = _reordered(kv_offsets, order)
+        order, q_offsets, q_order, kv_offsets, kv_order = found
         orders = dict(
             num_targets=order, query_shift=order, timestamps=kv_order, query_timestamps=q_order
         )
@@ -237,6 +291,31 @@ class _Ordered(NamedTuple):
             and not self.segments.q_shared
             and not params.has_bias
         )
+
+
+class ByLength(NamedTuple):
+    """The order of the segments by length; their offsets in this order, and the rows of queries and
+    of keys."""
+
+    order: Tensor
+    q_offsets: Tensor
+    q_rows: Tensor
+    kv_offsets: Tensor
+    kv_rows: Tensor
+
+
+def by_length(q_offsets: Tensor, kv_offsets: Tensor) -> ByLength | None:
+    """An order in which segments of equal lengths are adjacent. None if at most half of the keys
+    are in groups of segments that are not adjacent already."""
+    if q_offsets.shape != kv_offsets.shape or len(q_offsets) < 3:
+        return None
+    q_lengths, kv_lengths = q_offsets.diff().long(), kv_offsets.diff().long()
+    key, order = (kv_lengths * (q_offsets[-1] + 1) + q_lengths).sort(stable=True)
+    gaps = (key[1:] == key[:-1]) & (order.diff() != 1)
+    scattered = order[pad(gaps, (0, 1)) | pad(gaps, (1, 0))]
+    if 2 * int(kv_lengths[scattered].sum()) <= int(kv_offsets[-1]):
+        return None
+    return ByLength(order, *_reordered(q_offsets, order), *_reordered(kv_offsets, order))
 
 
 def _reordered(offsets: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,11 +406,12 @@ def _groups(num_heads: int, ordered: _Ordered) -> Iterator[_Group]:
             bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts
         ):
             if q_end > q_start and kv_end > kv_start:
-                num_queries = 1 if by_rows else q_end - q_start
-                lengths = num_queries, kv_end - kv_start
-                starts[(query_group, *lengths, *others)] += (
-                    (row, kv_start) for row in range(q_start, q_end, num_queries)
-                )
+                lengths = 1 if by_rows else q_end - q_start, kv_end - kv_start
+                pairs = starts[(query_group, *lengths, *others)]
+                if by_rows:
+                    pairs += ((row, kv_start) for row in range(q_start, q_end))
+                else:
+                    pairs.append((q_start, kv_start))
     for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
         at_a_time = (
             1
@@ -441,8 +521,16 @@ _OPERATOR = _register(
 _BACKWARD = _register(
     "jagged_modules::attention_cpu_backward", BACKWARD_SCHEMA, _backward, backward_fake
 )
-differentiate_attention(_OPERATOR, _BACKWARD)
-refuse_derivative(
-    _BACKWARD,
-    "attention is not differentiable twice on the CPU: its backward has no derivative of its own",
+_PACKED_BACKWARD = _register(
+    "jagged_modules::attention_cpu_packed_backward",
+    PACKED_BACKWARD_SCHEMA,
+    _packed_backward,
+    packed_backward_fake,
 )
+differentiate_attention(_OPERATOR, _BACKWARD)
+for _op in (_BACKWARD, _PACKED_BACKWARD):
+    refuse_derivative(
+        _op,
+        "attention is not differentiable twice on the CPU: its backward has no derivative of its"
+        " own",
+    )

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.attention.params import AttentionCall
+from jagged_kernels.attention.params import Arguments, AttentionCall, PackedGradients
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
 from ..bias import RelativeBias
-from ..containers.segmentation import RowSegments
-from ..cpu.attention import attention_cpu
+from ..cpu.attention import attention_cpu, cpu_backward, cpu_forward, cpu_packed_backward
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import device_schedule
+from ..segments import RowSegments
 from ..validation import check_tensor
-from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, Side, parse_call
+from .attention_arguments import Side, parse_arguments
+from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, parsed_call
 from .tail import padded_to
 
 
@@ -114,31 +117,103 @@ def jagged_attention(
     )
     queries = Side(q_offsets, max_seqlen_q)
     keys = Side(q_offsets if kv_offsets is None else kv_offsets, max_seqlen_kv)
-    return attend(q, k, v, queries, keys, options)
+    return computed(parse_arguments(q, k, v, queries, keys, options))
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: Side | RowSegments,
-    keys: Side | RowSegments,
+    queries: RowSegments | None,
+    keys: RowSegments | None,
     options: AttentionOptions = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """`jagged_attention` of operands with three dimensions. Layers give the segments that their
-    containers have parsed."""
-    parsed = parse_call(q, k, v, queries, keys, options)
-    call, row_scale = parsed.call, parsed.row_scale
-    if options.implementation == "reference":
-        out = _by_definition(parsed)
-    elif options.implementation == "auto" and call.q.device.type != "cuda":
-        out = attention_cpu(call)
-    else:
-        from jagged_kernels.attention.op import attention
+    """`jagged_attention` of operands with three dimensions, and segments and options that need no
+    checks: those of a layer. queries, keys: None where all segments share the operand."""
+    parsed = parsed_call(q, k, v, queries, keys, options)
+    return _scaled(_by_kernels_or_cpu(parsed.call), parsed)
 
-        q, k, v, *_ = call
-        trains = q.requires_grad or k.requires_grad or v.requires_grad
-        out = attention(with_schedule(call, trains and torch.is_grad_enabled()))
+
+def computed(parsed: ParsedAttention) -> Tensor:
+    """The result of an attention of any implementation."""
+    is_defined = parsed.call.params.implementation == "reference"
+    out = _by_definition(parsed) if is_defined else _by_kernels_or_cpu(parsed.call)
+    return _scaled(out, parsed)
+
+
+def attention_forward(call: AttentionCall, trains: bool) -> tuple[Tensor, Tensor, Arguments]:
+    """The attention inside a layer's autograd node: out, lse, and the arguments for
+    `attention_packed_backward`. trains: a backward follows."""
+    if call.q.is_cuda:
+        from jagged_kernels.attention import op
+
+        return op.attention_forward(_with_schedule(call, trains))
+    return cpu_forward(call)
+
+
+def attention_backward(
+    do: Tensor, results: list[Tensor | None], *arguments: Any
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and the gradients of the tables, in a layer's node."""
+    if do.is_cuda:
+        from jagged_kernels.attention import op
+
+        return op.attention_backward(do, results, *arguments)
+    return cpu_backward(do, results, *arguments)
+
+
+def packed_gradients(
+    do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the projections in a layer's node, each in one tensor. Nothing is shared.
+
+    Returns:
+        With `together`, in self-attention: `[rows, (H + 2 Hkv) · D]` of `[q | k | v]`, twice.
+        Without: `[rows, H · D]` of q, and `[keys, 2 Hkv · D]` of `[k | v]`.
+    """
+    outs = PackedGradients.empty(arguments[:3], together)
+    if do.is_cuda:
+        from jagged_kernels.attention import op
+
+        op.attention_packed_backward(do, results, outs, *arguments)
+    else:
+        cpu_packed_backward(do, results, outs, *arguments)
+    return outs.of_queries, outs.of_queries if outs.of_keys is None else outs.of_keys
+
+
+def attention_arguments(
+    like: Tensor,
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    segments: RowSegments,
+    options: AttentionOptions,
+) -> Arguments:
+    """The arguments of attention's operators for the self-attention of rows that a caller computes
+    later: all but q, k and v, in whose place are tensors of their shapes.
+
+    Args:
+        like: `[]`, of the dtype and device of q, k and v.
+        q_shape: of q and of k. v_shape: of v.
+    """
+    from jagged_kernels.attention.op import operator_arguments
+
+    q, v = like.expand(q_shape), like.expand(v_shape)
+    call = parsed_call(q, q, v, segments, segments, options).call
+    return operator_arguments(_with_schedule(call, torch.is_grad_enabled()))
+
+
+def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
+    if call.params.implementation == "auto" and call.q.device.type != "cuda":
+        return attention_cpu(call)
+    from jagged_kernels.attention.op import attention
+
+    q, k, v, *_ = call
+    trains = q.requires_grad or k.requires_grad or v.requires_grad
+    return attention(_with_schedule(call, trains and torch.is_grad_enabled()))
+
+
+def _scaled(out: Tensor, parsed: ParsedAttention) -> Tensor:
+    row_scale = parsed.row_scale
     return out if row_scale is None else (out * row_scale[:, None, None]).to(parsed.dtype)
 
 
@@ -160,7 +235,7 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
     return out if segments.q_shared else padded_to(out, q.shape[0])
 
 
-def with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
+def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
     """The call with a schedule, which the device makes if there is none. trains: for a backward
     too."""
     if call.schedule:

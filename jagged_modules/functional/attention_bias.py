@@ -8,15 +8,13 @@ from jagged_kernels.attention.params import AttentionParams
 from torch import Tensor
 
 from ..bias import RelativeBias
-from ..validation import normal_form, values_are_checkable
+from ..segments import normal_form, values_are_checkable
 
 
 def check_bias(
     bias: RelativeBias, q: Tensor, kv_rows: int, q_offsets: Tensor, kv_offsets: Tensor
-) -> RelativeBias:
-    """Check the bias against the operands and, if their values may be read, the offsets. Returns it
-    with boundaries."""
-    bias = bias.with_boundaries()
+) -> None:
+    """Check the bias against the operands and, if their values may be read, the offsets."""
     num_segments = q_offsets.shape[0] - 1
     for name in ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"):
         x = getattr(bias, name)
@@ -41,7 +39,7 @@ def check_bias(
             f" {list(bias.query_shift.shape)}"
         )
     if bias.max_seqlen is None:
-        return bias
+        return
     for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
         if (
             values_are_checkable(offsets)
@@ -53,7 +51,6 @@ def check_bias(
                 f"{name} must have segments of at most {bias.max_seqlen} rows, those of"
                 f" bias.position, got {longest}"
             )
-    return bias
 
 
 def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:

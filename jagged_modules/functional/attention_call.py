@@ -1,44 +1,27 @@
-"""An attention's arguments, parsed into one AttentionCall. Nothing below checks them again."""
+"""The AttentionCall of operands, segments and options that are parsed. Nothing below checks them
+again."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
 from jagged_kernels.attention.params import AttentionCall, AttentionParams, Segments
 from jagged_kernels.schedule.cost import MaskParams
-from jagged_kernels.schedule.host import TileSchedule, num_query_groups
+from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import autocast_operands
 from ..bias import RelativeBias
-from ..containers.segmentation import RowSegments, parse_segments
-from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_kind
+from ..masks import AttentionMask
+from ..segments import RowSegments, check_device, normal_form
 from ..settings import backward_workspace, is_batch_invariant
 from ..tracing import is_symbolic
-from ..validation import (
-    check_device,
-    check_implementation,
-    check_offsets,
-    normal_form,
-    refuse_transforms,
-    values_are_checkable,
-)
-from .attention_bias import check_bias, with_bias
-from .attention_checks import (
-    ATTENTION_IMPLEMENTATIONS,
-    check_mask,
-    check_operands,
-    check_output_scale,
-    check_scalars,
-    check_schedule,
-    check_schedule_of,
-    check_shared,
-)
-from .paged_keys import paged_keys
+from ..validation import MAX_HEAD_DIM, refuse_transforms
+from .attention_bias import with_bias
+from .paged_keys import readable_keys
 from .segment_scale import expand_to_rows
 
 
@@ -58,15 +41,8 @@ class AttentionOptions(NamedTuple):
 DEFAULT_OPTIONS = AttentionOptions()
 
 
-class Side(NamedTuple):
-    """The segments of the queries or of the keys, as a caller of a public function gives them."""
-
-    offsets: Any  # a tensor, or "shared"
-    max_seqlen: int | None = None
-
-
 class ParsedAttention(NamedTuple):
-    """An attention's arguments, parsed.
+    """An attention, ready to be computed.
 
     Attributes:
         call: what kernels and the CPU path take.
@@ -82,63 +58,48 @@ class ParsedAttention(NamedTuple):
     dtype: torch.dtype
 
 
-def parse_call(
+def parsed_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: Side | RowSegments,
-    keys: Side | RowSegments,
+    queries: RowSegments | None,
+    keys: RowSegments | None,
     options: AttentionOptions,
 ) -> ParsedAttention:
-    """Check the arguments of an attention and bring them into the form that implementations
-    take."""
+    """The call in the dtype of autocast. queries, keys: None where all segments share the operand.
+
+    Raises:
+        ValueError: q, k and v do not match.
+        RuntimeError: inside a torch.func transform, except by definition.
+    """
     activation, scale, output_scale, mask, bias, schedule, implementation, pages = options
-    if pages is not None:
-        k, v, pages = paged_keys(pages, (q, k, v), queries, keys, options)
+    if pages is not None and keys is not None:
+        k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
     q, k, v = autocast_operands(q, k, v)
     check_operands(q, k, v)
-    for name, side in (("q_offsets", queries), ("kv_offsets", keys)):
-        if isinstance(side.offsets, str):
-            check_shared(name, side.offsets)
-        elif isinstance(side.offsets, Tensor):
-            check_device(name, side.offsets, q.device, "q's")
-    check_scalars(activation, scale, output_scale)
-    check_mask(mask, isinstance(keys.offsets, str))
-    check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
-    check_schedule_of(q, schedule)
-    if bias is not None:
-        check_kind("bias", bias, RelativeBias, "a RelativeBias")
     if implementation != "reference":
         refuse_transforms("jagged_attention does")
-    kv_rows = k.shape[0] if pages is None else pages.num_rows
-    segments = _segments(q, kv_rows, queries, keys, mask, pages)
-    if bias is not None:
-        if segments.q_shared or segments.share_keys:
-            raise ValueError(
-                "bias must be None where segments share queries or keys, or with several query"
-                " groups: rows have no position"
-            )
-        bias = check_bias(bias, q, kv_rows, queries.offsets, keys.offsets)
-    if mask is not None and mask.hides_nothing():
-        mask = None
-
+    segments = _segments(q, queries, keys, pages)
     params = AttentionParams(
         scale=q.shape[2] ** -0.5 if scale is None else float(scale),
         activation=activation,
-        mask=None if mask is None else MaskParams(*mask.params),
         output_scale=1.0,  # torch.compile makes a symbol of a float default
         batch_invariant=is_batch_invariant(implementation),
         implementation=implementation,
         workspace=backward_workspace.current(),
     )
-    if mask is not None and mask.num_targets is not None:
-        params = params._replace(num_targets=normal_form(mask.num_targets, q.device))
-    if bias is not None and implementation != "reference":
-        params = with_bias(params, bias, q.dtype)
+    if mask is not None and mask.hides_nothing():
+        mask = None
+    if mask is not None:
+        params = params._replace(mask=MaskParams(*mask.params))
+        if mask.num_targets is not None:
+            params = params._replace(num_targets=normal_form(mask.num_targets, q.device))
+    if bias is not None:
+        bias = bias.with_boundaries()
+        if implementation != "reference":
+            params = with_bias(params, bias, q.dtype)
     if schedule is not None and (q.is_cuda or implementation in ("triton", "hopper")):
         schedule = schedule.to(q.device, non_blocking=True)
-        if values_are_checkable(schedule.num_tiles) and not segments.kv_shared:
-            check_schedule(schedule, segments.q_offsets, segments.kv_offsets)
     call = AttentionCall(q, k, v, segments, params, schedule)
     call, row_scale = _with_output_scale(call, output_scale)
     if segments.kv_shared:
@@ -146,61 +107,44 @@ def parse_call(
     return ParsedAttention(call, mask, bias, row_scale, q.dtype)
 
 
-def _parsed(
-    side: Side | RowSegments, name: str, rows: int, device: torch.device, longest: str
-) -> RowSegments:
-    """The segments of an operand with so many rows. longest: the name of max_seqlen in errors."""
-    if isinstance(side, RowSegments):
-        return side
-    check_offsets(name, side.offsets, rows, side.max_seqlen, longest)
-    return parse_segments(name, side.offsets, rows, device)
+def check_operands(q: Tensor, k: Tensor, v: Tensor, q_name: str = "q") -> None:
+    """ValueError unless q, k and v, cast by autocast already, match. q_name: what the caller calls
+    q."""
+    dtype, device = q.dtype, q.device
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype:
+            raise ValueError(f"{name} must have {q_name}'s dtype, {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on {q_name}'s device, {device}, got {x.device}")
+    heads, head_dim = q.shape[1:]
+    _, kv_heads, k_dim = k.shape
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"v must have k's rows and heads, {list(k.shape[:2])}, got {list(v.shape[:2])}"
+        )
+    if k_dim != head_dim:
+        raise ValueError(f"k must have {q_name}'s head dim, {head_dim}, got {k_dim}")
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{q_name}'s heads must be a multiple of k's, got {heads} and {kv_heads}")
+    for name, dim in ((q_name, head_dim), ("v", v.shape[2])):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}'s head dim must be 1 to {MAX_HEAD_DIM}, got {dim}")
 
 
 def _segments(
-    q: Tensor,
-    kv_rows: int,
-    queries: Side | RowSegments,
-    keys: Side | RowSegments,
-    mask: AttentionMask | None,
-    pages: Pages | None,
+    q: Tensor, queries: RowSegments | None, keys: RowSegments | None, pages: Pages | None
 ) -> Segments:
-    """The segments, with their sizes and the offsets' values checked. With shared keys, each
-    segment of queries has all of them."""
-    same_offsets = keys.offsets is queries.offsets
-    if isinstance(queries.offsets, str) and isinstance(keys.offsets, str):
-        raise ValueError(
-            'q_offsets and kv_offsets cannot both be "shared": the number of segments would be'
-            " unknown"
-        )
-    own = others = None
-    if not isinstance(queries.offsets, str):
-        own = _parsed(queries, "q_offsets", q.shape[0], q.device, "max_seqlen_q")
-        if same_offsets and kv_rows != q.shape[0]:
-            raise ValueError(
-                f"k must have q's rows, {q.shape[0]}, because they have the same offsets, got"
-                f" {kv_rows}"
-            )
-        if isinstance(keys.offsets, str):
-            return Segments(own.offsets, own.offsets, kv_shared=True, has_tail=own.has_tail)
-        if same_offsets and isinstance(keys, Side) and keys.max_seqlen is None:
-            others = own
-    if others is None:
-        others = _parsed(keys, "kv_offsets", kv_rows, q.device, "max_seqlen_kv")
-    if own is None:
-        kv_offsets = others.offsets
-        steps = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=q.device)
-        segments = Segments(steps * q.shape[0], kv_offsets, q_shared=True)
-    else:
-        kv_offsets = own.offsets if same_offsets else others.offsets
-        segments = Segments(own.offsets, kv_offsets, has_tail=own.has_tail)
-        if segments.share_keys:
-            num_keys = kv_offsets.shape[0] - 1
-            num_query_groups("q_offsets", segments.num_segments, "kv_offsets", num_keys, mask)
-    if mask is not None:
-        check_num_targets("mask.num_targets", mask.num_targets, keys.offsets, q.device, "q's")
-    if pages is not None or same_offsets:  # pages have no rows behind the last segment
-        return segments._replace(pages=pages)
-    return segments._replace(has_tail=segments.has_tail or others.has_tail)
+    """With shared keys, each segment of queries has all of them."""
+    if keys is None:
+        assert queries is not None
+        return Segments(queries.offsets, queries.offsets, kv_shared=True, has_tail=queries.has_tail)
+    # pages have no rows behind the last segment
+    has_tail = keys.has_tail and pages is None
+    if queries is None:
+        steps = torch.arange(keys.offsets.shape[0], dtype=keys.offsets.dtype, device=q.device)
+        return Segments(steps * q.shape[0], keys.offsets, q_shared=True, has_tail=has_tail)
+    has_tail = has_tail or queries.has_tail
+    return Segments(queries.offsets, keys.offsets, has_tail=has_tail, pages=pages)
 
 
 def _one_segment(call: AttentionCall) -> AttentionCall:
@@ -240,6 +184,14 @@ def _with_output_scale(
         q, k, v = (x.float() for x in (q, call.k, call.v))
         call = call._replace(q=q, k=k, v=v, schedule=None)
     return call, rows
+
+
+def check_output_scale(output_scale: Tensor, num_segments: int, device: torch.device) -> None:
+    if output_scale.shape != (num_segments,):
+        raise ValueError(
+            f"output_scale must have shape [B] = [{num_segments}], got {list(output_scale.shape)}"
+        )
+    check_device("output_scale", output_scale, device, "q's")
 
 
 def _split_scale(

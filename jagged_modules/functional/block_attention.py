@@ -17,13 +17,8 @@ from ..scalars import check_size, possessive
 from ..settings import is_batch_invariant
 from ..validation import check_implementation, check_tensor, refuse_transforms
 from .attention import jagged_attention
-from .attention_checks import (
-    ATTENTION_IMPLEMENTATIONS,
-    BLOCKS,
-    check_operands,
-    check_scalars,
-    check_schedule_of,
-)
+from .attention_arguments import ATTENTION_IMPLEMENTATIONS, BLOCKS, check_scalars, check_schedule_of
+from .attention_call import check_operands
 from .tail import offsets_and_tail
 
 

@@ -10,23 +10,20 @@ from torch import Tensor
 
 from ..autocast import autocast, autocast_dtype
 from ..containers.candidates import CandidateIndex
-from ..containers.segmentation import may_have_tail
 from ..cpu.linear_compress import linear_compress_cpu
-from ..dtypes import uses_kernels
+from ..dtypes import WrongDtype, uses_kernels
 from ..reference import linear_compress_reference
 from ..scalars import possessive
-from ..settings import is_batch_invariant
-from ..validation import (
-    WrongDtype,
+from ..segments import (
     check_device,
-    check_implementation,
     check_index_values,
     check_integers,
-    check_tensor,
+    may_have_tail,
     normal_form,
-    refuse_transforms,
     values_are_checkable,
 )
+from ..settings import is_batch_invariant
+from ..validation import check_implementation, check_tensor, refuse_transforms
 
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "triton", "hopper")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..autocast import autocast_dtype
 from ..containers.pages import gather_pages
 from ..scalars import check_kind, check_size
-from ..validation import (
+from ..segments import (
     check_device,
     check_offsets,
     check_offsets_shape,
@@ -21,20 +21,20 @@ from ..validation import (
 )
 
 if TYPE_CHECKING:
-    from ..containers.segmentation import RowSegments
-    from .attention_call import AttentionOptions, Side
+    from ..segments import RowSegments
+    from .attention_arguments import Side
+    from .attention_call import AttentionOptions
 
 
-def paged_keys(
+def check_pages(
     pages: Pages,
     operands: tuple[Tensor, Tensor, Tensor],
     queries: Side | RowSegments,
     keys: Side | RowSegments,
     options: AttentionOptions,
-) -> tuple[Tensor, Tensor, Pages | None]:
-    """Check pages against the other arguments of attention. Returns k, v and pages; where no kernel
-    reads pages, the gathered rows and None."""
-    (q, k, v), bias, implementation = operands, options.bias, options.implementation
+) -> None:
+    """Check pages against the other arguments of attention."""
+    (q, k, v), bias = operands, options.bias
     q_offsets, kv_offsets = queries.offsets, keys.offsets
     check_kind("pages", pages, Pages, "a Pages")
     check_size("pages.num_rows", pages.num_rows, at_least=0)
@@ -42,7 +42,7 @@ def paged_keys(
         raise ValueError("pages must be None where segments share queries or keys")
     check_offsets_shape("q_offsets", q_offsets)
     check_offsets("kv_offsets", kv_offsets, pages.num_rows)
-    check_device("kv_offsets", kv_offsets, q.device, "q's")  # the gather below reads them
+    check_device("kv_offsets", kv_offsets, q.device, "q's")
     if q_offsets.shape != kv_offsets.shape:
         raise ValueError(
             f"pages must be None with several query groups, got {q_offsets.shape[0] - 1} and"
@@ -88,8 +88,16 @@ def paged_keys(
                 f"pages.table must have pages 0 to {k.shape[0] // pages.page_rows - 1}, got"
                 f" {int(wrong[0])}"
             )
+
+
+def readable_keys(
+    pages: Pages, kv_offsets: Tensor, operands: tuple[Tensor, Tensor, Tensor], implementation: str
+) -> tuple[Tensor, Tensor, Pages | None]:
+    """k, v and pages as the implementation reads them: where no kernel reads pages, the gathered
+    rows and None."""
+    q, k, v = operands
     on_cpu = implementation == "auto" and not q.is_cuda
     if implementation == "reference" or on_cpu or autocast_dtype(k) != k.dtype:
         k, v = gather_pages(pages, kv_offsets, k, v)
         return k, v, None
-    return k, v, dataclasses.replace(pages, table=normal_form(table, k.device))
+    return k, v, dataclasses.replace(pages, table=normal_form(pages.table, k.device))

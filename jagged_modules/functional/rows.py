@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 
 from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
-from ..containers.segmentation import may_have_tail
 from ..scalars import check_kind, check_size
-from ..validation import (
+from ..segments import (
     check_dense,
     check_device,
-    check_dtype,
     check_integers,
     check_offsets,
-    check_tensor,
     checked_offsets,
+    may_have_tail,
     normal_form,
-    transforms_are_active,
     values_are_checkable,
 )
+from ..validation import check_dtype, check_tensor, transforms_are_active
 from .tail import padded_to, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)

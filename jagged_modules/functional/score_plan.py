@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from ..scalars import check_kind
-from ..validation import check_device, check_offsets, normal_form, values_are_checkable
+from ..segments import check_device, check_offsets, normal_form, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

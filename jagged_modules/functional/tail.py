@@ -1,5 +1,10 @@
 """Rows behind the last segment, where only the device knows where that one ends:
-docs/decisions/rows-behind-the-end.md."""
+docs/decisions/rows-behind-the-end.md.
+
+A layer clears them where its input enters and where its result leaves. In between, they are rows
+like others: finite, with gradients of 0 from the result on. So they add 0 to the gradients of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..containers.segmentation import may_have_tail
-from ..validation import checked_offsets, transforms_are_active
+from ..segments import checked_offsets, may_have_tail
+from ..validation import transforms_are_active
 
 
 def offsets_and_tail(
@@ -41,6 +46,28 @@ def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
     if not (_runs_kernels(x) and x.is_contiguous()):
         return without_tail(x, offsets)
     return _WithCleanTail.apply(x, offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+
+def entering(x: Tensor, end: Tensor | None) -> Tensor:
+    """A layer's input, cleared. Its gradient is 0 behind the end anyway, because that of the result
+    is."""
+    return x if end is None else without_tail(x, end, clears_gradient=False)
+
+
+def leaving(x: Tensor, end: Tensor | None) -> Tensor:
+    """A layer's result, cleared, and its gradient too."""
+    return x if end is None else with_clean_tail(x, end)
+
+
+def cleared(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`entering` in this dtype, below autograd."""
+    if end is None:
+        return x.to(dtype)
+    if not _runs_kernels(x):
+        return without_tail(x, end).to(dtype)
+    from jagged_kernels.common.tail import kept_rows_on_device
+
+    return kept_rows_on_device(x, end, dtype)
 
 
 def padded_to(x: Tensor, rows: int) -> Tensor:

@@ -12,12 +12,12 @@ from torch.nn.functional import pad
 
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
-from ..containers.segmentation import RowSegments, parse_segments
 from ..masks import AttentionMask
-from ..validation import check_device, check_offsets, check_offsets_shape, check_tensor
-from .attention import attend
-from .attention_call import AttentionOptions, Side
-from .attention_checks import check_operands, check_output_scale, check_shared
+from ..segments import RowSegments, check_device, check_offsets, check_offsets_shape, parse_segments
+from ..validation import check_tensor
+from .attention import attend, computed
+from .attention_arguments import Side, check_shared, parse_arguments
+from .attention_call import AttentionOptions, check_operands, check_output_scale
 from .joined_rows import joined_rows
 
 
@@ -88,9 +88,7 @@ def target_attention(
             'candidates must be a CandidateIndex where kv_offsets is "shared", got'
             f" {type(candidates).__name__}"
         )
-    candidates.check(q.shape[0], num_users)
-    check_device("candidates", candidates.offsets, q.device, "q's")
-    candidates = candidates.on(q.device)
+    candidates = candidates.matched(q, num_users)
     num_candidates, rows = q.shape[:2]
     queries = candidates.parsed(num_candidates, rows)
     if max_seqlen_q is not None:
@@ -101,7 +99,8 @@ def target_attention(
         activation, scale, output_scale, mask, None, schedule, implementation, pages
     )
     keys = Side(kv_offsets, max_seqlen_kv)
-    out = attend(candidates.grouped(q).flatten(0, 1), k, v, queries, keys, options)
+    q = candidates.grouped(q).flatten(0, 1)
+    out = computed(parse_arguments(q, k, v, queries, keys, options))
     return candidates.ungrouped(torch.unflatten(out, 0, (num_candidates, rows)))
 
 
@@ -168,34 +167,32 @@ def self_target_attention(
         check_offsets(name, x, total)
         check_device(name, x, device, "q_user's")
     if offsets.shape != candidate_offsets.shape:
-        segments = offsets.shape[0] - 1, candidate_offsets.shape[0] - 1
         raise ValueError(
-            "offsets and candidate_offsets must describe the same number of segments, "
-            "got {} and {}".format(*segments)
+            "offsets and candidate_offsets must describe the same number of segments, got"
+            f" {offsets.shape[0] - 1} and {candidate_offsets.shape[0] - 1}"
         )
-    keys = parse_segments("offsets", offsets, rows[0], device)
+    users = parse_segments("offsets", offsets, rows[0], device)
     candidates = parse_segments("candidate_offsets", candidate_offsets, rows[1], device)
-    return attend_users_and_candidates((q_user, q_candidates), k, v, keys, candidates, **options)
-
-
-def attend_users_and_candidates(
-    q: tuple[Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    users: RowSegments,
-    candidates: RowSegments,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """`self_target_attention` of operands that match. q: those of the users and of the
-    candidates."""
-    rows = q[0].shape[0], q[1].shape[0]
     queries, keys, options = _joined_segments(users, candidates, rows, options)
     for side, segments in (("q", queries), ("kv", keys)):
         longest = options.pop(f"max_seqlen_{side}", None)
         if longest is not None:
             check_offsets(f"{side}_offsets", segments.offsets, None, longest, f"max_seqlen_{side}")
-    out = attend(joined_rows(*q), k, v, queries, keys, AttentionOptions(**options))
+    q = joined_rows(q_user, q_candidates)
+    out = computed(parse_arguments(q, k, v, queries, keys, AttentionOptions(**options)))
     of_users, of_candidates = torch.split_with_sizes(out, rows)
+    return of_users, of_candidates
+
+
+def attend_users_and_candidates(
+    q: tuple[Tensor, Tensor], k: Tensor, v: Tensor, users: RowSegments, candidates: RowSegments
+) -> tuple[Tensor, Tensor]:
+    """`self_target_attention` of a layer. q: those of the users and of the candidates."""
+    rows = q[0].shape[0], q[1].shape[0]
+    queries, keys, _ = _joined_segments(users, candidates, rows, {})
+    of_users, of_candidates = torch.split_with_sizes(
+        attend(joined_rows(*q), k, v, queries, keys), rows
+    )
     return of_users, of_candidates
 
 

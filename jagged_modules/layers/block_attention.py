@@ -9,19 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from ..autocast import autocast_dtype
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
-from ..functional.attention_checks import BLOCKS
+from ..functional.attention_arguments import BLOCKS
 from ..functional.block_attention import runs_kernels
+from ..functional.tail import entering, leaving
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_choice, check_size
+from ..segments import check_offsets
 from ..tracing import call_of, one_module
-from ..validation import MAX_HEAD_DIM, check_offsets, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_rows
-from .one_node import linears_may_be_one_node, operand_dtype
+from .one_node import linears_may_be_one_node
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -114,7 +116,7 @@ class BlockDiagonalSelfAttention(nn.Module):
                 too long.
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
-        end = end_of("x", jagged)
+        end = jagged.end("x")
         rows = entering(jagged.values, end)
         rotary = None
         if self.tables is not None and self.rotary is not None:
@@ -122,7 +124,7 @@ class BlockDiagonalSelfAttention(nn.Module):
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
         if self._is_one_node(rows):
             attention = BlockAttention(
-                jagged.offsets, self.num_heads, self.block_size, rotary, operand_dtype(rows)
+                jagged.offsets, self.num_heads, self.block_size, rotary, autocast_dtype(rows)
             )
             out = block_attention_node(rows, self.qkv_proj, self.out_proj, attention)
             return jagged.unwrap(leaving(out, end))
@@ -134,7 +136,7 @@ class BlockDiagonalSelfAttention(nn.Module):
 
     def _is_one_node(self, x: Tensor) -> bool:
         return linears_may_be_one_node(x, (self.qkv_proj, self.out_proj)) and runs_kernels(
-            x.device, operand_dtype(x), self.head_dim, self.block_size
+            x.device, autocast_dtype(x), self.head_dim, self.block_size
         )
 
     if TYPE_CHECKING:

@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jagged_kernels.attention.pages import Pages
+from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
+from ..autocast import autocast_dtype
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
-from ..containers.segmentation import RowSegments
 from ..functional.attention import attend
-from ..functional.attention_call import AttentionOptions, Side
+from ..functional.attention_call import AttentionOptions
+from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_kind
+from ..segments import RowSegments
 from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
@@ -28,9 +31,7 @@ from .gdpa_config import GDPAConfig
 from .gdpa_node import RMSNorm, gdpa_node, is_one_node
 from .invariant import fixed_rows
 from .layer_bias import check_layer_bias
-from .one_node import operand_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -223,7 +224,7 @@ class JaggedGDPA(nn.Module):
         mask = self._checked_options(rows, keys, "cache", num_targets, bias)
         values, pages = paged_operands(keys)
         k, v = values.chunk(2, dim=2)
-        end = end_of("x", rows)
+        end = rows.end("x")
         q = self._queries(entering(rows.values, end))
         out = self._attend(q, k, v, rows, keys, mask, bias, pages)
         return rows.unwrap(leaving(out, end))
@@ -260,7 +261,7 @@ class JaggedGDPA(nn.Module):
                 match; context, num_targets or bias is given with learned rows.
         """
         config, rows = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
-        end = end_of("x", rows)
+        end = rows.end("x")
         values = entering(rows.values, end)
         if is_one_node(self, values, bias):
             return rows.unwrap(leaving(self._one_node(rows, values, context, num_targets), end))
@@ -272,7 +273,7 @@ class JaggedGDPA(nn.Module):
         elif keys is rows:
             k, v = self._project(values)
         else:
-            k, v = self._project(entering(keys.values, end_of(keys_name, keys)))
+            k, v = self._project(entering(keys.values, keys.end(keys_name)))
         q = self.q_norm(self.seeds) if config.num_seeds else self._queries(values)
         out: Any = self._attend(q, k, v, rows, keys, mask, bias)
         if config.num_seeds:
@@ -319,7 +320,7 @@ class JaggedGDPA(nn.Module):
         mask: AttentionMask | None,
         bias: RelativeBias | None = None,
         pages: Pages | None = None,
-    ) -> tuple[Side | RowSegments, Side | RowSegments, AttentionOptions]:
+    ) -> tuple[RowSegments | None, RowSegments | None, AttentionOptions]:
         """What `attend` takes besides the operands, which have this dtype."""
         config, schedule = self.config, None
         if not config.num_weights:
@@ -335,8 +336,8 @@ class JaggedGDPA(nn.Module):
         options = AttentionOptions(
             self.activation, config.scale, output_scale, mask, bias, schedule, pages=pages
         )
-        of_rows = Side("shared") if config.num_seeds else rows.parsed("x")
-        of_keys = Side("shared") if config.num_weights else keys.parsed("context")
+        of_rows = None if config.num_seeds else rows.parsed("x")
+        of_keys = None if config.num_weights else keys.parsed("context")
         return of_rows, of_keys, options
 
     def _one_node(
@@ -349,13 +350,13 @@ class JaggedGDPA(nn.Module):
     ) -> Tensor:
         """The result for these values of the rows; with a block's norm, the block's."""
         keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
-        context = None if keys is rows else entering(keys.values, end_of("context", keys))
-        attention = self._attention(rows, keys, operand_dtype(values), mask)
+        context = None if keys is rows else entering(keys.values, keys.end("context"))
+        attention = self._attention(rows, keys, autocast_dtype(values), mask)
         return gdpa_node(self, values, context, norm, attention)
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
-        end = end_of(name, rows)
+        end = rows.end(name)
         keys_and_values = torch.cat(self._project(entering(rows.values, end)), dim=2)
         return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
@@ -483,10 +484,11 @@ class GDPABlock(nn.Module):
             TypeError, ValueError: as `JaggedGDPA.forward`.
         """
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
-        end = end_of("x", jagged)
+        end = jagged.end("x")
         rows = entering(jagged.values, end)
         attention, norm = self.attention, self.norm
         is_plain = type(attention) is JaggedGDPA and type(norm) is RMSNorm
+        is_plain = is_plain and attention.embedding_dim <= MAX_WIDTH
         if is_plain and is_one_node(attention, rows, bias, attention, norm):
             out = attention._one_node(jagged, rows, context, num_targets, norm)  # pyright: ignore[reportPrivateUsage]
         else:

@@ -12,28 +12,23 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..autocast import autocast_dtype
 from ..bias import RelativeBias
-from ..containers.segmentation import RowSegments
-from ..functional.attention import with_schedule
-from ..functional.attention_call import AttentionOptions, Side, parse_call
+from ..functional.attention import attention_backward, attention_forward, packed_gradients
+from ..functional.attention_call import AttentionOptions, parsed_call
+from ..segments import RowSegments
 from ..tracing import as_constant
 from .one_node import (
-    add_input_gradient,
-    bias_gradient,
     differentiable_once,
-    input_gradient,
     linear,
     linear_gradients,
     linears_may_be_one_node,
-    operand_dtype,
     take_saved,
-    weight_gradient,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +73,7 @@ class GDPACall(NamedTuple):
     num_heads: int
     head_dim: int
     queries: RowSegments
-    keys: RowSegments | Side
+    keys: RowSegments | None
     options: AttentionOptions
     dropout: float
     eps: float | None
@@ -121,7 +116,7 @@ def gdpa_node(
     projections = q_proj.weight, q_proj.bias, keys, values, out_proj.weight, out_proj.bias
     inputs = NodeInputs(x, context, weight, *projections)
     call = GDPACall(
-        operand_dtype(x),
+        autocast_dtype(x),
         layer.num_heads,
         layer.head_dim,
         *attention,
@@ -143,8 +138,6 @@ _SAVED = (
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        from jagged_kernels.attention.op import attention_forward
-
         inputs, call = NodeInputs(*arguments[:-1]), arguments[-1]
         x, context, norm, dtype = *inputs[:3], call.dtype
         ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
@@ -156,9 +149,9 @@ class _Node(torch.autograd.Function):
         else:
             rows, rstd = rms_norm(x, norm, call.eps, dtype)
         (q, k, v), weights = _projected(rows, context, inputs, call)
-        attention = parse_call(q, k, v, call.queries, call.keys, call.options).call
-        attention = with_schedule(attention, any(ctx.needs_input_grad))
-        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention)
+        attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
+        trains = any(ctx.needs_input_grad)
+        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
         h, kept = out.flatten(1), None
         if call.dropout:
             h, kept = torch.native_dropout(h, call.dropout, True)
@@ -220,54 +213,32 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the projected rows and of the context, and of `NodeInputs`' q_weight to values.
     Takes what it reads out of `saved`. wanted: of all inputs."""
-    from jagged_kernels.attention.op import attention_backward, attention_packed_backward
-
     q, k, v, out, lse, dh = (saved.pop(name) for name in ("q", "k", "v", "out", "lse", "dh"))
     rows, context = saved.pop("rows"), saved.pop("context")
-    weight, kv_weight = saved["weight"], saved["kv_weight"]
-    results, arguments = [out, lse], (q, k, v, segments, *ctx.options)
-    do = torch.unflatten(dh, 1, (q.shape[1], -1))
+    weight, kv_weight, width = saved["weight"], saved["kv_weight"], q.shape[1] * q.shape[2]
     dtype, x_dtype = ctx.dtype, ctx.x_dtype if saved["norm"] is None else rows.dtype
+    do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [out, lse]
+    arguments = q, k, v, segments, *ctx.options
+    del q, k, v, out, lse, dh
     of_x, of_context, of_norm, of_weight, of_bias, of_keys, of_values = wanted[:7]
     of_q = of_x or of_norm, of_weight, of_bias
-    if context is None and not ctx.is_learned:
-        widths = [x.shape[1] * x.shape[2] for x in (q, k, v)]
-        dqkv, columns = q.new_empty(q.shape[0], sum(widths)), [0, widths[0], sum(widths[:2])]
-        attention_packed_backward(do, results, dqkv, columns, *arguments)
-        del do, dh, q, k, v, out, results, arguments  # makes room
+    if ctx.is_learned:
+        dq, dk, dv, *_ = attention_backward(do, results, *arguments)
+        dx, *dq_proj = linear_gradients(dq.flatten(1), rows, weight, of_q, x_dtype, dtype)
+        return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
+    dq, dkv = packed_gradients(do, results, context is None, *arguments)
+    del do, results, arguments  # makes room
+    if context is None:
         of_qkv = of_q[0], of_weight or of_keys, of_bias or of_values
-        dx, *packed = linear_gradients(dqkv, rows, weight, of_qkv, x_dtype, dtype)
+        dx, *packed = linear_gradients(dq, rows, weight, of_qkv, x_dtype, dtype)
         (dq_weight, dkeys), (dq_bias, dvalues) = (
-            (None, None) if x is None else x.tensor_split([widths[0]]) for x in packed
+            (None, None) if x is None else x.tensor_split([width]) for x in packed
         )
         return dx, None, dq_weight, dq_bias, dkeys, dvalues
-    dq, dk, dv, *_ = attention_backward(do, results, *arguments)
-    del do, dh, q, k, v, out, results, arguments
     dx, *dq_proj = linear_gradients(dq.flatten(1), rows, weight, of_q, x_dtype, dtype)
-    if ctx.is_learned:
-        return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
-    del dq
     of_kv = of_context, of_keys, of_values
-    of_parts = dk.flatten(1), dv.flatten(1)
-    dcontext, *dkv_proj = _context_gradients(ctx, *of_parts, context, kv_weight, of_kv)
+    dcontext, *dkv_proj = linear_gradients(dkv, context, kv_weight, of_kv, ctx.context_dtype, dtype)
     return dx, dcontext, *dq_proj, *dkv_proj
-
-
-def _context_gradients(
-    ctx: Any, dk: Tensor, dv: Tensor, context: Any, weight: Tensor, wanted: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """Of the context, and of the weight and bias that give keys and values. dk, dv: `[M, N]`. They
-    are not copied into one tensor: the second GEMM adds to the result of the first."""
-    k_weight, v_weight = weight.tensor_split(2)
-    dcontext = dweight = dbias = None
-    if wanted[0]:
-        dcontext = input_gradient(dk, k_weight, ctx.context_dtype)
-        dcontext = add_input_gradient(dcontext, dv, v_weight)
-    if wanted[1]:
-        dweight = torch.cat([weight_gradient(x, context, ctx.dtype) for x in (dk, dv)])
-    if wanted[2]:
-        dbias = torch.cat([bias_gradient(x, ctx.dtype) for x in (dk, dv)])
-    return dcontext, dweight, dbias
 
 
 # -- what a fused kernel may compute ---------------------------------------------------------------
@@ -276,19 +247,21 @@ def _context_gradients(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """torch's RMSNorm, computed in the wider dtype of x and weight, as dtype; 1 / rms of each
-    row."""
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    normed, rstd = torch.ops.aten._fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
-    return normed.to(dtype), rstd
+    """RMSNorm of rows, computed in fp32, as dtype; 1 / rms of each row."""
+    from jagged_kernels.rows.op import triton_row_norm
+
+    if eps is None:  # as in torch
+        eps = torch.finfo(torch.promote_types(x.dtype, weight.dtype)).eps
+    normed, _, rstd = triton_row_norm(x, weight, None, dtype, eps, 1, True)
+    return normed, rstd
 
 
 def rms_norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of x, plus the gradient of the residual, in x's dtype; of weight in its dtype."""
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    dx, dweight = torch.ops.aten._fused_rms_norm_backward(
-        dy.to(wide), x.to(wide), weight.shape, rstd, weight.to(wide), [True, True]
-    )
-    return dx.add_(residual).to(x.dtype), dweight.to(weight.dtype)
+    from jagged_kernels.rows.op import triton_row_norm_backward
+
+    # kernels read no mean of this norm, and its eps is in rstd
+    dx, sums = triton_row_norm_backward(dy, x, rstd, rstd, weight, residual, 0.0, True)
+    return dx, sums[0].to(weight.dtype)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
+from ..autocast import autocast_dtype
 from ..bias import RelativeBias
-from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
-from ..functional.attention import attend
+from ..functional.attention import attend, attention_arguments
 from ..functional.attention_call import AttentionOptions
-from ..functional.layer_norm import layer_norm_rows
+from ..functional.tail import entering
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
+from ..segments import check_device, check_index_values, check_integers
 from ..tracing import call_of, one_module, through_call
-from ..validation import (
-    MAX_HEAD_DIM,
-    check_device,
-    check_index_values,
-    check_integers,
-    check_layer_input,
-    resolve_head_dim,
-)
+from ..validation import MAX_HEAD_DIM, check_layer_input, resolve_head_dim
 from .hstu_config import (
     HSTUConfig,
     Times,
@@ -36,11 +29,12 @@ from .hstu_config import (
     check_row_timestamps,
     check_times,
 )
+from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
+from .hstu_rows import Keys, Rows, joined, updated_container
 from .invariant import fixed_rows
+from .norms import NORM_KINDS, make_norm
 from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
-from .tail import end_of, entering, leaving
 
-NORM_EPS = 1e-6
 C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
@@ -49,17 +43,23 @@ class HSTULayer(nn.Module):
     """One layer of an HSTU (Zhai et al. 2024, arXiv:2402.17152), as implemented in Meta's
     generative-recommenders.
 
-        [u | v | q | k] = LayerNorm(x) W + b
+        [u | v | q | k] = norm(x) W + b
         u = silu(u)
         a = silu(q kᵀ / sqrt(head_dim)) / scaling_seqlen · v, under HSTU's mask
-        y = u · LayerNorm(a), in fp32
+        y = u · norm(a), in fp32
         out = x + dropout([u | a | y]) W_o
 
     With config.relative_position or relative_time, a learned `RelativeBias` is added to q kᵀ /
     sqrt(head_dim): the tables `position_bias` `[2N - 1]` and `time_bias` `[K + 1]`, which all heads
     share. The boundaries of the buckets are a buffer, `time_boundaries`.
 
-    The kernels read q, k and v in place from the packed projection.
+    norm is a LayerNorm unless config.norm says otherwise. The kernels read q, k and v in place from
+    the packed projection.
+
+    On a GPU the layer is one autograd node of kernels that take whole rows, as long as its modules
+    are those that the constructor made, without hooks. Otherwise, and on the CPU, it calls them.
+    The node draws other random numbers for its dropout than torch's, from a seed of torch's
+    generator.
 
     Args:
         embedding_dim: width E of the rows.
@@ -103,11 +103,12 @@ class HSTULayer(nn.Module):
             "linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM
         )
         width = num_heads * self.linear_dim
-        self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device, dtype=dtype)
+        of_input, of_output = NORM_KINDS[config.norm]
+        self.input_norm = make_norm(of_input, embedding_dim, device=device, dtype=dtype)
         self.uvqk_proj = xavier_linear(
             embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device, dtype=dtype
         )
-        self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device, dtype=dtype)
+        self.output_norm = make_norm(of_output, width, num_heads, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = xavier_linear(
             3 * width, embedding_dim, bias=False, device=device, dtype=dtype
@@ -178,9 +179,11 @@ class HSTULayer(nn.Module):
                 missing, or given without config.relative_time.
         """
         jagged = self._checked("x", x, num_targets, timestamps, query_timestamps)
+        mask, bias = self.config.mask(num_targets), self._bias(timestamps, query_timestamps)
+        if takes_kernels(self, jagged.values):
+            return self._updated_by_node(jagged, mask, bias)
         rows = self._project("x", jagged)
-        bias = self._bias(timestamps, query_timestamps)
-        return self._updated(rows, self._attend_within(rows, self.config.mask(num_targets), bias))
+        return self._updated(rows, self._attend_within(rows, mask, bias))
 
     if TYPE_CHECKING:
 
@@ -366,56 +369,69 @@ class HSTULayer(nn.Module):
             )
         return max(1, length)  # a batch without rows has a max_seqlen of 0
 
-    def _project(self, name: str, x: Jagged) -> _Rows:
+    def _project(self, name: str, x: Jagged) -> Rows:
         """The rows of x, which errors call `name`, and their projections."""
-        end = end_of(name, x)
+        end = x.end(name)
         values = entering(x.values, end)
-        return _Rows(x, end, values, *self._uqkv(values))
+        return Rows(x, end, values, *self._uqkv(values))
 
     @fixed_rows
     def _uqkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         qk_width, uv_width = self.num_heads * self.head_dim, self.num_heads * self.linear_dim
-        packed = self.uvqk_proj(self.input_norm(x))
+        normed = norm_rows(self.input_norm, x) if takes_kernels(self, x) else self.input_norm(x)
+        packed = self.uvqk_proj(normed)
         check_columns("uvqk_proj", packed, 2 * uv_width + 2 * qk_width)
         u, v, q, k = packed.split([uv_width, uv_width, qk_width, qk_width], dim=1)
         q, k, v = (part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v))
         return u, q, k, v
 
     def _attend(
-        self, rows: _Rows, keys: _Keys, mask: AttentionMask | None, scaling_seqlen: int
+        self, rows: Rows, keys: Keys, mask: AttentionMask | None, scaling_seqlen: int
     ) -> Tensor:
         """Attention output `[rows, H · Dv]`."""
-        queries, q = rows.jagged, rows.q
-        head_dim = max(self.head_dim, self.linear_dim)
+        options = self._options(rows.jagged, keys, mask, scaling_seqlen, rows.q.dtype)
+        segments = rows.jagged.parsed("x"), keys.jagged.parsed("history")
+        return attend(rows.q, keys.k, keys.v, *segments, options).flatten(1)
+
+    def _options(
+        self,
+        queries: Jagged,
+        keys: Keys,
+        mask: AttentionMask | None,
+        scaling_seqlen: int,
+        dtype: torch.dtype,
+    ) -> AttentionOptions:
         schedule = keys.jagged.schedule(
-            num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask
+            num_heads=self.num_heads,
+            head_dim=max(self.head_dim, self.linear_dim),
+            dtype=dtype,
+            queries=queries,
+            mask=mask,
         )
-        options = AttentionOptions(
+        return AttentionOptions(
             "silu", None, 1 / scaling_seqlen, mask, keys.bias, schedule, pages=keys.pages
         )
-        segments = queries.parsed("x"), keys.jagged.parsed("history")
-        return attend(q, keys.k, keys.v, *segments, options).flatten(1)
 
     def _attend_within(
         self,
-        rows: _Rows,
+        rows: Rows,
         mask: AttentionMask,
         bias: RelativeBias | None,
         scaling_seqlen: int | None = None,
     ) -> Tensor:
         """Attention of rows to one another. scaling_seqlen: that of these rows if None."""
-        keys = _Keys(rows.jagged, rows.k, rows.v, bias)
+        keys = Keys(rows.jagged, rows.k, rows.v, bias)
         length = self._scaling_seqlen(rows.jagged) if scaling_seqlen is None else scaling_seqlen
         return self._attend(rows, keys, mask, length)
 
-    def _cached_keys(self, cache: Jagged, bias: RelativeBias | None) -> _Keys:
+    def _cached_keys(self, cache: Jagged, bias: RelativeBias | None) -> Keys:
         values, pages = paged_operands(cache)
         k, v = torch.split_with_sizes(values, [self.head_dim, self.linear_dim], dim=2)
-        return _Keys(cache, k, v, bias, pages)
+        return Keys(cache, k, v, bias, pages)
 
     def _attend_with_cache(
-        self, rows: _Rows, cache: Jagged, mask: AttentionMask, times: Times
+        self, rows: Rows, cache: Jagged, mask: AttentionMask, times: Times
     ) -> Tensor:
         """Attention of rows to cached histories, plus to one another under the mask. SiLU has no
         normalisation, so the two add up."""
@@ -425,31 +441,43 @@ class HSTULayer(nn.Module):
         bias = self._bias(times.timestamps, times.query_timestamps)
         return of_history + self._attend_within(rows, mask, bias, length)
 
-    def _attend_to_joined(self, rows: _Rows, cache: Jagged, times: Times) -> Tensor:
+    def _attend_to_joined(self, rows: Rows, cache: Jagged, times: Times) -> Tensor:
         """Attention of events to the cached rows and the events. It writes the events behind the
         cached rows, or copies both once."""
         events, room = rows.jagged, room_of(cache)
         added = events.with_values(torch.cat([rows.k, rows.v], dim=2))
-        keys = _joined(cache, added) if room is None else room.write(added.values)
+        keys = joined(cache, added) if room is None else room.write(added.values)
         timestamps = times.timestamps
         if timestamps is not None:
             assert times.cache_timestamps is not None
-            timestamps = _joined(
+            timestamps = joined(
                 cache.with_values(times.cache_timestamps), events.with_values(timestamps)
             ).values
         both = self._cached_keys(keys, self._bias(timestamps, times.query_timestamps))
         return self._attend(rows, both, self.config.mask(), self._scaling_seqlen(events))
 
-    def _updated(self, rows: _Rows, a: Tensor) -> Any:
+    def _updated_by_node(self, x: Jagged, mask: AttentionMask, bias: RelativeBias | None) -> Any:
+        """x's container with updated values, as one autograd node."""
+        end = x.end("x")
+        values = entering(x.values, end)
+        like = values.new_empty((), dtype=autocast_dtype(values))
+        options = self._options(
+            x, Keys(x, None, None, bias), mask, self._scaling_seqlen(x), like.dtype
+        )
+        q_shape, v_shape = (
+            (values.shape[0], self.num_heads, dim) for dim in (self.head_dim, self.linear_dim)
+        )
+        arguments = attention_arguments(like, q_shape, v_shape, x.parsed("x"), options)
+        return updated_container(x, hstu_node(self, values, arguments), end)
+
+    def _updated(self, rows: Rows, a: Tensor) -> Any:
         """The rows' container with updated values, from their attention."""
-        values = self._output(rows.values, rows.u, a)
-        out = rows.jagged.unwrap(leaving(values, rows.end))
-        if rows.jagged.is_clean:
-            out.is_clean = True
-        return out
+        return updated_container(rows.jagged, self._output(rows.values, rows.u, a), rows.end)
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
+        if takes_kernels(self, x):
+            return gated_output(self, x, u, a)
         dtype = torch.promote_types(x.dtype, torch.float32)
         u, a = nnf.silu(u.to(dtype)), a.to(dtype)
         y = u * self.output_norm(a)
@@ -458,55 +486,4 @@ class HSTULayer(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, config={self.config}"
-        )
-
-
-class _Rows(NamedTuple):
-    """The rows of a call: their values, cleared behind `end`, and the projections of these."""
-
-    jagged: Jagged
-    end: Tensor | None
-    values: Tensor
-    u: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    def keys_and_values(self) -> Tensor:
-        return leaving(torch.cat([self.k, self.v], dim=2), self.end)
-
-
-class _Keys(NamedTuple):
-    """What rows attend to: keys and values of these segments, in pages or not."""
-
-    jagged: Jagged
-    k: Tensor
-    v: Tensor
-    bias: RelativeBias | None
-    pages: Pages | None = None
-
-
-def _joined(rows: Jagged, added: Jagged) -> Jagged:
-    """Each segment's rows, then those that are added. Copies both."""
-    return HistoryCache((rows,)).append(HistoryCache((added,))).layers[0]
-
-
-class _RowNorm(nn.LayerNorm):
-    """A LayerNorm that sums the gradients of its weight and bias in fp32 or fp64 on the CPU too."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return layer_norm_rows(input, self.weight, self.bias, self.eps)
-
-
-class _WideNorm(nn.LayerNorm):
-    """A LayerNorm in the dtype of its input, which may be wider than that of its weight and
-    bias."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return nnf.layer_norm(
-            input,
-            self.normalized_shape,
-            self.weight.to(input.dtype),
-            self.bias.to(input.dtype),
-            self.eps,
         )

@@ -13,8 +13,11 @@ from ..bias import check_timestamps
 from ..containers.jagged import Jagged
 from ..containers.offsets import rows_and_segments, segments_and_positions
 from ..masks import AttentionMask, is_visible
-from ..scalars import check_number, check_size, possessive
-from ..validation import values_are_checkable
+from ..scalars import check_choice, check_kind, check_number, check_size, possessive
+from ..segments import values_are_checkable
+from .norms import NORM_KINDS
+
+RECOMPUTED = "norm", "activation", "projection"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,17 @@ class HSTUConfig:
         relative_time: number K of boundaries between buckets of time differences. Each layer then
             learns a bias by these buckets, with the boundaries of `RelativeBias.log_boundaries(K)`,
             and needs timestamps. 0: none.
+        norm: of the layer's input, and of attention's output. "layer": LayerNorms. "rms": root mean
+            square norms, without biases. "group": a LayerNorm of the input, and one of each head of
+            the output, with a weight and a bias for each column. Meta's group norm has one of each
+            for a head: repeat these linear_dim times.
+        recompute: what the backward computes again instead of keeping it from the forward, where a
+            layer is one autograd node (on a GPU, without hooks on its modules). "norm": the normed
+            input, embedding_dim columns. "activation": the input of the output projection, 3 H
+            linear_dim columns. "projection": u, v, q and k. The first two cost one pass over the
+            rows each, so the default computes them again: kept, they would take as much memory as
+            the projection, in each layer of a stack. The projection costs a GEMM. A graph of
+            torch.compile may keep what is named here.
 
     Both biases are the published ones and cost a lookup for each score. Production models often add
     embeddings of a row's position, and of the time since the previous row, to the input instead, at
@@ -57,6 +71,8 @@ class HSTUConfig:
     recent_history: int = 0
     relative_position: int = 0
     relative_time: int = 0
+    norm: str = "layer"
+    recompute: tuple[str, ...] = ("norm", "activation")
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "linear_dim", "scaling_seqlen"):
@@ -65,6 +81,10 @@ class HSTUConfig:
         check_number("dropout", self.dropout, 0, 1)
         for name in ("relative_position", "relative_time"):
             check_size(name, getattr(self, name), at_least=0)
+        check_choice("norm", self.norm, tuple(NORM_KINDS))
+        check_kind("recompute", self.recompute, tuple, "a tuple of names")
+        for name in self.recompute:
+            check_choice("each of recompute", name, RECOMPUTED)
         self.mask()  # checks the mask's fields
 
     def mask(self, num_targets: Tensor | None = None) -> AttentionMask:

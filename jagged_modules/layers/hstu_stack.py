@@ -11,6 +11,7 @@ from torch.types import Device
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
+from ..functional.tail import entering, leaving
 from ..scalars import check_kind, check_size
 from ..tracing import call_of, one_module, through_call
 from .hstu import HSTULayer
@@ -24,7 +25,6 @@ from .hstu_config import (
     rows_seen_by_targets,
 )
 from .parameters import reset_all
-from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -288,7 +288,7 @@ def _without_container(x: Any, config: HSTUConfig) -> Jagged:
     those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
     check_lengths("x", config, jagged.offsets)  # before they are copied to a device
-    end = end_of("x", jagged)
+    end = jagged.end("x")
     rows = jagged.with_values(entering(jagged.values, end))
     rows.is_clean = end is not None or jagged.is_clean
     return rows
@@ -297,4 +297,4 @@ def _without_container(x: Any, config: HSTUConfig) -> Jagged:
 @torch.fx.wrap
 def _in_container_of(x: Any, jagged: Jagged) -> Any:
     container = Jagged.wrap(x)
-    return container.unwrap(leaving(jagged.values, end_of("x", container)))
+    return container.unwrap(leaving(jagged.values, container.end("x")))

@@ -7,7 +7,7 @@ import dataclasses
 from ..bias import RelativeBias
 from ..containers.jagged import Jagged
 from ..scalars import check_kind
-from ..validation import values_are_checkable
+from ..segments import values_are_checkable
 
 
 def check_layer_bias(

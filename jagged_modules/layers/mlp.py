@@ -11,11 +11,11 @@ from torch.types import Device
 
 from ..activations import POINTWISE
 from ..containers.jagged import wrap_rows
+from ..functional.tail import entering, leaving
 from ..scalars import check_choice, check_kind, check_size
 from ..tracing import call_of, one_module
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
-from .tail import end_of, entering, leaving
 
 C = TypeVar("C")  # a container
 
@@ -84,7 +84,7 @@ class JaggedMLP(nn.Module):
             TypeError, ValueError: x has another type, shape, dtype or device.
         """
         jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
-        end = end_of("x", jagged)
+        end = jagged.end("x")
         values, activation = entering(jagged.values, end), POINTWISE[self.activation].function
         # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
         for layer in self.layers:

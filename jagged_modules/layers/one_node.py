@@ -9,6 +9,7 @@ cannot cheaply compute again.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,18 +17,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..dtypes import EVERYWHERE
+from ..autocast import autocast_dtype
+from ..dtypes import dtypes_of
 from ..settings import is_batch_invariant
 from ..validation import runs_transforms
 
+ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
 
-def may_be_one_node(x: Tensor, *modules: nn.Module) -> bool:
-    """Whether a layer may compute these modules from their parameters instead of calling them: on a
-    GPU, if nothing but the modules' own forward would run.
+
+def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> bool:
+    """Whether a layer may compute these modules from their parameters instead of calling them: if
+    nothing but the modules' own forward would run.
 
     A module that was replaced (LoRA, quantised weights), is parametrised or has hooks is called.
+    Exported graphs have the modules' operators, which other passes know.
+
+    Args:
+        on_cpu: the node also runs on the CPU. Graphs for the CPU are made of the modules.
     """
-    if not x.is_cuda or is_batch_invariant() or _has_global_hooks():
+    if not (x.is_cuda or (on_cpu and x.is_cpu and not torch.compiler.is_compiling())):
+        return False
+    if torch.compiler.is_exporting() or is_batch_invariant() or _has_global_hooks():
         return False
     return all(map(_is_plain, modules))
 
@@ -60,11 +70,17 @@ def _has_global_hooks() -> bool:
     )
 
 
-def operand_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a GEMM's operands: autocast's, or that of x."""
-    if torch.is_autocast_enabled("cuda") and x.dtype != torch.float64:
-        return torch.get_autocast_dtype("cuda")
-    return x.dtype
+def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
+    """The parameters in the operands' dtype: copies in one buffer, by few launches."""
+    if all(x.dtype == dtype for x in parameters):
+        return parameters
+    ends = list(itertools.accumulate(-(-x.numel() // ALIGNMENT) * ALIGNMENT for x in parameters))
+    buffer = parameters[0].new_empty(ends[-1], dtype=dtype)
+    copies = [
+        buffer[start : start + x.numel()].view(x.shape) for x, start in zip(parameters, [0, *ends])
+    ]
+    torch._foreach_copy_(copies, list(parameters))
+    return copies
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -74,9 +90,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """dyᵀ `[N, L]` @ x in the weight's dtype, without a rounding to the operands' in between."""
-    if dtype == x.dtype:
-        return dy.t() @ x
-    return torch.mm(dy.t(), x, out_dtype=dtype)
+    if dtype == torch.float32 != x.dtype and x.is_cuda:
+        return torch.mm(dy.t(), x, out_dtype=dtype)
+    return (dy.t() @ x).to(dtype)
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,31 +126,26 @@ def linear_gradients(
 
 def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """dy @ weight `[N, K]`; in fp32 without a rounding to the operands' dtype in between."""
-    if dtype == torch.float32 != dy.dtype:
+    if dtype == torch.float32 != dy.dtype and dy.is_cuda:
         return torch.mm(dy, weight, out_dtype=dtype)
     return (dy @ weight).to(dtype)
 
 
-def add_input_gradient(dx: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
-    """dx + dy @ weight, added in the GEMM, in place if the dtypes allow it."""
-    if dx.dtype == dy.dtype:
-        return dx.addmm_(dy, weight)
-    if dx.dtype == torch.float32:
-        return torch.addmm(dx, dy, weight, out_dtype=torch.float32)
-    return dx + dy @ weight
-
-
-def linears_may_be_one_node(x: Tensor, linears: Sequence[nn.Module], *others: nn.Module) -> bool:
+def linears_may_be_one_node(
+    x: Tensor, linears: Sequence[nn.Module], *others: nn.Module, on_cpu: bool = False
+) -> bool:
     """`may_be_one_node` of modules of which `linear` computes the first ones: each of these is an
     nn.Linear with a bias. Their parameters have one dtype, that of x unless autocast casts them."""
-    if not may_be_one_node(x, *linears, *others) or runs_transforms():
+    if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return False
     have_biases = (len([*module.parameters()]) == 2 for module in linears)
     if not all(type(module) is nn.Linear for module in linears) or not all(have_biases):
         return False
-    dtype = operand_dtype(x)
+    dtype = autocast_dtype(x)
     dtypes = {parameter.dtype for module in linears for parameter in module.parameters()}
-    return dtype in EVERYWHERE and len(dtypes) == 1 and (dtype in dtypes or dtype != x.dtype)
+    if len(dtypes) != 1 or (dtype == x.dtype and dtype not in dtypes):
+        return False
+    return dtype in dtypes_of("jagged_attention", x.device)
 
 
 def take_saved(ctx: Any) -> list[Any]:

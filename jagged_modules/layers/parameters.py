@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..dtypes import FLOATS, names
+from ..dtypes import FLOATS, WrongDtype, names
 from ..scalars import check_kind
-from ..validation import WrongDtype
 
 
 def check_parameter_dtype(dtype: torch.dtype | None) -> None:

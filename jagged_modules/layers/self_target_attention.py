@@ -11,13 +11,13 @@ from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import wrap_rows
+from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
 from ..scalars import check_size
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, entering, leaving
 from .targets import parse_targets
 
 C = TypeVar("C")  # the container of the history
@@ -104,7 +104,7 @@ class JaggedSelfTargetAttention(nn.Module):
         )
         q = self.target_proj(entering(given.rows, given.end))
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
-        end = end_of("history", users)
+        end = users.end("history")
         rows = entering(users.values, end)
         own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
         k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)

@@ -6,23 +6,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jagged_kernels.attention.pages import Pages
+from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 from torch.types import Device
 
+from ..autocast import autocast_dtype
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
+from ..functional.tail import entering, leaving
 from ..scalars import check_kind, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
+from .one_node import linears_may_be_one_node
 from .parameters import check_parameter_dtype, in_heads, reset_all
-from .tail import end_of, entering, leaving
-from .targets import parse_targets
+from .target_node import target_node
+from .targets import Targets, parse_targets
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
@@ -151,9 +155,12 @@ class JaggedTargetAttention(nn.Module):
         """
         width = 2 * self.head_dim
         history = layer_of_cache(cache, "targets", None, self.num_heads, width, self.kv_proj)
+        given = parse_targets(
+            targets, candidates, history, self.q_proj, self.target_dim, history_name="cache"
+        )
         values, pages = paged_operands(history)
         k, v = values.chunk(2, dim=2)
-        return self._attend(targets, k, v, candidates, history, "cache", pages)
+        return self._attend(given, k, v, history, "cache", pages)
 
     append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
 
@@ -182,8 +189,26 @@ class JaggedTargetAttention(nn.Module):
                 match; the message names the argument.
         """
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        k, v = self._keys_and_values(entering(history.values, end_of("history", history)))
-        return self._attend(targets, k, v, candidates, history, "history")
+        given = parse_targets(targets, candidates, history, self.q_proj, self.target_dim)
+        if linears_may_be_one_node(given.rows, self.projections, self.dropout, on_cpu=True):
+            schedule = self._schedule(given, history, autocast_dtype(given.rows))
+            return given.unwrap(target_node(self, given, history, schedule))
+        k, v = self._keys_and_values(entering(history.values, history.end("history")))
+        return self._attend(given, k, v, history, "history")
+
+    @property
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        """Of the targets, of the history, and of the result."""
+        return self.q_proj, self.kv_proj, self.out_proj
+
+    def _schedule(self, given: Targets, history: Jagged, dtype: torch.dtype) -> TileSchedule | None:
+        return history.schedule(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            queries=given.queries,
+            rows_per_candidate=given.rows_per_candidate,
+        )
 
     if TYPE_CHECKING:
 
@@ -192,29 +217,18 @@ class JaggedTargetAttention(nn.Module):
 
     def _attend(
         self,
-        targets: Any,
+        given: Targets,
         k: Tensor,
         v: Tensor,
-        candidates: CandidateIndex | Tensor | None,
         history: Jagged,
         history_name: str,
         pages: Pages | None = None,
     ) -> Any:
         """Attend from the targets to the history's keys and values. Errors call it
         `history_name`."""
-        given = parse_targets(
-            targets, candidates, history, self.q_proj, self.target_dim, history_name=history_name
-        )
         q = self.q_proj(entering(given.rows, given.end))
         q = in_heads("q_proj", q, self.num_heads, self.head_dim)
-        schedule = history.schedule(
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            dtype=k.dtype,
-            queries=given.queries,
-            rows_per_candidate=given.rows_per_candidate,
-        )
-        options = AttentionOptions(schedule=schedule, pages=pages)
+        options = AttentionOptions(schedule=self._schedule(given, history, k.dtype), pages=pages)
         keys = history.parsed(history_name)
         out = given.ungrouped(attend(given.grouped(q), k, v, given.segments, keys, options))
         out = self.out_proj(self.dropout(out.flatten(-2)))
@@ -222,7 +236,7 @@ class JaggedTargetAttention(nn.Module):
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
-        end = end_of(name, rows)
+        end = rows.end(name)
         keys_and_values = torch.cat(self._keys_and_values(entering(rows.values, end)), dim=2)
         return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from ..containers.candidates import CandidateIndex
 from ..containers.conversions import wait_for
 from ..containers.jagged import Jagged, check_same_segments
-from ..containers.schedules import equal_segments
-from ..containers.segmentation import Queries, RowSegments
-from ..validation import check_dense, check_device, check_layer_input
-from .tail import end_of, end_of_candidates
+from ..segments import Queries, RowSegments, check_dense
+from ..validation import check_layer_input
 
 
 class Targets(NamedTuple):
@@ -22,7 +20,7 @@ class Targets(NamedTuple):
     Attributes:
         rows: `[N, E_t]` of a container, `[B, T, E_t]`, or `[num_candidates, n_q, E_t]`, as given.
         segments: of the query rows, grouped by user.
-        end: where the rows may have to be cleared, see `layers/tail.py`.
+        end: where the rows may have to be cleared, see `functional/tail.py`.
         candidates: their index, on the rows' device, or None.
         container: whose values the rows are, or None.
     """
@@ -88,11 +86,11 @@ def parse_targets(
         index = CandidateIndex.wrap(candidates, history.num_segments)
         shape = "[num_candidates, n_q, E_t]"
         rows = _checked(targets, projection, width, 3, shape)
-        index.check(rows.shape[0], history.num_segments, queries="targets have")
-        check_device("candidates", index.offsets, rows.device, "targets'")
-        index = index.on(rows.device)
+        index = index.matched(rows, history.num_segments, "targets")
         segments = index.parsed(*rows.shape[:2])
-        return Targets(rows, segments, end_of_candidates(index, segments), index)
+        # A map has one entry for each candidate, so no row is behind them.
+        ends = segments.has_tail and index.order is None
+        return Targets(rows, segments, index.offsets.contiguous() if ends else None, index)
     if may_be_equal and isinstance(targets, Tensor) and not targets.is_nested:
         rows = _checked(targets, projection, width, 3, "[B, T, E_t]")
         if rows.shape[0] != history.num_segments:
@@ -101,11 +99,11 @@ def parse_targets(
                 f" {history.num_segments}, got {rows.shape[0]}"
             )
         like = history.parsed(history_name).offsets
-        return Targets(rows, equal_segments(rows.shape[1], history.num_segments, like))
+        return Targets(rows, RowSegments.equal(rows.shape[1], history.num_segments, like))
     container = Jagged.wrap(targets, name="targets")
     check_same_segments("targets", container, history_name, history)
     rows = _checked(container.values, projection, width, 2, "[N, E_t]")
-    end = end_of("targets", container)
+    end = container.end("targets")
     return Targets(rows, container.parsed("targets"), end, container=container)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 import weakref
 from array import array
@@ -13,16 +12,17 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from jagged_kernels.attention.pages import SMALLEST_PAGE, Pages
+from jagged_kernels.attention.pages import SMALLEST_PAGE
 from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import PagedRows, Room, gather_pages, room_of
-from ..containers.segmentation import segmentation_of
-from ..scalars import check_kind, check_size, is_sequence, to_ints
+from ..containers.pages import PagedRows, Room, room_of
+from ..scalars import check_kind, check_size, to_ints
 from ..submodules import submodules
-from .pages import CacheFull, PageTable, RowRange, UserPages, row_indices
+from .pages import CacheFull, PageTable, RowRange, UserPages
+from .storage import RowStorage
+from .users import check_keys, check_sequence, check_users, listed_users
 
 __all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
 
@@ -125,8 +125,7 @@ class PagedHistoryCache:
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
-        # keys and values [rows, layers, H, width], and timestamps [rows] if the layer has them
-        self._columns: list[Tensor] = []
+        self._rows = RowStorage(page_rows)
         self._table: PageTable | None = None
         self._hits = self._misses = 0
         # the second guards all attributes
@@ -144,7 +143,7 @@ class PagedHistoryCache:
             return 0 if self._table is None else len(self._table.users)
 
     def __contains__(self, user: Hashable) -> bool:
-        _check_keys([user])
+        check_keys([user])
         with self._lock:
             return self._is_cached(user, self._current_weights())
 
@@ -165,7 +164,7 @@ class PagedHistoryCache:
         Raises:
             TypeError: users are a single string, or one of them is not hashable.
         """
-        users = _keys(users)
+        users = listed_users(users)
         with self._lock:
             weights, missing = self._current_weights(), list[Hashable]()
             for user in users:
@@ -183,16 +182,9 @@ class PagedHistoryCache:
             table = self._table
             if table is None:
                 return CacheStatistics(0, 0, 0, self.max_bytes, self._hits, self._misses, 0)
-            size = (table.num_pages - table.num_free) * self._page_bytes()
-            return CacheStatistics(
-                len(table.users),
-                table.num_rows,
-                size,
-                self.max_bytes,
-                self._hits,
-                self._misses,
-                table.evictions,
-            )
+            size = (table.num_pages - table.num_free) * self._rows.page_bytes
+            held, counts = (len(table.users), table.num_rows), (self._hits, self._misses)
+            return CacheStatistics(*held, size, self.max_bytes, *counts, table.evictions)
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -217,12 +209,12 @@ class PagedHistoryCache:
                 weights = self._current_weights()
             # nothing to compute
             if self._table is not None and isinstance(history, Jagged) and not history.num_rows:
-                self._check_users(users, history.num_segments, "history")
+                check_users(users, history.num_segments, "history")
                 with self._ordered():
                     self._table.replace(users, [0] * len(users), weights)
                 return
             rows = self.layer.cache(history, **timestamps)
-            self._check_users(users, rows.num_segments, "history")
+            check_users(users, rows.num_segments, "history")
             with self._ordered():
                 table = self._allocate(rows)
                 self._write(users, rows, table.replace(users, _lengths(rows.layers[0]), weights))
@@ -254,7 +246,7 @@ class PagedHistoryCache:
                 and getattr(self.layer, "append_writes_pages", False)
             ):
                 return self._append_in_pages(users, events, timestamps)
-            self._check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
+            check_users(users, Jagged.wrap(events, name="events").num_segments, "events")
             if self.layer.append_reads_cache:
                 cached = self._select(
                     users, self._reads_pages() and self.layer.max_cached_rows is None
@@ -277,7 +269,7 @@ class PagedHistoryCache:
         lengths = _lengths(Jagged.wrap(events, name="events"))
         with self._ordered():
             table = self._check_cached(users)
-            self._check_users(users, len(lengths), "events")
+            check_users(users, len(lengths), "events")
             self._wait_for_readers()
             ranges = table.reserve(users, lengths)
         try:
@@ -286,7 +278,7 @@ class PagedHistoryCache:
             with self._ordered():
                 room = room_of(cached.layers[0])
                 if room is not None and added.timestamps is not None:
-                    self._columns[1].index_copy_(0, room.rows, added.timestamps)
+                    self._rows.columns[1].index_copy_(0, room.rows, added.timestamps)
                 table.count(users, lengths)
                 self._keep_last(table, users)
         except BaseException:
@@ -322,7 +314,7 @@ class PagedHistoryCache:
         Raises:
             TypeError: users are a single string, or one of them is not hashable.
         """
-        users = _keys(users)
+        users = listed_users(users)
         with self._writer, self._lock:
             for user in users:
                 if self._table is not None and user in self._table.users:
@@ -357,14 +349,12 @@ class PagedHistoryCache:
         with self._lock:
             self._unpin()
             if self._last_copy is not None:
-                torch.cuda.current_stream(self._columns[0].device).wait_event(self._last_copy)
+                torch.cuda.current_stream(self._rows.device).wait_event(self._last_copy)
             try:
                 yield
             finally:
-                if self._columns and self._columns[0].is_cuda:
-                    self._last_copy = torch.cuda.current_stream(
-                        self._columns[0].device
-                    ).record_event()
+                if self._rows.columns and self._rows.device.type == "cuda":
+                    self._last_copy = torch.cuda.current_stream(self._rows.device).record_event()
 
     def _current_weights(self) -> int:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or
@@ -391,7 +381,7 @@ class PagedHistoryCache:
         )
 
     def _check_cached(self, users: Sequence[Hashable]) -> PageTable:
-        _check_sequence(users)
+        check_sequence(users)
         weights = self._current_weights()
         for user in users:
             if self._is_cached(user, weights):
@@ -405,46 +395,13 @@ class PagedHistoryCache:
             raise KeyError("no user is given, and nothing is cached yet: put a history first")
         return self._table
 
-    def _check_users(self, users: Sequence[Hashable], segments: int, name: str) -> None:
-        _check_sequence(users)
-        if len(users) != segments:
-            raise ValueError(
-                f"users must be one per segment of {name}, {segments}, got {len(users)}"
-            )
-        if len(set(users)) != len(users):
-            repeated = next(user for i, user in enumerate(users) if user in users[:i])
-            raise ValueError(f"users must not be repeated, got {repeated!r} twice")
-
-    def _page_bytes(self) -> int:
-        return self.page_rows * sum(x[0].numel() * x.element_size() for x in self._columns)
-
     def _allocate(self, rows: HistoryCache) -> PageTable:
         """The page table, for a write; the first call allocates it and the pages. ValueError if the
         rows do not fit the pages."""
-        self._check_kind(rows)
+        self._rows.check_kind(rows)
         self._wait_for_readers()
         if self._table is None:
-            first = rows.layers[0].values
-            shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-                ((len(rows.layers), *first.shape[1:]), first.dtype)
-            ]
-            if rows.timestamps is not None:
-                shapes.append(((), torch.int64))
-            with torch.inference_mode(False):  # later calls may write outside of it
-                row_bytes = sum(
-                    torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in shapes
-                )
-                num_pages = self.max_bytes // (row_bytes * self.page_rows)
-                if not num_pages:
-                    raise CacheFull(
-                        f"max_bytes must be at least a page of {self.page_rows} rows,"
-                        f" {row_bytes * self.page_rows}, got {self.max_bytes}"
-                    )
-                self._columns = [
-                    torch.empty(num_pages * self.page_rows, *x, dtype=dtype, device=first.device)
-                    for x, dtype in shapes
-                ]
-            self._table = PageTable(num_pages, self.page_rows)
+            self._table = PageTable(self._rows.allocate(rows, self.max_bytes), self.page_rows)
         return self._table
 
     def _wait_for_readers(self) -> None:
@@ -459,35 +416,13 @@ class PagedHistoryCache:
             for user in users:
                 table.keep_last(user, self.layer.max_cached_rows)
 
-    def _check_kind(self, rows: HistoryCache) -> None:
-        if self._table is None:
-            return
-        pages, first = self._columns[0], rows.layers[0].values
-        found = (
-            (len(rows.layers), *first.shape[1:]),
-            first.dtype,
-            first.device,
-            rows.timestamps is not None,
-        )
-        expected = tuple(pages.shape[1:]), pages.dtype, pages.device, len(self._columns) > 1
-        for name, x, own in zip(("shape", "dtype", "device", "timestamps"), found, expected):
-            if x != own:
-                raise ValueError(
-                    f"the layer's keys and values must keep the {name} of the first put, {own},"
-                    f" got {x}"
-                )
-
     def _write(
         self, users: Sequence[Hashable], rows: HistoryCache, ranges: Sequence[RowRange]
     ) -> None:
         """Copy the rows to these ranges. If that fails, for example without memory, the users are
         forgotten."""
         try:
-            index, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
-            for i, layer in enumerate(rows.layers):
-                self._columns[0][:, i].index_copy_(0, index, layer.values)
-            if rows.timestamps is not None:
-                self._columns[1].index_copy_(0, index, rows.timestamps)
+            self._rows.write(rows, ranges)
         except BaseException:
             for user in users:
                 if self._table is not None:
@@ -495,24 +430,18 @@ class PagedHistoryCache:
             raise
 
     def _gather(self, ranges: Sequence[RowRange]) -> HistoryCache:
-        index, offsets, lengths = row_indices(ranges, self.page_rows, self._columns[0].device)
-        values, *times = (x.index_select(0, index) for x in self._columns)
-        layers = values.unbind(1)
-        first = Jagged(layers[0], offsets, host_lengths=lengths)
-        timestamps = times[0] if times else None
-        return HistoryCache(
-            (first, *(first.with_values(x) for x in layers[1:])),
-            timestamps,
-            self.layer.max_cached_rows,
-        )
+        return self._rows.gather(ranges, self.layer.max_cached_rows)
+
+    def _history(self, layers: tuple[PagedRows, ...]) -> HistoryCache:
+        return self._rows.history(layers, self.layer.max_cached_rows)
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
         """The rows of these users in their pages, which are pinned as long as the result, or a
         layer of it, exists."""
-        layers = self._in_pages(known, [x.length for x in known])
+        layers = self._rows.in_pages(known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
         table.pin(pinned)
-        device = self._columns[0].device
+        device = self._rows.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         weakref.finalize(layers[0].pages, self._read.append, (pinned, stream)).atexit = False
         return self._history(layers)
@@ -520,28 +449,12 @@ class PagedHistoryCache:
     def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
         """The rows of these users from the start of their pages, with these ranges after them as
         room."""
-        layers = self._in_pages(known, [x.begin for x in ranges])
-        grown = self._in_pages(known, [x.begin + x.length for x in ranges])
-        rows, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
+        layers = self._rows.in_pages(known, [x.begin for x in ranges])
+        grown = self._rows.in_pages(known, [x.begin + x.length for x in ranges])
+        rows, _, _ = self._rows.indices(ranges)
         for layer, all_rows in zip(layers, grown):
             layer.room = Room(rows, all_rows)
         return self._history(layers)
-
-    def _in_pages(self, known: Sequence[UserPages], lengths: list[int]) -> tuple[PagedRows, ...]:
-        """So many rows of each user, from the start of the pages, of each layer."""
-        storage = self._columns[0]
-        pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(storage.device)
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu").to(
-            storage.device, non_blocking=True
-        )
-        segmentation = segmentation_of(
-            offsets, torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        )
-        return tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
-
-    def _history(self, layers: tuple[PagedRows, ...]) -> HistoryCache:
-        times = [gather_pages(layers[0].pages, layers[0].offsets, x)[0] for x in self._columns[1:]]
-        return HistoryCache(layers, times[0] if times else None, self.layer.max_cached_rows)
 
     def _unpin(self) -> None:
         """Unpin the pages of selected histories that exist no more. Not where these are destroyed:
@@ -557,29 +470,6 @@ class PagedHistoryCache:
         with self._lock:
             self._check_cached(users)
             return self._gather([RowRange(array("q"), 0, 0)] * len(users))
-
-
-def _check_sequence(users: Any) -> None:
-    """Others may end after one pass, or have no order. The characters of a text are no users."""
-    if not is_sequence(users):
-        raise TypeError(f"users must be a list or a tuple of keys, got {type(users).__name__}")
-    _check_keys(users)
-
-
-def _keys(users: Any) -> list[Hashable]:
-    """The users of an iterable, which may be a generator."""
-    if isinstance(users, (str, bytes)):
-        raise TypeError(f"users must be an iterable of keys, got the one key {users!r}")
-    check_kind("users", users, Iterable, "an iterable of keys")
-    keys = list(users)
-    _check_keys(keys)
-    return keys
-
-
-def _check_keys(users: Sequence[object]) -> None:
-    for user in users:
-        if not isinstance(user, Hashable):
-            raise TypeError(f"users must be hashable, got a {type(user).__name__}")
 
 
 def _lengths(rows: Jagged) -> list[int]:

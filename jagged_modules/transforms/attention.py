@@ -24,14 +24,9 @@ from .lineage import Lineage, Size, common, shape_of, size_of
 aten = torch.ops.aten
 KEEPS_VALUES = (aten.clone.default, aten.alias.default, aten.detach.default)
 VIEWS_OF_MASKS = (
-    *KEEPS_VALUES,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.expand.default,
-    aten.unsqueeze.default,
-    aten.slice.Tensor,
-)
+    *KEEPS_VALUES, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+    aten.expand.default, aten.unsqueeze.default, aten.slice.Tensor,
+)  # fmt: skip
 ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
 

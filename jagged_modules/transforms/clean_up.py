@@ -24,15 +24,9 @@ from .shape_rules import is_whole_slice
 aten = torch.ops.aten
 PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
 RESHAPES = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-)
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,
+)  # fmt: skip
 VIEWS = (*PERMUTATIONS, *RESHAPES)
 COPIES = (aten.clone.default, aten.alias.default)
 READ_STRIDES = (aten.view.dtype, aten.view_as_complex.default)

@@ -63,30 +63,13 @@ GPU = Processor(flops=16, flops_16_bit=170, kernel=8e6, element=16)
 ONE = sympy.Integer(1)
 aten = torch.ops.aten
 VIEWS = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.t.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.unbind.int,
-    aten.alias.default,
-    aten.detach.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.lift_fresh_copy.default,
-    aten.diagonal.default,
-}
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int,
+    aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.t.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
+    aten.alias.default, aten.detach.default, aten.flatten.using_ints, aten.unflatten.int,
+    aten.lift_fresh_copy.default, aten.diagonal.default,
+}  # fmt: skip
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 LOOKUPS = {
     aten.index_select.default,
@@ -96,13 +79,9 @@ LOOKUPS = {
     aten.gather.default,
 }
 PRODUCTS = {
-    aten.linear.default,
-    aten.matmul.default,
-    aten.mm.default,
-    aten.bmm.default,
-    aten.addmm.default,
+    aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default,
     aten.baddbmm.default,
-}
+}  # fmt: skip
 GEMMS = {
     *PRODUCTS,
     aten.scaled_dot_product_attention.default,

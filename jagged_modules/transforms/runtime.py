@@ -10,13 +10,13 @@ from jagged_kernels.schedule.cost import MaskParams
 from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
-from ..containers.segmentation import RowSegments
 from ..functional import jagged_attention, target_attention
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.linear_compress import compress_unchecked
 from ..masks import AttentionMask
-from ..validation import check_index_values, check_integers, check_tensor, values_are_checkable
+from ..segments import RowSegments, check_index_values, check_integers, values_are_checkable
+from ..validation import check_tensor
 
 
 def checked_map(

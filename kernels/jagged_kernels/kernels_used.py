@@ -19,6 +19,7 @@ from .attention.select import AttentionProblem, Selection, select
 from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
+from .rows.configs import GATE_BACKWARD, RowsConfig, rows_config
 from .softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
 GPUS = {
@@ -31,7 +32,6 @@ GPUS = {
 GPU_COLUMNS = [f"{name} ({major}.{minor})" for name, (major, minor) in GPUS.items()]
 DTYPES = {"fp16, bf16": torch.bfloat16, "fp32": torch.float32}
 DIMS = (1, 32), (33, 64), (65, 128), (129, 256)
-LENGTHS = dict(q_segments=64, kv_segments=64)
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -42,9 +42,15 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     )
 
 
+def _rows(queries: int, keys: int, segments: int = 64) -> dict[str, int]:
+    """Segments of so many rows."""
+    sizes = dict(q_rows=segments * queries, kv_rows=segments * keys)
+    return sizes | dict(q_segments=segments, kv_segments=segments)
+
+
 def attention() -> str:
     """The section on attention."""
-    long = LENGTHS | dict(q_rows=64 * 500, kv_rows=64 * 500)
+    long = _rows(500, 500)
     by_gpu = [
         [
             name,
@@ -60,49 +66,28 @@ def attention() -> str:
     h100 = (
         dict(head_dim=128, v_dim=128, dtype=torch.bfloat16, capability=(9, 0), num_sms=132) | long
     )
+    four_heads = dict(num_heads=4, num_kv_heads=4)
     cases = {
         "as above": {},
         "head dim 36, no multiple of 8": dict(head_dim=36, v_dim=36),
         "head dim 64, value head dim 128": dict(head_dim=64),
         "rows that do not begin at 16-byte boundaries": dict(misaligned=("q",)),
-        "segments of 25 by 25 rows": dict(q_rows=64 * 25, kv_rows=64 * 25),
-        "segments of 10 by 200 rows": dict(q_rows=64 * 10, kv_rows=64 * 200),
-        "segments of 1 by 200 rows": dict(q_rows=64, kv_rows=64 * 200),
-        "1024 segments of 10 by 300 rows, 4 heads": dict(
-            q_rows=1024 * 10,
-            kv_rows=1024 * 300,
-            q_segments=1024,
-            kv_segments=1024,
-            num_heads=4,
-            num_kv_heads=4,
+        "segments of 25 by 25 rows": _rows(25, 25),
+        "segments of 10 by 200 rows": _rows(10, 200),
+        "segments of 1 by 200 rows": _rows(1, 200),
+        "1024 segments of 10 by 300 rows, 4 heads": _rows(10, 300, 1024) | four_heads,
+        "4096 segments of 5 by 20 rows, 4 heads": _rows(5, 20, 4096) | four_heads,
+        "2048 segments of 55 rows, 4 heads, self-attention": (
+            _rows(55, 55, 2048) | four_heads | dict(self_attention=True)
         ),
-        "4096 segments of 5 by 20 rows, 4 heads": dict(
-            q_rows=4096 * 5,
-            kv_rows=4096 * 20,
-            q_segments=4096,
-            kv_segments=4096,
-            num_heads=4,
-            num_kv_heads=4,
-        ),
-        "2048 segments of 55 rows, 4 heads, self-attention": dict(
-            q_rows=2048 * 55,
-            kv_rows=2048 * 55,
-            q_segments=2048,
-            kv_segments=2048,
-            num_heads=4,
-            num_kv_heads=4,
-            self_attention=True,
-        ),
-        "segments of 25 by 25 rows, batch-invariant": dict(
-            q_rows=64 * 25, kv_rows=64 * 25, batch_invariant=True
-        ),
+        "segments of 25 by 25 rows, batch-invariant": _rows(25, 25) | dict(batch_invariant=True),
         'activation "gelu_taylor"': dict(activation="gelu_taylor"),
         'activation "gelu"': dict(activation="gelu"),
         'activation "gelu", head dim 64': dict(activation="gelu", head_dim=64, v_dim=64),
         "a mask": dict(masked=True),
-        "segments of 4096 rows": dict(q_rows=64 * 4096, kv_rows=64 * 4096),
-        "segments of 4096 rows, head dim 64, causal": dict(
-            q_rows=64 * 4096, kv_rows=64 * 4096, head_dim=64, v_dim=64, masked=True, causal=True
+        "segments of 4096 rows": _rows(4096, 4096),
+        "segments of 4096 rows, head dim 64, causal": (
+            _rows(4096, 4096) | dict(head_dim=64, v_dim=64, masked=True, causal=True)
         ),
         'implementation="triton"': dict(implementation="triton"),
     }
@@ -113,7 +98,7 @@ def attention() -> str:
     return f"""## Attention
 
 `jagged_kernels.attention.select` decides. A cell names the kernels ("hopper":
-`attention/hopper/`, "triton": `attention/triton_kernels.py`) and their tiles: rows of a tile ×
+`attention/hopper/`, "triton": `attention/triton_*.py`) and their tiles: rows of a tile ×
 rows of the blocks that it loops over, for the forward, for dq, and for dk and dv. One kernel for
 all three gradients has one entry. If segments with few queries have such a kernel beside the
 others, its entry follows the forward's. "packed": segments of at most 64 queries and 64 keys share
@@ -346,7 +331,28 @@ def _softmax_tile(itemsize: int, columns: int) -> str:
     return f"{config.length}×{config.lines}"
 
 
-SECTIONS = attention, block_attention, linear_compress, matmul, softmax
+def rows() -> str:
+    """The section on norms and gates of rows."""
+    widths = 64, 128, 512, 1024, 4096
+    kernels = {"norm, its backward, gate": 16, "backward of the gate": GATE_BACKWARD}
+    lines = [
+        [name, *(_row_tile(rows_config(width, elements)) for width in widths)]
+        for name, elements in kernels.items()
+    ]
+    return f"""## Rows
+
+`jagged_kernels.rows.configs` decides, alike for all GPUs and dtypes. There is one backend,
+`rows/triton_kernels.py`. Rows × columns of a tile, and warps, by the number of columns of a group:
+
+{table(["kernel", *map(str, widths)], lines)}
+"""
+
+
+def _row_tile(config: RowsConfig) -> str:
+    return f"{config.rows}×{config.block}, {config.num_warps}"
+
+
+SECTIONS = attention, block_attention, linear_compress, matmul, softmax, rows
 
 
 def document() -> str:

@@ -9,6 +9,7 @@ rule.
 here.
 """
 
+from . import rows
 from .arithmetic import KERNELS, TORCH_CPU, Arithmetic
 from .attention import attention, block_attention
 from .bound import Bound, assert_accurate, check, compare, equal_terms, results
@@ -47,5 +48,6 @@ __all__ = [
     "jagged_sum",
     "linear_compress",
     "results",
+    "rows",
     "torch_matmul",
 ]

@@ -138,6 +138,8 @@ class _RandomErrors(TorchDispatchMode):
     ) -> tuple:
         """torch sums the gradients of a layer norm's weight and bias row by row in their own dtype
         on the CPU."""
+        if out[1] is None:  # no weight
+            return out
         results = [out[0]]
         for total, terms in zip(out[1:], (grad * (x - mean) * rstd, grad)):
             terms = terms.reshape(-1, *shape)

@@ -167,7 +167,6 @@ def _no_products():
             for name in PRODUCTS:
                 overrides.impl(name, _uninitialised_product, "CPU", allow_override=True)
         overrides.impl("mm.dtype", _uninitialised_fp32_product, "CPU")
-        overrides.impl("_fused_rms_norm_backward", _uninitialised_norm_gradients, "CPU")
         yield
 
 
@@ -186,10 +185,6 @@ def _uninitialised_product(*operands, **factors):
 
 def _uninitialised_fp32_product(x, y, dtype):
     return x.new_empty(x.shape[0], y.shape[1], dtype=dtype)
-
-
-def _uninitialised_norm_gradients(dy, x, shape, rstd, weight, wanted):
-    return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _operators():

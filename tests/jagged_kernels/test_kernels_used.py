@@ -32,6 +32,7 @@ def test_the_page_is_up_to_date():
             "| `jagged_jagged_bmm` | fp16, bf16 | 16×16×64 | 64×64×64 | 128×128×32 | 128×128×32 |",
         ),
         ("Jagged softmax", "| fp32 | 64×16 | 64×16 | 64×32 | 64×32 |"),
+        ("Rows", "| backward of the gate | 4×64, 1 | 2×128, 1 | 1×512, 2 | "),
     ],
 )
 def test_every_operator_has_its_section(section, row):

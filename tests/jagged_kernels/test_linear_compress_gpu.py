@@ -130,10 +130,10 @@ def test_any_number_of_programs(check_linear_compress, monkeypatch, kernels, num
     """Fewer programs than the GPU runs at once, and more: these depend only on programs that
     finish."""
     from jagged_kernels.common.device import DeviceProperties
-    from jagged_kernels.linear_compress import hopper
+    from jagged_kernels.linear_compress import hopper_launch
 
     monkeypatch.setattr(
-        hopper, "device_properties", lambda device: DeviceProperties((9, 0), num_sms)
+        hopper_launch, "device_properties", lambda device: DeviceProperties((9, 0), num_sms)
     )
     check_linear_compress([200, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
 

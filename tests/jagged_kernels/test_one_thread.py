@@ -28,7 +28,7 @@ PROGRAM = """
 import os
 import torch
 import jagged_modules as jm
-from jagged_modules.validation import check_offsets
+from jagged_modules.segments import check_offsets
 from jagged_kernels.schedule.host import zigzag_schedule
 
 def threads():

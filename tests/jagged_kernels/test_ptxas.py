@@ -10,7 +10,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import jagged_kernels
-from jagged_kernels.attention import triton_kernels
+from jagged_kernels.attention.triton_forward import attention_fwd_kernel
 from jagged_kernels.common import ptxas
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -53,11 +53,10 @@ def test_every_kernel_is_compiled_by_it():
 def test_a_first_launch_in_another_thread_leaves_the_compiler(monkeypatch):
     """Triton sets a kernel's compiler at its first launch on a device, while another thread may be
     about to compile."""
-    kernel = triton_kernels.attention_fwd_kernel
     driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    kernel.create_binder()
-    assert kernel.compile is ptxas.compile_kernel
+    attention_fwd_kernel.create_binder()
+    assert attention_fwd_kernel.compile is ptxas.compile_kernel
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tails import layer_case
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.containers.segmentation import Segmentation, remember
+from jagged_modules.segments import Segmentation, remember
 
 pytest.importorskip("triton")
 

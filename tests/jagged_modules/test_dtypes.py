@@ -216,7 +216,7 @@ def test_the_documented_table_is_the_rule():
 
 
 def test_implementations_without_kernels_are_those_of_the_functions():
-    from jagged_modules.functional.attention_checks import ATTENTION_IMPLEMENTATIONS
+    from jagged_modules.functional.attention_arguments import ATTENTION_IMPLEMENTATIONS
     from jagged_modules.functional.linear_compress import COMPRESS_IMPLEMENTATIONS
 
     others = {"auto", "triton", "hopper"}

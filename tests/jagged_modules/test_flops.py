@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import jagged_modules as jm
 from jagged_modules import flops
 from jagged_modules import functional as F
+from jagged_modules.layers import hstu
 
 OFFSETS = torch.tensor([0, 3, 3, 8])
 PAIRS = 3 * 3 + 5 * 5
@@ -191,10 +192,24 @@ def test_a_layer_and_offsets_without_values():
     assert count(call)[0] == projections + 4 * (4 * 8 // 2) * 2 * 16
 
 
+def test_hstu_as_one_node(monkeypatch):
+    """As many as the modules count, on meta tensors."""
+    pytest.importorskip("triton")
+    found = []
+    for takes_kernels in (False, True):
+        monkeypatch.setattr(hstu, "takes_kernels", lambda *_, value=takes_kernels: value)
+        layer = jm.HSTULayer(32, 2, jm.HSTUConfig(scaling_seqlen=5), device="meta")
+        (x,) = rows(8, 32, device="meta", n=1)
+        found.append(count(lambda x, layer=layer: layer((x, OFFSETS))[0], x))
+    assert found[0] == found[1]
+
+
 def test_each_operator_with_matrix_multiplications_has_a_formula():
-    """The others move rows, add them up, or take a softmax."""
-    without = {"tile_lists", "jagged_sum", "jagged_symmetric"} | {
-        name for name in dir(torch.ops.jagged_kernels) if "softmax" in name
+    """The others move rows, add them up, or take a softmax, a norm or a gate."""
+    without = {"tile_lists", "jagged_sum", "jagged_symmetric", "gate"} | {
+        name
+        for name in dir(torch.ops.jagged_kernels)
+        if "softmax" in name or name.startswith("row_norm")
     }
     defined = {
         name.partition("::")[2].partition(".")[0]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import jagged_modules as jm
 from jagged_modules import schedule as schedule_module
-from jagged_modules.containers import segmentation
+from jagged_modules.segments import MAX_SCHEDULES
 
 LENGTHS = [2, 0, 3, 1]
 SIZES = dict(num_heads=2, head_dim=16)
@@ -422,12 +422,12 @@ def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
     for index in queries:
         history.prepare(**SIZES, queries=index)
     builds.clear()
-    for index in queries[-segmentation.MAX_SCHEDULES :]:
+    for index in queries[-MAX_SCHEDULES:]:
         history.prepare(**SIZES, queries=index)
     assert not builds
     for index in reversed(queries):
         history.prepare(**SIZES, queries=index)
-    assert len(queries) - len(builds) == segmentation.MAX_SCHEDULES
+    assert len(queries) - len(builds) == MAX_SCHEDULES
 
 
 def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):

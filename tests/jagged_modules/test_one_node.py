@@ -10,15 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention import op as attention_op
-from jagged_kernels.attention.params import pack, unpack
 from jagged_kernels.block_attention import op as block_op
 
 import jagged_modules as jm
-from jagged_modules.cpu.attention import attention_cpu
 from jagged_modules.functional import block_attention
 from jagged_modules.layers import block_attention as block_layer
-from jagged_modules.layers import block_attention_node, gdpa_node, one_node
+from jagged_modules.layers import block_attention_node, gdpa_node, one_node, target_node
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -29,26 +26,6 @@ def offsets_of(lengths):
 
 
 # -- what kernels compute, by the CPU path ---------------------------------------------------------
-
-
-def attention_forward(call):
-    lse = call.q.new_zeros(call.q.shape[1], 0)
-    return attention_cpu(call), lse, pack(call)
-
-
-def attention_gradients(do, results, *arguments):
-    call = unpack(*arguments)[0]
-    with torch.enable_grad():
-        operands = [x.detach().requires_grad_() for x in call[:3]]
-        out = attention_cpu(call._replace(**dict(zip("qkv", operands))))
-    return *torch.autograd.grad(out, operands, do), do.new_empty(0), do.new_empty(0)
-
-
-def attention_packed_gradients(do, results, out, columns, *arguments):
-    *gradients, dposition, dtime = attention_gradients(do, results, *arguments)
-    for first, x in zip(columns, gradients, strict=True):
-        out[:, first : first + x.shape[1] * x.shape[2]] = x.flatten(1)
-    return dposition, dtime
 
 
 def block_forward(qkv, offsets, tables, rotation, block_size, *_):
@@ -65,6 +42,11 @@ def block_gradient(do, qkv, *arguments):
         qkv = qkv.detach().requires_grad_()
         out = block_forward(qkv, *arguments)
     return torch.autograd.grad(out, qkv, do)[0]
+
+
+def rms_norm(x, weight, eps, dtype):
+    rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + torch.finfo(x.dtype).eps)
+    return x * rstd * weight, rstd
 
 
 def rms_norm_gradients(dy, x, weight, rstd, residual):
@@ -90,21 +72,18 @@ def nodes(monkeypatch):
 
         monkeypatch.setattr(node, "forward", staticmethod(call))
 
-    def is_plain(x, *modules):  # the rule without the GPU
+    def is_plain(x, *modules, on_cpu=False):  # the rule without the GPU
         return all(map(one_node._is_plain, modules))
 
     replace(one_node, "may_be_one_node", is_plain)
-    replace(one_node, "EVERYWHERE", (torch.float64,))
     replace(block_layer, "runs_kernels", lambda *_: True)
-    replace(gdpa_node, "with_schedule", lambda call, trains: call)
+    replace(gdpa_node, "rms_norm", rms_norm)
     replace(gdpa_node, "rms_norm_gradients", rms_norm_gradients)
-    replace(attention_op, "attention_forward", attention_forward)
-    replace(attention_op, "attention_backward", attention_gradients)
-    replace(attention_op, "attention_packed_backward", attention_packed_gradients)
     replace(block_op, "packed_forward", block_forward)
     replace(block_op, "packed_backward", block_gradient)
     counted(gdpa_node._Node)
     counted(block_attention_node._Node)
+    counted(target_node._Node)
     return calls
 
 
@@ -142,6 +121,22 @@ class Case:
         return [out.detach(), *(x.grad for x in named.values())]
 
 
+class TargetCase(Case):
+    """Targets of histories, several of which have equal lengths."""
+
+    def __init__(self, targets, candidates=None):
+        super().__init__(lambda: jm.JaggedTargetAttention(WIDTH, 4, target_dim=7))
+        torch.manual_seed(1)
+        self.lengths, self.candidates = [3, 0, 5, 3, 1, 5], candidates
+        self.inputs = [torch.randn(*shape, dtype=torch.float64) for shape in (targets, (17, WIDTH))]
+
+    def run(self, layer, x, context):
+        history = context, offsets_of(self.lengths)
+        if x.dim() == 2:
+            return layer((x, offsets_of([2, 1, 0, 2, 1, 1])), history)[0]
+        return layer(x, history, self.candidates)
+
+
 def gdpa(kind=jm.JaggedGDPA, activation="gelu_tanh", mask=None, **config):
     return lambda: kind(WIDTH, 4, activation, mask, jm.GDPAConfig(**config))
 
@@ -164,6 +159,10 @@ CASES = {
     "block-weights": lambda: Case(gdpa(jm.GDPABlock, "softmax", num_weights=7, num_kv_heads=2)),
     "blocks": lambda: Case(blocks(None)),
     "rotary": lambda: Case(blocks("qk")),
+    "targets": lambda: TargetCase((6, 2, 7)),
+    "container": lambda: TargetCase((7, 7)),
+    "candidates": lambda: TargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
+    "grouped-candidates": lambda: TargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
     "rotated-values": lambda: Case(blocks("qkv")),
 }
 
@@ -185,7 +184,10 @@ def test_results_and_gradients_are_those_of_the_modules(nodes, name):
     assert len(nodes) == 1
 
 
-@pytest.mark.parametrize("name", ["block", "block-context", "block-weights", "rotary"])
+FROZEN = ["block", "block-context", "block-weights", "rotary", "candidates"]
+
+
+@pytest.mark.parametrize("name", FROZEN)
 def test_what_is_frozen_gets_no_gradient(nodes, name):
     case = CASES[name]()
     whole = case.results(case.layer)
@@ -198,8 +200,8 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
             torch.testing.assert_close(gradients[key], None if key in frozen else expected)
 
 
-@pytest.mark.parametrize("name", ["block", "rotary"])
-def test_dropout_checkpoints_retained_graphs_and_no_gradients(nodes, name):
+@pytest.mark.parametrize("name", ["block", "rotary", "candidates"])
+def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     case = CASES[name]()
     expected = case.results(case.layer)
 
@@ -207,12 +209,12 @@ def test_dropout_checkpoints_retained_graphs_and_no_gradients(nodes, name):
         return checkpoint(case.run, layer, *inputs, use_reentrant=False)
 
     torch.testing.assert_close(case.results(case.layer, with_checkpoint), expected)
-    x = case.inputs[0].clone().requires_grad_()
-    out = case.run(case.layer, x)
+    x, *others = (x.clone().requires_grad_() for x in case.inputs)
+    out = case.run(case.layer, x, *others)
     first, second = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     with torch.no_grad():
-        assert torch.equal(case.run(case.layer, x), out) and out.requires_grad
+        assert torch.equal(case.run(case.layer, x, *others), out) and out.requires_grad
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
@@ -243,11 +245,12 @@ def test_no_rows(nodes, name):
     assert len(nodes) == 1
 
 
-@pytest.mark.parametrize("name", ["block", "rotary"])
+@pytest.mark.parametrize("name", ["block", "rotary", "candidates"])
 def test_a_second_derivative_raises(nodes, name):
     case = CASES[name]()
-    x = case.inputs[0].clone().requires_grad_()
-    (dx,) = torch.autograd.grad(case.run(case.layer, x).sum(), x, create_graph=True)
+    x, *others = (x.clone().requires_grad_() for x in case.inputs)
+    out = case.run(case.layer, x, *others)
+    (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):
         dx.sum().backward()
 

@@ -48,7 +48,7 @@ def nodes(monkeypatch):
 def in_modules():
     """Layers call their modules."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_node, "may_be_one_node", lambda *_: False)
+        patch.setattr(one_node, "may_be_one_node", lambda *_, **__: False)
         yield
 
 

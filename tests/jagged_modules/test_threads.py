@@ -12,7 +12,7 @@ from marks import slow_after
 
 import jagged_modules as jm
 from jagged_modules.containers.schedules import Sizes, kept_schedule
-from jagged_modules.containers.segmentation import MAX_SCHEDULES
+from jagged_modules.segments import MAX_SCHEDULES
 
 from .processes import WORKERS, in_threads
 from .training_steps import make_steps, run_steps

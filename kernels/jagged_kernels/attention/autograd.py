@@ -72,3 +72,11 @@ def backward_fake(do: Tensor, results: Any, *arguments: Any) -> tuple[Tensor, ..
     call = unpack(*arguments)[0]
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in call[:3])
     return *grads, *empty_table_gradients(call.params, call.q)
+
+
+def packed_backward_fake(
+    do: Tensor, results: Any, of_queries: Tensor, of_keys: Any, columns: Any, *arguments: Any
+) -> tuple[Tensor, ...]:
+    """The same of the packed backward's operator."""
+    call = unpack(*arguments)[0]
+    return empty_table_gradients(call.params, call.q)

@@ -150,22 +150,10 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
         query_extremes_ptr = bias.query_extremes_ptr + 2 * first_time_block(q_start, segment)
         key_extremes_ptr = bias.key_extremes_ptr + 2 * first_time_block(kv_start, segment)
     return BiasOfTile(
-        position_ptr,
-        middle,
-        time_ptr,
-        boundaries_ptr,
-        num_boundaries,
-        edges_ptr,
-        leading_bits_ptr,
-        entries_ptr,
-        timestamps_ptr,
-        query_ptr,
-        query_extremes_ptr,
-        key_extremes_ptr,
-        shift,
-        q_len,
+        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr,
+        entries_ptr, timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr, shift, q_len,
         kv_len,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

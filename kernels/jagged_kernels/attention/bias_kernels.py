@@ -31,17 +31,10 @@ TERMS = tl.constexpr(32768)  # that a program adds at a time
 @safe_ptxas
 @triton.jit(do_not_specialize=["inverse_scale", "time_programs", "padding_programs"])
 def bias_tables_kernel(
-    position_ptr,
-    time_ptr,
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    bias,
-    inverse_scale,
-    time_programs,
+    position_ptr, time_ptr, q_offsets_ptr, kv_offsets_ptr, bias, inverse_scale, time_programs,
     padding_programs,
-    BITS: tl.constexpr,
-    KIND: tl.constexpr,
-):
+    BITS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     """Write the tables of a `Bias`: the given ones times `inverse_scale`, that of positions padded,
     and what finds buckets.
 
@@ -55,12 +48,9 @@ def bias_tables_kernel(
     if bias.position_ptr is not None:
         if (program >= time_programs) & (program < time_programs + padding_programs):
             _pad_positions(
-                position_ptr,
-                program - time_programs,
-                bias.position_ptr,
-                bias.num_positions,
+                position_ptr, program - time_programs, bias.position_ptr, bias.num_positions,
                 inverse_scale,
-            )
+            )  # fmt: skip
 
     if bias.key_extremes_ptr is not None:
         segment = program - time_programs - padding_programs
@@ -203,16 +193,9 @@ def _load_edges(boundaries_ptr, num_boundaries, numbers):
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_buckets", "position_programs", "parts"])
 def sum_tables_kernel(
-    sums,
-    dposition_ptr,
-    num_positions,
-    dtime_ptr,
-    num_buckets,
-    position_programs,
-    parts,
-    BUCKETS: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+    sums, dposition_ptr, num_positions, dtime_ptr, num_buckets, position_programs, parts,
+    BUCKETS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
     """The gradients of the tables, `[H or 1, num_positions]` and `[H or 1, num_buckets]`: the sums
     of the parts of a `TableSums`.
 
@@ -223,37 +206,22 @@ def sum_tables_kernel(
     if sums.position_ptr is not None:
         if program < position_programs:
             _sum_entries(
-                sums.position_ptr,
-                sums.position_stride,
-                parts,
-                num_positions + 2 * PAD,
-                program,
-                dposition_ptr,
-                num_positions,
-                PAD,
-            )
+                sums.position_ptr, sums.position_stride, parts, num_positions + 2 * PAD, program,
+                dposition_ptr, num_positions, PAD,
+            )  # fmt: skip
     if sums.time_ptr is not None:
         if program >= position_programs:
             if THREADS == 1:
                 _sum_entries(
-                    sums.time_ptr,
-                    sums.time_stride,
-                    parts,
-                    BUCKETS,
-                    program - position_programs,
-                    dtime_ptr,
-                    num_buckets,
-                    0,
-                )
+                    sums.time_ptr, sums.time_stride, parts, BUCKETS, program - position_programs,
+                    dtime_ptr, num_buckets, 0,
+                )  # fmt: skip
             else:
                 bucket = (program - position_programs).to(tl.int64)
                 total = _add_parts(
-                    sums.time_ptr + bucket * THREADS,
-                    sums.time_stride,
-                    parts,
-                    tl.arange(0, THREADS),
-                    THREADS,
-                )
+                    sums.time_ptr + bucket * THREADS, sums.time_stride, parts,
+                    tl.arange(0, THREADS), THREADS,
+                )  # fmt: skip
                 tl.store(dtime_ptr + bucket, tl.sum(total))
 
 

@@ -140,17 +140,9 @@ def column_blocks(
             extremes = _extend(MASK.context - 1, extremes, first_row, last_row, first_target, MASK)
             extremes = _extend(MASK.context + 0, extremes, first_row, last_row, first_target, MASK)
         if MASK.full_attn_len > 0:
-            extremes = _extend(
-                first_target - MASK.full_attn_len - 1,
-                extremes,
-                first_row,
-                last_row,
-                first_target,
-                MASK,
-            )
-            extremes = _extend(
-                first_target - MASK.full_attn_len, extremes, first_row, last_row, first_target, MASK
-            )
+            exempt = first_target - MASK.full_attn_len
+            extremes = _extend(exempt - 1, extremes, first_row, last_row, first_target, MASK)
+            extremes = _extend(exempt, extremes, first_row, last_row, first_target, MASK)
         if MASK.global_prefix > 0 or MASK.recent_history > 0:
             return _three_runs_of_columns(
                 extremes, own_low, first_row, last_row, kv_len, first_target, MASK, BLOCK_N
@@ -183,15 +175,9 @@ def _extend(row, extremes, first_row, last_row, first_target, MASK: tl.constexpr
 
 @triton.jit
 def _three_runs_of_columns(
-    extremes,
-    own_low,
-    first_row,
-    last_row,
-    kv_len,
-    first_target,
-    MASK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    extremes, own_low, first_row, last_row, kv_len, first_target,
+    MASK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """column_blocks under a mask with a prefix or a truncated history: the blocks of the prefix, of
     [low, high), and of [own_low, row].
 
@@ -238,15 +224,25 @@ def _prefix_end(row, first_target, MASK: tl.constexpr):
 
 
 @triton.jit
+def _rows_within_reach(near, far, first_target, shift, kv_len, MASK: tl.constexpr):
+    """Rows that max_attn_len lets see columns near to far: the first row that sees the first one,
+    the end of those that see the last one, and of those that see the first one."""
+    # All columns of the context have one id: they count as its last column.
+    near, far = tl.maximum(near, MASK.context - 1), tl.maximum(far, MASK.context - 1)
+    start = near - MASK.max_attn_len
+    end, near_end = far + MASK.max_attn_len + 1, near + MASK.max_attn_len + 1
+    return (
+        tl.where(start < MASK.context, shift, start),
+        tl.where(end > first_target, kv_len, end),
+        tl.where(near_end > first_target, kv_len, near_end),
+    )
+
+
+@triton.jit
 def row_blocks(
-    column,
-    q_len,
-    kv_len,
-    first_target,
-    MASK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    column, q_len, kv_len, first_target,
+    MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The Blocks of query rows that see a column of the key tile that begins at `column`.
 
     The three runs are the rows of the context, the rows within reach, and the rows exempt from
@@ -269,21 +265,11 @@ def row_blocks(
         if MASK.causal:
             start, full = column, last
         if MASK.max_attn_len > 0:
-            # All columns of the context have one id: they count as its last column.
-            near, far = (
-                tl.maximum(nearest, MASK.context - 1),
-                tl.maximum(tl.minimum(last, first_target - 1), MASK.context - 1),
-            )
-            end = tl.where(
-                far + MASK.max_attn_len + 1 > first_target, kv_len, far + MASK.max_attn_len + 1
-            )
-            full_end = tl.where(
-                near + MASK.max_attn_len + 1 > first_target, kv_len, near + MASK.max_attn_len + 1
-            )
+            far = tl.minimum(last, first_target - 1)
+            rows = _rows_within_reach(nearest, far, first_target, shift, kv_len, MASK)
+            first_reached, end, full_end = rows
             if not MASK.causal:
-                start = tl.where(
-                    near - MASK.max_attn_len < MASK.context, shift, near - MASK.max_attn_len
-                )
+                start = first_reached
                 if MASK.recent_history > 0:
                     start = tl.minimum(start, column)
                 full = tl.maximum(last, MASK.context - 1) - MASK.max_attn_len
@@ -298,9 +284,8 @@ def row_blocks(
         if MASK.has_targets:
             if column >= first_target:  # targets are seen by their own group alone
                 start, context_end, exempt = column, shift, kv_len
-                end = (
-                    first_target + ((last - first_target) // MASK.group_size + 1) * MASK.group_size
-                )
+                groups = (last - first_target) // MASK.group_size + 1
+                end = first_target + groups * MASK.group_size
             full_end = tl.where(last >= first_target, full, full_end)
         if MASK.recent_history > 0:
             full_end = tl.where(column < recent, full, full_end)
@@ -320,16 +305,10 @@ def row_blocks(
             prefix = tl.minimum(first_target, MASK.global_prefix)
             if column < prefix:
                 end, highest = kv_len, kv_len
-                if MASK.causal:
-                    start = column
-                else:
-                    start, lowest = shift, shift
+                start = column if MASK.causal else shift
+                lowest = lowest if MASK.causal else shift
             if last < prefix:
-                full_end = kv_len
-                if MASK.causal:
-                    full = last
-                else:
-                    full = shift
+                full, full_end = last if MASK.causal else shift, kv_len
 
         first, stop = _blocks(shift, context_end, shift, lowest, highest, 0, BLOCK_M)
         reach, reach_stop = _blocks(start, end, shift, lowest, highest, stop, BLOCK_M)
@@ -341,16 +320,9 @@ def row_blocks(
         full_count = tl.minimum(full_count, tl.maximum(reach_stop - full, 0))
         count = stop - first
         return Blocks(
-            first,
-            count,
-            reach,
-            reach_stop - reach,
-            exempt,
-            exempt_stop - exempt,
-            count + full - reach,
-            full,
-            full_count,
-        )
+            first, count, reach, reach_stop - reach, exempt, exempt_stop - exempt,
+            count + full - reach, full, full_count,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from ..common.tail import zero_tails
 from ..schedule.cost import LoopedSide, one_pass_may_run
 from ..schedule.host import NOT_LISTED, TileList
 from . import packed
-from .autograd import backward_fake, differentiable, differentiate_attention
+from .autograd import backward_fake, differentiable, differentiate_attention, packed_backward_fake
 from .bias_tables import kernel_bias
 from .params import (
     BACKWARD_SCHEMA,
@@ -50,6 +50,7 @@ from .params import (
     AttentionCall,
     Gradients,
     Operands,
+    PackedGradients,
     SegmentTensors,
     empty_table_gradients,
     pack,
@@ -112,78 +113,23 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
     Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of
     what they are gradients of; `[0]` for a table that gets none.
     """
-    return _gradients(do, results, arguments)
-
-
-def _packed_backward_fake(do: Tensor, results: Any, out: Tensor, columns: Any, *arguments: Any):
-    call = unpack(*arguments)[0]
-    return empty_table_gradients(call.params, call.q)
-
-
-@operator("attention_packed_backward", _packed_backward_fake, PACKED_BACKWARD_SCHEMA)
-def triton_attention_packed_backward(
-    do: Tensor, results: list[Tensor | None], out: Tensor, columns: list[int], *arguments: Any
-):
-    """As `triton_attention_backward`, for self-attention: dq, dk and dv are written to columns of
-    out `[rows, width]`, contiguous, from the three `columns` on. Rows of out behind the last
-    segment become 0. Returns the gradients of the tables."""
-    call, (stride, _) = unpack(*arguments)[0], out.stride()
-    # not by slices, which give a single row another stride
-    grads = [
-        out.as_strided(x.shape, (stride, x.shape[2], 1), out.storage_offset() + first)
-        for first, x in zip(columns, call[:3])
-    ]
-    dtables = _gradients(do, results, arguments, grads)[3:]
-    if call.segments.has_tail:
-        zero_tails((out, call.segments.q_offsets))
-    return dtables
-
-
-def _gradients(
-    do: Tensor,
-    results: list[Tensor | None],
-    arguments: tuple[Any, ...],
-    out: list[Tensor] | None = None,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv and the gradients of the tables. out: where to write dq, dk and dv."""
-    call, queries_listed, keys_listed = unpack(*arguments)
+    call, tiles, key_tiles = unpack(*arguments)
     q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, _), params, _ = call
-    selection = _select(call, queries_listed.block, keys_listed.block)
     if not _has_rows(call):
-        dtables = (x.zero_() for x in empty_table_gradients(params, q))
-        empty = out or [x.new_empty(x.shape) for x in (q, k, v)]
-        return *(x.zero_() for x in empty), *dtables
-    queries, keys = _with_tiles(call, queries_listed), _with_tiles(call, keys_listed)
-    operands, do = Operands(q, k, v, *results), contiguous_last_dim(do)
-    chunks = selection.query_chunks
-    if kv_shared:
-        keys = _query_chunks(q_offsets[-1] if has_tail else q.shape[0], k, chunks)
-        if params.segment_scale is not None:
-            params = params._replace(segment_scale=params.segment_scale.repeat(chunks))
+        empty = (x.new_zeros(x.shape) for x in (q, k, v))
+        return *empty, *(x.zero_() for x in empty_table_gradients(params, q))
+    chunks = _select(call, tiles.block, key_tiles.block).query_chunks
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows
     # (keys), then a fixed-order sum.
-    dq, dk, dv = out or (
-        x.new_empty((rows, *x.shape[1:]), dtype=torch.float32 if is_shared else x.dtype)
-        for x, rows, is_shared in (
-            (q, do.shape[0], q_shared),
-            (k, chunks * k.shape[0], kv_shared),
-            (v, chunks * v.shape[0], kv_shared),
+    dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
+    dk, dv = (
+        x.new_empty(
+            (chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype
         )
+        for x in (k, v)
     )
-    grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(operands.lse))
-    if selection.packed_bwd is not None:
-        packed.backward(operands, grads, queries, params, selection.packed_bwd)
-        queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
-    if selection.backend == "hopper":
-        from .hopper.launch import backward
-
-        workspace = params.workspace
-        dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
-    else:
-        bias = kernel_bias(params)
-        dtables = triton_dq(operands, grads, queries, params, bias, selection)
-        triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
-    if has_tail and out is None:
+    dtables = _write_gradients(do, results, arguments, dq, dk, dv)
+    if has_tail:
         of_queries = [] if q_shared else [(dq, q_offsets)]
         of_keys = [] if kv_shared else [(dk, kv_offsets), (dv, kv_offsets)]
         zero_tails(*of_queries, *of_keys)
@@ -192,6 +138,71 @@ def _gradients(
     if kv_shared:
         dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
     return dq, dk, dv, *dtables
+
+
+@operator("attention_packed_backward", packed_backward_fake, PACKED_BACKWARD_SCHEMA)
+def triton_attention_packed_backward(
+    do: Tensor,
+    results: list[Tensor | None],
+    of_queries: Tensor,
+    of_keys: Tensor | None,
+    columns: list[int],
+    *arguments: Any,
+):
+    """`triton_attention_backward` that writes dq, dk and dv to columns of contiguous tensors, see
+    `PackedGradients`: a GEMM of a packed projection then needs no sum and no copy. Nothing is
+    shared. Rows behind the last segment become 0, in all columns.
+
+    Returns the gradients of position_bias and time_bias.
+    """
+    call, _, _ = unpack(*arguments)
+    outs = PackedGradients(of_queries, of_keys, columns)
+    parts = outs.parts(*call[:3])
+    if not _has_rows(call):
+        for x in parts:
+            x.zero_()
+        dposition, dtime = (x.zero_() for x in empty_table_gradients(call.params, call.q))
+        return dposition, dtime
+    dtables = _write_gradients(do, results, arguments, *parts)
+    if call.segments.has_tail:
+        of_rows = [] if of_keys is None else [(of_keys, call.segments.kv_offsets)]
+        zero_tails((of_queries, call.segments.q_offsets), *of_rows)
+    return dtables
+
+
+def _write_gradients(
+    do: Tensor,
+    results: list[Tensor | None],
+    arguments: tuple[Any, ...],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Launch the backward's kernels: write dq, dk and dv, whose last dim is contiguous, or partial
+    sums of them. Returns the gradients of the bias tables."""
+    call, queries_listed, keys_listed = unpack(*arguments)
+    q, k, v, (q_offsets, _, _, kv_shared, has_tail, _), params, _ = call
+    selection = _select(call, queries_listed.block, keys_listed.block)
+    queries, keys = _with_tiles(call, queries_listed), _with_tiles(call, keys_listed)
+    operands, do = Operands(q, k, v, *results), contiguous_last_dim(do)
+    if kv_shared:
+        chunks = selection.query_chunks
+        keys = _query_chunks(q_offsets[-1] if has_tail else q.shape[0], k, chunks)
+        if params.segment_scale is not None:
+            params = params._replace(segment_scale=params.segment_scale.repeat(chunks))
+    grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(operands.lse))
+    if selection.packed_bwd is not None:
+        packed.backward(operands, grads, queries, params, selection.packed_bwd)
+        queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
+    if selection.backend == "hopper":
+        from .hopper.launch import backward
+
+        workspace = params.workspace
+        return backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
+    bias = kernel_bias(params)
+    dtables = triton_dq(operands, grads, queries, params, bias, selection)
+    triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
+    return dtables
 
 
 def _has_rows(call: AttentionCall) -> bool:
@@ -291,8 +302,7 @@ def attention(call: AttentionCall) -> Tensor:
 
 def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
     """`attention` inside a layer's autograd node: out, lse, and the arguments that the node's
-    backward gives to `attention_backward` or `attention_packed_backward`. No pages; with softmax,
-    the scale is positive."""
+    backward gives to `attention_backward` or `attention_packed_backward`. No pages."""
     arguments, run = _prepared(call)
     out, lse = triton_attention(*arguments) if run is None else run()
     return out, lse, arguments
@@ -358,10 +368,10 @@ def attention_backward(
 
 
 def attention_packed_backward(
-    do: Tensor, results: list[Tensor | None], out: Tensor, columns: list[int], *arguments: Any
+    do: Tensor, results: list[Tensor | None], outs: PackedGradients, *arguments: Any
 ) -> tuple[Tensor, ...]:
     """`triton_attention_packed_backward` in less host time."""
-    return _directly(triton_attention_packed_backward, (do, results, out, columns), arguments)
+    return _directly(triton_attention_packed_backward, (do, results, *outs), arguments)
 
 
 def _directly(op: Callable, first: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
@@ -379,9 +389,9 @@ refuse_derivative(
     triton_paged_attention,
     "jagged_attention is not differentiable with pages: gather the keys and values first",
 )
-for _backward_op in (triton_attention_backward, triton_attention_packed_backward):
+for _op in triton_attention_backward, triton_attention_packed_backward:
     refuse_derivative(
-        _backward_op,
+        _op,
         "jagged_attention is not differentiable twice: its backward kernels have no derivative of"
         " their own",
     )

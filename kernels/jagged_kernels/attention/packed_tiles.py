@@ -112,24 +112,14 @@ def _pack_kernel(
     SIDES: tl.constexpr = 1 if kv_offsets_ptr is None else 2
     ptrs = tiles_ptr + tile.to(tl.int64) * (SIDES * 2 * ROWS)
     _write_side(
-        ptrs,
-        q_offsets_ptr,
-        segments,
-        packed,
-        _of_queries(length),
-        _of_queries(first_row),
+        ptrs, q_offsets_ptr, segments, packed, _of_queries(length), _of_queries(first_row),
         _of_queries(rows),
-    )
+    )  # fmt: skip
     if kv_offsets_ptr is not None:
         _write_side(
-            ptrs + 2 * ROWS,
-            kv_offsets_ptr,
-            segments,
-            packed,
-            _of_keys(length),
-            _of_keys(first_row),
-            _of_keys(rows),
-        )
+            ptrs + 2 * ROWS, kv_offsets_ptr, segments, packed, _of_keys(length),
+            _of_keys(first_row), _of_keys(rows),
+        )  # fmt: skip
 
 
 def pack_short_segments(segments: TiledSegments, q_rows: int, kv_rows: int) -> PackedTiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -218,7 +219,8 @@ BACKWARD_SCHEMA = (
     f"(Tensor do, Tensor?[] results, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 PACKED_BACKWARD_SCHEMA = (
-    f"(Tensor do, Tensor?[] results, Tensor(a!) out, int[] columns, {_SCHEMA}) -> (Tensor, Tensor)"
+    "(Tensor do, Tensor?[] results, Tensor(a!) of_queries, Tensor(b!)? of_keys, int[] columns,"
+    f" {_SCHEMA}) -> (Tensor, Tensor)"
 )
 
 
@@ -303,6 +305,39 @@ class Gradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     delta: Tensor
+
+
+class PackedGradients(NamedTuple):
+    """dq, dk and dv as columns of one tensor, or of one for the queries and one for the keys.
+
+    Attributes:
+        of_queries: `[rows, width]`. of_keys: the same of keys, or None: columns of of_queries.
+        columns: the first ones of dq, dk and dv.
+    """
+
+    of_queries: Tensor
+    of_keys: Tensor | None
+    columns: list[int]
+
+    @classmethod
+    def empty(cls, operands: Sequence[Tensor], together: bool) -> PackedGradients:
+        """Of q, k and v `[rows, heads, dim]`: `[q | k | v]` if they are parts of one projection,
+        else q, and `[k | v]`."""
+        q, k, _ = operands
+        widths = [x.shape[1] * x.shape[2] for x in operands]
+        if together:
+            out = q.new_empty(q.shape[0], sum(widths))
+            return cls(out, None, [0, widths[0], widths[0] + widths[1]])
+        of_queries = q.new_empty(q.shape[0], widths[0])
+        return cls(of_queries, k.new_empty(k.shape[0], sum(widths[1:])), [0, 0, widths[1]])
+
+    def parts(self, *operands: Tensor) -> list[Tensor]:
+        """Where dq, dk and dv are, as views in the shapes of q, k and v."""
+        keys = self.of_queries if self.of_keys is None else self.of_keys
+        return [
+            out[:, first : first + x.shape[1] * x.shape[2]].unflatten(1, x.shape[1:])
+            for out, first, x in zip((self.of_queries, keys, keys), self.columns, operands)
+        ]
 
 
 def empty_table_gradients(params: AttentionParams, like: Tensor) -> tuple[Tensor, Tensor]:

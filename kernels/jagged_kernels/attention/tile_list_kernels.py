@@ -188,17 +188,10 @@ def _clear_spare(place, first, step):
 @safe_ptxas
 @triton.jit(do_not_specialize=SIZES)
 def tile_list_kernel(
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    lists_ptr,
-    num_segments,
-    num_heads,
-    num_kv_heads,
-    query_slots,
+    q_offsets_ptr, kv_offsets_ptr, lists_ptr, num_segments, num_heads, num_kv_heads, query_slots,
     key_slots,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Writes the tiles sorted by work; of a side in groups, only the order of its segments.
     num_segments: of the keys."""
     program, query_programs = tl.program_id(0), 0
@@ -245,19 +238,10 @@ def _chunks(lists_ptr, query_slots, key_slots, num_segments):
 @safe_ptxas
 @triton.jit(do_not_specialize=[*SLOTS, "query_programs"])
 def tile_work_kernel(
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    num_targets_ptr,
-    lists_ptr,
-    num_segments,
-    query_programs,
-    query_slots,
-    key_slots,
-    MASK: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    q_offsets_ptr, kv_offsets_ptr, num_targets_ptr, lists_ptr, num_segments, query_programs,
+    query_slots, key_slots,
+    MASK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Each program writes the bucket, segment and block of one virtual tile, and counts it in its
     chunk. A virtual tile has 2^SHIFT rows, at most block_m, so every tile has one; those that are
     no tile are in bucket 0.
@@ -283,14 +267,9 @@ def tile_work_kernel(
 
 @triton.jit
 def _count_tile(
-    sides,
-    num_targets_ptr,
-    chunks_ptr,
-    program,
-    MASK: tl.constexpr,
-    LIST: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    sides, num_targets_ptr, chunks_ptr, program,
+    MASK: tl.constexpr, LIST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     SHIFT: tl.constexpr = log2_floor(LIST.block_m)
     index = program + (tl.load(sides.offsets_ptr) >> SHIFT)
     segment, _, length, virtual_row = find_tile(index, sides.offsets_ptr, sides.num_segments, SHIFT)
@@ -330,19 +309,10 @@ def log2_floor(block: int) -> int:
 @safe_ptxas
 @triton.jit(do_not_specialize=[*SIZES, "query_chunks", "key_chunks"])
 def masked_list_kernel(
-    lists_ptr,
-    num_segments,
-    query_chunks,
-    key_chunks,
-    num_heads,
-    num_kv_heads,
-    query_slots,
+    lists_ptr, num_segments, query_chunks, key_chunks, num_heads, num_kv_heads, query_slots,
     key_slots,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Each program writes the tiles of a chunk to their positions in the list. Virtual tiles that
     are no tile come last, as zeros. Spare entries of the last chunk are zeros too; they are not
     counted, so their positions are past the list.
@@ -448,19 +418,10 @@ def _ranked_segments(sides, order_ptr, start, BLOCK_M: tl.constexpr, CHUNK: tl.c
 @safe_ptxas
 @triton.jit(do_not_specialize=[*SIZES, "query_group_rows", "key_group_rows"])
 def grouped_list_kernel(
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    lists_ptr,
-    num_segments,
-    num_heads,
-    num_kv_heads,
-    query_slots,
-    key_slots,
-    query_group_rows,
-    key_group_rows,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    q_offsets_ptr, kv_offsets_ptr, lists_ptr, num_segments, num_heads, num_kv_heads, query_slots,
+    key_slots, query_group_rows, key_group_rows,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Writes the tiles of the sides in groups, whose segments `tile_list_kernel` has ranked."""
     rank = tl.program_id(0)
     of_queries, of_keys = _places(lists_ptr, query_slots, key_slots)

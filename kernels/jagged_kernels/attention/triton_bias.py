@@ -44,16 +44,9 @@ def bias_of_keys(bias, tile, head, ROWS: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def bias_block(
-    bias,
-    row,
-    column,
-    row_times,
-    column_times,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    KIND: tl.constexpr,
-):
+    bias, row, column, row_times, column_times,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     """The bias of the block from (query row, key column) on, divided by the scale:
     `[ROWS, COLUMNS]`. TRANSPOSED: its rows are the keys."""
     block = tl.zeros([ROWS, COLUMNS], tl.float32)

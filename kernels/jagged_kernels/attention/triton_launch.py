@@ -1,4 +1,4 @@
-"""Launches of the portable attention kernels (triton_kernels.py)."""
+"""Launches of the portable attention kernels (triton_tiles.py)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,10 @@ from .params import (
 from .segments import TiledSegments
 from .select import Selection
 from .tile_lists import kernel_tiles
-from .triton_kernels import (
-    BackwardDkdv,
-    BackwardDq,
-    Call,
-    Options,
-    attention_bwd_dkdv_kernel,
-    attention_bwd_dq_kernel,
-    attention_fwd_kernel,
-)
+from .triton_dkdv import BackwardDkdv, attention_bwd_dkdv_kernel
+from .triton_dq import BackwardDq, attention_bwd_dq_kernel
+from .triton_forward import attention_fwd_kernel
+from .triton_tiles import Call, Options
 
 
 def triton_forward(

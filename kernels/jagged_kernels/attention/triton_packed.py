@@ -306,24 +306,16 @@ def packed_attention_bwd_kernel(
                 dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
                 if GROUP == 1:  # frees the registers of dv before dk takes as many
                     _store(
-                        dv_rows,
-                        keys,
-                        key_head,
-                        dv * (scales.act_factor * key_factor),
-                        V_DIM,
+                        dv_rows, keys, key_head, dv * (scales.act_factor * key_factor), V_DIM,
                         BLOCK_DV,
-                    )
+                    )  # fmt: skip
                 dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
             if GROUP > 1:
                 _store(
                     dv_rows, keys, key_head, dv * (scales.act_factor * key_factor), V_DIM, BLOCK_DV
                 )
             _store(
-                dk_rows,
-                keys,
-                key_head,
-                dk * (scales.scale * scales.dact_factor * key_factor),
-                HEAD_DIM,
-                BLOCK_D,
-            )
+                dk_rows, keys, key_head, dk * (scales.scale * scales.dact_factor * key_factor),
+                HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
             segment = _next_segment(queries, keys, segment, checksum, CROSS)

@@ -181,15 +181,9 @@ def _store(rows, tile, head, x, ROTATED: tl.constexpr, OPTIONS: tl.constexpr):
         )  # fmt: skip
     else:
         store_rows(
-            rows,
-            tile.row,
-            head,
-            x.even,
-            tile.num_rows,
-            OPTIONS.dim,
-            OPTIONS.block_m,
+            rows, tile.row, head, x.even, tile.num_rows, OPTIONS.dim, OPTIONS.block_m,
             OPTIONS.block_d,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
@@ -260,16 +254,9 @@ def softmax_base_2(scores):
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
 def block_attention_fwd_kernel(
-    x,
-    offsets_ptr,
-    tables,
-    num_positions,
-    num_segments,
-    num_tiles,
-    scale,
-    strides,
+    x, offsets_ptr, tables, num_positions, num_segments, num_tiles, scale, strides,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """O of one tile and one head after the other. The heads of a tile follow one another, so rows
     of a packed projection are read together.
 
@@ -302,32 +289,19 @@ def block_attention_fwd_kernel(
         q = _load(q_rows, tile, head, angles, ROTATE, OPTIONS)
         k = _load(k_rows, tile, head // GROUP, angles, ROTATE, OPTIONS)
         v = _load(v_rows, tile, head // GROUP, angles, ROTATE_V, OPTIONS)
-        p = _softmax(
-            _mma_abt(q, k, ROTATE, PRECISION),
-            tile.num_rows,
-            scale * LOG2_E,
-            BLOCK_M,
-            OPTIONS.block_size,
-        )
-        out = _mma_ab(
-            p.to(v.even.dtype), v, _zeros(ROTATE_V, BLOCK_M, BLOCK_D), ROTATE_V, PRECISION
-        )
+        scores = _mma_abt(q, k, ROTATE, PRECISION)
+        p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, OPTIONS.block_size)
+        zeros = _zeros(ROTATE_V, BLOCK_M, BLOCK_D)
+        out = _mma_ab(p.to(v.even.dtype), v, zeros, ROTATE_V, PRECISION)
         _store(out_rows, tile, head, out, ROTATE_V, OPTIONS)
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
 def block_attention_bwd_kernel(
-    x,
-    offsets_ptr,
-    tables,
-    num_positions,
-    num_segments,
-    num_tiles,
-    scale,
-    strides,
+    x, offsets_ptr, tables, num_positions, num_segments, num_tiles, scale, strides,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """dQ, dK and dV of one tile and one key head after the other, with the query heads of its
     group: every gradient is written once.
 

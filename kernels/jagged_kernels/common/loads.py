@@ -119,15 +119,9 @@ def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    rows,
-    row,
-    head,
-    num_rows,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+    rows, row, head, num_rows,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
     """The [BLOCK, BLOCK_D] block of Rows from (row, head) on.
 
     Columns past DIM read as 0. RAGGED: rows past num_rows read as 0 too. Otherwise rows past a
@@ -174,15 +168,9 @@ def store_rows(
 
 @triton.jit
 def load_pairs(
-    rows,
-    row,
-    head,
-    num_rows,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    rows, row, head, num_rows,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """Even and odd columns [BLOCK, PAIRS] of a block of Rows. Rows past num_rows and columns past
     DIM read as 0. PACKED: a pair of 16-bit elements is loaded as one 4-byte word."""
     stride_row = rows.stride_row
@@ -204,17 +192,9 @@ def load_pairs(
 
 @triton.jit
 def store_pairs(
-    rows,
-    row,
-    head,
-    even,
-    odd,
-    num_rows,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    rows, row, head, even, odd, num_rows,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """Store what load_pairs loads."""
     stride_row = rows.stride_row
     ptr = rows.ptr + (row * stride_row + head.to(tl.int64) * rows.stride_head)
@@ -234,15 +214,9 @@ def store_pairs(
 
 @triton.jit
 def load_block(
-    matrices,
-    batch,
-    row,
-    column,
-    NUM_ROWS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    matrices, batch, row, column,
+    NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_R, BLOCK_C] block of one of the Matrices from (row, column) on. Elements outside its
     NUM_ROWS rows and NUM_COLUMNS columns read as 0."""
     if matrices.desc is not None:
@@ -258,16 +232,9 @@ def load_block(
 
 @triton.jit
 def store_block(
-    matrices,
-    batch,
-    row,
-    column,
-    block,
-    NUM_ROWS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    matrices, batch, row, column, block,
+    NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Store a block to one of the Matrices, from (row, column) on: the part that lies in the
     matrix."""
     ptrs, mask = _block_ptrs(matrices, batch, row, column, NUM_ROWS, NUM_COLUMNS, BLOCK_R, BLOCK_C)
@@ -276,15 +243,9 @@ def store_block(
 
 @triton.jit
 def _block_ptrs(
-    matrices,
-    batch,
-    row,
-    column,
-    NUM_ROWS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    matrices, batch, row, column,
+    NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Pointers [BLOCK_R, BLOCK_C] to a block's elements, and a mask of those in the matrix."""
     rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
     ptr = matrices.ptr + tl.cast(batch, tl.int64) * matrices.stride_batch
@@ -352,16 +313,9 @@ def find_tile(index, offsets_ptr, num_segments, shift):
 
 @triton.jit
 def load_matrix(
-    ptr,
-    row,
-    column,
-    stride,
-    num_rows,
-    num_columns,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
+    ptr, row, column, stride, num_rows, num_columns,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     """The [BLOCK_R, BLOCK_C] block from (row, column) on of a matrix with a row stride. Elements
     outside the matrix read as 0. TRANSPOSED: the memory holds the matrix's transpose."""
     if TRANSPOSED:

@@ -180,9 +180,9 @@ def mark_full(ring, step):
 
 
 @gluon.jit
-def release(ring, step):
-    """This warpgroup has read the buffer of a step."""
-    mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]), count=1)
+def release(ring, step, wanted=True):
+    """This warpgroup has read the buffer of a step, if `wanted`."""
+    mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]), count=1, pred=wanted)
 
 
 @gluon.jit
@@ -290,35 +290,27 @@ def wait_for_stores():
 
 
 class Output(NamedTuple):
-    """A result `[rows, heads, dim]`: its TMA descriptor, None in fp32, a pointer to its first
-    element, and the elements from a row to the next; None: heads · dim."""
+    """A result `[rows, heads, dim]`, whose heads follow one another: its TMA descriptor, None in
+    fp32, and a pointer to its first element."""
 
     desc: gl.tensor
     ptr: gl.tensor
-    stride: gl.tensor = None
 
 
 @gluon.jit
 def store_epilogue(
-    acc,
-    output,
-    buffer,
-    PENDING: gl.constexpr,
-    row,
-    head,
-    num_rows,
-    HEADS: gl.constexpr,
-    DIM: gl.constexpr,
-):
-    """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output
-    `[rows, HEADS, DIM]`.
+    acc, output, buffer, PENDING: gl.constexpr, row, head, num_rows,
+    STRIDE: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output with heads of
+    DIM and rows of STRIDE elements.
 
     TMA stores 64 rows from shared memory. Fewer are stored by 16 bytes per thread, as another
     segment's rows follow. fp32 is stored from registers. PENDING: how many later TMA stores may be
     under way when the buffer is reused; None: `wait_for_stores` has been called.
     """
     if output.desc is None:
-        _store_rows(acc, output, row, head, num_rows, HEADS, DIM)
+        _store_rows(acc, output.ptr, row, head, num_rows, STRIDE, DIM)
     else:
         full = num_rows >= WARPGROUP_ROWS
         if PENDING is not None:
@@ -336,19 +328,16 @@ def store_epilogue(
         else:
             thread_barrier()
             _store_rows(
-                rows.load(vector_layout(acc.shape[1])), output, row, head, num_rows, HEADS, DIM
+                rows.load(vector_layout(acc.shape[1])), output.ptr, row, head, num_rows, STRIDE, DIM
             )
 
 
 @gluon.jit
-def _store_rows(x, output, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
+def _store_rows(x, ptr, row, head, num_rows, STRIDE: gl.constexpr, DIM: gl.constexpr):
     L: gl.constexpr = x.type.layout
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))
-    stride = HEADS * DIM
-    if output.stride is not None:
-        stride = output.stride
-    ptrs = output.ptr + row * stride + head * DIM + rows[:, None] * stride + columns[None, :]
+    ptrs = ptr + row * STRIDE + head * DIM + rows[:, None] * STRIDE + columns[None, :]
     mask = (rows < num_rows)[:, None]
     if DIM < x.shape[1]:
         mask = mask & (columns < DIM)[None, :]

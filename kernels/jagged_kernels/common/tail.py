@@ -24,17 +24,9 @@ BLOCK = 2048  # elements that a program writes at a time
     do_not_specialize=["segments_0", "segments_1", "segments_2", "rows_0", "rows_1", "rows_2"]
 )
 def zero_tails_kernel(
-    out_ptrs,
-    offsets_ptrs,
-    segments_0,
-    segments_1,
-    segments_2,
-    rows_0,
-    rows_1,
-    rows_2,
-    SIZES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out_ptrs, offsets_ptrs, segments_0, segments_1, segments_2, rows_0, rows_1, rows_2,
+    SIZES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write 0 to the rows of each out, of at most three, from its offsets[-1] on. A row has
     SIZES[i] elements. Persistent: nothing to do without a tail. Numbers are no tuples, whose parts
     Triton would specialise."""
@@ -93,9 +85,10 @@ def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
     )
 
 
-def kept_rows(x: Tensor, offsets: Tensor) -> Tensor:
-    """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def kept_rows(x: Tensor, offsets: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
+    given."""
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     rows = contiguous_last_dim(x.flatten(1) if x.dim() > 1 else x.unsqueeze(1))

@@ -10,13 +10,9 @@ from typing import NamedTuple
 from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ..common.pipeline import mma_layout, opaque
+from ..common.pipeline import mma_layout, opaque, release, wait_until_full
 
 M_TILE = gl.constexpr(64)  # rows of a wgmma
 PART_N = gl.constexpr(32)  # columns of a shared result that are added at once: 16 registers
@@ -167,26 +163,16 @@ def _issue_step(ring, step, accs, role, HALF_FIRST: gl.constexpr, DEPTH: gl.cons
     BLOCK_N: gl.constexpr = ring.e_bufs.shape[3]
     wide, half = accs
     stage = step % STAGES
-    mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
+    wait_until_full(ring, step)
     e = ring.e_bufs.index(stage).reshape([ring.e_bufs.shape[2], BLOCK_N])
+    half_w = ring.w_bufs.index(stage * 3 + 2 * role.WIDE)
+    half_e = e.slice(role.CONSUMER * (BLOCK_N // 2), BLOCK_N // 2, 1)
     if role.HALF and HALF_FIRST:
-        half = _mma(
-            ring.w_bufs.index(stage * 3 + 2 * role.WIDE),
-            e.slice(role.CONSUMER * (BLOCK_N // 2), BLOCK_N // 2, 1),
-            half,
-            0,
-            DEPTH,
-        )
+        half = _mma(half_w, half_e, half, 0, DEPTH)
     if role.WIDE:
         wide = _mma(ring.w_bufs.index(stage * 3 + role.CONSUMER), e, wide, 0, DEPTH)
     if role.HALF and not HALF_FIRST:
-        half = _mma(
-            ring.w_bufs.index(stage * 3 + 2 * role.WIDE),
-            e.slice(role.CONSUMER * (BLOCK_N // 2), BLOCK_N // 2, 1),
-            half,
-            0,
-            DEPTH,
-        )
+        half = _mma(half_w, half_e, half, 0, DEPTH)
     return Accumulators(wide, half)
 
 
@@ -201,12 +187,6 @@ def _wait(accs, role, PENDING: gl.constexpr):
     else:
         half = warpgroup_mma_wait(PENDING, deps=(half,))
     return Accumulators(wide, half)
-
-
-@gluon.jit
-def _consumer_release(ring, step, wanted):
-    STAGES: gl.constexpr = ring.e_bufs.shape[0]
-    mbarrier.arrive(ring.empty.index(step % STAGES), count=1, pred=wanted)
 
 
 @gluon.jit
@@ -231,11 +211,11 @@ def gemm(ring, step, addends, role, K: gl.constexpr):
     for i in range(opaque(gl.to_tensor(FREE))):
         accs = _issue_step(ring, step, accs, role, False, BLOCK_K)
         accs = _wait(accs, role, NUM_ACCS)
-        _consumer_release(ring, step - 1, i > 0)
+        release(ring, step - 1, i > 0)
         step += 1
     if FREE > 0:
         accs = _wait(accs, role, 0)
-        _consumer_release(ring, step - 1, True)
+        release(ring, step - 1)
     for i in gl.static_range(max(ROUNDS, PARTS)):
         if i < ROUNDS:
             for j in gl.static_range(FREE + i * ROUND, min(FREE + (i + 1) * ROUND, STEPS)):
@@ -244,7 +224,7 @@ def gemm(ring, step, addends, role, K: gl.constexpr):
                 )
                 if j > FREE + i * ROUND:
                     accs = _wait(accs, role, NUM_ACCS)
-                    _consumer_release(ring, step - 1, True)
+                    release(ring, step - 1)
                 step += 1
         if i < PARTS:
             if i == 0 or NUM_ACCS == 2:
@@ -256,12 +236,12 @@ def gemm(ring, step, addends, role, K: gl.constexpr):
         if i < ROUNDS:
             accs = _wait(accs, role, NUM_ACCS - 1)
             if NUM_ACCS == 1:
-                _consumer_release(ring, step - 1, True)
+                release(ring, step - 1)
         if i < WIDE_PARTS:
             accs = Accumulators(_add_columns(accs.wide, x, i * PART_N), accs.half)
         elif i < PARTS:
             accs = Accumulators(accs.wide, _add_columns(accs.half, x, (i - WIDE_PARTS) * PART_N))
         if i < ROUNDS and NUM_ACCS == 2:
             accs = _wait(accs, role, 0)
-            _consumer_release(ring, step - 1, True)
+            release(ring, step - 1)
     return step, accs

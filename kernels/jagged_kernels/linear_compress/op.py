@@ -84,7 +84,8 @@ def triton_linear_compress(
     if batch == 0:
         return embeddings[-1].new_empty((0, m, n))
     if choice.backend == "hopper":
-        from . import hopper  # Gluon is imported only on Hopper, which alone compiles these kernels
+        # Gluon is imported only on Hopper, which alone compiles these kernels
+        from . import hopper_launch as hopper
 
         tiling = hopper.tiling(m, n, choice.config)
         weights, state = aligned_weights(weights, hopper.state_size(embeddings, tiling))

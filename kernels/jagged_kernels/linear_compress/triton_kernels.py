@@ -79,30 +79,18 @@ def _store_epilogue(
         left, right = tl.split(tl.permute(tl.reshape(acc, BLOCK_M, 2, BLOCK_N // 2), 0, 2, 1))
         _store_epilogue(left, addends, out_ptr, tile, M, N, MAX_N)
         _store_epilogue(
-            right,
-            addends,
-            out_ptr,
-            Tile(tile.batch, tile.row, tile.column + BLOCK_N // 2),
-            M,
-            N,
+            right, addends, out_ptr, Tile(tile.batch, tile.row, tile.column + BLOCK_N // 2), M, N,
             MAX_N,
-        )
+        )  # fmt: skip
     else:
         for level in tl.static_range(len(addends.ptrs)):
             index = tl.load(addends.indices_ptrs[level] + tile.batch)
             addend = Matrices(addends.ptrs[level], None, M * N, N)
             acc += load_block(addend, index, tile.row, tile.column, M, N, BLOCK_M, BLOCK_N)
         store_block(
-            Matrices(out_ptr, None, M * N, N),
-            tile.batch,
-            tile.row,
-            tile.column,
-            acc,
-            M,
-            N,
-            BLOCK_M,
-            BLOCK_N,
-        )
+            Matrices(out_ptr, None, M * N, N), tile.batch, tile.row, tile.column, acc, M, N,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -123,18 +111,9 @@ def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, OPTIONS: tl.
 @safe_ptxas
 @triton.jit(do_not_specialize=["batch"])
 def linear_compress_fwd_kernel(
-    w_ptr,
-    e_ptr,
-    out_ptr,
-    addends_ptr,
-    indices_ptr,
-    w_desc,
-    w_tail_desc,
-    e_desc,
-    batch,
-    strides,
+    w_ptr, e_ptr, out_ptr, addends_ptr, indices_ptr, w_desc, w_tail_desc, e_desc, batch, strides,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], `[M, N]` each, the addends in fp32.
     Persistent. strides: of w's rows, of e's matrices and rows.
 
@@ -169,18 +148,9 @@ def linear_compress_fwd_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["batch"])
 def linear_compress_bwd_dw_kernel(
-    g_ptr,
-    e_ptr,
-    partial_ptr,
-    g_desc,
-    e_desc,
-    batch,
-    stride_gb,
-    stride_g,
-    stride_eb,
-    stride_e,
+    g_ptr, e_ptr, partial_ptr, g_desc, e_desc, batch, stride_gb, stride_g, stride_eb, stride_e,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """partial[p] = the p-th of equal parts of Σ_b G[b] E[b]ᵀ, `[M, K]` fp32. Grid: tiles, parts.
 
     The sum runs over the blocks of block_n columns of all batch rows in one long loop.

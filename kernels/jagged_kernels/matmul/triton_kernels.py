@@ -53,17 +53,9 @@ class Dense(NamedTuple):
     ]
 )
 def jagged_dense_bmm_kernel(
-    pointers,
-    offsets_ptr,
-    num_segments,
-    stride_x,
-    stride_yb,
-    stride_y,
-    stride_bias,
-    stride_grad,
-    ACTIVATION: tl.constexpr,
-    OPTIONS: tl.constexpr,
-):
+    pointers, offsets_ptr, num_segments, stride_x, stride_yb, stride_y, stride_bias, stride_grad,
+    ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
     """out[b] = activation(x[b] @ y[b] + bias[b]), `[L, T]`. With a pointer `grad`, a gradient of
     it: grad times the activation's derivative. pointers: Dense.
 
@@ -115,17 +107,9 @@ def jagged_dense_bmm_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift", "stride_x", "stride_y"])
 def jagged_jagged_bmm_kernel(
-    x_ptr,
-    y_ptr,
-    out_ptr,
-    partial_ptr,
-    offsets_ptr,
-    num_segments,
-    shift,
-    stride_x,
-    stride_y,
+    x_ptr, y_ptr, out_ptr, partial_ptr, offsets_ptr, num_segments, shift, stride_x, stride_y,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """out[b] = x[b]ᵀ @ y[b], `[B, D, T]`. Without x: the sum of y's rows, with d = block_m = 1.
 
     A segment longer than a chunk of 2^shift rows is summed by chunks. The sum of chunk i goes to
@@ -157,16 +141,9 @@ def jagged_jagged_bmm_kernel(
             acc += tl.sum(y.to(tl.float32), 0)[None, :]
         else:
             x = load_matrix(
-                x_ptr + start * (stride_x * ALIGN),
-                row,
-                k,
-                stride_x * ALIGN,
-                D,
-                last,
-                BLOCK_M,
-                BLOCK_K,
-                True,
-            )
+                x_ptr + start * (stride_x * ALIGN), row, k, stride_x * ALIGN, D, last, BLOCK_M,
+                BLOCK_K, True,
+            )  # fmt: skip
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
     if num_rows <= chunk:
         store_matrix(out_ptr + tl.cast(segment, tl.int64) * (D * T), row, column, T, acc, D, T)
@@ -178,15 +155,9 @@ def jagged_jagged_bmm_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift"])
 def sum_chunks_kernel(
-    partial_ptr,
-    out_ptr,
-    offsets_ptr,
-    num_segments,
-    shift,
-    SIZE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    partial_ptr, out_ptr, offsets_ptr, num_segments, shift,
+    SIZE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out[b] = the sum over the chunks of a segment that has several, `[SIZE]` each, in fp32 and in
     their order.
 
@@ -205,30 +176,18 @@ def sum_chunks_kernel(
     for chunk in range(0, num_chunks, CHUNKS):
         acc += load_matrix(partial_ptr, chunk, column, SIZE, num_chunks, SIZE, CHUNKS, BLOCK, False)
     store_matrix(
-        out_ptr + tl.cast(segment, tl.int64) * SIZE,
-        0,
-        column,
+        out_ptr + tl.cast(segment, tl.int64) * SIZE, 0, column, SIZE, tl.sum(acc, 0)[None, :], 1,
         SIZE,
-        tl.sum(acc, 0)[None, :],
-        1,
-        SIZE,
-    )
+    )  # fmt: skip
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "stride_x", "stride_y"])
 def jagged_outer_kernel(
-    x_ptr,
-    y_ptr,
-    p_ptr,
-    x_offsets_ptr,
-    y_offsets_ptr,
-    p_offsets_ptr,
-    num_segments,
-    stride_x,
+    x_ptr, y_ptr, p_ptr, x_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_x,
     stride_y,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """p[b] = x[b] @ y[b]ᵀ, row-major from p_offsets[b] on. Grid: tile indices of x.
 
     Without y, x[b] @ x[b]ᵀ: a tile on the diagonal reads its rows once, and a tile above it is also
@@ -293,16 +252,9 @@ def jagged_symmetric_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "stride_y"])
 def array_jagged_bmm_kernel(
-    p_ptr,
-    y_ptr,
-    out_ptr,
-    out_offsets_ptr,
-    y_offsets_ptr,
-    p_offsets_ptr,
-    num_segments,
-    stride_y,
+    p_ptr, y_ptr, out_ptr, out_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_y,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """out[b] = p[b] @ y[b]. p[b] has a row for each row of out[b] and a column for each row of
     y[b]; transposed, p[b]ᵀ is in memory. Grid: tile indices of the result, blocks of columns, which
     follow one another: they share p."""
@@ -326,16 +278,9 @@ def array_jagged_bmm_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, length, BLOCK_K):
         p = load_matrix(
-            p_ptr,
-            row,
-            k,
-            num_rows if TRANSPOSED else length,
-            num_rows,
-            length,
-            BLOCK_M,
-            BLOCK_K,
+            p_ptr, row, k, num_rows if TRANSPOSED else length, num_rows, length, BLOCK_M, BLOCK_K,
             TRANSPOSED,
-        )
+        )  # fmt: skip
         y = load_matrix(y_ptr, k, column, stride_y * ALIGN, length, D, BLOCK_K, BLOCK_N, False)
         acc = tl.dot(p, y, acc, input_precision=PRECISION)
     store_matrix(out_ptr + start * D, row, column, D, acc, num_rows, D)

@@ -32,16 +32,9 @@ def _users(map_ptr, candidates, num_candidates, num_users):
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_candidates", "num_users", "num_blocks"])
 def group_candidates_kernel(
-    map_ptr,
-    offsets_ptr,
-    order_ptr,
-    inverse_ptr,
-    num_candidates,
-    num_users,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    map_ptr, offsets_ptr, order_ptr, inverse_ptr, num_candidates, num_users, num_blocks,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The first num_blocks programs place candidates, the others write users' offsets."""
     places = tl.program_id(0) < num_blocks
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

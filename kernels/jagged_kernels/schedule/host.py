@@ -149,16 +149,7 @@ def zigzag_schedule(
     sizes = dict(
         num_heads=num_heads, block_m=block_m, block_n=block_n, num_other_heads=num_other_heads
     )
-    for name, value in (*sizes.items(), ("head_dim", head_dim)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        at_least = 1 if name in sizes else 0
-        if value < at_least:
-            raise ValueError(f"{name} must be at least {at_least}, got {value}")
-    if not isinstance(key_tiles, bool):
-        raise TypeError(f"key_tiles must be a bool, got {type(key_tiles).__name__}")
-    if mask is not None and not hasattr(mask, "params"):
-        raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    _check_options(sizes, head_dim, key_tiles, mask)
     sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
     queries, keys = reversed(sides) if key_tiles else sides
     groups = num_query_groups(*queries, *keys, mask)
@@ -190,6 +181,19 @@ def zigzag_schedule(
         tiles, num_long = _masked_tiles(side, num_heads)
     num_tiles = torch.tensor([len(tiles), num_long], dtype=torch.int32, device="cpu")
     return TileSchedule(tiles, num_tiles, block_m, block_n, num_heads, ascending=ascending)
+
+
+def _check_options(sizes: dict[str, int], head_dim: int, key_tiles: bool, mask: Any) -> None:
+    for name, value in (*sizes.items(), ("head_dim", head_dim)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        at_least = 1 if name in sizes else 0
+        if value < at_least:
+            raise ValueError(f"{name} must be at least {at_least}, got {value}")
+    if not isinstance(key_tiles, bool):
+        raise TypeError(f"key_tiles must be a bool, got {type(key_tiles).__name__}")
+    if mask is not None and not hasattr(mask, "params"):
+        raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
 
 
 class _Side(NamedTuple):

@@ -142,16 +142,9 @@ def _store_lines(
 
 @triton.jit
 def _full_lines(
-    x,
-    weight,
-    out,
-    first_line,
-    num_lines,
-    length,
-    BACKWARD: tl.constexpr,
-    LINES: tl.constexpr,
-    LENGTH: tl.constexpr,
-):
+    x, weight, out, first_line, num_lines, length,
+    BACKWARD: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
     """Lines that are not cut into chunks."""
     part = Part(first_line, num_lines, 0, length)
     if length <= LENGTH:
@@ -166,17 +159,9 @@ def _full_lines(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift", "stride_x", "stride_grad"])
 def jagged_softmax_kernel(
-    x_ptr,
-    grad_ptr,
-    out_ptr,
-    sums_ptr,
-    offsets_ptr,
-    num_segments,
-    shift,
-    stride_x,
-    stride_grad,
+    x_ptr, grad_ptr, out_ptr, sums_ptr, offsets_ptr, num_segments, shift, stride_x, stride_grad,
     OPTIONS: tl.constexpr,
-):
+):  # fmt: skip
     """softmax over the rows of each segment, `[L, H]`. With grad_ptr: the gradient of its input,
     given its result x and that of the result.
 

@@ -8,24 +8,23 @@ from marks import diagonal_first, slow_after
 
 pytest.importorskip("triton")
 
-from jagged_kernels.attention import triton_kernels as attention_kernels
 from jagged_kernels.attention.configs import attention_config, attention_tile, biased_dq_config
 from jagged_kernels.attention.params import Operands
+from jagged_kernels.attention.triton_dkdv import BackwardDkdv, attention_bwd_dkdv_kernel
+from jagged_kernels.attention.triton_dq import BackwardDq, attention_bwd_dq_kernel
+from jagged_kernels.attention.triton_forward import attention_fwd_kernel
+from jagged_kernels.attention.triton_tiles import Call, Options
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
 
 from .ahead_of_time import BIASES, MASKS, bias_types, compile_for
 
 KERNELS = {
-    "fwd": attention_kernels.attention_fwd_kernel,
-    "dq": attention_kernels.attention_bwd_dq_kernel,
-    "dkdv": attention_kernels.attention_bwd_dkdv_kernel,
+    "fwd": attention_fwd_kernel,
+    "dq": attention_bwd_dq_kernel,
+    "dkdv": attention_bwd_dkdv_kernel,
 }
-POINTERS = {
-    "fwd": Operands,
-    "dq": attention_kernels.BackwardDq,
-    "dkdv": attention_kernels.BackwardDkdv,
-}
+POINTERS = {"fwd": Operands, "dq": BackwardDq, "dkdv": BackwardDkdv}
 # of a thread block, by compute capability
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # A kernel takes seconds to compile. So an option is compiled for some of the capabilities, and each
@@ -96,7 +95,7 @@ def compile_attention(
         (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     )
     sums, masked = name == "dq" and bias is not None, mask is not None
-    options = attention_kernels.Options(
+    options = Options(
         group=1,
         head_dim=dim,
         v_dim=dim,
@@ -120,7 +119,7 @@ def compile_attention(
     constants |= {} if sums else dict(sums=None)
     constants |= {} if page_rows else dict(page_table_ptr=None)
     by_segment = ("*i64", "*fp32") if masked else ("constexpr", "constexpr")
-    call = attention_kernels.Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4)
+    call = Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4)
     operands = POINTERS[name]
     num_rows = sum(x not in ("lse", "delta") for x in operands._fields)
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.matmul import triton_kernels as jagged_matmul_kernels
 from jagged_kernels.matmul.configs import jagged_matmul_config
-from jagged_kernels.matmul.op import SYMMETRIC_BLOCK
+from jagged_kernels.matmul.launch import SYMMETRIC_BLOCK
 from jagged_kernels.softmax import triton_kernels as jagged_softmax
 from jagged_kernels.softmax.configs import jagged2_softmax_config, jagged_softmax_config
 

@@ -17,7 +17,7 @@ from jagged_kernels.linear_compress.configs import (
     linear_compress_config,
     weight_gradient_config,
 )
-from jagged_kernels.linear_compress.hopper import linear_compress_fwd_hopper_kernel
+from jagged_kernels.linear_compress.hopper import Memory, Options, linear_compress_fwd_hopper_kernel
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
@@ -156,26 +156,21 @@ def compile_hopper_linear_compress(dtype, sizes, addends):
         f"shared_{name}_desc": boxes[name] for name in ("w", "e")
     }
     types = {arg: gluon_descriptor(dtype, box) for arg, box in boxes.items()}
-    types |= dict(addends_ptr=("*fp32",) * addends, indices_ptr=("*i64",) * addends)
-    types |= dict(shared_ptr="*fp32", state_ptr="*i32")
-    constants = dict(
-        M=m,
-        K=k,
-        SHARED_K=shared_k,
-        N_TILES=-(-n // config.block_n),
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-    )
-    constants |= dict(STAGES=config.num_stages, BUFFERS=config.num_buffers)
+    types |= dict(addends=("*fp32",) * addends + ("*i64",) * addends)
+    types |= dict(memory=Memory("*fp32" if shared_k else "constexpr", "*i32"))
+    options = Options(
+        m, k, shared_k, -(-n // config.block_n),
+        *(config.block_n, config.block_k, config.num_stages, config.num_buffers),
+    )  # fmt: skip
+    constants = dict(OPTIONS=options)
     constants |= {} if k else dict.fromkeys(("w_desc", "e_desc", "out_desc"))
-    constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr"))
-    aligned = "shared_ptr", "state_ptr", "addends_ptr", "indices_ptr"
+    constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc"))
     return compile_for(
         90,
         linear_compress_fwd_hopper_kernel,
         constants,
         types.get,
-        aligned,
+        ("addends", "memory"),
         num_warps=4,
         maxnreg=168,
     )

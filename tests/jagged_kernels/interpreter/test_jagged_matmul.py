@@ -97,17 +97,18 @@ def test_chunks_of_long_segments_share_no_slot(lengths, chunk):
 @pytest.mark.parametrize("shift", [0, 3, 6])
 @pytest.mark.parametrize("name", ["jagged", "sum"])
 def test_sums_of_chunks(jagged_matmuls, monkeypatch, name, shift):
-    from jagged_kernels.matmul import op as jagged_matmul
+    from jagged_kernels.matmul import launch
 
-    monkeypatch.setattr(jagged_matmul, "chunk_shift", lambda *_: shift)
+    monkeypatch.setattr(launch, "chunk_shift", lambda *_: shift)
     lengths = [3, 0, 16, 1, 9, 0, 0, 8, 33] if shift < 6 else [64, 65, 0, 300, 1, 63]
     jagged_matmuls(name, (lengths, [0] * len(lengths)), torch.float16, "cpu").check()
 
 
 def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
+    from jagged_kernels.matmul import launch
     from jagged_kernels.matmul import op as jagged_matmul
 
-    monkeypatch.setattr(jagged_matmul, "sum_chunks_kernel", None)
+    monkeypatch.setattr(launch, "sum_chunks_kernel", None)
     x = torch.randn(513, 3)
     jagged_matmul.triton_jagged_jagged_bmm(x[:512], x[:512], offsets([512]))
     with pytest.raises(TypeError, match="not subscriptable"):

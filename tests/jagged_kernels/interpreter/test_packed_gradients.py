@@ -6,21 +6,25 @@ import torch
 SELF = [3, 0, 1, 70, 40]
 
 
+@pytest.mark.parametrize("kv_lengths", [None, [5, 2, 0, 33, 64]], ids=["self", "cross"])
 @pytest.mark.parametrize(
     "activation, mask, dtype",
     [("softmax", None, torch.float32), ("gelu_tanh", "causal", torch.float16)],
 )
 def test_gradients_are_those_in_tensors_of_their_own(
-    check_packed_gradients, activation, mask, dtype
+    check_packed_gradients, activation, mask, dtype, kv_lengths
 ):
-    check_packed_gradients(SELF, dtype, "cpu", activation=activation, mask=mask)
+    check_packed_gradients(SELF, kv_lengths, dtype, "cpu", activation=activation, mask=mask)
 
 
-def test_short_segments(check_packed_gradients, packed_launches):
-    check_packed_gradients([3, 0, 1, 30, 12], torch.float16, "cpu", (2, 1), 16)
+@pytest.mark.parametrize("kv_lengths", [None, [5, 2, 0, 33, 9]], ids=["self", "cross"])
+def test_short_segments(check_packed_gradients, packed_launches, kv_lengths):
+    lengths = [3, 0, 1, 30, 12]
+    check_packed_gradients(lengths, kv_lengths, torch.float16, "cpu", (2, 1), 16)
     assert packed_launches == dict(forward=1, backward=2)
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0]], ids=str)
 def test_no_rows(check_packed_gradients, lengths):
-    check_packed_gradients(lengths, torch.float32, "cpu")
+    check_packed_gradients(lengths, None, torch.float32, "cpu")
+    check_packed_gradients(lengths, [4, 3][: len(lengths)], torch.float32, "cpu")

@@ -20,10 +20,9 @@ def only_the_device_knows(monkeypatch):
     itself runs on the CPU."""
     from jagged_kernels.common import tail as kernels
 
-    from jagged_modules.containers.segmentation import Segmentation
+    from jagged_modules.segments import Segmentation
 
-    for module in ("validation", "containers.segmentation"):
-        monkeypatch.setattr(f"jagged_modules.{module}.values_are_checkable", lambda x: False)
+    monkeypatch.setattr("jagged_modules.segments.values_are_checkable", lambda x: False)
     monkeypatch.setattr("jagged_modules.functional.tail._runs_kernels", lambda x: True)
     monkeypatch.setattr(Segmentation, "lengths_on_host", lambda segmentation, offsets: None)
     for name in ("zero_tails", "kept_rows"):

@@ -33,9 +33,8 @@ class Arguments(NamedTuple):
         num_targets_ptr: None unless the mask has targets.
         scale, act_factor, dact_factor, output_scale: of activations.activation_factors the second
             and third. segment_scale_ptr: replaces output_scale unless it is None.
-        out_ptr, dq_ptr, dk_ptr, dv_ptr: contiguous `[rows, heads, dim]`. grad_stride: the elements
-            from a row of dq, dk and dv to the next, if they are columns of one packed tensor; else
-            None.
+        out_ptr: contiguous `[rows, heads, dim]`.
+        dq_ptr, dk_ptr, dv_ptr: `[rows, heads, dim]`, whose heads follow one another.
         lse_ptr, delta_ptr: softmax's numbers of the query rows, fp32 `[H, rows]`: log-sum-exp of
             the scores, base 2, and rowsum(dO ∘ O).
         added_ptr: of the one-pass backward: int32 `[H, num_blocks]`, how many tiles have been added
@@ -59,7 +58,6 @@ class Arguments(NamedTuple):
     dk_ptr: gl.tensor = None
     dv_ptr: gl.tensor = None
     added_ptr: gl.tensor = None
-    grad_stride: gl.tensor = None
 
 
 class Schedule(NamedTuple):
@@ -80,7 +78,8 @@ class Schedule(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Constants of a launch. group: query heads per key head. has_sums: dS is summed for the bias
+    """Constants of a launch. group: query heads per key head. dq_stride, dk_stride, dv_stride: of
+    the rows of the gradients, which may be parts of one tensor. has_sums: dS is summed for the bias
     tables. The next ones are HopperConfig's.
     activation: function of activations.py, None with softmax; `with_activation` sets it."""
 
@@ -92,6 +91,9 @@ class Options(NamedTuple):
     bias: tuple | None = None
     q_shared: bool = False
     page_rows: int | None = None
+    dq_stride: int | None = None
+    dk_stride: int | None = None
+    dv_stride: int | None = None
     kv_shared: bool = False
     query_groups: int = 1
     has_sums: bool = False

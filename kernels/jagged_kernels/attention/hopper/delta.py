@@ -13,18 +13,9 @@ from ...common.ptxas import safe_ptxas
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "stride_delta"])
 def attention_delta_kernel(
-    do_ptr,
-    out_ptr,
-    delta_ptr,
-    num_rows,
-    stride_row,
-    stride_head,
-    stride_delta,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    do_ptr, out_ptr, delta_ptr, num_rows, stride_row, stride_head, stride_delta,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(dO ∘ O), of a block of rows of a head."""
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

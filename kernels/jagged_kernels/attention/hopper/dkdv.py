@@ -298,7 +298,6 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    KV_HEADS: gl.constexpr = OPTIONS.heads // OPTIONS.group
     first_target = first_target_of(tile, OPTIONS.mask)
     visited = _visited_blocks(schedule, tile, OPTIONS)
     first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
@@ -344,11 +343,13 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         row = tile.kv_start + first
         dv *= scales.act_factor * factor
         buffer = outputs.buffers.index(consumer)
-        store_epilogue(dv, outputs.dv, buffer, 1, row, tile.head, num_keys, KV_HEADS, OPTIONS.v_dim)
+        store_epilogue(
+            dv, outputs.dv, buffer, 1, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
+        )
         dk *= scales.scale * scales.dact_factor * factor
         buffer = outputs.buffers.index(CONSUMERS + consumer)
         store_epilogue(
-            dk, outputs.dk, buffer, 1, row, tile.head, num_keys, KV_HEADS, OPTIONS.head_dim
+            dk, outputs.dk, buffer, 1, row, tile.head, num_keys, OPTIONS.dk_stride, OPTIONS.head_dim
         )
     else:
         for number in range(visited.count):
@@ -388,8 +389,7 @@ def attention_bwd_dkdv_hopper_kernel(
     tail = make_barriers(1, 2 * CONSUMERS)
     rings = Rings(q=q, do=do, k=k, v=v, lse=lse, delta=delta, tail=tail)
     outputs = Outputs(
-        dk=Output(dk_desc, args.dk_ptr, args.grad_stride),
-        dv=Output(dv_desc, args.dv_ptr, args.grad_stride),
+        dk=Output(dk_desc, args.dk_ptr), dv=Output(dv_desc, args.dv_ptr),
         buffers=make_epilogue_buffers(k_desc, 2 * CONSUMERS),
     )  # fmt: skip
     queue = make_tile_queue(CONSUMERS)

@@ -65,14 +65,8 @@ from ...common.ptxas import safe_ptxas
 from ..mask import num_masked_blocks
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
-from .bias import (
-    add_to_tables,
-    bias_block,
-    bias_of_queries,
-    make_ranges,
-    make_scratch,
-    sums_of_tile,
-)
+from .bias import bias_block, bias_of_queries, make_ranges
+from .bias_sums import add_to_tables, make_scratch, sums_of_tile
 from .scores import Position, QueryRows, minus_delta, row_stats, visible_keys, weights
 from .tile_source import (
     consume_waves,
@@ -231,7 +225,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         acc = acc * (scales.scale * scales.dact_factor * factor)
         store_epilogue(
             acc, outputs.dq, outputs.buffers.index(consumer), 0,
-            tile.q_start + first, tile.head, num_rows, OPTIONS.heads, OPTIONS.head_dim,
+            tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,
         )  # fmt: skip
     else:
         skip_stage(rings.q, wave)
@@ -273,7 +267,7 @@ def attention_bwd_dq_hopper_kernel(
         scratch = make_scratch(CONSUMERS)
     kernel = Kernel(
         args, schedule, rings, queue,
-        Outputs(dq=Output(dq_desc, args.dq_ptr, args.grad_stride), buffers=buffers),
+        Outputs(dq=Output(dq_desc, args.dq_ptr), buffers=buffers),
         q_desc=q_desc, do_desc=do_desc, k_desc=k_desc, v_desc=v_desc,
         bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias), sums=sums, scratch=scratch,
     )  # fmt: skip

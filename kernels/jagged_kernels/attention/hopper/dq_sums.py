@@ -19,44 +19,41 @@ from ..scales import output_factor
 from ..segments import TiledSegments
 
 
+class Options(NamedTuple):
+    """Constants of a launch. stride: of the rows of dq. width: of a row of the sums, head dims
+    padded to a power of 2. block: rows of a block, 2^shift."""
+
+    stride: int
+    dim: int
+    width: int
+    block: int
+    shift: int
+
+
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "num_blocks"])
 def attention_dq_kernel(
-    sums_ptr,
-    added_ptr,
-    dq_ptr,
-    q_offsets_ptr,
-    segment_scale_ptr,
-    factor,
-    output_scale,
-    num_segments,
-    num_blocks,
-    STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+    sums_ptr, added_ptr, dq_ptr, q_offsets_ptr, segment_scale_ptr, factor, output_scale,
+    num_segments, num_blocks, OPTIONS: tl.constexpr,
+):  # fmt: skip
     """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits
-    it. STRIDE: elements from a row of dq to the next."""
-    index, head = (
-        tl.program_id(0) + (tl.load(q_offsets_ptr) >> SHIFT).to(tl.int32),
-        tl.program_id(1),
-    )
-    segment, start, num_rows, first = find_tile(index, q_offsets_ptr, num_segments, SHIFT)
+    it. OPTIONS.stride: of the rows of dq."""
+    DIM: tl.constexpr = OPTIONS.dim
+    WIDTH: tl.constexpr = OPTIONS.width
+    BLOCK: tl.constexpr = OPTIONS.block
+    index = tl.program_id(0) + (tl.load(q_offsets_ptr) >> OPTIONS.shift).to(tl.int32)
+    head = tl.program_id(1)
+    segment, start, num_rows, first = find_tile(index, q_offsets_ptr, num_segments, OPTIONS.shift)
     if first < num_rows:
         added = tl.load(added_ptr + head * num_blocks + index)
         rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]
         real = (first + rows < num_rows) & (columns < DIM)
-        sums = (
-            sums_ptr
-            + (head.to(tl.int64) * num_blocks + index) * (BLOCK * WIDTH)
-            + rows * WIDTH
-            + columns
-        )
+        block_ptr = sums_ptr + (head.to(tl.int64) * num_blocks + index) * (BLOCK * WIDTH)
+        sums = block_ptr + rows * WIDTH + columns
         dq = tl.load(sums, mask=real & (added > 0), other=0.0)
         dq *= factor * output_factor(output_scale, segment_scale_ptr, segment)
-        tl.store(dq_ptr + (start + first + rows) * STRIDE + head * DIM + columns, dq, mask=real)
+        row = (start + first + rows) * OPTIONS.stride
+        tl.store(dq_ptr + row + head * DIM + columns, dq, mask=real)
 
 
 class DqSums(NamedTuple):
@@ -111,18 +108,7 @@ class DqSums(NamedTuple):
         """Launch attention_dq_kernel."""
         heads, num_blocks, block, width = self.sums.shape
         attention_dq_kernel[(num_blocks, heads)](
-            self.sums,
-            self.added,
-            dq,
-            segments.q_offsets,
-            segment_scale,
-            factor,
-            output_scale,
-            segments.q_offsets.shape[0] - 1,
-            num_blocks,
-            STRIDE=dq.stride(0),
-            DIM=dq.shape[2],
-            WIDTH=width,
-            BLOCK=block,
-            SHIFT=block.bit_length() - 1,
+            *(self.sums, self.added, dq, segments.q_offsets, segment_scale, factor, output_scale),
+            *(segments.q_offsets.shape[0] - 1, num_blocks),
+            OPTIONS=Options(dq.stride(0), dq.shape[2], width, block, block.bit_length() - 1),
         )

@@ -62,13 +62,9 @@ def _wait_for_writes(step):
     """Wait until this warp's TMA stores and additions are complete; tma.store_wait waits until
     shared memory has been read."""
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
-        "=r,r",
-        [step],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [step], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
     thread_barrier()
 
 

@@ -444,8 +444,9 @@ def _fwd_tile(
         else:
             acc = acc * factor
         buffer, row = outputs.buffers.index(consumer), tile.q_start + first
+        STRIDE: gl.constexpr = OPTIONS.heads * OPTIONS.v_dim
         store_epilogue(
-            acc, outputs.out, buffer, None, row, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim
+            acc, outputs.out, buffer, None, row, tile.head, num_rows, STRIDE, OPTIONS.v_dim
         )
         if SOFTMAX:  # after the TMA store has started: its fence would wait for these stores
             lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))

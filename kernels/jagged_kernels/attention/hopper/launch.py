@@ -21,7 +21,7 @@ from ..segments import TiledSegments
 from ..select import Selection
 from ..tile_lists import kernel_tiles, list_short_queries
 from .args import Arguments, Options
-from .bias import BLOCK_OF_SCRATCH, THREADS
+from .bias_sums import BLOCK_OF_SCRATCH, THREADS
 from .delta import write_delta
 from .dkdv import attention_bwd_dkdv_hopper_kernel
 from .dq import attention_bwd_dq_hopper_kernel
@@ -80,13 +80,11 @@ def _arguments(
     factors: tuple[float, float],
     *pointers: Tensor | None,
     next_tile: Tensor | None = None,
-    grad_stride: int | None = None,
 ) -> Arguments:
     """factors: of activations.activation_factors. pointers: from Arguments.out_ptr on."""
     offsets, scale = (segments.q_offsets, segments.kv_offsets), params.scale
     scales = scale, *factors, params.output_scale, params.segment_scale
-    arguments = Arguments(tiles, next_tile, *offsets, params.num_targets, *scales, *pointers)
-    return arguments._replace(grad_stride=grad_stride)
+    return Arguments(tiles, next_tile, *offsets, params.num_targets, *scales, *pointers)
 
 
 def _factors(params: AttentionParams, dtype: torch.dtype) -> tuple[float, float]:
@@ -173,9 +171,6 @@ class _Backward:
             _result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv)
         ]
         self.pointers = out, lse, grads.delta, grads.dq, grads.dk, grads.dv
-        # also of a single row, of which any stride is contiguous: it runs the same kernel
-        stride, (_, heads, dim) = grads.dk.stride(0), grads.dk.shape
-        self.grad_stride = None if stride == heads * dim else stride
 
     def _rows(self, block: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Descriptors of q and dO, for blocks of so many rows."""
@@ -192,20 +187,14 @@ class _Backward:
         self, segments: TiledSegments, tiles: Tensor, *more: Tensor, **others: Tensor
     ) -> Any:
         return _arguments(
-            segments,
-            tiles,
-            self.params,
-            self.factors,
-            *self.pointers,
-            *more,
-            grad_stride=self.grad_stride,
-            **others,
+            segments, tiles, self.params, self.factors, *self.pointers, *more, **others
         )
 
     def _constants(self, config: HopperConfig, *options: Any) -> dict:
-        head_dim = self.operands.q.shape[2]
-        shared = self.q_shared, head_dim, None
-        return _launch_constants(config, self.operands, self.params, *shared, *options)
+        _, dq, dk, dv, _ = self.grads
+        strides = (x.stride(0) for x in (dq, dk, dv))
+        shared = self.q_shared, self.operands.q.shape[2], None
+        return _launch_constants(config, self.operands, self.params, *shared, *strides, *options)
 
     def dq(self, queries: TiledSegments) -> tuple[Tensor, Tensor]:
         """dq, and with softmax delta. Returns the gradients of the bias tables."""

@@ -366,18 +366,16 @@ def _load_consumer_keys(kernel, tile, wave, consumer: gl.constexpr, OPTIONS: gl.
 def _store_keys(kernel, tile, keys, sums, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     """Store dk and dv of a consumer's keys, through its buffer of v."""
     outputs, scales, ring = kernel.outputs, kernel.args, kernel.rings.v[consumer]
-    KV_HEADS: gl.constexpr = OPTIONS.heads // OPTIONS.group
     factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
     buffer = ring.buffers.index(keys.wave % ring.buffers.shape[0])
     row = tile.kv_start + keys.column
     dv = sums.dv * (scales.act_factor * factor)
     store_epilogue(
-        dv, outputs.dv, buffer, 0, row, tile.head, keys.num_keys, KV_HEADS, OPTIONS.v_dim
+        dv, outputs.dv, buffer, 0, row, tile.head, keys.num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
     )
     dk = sums.dk * (scales.scale * scales.dact_factor * factor)
-    store_epilogue(
-        dk, outputs.dk, buffer, 0, row, tile.head, keys.num_keys, KV_HEADS, OPTIONS.head_dim
-    )
+    DIM: gl.constexpr = OPTIONS.head_dim
+    store_epilogue(dk, outputs.dk, buffer, 0, row, tile.head, keys.num_keys, OPTIONS.dk_stride, DIM)
 
 
 @gluon.jit
@@ -481,10 +479,7 @@ def attention_bwd_hopper_kernel(
     readers: gl.constexpr = CONSUMERS if WIDE else 1
     ds_barriers = Handover(make_barriers(DS_STAGES, CONSUMERS), make_barriers(DS_STAGES, readers))
     written = Handover(make_barriers(2, 1), make_barriers(2, 1))
-    outputs = Outputs(
-        dk=Output(dk_desc, args.dk_ptr, args.grad_stride),
-        dv=Output(dv_desc, args.dv_ptr, args.grad_stride),
-    )
+    outputs = Outputs(dk=Output(dk_desc, args.dk_ptr), dv=Output(dv_desc, args.dv_ptr))
     queue = make_tile_queue(CONSUMERS + 3 if WIDE else CONSUMERS + 4)
     kernel = Kernel(
         args, schedule, rings, queue, outputs,
@@ -493,38 +488,27 @@ def attention_bwd_hopper_kernel(
     )  # fmt: skip
     REGISTERS: gl.constexpr = OPTIONS.registers
     if WIDE:
-        gl.warp_specialize(
-            [
-                (_consume, (0, kernel, OPTIONS)),
-                (_consume, (1, kernel, OPTIONS)),
-                (_produce, (kernel, OPTIONS)),
-                (write_dq, (0, kernel, OPTIONS)),
-                (write_dq, (1, kernel, OPTIONS)),
-                (publish_dq, (kernel, OPTIONS)),
-            ],
-            [4, 1, 1, 1, 1],
-            [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
-        )
+        gl.warp_specialize([
+            (_consume, (0, kernel, OPTIONS)),
+            (_consume, (1, kernel, OPTIONS)),
+            (_produce, (kernel, OPTIONS)),
+            (write_dq, (0, kernel, OPTIONS)),
+            (write_dq, (1, kernel, OPTIONS)),
+            (publish_dq, (kernel, OPTIONS)),
+        ], [4, 1, 1, 1, 1], [
+            REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS,
+        ])  # fmt: skip
     else:
         # four warpgroups have 4 · 128
         DQ_REGISTERS: gl.constexpr = 512 - CONSUMERS * REGISTERS - LOAD_REGISTERS
-        gl.warp_specialize(
-            [
-                (_consume, (0, kernel, OPTIONS)),
-                (_consume, (1, kernel, OPTIONS)),
-                (_sum_dq, (kernel, OPTIONS)),
-                (_produce, (kernel, OPTIONS)),
-                (write_dq, (0, kernel, OPTIONS)),
-                (write_dq, (1, kernel, OPTIONS)),
-                (publish_dq, (kernel, OPTIONS)),
-            ],
-            [4, 4, 1, 1, 1, 1],
-            [
-                REGISTERS,
-                DQ_REGISTERS,
-                LOAD_REGISTERS,
-                LOAD_REGISTERS,
-                LOAD_REGISTERS,
-                LOAD_REGISTERS,
-            ],
-        )
+        gl.warp_specialize([
+            (_consume, (0, kernel, OPTIONS)),
+            (_consume, (1, kernel, OPTIONS)),
+            (_sum_dq, (kernel, OPTIONS)),
+            (_produce, (kernel, OPTIONS)),
+            (write_dq, (0, kernel, OPTIONS)),
+            (write_dq, (1, kernel, OPTIONS)),
+            (publish_dq, (kernel, OPTIONS)),
+        ], [4, 4, 1, 1, 1, 1], [
+            REGISTERS, DQ_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS,
+        ])  # fmt: skip

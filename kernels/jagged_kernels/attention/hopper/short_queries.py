@@ -198,7 +198,7 @@ def _finish_key_gradients(
             release(shared, step)
         dv = acc * (scales.act_factor * factor)
         store_epilogue(
-            dv, outputs.dv, buffer, 0, row, tile.head, num_keys, OPTIONS.heads, OPTIONS.v_dim
+            dv, outputs.dv, buffer, 0, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
         )
     if CONSUMERS == 1:
         acc = _start_sum(shared.ds, slot, rings.q, wave, CONSUMERS)
@@ -207,9 +207,8 @@ def _finish_key_gradients(
         acc = _add_other_rows(acc, shared.ds, slot, rings.q, wave, tile.q_len, CONSUMERS)
         release(shared, step)
         acc *= scales.scale * scales.dact_factor * factor
-        store_epilogue(
-            acc, outputs.dk, buffer, 0, row, tile.head, num_keys, OPTIONS.heads, OPTIONS.head_dim
-        )
+        DIM: gl.constexpr = OPTIONS.head_dim
+        store_epilogue(acc, outputs.dk, buffer, 0, row, tile.head, num_keys, OPTIONS.dk_stride, DIM)
 
 
 @gluon.jit
@@ -323,7 +322,7 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
         dq *= scales.scale * scales.dact_factor * factor
         store_epilogue(
             dq, outputs.dq, outputs.buffers.index(consumer), 0,
-            tile.q_start + first, tile.head, num_rows, OPTIONS.heads, OPTIONS.head_dim,
+            tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,
         )  # fmt: skip
     else:
         thread_barrier()  # a late warp must not wait for a phase that the barriers have left
@@ -376,10 +375,8 @@ def attention_bwd_short_queries_hopper_kernel(
     READERS: gl.constexpr = 1 if CONSUMERS == 1 else 2
     full, empty = make_barriers(SCORE_STAGES, CONSUMERS), make_barriers(SCORE_STAGES, READERS)
     outputs = Outputs(
-        dq=Output(dq_desc, args.dq_ptr, args.grad_stride),
-        dk=Output(dk_desc, args.dk_ptr, args.grad_stride),
-        dv=Output(dv_desc, args.dv_ptr, args.grad_stride),
-        buffers=make_epilogue_buffers(k_desc, CONSUMERS),
+        dq=Output(dq_desc, args.dq_ptr), dk=Output(dk_desc, args.dk_ptr),
+        dv=Output(dv_desc, args.dv_ptr), buffers=make_epilogue_buffers(k_desc, CONSUMERS),
     )  # fmt: skip
     queue = make_tile_queue(CONSUMERS)
     kernel = Kernel(

@@ -108,12 +108,9 @@ def take_tile(schedule, num_tiles, MASK: gl.constexpr):
     past them."""
     position = gl.atomic_add(schedule.next_tile_ptr, 1, sem="relaxed")
     tile = load_listed_tile(
-        schedule.tiles_ptr,
-        gl.maximum(gl.minimum(position, num_tiles - 1), 0),
-        schedule.q_offsets_ptr,
-        schedule.kv_offsets_ptr,
-        schedule.num_segments,
-    )
+        schedule.tiles_ptr, gl.maximum(gl.minimum(position, num_tiles - 1), 0),
+        schedule.q_offsets_ptr, schedule.kv_offsets_ptr, schedule.num_segments,
+    )  # fmt: skip
     first_target = first_target_column(schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK)
     segment = gl.where(position < num_tiles, tile.segment, -1)
     return _tile(tile, segment, tile.block, first_target)

@@ -1,4 +1,9 @@
-"""What containers with the same offsets share: host lengths, tile schedules and an id."""
+"""Index tensors: offsets and indices, checked, in one normal form; and what is known of their
+segments.
+
+Values of host tensors are always checked, those of device tensors only under `debug_checks`.
+Containers with the same offsets share host lengths, tile schedules and an id.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,151 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.common.one_thread import one_thread
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..tracing import is_recording
-from ..validation import normal_form, values_are_checkable
+from .dtypes import WrongDtype
+from .scalars import check_size
+from .settings import debug_checks
+from .tracing import is_recording
 
 MAX_SCHEDULES = 16  # that a segmentation keeps
+
+
+# -- checks, and the normal form ----------------------------------------------------------------
+
+
+def values_are_checkable(x: Tensor) -> bool:
+    """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a
+    graph is being traced."""
+    if torch.compiler.is_compiling():
+        return False
+    device = x.device.type
+    if device == "meta" or (device != "cpu" and not debug_checks.current()):
+        return False
+    return not isinstance(x, FakeTensor)
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """ValueError for a sparse or nested tensor."""
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(
+            f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}"
+        )
+
+
+def check_integers(name: str, x: object) -> None:
+    """TypeError unless x is an int32 or int64 tensor, ValueError unless it is 1-D and dense."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise WrongDtype(f"{name} must be int32 or int64, got {x.dtype}")
+    check_dense(name, x)
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
+
+
+def check_index_values(name: str, x: Tensor, size: int, largest: str) -> None:
+    """ValueError unless all values, if they may be read, are 0 to size - 1.
+
+    largest: how errors describe size - 1, which they put in place of its "{}". A text of a symbolic
+    size would add a guard to a graph.
+    """
+    if values_are_checkable(x) and x.numel():
+        low, high = int(x.min()), int(x.max())
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"{name} must be 0 to {largest.format(size - 1)}, got values {low} to {high}"
+            )
+
+
+def check_offsets(
+    name: str,
+    offsets: Any,
+    total: int | None = None,
+    max_seqlen: int | None = None,
+    longest: str = "max_seqlen",
+) -> None:
+    """Check type and shape of offsets and, if their values may be read, that they start at 0, do
+    not decrease and end at `total`.
+
+    Args:
+        max_seqlen: no segment may be longer. longest: its name in error messages.
+
+    Raises:
+        TypeError: offsets are not an int32 or int64 tensor, or max_seqlen is not an int.
+        ValueError: offsets do not have shape `[B + 1]`, their values are wrong, or a segment is
+            longer than max_seqlen.
+    """
+    check_offsets_shape(name, offsets)
+    if max_seqlen is not None:
+        check_size(longest, max_seqlen, at_least=0)
+    if values_are_checkable(offsets):
+        _check_offset_values(name, offsets, total, max_seqlen, longest)
+
+
+def check_offsets_shape(name: str, offsets: Any) -> None:
+    """TypeError unless offsets are an int32 or int64 tensor, ValueError unless it is `[B + 1]`."""
+    check_integers(name, offsets)
+    if offsets.shape[0] < 1:
+        raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
+
+
+@one_thread()
+def _check_offset_values(
+    name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str
+) -> None:
+    if offsets[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {int(offsets[0])}")
+    lengths = offsets.diff()
+    if lengths.numel() and int(lengths.min()) < 0:
+        segment = int(lengths.argmin())
+        raise ValueError(
+            f"{name} must not decrease, got {offsets[segment].item()} then"
+            f" {offsets[segment + 1].item()} at segment {segment}"
+        )
+    if total is not None and offsets[-1] != total:
+        raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
+    if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
+        raise ValueError(
+            f"{name} must have segments of at most {longest} = {max_seqlen} rows, got"
+            f" {int(lengths.max())}"
+        )
+
+
+def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None:
+    """ValueError unless x is on `device` or on the host. owner: of the device, for the message,
+    such as "q's"."""
+    if x.device != device and x.device.type != "cpu":
+        raise ValueError(f"{name} must be on {owner} device, {device}, or the host, got {x.device}")
+
+
+def checked_offsets(
+    name: str,
+    offsets: Any,
+    total: int,
+    like: Tensor,
+    owner: str,
+    max_seqlen: int | None = None,
+    longest: str = "max_seqlen",
+) -> Tensor:
+    """`check_offsets` and `check_device`, then `normal_form`, on `like`'s device. owner: `like` in
+    the message, such as "q's"."""
+    check_offsets(name, offsets, total, max_seqlen, longest)
+    check_device(name, offsets, like.device, owner)
+    return normal_form(offsets, like.device)
+
+
+def normal_form(x: Tensor, device: torch.device) -> Tensor:
+    """x as everything below the public functions takes tensors of indices, and of one number per
+    segment: on the device and contiguous. Kernels read no strides of them."""
+    return x.to(device, non_blocking=True).contiguous()
+
+
+# -- what is known of segments ------------------------------------------------------------------
 
 
 class Segmentation:
@@ -106,6 +248,13 @@ class RowSegments(NamedTuple):
         """The offsets, behind whose last one rows may have to be cleared. None if there are no such
         rows."""
         return self.offsets if self.has_tail else None
+
+    @classmethod
+    def equal(cls, rows: int, num_segments: int, like: Tensor) -> RowSegments:
+        """Segments of `rows` rows each, with offsets of `like`'s dtype and device."""
+        offsets = torch.arange(num_segments + 1, dtype=like.dtype, device=like.device) * rows
+        lengths = torch.full((num_segments,), rows, device="cpu")
+        return cls(offsets, lengths, num_segments * rows)
 
 
 class Queries:

@@ -1,0 +1,313 @@
+"""HSTULayer's forward as one autograd node, from kernels that read and write each row once.
+
+    x̂ = norm(x),  [u | v | q | k] = x̂ W + b,  a = attention(q, k, v)
+    out = x + gate(u, a) W_o,       gate(u, a) = dropout([silu(u) | a | silu(u) · norm(a)])
+
+The backward goes through these in reverse. The gradient of gate(u, a) exists for a chunk of rows at
+a time. du, dv, dq and dk are columns of one tensor: one GEMM gives the gradient of W, and one that
+of x̂. The residual's gradient is added where the norm's backward rounds dx.
+
+What the backward reads is kept or computed again, as `HSTUConfig.recompute` says. Each parameter of
+a GEMM is cast once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jagged_kernels.attention.params import Arguments
+from jagged_kernels.rows.configs import MAX_WIDTH
+from torch import Tensor, nn
+
+from ..autocast import autocast_dtype
+from .norms import NORM_KINDS, NormOptions
+from .one_node import bias_gradient, differentiable_once, linear, may_be_one_node, weight_gradient
+
+if TYPE_CHECKING:
+    from .hstu import HSTULayer
+
+
+class Stages(NamedTuple):
+    """What a node computes besides GEMMs: operators of jagged_kernels, with their arguments."""
+
+    row_norm: Callable[..., Any]
+    row_norm_backward: Callable[..., Any]
+    gate: Callable[..., Any]
+    gate_linear_backward: Callable[..., Any]
+    attention: Callable[..., Any]
+    attention_backward: Callable[..., Any]
+
+
+def stages() -> Stages:
+    """The kernels. A test on the CPU replaces this function."""
+    from jagged_kernels.attention import op as attention
+    from jagged_kernels.rows import op as rows
+
+    return Stages(
+        rows.triton_row_norm,
+        rows.triton_row_norm_backward,
+        rows.triton_gate,
+        rows.triton_gate_linear_backward,
+        attention.triton_attention,
+        attention.triton_attention_packed_backward,
+    )
+
+
+class Gate(NamedTuple):
+    """Numbers of the output's stage: of dropout, and of the norm of attention's output."""
+
+    dropout: float
+    norm: NormOptions
+
+
+class Plan(NamedTuple):
+    """Numbers of a layer's node.
+
+    Attributes:
+        heads: number of heads. uv_dim, qk_dim: columns of u and v, and of q and k, per head.
+        dtype: of the GEMMs' operands.
+        recompute: of the config.
+    """
+
+    heads: int
+    uv_dim: int
+    qk_dim: int
+    dtype: torch.dtype
+    norm: NormOptions
+    gate: Gate
+    recompute: tuple[str, ...]
+
+    def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """u `[L, H · Dv]`, and q, k and v by head."""
+        uv, qk = self.heads * self.uv_dim, self.heads * self.qk_dim
+        u, v, q, k = torch.split_with_sizes(packed, [uv, uv, qk, qk], dim=1)
+        q, k, v = (torch.unflatten(x, 1, (self.heads, -1)) for x in (q, k, v))
+        return u, q, k, v
+
+    def columns(self) -> list[int]:
+        """Of the packed tensor, the first ones of q, k and v."""
+        uv, qk = self.heads * self.uv_dim, self.heads * self.qk_dim
+        return [2 * uv, 2 * uv + qk, uv]
+
+
+def takes_kernels(layer: HSTULayer, x: Tensor) -> bool:
+    """Whether kernels may replace the calls of the layer's modules for rows x."""
+    of_input, of_output = NORM_KINDS[layer.config.norm]
+    modules = {
+        layer.input_norm: of_input,
+        layer.uvqk_proj: nn.Linear,
+        layer.output_norm: of_output,
+        layer.dropout: nn.Dropout,
+        layer.out_proj: nn.Linear,
+    }
+    if not may_be_one_node(x, *modules) or any(type(m) is not kind for m, kind in modules.items()):
+        return False
+    dtype, bias = autocast_dtype(x), getattr(layer.out_proj, "bias", None)
+    widths = x.shape[1], layer.num_heads * layer.linear_dim
+    return (
+        dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and torch.promote_types(x.dtype, dtype) == x.dtype
+        and bias is None
+        and max(widths) <= MAX_WIDTH
+        and (layer.out_proj.weight.dtype == x.dtype or torch.is_autocast_enabled("cuda"))
+    )
+
+
+def dropout_seed(layer: HSTULayer, x: Tensor) -> Tensor | None:
+    """A seed from torch's generator of the device, which CUDA graphs replay; None if nothing is
+    dropped."""
+    if not (layer.dropout.training and layer.dropout.p):
+        return None
+    return torch.randint(2**62, (), device=x.device)
+
+
+def norm_rows(norm: nn.Module, x: Tensor) -> Tensor:
+    """The norm of rows by one kernel, in the dtype that a GEMM takes them in."""
+    weight, bias = _parameters(norm)
+    return stages().row_norm(x, weight, bias, autocast_dtype(x), *NormOptions.of(norm))[0]
+
+
+def _parameters(norm: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias, which is None for a root mean square norm."""
+    return norm.weight, getattr(norm, "bias", None)
+
+
+def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
+    """x + gate(u, a) W_o, of operands that are not of one node."""
+    norm, gate = layer.output_norm, Gate(layer.dropout.p, NormOptions.of(layer.output_norm))
+    projection = layer.out_proj.weight.to(autocast_dtype(x))
+    seed = dropout_seed(layer, x)
+    return _GatedOutput.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
+        x, u, a, *_parameters(norm), projection, seed, gate
+    )
+
+
+def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
+    """The layer's update of rows x.
+
+    Args:
+        arguments: of attention's operator. Its q, k and v are not read.
+    """
+    plan = Plan(
+        layer.num_heads,
+        layer.linear_dim,
+        layer.head_dim,
+        autocast_dtype(x),
+        NormOptions.of(layer.input_norm),
+        Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
+        layer.config.recompute,
+    )
+    of_input, of_output = map(_parameters, (layer.input_norm, layer.output_norm))
+    projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
+    _, _, _, segments, bias, *others = arguments
+    return _HSTULayer.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
+        x,
+        dropout_seed(layer, x),
+        plan,
+        (segments, bias[2:], others),
+        *of_input,
+        *projection,
+        *of_output,
+        layer.out_proj.weight,
+        *bias[:2],
+    )
+
+
+class _HSTULayer(torch.autograd.Function):
+    """of_attention: the arguments of attention's operator that are no operands or tables. The
+    parameters are those that `hstu_node` gives, not cast."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        seed: Tensor | None,
+        plan: Plan,
+        of_attention: tuple[Any, Any, Any],
+        *parameters: Any,
+    ) -> Tensor:
+        (
+            norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, projection, *tables,
+        ) = parameters  # fmt: skip
+        segments, bias_tensors, others = of_attention
+        kernels, dtype, norm = stages(), plan.dtype, plan.norm
+        cast_weight, cast_projection = weight.to(dtype), projection.to(dtype)
+        cast_bias = None if bias is None else bias.to(dtype)
+        normed, *statistics = kernels.row_norm(x, norm_weight, norm_bias, dtype, *norm)
+        packed = linear(normed, cast_weight, cast_bias)
+        u, q, k, v = plan.split(packed)
+        a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
+        a, (dropout, gate_norm) = a.flatten(1), plan.gate
+        gated, *gate_statistics = kernels.gate(
+            u, a, gate_weight, gate_bias, seed, dropout, *gate_norm
+        )
+        results = dict(norm=normed, activation=gated, projection=packed)
+        kept = [None if name in plan.recompute else x for name, x in results.items()]
+        ctx.save_for_backward(
+            x, *statistics, norm_weight, norm_bias, cast_weight, cast_bias, *kept,
+            a, lse, *gate_statistics, gate_weight, gate_bias, cast_projection, seed,
+            *segments, *tables, *bias_tensors,
+        )  # fmt: skip
+        ctx.plan, ctx.others, ctx.num_segments = plan, others, len(segments)
+        ctx.dtypes = [None if x is None else x.dtype for x in (weight, bias, projection)]
+        return x + linear(gated, cast_projection, None)
+
+    @staticmethod
+    @differentiable_once  # pyright: ignore[reportIncompatibleMethodOverride] - unannotated in torch
+    def backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
+        (dout,) = grads_of_outputs
+        (
+            x, mean, rstd, norm_weight, norm_bias, weight, bias, normed, gated, packed,
+            a, lse, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed,
+            *of_attention,
+        ) = ctx.saved_tensors  # fmt: skip
+        kernels, plan, needs = stages(), ctx.plan, ctx.needs_input_grad
+        dtypes, (eps, _, rms), (dropout, gate_norm) = ctx.dtypes, plan.norm, plan.gate
+
+        def norm_again() -> Tensor:
+            return kernels.row_norm(x, norm_weight, norm_bias, plan.dtype, *plan.norm)[0]
+
+        if packed is None:
+            normed = norm_again() if normed is None else normed
+            packed = linear(normed, weight, bias)
+        u, q, k, v = plan.split(packed)
+        grads, da, gate_sums, dprojection = kernels.gate_linear_backward(
+            dout, gated, [u, a, gate_mean, gate_rstd], gate_weight, gate_bias, projection, seed,
+            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[10],
+        )  # fmt: skip
+        segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
+        da = torch.unflatten(da, 1, (plan.heads, -1))
+        outs = grads, None, plan.columns()
+        dtables = kernels.attention_backward(
+            da, [None, lse], *outs, q, k, v, segments, bias_tensors, *ctx.others
+        )
+        del da
+        dweight = dbias = dx = sums = None
+        if needs[6]:
+            normed = norm_again() if normed is None else normed
+            dweight = weight_gradient(grads, normed, dtypes[0])
+        if needs[7]:
+            dbias = bias_gradient(grads, dtypes[1])
+        if needs[0] or needs[4] or needs[5]:
+            del normed  # makes room for a tensor of its size
+            dnormed = grads @ weight
+            del grads
+            dx, sums = kernels.row_norm_backward(
+                dnormed, x, mean, rstd, norm_weight, dout, eps, rms
+            )
+        return (
+            dx,
+            *(None,) * 3,
+            *_of_norm(sums, norm_weight, norm_bias),
+            dweight,
+            dbias,
+            *_of_norm(gate_sums, gate_weight, gate_bias),
+            dprojection.to(dtypes[2]) if needs[10] else None,
+            *(dtable if needed else None for dtable, needed in zip(dtables, needs[11:])),
+        )
+
+
+def _of_norm(
+    sums: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a norm's weight and bias, from their sums `[2, W]`."""
+    if sums is None:
+        return None, None
+    return sums[0].to(weight.dtype), None if bias is None else sums[1].to(bias.dtype)
+
+
+class _GatedOutput(torch.autograd.Function):
+    """x + gate(u, a) W_o, of which nothing is kept but u, a and statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        u: Tensor,
+        a: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        projection: Tensor,
+        seed: Tensor | None,
+        gate: Gate,
+    ) -> Tensor:
+        kernels, (dropout, norm) = stages(), gate
+        gated, *statistics = kernels.gate(u, a, weight, bias, seed, dropout, *norm)
+        ctx.save_for_backward(u, a, *statistics, weight, bias, projection, seed)
+        ctx.gate = gate
+        return x + linear(gated, projection, None)
+
+    @staticmethod
+    @differentiable_once  # pyright: ignore[reportIncompatibleMethodOverride] - unannotated in torch
+    def backward(ctx: Any, *grads_of_outputs: Any) -> tuple[Tensor | None, ...]:
+        (dout,) = grads_of_outputs
+        *operands, weight, bias, projection, seed = ctx.saved_tensors
+        needs, (dropout, norm) = ctx.needs_input_grad, ctx.gate
+        du, da, sums, dprojection = stages().gate_linear_backward(
+            dout, None, operands, weight, bias, projection, seed, dropout, norm.eps, norm.rms, 0,
+            needs[5],
+        )  # fmt: skip
+        dprojection = dprojection.to(projection.dtype) if needs[5] else None
+        return dout, du, da, *_of_norm(sums, weight, bias), dprojection, None, None

@@ -1,0 +1,89 @@
+"""The norms of an HSTU's rows, as modules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+from torch.types import Device
+
+from ..cpu.buckets import compute_dtype
+from ..functional.layer_norm import layer_norm_rows
+
+NORM_EPS = 1e-6
+
+
+class RowNorm(nn.LayerNorm):
+    """A LayerNorm that sums the gradients of its weight and bias in fp32 or fp64 on the CPU too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm_rows(input, self.weight, self.bias, self.eps)
+
+
+class WideNorm(nn.LayerNorm):
+    """A LayerNorm in the dtype of its input, which may be wider than that of its weight and
+    bias."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        return nnf.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+class GroupNorm(WideNorm):
+    """A WideNorm of each of `groups` equal groups of columns, with a weight and a bias for each
+    column."""
+
+    groups: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        grouped = torch.unflatten(input, -1, (self.groups, -1))
+        normed = nnf.layer_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
+        return torch.addcmul(self.bias.to(input.dtype), normed, self.weight.to(input.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, groups={self.groups}"
+
+
+class RmsNorm(nn.RMSNorm):
+    """An RMSNorm that computes, and sums the gradient of its weight, in fp32 or fp64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = compute_dtype(x)
+        weight = self.weight.to(dtype)
+        return nnf.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
+
+
+NORM_KINDS = {  # by HSTUConfig.norm: of the input, and of attention's output
+    "layer": (RowNorm, WideNorm),
+    "rms": (RmsNorm, RmsNorm),
+    "group": (RowNorm, GroupNorm),
+}
+
+
+def make_norm(
+    kind: type[nn.Module],
+    width: int,
+    groups: int = 1,
+    device: Device = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """A norm of `width` columns, with HSTU's eps. groups: of a GroupNorm."""
+    norm = kind(width, eps=NORM_EPS, device=device, dtype=dtype)
+    if isinstance(norm, GroupNorm):
+        norm.groups = groups
+    return norm
+
+
+class NormOptions(NamedTuple):
+    """A norm module's numbers, for kernels."""
+
+    eps: float
+    groups: int
+    rms: bool
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormOptions:
+        numbers: Any = norm
+        return cls(numbers.eps, getattr(norm, "groups", 1), isinstance(norm, nn.RMSNorm))

@@ -1,0 +1,202 @@
+"""JaggedTargetAttention as one autograd node.
+
+    q = targets W_qᵀ + b_q,  [k | v] = history W_kvᵀ + b_kv
+    h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o
+
+Rows and parameters are cast once, to the dtype of the GEMMs; rows behind the last segment are
+cleared in the same pass. Targets are grouped by user before their projection. The attention's
+backward writes the gradients of k and v as one tensor, that of their projection. The gradients of
+rows and of weights leave their GEMM in the rows' and the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jagged_kernels.schedule.host import TileSchedule
+from torch import Tensor
+
+from ..autocast import autocast_dtype
+from ..containers.jagged import Jagged
+from ..cpu.attention import by_length
+from ..functional.attention import attention_forward, packed_gradients
+from ..functional.attention_call import AttentionOptions, parsed_call
+from ..functional.tail import cleared, leaving
+from ..segments import RowSegments, values_are_checkable
+from ..tracing import as_constant
+from .one_node import cast, differentiable_once, linear, linear_gradients
+from .targets import Targets
+
+if TYPE_CHECKING:
+    from .target_attention import JaggedTargetAttention
+
+
+class TargetInputs(NamedTuple):
+    """The tensors that may have gradients: targets in any of their forms, the history's rows
+    `[L, E]`, and weights and biases of the projections."""
+
+    targets: Tensor
+    history: Tensor
+    q_weight: Tensor
+    q_bias: Tensor
+    kv_weight: Tensor
+    kv_bias: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+
+
+class TargetCall(NamedTuple):
+    """What the node computes. dtype: of the GEMMs' operands. end: of the history's rows. dropout:
+    probability, 0 outside of training."""
+
+    given: Targets
+    keys: RowSegments
+    end: Tensor | None
+    num_heads: int
+    dtype: torch.dtype
+    schedule: TileSchedule | None
+    dropout: float
+
+
+def target_node(
+    layer: JaggedTargetAttention, given: Targets, history: Jagged, schedule: TileSchedule | None
+) -> Tensor:
+    """The layer's result for these targets, in their form, in the operands' dtype."""
+    of_projections = (
+        x for linear in layer.projections for x in (linear.weight, linear.bias)
+    )  # fmt: skip
+    inputs = TargetInputs(given.rows, history.values, *of_projections)
+    dropout = as_constant(layer.dropout.p) if layer.dropout.training else 0.0
+    call = TargetCall(
+        given,
+        history.parsed("history"),
+        history.end("history"),
+        layer.num_heads,
+        autocast_dtype(given.rows),
+        schedule,
+        dropout,
+    )
+    return _Node.apply(*inputs, call)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+
+class _Saved(NamedTuple):
+    """What the backward reads, besides the attention's segments. end: of the targets. The last
+    three: of `_Order`."""
+
+    targets: Tensor
+    history: Tensor
+    q_weight: Tensor
+    kv_weight: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    h: Tensor
+    kept: Tensor | None
+    out_weight: Tensor
+    end: Tensor | None
+    order: Tensor | None
+    inverse: Tensor | None
+    history_rows: Tensor | None
+
+
+class _Order(NamedTuple):
+    """The order in which rows are computed: targets of one user, and on the CPU segments of equal
+    lengths, are adjacent.
+
+    Attributes:
+        queries, keys: the segments in this order.
+        order, inverse: of the targets' rows, or of blocks of as many rows each; None: as they are.
+        history_rows: of the history, in this order; None: as they are.
+    """
+
+    queries: RowSegments
+    keys: RowSegments
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+    history_rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, given: Targets, keys: RowSegments) -> _Order:
+        index, n_q = given.candidates, given.rows_per_candidate
+        order, inverse = (None, None) if index is None else (index.order, index.inverse)
+        found = None
+        if given.rows.is_cpu and values_are_checkable(keys.offsets):
+            found = by_length(given.segments.offsets, keys.offsets)
+        if found is None:
+            return cls(given.segments, keys, order, inverse)
+        rows = found.q_rows
+        if order is not None:
+            rows = (order[:, None] * n_q + torch.arange(n_q)).flatten()[rows]
+        inverse = torch.empty_like(rows).index_copy_(0, rows, torch.arange(len(rows)))
+        queries, keys = RowSegments(found.q_offsets), RowSegments(found.kv_offsets)
+        return cls(queries, keys, rows, inverse, found.kv_rows)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        inputs, call = TargetInputs(*arguments[:-1]), arguments[-1]
+        end, dtype, heads = call.given.end, call.dtype, call.num_heads
+        q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
+        queries, keys, order, inverse, history_rows = _Order.of(call.given, call.keys)
+        targets = _in_order(cleared(inputs.targets, end, dtype).flatten(0, -2), order)
+        history = _in_order(cleared(inputs.history, call.end, dtype), history_rows)
+        q = linear(targets, q_weight, q_bias).unflatten(1, (heads, -1))
+        k, v = linear(history, kv_weight, kv_bias).unflatten(1, (2 * heads, -1)).chunk(2, 1)
+        options = AttentionOptions(schedule=call.schedule)
+        attention = parsed_call(q, k, v, queries, keys, options).call
+        trains = any(ctx.needs_input_grad)
+        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
+        h, kept = _in_order(out.flatten(1), inverse), None
+        if call.dropout:
+            h, kept = torch.native_dropout(h, call.dropout, True)
+        saved = _Saved(
+            targets, history, q_weight, kv_weight, q, k, v, out, lse, h, kept, out_weight,
+            end, order, inverse, history_rows,
+        )  # fmt: skip
+        ctx.save_for_backward(*saved, *segments)
+        ctx.shape, ctx.dropout = inputs.targets.shape[:-1], call.dropout
+        ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
+        return leaving(linear(h, out_weight, out_bias).unflatten(0, ctx.shape), end)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
+        saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
+        of_targets, of_history, *wanted = ctx.needs_input_grad[:-1]
+        of_q, of_keys, of_out = wanted[:2], wanted[2:4], wanted[4:]
+        of_targets_dtype, of_history_dtype, dtype = ctx.dtypes
+        needs_dh, h = any((of_targets, of_history, *wanted[:4])), saved.h
+        dy = cleared(dy, saved.end, h.dtype).flatten(0, -2)
+        dh, *dout = linear_gradients(dy, h, saved.out_weight, [needs_dh, *of_out], h.dtype, dtype)
+        if dh is None:
+            return *[None] * 6, *dout, None
+        if saved.kept is not None:
+            scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
+            dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
+        do = _in_order(dh, saved.order).view_as(saved.out)
+        attention = saved.q, saved.k, saved.v, segments, *ctx.options
+        dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention)
+        of_q, of_keys = [of_targets, *of_q], [of_history, *of_keys]
+        dtargets, *dq_proj = linear_gradients(
+            dq.flatten(1), saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype
+        )
+        if dtargets is not None:
+            dtargets = _in_order(dtargets, saved.inverse).unflatten(0, ctx.shape)
+        dhistory, *dkv_proj = linear_gradients(
+            dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
+        )
+        if dhistory is not None and (rows := saved.history_rows) is not None:
+            dhistory = torch.empty_like(dhistory).index_copy_(0, rows, dhistory)
+        return dtargets, dhistory, *dq_proj, *dkv_proj, *dout, None
+
+
+def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
+    """The rows of x `[rows, width]`, or blocks of as many rows each, in this order."""
+    if order is None:
+        return x
+    return x.view(order.shape[0], -1).index_select(0, order).view(x.shape)

@@ -1,0 +1,37 @@
+"""Launch configurations of the kernels that take whole rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..common.configs import padded_dim
+
+MAX_WIDTH = 4096  # columns of a group: a row of it is held in registers
+# Elements of a tile for each thread in the gate's backward, which holds seven tiles in registers.
+GATE_BACKWARD = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsConfig:
+    """Launch of a kernel: a tile is `rows` rows of `block` columns. programs_per_sm: of a kernel
+    that adds up the gradients of a norm's parameters over many tiles."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+    @property
+    def programs_per_sm(self) -> int:
+        return max(1, 16 // self.num_warps)
+
+
+def rows_config(width: int, elements: int = 16) -> RowsConfig:
+    """Launch configuration for groups of `width` columns. As few warps as possible share a row,
+    because its sums wait for all of them.
+
+    Args:
+        elements: of a tile, for each thread. `GATE_BACKWARD` for that kernel.
+    """
+    block = padded_dim(width)
+    num_warps = max(1, block // (32 * elements))
+    return RowsConfig(num_warps * 32 * elements // block, block, num_warps)

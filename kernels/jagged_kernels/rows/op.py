@@ -1,0 +1,322 @@
+"""Norms of rows, and HSTU's gate with its output projection: the registered operators, their
+launches and autograd.
+
+    norm      x̂ = (x - mean) · rstd,  y = x̂ · w + b            rstd = 1 / sqrt(variance + eps)
+    backward  g = dy · w,  dx = rstd (g - mean(g) - x̂ mean(g x̂)),  dw = Σ dy x̂,  db = Σ dy
+    rms       x̂ = x · rstd, rstd = 1 / sqrt(mean(x²) + eps), and no mean(g)
+    gate      s = silu(u),  y = s · norm(a),  out = dropout([s | a | y])
+    backward  ds = d₁ + d₃ norm(a),  du = ds silu'(u),  d norm(a) = d₃ s,  da = d₂ + its backward
+
+A norm is over each of `groups` equal groups of a row's columns; w and b have a number for each
+column. Arithmetic is fp32 and each result is rounded once. Gradients of w and b are sums over a
+fixed number of programs, then over these: two runs give the same bits.
+
+Dropout multiplies each element by 0 or by 1 / (1 - p), as a hash of the seed, its row and its
+column says (Philox). So nothing is stored for the backward, and the seed, which is on the device,
+may change between replays of a CUDA graph. p is rounded to a multiple of 2^-24.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common.autograd import below_autograd, differentiate, refuse_derivative
+from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties
+from ..common.ops import operator
+from .configs import GATE_BACKWARD, RowsConfig, rows_config
+from .triton_kernels import (
+    RANDOM_NUMBERS,
+    Gate,
+    GateGradients,
+    NormBackward,
+    Options,
+    gate_bwd_kernel,
+    gate_fwd_kernel,
+    row_norm_bwd_kernel,
+    row_norm_fwd_kernel,
+)
+
+# Rows of the gate's output and of its gradient that exist at a time in the backward. At HSTU's
+# width of 512, a bf16 chunk of them is as large as the L2 cache of a Hopper GPU.
+CHUNK_ROWS = 16_384
+
+
+def _statistics_fake(x: Tensor, groups: int, rms: bool) -> tuple[Tensor, Tensor]:
+    rstd = x.new_empty((x.shape[0], groups), dtype=torch.float32)
+    return x.new_empty(0, dtype=torch.float32) if rms else torch.empty_like(rstd), rstd
+
+
+def _row_norm_fake(x, weight, bias, dtype, eps, groups=1, rms=False):
+    return x.new_empty(x.shape, dtype=dtype), *_statistics_fake(x, groups, rms)
+
+
+@operator("row_norm", _row_norm_fake)
+def triton_row_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    eps: float,
+    groups: int = 1,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm, or root mean square norm, of each row.
+
+    Args:
+        x: `[L, W]`, fp32, fp16 or bf16, any row stride.
+        weight, bias: `[W]`, any of these dtypes.
+        dtype: of the result.
+        groups: number of groups of W / groups columns, at most 4096 each.
+
+    Returns:
+        y `[L, W]`, and mean and rstd `[L, groups]` fp32; with rms, mean is `[0]`.
+    """
+    x, weight = contiguous_last_dim(x), weight.contiguous()
+    y, mean, rstd = _row_norm_fake(x, weight, bias, dtype, eps, groups, rms)
+    if y.numel():
+        launch = _Launch.of(x.shape[1], (eps, groups, rms), x)
+        row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), groups)](
+            x, weight, _contiguous(bias), y, None if rms else mean, rstd, x.shape[0],
+            *launch.strides(x), **launch.constants(),
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+def _row_norm_backward_fake(dy, x, mean, rstd, weight, residual, eps, rms=False):
+    sums = x.new_empty((2, x.shape[1]), dtype=torch.float32)
+    return x.new_empty(x.shape), sums
+
+
+@operator("row_norm_backward", _row_norm_backward_fake)
+def triton_row_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `triton_row_norm`.
+
+    Args:
+        dy: `[L, W]`, gradient of y. x, weight, eps, rms: the forward's. mean, rstd: its results.
+        residual: `[L, W]`, added to the gradient of x.
+
+    Returns:
+        dx `[L, W]` in x's dtype, and `[2, W]` fp32, the gradients of weight and bias.
+    """
+    dy, x, weight = contiguous_last_dim(dy), contiguous_last_dim(x), weight.contiguous()
+    residual = None if residual is None else contiguous_last_dim(residual)
+    dx, (rows, width), groups = x.new_empty(x.shape), x.shape, rstd.shape[1]
+    if dx.numel() == 0:
+        return dx, x.new_zeros((2, width), dtype=torch.float32)
+    strided = [tensor for tensor in (dy, x, residual) if tensor is not None]
+    launch = _Launch.of(width, (eps, groups, rms), *strided)
+    programs = launch.programs(rows, groups, x.device)
+    sums = x.new_zeros((2, programs, width), dtype=torch.float32)
+    tensors = NormBackward(
+        dy, x, None if rms else mean, rstd, weight, residual, dx, sums[0], None if rms else sums[1]
+    )
+    row_norm_bwd_kernel[(programs, groups)](
+        tensors, rows, launch.strides(*strided), **launch.constants()
+    )
+    return dx, sums.sum(1)
+
+
+def _gate_fake(u, a, weight, bias, seed, dropout, eps, groups=1, rms=False):
+    return a.new_empty((a.shape[0], 3 * a.shape[1])), *_statistics_fake(a, groups, rms)
+
+
+@operator("gate", _gate_fake)
+def triton_gate(
+    u: Tensor,
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
+    eps: float,
+    groups: int = 1,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dropout([silu(u) | a | silu(u) · norm(a)]).
+
+    Args:
+        u, a: `[L, W]`, fp32, fp16 or bf16, any row stride.
+        weight, bias, groups, rms: of the norm, as in `triton_row_norm`.
+        seed: int64 `[]`, of dropout, on the device; None: no dropout.
+        dropout: probability with which an element becomes 0.
+
+    Returns:
+        `[L, 3 W]` in a's dtype, and mean and rstd of a as in `triton_row_norm`.
+    """
+    u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
+    out, mean, rstd = _gate_fake(u, a, weight, bias, seed, dropout, eps, groups, rms)
+    if out.numel():
+        launch = _Launch.of(a.shape[1], (eps, groups, rms), u, a)
+        tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
+        gate_fwd_kernel[(cdiv(a.shape[0], launch.config.rows), groups)](
+            tensors, out, a.shape[0], _threshold(dropout), launch.strides(u, a),
+            **launch.constants(),
+        )  # fmt: skip
+    return out, mean, rstd
+
+
+def _gate_linear_backward_fake(
+    dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns, needs
+):
+    _, a, _, _ = operands
+    rows, width = a.shape
+    dprojection = projection.new_empty(projection.shape if needs else 0, dtype=torch.float32)
+    sums = a.new_empty((2, width), dtype=torch.float32)
+    return a.new_empty((rows, width + columns)), a.new_empty(a.shape), sums, dprojection
+
+
+@operator("gate_linear_backward", _gate_linear_backward_fake)
+def triton_gate_linear_backward(
+    dout: Tensor,
+    gated: Tensor | None,
+    operands: list[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    projection: Tensor,
+    seed: Tensor | None,
+    dropout: float,
+    eps: float,
+    rms: bool,
+    columns: int,
+    needs_projection: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of out = `triton_gate(u, a, ...)` @ projectionᵀ, in chunks of `CHUNK_ROWS` rows.
+
+    Args:
+        dout: `[L, E]`, of any dtype.
+        gated: result of `triton_gate`; None: each chunk of it is computed again.
+        operands: u and a of `triton_gate`, and its results mean and rstd.
+        weight, bias, seed, dropout, eps, rms: as in `triton_gate`.
+        projection: `[E, 3 W]` in a's dtype.
+        columns: columns of the first result behind du, which are not written.
+        needs_projection: compute the gradient of the projection.
+
+    Returns:
+        `[L, W + columns]` with du in its first columns and da `[L, W]`, both in a's dtype; fp32
+        `[2, W]`, the gradients of weight and bias; that of the projection `[E, 3 W]` fp32, or
+        `[0]`.
+    """
+    u, a, mean, rstd = operands
+    grads, da, sums, dprojection = _gate_linear_backward_fake(
+        dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns,
+        needs_projection,
+    )  # fmt: skip
+    dprojection.zero_()
+    if da.numel() == 0:
+        return grads, da, sums.zero_(), dprojection
+    u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
+    (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
+    launch = _Launch.of(width, (eps, groups, rms), u, a, du, da, elements=GATE_BACKWARD)
+    strides = launch.strides(u, a, du, da)
+    programs = launch.programs(min(rows, CHUNK_ROWS), groups, a.device)
+    sums = a.new_zeros((2, programs, width), dtype=torch.float32)
+    recompute = needs_projection and gated is None
+    bias = _contiguous(bias)
+    for first in range(0, rows, CHUNK_ROWS):
+        chunk = slice(first, min(first + CHUNK_ROWS, rows))
+        dout_chunk = dout[chunk].to(a.dtype)
+        dgated = dout_chunk @ projection
+        of_mean = None if rms else mean[chunk]
+        tensors = Gate(u[chunk], a[chunk], of_mean, rstd[chunk], weight, bias, seed)
+        results = GateGradients(dgated, du[chunk], da[chunk], sums[0], None if rms else sums[1])
+        gate_bwd_kernel[(programs, groups)](
+            tensors, results, chunk.stop - first, first, _threshold(dropout), strides,
+            RECOMPUTE=recompute, **launch.constants(),
+        )  # fmt: skip
+        if needs_projection:
+            gated_chunk = dgated if gated is None else gated[chunk]
+            dprojection += _fp32_product(dout_chunk.t(), gated_chunk)
+    return grads, da, sums.sum(1), dprojection
+
+
+def _fp32_product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in fp32. Only CUDA has products of 16-bit matrices that are not rounded."""
+    if x.dtype == torch.float32 or not x.is_cuda:
+        return x.float() @ y.float()
+    return torch.mm(x, y, out_dtype=torch.float32)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+class _Launch(NamedTuple):
+    """The constants of a launch."""
+
+    options: Options
+    config: RowsConfig
+
+    @classmethod
+    def of(
+        cls, width: int, norm: tuple[float, int, bool], *strided: Tensor, elements: int = 16
+    ) -> _Launch:
+        """norm: eps, groups and rms. strided: operands whose row strides the kernel is given."""
+        eps, groups, rms = norm
+        config = rows_config(width // groups, elements)
+        align, _ = aligned_strides(*((x, 0) for x in strided))
+        options = Options(width // groups, rms, eps, align, config.rows, config.block)
+        return cls(options, config)
+
+    def strides(self, *tensors: Tensor) -> tuple[int, ...]:
+        """Row strides in units of `align` elements."""
+        return tuple(x.stride(0) // self.options.align for x in tensors)
+
+    def constants(self) -> dict[str, Any]:
+        return dict(OPTIONS=self.options, num_warps=self.config.num_warps)
+
+    def programs(self, rows: int, groups: int, device: torch.device) -> int:
+        """Number of programs for each group."""
+        most = self.config.programs_per_sm * device_properties(device).num_sms
+        return min(cdiv(rows, self.config.rows), max(1, most // groups))
+
+
+def _threshold(dropout: float) -> int:
+    """How many of `RANDOM_NUMBERS` keep an element."""
+    return round((1 - dropout) * RANDOM_NUMBERS.value)
+
+
+# -- autograd --------------------------------------------------------------------------------------
+
+
+class _RowNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False):
+        with below_autograd():
+            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, eps, groups, rms)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.eps, ctx.rms = eps, rms
+        ctx.mark_non_differentiable(mean, rstd)
+        return y, mean, rstd
+
+    @staticmethod
+    def backward(ctx, dy, _dmean, _drstd):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        dx, sums = triton_row_norm_backward(dy, x, mean, rstd, weight, None, ctx.eps, ctx.rms)
+        dbias = None if bias is None else sums[1].to(bias.dtype)
+        return dx, sums[0].to(weight.dtype), dbias, None, None, None, None
+
+
+differentiate(triton_row_norm, _RowNorm.apply)
+refuse_derivative(
+    triton_gate, "the gate's operator has no derivative of its own: its caller has one"
+)
+for _name, _backward in (
+    ("row_norm", triton_row_norm_backward),
+    ("gate", triton_gate_linear_backward),
+):
+    refuse_derivative(
+        _backward,
+        f"{_name} is not differentiable twice: its backward kernel has no derivative of its own",
+    )

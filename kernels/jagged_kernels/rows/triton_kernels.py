@@ -1,0 +1,315 @@
+"""Device code of norms of rows, and of HSTU's gate. The equations are in op.py.
+
+A program takes tiles of rows of one group of columns: a norm is over the group. A tile is in
+registers, in fp32, so each operand is read once.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.ptxas import safe_ptxas
+
+ROUNDS = tl.constexpr(7)  # of Philox-4x32: with 7 or more it passes BigCrush (Salmon et al. 2011)
+RANDOM_NUMBERS = tl.constexpr(2**24)  # that dropout may draw
+SHIFT = tl.constexpr(8)  # from 32 random bits to one of them
+
+
+class Options(NamedTuple):
+    """Constants of the kernels. dim: columns of a group. rms: the root mean square norm. eps: added
+    to the variance. align: elements that strides count. rows, block: of a tile."""
+
+    dim: int
+    rms: bool
+    eps: float
+    align: int
+    rows: int
+    block: int
+
+
+class NormBackward(NamedTuple):
+    """Operands and results of `row_norm_bwd_kernel`. residual and dbias may be None."""
+
+    dy: tl.tensor
+    x: tl.tensor
+    mean: tl.tensor
+    rstd: tl.tensor
+    weight: tl.tensor
+    residual: tl.tensor
+    dx: tl.tensor
+    dweight: tl.tensor
+    dbias: tl.tensor
+
+
+class Gate(NamedTuple):
+    """Operands of the gate. bias may be None, and seed without dropout."""
+
+    u: tl.tensor
+    a: tl.tensor
+    mean: tl.tensor
+    rstd: tl.tensor
+    weight: tl.tensor
+    bias: tl.tensor
+    seed: tl.tensor
+
+
+class GateGradients(NamedTuple):
+    """dout and the results of `gate_bwd_kernel`. dbias may be None."""
+
+    dout: tl.tensor
+    du: tl.tensor
+    da: tl.tensor
+    dweight: tl.tensor
+    dbias: tl.tensor
+
+
+class Tile(NamedTuple):
+    """Rows, int64 [ROWS], which of them exist, columns of the group [BLOCK], and the mask of
+    elements [ROWS, BLOCK]."""
+
+    rows: tl.tensor
+    exist: tl.tensor
+    columns: tl.tensor
+    mask: tl.tensor
+
+
+@triton.jit
+def _tile(index, num_rows, OPTIONS: tl.constexpr):
+    """The tile of the index among those of the program's group."""
+    DIM: tl.constexpr = OPTIONS.dim
+    ROWS: tl.constexpr = OPTIONS.rows
+    BLOCK: tl.constexpr = OPTIONS.block
+    rows = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    exist = rows < num_rows
+    return Tile(rows, exist, columns, exist[:, None] & (columns < DIM)[None, :])
+
+
+@triton.jit
+def _ptrs(ptr, stride, tile, first):
+    """Pointers to the tile's elements, of which the group's first one is in column `first`."""
+    return ptr + tile.rows[:, None] * stride + (first + tile.columns)[None, :]
+
+
+@triton.jit
+def _load(ptr, stride, tile, first):
+    return tl.load(_ptrs(ptr, stride, tile, first), mask=tile.mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, stride, tile, first, x):
+    tl.store(_ptrs(ptr, stride, tile, first), x.to(ptr.dtype.element_ty), mask=tile.mask)
+
+
+@triton.jit
+def _of_columns(ptr, tile, first, DIM: tl.constexpr):
+    """A weight or a bias, [BLOCK]."""
+    return tl.load(ptr + first + tile.columns, mask=tile.columns < DIM, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _statistics(x, tile, OPTIONS: tl.constexpr):
+    """Mean and reciprocal standard deviation of each row. rms: no mean, and the reciprocal root
+    mean square."""
+    DIM: tl.constexpr = OPTIONS.dim
+    RMS: tl.constexpr = OPTIONS.rms
+    EPS: tl.constexpr = OPTIONS.eps
+    ROWS: tl.constexpr = OPTIONS.rows
+    mean = tl.zeros([ROWS], tl.float32)
+    if not RMS:
+        mean = tl.sum(x, 1) / DIM
+    centred = tl.where(tile.mask, x - mean[:, None], 0.0)
+    return mean, 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / DIM + EPS)
+
+
+@triton.jit
+def _store_statistics(mean_ptr, rstd_ptr, mean, rstd, tile):
+    """Both are `[rows, groups]`."""
+    at = tile.rows * tl.num_programs(1) + tl.program_id(1)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + at, mean, mask=tile.exist)
+    tl.store(rstd_ptr + at, rstd, mask=tile.exist)
+
+
+@triton.jit
+def _normed(x, mean_ptr, rstd_ptr, tile):
+    """x without its mean and in units of its standard deviation, and the reciprocal of that."""
+    at = tile.rows * tl.num_programs(1) + tl.program_id(1)
+    rstd = tl.load(rstd_ptr + at, mask=tile.exist, other=0.0)[:, None]
+    if mean_ptr is not None:
+        x -= tl.load(mean_ptr + at, mask=tile.exist, other=0.0)[:, None]
+    return x * rstd, rstd
+
+
+@triton.jit
+def _norm_gradient(g, xhat, rstd, OPTIONS: tl.constexpr):
+    """Gradient of a norm's input, given that of xhat. Columns behind the group have a g of 0."""
+    DIM: tl.constexpr = OPTIONS.dim
+    RMS: tl.constexpr = OPTIONS.rms
+    dx = g - xhat * (tl.sum(g * xhat, 1) / DIM)[:, None]
+    if not RMS:
+        dx -= (tl.sum(g, 1) / DIM)[:, None]
+    return dx * rstd
+
+
+@triton.jit
+def _add_to_sums(ptr, x, first, DIM: tl.constexpr):
+    """Add the sum of the rows of x to this program's row of partial sums, `[programs, width]`."""
+    width = tl.num_programs(1) * DIM
+    columns = tl.arange(0, x.shape[1])
+    ptrs = ptr + tl.program_id(0) * width + first + columns
+    mask = columns < DIM
+    tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + tl.sum(x, 0), mask=mask)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_rows", "stride_x"])
+def row_norm_fwd_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, num_rows, stride_x,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """y = norm(x) · weight + bias, and the statistics of each row and group. The stride is in units
+    of `align` elements (see `aligned_strides`); y is contiguous. Grid: tiles, groups."""
+    DIM: tl.constexpr = OPTIONS.dim
+    ALIGN: tl.constexpr = OPTIONS.align
+    tile = _tile(tl.program_id(0), num_rows, OPTIONS)
+    first = tl.program_id(1) * DIM
+    x = _load(x_ptr, stride_x * ALIGN, tile, first)
+    mean, rstd = _statistics(x, tile, OPTIONS)
+    y = (x - mean[:, None]) * rstd[:, None]
+    y *= _of_columns(weight_ptr, tile, first, DIM)[None, :]
+    if bias_ptr is not None:
+        y += _of_columns(bias_ptr, tile, first, DIM)[None, :]
+    _store(y_ptr, tl.num_programs(1) * DIM, tile, first, y)
+    _store_statistics(mean_ptr, rstd_ptr, mean, rstd, tile)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_rows"])
+def row_norm_bwd_kernel(tensors, num_rows, strides, OPTIONS: tl.constexpr):
+    """dx, plus the residual's gradient, and partial sums of the gradients of weight and bias.
+    tensors: NormBackward. strides: of dy, x and the residual, in units of `align` elements. Grid:
+    programs, groups."""
+    DIM: tl.constexpr = OPTIONS.dim
+    ALIGN: tl.constexpr = OPTIONS.align
+    ROWS: tl.constexpr = OPTIONS.rows
+    BLOCK: tl.constexpr = OPTIONS.block
+    first, num_tiles = tl.program_id(1) * DIM, tl.cdiv(num_rows, ROWS)
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        tile = _tile(index, num_rows, OPTIONS)
+        dy = _load(tensors.dy, strides[0] * ALIGN, tile, first)
+        x = _load(tensors.x, strides[1] * ALIGN, tile, first)
+        xhat, rstd = _normed(x, tensors.mean, tensors.rstd, tile)
+        weight = _of_columns(tensors.weight, tile, first, DIM)
+        dx = _norm_gradient(dy * weight[None, :], xhat, rstd, OPTIONS)
+        if tensors.residual is not None:
+            dx += _load(tensors.residual, strides[2] * ALIGN, tile, first)
+        _store(tensors.dx, tl.num_programs(1) * DIM, tile, first, dx)
+        dweight += dy * xhat
+        dbias += dy
+    _add_to_sums(tensors.dweight, dweight, first, DIM)
+    if tensors.dbias is not None:
+        _add_to_sums(tensors.dbias, dbias, first, DIM)
+
+
+@triton.jit
+def _kept(seed_ptr, threshold, tile, first_row, first):
+    """Dropout's factors of the three parts of the output: 0, or the reciprocal of the probability
+    to keep an element, threshold · 2^-24. They depend on the seed, the row of all rows, and the
+    column."""
+    one = tl.full([tile.rows.shape[0], tile.columns.shape[0]], 1, tl.uint32)
+    row = tile.rows + first_row
+    column = (first + tile.columns).to(tl.uint32)[None, :] * one
+    low, high = row.to(tl.uint32)[:, None] * one, (row >> 32).to(tl.uint32)[:, None] * one
+    of_u, of_a, of_y, _ = tl.philox(tl.load(seed_ptr), column, low, high, one, ROUNDS)
+    scale = RANDOM_NUMBERS / tl.maximum(threshold, 1).to(tl.float32)
+    return (
+        tl.where((of_u >> SHIFT).to(tl.int32) < threshold, scale, 0.0),
+        tl.where((of_a >> SHIFT).to(tl.int32) < threshold, scale, 0.0),
+        tl.where((of_y >> SHIFT).to(tl.int32) < threshold, scale, 0.0),
+    )
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_rows", "threshold"])
+def gate_fwd_kernel(tensors, out_ptr, num_rows, threshold, strides, OPTIONS: tl.constexpr):
+    """out = dropout([silu(u) | a | silu(u) · norm(a)]) `[rows, 3 W]`, and the statistics of each
+    row and group of a. tensors: Gate, whose mean and rstd are results. strides: of u and a, in
+    units of `align` elements. Grid: tiles, groups."""
+    DIM: tl.constexpr = OPTIONS.dim
+    ALIGN: tl.constexpr = OPTIONS.align
+    tile = _tile(tl.program_id(0), num_rows, OPTIONS)
+    first, width = tl.program_id(1) * DIM, tl.num_programs(1) * DIM
+    u = _load(tensors.u, strides[0] * ALIGN, tile, first)
+    a = _load(tensors.a, strides[1] * ALIGN, tile, first)
+    mean, rstd = _statistics(a, tile, OPTIONS)
+    normed = (a - mean[:, None]) * rstd[:, None]
+    normed *= _of_columns(tensors.weight, tile, first, DIM)[None, :]
+    if tensors.bias is not None:
+        normed += _of_columns(tensors.bias, tile, first, DIM)[None, :]
+    u *= tl.sigmoid(u)
+    y = u * normed
+    if tensors.seed is not None:
+        of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, 0, first)
+        u, a, y = u * of_u, a * of_a, y * of_y
+    _store(out_ptr, 3 * width, tile, first, u)
+    _store(out_ptr, 3 * width, tile, width + first, a)
+    _store(out_ptr, 3 * width, tile, 2 * width + first, y)
+    _store_statistics(tensors.mean, tensors.rstd, mean, rstd, tile)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_rows", "first_row", "threshold"])
+def gate_bwd_kernel(
+    tensors, grads, num_rows, first_row, threshold, strides,
+    RECOMPUTE: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """du, da, and partial sums of the gradients of weight and bias. RECOMPUTE: the forward's out
+    replaces dout. tensors: Gate; grads: GateGradients. first_row: index of the first row among all
+    rows. strides: of u, a, du and da, in units of `align` elements; dout is contiguous. Grid:
+    programs, groups."""
+    DIM: tl.constexpr = OPTIONS.dim
+    ALIGN: tl.constexpr = OPTIONS.align
+    ROWS: tl.constexpr = OPTIONS.rows
+    BLOCK: tl.constexpr = OPTIONS.block
+    first, width = tl.program_id(1) * DIM, tl.num_programs(1) * DIM
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        tile = _tile(index, num_rows, OPTIONS)
+        u = _load(tensors.u, strides[0] * ALIGN, tile, first)
+        a = _load(tensors.a, strides[1] * ALIGN, tile, first)
+        du = _load(grads.dout, 3 * width, tile, first)
+        da = _load(grads.dout, 3 * width, tile, width + first)
+        dy = _load(grads.dout, 3 * width, tile, 2 * width + first)
+        xhat, rstd = _normed(a, tensors.mean, tensors.rstd, tile)
+        weight = _of_columns(tensors.weight, tile, first, DIM)[None, :]
+        normed = xhat * weight
+        if tensors.bias is not None:
+            normed += _of_columns(tensors.bias, tile, first, DIM)[None, :]
+        gate = tl.sigmoid(u)
+        silu = u * gate
+        kept_silu, y = silu, silu * normed
+        if tensors.seed is not None:
+            of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, first_row, first)
+            du, da, dy = du * of_u, da * of_a, dy * of_y
+            kept_silu, a, y = silu * of_u, a * of_a, y * of_y
+        dsilu = du + dy * normed
+        dnormed = dy * silu
+        da += _norm_gradient(dnormed * weight, xhat, rstd, OPTIONS)
+        _store(grads.du, strides[2] * ALIGN, tile, first, dsilu * gate * (1 + u * (1 - gate)))
+        _store(grads.da, strides[3] * ALIGN, tile, first, da)
+        dweight += dnormed * xhat
+        dbias += dnormed
+        if RECOMPUTE:
+            tl.debug_barrier()  # all threads have read the elements of dout that are replaced
+            _store(grads.dout, 3 * width, tile, first, kept_silu)
+            _store(grads.dout, 3 * width, tile, width + first, a)
+            _store(grads.dout, 3 * width, tile, 2 * width + first, y)
+    _add_to_sums(grads.dweight, dweight, first, DIM)
+    if grads.dbias is not None:
+        _add_to_sums(grads.dbias, dbias, first, DIM)

@@ -1,0 +1,85 @@
+"""The kernels that take whole rows compile for the GPU generations that we support."""
+
+import re
+
+import pytest
+from marks import slow_after
+
+pytest.importorskip("triton")
+
+from jagged_kernels.rows import triton_kernels as rows
+from jagged_kernels.rows.configs import GATE_BACKWARD, rows_config
+
+from ..sass import spilled_bytes
+from .ahead_of_time import compile_for
+
+FP32 = {"mean", "rstd", "dweight", "dbias", "weight", "bias"}
+
+
+def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=8, recompute=True):
+    """A compiled kernel; `dtype`: of the GEMMs' operands, next to fp32 rows."""
+    config = rows_config(dim, *[GATE_BACKWARD] * (kernel is rows.gate_bwd_kernel))
+    options = rows.Options(dim, rms, 1e-6, align, config.rows, config.block)
+    absent = {"mean", "bias", "dbias"} if rms else set()
+    absent |= set() if dropout else {"seed"}
+    of_rows = {"x", "residual", "dx"}
+
+    def pointer(name):
+        if name in absent:
+            return "constexpr"
+        if name == "seed":
+            return "*i64"
+        return "*fp32" if name in FP32 | of_rows else f"*{dtype}"
+
+    tuples = dict(
+        row_norm_bwd_kernel=dict(tensors=rows.NormBackward),
+        gate_fwd_kernel=dict(tensors=rows.Gate),
+        gate_bwd_kernel=dict(tensors=rows.Gate, grads=rows.GateGradients),
+    ).get(kernel.__name__, {})
+    strides = dict(row_norm_bwd_kernel=3, gate_fwd_kernel=2, gate_bwd_kernel=4)
+
+    def type_of(arg):
+        if arg in tuples:
+            return tuples[arg](*map(pointer, tuples[arg]._fields))
+        if arg == "strides":
+            return ("i32",) * strides[kernel.__name__]
+        return pointer(arg.removesuffix("_ptr")) if arg.endswith("_ptr") else None
+
+    constants = dict(OPTIONS=options, RECOMPUTE=recompute)
+    constants |= {f"{name}_ptr": None for name in absent}
+    aligned = [x for x in kernel.arg_names if x.endswith("_ptr") and x not in constants]
+    return compile_for(
+        capability, kernel, constants, type_of, [*aligned, *tuples], num_warps=config.num_warps
+    )
+
+
+KERNELS = [
+    rows.row_norm_fwd_kernel,
+    rows.row_norm_bwd_kernel,
+    rows.gate_fwd_kernel,
+    rows.gate_bwd_kernel,
+]
+by_name = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+
+
+@slow_after(1, "capability", [90, 80, 100])
+@pytest.mark.parametrize("dtype, rms", [("bf16", False), ("fp16", True), ("fp32", False)])
+@by_name
+def test_kernels_compile(kernel, dtype, rms, capability):
+    """Rows of 512 columns are loaded and stored 16 bytes at a time, and no more than a few numbers
+    are spilled."""
+    compiled = compile_rows(capability, kernel, dtype, 512, rms=rms)
+    ptx = compiled.asm["ptx"]
+    assert {"ld", "st"} <= set(re.findall(r"(ld|st)\.global(?:\.\w+)*\.v4\.b32", ptx))
+    assert spilled_bytes(compiled.asm["cubin"]) <= 16
+
+
+@pytest.mark.parametrize("dim", [27, 64, 4096])
+@by_name
+def test_other_widths_compile(kernel, dim):
+    align = 1 if dim == 27 else 8
+    for dropout, recompute in ((True, True), (False, False)):
+        compiled = compile_rows(
+            90, kernel, "bf16", dim, dropout=dropout, align=align, recompute=recompute
+        )
+        assert spilled_bytes(compiled.asm["cubin"]) <= 64

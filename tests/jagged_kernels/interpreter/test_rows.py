@@ -1,0 +1,130 @@
+"""Norms of rows and HSTU's gate in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is
+wrong)."""
+
+import pytest
+import torch
+from accuracy.rows import Norm
+from torch import library
+
+from ..fixtures.rows import ROWS, WIDTHS
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+FP32, FP16 = torch.float32, torch.float16
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP16, FP32), (FP16, FP16, FP16), (FP32,) * 3], ids=str)
+@pytest.mark.parametrize("width, norm", WIDTHS, ids=str)
+def test_row_norm(check_row_norm, width, norm, dtypes):
+    for rows in ROWS:
+        check_row_norm(rows, width, norm, dtypes, "cpu", residual=rows != 37)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("width, norm", WIDTHS[:-1], ids=str)
+def test_gate(check_gate, width, norm, dropout, dtype):
+    for rows in ROWS:
+        check_gate(rows, width, norm, dtype, "cpu", dropout)
+
+
+def gate(rows, seed, dropout, width=32):
+    from jagged_kernels.rows import op
+
+    u = torch.ones(rows, width)
+    a, weight = torch.linspace(1, 2, width).expand(rows, width), torch.ones(width)
+    return op.triton_gate(u, a, weight, None, seed, dropout, 1e-6, 1, True)[0]
+
+
+def test_dropout_depends_on_seed_row_and_column():
+    first, second = (gate(200, torch.tensor(seed), 0.5) != 0 for seed in (7, 7 + 2**40))
+    rates = first.double().mean(0), first.double().mean(1)
+    assert all(abs(rate - 0.5).max() < 0.25 for rate in rates)
+    assert abs((first == second).double().mean() - 0.5) < 0.03
+    assert not torch.equal(first[:100], first[100:]) and not torch.equal(
+        first[:, :32], first[:, 32:64]
+    )
+    # a row's factors do not depend on the number of rows
+    assert torch.equal(gate(30, torch.tensor(7), 0.5) != 0, first[:30])
+
+
+def test_everything_is_dropped():
+    assert not gate(5, torch.tensor(7), 1.0).any()
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_frozen_projection_and_no_rows(rows):
+    from jagged_kernels.rows import op
+
+    u, a, weight = torch.randn(rows, 32), torch.randn(rows, 32), torch.randn(32)
+    _, mean, rstd = op.triton_gate(u, a, weight, weight, None, 0.0, 1e-6)
+    projection, dout = torch.randn(8, 96), torch.randn(rows, 8)
+    arguments = (
+        dout,
+        None,
+        [u, a, mean, rstd],
+        weight,
+        weight,
+        projection,
+        None,
+        0.0,
+        1e-6,
+        False,
+        5,
+    )
+    *frozen, nothing = op.triton_gate_linear_backward(*arguments, False)
+    *trained, dprojection = op.triton_gate_linear_backward(*arguments, True)
+    assert nothing.shape == (0,) and dprojection.shape == (8, 96)
+    frozen[0], trained[0] = frozen[0][:, :32], trained[0][:, :32]
+    assert all(map(torch.equal, frozen, trained))
+    y, mean, rstd = op.triton_row_norm(u, weight, weight, FP16, 1e-6)
+    dx, sums = op.triton_row_norm_backward(y, u, mean, rstd, weight, None, 1e-6)
+    assert y.shape == dx.shape == (rows, 32) and sums.shape == (2, 32)
+    if rows == 0:
+        assert not sums.any() and not frozen[2].any() and not dprojection.any()
+
+
+@pytest.mark.parametrize("norm", [Norm(), Norm(groups=2), Norm(rms=True)], ids=str)
+def test_a_rows_nan_stays_there(norm):
+    from jagged_kernels.rows import op
+
+    u, a, weight = torch.randn(9, 32), torch.randn(9, 32), torch.randn(32)
+    dout, projection = torch.randn(9, 8), torch.randn(8, 96)
+
+    def results():
+        out, mean, rstd = op.triton_gate(u, a, weight, None, None, 0.0, *norm)
+        y, *statistics = op.triton_row_norm(a, weight, None, FP32, *norm)
+        dx, _ = op.triton_row_norm_backward(y, a, *statistics, weight, None, norm.eps, norm.rms)
+        grads, da, _, _ = op.triton_gate_linear_backward(
+            dout, None, [u, a, mean, rstd], weight, None, projection, None, 0.0, norm.eps, norm.rms,
+            0, True,
+        )  # fmt: skip
+        return out, y, dx, grads, da
+
+    clean = results()
+    u[4], a[4], dout[4] = torch.nan, torch.nan, torch.nan
+    for x, spoiled in zip(clean, results()):
+        rows = torch.arange(9) != 4
+        assert torch.equal(x[rows], spoiled[rows]) and spoiled[4].isnan().all()
+
+
+def test_operators_pass_opcheck():
+    from jagged_kernels.rows import op
+
+    x, weight, seed = torch.randn(5, 3, 32)[:, 1], torch.randn(32), torch.tensor(3)
+    checks = dict(test_utils=("test_schema", "test_faketensor"))
+    for groups, rms in ((1, False), (2, True)):
+        bias = None if rms else weight
+        given = x, weight, bias, FP16, 1e-6, groups, rms
+        library.opcheck(op.triton_row_norm, given, **checks)
+        y, mean, rstd = op.triton_row_norm(*given)
+        library.opcheck(
+            op.triton_row_norm_backward, (y, x, mean, rstd, weight, x, 1e-6, rms), **checks
+        )
+        given = x, x, weight, bias, seed, 0.5, 1e-6, groups, rms
+        library.opcheck(op.triton_gate, given, **checks)
+        _, mean, rstd = op.triton_gate(*given)
+    with pytest.raises(RuntimeError, match="twice"):
+        x = x.clone().requires_grad_()
+        y, mean, rstd = op.triton_row_norm(x, weight, None, FP32, 1e-6)
+        (dx,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        dx.sum().backward()

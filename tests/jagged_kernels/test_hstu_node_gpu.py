@@ -1,0 +1,234 @@
+"""HSTULayer as one autograd node on a GPU."""
+
+import accuracy
+import pytest
+import torch
+from torch import nn
+
+import jagged_modules as jm
+from jagged_modules.layers import hstu, hstu_node
+from jagged_modules.layers.hstu_config import RECOMPUTED
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+LENGTHS = [33, 0, 130, 1, 20]
+TARGETS = [3, 0, 20, 1, 4]
+SIZES = [(64, 1), (96, 3), (512, 4)]
+FORMS = {  # dtype of rows and parameters, autocast
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "autocast": (torch.float32, torch.bfloat16),
+}
+
+
+def make(size, dtype, **fields):
+    width, heads = size
+    layer = jm.HSTULayer(width, heads, jm.HSTUConfig(scaling_seqlen=50, **fields))
+    for name, parameter in layer.named_parameters():
+        scale = width**-0.5 if parameter.dim() == 2 else 0.3
+        nn.init.normal_(parameter, std=scale)
+        if name.endswith("norm.weight"):
+            nn.init.normal_(parameter, 1.0, 0.3)
+    return layer.to("cuda", dtype), torch.randn(sum(LENGTHS), width).to("cuda", dtype)
+
+
+def call(layer, x, offsets, autocast=None):
+    with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
+        return layer((x, offsets), torch.tensor(TARGETS, device=x.device))[0]
+
+
+def results(layer, x, offsets, autocast=None):
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    out = call(layer, x, offsets, autocast)
+    names, parameters = zip(*layer.named_parameters())
+    grads = torch.autograd.grad(out, [x, *parameters], gradient(out))
+    return dict(zip(("out", "x", *names), (out.detach(), *grads), strict=True))
+
+
+@pytest.fixture
+def bounds_of(monkeypatch):
+    """Bounds of the layer's results, of its definition on the CPU. factors: of dropout."""
+
+    def by_definition(q, k, v, queries, keys, options):
+        return attend(q, k, v, queries, keys, options._replace(implementation="reference"))
+
+    def bounds(layer, x, offsets, factors, operand):
+        width, config = layer.embedding_dim, jm.HSTUConfig(**vars(layer.config))
+        copy = jm.HSTULayer(width, layer.num_heads, config).double()
+        if factors is not None:
+            monkeypatch.setattr(copy.dropout, "forward", lambda y: y * factors)
+        names, parameters = zip(*layer.named_parameters())
+
+        def function(x, *parameters):
+            state = dict(zip(names, parameters, strict=True))
+            given = (x, offsets.cpu()), torch.tensor(TARGETS)
+            return torch.func.functional_call(copy, state, given)[0]
+
+        tensors = {"x": x.cpu()} | {name: y.cpu() for name, y in zip(names, parameters)}
+        with monkeypatch.context() as patched:
+            patched.setattr(hstu, "attend", by_definition)
+            return accuracy.definition(function, tensors, gradient(x).cpu().to(operand))
+
+    attend = hstu.attend
+    return bounds
+
+
+def gradient(out):
+    """That of the result, which is exact in bf16."""
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(out)
+
+
+def kept(layer, rows):
+    """Dropout's factors for the seed that `results` gives the layer."""
+    from jagged_kernels.rows import op
+
+    p, width = layer.dropout.p, layer.output_norm.weight.shape[0]
+    if not p:
+        return None
+    torch.manual_seed(3)
+    seed = hstu_node.dropout_seed(layer, torch.empty(0, device="cuda"))
+    ones = torch.ones(rows, width, device="cuda")
+    groups = getattr(layer.output_norm, "groups", 1)
+    out = op.triton_gate(ones, ones, 0 * ones[0], ones[0], seed, p, 1e-6, groups)[0]
+    return (out != 0).cpu().double() / (1 - p)
+
+
+@pytest.mark.parametrize(
+    "norm, dropout, recompute",
+    [
+        ("layer", 0.2, ("norm", "activation")),
+        ("layer", 0.0, ()),
+        ("rms", 0.2, ("projection",)),
+        ("group", 0.2, RECOMPUTED),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_is_within_the_bounds_of_its_definition(
+    bounds_of, offsets, size, form, norm, dropout, recompute
+):
+    dtype, autocast = FORMS[form]
+    ends = offsets(LENGTHS, "cuda")
+    layer, x = make(size, dtype, norm=norm, dropout=dropout, recompute=recompute)
+    assert hstu_node.takes_kernels(layer, x)
+    found = results(layer, x, ends, autocast)
+    assert all(y.dtype == dtype for y in found.values())
+    found = {name if name == "out" else f"d{name}": y.cpu() for name, y in found.items()}
+    bounds = bounds_of(layer, x, ends, kept(layer, len(x)), autocast or dtype)
+    accuracy.assert_accurate(found, bounds)
+
+
+def test_kept_and_computed_again_have_the_same_bits(offsets):
+    found = []
+    for recompute in ((), ("norm", "activation"), RECOMPUTED):
+        torch.manual_seed(0)
+        layer, x = make((512, 4), torch.float32, dropout=0.1, recompute=recompute)
+        found.append(results(layer, x, offsets(LENGTHS, "cuda"), torch.bfloat16))
+    first = found[0]
+    for others in found[1:]:
+        for name in first:
+            if name != "out_proj.weight":  # summed in other chunks
+                assert torch.equal(first[name], others[name]), name
+
+
+def test_hooks_are_called_and_get_what_the_modules_give(offsets):
+    layer, x = make((96, 3), torch.float32)
+    ends = offsets(LENGTHS, "cuda")
+    node, seen = results(layer, x, ends), []
+    for module in (layer.input_norm, layer.uvqk_proj, layer.output_norm, layer.out_proj):
+        handle = module.register_forward_hook(lambda module, *_: seen.append(module))
+        assert not hstu_node.takes_kernels(layer, x)
+        modules = results(layer, x, ends)
+        assert seen.pop() is module and not seen
+        handle.remove()
+        for name, y in modules.items():
+            torch.testing.assert_close(node[name], y, rtol=1e-3, atol=1e-3, msg=name)
+    layer.register_forward_hook(lambda *_: None)
+    assert hstu_node.takes_kernels(layer, x)
+
+
+@pytest.mark.parametrize("frozen", ["out_proj", "uvqk_proj", "output_norm", "input_norm"], ids=str)
+def test_frozen_parameters(offsets, frozen):
+    layer, x = make((64, 1), torch.float32)
+    ends = offsets(LENGTHS, "cuda")
+    whole = results(layer, x, ends, torch.bfloat16)
+    getattr(layer, frozen).requires_grad_(False)
+    out = call(layer, x, ends, torch.bfloat16)  # x has no gradient either
+    out.backward(gradient(out))
+    for name, parameter in layer.named_parameters():
+        if name.startswith(frozen):
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, whole[name]), name
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_compiled(offsets, norm):
+    layer, x = make((512, 4), torch.float32, norm=norm)
+    ends = offsets(LENGTHS, "cuda")
+    eager = results(layer, x, ends, torch.bfloat16)
+    x = x.requires_grad_()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    out = call(compiled, x, ends, torch.bfloat16)
+    grads = torch.autograd.grad(out, [x, *layer.parameters()], gradient(out))
+    for (name, expected), y in zip(eager.items(), (out, *grads), strict=True):
+        error = (y - expected).norm() / expected.norm()
+        assert error < 2 * torch.finfo(torch.bfloat16).eps, (name, float(error))
+
+
+def test_a_graph_drops_other_elements_in_each_replay(offsets):
+    layer, x = make((64, 1), torch.float32, dropout=0.5)
+    ends = offsets(LENGTHS, "cuda")
+    x = jm.Jagged(x, ends, max_seqlen=130)
+    with torch.no_grad():
+        for _ in range(2):
+            layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x).values
+        replays = []
+        for _ in range(2):
+            graph.replay()
+            replays.append(out.clone())
+    assert not torch.equal(*replays)
+
+
+def test_cached_and_scored_rows_take_the_kernels(offsets, monkeypatch):
+    layer, x = make((96, 3), torch.float32, norm="group")
+
+    def run():
+        layer.zero_grad()
+        history, targets = x[:40].clone().requires_grad_(), x[40:50].clone().requires_grad_()
+        ends, target_ends = offsets([30, 10], "cuda"), offsets([4, 6], "cuda")
+        updated, kv = layer.cache((history, ends))
+        scored = layer.score((targets, target_ends), jm.Jagged(kv, ends))
+        (updated[0].sin().sum() + scored[0].cos().sum()).backward()
+        grads = [history.grad, targets.grad, *(p.grad for p in layer.parameters())]
+        return [updated[0], scored[0], *grads]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        kernels = run()
+        torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    assert {"row_norm_fwd_kernel", "gate_fwd_kernel", "gate_bwd_kernel"} <= names
+    for module in (hstu, hstu_node):
+        monkeypatch.setattr(module, "takes_kernels", lambda layer, x: False)
+    for own, expected in zip(kernels, run(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_memory_of_a_step(offsets):
+    """Rows of 512 columns: at the end of the forward the projection and attention's output are
+    kept, 5 KiB a row, and nothing else of the size of rows."""
+    layer, _ = make((512, 4), torch.float32, dropout=0.1)
+    lengths = [500] * 64
+    x = torch.randn(sum(lengths), 512, device="cuda", requires_grad=True)
+    jagged = jm.Jagged(x, offsets(lengths), max_seqlen=500)
+    call_layer = torch.autocast("cuda", dtype=torch.bfloat16)(lambda: layer(jagged).values)
+    call_layer().sum().backward()
+    x.grad = None
+    layer.zero_grad()
+    before = torch.cuda.memory_allocated()
+    out = call_layer()
+    kept = torch.cuda.memory_allocated() - before - out.nbytes
+    assert kept < 1.05 * 5 * 512 * 2 * len(x) + 8 * 2**20

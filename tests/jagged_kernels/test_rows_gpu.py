@@ -1,0 +1,38 @@
+"""Norms of rows and HSTU's gate on a GPU."""
+
+import pytest
+import torch
+from accuracy.rows import Norm
+
+from .fixtures.rows import WIDTHS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+ROWS = [1, 37, 3000]
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(FP32, BF16, FP32), (BF16, BF16, BF16), (FP32, FP16, FP32), (FP16,) * 3, (FP32,) * 3],
+    ids=str,
+)
+@pytest.mark.parametrize("width, norm", WIDTHS, ids=str)
+def test_row_norm(check_row_norm, record_cell, width, norm, dtypes):
+    record_cell("row_norm", dtypes[0], (width,), str(dtypes[1]))
+    for rows in ROWS:
+        check_row_norm(rows, width, norm, dtypes, "cuda", residual=rows != 37)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("width, norm", WIDTHS, ids=str)
+def test_gate(check_gate, record_cell, width, norm, dropout, dtype):
+    record_cell("gate", dtype, (width,), "dropout" if dropout else "")
+    for rows in ROWS:
+        check_gate(rows, width, norm, dtype, "cuda", dropout, chunk=1024)
+
+
+def test_more_rows_than_programs(check_row_norm, check_gate):
+    """Each program adds several tiles to its sums, of several chunks."""
+    check_row_norm(20_000, 512, Norm(), (FP32, BF16, FP32), "cuda")
+    check_gate(20_000, 512, Norm(), BF16, "cuda", 0.1, chunk=8192)

@@ -1,0 +1,142 @@
+"""HSTULayer as one autograd node: its mathematics, with stages in plain torch on the CPU in fp64,
+equals that of the modules."""
+
+import pytest
+import torch
+from row_stages import STAGES, attention_arguments, kept
+from torch import nn
+
+import jagged_modules as jm
+from jagged_modules.layers import hstu, hstu_node
+
+from .hstu_cases import HEADS, LENGTHS, TARGETS, WIDTH, config_of
+
+RECOMPUTE = [(), ("norm",), ("activation",), ("norm", "activation"), ("projection",)]
+RECOMPUTE += [("norm", "activation", "projection")]
+
+
+@pytest.fixture
+def as_node(monkeypatch):
+    """Layers are one node, of plain torch."""
+    monkeypatch.setattr(hstu_node, "stages", lambda: STAGES)
+    monkeypatch.setattr(hstu, "attention_arguments", attention_arguments)
+    monkeypatch.setattr(hstu, "takes_kernels", lambda layer, x: not layer.calls_modules)
+    monkeypatch.setattr(hstu_node, "dropout_seed", dropout_seed)
+
+
+def dropout_seed(layer, x):
+    return torch.tensor(5) if layer.dropout.training and layer.dropout.p else None
+
+
+class _Dropout(nn.Dropout):
+    """Drops what the node drops."""
+
+    def forward(self, x):
+        return x * kept(torch.tensor(5), self.p, x) if self.training and self.p else x
+
+
+def make(**fields):
+    """A layer in fp64, and rows."""
+    layer = jm.HSTULayer(WIDTH, HEADS, config_of(**fields)).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    layer.dropout.__class__ = _Dropout
+    return layer, torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64)
+
+
+def results(layer, x, offsets, calls_modules, frozen=(), **options):
+    """The layer's result and all gradients."""
+    layer.calls_modules = calls_modules
+    x = x.detach().requires_grad_("x" not in frozen)
+    parameters = dict(layer.named_parameters())
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name not in frozen)
+    out = layer((x, offsets), torch.tensor(TARGETS), **options)[0]
+    inputs = dict(x=x) | parameters
+    inputs = {name: y for name, y in inputs.items() if y.requires_grad}
+    grad = torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()
+    grads = torch.autograd.grad(out, list(inputs.values()), grad) if inputs else ()
+    return dict(zip(("out", *inputs), (out, *grads), strict=True))
+
+
+def check(layer, x, offsets, **options):
+    node, modules = (results(layer, x, offsets, own, **options) for own in (False, True))
+    assert node.keys() == modules.keys()
+    for name, value in node.items():
+        torch.testing.assert_close(value, modules[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids="-".join)
+@pytest.mark.parametrize("norm", ["layer", "rms", "group"])
+def test_equals_the_modules(as_node, offsets_of, norm, recompute):
+    layer, x = make(norm=norm, recompute=recompute, dropout=0.3, head_dim=3, linear_dim=5)
+    check(layer, x, offsets_of(LENGTHS))
+    layer.eval()
+    check(layer, x, offsets_of(LENGTHS))
+
+
+def test_bias_tables(as_node, offsets_of):
+    layer, x = make(relative_position=30, relative_time=8)
+    check(layer, x, offsets_of(LENGTHS), timestamps=torch.randint(0, 1000, (len(x),)))
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        {"x"},
+        {"out_proj.weight"},
+        {"uvqk_proj.weight", "uvqk_proj.bias"},
+        {"x", "input_norm.weight", "input_norm.bias"},
+        {"x", "input_norm.weight", "input_norm.bias", "uvqk_proj.weight", "uvqk_proj.bias"},
+        {"output_norm.weight", "output_norm.bias"},
+    ],
+    ids="-".join,
+)
+def test_frozen_parameters(as_node, offsets_of, frozen):
+    layer, x = make(dropout=0.3)
+    check(layer, x, offsets_of(LENGTHS), frozen=frozen)
+
+
+def test_no_rows_and_no_gradients(as_node, offsets_of):
+    layer, x = make()
+    layer.calls_modules = False
+    assert layer((x[:0], offsets_of([0, 0])))[0].shape == (0, WIDTH)
+    with torch.no_grad():
+        out = layer((x, offsets_of(LENGTHS)))[0]
+    assert not out.requires_grad
+
+
+def test_the_graph_may_be_kept_but_not_differentiated_twice(as_node, offsets_of):
+    layer, x = make(dropout=0.3)
+    layer.calls_modules, x = False, x.requires_grad_()
+    out = layer((x, offsets_of(LENGTHS)))[0].square().sum()
+    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    (dx,) = torch.autograd.grad(out, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.sum().backward()
+
+
+def test_cached_and_scored_rows(as_node, offsets_of):
+    """The stages outside of the node."""
+    layer, x = make(dropout=0.3, norm="group")
+
+    def call(calls_modules):
+        layer.calls_modules = calls_modules
+        layer.zero_grad()
+        history, targets = x[:20].clone().requires_grad_(), x[20:30].clone().requires_grad_()
+        updated, kv = layer.cache((history, offsets_of([12, 8])))
+        cache = jm.Jagged(kv, offsets_of([12, 8]))
+        scored = layer.score((targets, offsets_of([4, 6])), cache)
+        (updated[0].sin().sum() + scored[0].cos().sum()).backward()
+        return (
+            updated[0],
+            scored[0],
+            history.grad,
+            targets.grad,
+            *(p.grad for p in layer.parameters()),
+        )
+
+    node, modules = call(False), call(True)
+    for own, expected in zip(node, modules, strict=True):
+        torch.testing.assert_close(own, expected)
