@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..functional.block_attention import packed_arguments
 from ..rotary import Rotary
-from .one_node import differentiable_once, linear, linear_gradients, take_saved
+from .one_node import differentiable_once, linear, linear_gradients, release
 
 
 class BlockAttention(NamedTuple):
@@ -68,15 +68,14 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from jagged_kernels.block_attention.op import packed_backward
 
-        x, qkv_weight, qkv, offsets, cos, sin, positions, h, out_weight = take_saved(ctx)
+        x, qkv_weight, qkv, offsets, cos, sin, positions, h, out_weight = ctx.saved_tensors
         wanted: list[bool] = list(ctx.needs_input_grad[:5])
         of_qkv, of_out = wanted[:3], [any(wanted[:3]), *wanted[3:]]
-        dh, *dout_proj = linear_gradients(dy, h, out_weight, of_out, dy.dtype, ctx.dtype)
-        del h
+        dh, *dout = linear_gradients(dy, h, out_weight, of_out, dy.dtype, ctx.dtype)
         if dh is None:
-            return None, None, None, *dout_proj, None
+            return None, None, None, *dout, None
         do, tables = dh.view_as(qkv[:, 0]), [cos, sin, positions]
         dqkv = packed_backward(do, qkv, offsets, tables, *ctx.options).flatten(1)
-        del do, dh, qkv
+        release(qkv, h)
         dx_and_proj = linear_gradients(dqkv, x, qkv_weight, of_qkv, ctx.x_dtype, ctx.dtype)
-        return *dx_and_proj, *dout_proj, None
+        return *dx_and_proj, *dout, None

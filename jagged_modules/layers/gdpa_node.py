@@ -28,7 +28,7 @@ from .one_node import (
     linear,
     linear_gradients,
     linears_may_be_one_node,
-    take_saved,
+    release,
 )
 
 if TYPE_CHECKING:
@@ -126,13 +126,26 @@ def gdpa_node(
     return _Node.apply(*inputs, call)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
-# What the backward reads, besides the attention's segments. x, norm and rstd: with a norm. weight:
-# of q, or of q, k and v. kv_weight: of k and v from a context. out: with softmax. kept: what
-# dropout keeps. None without.
-_SAVED = (
-    *("x", "norm", "rstd", "rows", "context", "weight", "kv_weight"),
-    *("q", "k", "v", "out", "lse", "h", "kept", "out_weight"),
-)
+class _Saved(NamedTuple):
+    """What the backward reads, besides the attention's segments. x, norm and rstd: with a norm.
+    weight: of q, or of q, k and v. kv_weight: of k and v from a context. out: with
+    softmax. kept: what dropout keeps. None without."""
+
+    x: Any
+    norm: Any
+    rstd: Any
+    rows: Tensor
+    context: Any
+    weight: Tensor
+    kv_weight: Any
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Any
+    lse: Tensor
+    h: Tensor
+    kept: Any
+    out_weight: Tensor
 
 
 class _Node(torch.autograd.Function):
@@ -159,40 +172,36 @@ class _Node(torch.autograd.Function):
         of_norm = None if norm is None else x, norm, rstd
         of_softmax = out if call.options.activation == "softmax" else None
         saved = *of_norm, rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight
-        ctx.save_for_backward(*saved, *segments)  # as in _SAVED
+        ctx.save_for_backward(*saved, *segments)  # as in _Saved
         y = linear(h, out_weight, inputs.out_bias.to(dtype))
         return y if norm is None else x + y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = take_saved(ctx)
-        saved, segments = dict(zip(_SAVED, tensors)), tensors[len(_SAVED) :]
-        del tensors
+        count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
+        saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
         wanted: list[bool] = list(ctx.needs_input_grad[: len(NodeInputs._fields)])
-        h, of_out = saved.pop("h"), [any(wanted[:7]), *wanted[7:]]
-        dh, *dout_proj = linear_gradients(
-            dy.to(h.dtype), h, saved["out_weight"], of_out, h.dtype, ctx.dtype
+        h, of_out = saved.h, [any(wanted[:7]), *wanted[7:]]
+        dh, *dout = linear_gradients(
+            dy.to(h.dtype), h, saved.out_weight, of_out, h.dtype, ctx.dtype
         )
-        del h
         if dh is None:
-            return *[None] * 7, *dout_proj, None
-        if (kept := saved.pop("kept")) is not None:
+            return *[None] * 7, *dout, None
+        if saved.kept is not None:
             scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
-            dh = torch.ops.aten.native_dropout_backward(dh, kept, scale)
-        saved["dh"] = dh
-        del dh, kept
-        dx, dcontext, *dprojections = _gradients(ctx, saved, segments, wanted)
-        norm, dnorm = saved["norm"], None
-        if norm is not None and dx is not None:
-            dx, dnorm = rms_norm_gradients(dx, saved["x"], norm, saved["rstd"], dy)
-        return dx, dcontext, dnorm, *dprojections, *dout_proj, None
+            dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
+        dx, dcontext, *dprojections = _gradients(ctx, dh, saved, segments, wanted)
+        dnorm = None
+        if saved.norm is not None and dx is not None:
+            dx, dnorm = rms_norm_gradients(dx, saved.x, saved.norm, saved.rstd, dy)
+        return dx, dcontext, dnorm, *dprojections, *dout, None
 
 
 def _projected(
     rows: Tensor, context: Tensor | None, inputs: NodeInputs, call: GDPACall
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
-    """q, k and v `[rows, heads, head_dim]`, and the weights of their projections, as `_SAVED` has
+    """q, k and v `[rows, heads, head_dim]`, and the weights of their projections, as `_Saved` has
     them."""
     q_weight, q_bias, keys, values = (x.to(call.dtype) for x in inputs[3:7])
     heads = -1, call.head_dim
@@ -209,35 +218,37 @@ def _projected(
 
 
 def _gradients(
-    ctx: Any, saved: dict[str, Any], segments: list[Tensor | None], wanted: list[bool]
+    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the projected rows and of the context, and of `NodeInputs`' q_weight to values.
-    Takes what it reads out of `saved`. wanted: of all inputs."""
-    q, k, v, out, lse, dh = (saved.pop(name) for name in ("q", "k", "v", "out", "lse", "dh"))
-    rows, context = saved.pop("rows"), saved.pop("context")
-    weight, kv_weight, width = saved["weight"], saved["kv_weight"], q.shape[1] * q.shape[2]
-    dtype, x_dtype = ctx.dtype, ctx.x_dtype if saved["norm"] is None else rows.dtype
-    do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [out, lse]
-    arguments = q, k, v, segments, *ctx.options
-    del q, k, v, out, lse, dh
-    of_x, of_context, of_norm, of_weight, of_bias, of_keys, of_values = wanted[:7]
-    of_q = of_x or of_norm, of_weight, of_bias
+    wanted: of all inputs."""
+    rows, q, dtype = saved.rows, saved.q, ctx.dtype
+    do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [saved.out, saved.lse]
+    arguments = q, saved.k, saved.v, segments, *ctx.options
+    of_x, of_context, of_norm, *of_q, of_keys, of_values = wanted[:7]
+    rows_dtype = rows.dtype if saved.norm is not None else ctx.x_dtype
+    of_q = [of_x or of_norm, *of_q]
     if ctx.is_learned:
         dq, dk, dv, *_ = attention_backward(do, results, *arguments)
-        dx, *dq_proj = linear_gradients(dq.flatten(1), rows, weight, of_q, x_dtype, dtype)
+        dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
         return dx, None, *dq_proj, dk.to(dtype), dv.to(dtype)
-    dq, dkv = packed_gradients(do, results, context is None, *arguments)
-    del do, results, arguments  # makes room
-    if context is None:
-        of_qkv = of_q[0], of_weight or of_keys, of_bias or of_values
-        dx, *packed = linear_gradients(dq, rows, weight, of_qkv, x_dtype, dtype)
+    if saved.context is None:
+        dqkv, _ = packed_gradients(do, results, True, *arguments)
+        release(q, saved.k, saved.h)
+        of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
+        dx, *packed = linear_gradients(dqkv, rows, saved.weight, of_qkv, rows_dtype, dtype)
+        width = q.shape[1] * q.shape[2]
         (dq_weight, dkeys), (dq_bias, dvalues) = (
             (None, None) if x is None else x.tensor_split([width]) for x in packed
         )
         return dx, None, dq_weight, dq_bias, dkeys, dvalues
-    dx, *dq_proj = linear_gradients(dq.flatten(1), rows, weight, of_q, x_dtype, dtype)
-    of_kv = of_context, of_keys, of_values
-    dcontext, *dkv_proj = linear_gradients(dkv, context, kv_weight, of_kv, ctx.context_dtype, dtype)
+    dq, dkv = packed_gradients(do, results, False, *arguments)
+    release(q, saved.k, saved.h)
+    dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
+    of_kv, context = [of_context, of_keys, of_values], saved.context
+    dcontext, *dkv_proj = linear_gradients(
+        dkv, context, saved.kv_weight, of_kv, ctx.context_dtype, dtype
+    )
     return dx, dcontext, *dq_proj, *dkv_proj
 
 

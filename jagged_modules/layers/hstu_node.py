@@ -23,7 +23,14 @@ from torch import Tensor, nn
 
 from ..autocast import autocast_dtype
 from .norms import NORM_KINDS, NormOptions
-from .one_node import bias_gradient, differentiable_once, linear, may_be_one_node, weight_gradient
+from .one_node import (
+    bias_gradient,
+    differentiable_once,
+    linear,
+    may_be_one_node,
+    release,
+    weight_gradient,
+)
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer
@@ -243,6 +250,7 @@ class _HSTULayer(torch.autograd.Function):
         dtables = kernels.attention_backward(
             da, [None, lse], *outs, q, k, v, segments, bias_tensors, *ctx.others
         )
+        release(packed, a, *([] if gated is None else [gated]))
         del da
         dweight = dbias = dx = sums = None
         if needs[6]:
@@ -251,7 +259,8 @@ class _HSTULayer(torch.autograd.Function):
         if needs[7]:
             dbias = bias_gradient(grads, dtypes[1])
         if needs[0] or needs[4] or needs[5]:
-            del normed  # makes room for a tensor of its size
+            if normed is not None:
+                release(normed)
             dnormed = grads @ weight
             del grads
             dx, sums = kernels.row_norm_backward(

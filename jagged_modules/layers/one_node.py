@@ -37,7 +37,9 @@ def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> boo
     """
     if not (x.is_cuda or (on_cpu and x.is_cpu and not torch.compiler.is_compiling())):
         return False
-    if torch.compiler.is_exporting() or is_batch_invariant() or _has_global_hooks():
+    # what is_exporting() returns, which torch.compile of torch 2.11 takes for True
+    is_exporting = torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
+    if is_exporting or is_batch_invariant() or _has_global_hooks():
         return False
     return all(map(_is_plain, modules))
 
@@ -148,13 +150,16 @@ def linears_may_be_one_node(
     return dtype in dtypes_of("jagged_attention", x.device)
 
 
-def take_saved(ctx: Any) -> list[Any]:
-    """The saved tensors of a node, which then no longer holds them, unless its graph is retained: a
-    backward that drops each of them after its last use needs less memory. To be called once."""
-    tensors = list(ctx.saved_tensors)
-    if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()
-    return tensors
+def release(*saved: Tensor) -> None:
+    """Free the memory of tensors that a node's forward has made and saved, and that its backward
+    reads no more. Autograd would free them when the backward ends.
+
+    Not if the graph is kept for another backward. A graph of torch.compile sees to it itself.
+    """
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return
+    for x in saved:
+        x.untyped_storage().resize_(0)
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

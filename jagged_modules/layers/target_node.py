@@ -25,7 +25,7 @@ from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.tail import cleared, leaving
 from ..segments import RowSegments, values_are_checkable
 from ..tracing import as_constant
-from .one_node import cast, differentiable_once, linear, linear_gradients
+from .one_node import cast, differentiable_once, linear, linear_gradients, release
 from .targets import Targets
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ class _Node(torch.autograd.Function):
         do = _in_order(dh, saved.order).view_as(saved.out)
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
         dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention)
+        release(saved.q, saved.k, saved.out)
         of_q, of_keys = [of_targets, *of_q], [of_history, *of_keys]
         dtargets, *dq_proj = linear_gradients(
             dq.flatten(1), saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype

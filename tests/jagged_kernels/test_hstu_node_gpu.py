@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 import jagged_modules as jm
+from jagged_modules.functional.attention import attention_arguments
+from jagged_modules.functional.attention_call import AttentionOptions
 from jagged_modules.layers import hstu, hstu_node
 from jagged_modules.layers.hstu_config import RECOMPUTED
 
@@ -116,6 +118,31 @@ def test_is_within_the_bounds_of_its_definition(
     found = {name if name == "out" else f"d{name}": y.cpu() for name, y in found.items()}
     bounds = bounds_of(layer, x, ends, kept(layer, len(x)), autocast or dtype)
     accuracy.assert_accurate(found, bounds)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[5, 0, 12] * 40, [300, 64, 129, 1], [2000, 1500, 0, 700]], ids=["5", "300", "2000"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [128, 64, 40])
+def test_gradients_of_attention_in_columns_of_one_tensor(offsets, dim, dtype, lengths):
+    """Have the bits of those in tensors of their own, whichever kernels compute them."""
+    from jagged_kernels.attention import op
+
+    rows, like = sum(lengths), torch.empty((), dtype=dtype, device="cuda")
+    segments = jm.Jagged(like.expand(rows, 1), offsets(lengths, "cuda")).parsed("x")
+    options = AttentionOptions("silu", None, 0.01, jm.AttentionMask(causal=True))
+    arguments = attention_arguments(like, (rows, 2, dim), (rows, 2, dim), segments, options)
+    packed = torch.randn(rows, 8 * dim, device="cuda").to(dtype)
+    _, v, q, k = packed.unflatten(1, (4, 2, dim)).unbind(1)
+    do = torch.randn(rows, 2, dim, device="cuda").to(dtype)
+    given = do, [None, like.new_empty((2, 0), dtype=torch.float32)]
+    out, columns = torch.full_like(packed, torch.nan), [4 * dim, 6 * dim, 2 * dim]
+    op.triton_attention_packed_backward(*given, out, columns, q, k, v, *arguments[3:])
+    expected = op.triton_attention_backward(*given, q, k, v, *arguments[3:])
+    for first, x in zip(columns, expected):
+        assert torch.equal(out[:, first : first + 2 * dim], x.flatten(1))
+    assert out[:, : 2 * dim].isnan().all()
 
 
 def test_kept_and_computed_again_have_the_same_bits(offsets):

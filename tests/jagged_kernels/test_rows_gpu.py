@@ -4,7 +4,7 @@ import pytest
 import torch
 from accuracy.rows import Norm
 
-from .fixtures.rows import WIDTHS
+from .fixtures.rows import by_width
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -16,7 +16,7 @@ ROWS = [1, 37, 3000]
     [(FP32, BF16, FP32), (BF16, BF16, BF16), (FP32, FP16, FP32), (FP16,) * 3, (FP32,) * 3],
     ids=str,
 )
-@pytest.mark.parametrize("width, norm", WIDTHS, ids=str)
+@by_width
 def test_row_norm(check_row_norm, record_cell, width, norm, dtypes):
     record_cell("row_norm", dtypes[0], (width,), str(dtypes[1]))
     for rows in ROWS:
@@ -25,7 +25,7 @@ def test_row_norm(check_row_norm, record_cell, width, norm, dtypes):
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("width, norm", WIDTHS, ids=str)
+@by_width
 def test_gate(check_gate, record_cell, width, norm, dropout, dtype):
     record_cell("gate", dtype, (width,), "dropout" if dropout else "")
     for rows in ROWS:

@@ -121,6 +121,9 @@ BAD_CONFIGS = [
     (dict(target_group_size=0), ValueError, "target_group_size must be at least 1, got 0"),
     (dict(global_prefix=-1), ValueError, "global_prefix must be at least 0, got -1"),
     (dict(recent_history=0.5), TypeError, "recent_history must be an int, got float"),
+    (dict(norm="batch"), ValueError, "norm must be one of .*group.*, got 'batch'"),
+    (dict(recompute="norm"), TypeError, "recompute must be a tuple of names, got str"),
+    (dict(recompute=("norm", "y")), ValueError, "each of recompute must be one of .*, got 'y'"),
 ]
 
 

@@ -41,7 +41,7 @@ from .triton_kernels import (
 
 # Rows of the gate's output and of its gradient that exist at a time in the backward. At HSTU's
 # width of 512, a bf16 chunk of them is as large as the L2 cache of a Hopper GPU.
-CHUNK_ROWS = 16_384
+CHUNK_ROWS = 32_768
 
 
 def _statistics_fake(x: Tensor, groups: int, rms: bool) -> tuple[Tensor, Tensor]:

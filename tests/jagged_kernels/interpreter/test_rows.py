@@ -4,26 +4,32 @@ wrong)."""
 import pytest
 import torch
 from accuracy.rows import Norm
+from marks import slow_after
 from torch import library
 
-from ..fixtures.rows import ROWS, WIDTHS
+from ..fixtures.rows import ROWS, by_width
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FP32, FP16 = torch.float32, torch.float16
 
 
-@pytest.mark.parametrize("dtypes", [(FP32, FP16, FP32), (FP16, FP16, FP16), (FP32,) * 3], ids=str)
-@pytest.mark.parametrize("width, norm", WIDTHS, ids=str)
+@slow_after(
+    1,
+    "dtypes",
+    [(FP32, FP16, FP32), (FP16, FP16, FP16), (FP32,) * 3],
+    ids=["mixed", "fp16", "fp32"],
+)
+@by_width
 def test_row_norm(check_row_norm, width, norm, dtypes):
-    for rows in ROWS:
+    for rows in ROWS if width < 512 else ROWS[:2]:
         check_row_norm(rows, width, norm, dtypes, "cpu", residual=rows != 37)
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@slow_after(1, "dtype", [FP32, FP16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("width, norm", WIDTHS[:-1], ids=str)
+@by_width
 def test_gate(check_gate, width, norm, dropout, dtype):
-    for rows in ROWS:
+    for rows in ROWS if width < 512 else ROWS[:2]:
         check_gate(rows, width, norm, dtype, "cpu", dropout)
 
 
