@@ -332,10 +332,11 @@ class PackedGradients(NamedTuple):
         return cls(of_queries, k.new_empty(k.shape[0], sum(widths[1:])), [0, 0, widths[1]])
 
     def parts(self, *operands: Tensor) -> list[Tensor]:
-        """Where dq, dk and dv are, as views in the shapes of q, k and v."""
+        """Where dq, dk and dv are, as views in the shapes of q, k and v. A single row has the
+        stride of many: it runs the same kernels."""
         keys = self.of_queries if self.of_keys is None else self.of_keys
         return [
-            out[:, first : first + x.shape[1] * x.shape[2]].unflatten(1, x.shape[1:])
+            out.as_strided(x.shape, (out.stride(0), x.shape[2], 1), out.storage_offset() + first)
             for out, first, x in zip((self.of_queries, keys, keys), self.columns, operands)
         ]
 
