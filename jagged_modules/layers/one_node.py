@@ -151,7 +151,7 @@ def release(*tensors: Tensor) -> None:
 
     Not if the graph is kept for another backward. A graph of torch.compile sees to it itself.
     """
-    bindings: Any = torch._C
+    bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage] - torch has no public name
     if torch.compiler.is_compiling() or bindings._autograd._get_current_graph_task_keep_graph():
         return
     for x in tensors:
