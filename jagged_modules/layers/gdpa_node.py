@@ -236,7 +236,8 @@ def _gradients(
         dqkv, _ = packed_gradients(do, results, True, *arguments)
         release(q, saved.k, saved.h, dh)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
-        dx, *packed = linear_gradients(dqkv, rows, saved.weight, of_qkv, rows_dtype, dtype)
+        of_rows = saved.weight, of_qkv, rows_dtype, dtype, saved.norm is not None
+        dx, *packed = linear_gradients(dqkv, rows, *of_rows)
         width = q.shape[1] * q.shape[2]
         (dq_weight, dkeys), (dq_bias, dvalues) = (
             (None, None) if x is None else x.tensor_split([width]) for x in packed

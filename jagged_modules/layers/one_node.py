@@ -112,13 +112,15 @@ def linear_gradients(
     wanted: Sequence[bool],
     x_dtype: torch.dtype,
     dtype: torch.dtype,
+    frees_x: bool = False,
 ) -> LinearGradients:
-    """Of x, in x_dtype, and of weight and bias, in dtype. wanted: which of the three."""
-    return LinearGradients(
-        input_gradient(dy, weight, x_dtype) if wanted[0] else None,
-        weight_gradient(dy, x, dtype) if wanted[1] else None,
-        bias_gradient(dy, dtype) if wanted[2] else None,
-    )
+    """Of x, in x_dtype, and of weight and bias, in dtype. wanted: which of the three. frees_x: the
+    node has made x and reads it no more."""
+    dweight = weight_gradient(dy, x, dtype) if wanted[1] else None
+    if frees_x or x.dtype != x_dtype:  # then x is a copy of the node's input
+        release(x)
+    dx = input_gradient(dy, weight, x_dtype) if wanted[0] else None
+    return LinearGradients(dx, dweight, bias_gradient(dy, dtype) if wanted[2] else None)
 
 
 def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

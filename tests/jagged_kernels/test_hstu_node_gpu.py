@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import jagged_modules as jm
-from jagged_modules.functional.attention import attention_arguments
-from jagged_modules.functional.attention_call import AttentionOptions
+from jagged_modules.functional.attention import attention_arguments, computed
+from jagged_modules.functional.attention_call import AttentionOptions, parsed_call
 from jagged_modules.layers import hstu, hstu_node
 from jagged_modules.layers.hstu_config import RECOMPUTED
 
@@ -52,7 +52,8 @@ def bounds_of(monkeypatch):
     """Bounds of the layer's results, of its definition on the CPU. factors: of dropout."""
 
     def by_definition(q, k, v, queries, keys, options):
-        return attend(q, k, v, queries, keys, options._replace(implementation="reference"))
+        options = options._replace(implementation="reference")
+        return computed(parsed_call(q, k, v, queries, keys, options))
 
     def bounds(layer, x, offsets, factors, operand):
         width, config = layer.embedding_dim, jm.HSTUConfig(**vars(layer.config))
@@ -71,7 +72,6 @@ def bounds_of(monkeypatch):
             patched.setattr(hstu, "attend", by_definition)
             return accuracy.definition(function, tensors, gradient(x).cpu().to(operand))
 
-    attend = hstu.attend
     return bounds
 
 
@@ -138,7 +138,7 @@ def test_gradients_of_attention_in_columns_of_one_tensor(offsets, dim, dtype, le
     do = torch.randn(rows, 2, dim, device="cuda").to(dtype)
     given = do, [None, like.new_empty((2, 0), dtype=torch.float32)]
     out, columns = torch.full_like(packed, torch.nan), [4 * dim, 6 * dim, 2 * dim]
-    op.triton_attention_packed_backward(*given, out, columns, q, k, v, *arguments[3:])
+    op.triton_attention_packed_backward(*given, out, None, columns, q, k, v, *arguments[3:])
     expected = op.triton_attention_backward(*given, q, k, v, *arguments[3:])
     for first, x in zip(columns, expected):
         assert torch.equal(out[:, first : first + 2 * dim], x.flatten(1))
