@@ -55,7 +55,7 @@ def test_gradients_are_those_in_tensors_of_their_own(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
+@pytest.mark.parametrize("kernels", ["triton", "hopper"])
 @pytest.mark.parametrize("heads", [(4, 2), (1, 1)], ids=str)
 def test_rows_behind_the_end_and_grouped_heads(check_packed_gradients, kernels, heads):
     lengths, kv_lengths = BATCHES["mixed"]

@@ -16,6 +16,7 @@ LENGTHS, CONTEXTS = [70, 0, 1, 300, 129, 64], [40, 5, 200, 0, 64, 33]
 # Roundings of one element, of operands and of results, on the way from an input to a gradient:
 # x, norm, q, k, scores, P, h, y, dy, dh, dP, dS, dq, dn, and those of two weights.
 ROUNDINGS = 16
+WORKSPACE = 48 * 2**20  # bytes, of a GEMM
 CAUSAL = jm.AttentionMask(causal=True)
 LAYERS = {
     "gdpa": lambda width, heads: jm.JaggedGDPA(width, heads),
@@ -117,7 +118,7 @@ def test_results_and_gradients(nodes, name, width, heads, precision):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_it_takes_no_more_memory_and_launches_than_the_modules(name):
-    """Peak memory of a step, up to the workspaces of GEMMs with results in fp32, and kernels and
+    """Peak memory of a step, but for the workspaces of GEMMs with results in fp32, and kernels and
     copies of it."""
     case = Case(name, 512, 4, lengths=[2000, 1000, 0, 3000, 1, 2999])
 
@@ -135,7 +136,7 @@ def test_it_takes_no_more_memory_and_launches_than_the_modules(name):
     peak, launches = measured()
     with in_modules():
         peak_of_modules, launches_of_modules = measured()
-    assert peak <= 1.1 * peak_of_modules
+    assert peak <= peak_of_modules + WORKSPACE
     assert launches <= launches_of_modules
 
 
