@@ -33,15 +33,20 @@ def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> boo
     Exported graphs have the modules' operators, which other passes know.
 
     Args:
-        on_cpu: the node also runs on the CPU. Graphs for the CPU are made of the modules.
+        on_cpu: the node also runs on the CPU, but not where what is computed is recorded.
     """
-    if not (x.is_cuda or (on_cpu and x.is_cpu and not torch.compiler.is_compiling())):
+    if not (x.is_cuda or (on_cpu and x.is_cpu and not _is_recorded())):
         return False
     # what is_exporting() returns, which torch.compile of torch 2.11 takes for True
     is_exporting = torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
     if is_exporting or is_batch_invariant() or _has_global_hooks():
         return False
     return all(map(_is_plain, modules))
+
+
+def _is_recorded() -> bool:
+    """Whether a graph is made of the calls, or a mode sees them."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())  # pyright: ignore[reportPrivateUsage]
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -200,6 +200,6 @@ class _Node(torch.autograd.Function):
 
 def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
     """The rows of x `[rows, width]`, or blocks of as many rows each, in this order."""
-    if order is None:
+    if order is None or not x.shape[0]:
         return x
     return x.view(order.shape[0], -1).index_select(0, order).view(x.shape)

@@ -63,9 +63,12 @@ def definition(
     tensors: Mapping[str, Tensor],
     do: Tensor,
     gradients: bool = True,
+    samples: int = SAMPLES,
 ) -> dict[str, Bound]:
     """Bounds of "out", `function(*tensors)`, and of "d" + name, the gradients for the gradient `do`
-    of "out". gradients=False: of "out".
+    of "out". gradients=False: of "out". samples: runs with random errors. An element's deviation
+    over its estimated root mean square is distributed as Student's t, whose tails are heavy: large
+    tensors need more samples.
 
     The function is plain torch on the CPU, and must not use torch's global random numbers.
     """
@@ -87,10 +90,10 @@ def definition(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with _RandomErrors(do.dtype):
-            samples = [run() for _ in range(SAMPLES)]
+            runs = [run() for _ in range(samples)]
     names, bounds = ["out", *(f"d{name}" for name in tensors if gradients)], {}
-    for name, value, *others in zip(names, exact, *samples):
-        rms = sum(((x - value) ** 2 for x in others), torch.zeros_like(value)).div(SAMPLES).sqrt()
+    for name, value, *others in zip(names, exact, *runs):
+        rms = sum(((x - value) ** 2 for x in others), torch.zeros_like(value)).div(samples).sqrt()
         bounds[name] = Bound(
             value, LARGEST_DEVIATION * rms, rms, torch.promote_types(do.dtype, torch.float32)
         ).rounded(do.dtype)
