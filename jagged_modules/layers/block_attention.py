@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..autocast import autocast_dtype
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
 from ..functional.attention_arguments import BLOCKS
@@ -22,7 +21,7 @@ from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_rows
-from .one_node import linears_may_be_one_node
+from .one_node import node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
@@ -122,10 +121,10 @@ class BlockDiagonalSelfAttention(nn.Module):
         if self.tables is not None and self.rotary is not None:
             check_offsets("x's offsets", jagged.offsets, max_seqlen=self.max_seqlen)
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
-        if self._is_one_node(rows):
-            attention = BlockAttention(
-                jagged.offsets, self.num_heads, self.block_size, rotary, autocast_dtype(rows)
-            )
+        dtype = node_dtype(rows, (self.qkv_proj, self.out_proj))
+        if dtype and runs_kernels(rows.device, dtype, self.head_dim, self.block_size):
+            sizes = self.num_heads, self.block_size
+            attention = BlockAttention(jagged.offsets, *sizes, rotary, dtype)
             out = block_attention_node(rows, self.qkv_proj, self.out_proj, attention)
             return jagged.unwrap(leaving(out, end))
         qkv = in_heads("qkv_proj", self.qkv_proj(rows), 3, self.num_heads, self.head_dim)
@@ -133,11 +132,6 @@ class BlockDiagonalSelfAttention(nn.Module):
             qkv, jagged.offsets, block_size=self.block_size, rotary=rotary
         )
         return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
-
-    def _is_one_node(self, x: Tensor) -> bool:
-        return linears_may_be_one_node(x, (self.qkv_proj, self.out_proj)) and runs_kernels(
-            x.device, autocast_dtype(x), self.head_dim, self.block_size
-        )
 
     if TYPE_CHECKING:
 

@@ -23,13 +23,7 @@ from ..functional.attention import attention_backward, attention_forward, packed
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..segments import RowSegments
 from ..tracing import as_constant
-from .one_node import (
-    differentiable_once,
-    linear,
-    linear_gradients,
-    linears_may_be_one_node,
-    release,
-)
+from .one_node import differentiable_once, linear, linear_gradients, node_dtype, release
 
 if TYPE_CHECKING:
     from .gdpa import JaggedGDPA
@@ -93,7 +87,7 @@ def is_one_node(
     of_keys = [] if config.num_weights else [layer.kv_proj]
     linears = [layer.q_proj, *of_keys, layer.out_proj]
     is_dropout = type(layer.dropout) is nn.Dropout
-    return is_dropout and linears_may_be_one_node(x, linears, layer.dropout, *others)
+    return is_dropout and node_dtype(x, linears, layer.dropout, *others) is not None
 
 
 def gdpa_node(

@@ -135,21 +135,22 @@ def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (dy @ weight).to(dtype)
 
 
-def linears_may_be_one_node(
+def node_dtype(
     x: Tensor, linears: Sequence[nn.Module], *others: nn.Module, on_cpu: bool = False
-) -> bool:
-    """`may_be_one_node` of modules of which `linear` computes the first ones: each of these is an
-    nn.Linear with a bias. Their parameters have one dtype, that of x unless autocast casts them."""
+) -> torch.dtype | None:
+    """The dtype in which a node computes these modules for x; None where they are called: see
+    `may_be_one_node`. It computes the first ones, `linears`, by `linear`: each is an nn.Linear with
+    a bias, and their parameters have one dtype, that of x unless autocast casts them."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
-        return False
+        return None
     have_biases = (len([*module.parameters()]) == 2 for module in linears)
     if not all(type(module) is nn.Linear for module in linears) or not all(have_biases):
-        return False
+        return None
     dtype = autocast_dtype(x)
     dtypes = {parameter.dtype for module in linears for parameter in module.parameters()}
     if len(dtypes) != 1 or (dtype == x.dtype and dtype not in dtypes):
-        return False
-    return dtype in dtypes_of("jagged_attention", x.device)
+        return None
+    return dtype if dtype in dtypes_of("jagged_attention", x.device) else None
 
 
 def release(*tensors: Tensor) -> None:

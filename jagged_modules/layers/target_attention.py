@@ -10,7 +10,6 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..autocast import autocast_dtype
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
@@ -23,7 +22,7 @@ from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .one_node import linears_may_be_one_node
+from .one_node import node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
 from .targets import Targets, parse_targets
@@ -190,9 +189,10 @@ class JaggedTargetAttention(nn.Module):
         """
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         given = parse_targets(targets, candidates, history, self.q_proj, self.target_dim)
-        if linears_may_be_one_node(given.rows, self.projections, self.dropout, on_cpu=True):
-            schedule = self._schedule(given, history, autocast_dtype(given.rows))
-            return given.unwrap(target_node(self, given, history, schedule))
+        dtype = node_dtype(given.rows, self.projections, self.dropout, on_cpu=True)
+        if dtype is not None:
+            schedule = self._schedule(given, history, dtype)
+            return given.unwrap(target_node(self, given, history, dtype, schedule))
         k, v = self._keys_and_values(entering(history.values, history.end("history")))
         return self._attend(given, k, v, history, "history")
 

@@ -17,7 +17,6 @@ import torch
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
-from ..autocast import autocast_dtype
 from ..containers.jagged import Jagged
 from ..cpu.attention import by_length
 from ..functional.attention import attention_forward, packed_gradients
@@ -60,7 +59,11 @@ class TargetCall(NamedTuple):
 
 
 def target_node(
-    layer: JaggedTargetAttention, given: Targets, history: Jagged, schedule: TileSchedule | None
+    layer: JaggedTargetAttention,
+    given: Targets,
+    history: Jagged,
+    dtype: torch.dtype,
+    schedule: TileSchedule | None,
 ) -> Tensor:
     """The layer's result for these targets, in their form, in the operands' dtype."""
     of_projections = (
@@ -73,7 +76,7 @@ def target_node(
         history.parsed("history"),
         history.end("history"),
         layer.num_heads,
-        autocast_dtype(given.rows),
+        dtype,
         schedule,
         dropout,
     )
