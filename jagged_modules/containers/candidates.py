@@ -313,7 +313,11 @@ class CandidateIndex(Queries):
         )
 
     def matched(self, queries: Tensor, num_users: int | None, name: str = "q") -> CandidateIndex:
-        """The index on the device of queries `[num_candidates, ...]`, which errors call `name`.
+        """The index on the queries' device, after `check`.
+
+        Args:
+            queries: `[num_candidates, ...]`, which errors call `name`.
+            num_users: as in `check`.
 
         Raises:
             ValueError: the index describes other numbers of candidates or of users, or is on

@@ -189,17 +189,13 @@ class JaggedTargetAttention(nn.Module):
         """
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         given = parse_targets(targets, candidates, history, self.q_proj, self.target_dim)
-        dtype = node_dtype(given.rows, self.projections, self.dropout, on_cpu=True)
+        linears = self.q_proj, self.kv_proj, self.out_proj
+        dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
         if dtype is not None:
             schedule = self._schedule(given, history, dtype)
             return given.unwrap(target_node(self, given, history, dtype, schedule))
         k, v = self._keys_and_values(entering(history.values, history.end("history")))
         return self._attend(given, k, v, history, "history")
-
-    @property
-    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        """Of the targets, of the history, and of the result."""
-        return self.q_proj, self.kv_proj, self.out_proj
 
     def _schedule(self, given: Targets, history: Jagged, dtype: torch.dtype) -> TileSchedule | None:
         return history.schedule(

@@ -66,9 +66,8 @@ def target_node(
     schedule: TileSchedule | None,
 ) -> Tensor:
     """The layer's result for these targets, in their form, in the operands' dtype."""
-    of_projections = (
-        x for linear in layer.projections for x in (linear.weight, linear.bias)
-    )  # fmt: skip
+    linears = layer.q_proj, layer.kv_proj, layer.out_proj
+    of_projections = (x for linear in linears for x in (linear.weight, linear.bias))
     inputs = TargetInputs(given.rows, history.values, *of_projections)
     dropout = as_constant(layer.dropout.p) if layer.dropout.training else 0.0
     call = TargetCall(
