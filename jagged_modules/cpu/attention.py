@@ -52,6 +52,9 @@ from .shares import in_shares
 # bytes; GEMMs of matrices that start elsewhere may round otherwise, so that a result would depend
 # on other segments
 ALIGNMENT = 64
+# elements of keys in a group: up to this many, the norms of all operands take less time than a look
+# at the result of each group
+SMALL_GROUP = 4096
 
 
 def attention_cpu(call: AttentionCall) -> Tensor:
@@ -100,9 +103,10 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     ordered = _Ordered.of(segments, params)
     queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
     is_fused = activation == "softmax" and not params.has_bias
+    groups = list(_groups(q.shape[1], ordered))
     finite = (
         is_fused
-        and params.mask is not None
+        and (params.mask is not None or keys.numel() <= SMALL_GROUP * len(groups))
         and dot_products_are_finite(scale, queries, keys, values)
     )
 
@@ -119,13 +123,7 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
                 _put(lse, group.rows, block_lse[..., None])
             _put(results, group.rows, block)
 
-    in_shares(
-        compute,
-        list(_groups(q.shape[1], ordered)),
-        _cost(q, v),
-        threads,
-        is_fused and _is_one_call(params),
-    )
+    in_shares(compute, groups, _cost(q, v), threads, is_fused and _is_one_call(params))
     results, lse = (_unsorted(x, ordered.q_order, len(x)) for x in (results, lse))
     return _result_like(out, _scaled(results, segments.q_offsets, params)), lse
 

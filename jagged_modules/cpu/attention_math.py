@@ -45,6 +45,8 @@ def softmax_forward(
     `dot_products_are_finite` is known to hold.
     """
     options = mask, num_targets, scale
+    if finite:
+        return _fused_forward(q, k, v, *options)
     if mask is None:
         out, lse = _fused_forward(q, k, v, *options)
         undefined = _undefined_rows(q, k, lse, scale)
@@ -52,7 +54,7 @@ def softmax_forward(
             out.masked_fill_(undefined[..., None], math.nan)
             lse.masked_fill_(undefined, math.nan)
         return out, lse
-    if finite or dot_products_are_finite(scale, q, k, v):
+    if dot_products_are_finite(scale, q, k, v):
         return _fused_forward(q, k, v, *options)
     bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
