@@ -152,8 +152,9 @@ def _packed_backward(
     """The body of the packed backward's operator."""
     call = unpack(*arguments)[0]
     parts = PackedGradients(of_queries, of_keys, columns).parts(*call[:3])
-    for part in parts:
-        part.zero_()
+    if not _are_all_stored(call):
+        for part in parts:
+            part.zero_()
     with one_thread() as threads:
         *gradients, dposition, dtime = _gradients(do, results, call, threads, tuple(parts))
     for part, dx in zip(parts, gradients):
@@ -170,7 +171,8 @@ def _gradients(
     parts: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv in the dtype and with the head dim of the computation, and those of the tables.
-    parts: zeros, to which they are written in place where these are the operands'."""
+    parts: where they are written in place if these are the operands'; zeros unless
+    `_are_all_stored`."""
     q, k, v, segments, params, _ = call
     scale, activation, q_shared = params.scale, params.activation, segments.q_shared
     ordered = _Ordered.of(segments, params)
@@ -234,6 +236,17 @@ def _gradients(
     dq = dq if q_shared else _unsorted(dq, ordered.q_order, q.shape[0])
     dk, dv = (_unsorted(x, ordered.kv_order, k.shape[0]) for x in (dk, dv))
     return dq, dk, dv, *dtables.results(q, params)
+
+
+def _are_all_stored(call: AttentionCall) -> bool:
+    """Whether one group has each row of q, k and v, so that its gradient is stored: no row is left
+    out, and none is added to."""
+    q_offsets, kv_offsets = call.segments.q_offsets, call.segments.kv_offsets
+    if call.params.batch_invariant or q_offsets.shape != kv_offsets.shape or len(q_offsets) < 2:
+        return False
+    if int(q_offsets[-1]) != call.q.shape[0] or int(kv_offsets[-1]) != call.k.shape[0]:
+        return False
+    return torch.equal(q_offsets.diff() > 0, kv_offsets.diff() > 0)
 
 
 class _Ordered(NamedTuple):
