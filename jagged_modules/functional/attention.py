@@ -143,7 +143,7 @@ def computed(parsed: ParsedAttention) -> Tensor:
 
 def attention_forward(call: AttentionCall, trains: bool) -> tuple[Tensor, Tensor, Arguments]:
     """The attention inside a layer's autograd node: out, lse, and the arguments for
-    `attention_packed_backward`. trains: a backward follows."""
+    `packed_gradients` or `attention_backward`. trains: a backward follows."""
     if call.q.is_cuda:
         from jagged_kernels.attention import op
 
