@@ -154,7 +154,7 @@ OF_KERNELS: dict[str, Formula] = {
     "attention": _attention(backward=False),
     "paged_attention": _attention(backward=False),
     "attention_backward": _attention(backward=True, first=2),
-    "attention_packed_backward": _attention(backward=True, first=4),
+    "attention_packed_backward": _attention(backward=True, first=5),
     "block_attention": _block_attention(2, packed=False, backward=False),
     "block_attention_packed": _block_attention(2, packed=True, backward=False),
     "block_attention_backward": _block_attention(5, packed=False, backward=True),

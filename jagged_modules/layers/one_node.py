@@ -181,11 +181,12 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Tensor) -> Any:
-        device = gradients[0].device.type
-        if torch.is_autocast_enabled(device) and not torch.compiler.is_compiling():
-            with torch.autocast(device, enabled=False):  # a GEMM's dtype is that of the forward
+        if torch.compiler.is_compiling():
+            return backward(ctx, *gradients)
+        if autocast_dtype(gradients[0]) != gradients[0].dtype:  # that of the forward counts
+            with torch.autocast(gradients[0].device.type, enabled=False):
                 return once(ctx, *gradients)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         with torch.no_grad():
             results = backward(ctx, *gradients)

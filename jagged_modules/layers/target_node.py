@@ -131,8 +131,9 @@ class _Order(NamedTuple):
             return cls(given.segments, keys, order, inverse)
         rows = found.q_rows
         if order is not None:
-            rows = (order[:, None] * n_q + torch.arange(n_q)).flatten()[rows]
-        inverse = torch.empty_like(rows).index_copy_(0, rows, torch.arange(len(rows)))
+            rows = (order[:, None] * n_q + torch.arange(n_q, device="cpu")).flatten()[rows]
+        places = torch.arange(len(rows), device="cpu")
+        inverse = torch.empty_like(rows).index_copy_(0, rows, places)
         queries, keys = RowSegments(found.q_offsets), RowSegments(found.kv_offsets)
         return cls(queries, keys, rows, inverse, found.kv_rows)
 

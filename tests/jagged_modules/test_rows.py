@@ -101,7 +101,7 @@ def test_gradients_of_conversions(lengths, conversions, offsets_of):
 def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
     """Offsets on a device are not read. A long segment is truncated to N rows, and rows that a
     dense block does not have are 0."""
-    from jagged_modules import validation as checks
+    from jagged_modules import segments as checks
     from jagged_modules.functional import rows as jagged_rows
 
     for module in (checks, jagged_rows):
