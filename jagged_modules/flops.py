@@ -146,6 +146,7 @@ def _compress_backward(
 ON_THE_HOST: dict[str, Formula] = {
     "attention_cpu": _attention(backward=False),
     "attention_cpu_backward": _attention(backward=True, first=2),
+    "attention_cpu_packed_backward": _attention(backward=True, first=5),
     "outer_cpu": _outer,
     "matmul_cpu": _scores_times_rows,
     "batched_matmul_cpu": _batched_matmul,
