@@ -11,8 +11,8 @@ import runner
 from .conftest import run_tiny
 
 BENCHMARKS = sorted(Path(runner.__file__).parent.glob("bench_*.py"))
-# whole models take half a minute to compile
-OPTIONS = {"bench_broadcast": ["--impl", "eager"]}
+# whole models and layers take long to compile
+OPTIONS = {"bench_broadcast": ["--impl", "eager"], "bench_layers": ["--impl", "modules|floor"]}
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
