@@ -124,7 +124,7 @@ notebooks: $(ENV)
 lint: $(ENV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m codespell_lib --ignore-regex '"image/png": "[^"]*"' $$(git ls-files '*.md' '*.py' '*.ipynb' '*.cff' Makefile '*.toml' '*.yml')
+	$(PY) -m codespell_lib --ignore-words-list dout --ignore-regex '"image/png": "[^"]*"' $$(git ls-files '*.md' '*.py' '*.ipynb' '*.cff' Makefile '*.toml' '*.yml')
 	$(PY) -m pyright --pythonpath $(PY)
 	$(PY) -m mypy
 
