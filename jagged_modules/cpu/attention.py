@@ -26,7 +26,6 @@ from jagged_kernels.attention.params import (
     AttentionCall,
     AttentionParams,
     PackedGradients,
-    Segments,
     pack,
     unpack,
 )
@@ -47,6 +46,7 @@ from .attention_math import (
     unfused_forward,
 )
 from .buckets import Rows, compute_dtype
+from .order import Ordered, rows_back, rows_in_order
 from .shares import in_shares
 
 # bytes; GEMMs of matrices that start elsewhere may round otherwise, so that a result would depend
@@ -100,7 +100,7 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     q, k, v, segments, params, _ = call
     scale, activation = params.scale, params.activation
     out, lse = (x.zero_() for x in _empty_outputs(call))
-    ordered = _Ordered.of(segments, params)
+    ordered = Ordered.of(segments, params)
     queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
     is_fused = activation == "softmax" and not params.has_bias
     groups = list(_groups(q.shape[1], ordered))
@@ -124,7 +124,7 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
             _put(results, group.rows, block)
 
     in_shares(compute, groups, _cost(q, v), threads, is_fused and _is_one_call(params))
-    results, lse = (_unsorted(x, ordered.q_order, len(x)) for x in (results, lse))
+    results, lse = (rows_back(x, ordered.q_order, len(x)) for x in (results, lse))
     return _result_like(out, _scaled(results, segments.q_offsets, params)), lse
 
 
@@ -175,11 +175,11 @@ def _gradients(
     `_are_all_stored`."""
     q, k, v, segments, params, _ = call
     scale, activation, q_shared = params.scale, params.activation, segments.q_shared
-    ordered = _Ordered.of(segments, params)
+    ordered = Ordered.of(segments, params)
     grad = _scaled(do.to(compute_dtype(do)), segments.q_offsets, params)
-    grad = _sorted(grad, ordered.q_order)
+    grad = rows_in_order(grad, ordered.q_order)
     used = results if activation == "softmax" else [None, None]
-    out, lse = (None if x is None else _sorted(x, ordered.q_order) for x in used)
+    out, lse = (None if x is None else rows_in_order(x, ordered.q_order) for x in used)
     queries, keys, values, grad, *outs = _compute_operands(
         activation, *ordered.sorted(q, k, v), grad, *([] if out is None else [out])
     )
@@ -233,8 +233,8 @@ def _gradients(
             dtables.add_all(share_dtables)
             if shared_dq is not None:
                 dq += shared_dq
-    dq = dq if q_shared else _unsorted(dq, ordered.q_order, q.shape[0])
-    dk, dv = (_unsorted(x, ordered.kv_order, k.shape[0]) for x in (dk, dv))
+    dq = dq if q_shared else rows_back(dq, ordered.q_order, q.shape[0])
+    dk, dv = (rows_back(x, ordered.kv_order, k.shape[0]) for x in (dk, dv))
     return dq, dk, dv, *dtables.results(q, params)
 
 
@@ -247,109 +247,6 @@ def _are_all_stored(call: AttentionCall) -> bool:
     if int(q_offsets[-1]) != call.q.shape[0] or int(kv_offsets[-1]) != call.k.shape[0]:
         return False
     return torch.equal(q_offsets.diff() > 0, kv_offsets.diff() > 0)
-
-
-class _Ordered(NamedTuple):
-    """The segments in the order of their computation.
-
-    Attributes:
-        segments: with offsets in this order.
-        params: the parameters, those of segments and rows in this order.
-        q_order, kv_order: the rows of the output and of the keys in this order; None if it is the
-            caller's.
-    """
-
-    segments: Segments
-    params: AttentionParams
-    q_order: Tensor | None = None
-    kv_order: Tensor | None = None
-
-    @classmethod
-    def of(cls, segments: Segments, params: AttentionParams) -> _Ordered:
-        """Sorted by their lengths if `by_length` does so."""
-        found = None
-        if not params.batch_invariant:
-            found = by_length(segments.q_offsets, segments.kv_offsets)
-        if found is None:
-            return cls(segments, params)
-        order, q_offsets, q_order, kv_offsets, kv_order = found
-        orders = dict(
-            num_targets=order, query_shift=order, timestamps=kv_order, query_timestamps=q_order
-        )
-        sorted_fields = {
-            name: x[rows]
-            for name, rows in orders.items()
-            if (x := getattr(params, name)) is not None
-        }
-        segments = segments._replace(q_offsets=q_offsets, kv_offsets=kv_offsets)
-        return cls(segments, params._replace(**sorted_fields), q_order, kv_order)
-
-    def sorted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The operands in this order; shared queries have none."""
-        return (
-            q if self.segments.q_shared else _sorted(q, self.q_order),
-            _sorted(k, self.kv_order),
-            _sorted(v, self.kv_order),
-        )
-
-    @property
-    def is_by_rows(self) -> bool:
-        """Whether a group is one query row."""
-        params = self.params
-        return (
-            params.batch_invariant
-            and params.mask is None
-            and not self.segments.q_shared
-            and not params.has_bias
-        )
-
-
-class ByLength(NamedTuple):
-    """The order of the segments by length; their offsets in this order, and the rows of queries and
-    of keys."""
-
-    order: Tensor
-    q_offsets: Tensor
-    q_rows: Tensor
-    kv_offsets: Tensor
-    kv_rows: Tensor
-
-
-def by_length(q_offsets: Tensor, kv_offsets: Tensor) -> ByLength | None:
-    """An order in which segments of equal lengths are adjacent. None if at most half of the keys
-    are in groups of segments that are not adjacent already."""
-    if q_offsets.shape != kv_offsets.shape or len(q_offsets) < 3:
-        return None
-    q_lengths, kv_lengths = q_offsets.diff().long(), kv_offsets.diff().long()
-    key, order = (kv_lengths * (q_offsets[-1] + 1) + q_lengths).sort(stable=True)
-    gaps = (key[1:] == key[:-1]) & (order.diff() != 1)
-    scattered = order[pad(gaps, (0, 1)) | pad(gaps, (1, 0))]
-    if 2 * int(kv_lengths[scattered].sum()) <= int(kv_offsets[-1]):
-        return None
-    return ByLength(order, *_reordered(q_offsets, order), *_reordered(kv_offsets, order))
-
-
-def _reordered(offsets: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The offsets of segments in another order, and the rows in this order."""
-    lengths, starts = offsets.diff()[order], offsets[:-1][order]
-    ends = lengths.cumsum(0)
-    rows = torch.repeat_interleave(starts - ends + lengths, lengths) + torch.arange(
-        int(offsets[-1]), device="cpu"
-    )
-    return pad(ends, (1, 0)), rows
-
-
-def _sorted(x: Tensor, order: Tensor | None) -> Tensor:
-    return x if order is None else x.index_select(0, order)
-
-
-def _unsorted(x: Tensor, order: Tensor | None, num_rows: int) -> Tensor:
-    """Undo `_sorted`, which leaves out the rows behind the last segment: they are 0."""
-    if order is None or not num_rows:
-        return x
-    out = x.new_empty((num_rows, *x.shape[1:]))
-    out[len(order) :] = 0
-    return out.index_copy_(0, order, x[: len(order)]) if len(order) else out
 
 
 class _Group(NamedTuple):
@@ -394,7 +291,7 @@ class _Group(NamedTuple):
         return BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
 
 
-def _groups(num_heads: int, ordered: _Ordered) -> Iterator[_Group]:
+def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:
     """Groups of segments that have queries and keys, in the order of the query groups.
 
     batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result

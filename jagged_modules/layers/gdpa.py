@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..autocast import autocast_dtype
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
@@ -28,7 +27,7 @@ from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .gdpa_config import GDPAConfig
-from .gdpa_node import RMSNorm, gdpa_node, is_one_node
+from .gdpa_node import RMSNorm, gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
 from .layer_bias import check_layer_bias
 from .parameters import check_parameter_dtype, in_heads, reset_all
@@ -263,8 +262,10 @@ class JaggedGDPA(nn.Module):
         config, rows = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         end = rows.end("x")
         values = entering(rows.values, end)
-        if is_one_node(self, values, bias):
-            return rows.unwrap(leaving(self._one_node(rows, values, context, num_targets), end))
+        dtype = gdpa_dtype(self, values, bias)
+        if dtype is not None:
+            result = self._one_node(rows, values, context, num_targets, dtype)
+            return rows.unwrap(leaving(result, end))
         keys, keys_name, mask = self._checked_inputs(rows, context, num_targets, bias)
         k: Tensor
         v: Tensor
@@ -346,13 +347,14 @@ class JaggedGDPA(nn.Module):
         values: Tensor,
         context: Any,
         num_targets: Tensor | None,
+        dtype: torch.dtype,
         norm: nn.RMSNorm | None = None,
     ) -> Tensor:
         """The result for these values of the rows; with a block's norm, the block's."""
         keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
         context = None if keys is rows else entering(keys.values, keys.end("context"))
-        attention = self._attention(rows, keys, autocast_dtype(values), mask)
-        return gdpa_node(self, values, context, norm, attention)
+        attention = self._attention(rows, keys, dtype, mask)
+        return gdpa_node(self, values, context, norm, dtype, attention)
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
@@ -489,8 +491,9 @@ class GDPABlock(nn.Module):
         attention, norm = self.attention, self.norm
         is_plain = type(attention) is JaggedGDPA and type(norm) is RMSNorm
         is_plain = is_plain and attention.embedding_dim <= MAX_WIDTH
-        if is_plain and is_one_node(attention, rows, bias, attention, norm):
-            out = attention._one_node(jagged, rows, context, num_targets, norm)  # pyright: ignore[reportPrivateUsage]
+        dtype = gdpa_dtype(attention, rows, bias, attention, norm) if is_plain else None
+        if dtype is not None:
+            out = attention._one_node(jagged, rows, context, num_targets, dtype, norm)  # pyright: ignore[reportPrivateUsage]
         else:
             normed = jagged.with_values(norm(rows))
             normed.is_clean = end is not None or jagged.is_clean

@@ -17,13 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..autocast import autocast_dtype
 from ..bias import RelativeBias
 from ..functional.attention import attention_backward, attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..segments import RowSegments
 from ..tracing import as_constant
-from .one_node import differentiable_once, linear, linear_gradients, node_dtype, release
+from .one_node import (
+    differentiable_once,
+    dropout_gradient,
+    dropped,
+    linear,
+    linear_gradients,
+    node_dtype,
+    release,
+)
 
 if TYPE_CHECKING:
     from .gdpa import JaggedGDPA
@@ -73,21 +80,22 @@ class GDPACall(NamedTuple):
     eps: float | None
 
 
-def is_one_node(
+def gdpa_dtype(
     layer: JaggedGDPA, x: Tensor, bias: RelativeBias | None, *others: nn.Module
-) -> bool:
-    """Whether `gdpa_node` computes the layer's result for x: by the modules' parameters instead of
-    by calling these and the `others`."""
+) -> torch.dtype | None:
+    """The dtype in which `gdpa_node` computes the layer's result for x, by the modules' parameters;
+    None where these and the `others` are called."""
     config = layer.config
     if config.num_seeds or config.qk_norm or bias is not None:
-        return False
+        return None
     # kernels take the scale's sign into q
     if layer.activation == "softmax" and config.scale is not None and config.scale <= 0:
-        return False
+        return None
     of_keys = [] if config.num_weights else [layer.kv_proj]
     linears = [layer.q_proj, *of_keys, layer.out_proj]
-    is_dropout = type(layer.dropout) is nn.Dropout
-    return is_dropout and node_dtype(x, linears, layer.dropout, *others) is not None
+    if type(layer.dropout) is not nn.Dropout:
+        return None
+    return node_dtype(x, linears, layer.dropout, *others)
 
 
 def gdpa_node(
@@ -95,6 +103,7 @@ def gdpa_node(
     x: Tensor,
     context: Tensor | None,
     norm: nn.RMSNorm | None,
+    dtype: torch.dtype,
     attention: tuple[Any, Any, AttentionOptions],
 ) -> Tensor:
     """The layer's result for x `[L, E]` and a context `[M, E]`, in the operands' dtype. With a
@@ -110,7 +119,7 @@ def gdpa_node(
     projections = q_proj.weight, q_proj.bias, keys, values, out_proj.weight, out_proj.bias
     inputs = NodeInputs(x, context, weight, *projections)
     call = GDPACall(
-        autocast_dtype(x),
+        dtype,
         layer.num_heads,
         layer.head_dim,
         *attention,
@@ -159,9 +168,7 @@ class _Node(torch.autograd.Function):
         attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
         trains = any(ctx.needs_input_grad)
         out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
-        h, kept = out.flatten(1), None
-        if call.dropout:
-            h, kept = torch.native_dropout(h, call.dropout, True)
+        h, kept = dropped(out.flatten(1), call.dropout)
         out_weight = inputs.out_weight.to(dtype)
         of_norm = None if norm is None else x, norm, rstd
         of_softmax = out if call.options.activation == "softmax" else None
@@ -182,9 +189,7 @@ class _Node(torch.autograd.Function):
         )
         if dh is None:
             return *[None] * 7, *dout, None
-        if saved.kept is not None:
-            scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
-            dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
+        dh = dropout_gradient(dh, saved.kept, ctx.dropout)
         dx, dcontext, *dprojections = _gradients(ctx, dh, saved, segments, wanted)
         dnorm = None
         if saved.norm is not None and dx is not None:

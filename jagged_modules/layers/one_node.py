@@ -92,6 +92,19 @@ def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     return copies
 
 
+def dropped(x: Tensor, probability: float) -> tuple[Tensor, Tensor | None]:
+    """Dropout, and what it keeps; None for a probability of 0."""
+    return torch.native_dropout(x, probability, True) if probability else (x, None)
+
+
+def dropout_gradient(dx: Tensor, kept: Tensor | None, probability: float) -> Tensor:
+    """The gradient of the input of `dropped`."""
+    if kept is None:
+        return dx
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    return torch.ops.aten.native_dropout_backward(dx, kept, scale)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x `[L, K]` @ weightᵀ + bias; all of one dtype."""
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())

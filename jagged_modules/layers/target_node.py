@@ -18,13 +18,21 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
 from ..containers.jagged import Jagged
-from ..cpu.attention import by_length
+from ..cpu.order import by_length, rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.tail import cleared, leaving
 from ..segments import RowSegments, values_are_checkable
 from ..tracing import as_constant
-from .one_node import cast, differentiable_once, linear, linear_gradients, release
+from .one_node import (
+    cast,
+    differentiable_once,
+    dropout_gradient,
+    dropped,
+    linear,
+    linear_gradients,
+    release,
+)
 from .targets import Targets
 
 if TYPE_CHECKING:
@@ -154,9 +162,7 @@ class _Node(torch.autograd.Function):
         attention = parsed_call(q, k, v, queries, keys, options).call
         trains = any(ctx.needs_input_grad)
         out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
-        h, kept = _in_order(out.flatten(1), inverse), None
-        if call.dropout:
-            h, kept = torch.native_dropout(h, call.dropout, True)
+        h, kept = dropped(_in_order(out.flatten(1), inverse), call.dropout)
         saved = _Saved(
             targets, history, q_weight, kv_weight, q, k, v, out, lse, h, kept, out_weight,
             end, order, inverse, history_rows,
@@ -180,9 +186,7 @@ class _Node(torch.autograd.Function):
         dh, *dout = linear_gradients(dy, h, saved.out_weight, [needs_dh, *of_out], h.dtype, dtype)
         if dh is None:
             return *[None] * 6, *dout, None
-        if saved.kept is not None:
-            scale = 0.0 if ctx.dropout == 1 else 1 / (1 - ctx.dropout)
-            dh = torch.ops.aten.native_dropout_backward(dh, saved.kept, scale)
+        dh = dropout_gradient(dh, saved.kept, ctx.dropout)
         do = _in_order(dh, saved.order).view_as(saved.out)
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
         dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention)
@@ -196,8 +200,8 @@ class _Node(torch.autograd.Function):
         dhistory, *dkv_proj = linear_gradients(
             dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
         )
-        if dhistory is not None and (rows := saved.history_rows) is not None:
-            dhistory = torch.empty_like(dhistory).index_copy_(0, rows, dhistory)
+        if dhistory is not None:
+            dhistory = rows_back(dhistory, saved.history_rows, dhistory.shape[0])
         return dtargets, dhistory, *dq_proj, *dkv_proj, *dout, None
 
 
