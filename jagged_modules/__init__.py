@@ -14,7 +14,8 @@ from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
-from .layers.gdpa import GDPABlock, JaggedGDPA
+from .layers.gdpa import JaggedGDPA
+from .layers.gdpa_block import GDPABlock
 from .layers.gdpa_config import GDPAConfig
 from .layers.hstu import HSTULayer
 from .layers.hstu_config import HSTUConfig

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -27,9 +26,10 @@ from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .gdpa_config import GDPAConfig
-from .gdpa_node import RMSNorm, gdpa_dtype, gdpa_node
+from .gdpa_node import gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
 from .layer_bias import check_layer_bias
+from .norms import RMSNorm
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
@@ -415,92 +415,3 @@ class JaggedGDPA(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}"
         return f"{sizes}, activation={self.activation!r}, mask={self.mask}, config={self.config}"
-
-
-class GDPABlock(nn.Module):
-    """A residual block: x + JaggedGDPA(RMSNorm(x), context).
-
-    Args:
-        embedding_dim, num_heads, activation, mask, device, dtype: as in `JaggedGDPA`.
-        config: as in `JaggedGDPA`, but num_seeds must be 0: pooled rows have no residual.
-
-    Raises:
-        TypeError, ValueError: as `JaggedGDPA`; config.num_seeds is not 0.
-
-    Example::
-
-        encoder = torch.nn.Sequential(
-            jm.GDPABlock(32, num_heads=4),  # self-attention,
-            jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),  # a feed-forward,
-            # pooling by 2 queries
-            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),
-        )
-        encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # [2, 2, 32]
-    """
-
-    def __init__(
-        self,
-        embedding_dim: int,
-        num_heads: int,
-        activation: str = "gelu_tanh",
-        mask: AttentionMask | None = None,
-        config: GDPAConfig | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.attention = JaggedGDPA(
-            embedding_dim, num_heads, activation, mask, config, device, dtype
-        )
-        if self.attention.config.num_seeds:
-            raise ValueError(
-                "num_seeds must be 0: pooled rows have no residual, got"
-                f" {self.attention.config.num_seeds}"
-            )
-        self.norm = RMSNorm(embedding_dim, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a block built on the meta
-        device."""
-        reset_all(self.children())
-
-    @one_module
-    def forward(
-        self,
-        x: C,
-        context: Any = None,
-        num_targets: Tensor | None = None,
-        bias: RelativeBias | None = None,
-    ) -> C:
-        """Update all rows.
-
-        Args:
-            x: any container of `[L, E]` values in B segments.
-            context: as in `JaggedGDPA.forward`. The norm is not applied to it.
-            num_targets, bias: as in `JaggedGDPA.forward`.
-
-        Returns:
-            x's kind of container, with `[L, E]` values.
-
-        Raises:
-            TypeError, ValueError: as `JaggedGDPA.forward`.
-        """
-        jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
-        end = jagged.end("x")
-        rows = entering(jagged.values, end)
-        attention, norm = self.attention, self.norm
-        is_plain = type(attention) is JaggedGDPA and type(norm) is RMSNorm
-        is_plain = is_plain and attention.embedding_dim <= MAX_WIDTH
-        dtype = gdpa_dtype(attention, rows, bias, attention, norm) if is_plain else None
-        if dtype is not None:
-            out = attention._one_node(jagged, rows, context, num_targets, dtype, norm)  # pyright: ignore[reportPrivateUsage]
-        else:
-            normed = jagged.with_values(norm(rows))
-            normed.is_clean = end is not None or jagged.is_clean
-            out = rows + attention(normed, context, num_targets, bias).values
-        return jagged.unwrap(leaving(out, end))
-
-    if TYPE_CHECKING:
-
-        @call_of(forward)
-        def __call__(self) -> Any: ...

@@ -36,14 +36,6 @@ if TYPE_CHECKING:
     from .gdpa import JaggedGDPA
 
 
-class RMSNorm(nn.RMSNorm):
-    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels
-    need equal dtypes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
-
-
 class NodeInputs(NamedTuple):
     """The tensors that may have gradients.
 

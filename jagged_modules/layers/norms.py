@@ -1,4 +1,4 @@
-"""The norms of an HSTU's rows, as modules."""
+"""Norms of rows, as modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GroupNorm(WideNorm):
         return f"{super().extra_repr()}, groups={self.groups}"
 
 
-class RmsNorm(nn.RMSNorm):
+class WideRMSNorm(nn.RMSNorm):
     """An RMSNorm that computes, and sums the gradient of its weight, in fp32 or fp64."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,9 +55,17 @@ class RmsNorm(nn.RMSNorm):
         return nnf.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels
+    need equal dtypes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
+
+
 NORM_KINDS = {  # by HSTUConfig.norm: of the input, and of attention's output
     "layer": (RowNorm, WideNorm),
-    "rms": (RmsNorm, RmsNorm),
+    "rms": (WideRMSNorm, WideRMSNorm),
     "group": (RowNorm, GroupNorm),
 }
 
