@@ -23,9 +23,11 @@ from ..functional.attention_call import AttentionOptions, parsed_call
 from ..segments import RowSegments
 from ..tracing import as_constant
 from .one_node import (
+    bias_columns,
     differentiable_once,
     dropout_gradient,
     dropped,
+    gemm_rows,
     linear,
     linear_gradients,
     node_dtype,
@@ -151,9 +153,9 @@ class _Node(torch.autograd.Function):
         ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
         ctx.context_dtype = None if context is None else context.dtype
         ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
-        rstd, context = None, None if context is None else context.to(dtype)
+        rstd, context = None, None if context is None else gemm_rows(context, None, dtype)
         if norm is None:
-            rows = x.to(dtype)
+            rows = gemm_rows(x, None, dtype)
         else:
             rows, rstd = rms_norm(x, norm, call.eps, dtype)
         (q, k, v), weights = _projected(rows, context, inputs, call)
@@ -250,12 +252,12 @@ def _gradients(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of rows, computed in fp32, as dtype; 1 / rms of each row."""
+    """RMSNorm of rows, computed in fp32, as `gemm_rows`; 1 / rms of each row."""
     from jagged_kernels.rows.op import triton_row_norm
 
     if eps is None:  # as in torch
         eps = torch.finfo(torch.promote_types(x.dtype, weight.dtype)).eps
-    normed, _, rstd = triton_row_norm(x, weight, None, dtype, eps, 1, True)
+    normed, _, rstd = triton_row_norm(x, weight, None, dtype, eps, 1, True, bias_columns(dtype))
     return normed, rstd
 
 

@@ -292,3 +292,19 @@ def test_options_that_no_node_computes(nodes, make):
     case = Case(make)
     case.layer((case.inputs[0], offsets_of(LENGTHS)))
     assert not nodes
+
+
+@pytest.mark.parametrize("frees_x", [True, False])
+@pytest.mark.parametrize("wanted", [(1, 1, 1), (0, 0, 1), (1, 1, 0), (0, 1, 0)], ids=str)
+def test_a_bias_gradient_from_the_weights_gemm(wanted, frees_x):
+    x, weight, dy = torch.randn(50, 6), torch.randn(4, 6), torch.randn(50, 4)
+    wide = torch.cat([x, torch.ones(50, 1), torch.zeros(50, 31)], 1)
+    assert torch.equal(one_node.linear(wide, weight, None), x @ weight.t())
+    options = dy, wide, weight, wanted, torch.float32, torch.float32
+    grads = one_node.linear_gradients(*options, frees_x=frees_x)
+    for grad, is_wanted, expected in zip(grads, wanted, (dy @ weight, dy.t() @ x, dy.sum(0))):
+        if not is_wanted:
+            assert grad is None
+        else:
+            torch.testing.assert_close(grad, expected)
+            assert grad.is_contiguous()
