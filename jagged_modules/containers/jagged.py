@@ -257,6 +257,7 @@ class Jagged(Queries):
         Args:
             max_seqlen: rows N of each segment; if None, `max_seqlen` of the container, or the
                 longest of host_lengths.
+            padding_value, side, truncate: as in `functional.jagged_to_padded`.
 
         Raises:
             TypeError, ValueError: as `functional.jagged_to_padded`; N is not known.

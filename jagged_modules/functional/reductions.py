@@ -14,6 +14,7 @@ from ..scalars import check_size
 from ..segments import check_device, check_integers, checked_offsets, values_are_checkable
 from .matmul import jagged_jagged_bmm
 from .rows import check_rows, rows_or_zeros
+from .tail import padded_to
 
 
 def jagged_sum(
@@ -46,7 +47,8 @@ def jagged_sum(
 def jagged_mean(
     x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto"
 ) -> Tensor:
-    """The mean of each segment's rows; 0 for an empty segment.
+    """The mean of each segment's rows; 0 for an empty segment. Sums are of an fp32 copy of 16-bit
+    rows, so that they do not overflow, and the result is rounded once.
 
     Args:
         x, offsets, max_seqlen, implementation: as in `jagged_sum`.
@@ -57,9 +59,11 @@ def jagged_mean(
     Raises:
         TypeError, ValueError: as `jagged_sum`.
     """
-    sums = jagged_sum(x, offsets, max_seqlen=max_seqlen, implementation=implementation)
-    lengths = offsets.diff().clamp(min=1).to(x.device, non_blocking=True)
-    return sums / _per_row(lengths, sums).to(sums.dtype)
+    check_rows("jagged_mean", "x", x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    sums = jagged_sum(wide, offsets, max_seqlen=max_seqlen, implementation=implementation)
+    lengths = offsets.diff().clamp(min=1).to(x.device, sums.dtype, non_blocking=True)
+    return (sums / _per_row(lengths, sums)).to(x.dtype)
 
 
 def jagged_max(x: Tensor, offsets: Tensor, empty: float = 0) -> Tensor:
@@ -79,9 +83,8 @@ def jagged_max(x: Tensor, offsets: Tensor, empty: float = 0) -> Tensor:
     """
     check_rows("jagged_max", "x", x)
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's")
+    x = padded_to(x, max(x.shape[0], 1))  # a row, which no segment has, to be gathered from
     total, segments = x.shape[0], offsets.shape[0] - 1
-    if total == 0:
-        return x.new_full((segments, *x.shape[1:]), empty)
     segment, _ = segments_and_positions(offsets, total)
     index = _per_row(segment.long(), x).expand_as(x)
     with torch.no_grad():
@@ -124,7 +127,7 @@ def jagged_last(x: Tensor, offsets: Tensor, k: int | Tensor = 1) -> tuple[Tensor
         x, offsets, k: as in `jagged_first`.
 
     Returns:
-        As `jagged_first`.
+        Values `[Σ min(length, k), ...]` and offsets `[B + 1]`, as `jagged_first`.
 
     Raises:
         TypeError, ValueError: as `jagged_first`.
@@ -154,7 +157,7 @@ def _part(
     )
     if known:
         lengths = given.diff().cpu()
-        total = int(torch.minimum(lengths, torch.as_tensor(k).to(lengths)).sum())
+        total = int(torch.minimum(lengths, torch.as_tensor(k, device="cpu").to(lengths)).sum())
     most = k.to(x.device, offsets.dtype, non_blocking=True) if isinstance(k, Tensor) else k
     lengths = offsets.diff()
     taken = torch.minimum(lengths, most) if isinstance(most, Tensor) else lengths.clamp(max=most)
