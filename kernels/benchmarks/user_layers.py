@@ -51,7 +51,8 @@ class UserHSTU(UserLayer):
         options = dict(activation="silu", output_scale=1 / self.length, mask=mask)
         a = F.jagged_attention(q, k, v, offsets, **options).flatten(1)
         u = nn.functional.silu(u.flatten(1))
-        return x + self.out_proj(torch.cat([u, a, u * self.output_norm(a)], dim=1))
+        y = u * self.output_norm(a.float())
+        return x + self.out_proj(torch.cat([u, a, y], dim=1))
 
 
 class UserGDPABlock(UserLayer):
