@@ -22,6 +22,7 @@ from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
 from ..autocast import autocast_dtype
+from ..functional.tail import with_zero_tail
 from .norms import NORM_KINDS, NormOptions
 from .one_node import (
     bias_gradient,
@@ -151,10 +152,11 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     )
 
 
-def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
+def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
     """The layer's update of rows x.
 
     Args:
+        end: of the rows, if only the device knows it: see `functional/tail.py`.
         arguments: of attention's operator. Its q, k and v are not read.
     """
     plan = Plan(
@@ -172,6 +174,7 @@ def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
     return _HSTULayer.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
         x,
         dropout_seed(layer, x),
+        end,
         plan,
         (segments, bias[2:], others),
         *of_input,
@@ -191,6 +194,7 @@ class _HSTULayer(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         seed: Tensor | None,
+        end: Tensor | None,
         plan: Plan,
         of_attention: tuple[Any, Any, Any],
         *parameters: Any,
@@ -202,7 +206,7 @@ class _HSTULayer(torch.autograd.Function):
         kernels, dtype, norm = stages(), plan.dtype, plan.norm
         cast_weight, cast_projection = weight.to(dtype), projection.to(dtype)
         cast_bias = None if bias is None else bias.to(dtype)
-        normed, *statistics = kernels.row_norm(x, norm_weight, norm_bias, dtype, *norm)
+        normed, *statistics = kernels.row_norm(x, norm_weight, norm_bias, dtype, *norm, end)
         packed = linear(normed, cast_weight, cast_bias)
         u, q, k, v = plan.split(packed)
         a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
@@ -214,12 +218,12 @@ class _HSTULayer(torch.autograd.Function):
         kept = [None if name in plan.recompute else x for name, x in results.items()]
         ctx.save_for_backward(
             x, *statistics, norm_weight, norm_bias, cast_weight, cast_bias, *kept,
-            a, lse, *gate_statistics, gate_weight, gate_bias, cast_projection, seed,
+            a, lse, *gate_statistics, gate_weight, gate_bias, cast_projection, seed, end,
             *segments, *tables, *bias_tensors,
         )  # fmt: skip
         ctx.plan, ctx.others, ctx.num_segments = plan, others, len(segments)
         ctx.dtypes = [None if x is None else x.dtype for x in (weight, bias, projection)]
-        return x + linear(gated, cast_projection, None)
+        return with_zero_tail(x + linear(gated, cast_projection, None), end)
 
     @staticmethod
     @differentiable_once
@@ -227,14 +231,15 @@ class _HSTULayer(torch.autograd.Function):
         (dout,) = grads_of_outputs
         (
             x, mean, rstd, norm_weight, norm_bias, weight, bias, normed, gated, packed,
-            a, lse, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed,
+            a, lse, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed, end,
             *of_attention,
         ) = ctx.saved_tensors  # fmt: skip
         kernels, plan, needs = stages(), ctx.plan, ctx.needs_input_grad
         dtypes, (eps, _, rms), (dropout, gate_norm) = ctx.dtypes, plan.norm, plan.gate
 
         def norm_again() -> Tensor:
-            return kernels.row_norm(x, norm_weight, norm_bias, plan.dtype, *plan.norm)[0]
+            given = x, norm_weight, norm_bias, plan.dtype, *plan.norm, end, dout
+            return kernels.row_norm(*given)[0]
 
         if packed is None:
             normed = norm_again() if normed is None else normed
@@ -242,7 +247,8 @@ class _HSTULayer(torch.autograd.Function):
         u, q, k, v = plan.split(packed)
         grads, da, gate_sums, dprojection = kernels.gate_linear_backward(
             dout, gated, [u, a, gate_mean, gate_rstd], gate_weight, gate_bias, projection, seed,
-            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[10],
+            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[11],
+            end,
         )  # fmt: skip
         segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
         da = torch.unflatten(da, 1, (plan.heads, -1))
@@ -253,28 +259,28 @@ class _HSTULayer(torch.autograd.Function):
         release(packed, a, *([] if gated is None else [gated]))
         del da
         dweight = dbias = dx = sums = None
-        if needs[6]:
+        if needs[7]:
             normed = norm_again() if normed is None else normed
             dweight = weight_gradient(grads, normed, dtypes[0])
-        if needs[7]:
+        if needs[8]:
             dbias = bias_gradient(grads, dtypes[1])
-        if needs[0] or needs[4] or needs[5]:
+        if needs[0] or needs[5] or needs[6]:
             if normed is not None:
                 release(normed)
             dnormed = grads @ weight
             del grads
             dx, sums = kernels.row_norm_backward(
-                dnormed, x, mean, rstd, norm_weight, dout, eps, rms
+                dnormed, x, mean, rstd, norm_weight, dout, eps, rms, end
             )
         return (
             dx,
-            *(None,) * 3,
+            *(None,) * 4,
             *_of_norm(sums, norm_weight, norm_bias),
             dweight,
             dbias,
             *_of_norm(gate_sums, gate_weight, gate_bias),
-            dprojection.to(dtypes[2]) if needs[10] else None,
-            *(dtable if needed else None for dtable, needed in zip(dtables, needs[11:])),
+            dprojection.to(dtypes[2]) if needs[11] else None,
+            *(dtable if needed else None for dtable, needed in zip(dtables, needs[12:])),
         )
 
 

@@ -5,6 +5,8 @@ import copy
 
 import pytest
 import torch
+from row_stages import cleared, normed
+from tails import check, layer_case
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -44,15 +46,26 @@ def block_gradient(do, qkv, *arguments):
     return torch.autograd.grad(out, qkv, do)[0]
 
 
-def rms_norm(x, weight, eps, dtype):
-    rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + torch.finfo(x.dtype).eps)
-    return x * rstd * weight, rstd
+def rms_norm(x, weight, eps, dtype, groups, end):
+    x = cleared(x, end)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    rstd = torch.rsqrt(x.unflatten(1, (groups, -1)).square().mean(2) + eps)
+    return normed(x, weight, None, eps, groups, True), rstd
 
 
-def rms_norm_gradients(dy, x, weight, rstd, residual):
-    normed, wide = x * rstd, dy * weight
-    dx = rstd * (wide - normed * (wide * normed).mean(1, keepdim=True))
-    return dx + residual, (dy * normed).sum(0)
+def rms_norm_gradients(dy, x, weight, rstd, residual, end):
+    dy, x = cleared(dy, end), cleared(x, end)
+    xhat, wide = (x.unflatten(1, (rstd.shape[1], -1)) for x in (x, dy * weight))
+    xhat = xhat * rstd.unsqueeze(2)
+    dx = rstd.unsqueeze(2) * (wide - xhat * (wide * xhat).mean(2, keepdim=True))
+    return dx.flatten(1) + cleared(residual, end), (dy * xhat.flatten(1)).sum(0)
+
+
+def normed_columns_gradients(grads, x, weight, rstd):
+    dy = grads[:, : x.shape[1]]
+    dx, dweight = rms_norm_gradients(dy, x, weight, rstd, torch.zeros_like(x), None)
+    dy.copy_(dx)
+    return dweight
 
 
 @pytest.fixture
@@ -79,6 +92,7 @@ def nodes(monkeypatch):
     replace(block_layer, "runs_kernels", lambda *_: True)
     replace(gdpa_node, "rms_norm", rms_norm)
     replace(gdpa_node, "rms_norm_gradients", rms_norm_gradients)
+    replace(gdpa_node, "normed_columns_gradients", normed_columns_gradients)
     replace(block_op, "packed_forward", block_forward)
     replace(block_op, "packed_backward", block_gradient)
     counted(gdpa_node._Node)
@@ -154,6 +168,9 @@ CASES = {
     "grouped": lambda: Case(gdpa(jm.GDPABlock, num_kv_heads=2, output_scale=0.3, scale=-0.5)),
     "wide": lambda: Case(gdpa(head_dim=10)),
     "context": lambda: Case(gdpa(num_kv_heads=1), context=True),
+    "qk-norm": lambda: Case(gdpa(num_kv_heads=2, qk_norm=True)),
+    "block-qk-norm": lambda: Case(gdpa(jm.GDPABlock, "softmax", qk_norm=True)),
+    "context-qk-norm": lambda: Case(gdpa(num_kv_heads=2, qk_norm=True), context=True),
     "block-context": lambda: Case(gdpa(jm.GDPABlock, "silu"), context=True),
     "weights": lambda: Case(gdpa(num_weights=7)),
     "block-weights": lambda: Case(gdpa(jm.GDPABlock, "softmax", num_weights=7, num_kv_heads=2)),
@@ -184,7 +201,15 @@ def test_results_and_gradients_are_those_of_the_modules(nodes, name):
     assert len(nodes) == 1
 
 
-FROZEN = ["block", "block-context", "block-weights", "rotary", "candidates"]
+FROZEN = [
+    "block",
+    "block-qk-norm",
+    "context-qk-norm",
+    "block-context",
+    "block-weights",
+    "rotary",
+    "candidates",
+]
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -285,10 +310,29 @@ def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
 
 @pytest.mark.parametrize(
     "make",
-    [gdpa(qk_norm=True), gdpa(num_seeds=2), gdpa(activation="softmax", scale=-0.5)],
-    ids=["qk-norm", "seeds", "negative-scale"],
+    [gdpa(qk_norm=True, num_weights=3), gdpa(num_seeds=2), gdpa(activation="softmax", scale=-0.5)],
+    ids=["normed-weights", "seeds", "negative-scale"],
 )
 def test_options_that_no_node_computes(nodes, make):
     case = Case(make)
     case.layer((case.inputs[0], offsets_of(LENGTHS)))
     assert not nodes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "JaggedGDPA",
+        "JaggedGDPA-context",
+        "JaggedGDPA-weights",
+        "GDPABlock",
+        "BlockDiagonalSelfAttention",
+        "JaggedTargetAttention",
+        "JaggedTargetAttention-candidates",
+    ],
+)
+def test_rows_behind_the_end(nodes, only_the_device_knows, name):
+    """NaN in them, and in their gradients, reaches nothing."""
+    layer, case = layer_case(name, dtype=torch.float64)
+    check(case, case.call, torch.float64, parameters=layer.parameters())
+    assert len(nodes) == 2

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .autograd import refuse_derivative
 from .configs import padded_dim
 from .device import aligned_strides, cdiv, contiguous_last_dim, device_properties
-from .ops import on_the_tensors_device
+from .ops import direct, on_the_tensors_device, operator
 from .ptxas import safe_ptxas
 
 BLOCK = 2048  # elements that a program writes at a time
@@ -44,12 +45,12 @@ def zero_tails_kernel(
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "num_rows", "stride"])
+@triton.jit(do_not_specialize=["num_segments", "first_row", "num_rows", "stride"])
 def keep_rows_kernel(
-    x_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
+    x_ptr, offsets_ptr, out_ptr, num_segments, first_row, num_rows, stride,
     SIZE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = x[row] if the row is before offsets[-1], else 0.
+    """out[row] = x[row] if row + first_row is before offsets[-1], else 0.
 
     The stride is in units of ALIGN elements (see `aligned_strides`). Grid: blocks of rows, blocks
     of columns, which follow one another.
@@ -58,7 +59,7 @@ def keep_rows_kernel(
     rows = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     exists, in_row = rows < num_rows, (columns < SIZE)[None, :]
-    kept = exists & (rows < tl.load(offsets_ptr + num_segments))
+    kept = exists & (rows < tl.load(offsets_ptr + num_segments) - first_row)
     rows = rows.to(tl.int64)[:, None]
     x = tl.load(
         x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=kept[:, None] & in_row, other=0.0
@@ -85,9 +86,17 @@ def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
     )
 
 
-def kept_rows(x: Tensor, offsets: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def kept_rows(
+    x: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None, first_row: int = 0
+) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
-    given."""
+    given. Without offsets: x in this dtype.
+
+    Args:
+        first_row: index of the first row of x among those that the offsets count.
+    """
+    if offsets is None:
+        return x.to(dtype)
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
@@ -97,7 +106,7 @@ def kept_rows(x: Tensor, offsets: Tensor, dtype: torch.dtype | None = None) -> T
     height = 4096 // columns
     align, (stride,) = aligned_strides((rows, 0))
     keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
-        rows, offsets, out, offsets.shape[0] - 1, x.shape[0], stride,
+        rows, offsets, out, offsets.shape[0] - 1, first_row, x.shape[0], stride,
         SIZE=size, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out
@@ -108,3 +117,18 @@ zero_tails_on_device, kept_rows_on_device = (
     on_the_tensors_device(zero_tails),
     on_the_tensors_device(kept_rows),
 )
+
+
+@operator("zero_tail", lambda x, offsets: None, "(Tensor(a!) x, Tensor offsets) -> ()")
+def triton_zero_tail(x: Tensor, offsets: Tensor) -> None:
+    """`zero_tails` of one tensor, for graphs."""
+    zero_tails((x, offsets))
+
+
+def zero_tail(x: Tensor, offsets: Tensor) -> None:
+    """Write 0 to the rows from offsets[-1] on, below autograd: of a contiguous `[rows, ...]` that
+    the caller has just computed."""
+    direct(triton_zero_tail, (x, offsets), (x,))(x, offsets)
+
+
+refuse_derivative(triton_zero_tail, "zero_tail has no derivative: its caller has one")
