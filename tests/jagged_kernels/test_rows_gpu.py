@@ -23,6 +23,12 @@ def test_row_norm(check_row_norm, record_cell, width, norm, dtypes):
         check_row_norm(rows, width, norm, dtypes, "cuda", residual=rows != 37)
 
 
+@by_width
+def test_rows_behind_the_end(check_end, width, norm):
+    for rows in (0, 1, 3000):
+        check_end(rows, width, norm, (FP32, BF16), "cuda")
+
+
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @by_width

@@ -21,13 +21,13 @@ def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=
     config = rows_config(dim, *[GATE_BACKWARD] * (kernel is rows.gate_bwd_kernel))
     options = rows.Options(dim, rms, 1e-6, align, config.rows, config.block)
     absent = {"mean", "bias", "dbias"} if rms else set()
-    absent |= set() if dropout else {"seed"}
+    absent |= set() if dropout else {"seed", "end"}
     of_rows = {"x", "residual", "dx"}
 
     def pointer(name):
         if name in absent:
             return "constexpr"
-        if name == "seed":
+        if name in ("seed", "end"):
             return "*i64"
         return "*fp32" if name in FP32 | of_rows else f"*{dtype}"
 
@@ -36,7 +36,7 @@ def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=
         gate_fwd_kernel=dict(tensors=rows.Gate),
         gate_bwd_kernel=dict(tensors=rows.Gate, grads=rows.GateGradients),
     ).get(kernel.__name__, {})
-    strides = dict(row_norm_bwd_kernel=3, gate_fwd_kernel=2, gate_bwd_kernel=4)
+    strides = dict(row_norm_bwd_kernel=4, gate_fwd_kernel=2, gate_bwd_kernel=4)
 
     def type_of(arg):
         if arg in tuples:

@@ -25,6 +25,30 @@ def test_row_norm(check_row_norm, width, norm, dtypes):
         check_row_norm(rows, width, norm, dtypes, "cpu", residual=rows != 37)
 
 
+@by_width
+def test_rows_behind_the_end(check_end, width, norm):
+    for rows in (0, 1, 37):
+        check_end(rows, width, norm, (FP32, FP16), "cpu")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_gradient_behind_the_end_is_not_read(monkeypatch, offsets, kept):
+    """In chunks of rows, of which the last one has none before the end."""
+    from jagged_kernels.rows import op
+
+    monkeypatch.setattr(op, "CHUNK_ROWS", 8)
+    u, a, weight = torch.randn(20, 32), torch.randn(20, 32), torch.randn(32)
+    dout, projection = torch.randn(20, 8), torch.randn(8, 96)
+    gated, *statistics = op.triton_gate(u, a, weight, None, None, 0.0, 1e-6)
+    given = weight, None, projection, None, 0.0, 1e-6, False, 0, True
+    operands = gated if kept else None, [u, a, *statistics]
+    dout[13:] = 0
+    expected = op.triton_gate_linear_backward(dout, *operands, *given)
+    dout[13:] = torch.nan
+    found = op.triton_gate_linear_backward(dout, *operands, *given, offsets([6, 7]))
+    assert all(map(torch.equal, found, expected)) and not found[0][13:].any()
+
+
 @slow_after(1, "dtype", [FP32, FP16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @by_width
@@ -126,6 +150,11 @@ def test_operators_pass_opcheck():
         library.opcheck(
             op.triton_row_norm_backward, (y, x, mean, rstd, weight, x, 1e-6, rms), **checks
         )
+        given = x.half(), weight, bias, FP16, 1e-6, groups, rms, torch.tensor([0, 3]), y
+        _, mean, rstd = op.triton_row_norm(*given)
+        library.opcheck(op.triton_row_norm, given, **checks)
+        given = torch.randn(5, 80).half(), 40, x.half(), mean, rstd, weight, 1e-6, rms
+        library.opcheck(op.triton_row_norm_packed_backward, given, **checks)
         given = x, x, weight, bias, seed, 0.5, 1e-6, groups, rms
         library.opcheck(op.triton_gate, given, **checks)
         _, mean, rstd = op.triton_gate(*given)
