@@ -23,8 +23,8 @@ COSTS = {  # of a layer: launches of each kernel in the forward, and in the back
     "JaggedGDPA": [(2, 1), (1, 1)],
     "JaggedGDPA-context": [(2, 2), (1, 1)],
     "JaggedGDPA-seeds": [(0, 1), (1, 0)],
-    "GDPABlock": [(2, 1), (1, 1)],
-    "HSTULayer": [(2, 1), (1, 1)],
+    "GDPABlock": [(2, 0), (1, 1)],
+    "HSTULayer": [(2, 0), (1, 1)],
     "HSTUStack": [(3, 1), (2, 1)],  # of two layers
     "BlockDiagonalSelfAttention": [(2, 1), (1, 1)],
 }
