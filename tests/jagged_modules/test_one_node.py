@@ -15,9 +15,10 @@ pytest.importorskip("triton")
 from jagged_kernels.block_attention import op as block_op
 
 import jagged_modules as jm
+from jagged_modules.activations import POINTWISE, swiglu
 from jagged_modules.functional import block_attention
 from jagged_modules.layers import block_attention as block_layer
-from jagged_modules.layers import block_attention_node, gdpa_node, one_node, target_node
+from jagged_modules.layers import block_attention_node, gdpa_node, mlp_node, one_node, target_node
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -68,6 +69,19 @@ def normed_columns_gradients(grads, x, weight, rstd):
     return dweight
 
 
+def activated(z, activation, gated):
+    assert not gated or activation == "silu"
+    return swiglu(z) if gated else POINTWISE[activation].function(z)
+
+
+def activation_gradients(dy, z, activation, gated, end):
+    dy, z = cleared(dy, end), cleared(z, end)
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        (dz,) = torch.autograd.grad(activated(z, activation, gated), z, dy)
+    return dz, dz.sum(0)
+
+
 @pytest.fixture
 def nodes(monkeypatch):
     """The number of calls of nodes, which layers on the CPU take too."""
@@ -93,11 +107,14 @@ def nodes(monkeypatch):
     replace(gdpa_node, "rms_norm", rms_norm)
     replace(gdpa_node, "rms_norm_gradients", rms_norm_gradients)
     replace(gdpa_node, "normed_columns_gradients", normed_columns_gradients)
+    replace(mlp_node, "activated", activated)
+    replace(mlp_node, "activation_gradients", activation_gradients)
     replace(block_op, "packed_forward", block_forward)
     replace(block_op, "packed_backward", block_gradient)
     counted(gdpa_node._Node)
     counted(block_attention_node._Node)
     counted(target_node._Node)
+    counted(mlp_node._Node)
     return calls
 
 
@@ -181,6 +198,8 @@ CASES = {
     "candidates": lambda: TargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
     "grouped-candidates": lambda: TargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
     "rotated-values": lambda: Case(blocks("qkv")),
+    "mlp": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 13, 5], "gelu")),
+    "swiglu": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 5], "swiglu")),
 }
 
 
@@ -209,6 +228,8 @@ FROZEN = [
     "block-weights",
     "rotary",
     "candidates",
+    "mlp",
+    "swiglu",
 ]
 
 
@@ -218,7 +239,8 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
     whole = case.results(case.layer)
     names = ["x", "context"][: len(case.inputs)]
     names += [name for name, _ in case.layer.named_parameters()]
-    halves = names[::2], names[1::2], [x for x in names if "out_proj" not in x]
+    of_output = [x for x in names if "out_proj" in x] or names[-2:]
+    halves = names[::2], names[1::2], [x for x in names if x not in of_output]
     for frozen in (*([x] for x in names), *halves):
         gradients = dict(zip(names, case.results(case.layer, frozen=frozen)[1:]))
         for key, expected in zip(names, whole[1:]):
@@ -259,13 +281,13 @@ def test_dropout(nodes, activation, probability):
     torch.testing.assert_close(case.results(case.layer), in_modules(case))
 
 
-@pytest.mark.parametrize("name", ["layer", "block", "rotary"])
+@pytest.mark.parametrize("name", ["layer", "block", "rotary", "mlp"])
 def test_no_rows(nodes, name):
     case = CASES[name]()
     x = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
     out = case.layer((x, torch.zeros(3, dtype=torch.long)))[0]
     out.sum().backward()
-    assert out.shape == x.grad.shape == (0, WIDTH)
+    assert out.shape[0] == 0 and x.grad.shape == (0, WIDTH)
     assert all(not parameter.grad.any() for parameter in case.layer.parameters())
     assert len(nodes) == 1
 
@@ -298,6 +320,7 @@ def replaced(layer, name):
         ("block", lambda layer: nn.utils.parametrizations.weight_norm(layer.attention.out_proj), 0),
         ("rotary", lambda layer: replaced(layer, "qkv_proj"), 0),
         ("rotary", lambda layer: setattr(layer.out_proj, "bias", None), 0),
+        ("mlp", lambda layer: replaced(layer, "layers.1"), 0),
     ],
 )
 def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
@@ -327,6 +350,7 @@ def test_options_that_no_node_computes(nodes, make):
         "JaggedGDPA-weights",
         "GDPABlock",
         "BlockDiagonalSelfAttention",
+        "JaggedMLP",
         "JaggedTargetAttention",
         "JaggedTargetAttention-candidates",
     ],
