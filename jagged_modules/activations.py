@@ -77,3 +77,9 @@ POINTWISE = {
     ),
 }
 ACTIVATIONS = ("softmax", *POINTWISE)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(a) · b of x = [a | b] `[..., 2 W]`."""
+    a, b = x.chunk(2, -1)
+    return nnf.silu(a) * b

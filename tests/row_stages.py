@@ -49,17 +49,25 @@ def _sums(weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.stack([weight, torch.zeros_like(weight) if bias is None else bias])
 
 
-def _row_norm(x, weight, bias, dtype, eps, groups, rms, columns=0):
+def cleared(x: Tensor, end: Tensor | None) -> Tensor:
+    """x with 0 in the rows behind the end."""
+    if end is None:
+        return x
+    return x.masked_fill((torch.arange(len(x)) >= end[-1])[:, None], 0)
+
+
+def _row_norm(x, weight, bias, dtype, eps, groups, rms, columns=0, end=None, after=None):
     statistics = x.new_empty(x.shape[0], groups), x.new_empty(x.shape[0], groups)
     assert columns == 0  # for 16 bits alone
-    return normed(x, weight, bias, eps, groups, rms).to(dtype), *statistics
+    y = normed(cleared(x, end), weight, bias, eps, groups, rms)
+    return cleared(y, end).to(dtype), *statistics
 
 
-def _row_norm_backward(dy, x, mean, rstd, weight, residual, eps, rms):
+def _row_norm_backward(dy, x, mean, rstd, weight, residual, eps, rms, end):
     bias = None if rms else torch.zeros_like(weight)
-    norm = eps, rstd.shape[1], rms
+    norm, dy, x = (eps, rstd.shape[1], rms), cleared(dy, end), cleared(x, end)
     dx, *sums = _derived(lambda *given: normed(*given, *norm), [x, weight, bias], dy)
-    return dx + residual, _sums(*sums)
+    return dx + cleared(residual, end), _sums(*sums)
 
 
 def _gate(u, a, weight, bias, seed, dropout, eps, groups, rms):
@@ -69,8 +77,21 @@ def _gate(u, a, weight, bias, seed, dropout, eps, groups, rms):
 
 
 def _gate_linear_backward(
-    dout, given, operands, weight, bias, projection, seed, dropout, eps, rms, columns, needs
+    dout,
+    given,
+    operands,
+    weight,
+    bias,
+    projection,
+    seed,
+    dropout,
+    eps,
+    rms,
+    columns,
+    needs,
+    end=None,
 ):
+    dout = cleared(dout, end)
     u, a, _, rstd = operands
     factors = kept(seed, dropout, a.new_empty(a.shape[0], 3 * a.shape[1]))
 

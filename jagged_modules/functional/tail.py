@@ -59,8 +59,21 @@ def leaving(x: Tensor, end: Tensor | None) -> Tensor:
     return x if end is None else with_clean_tail(x, end)
 
 
+def with_zero_tail(x: Tensor, end: Tensor | None) -> Tensor:
+    """`leaving` of a result that a node has just computed, below autograd: also in a graph it costs
+    no pass over the other rows."""
+    if end is None:
+        return x
+    if not (_has_kernels(x) and x.is_contiguous()):
+        return without_tail(x, end)
+    from jagged_kernels.common.tail import zero_tail
+
+    zero_tail(x, end)
+    return x
+
+
 def cleared(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`entering` in this dtype, below autograd."""
+    """`entering` in this dtype, below autograd: both in one pass."""
     if end is None:
         return x.to(dtype)
     if not runs_kernels(x):
@@ -78,7 +91,12 @@ def padded_to(x: Tensor, rows: int) -> Tensor:
 def runs_kernels(x: Tensor) -> bool:
     """Whether one kernel of ours may run. Graphs take torch's operators, which compilers fuse with
     their neighbours. Triton has no complex numbers."""
-    if torch.compiler.is_compiling() or transforms_are_active():
+    return _has_kernels(x) and not torch.compiler.is_compiling()
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether operators of ours may run."""
+    if transforms_are_active():
         return False
     return x.is_cuda and x.is_floating_point() and type(x) in (Tensor, torch.nn.Parameter)
 

@@ -115,19 +115,18 @@ class BlockDiagonalSelfAttention(nn.Module):
                 too long.
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
-        end = jagged.end("x")
-        rows = entering(jagged.values, end)
-        rotary = None
+        end, rotary = jagged.end("x"), None
         if self.tables is not None and self.rotary is not None:
             check_offsets("x's offsets", jagged.offsets, max_seqlen=self.max_seqlen)
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
-        dtype = node_dtype(rows, (self.qkv_proj, self.out_proj))
-        if dtype and runs_kernels(rows.device, dtype, self.head_dim, self.block_size):
+        dtype = node_dtype(jagged.values, (self.qkv_proj, self.out_proj))
+        if dtype and runs_kernels(jagged.device, dtype, self.head_dim, self.block_size):
             sizes = self.num_heads, self.block_size
-            attention = BlockAttention(jagged.offsets, *sizes, rotary, dtype)
-            out = block_attention_node(rows, self.qkv_proj, self.out_proj, attention)
-            return jagged.unwrap(leaving(out, end))
-        qkv = in_heads("qkv_proj", self.qkv_proj(rows), 3, self.num_heads, self.head_dim)
+            attention = BlockAttention(jagged.offsets, end, *sizes, rotary, dtype)
+            linears = self.qkv_proj, self.out_proj
+            return jagged.unwrap(block_attention_node(jagged.values, *linears, attention))
+        projected = self.qkv_proj(entering(jagged.values, end))
+        qkv = in_heads("qkv_proj", projected, 3, self.num_heads, self.head_dim)
         out = block_diagonal_attention_packed(
             qkv, jagged.offsets, block_size=self.block_size, rotary=rotary
         )

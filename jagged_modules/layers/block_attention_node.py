@@ -4,8 +4,9 @@
     dh = dy W_o,  dqkv = attention's backward(dh),  dx = dqkv W
     dW = dqkvᵀ x,  dW_o = dyᵀ h,  db and db_o: column sums of dqkv and dy
 
-x and the parameters are cast once, to the dtype of the GEMMs. The gradient of x leaves its GEMM in
-x's dtype, and those of the weights in theirs.
+x and the parameters are cast once, to the dtype of the GEMMs; rows behind the last segment are
+cleared in the same pass. The gradient of x leaves its GEMM in x's dtype, and those of the weights
+in theirs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from ..functional.block_attention import packed_arguments
+from ..functional.tail import cleared, with_zero_tail
 from ..rotary import Rotary
 from .one_node import differentiable_once, gemm_rows, linear, linear_gradients, release
 
 
 class BlockAttention(NamedTuple):
-    """What the node computes between its projections. dtype: of the GEMMs' operands."""
+    """What the node computes between its projections. end: of the rows, if only the device knows
+    it. dtype: of the GEMMs' operands."""
 
     offsets: Tensor
+    end: Tensor | None
     num_heads: int
     block_size: int
     rotary: Rotary | None
@@ -51,9 +55,9 @@ class _Node(torch.autograd.Function):
     ) -> Tensor:
         from jagged_kernels.block_attention.op import packed_forward
 
-        offsets, num_heads, block_size, rotary, dtype = attention
+        offsets, end, num_heads, block_size, rotary, dtype = attention
         ctx.x_dtype, ctx.dtype = x.dtype, qkv_weight.dtype
-        x = gemm_rows(x, None, dtype)
+        x = gemm_rows(x, end, dtype)
         qkv_weight, out_weight = qkv_weight.to(dtype), out_weight.to(dtype)
         qkv = linear(x, qkv_weight, qkv_bias.to(dtype))
         qkv = torch.unflatten(qkv, 1, (3, num_heads, -1))
@@ -61,21 +65,23 @@ class _Node(torch.autograd.Function):
             qkv, offsets, block_size=block_size, rotary=rotary
         )
         h = packed_forward(qkv, offsets, [cos, sin, positions], *ctx.options).flatten(1)
-        ctx.save_for_backward(x, qkv_weight, qkv, offsets, cos, sin, positions, h, out_weight)
-        return linear(h, out_weight, out_bias.to(dtype))
+        tables = cos, sin, positions
+        ctx.save_for_backward(x, qkv_weight, qkv, offsets, *tables, h, out_weight, end)
+        return with_zero_tail(linear(h, out_weight, out_bias.to(dtype)), end)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from jagged_kernels.block_attention.op import packed_backward
 
-        x, qkv_weight, qkv, offsets, cos, sin, positions, h, out_weight = ctx.saved_tensors
+        x, qkv_weight, qkv, offsets, *tables, h, out_weight, end = ctx.saved_tensors
         wanted: list[bool] = list(ctx.needs_input_grad[:5])
         of_qkv, of_out = wanted[:3], [any(wanted[:3]), *wanted[3:]]
+        dy = cleared(dy, end, h.dtype)
         dh, *dout = linear_gradients(dy, h, out_weight, of_out, dy.dtype, ctx.dtype)
         if dh is None:
             return None, None, None, *dout, None
-        do, tables = dh.view_as(qkv[:, 0]), [cos, sin, positions]
+        do = dh.view_as(qkv[:, 0])
         dqkv = packed_backward(do, qkv, offsets, tables, *ctx.options).flatten(1)
         release(qkv, h, dh)
         dx_and_proj = linear_gradients(dqkv, x, qkv_weight, of_qkv, ctx.x_dtype, ctx.dtype)

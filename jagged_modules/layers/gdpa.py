@@ -260,12 +260,11 @@ class JaggedGDPA(nn.Module):
                 match; context, num_targets or bias is given with learned rows.
         """
         config, rows = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
+        dtype = gdpa_dtype(self, rows.values, bias)
+        if dtype is not None:
+            return rows.unwrap(self._one_node(rows, context, num_targets, dtype))
         end = rows.end("x")
         values = entering(rows.values, end)
-        dtype = gdpa_dtype(self, values, bias)
-        if dtype is not None:
-            result = self._one_node(rows, values, context, num_targets, dtype)
-            return rows.unwrap(leaving(result, end))
         keys, keys_name, mask = self._checked_inputs(rows, context, num_targets, bias)
         k: Tensor
         v: Tensor
@@ -344,17 +343,20 @@ class JaggedGDPA(nn.Module):
     def _one_node(
         self,
         rows: Jagged,
-        values: Tensor,
         context: Any,
         num_targets: Tensor | None,
         dtype: torch.dtype,
         norm: nn.RMSNorm | None = None,
     ) -> Tensor:
-        """The result for these values of the rows; with a block's norm, the block's."""
+        """The result for these rows; with a block's norm, the block's."""
         keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
-        context = None if keys is rows else entering(keys.values, keys.end("context"))
+        values, context_end = None, None
+        if keys is not rows:
+            values, context_end = keys.values, keys.end("context")
         attention = self._attention(rows, keys, dtype, mask)
-        return gdpa_node(self, values, context, norm, dtype, attention)
+        return gdpa_node(
+            self, rows.values, values, norm, dtype, (rows.end("x"), context_end), attention
+        )
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""

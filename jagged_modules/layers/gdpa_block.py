@@ -92,18 +92,18 @@ class GDPABlock(nn.Module):
             TypeError, ValueError: as `JaggedGDPA.forward`.
         """
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
-        end = jagged.end("x")
-        rows = entering(jagged.values, end)
         attention, norm = self.attention, self.norm
         is_plain = type(attention) is JaggedGDPA and type(norm) is RMSNorm
         is_plain = is_plain and attention.embedding_dim <= MAX_WIDTH
-        dtype = gdpa_dtype(attention, rows, bias, attention, norm) if is_plain else None
+        dtype = gdpa_dtype(attention, jagged.values, bias, attention, norm) if is_plain else None
         if dtype is not None:
-            out = attention._one_node(jagged, rows, context, num_targets, dtype, norm)  # pyright: ignore[reportPrivateUsage]
-        else:
-            normed = jagged.with_values(norm(rows))
-            normed.is_clean = end is not None or jagged.is_clean
-            out = rows + attention(normed, context, num_targets, bias).values
+            out = attention._one_node(jagged, context, num_targets, dtype, norm)  # pyright: ignore[reportPrivateUsage]
+            return jagged.unwrap(out)
+        end = jagged.end("x")
+        rows = entering(jagged.values, end)
+        normed = jagged.with_values(norm(rows))
+        normed.is_clean = end is not None or jagged.is_clean
+        out = rows + attention(normed, context, num_targets, bias).values
         return jagged.unwrap(leaving(out, end))
 
     if TYPE_CHECKING:

@@ -458,8 +458,7 @@ class HSTULayer(nn.Module):
 
     def _updated_by_node(self, x: Jagged, mask: AttentionMask, bias: RelativeBias | None) -> Any:
         """x's container with updated values, as one autograd node."""
-        end = x.end("x")
-        values = entering(x.values, end)
+        end, values = x.end("x"), x.values
         like = values.new_empty((), dtype=autocast_dtype(values))
         options = self._options(
             x, Keys(x, None, None, bias), mask, self._scaling_seqlen(x), like.dtype
@@ -468,7 +467,7 @@ class HSTULayer(nn.Module):
             (values.shape[0], self.num_heads, dim) for dim in (self.head_dim, self.linear_dim)
         )
         arguments = attention_arguments(like, q_shape, v_shape, x.parsed("x"), options)
-        return updated_container(x, hstu_node(self, values, arguments), end)
+        return updated_container(x, hstu_node(self, values, end, arguments), None)
 
     def _updated(self, rows: Rows, a: Tensor) -> Any:
         """The rows' container with updated values, from their attention."""

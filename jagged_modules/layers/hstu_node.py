@@ -23,6 +23,7 @@ from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
 from ..autocast import autocast_dtype
+from ..functional.tail import with_zero_tail
 from .norms import NORM_KINDS, NormOptions
 from .one_node import (
     bias_columns,
@@ -152,10 +153,11 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     )
 
 
-def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
+def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
     """The layer's update of rows x.
 
     Args:
+        end: of the rows, if only the device knows it: see `functional/tail.py`.
         arguments: of attention's operator. Its q, k and v are not read.
     """
     plan = Plan(
@@ -173,6 +175,7 @@ def hstu_node(layer: HSTULayer, x: Tensor, arguments: Arguments) -> Tensor:
     return _HSTULayer.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
         x,
         dropout_seed(layer, x),
+        end,
         plan,
         (segments, bias[2:], others),
         *of_input,
@@ -192,6 +195,7 @@ class _HSTULayer(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         seed: Tensor | None,
+        end: Tensor | None,
         plan: Plan,
         of_attention: tuple[Any, Any, Any],
         *parameters: Any,
@@ -203,8 +207,10 @@ class _HSTULayer(torch.autograd.Function):
         kernels, dtype, norm = stages(), plan.dtype, plan.norm
         cast_weight, cast_projection = weight.to(dtype), projection.to(dtype)
         cast_bias = None if bias is None else bias.to(dtype)
-        of_norm = norm_weight, norm_bias, dtype, *norm, 0 if bias is None else bias_columns(dtype)
-        normed, *statistics = kernels.row_norm(x, *of_norm)
+        columns = 0 if bias is None else bias_columns(dtype)
+        normed, *statistics = kernels.row_norm(
+            x, norm_weight, norm_bias, dtype, *norm, columns, end
+        )
         packed = linear(normed, cast_weight, cast_bias)
         u, q, k, v = plan.split(packed)
         a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
@@ -216,12 +222,12 @@ class _HSTULayer(torch.autograd.Function):
         kept = [None if name in plan.recompute else x for name, x in results.items()]
         ctx.save_for_backward(
             x, *statistics, norm_weight, norm_bias, cast_weight, cast_bias, *kept,
-            a, lse, *gate_statistics, gate_weight, gate_bias, cast_projection, seed,
+            a, lse, *gate_statistics, gate_weight, gate_bias, cast_projection, seed, end,
             *segments, *tables, *bias_tensors,
         )  # fmt: skip
         ctx.plan, ctx.others, ctx.num_segments = plan, others, len(segments)
         ctx.dtypes = weight.dtype, projection.dtype
-        return x + linear(gated, cast_projection, None)
+        return with_zero_tail(x + linear(gated, cast_projection, None), end)
 
     @staticmethod
     @differentiable_once
@@ -229,7 +235,7 @@ class _HSTULayer(torch.autograd.Function):
         (dout,) = grads_of_outputs
         (
             x, mean, rstd, norm_weight, norm_bias, weight, bias, normed, gated, packed,
-            a, lse, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed,
+            a, lse, gate_mean, gate_rstd, gate_weight, gate_bias, projection, seed, end,
             *of_attention,
         ) = ctx.saved_tensors  # fmt: skip
         kernels, plan, needs = stages(), ctx.plan, ctx.needs_input_grad
@@ -237,7 +243,8 @@ class _HSTULayer(torch.autograd.Function):
 
         def norm_again() -> Tensor:
             columns = 0 if bias is None else bias_columns(plan.dtype)
-            return kernels.row_norm(x, norm_weight, norm_bias, plan.dtype, *plan.norm, columns)[0]
+            of_norm = norm_weight, norm_bias, plan.dtype, *plan.norm, columns, end, dout
+            return kernels.row_norm(x, *of_norm)[0]
 
         if packed is None:
             normed = norm_again() if normed is None else normed
@@ -245,7 +252,8 @@ class _HSTULayer(torch.autograd.Function):
         u, q, k, v = plan.split(packed)
         grads, da, gate_sums, dprojection = kernels.gate_linear_backward(
             dout, gated, [u, a, gate_mean, gate_rstd], gate_weight, gate_bias, projection, seed,
-            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[10],
+            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[11],
+            end,
         )  # fmt: skip
         segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
         da = torch.unflatten(da, 1, (plan.heads, -1))
@@ -255,9 +263,9 @@ class _HSTULayer(torch.autograd.Function):
         )
         release(packed, a, *([] if gated is None else [gated]))
         del da
-        if normed is None and needs[6]:
+        if normed is None and needs[7]:
             normed = norm_again()
-        wanted = [needs[0] or needs[4] or needs[5], *needs[6:8]]
+        wanted = [needs[0] or needs[5] or needs[6], *needs[7:9]]
         dnormed, dweight, dbias = linear_gradients(
             grads, normed, weight, wanted, plan.dtype, dtypes[0], frees_x=True
         )
@@ -265,17 +273,17 @@ class _HSTULayer(torch.autograd.Function):
         dx = sums = None
         if dnormed is not None:
             dx, sums = kernels.row_norm_backward(
-                dnormed, x, mean, rstd, norm_weight, dout, eps, rms
+                dnormed, x, mean, rstd, norm_weight, dout, eps, rms, end
             )
         return (
             dx,
-            *(None,) * 3,
+            *(None,) * 4,
             *_of_norm(sums, norm_weight, norm_bias),
             dweight,
             dbias,
             *_of_norm(gate_sums, gate_weight, gate_bias),
-            dprojection.to(dtypes[1]) if needs[10] else None,
-            *(dtable if needed else None for dtable, needed in zip(dtables, needs[11:])),
+            dprojection.to(dtypes[1]) if needs[11] else None,
+            *(dtable if needed else None for dtable, needed in zip(dtables, needs[12:])),
         )
 
 

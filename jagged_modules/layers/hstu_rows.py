@@ -42,10 +42,7 @@ class Keys(NamedTuple):
 
 def updated_container(rows: Jagged, values: Tensor, end: Tensor | None) -> Any:
     """The rows' container with updated values."""
-    out = rows.unwrap(leaving(values, end))
-    if rows.is_clean:
-        out.is_clean = True
-    return out
+    return rows.unwrap(leaving(values, end))
 
 
 def joined(rows: Jagged, added: Jagged) -> Jagged:

@@ -11,7 +11,6 @@ from torch.types import Device
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
-from ..functional.tail import entering, leaving
 from ..scalars import check_kind, check_size
 from ..tracing import call_of, one_module, through_call
 from .hstu import HSTULayer
@@ -288,13 +287,9 @@ def _without_container(x: Any, config: HSTUConfig) -> Jagged:
     those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
     check_lengths("x", config, jagged.offsets)  # before they are copied to a device
-    end = jagged.end("x")
-    rows = jagged.with_values(entering(jagged.values, end))
-    rows.is_clean = end is not None or jagged.is_clean
-    return rows
+    return jagged.with_values(jagged.values)
 
 
 @torch.fx.wrap
 def _in_container_of(x: Any, jagged: Jagged) -> Any:
-    container = Jagged.wrap(x)
-    return container.unwrap(leaving(jagged.values, container.end("x")))
+    return Jagged.wrap(x).unwrap(jagged.values)

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from ..activations import POINTWISE
+from ..activations import POINTWISE, swiglu
 from ..containers.jagged import wrap_rows
 from ..functional.tail import entering, leaving
 from ..scalars import check_choice, check_kind, check_size
 from ..tracing import call_of, one_module
 from .invariant import fixed_rows
+from .mlp_node import mlp_node
+from .one_node import node_dtype
 from .parameters import check_parameter_dtype, reset_all
 
 C = TypeVar("C")  # a container
@@ -26,9 +28,12 @@ class JaggedMLP(nn.Module):
     All rows use the same weights, and segments do not affect the result. Append an nn.Linear if the
     output must not end with an activation.
 
+    With "swiglu" (Shazeer 2020) each linear layer has twice as many outputs, [a | b], and the
+    activation is silu(a) · b.
+
     Args:
         dims: width of the input rows, then of each layer's output: two sizes or more.
-        activation: an activation of `functional.jagged_attention` except softmax.
+        activation: an activation of `functional.jagged_attention` except softmax, or "swiglu".
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
@@ -58,10 +63,12 @@ class JaggedMLP(nn.Module):
             raise ValueError(f"dims must be two sizes or more, got {list(dims)}")
         for i, size in enumerate(dims):
             check_size(f"dims[{i}]", size)
-        check_choice("activation", activation, tuple(POINTWISE))
+        check_choice("activation", activation, (*POINTWISE, "swiglu"))
         self.dims, self.activation = list(dims), activation
+        parts = 2 if activation == "swiglu" else 1
         self.layers = nn.ModuleList(
-            nn.Linear(*widths, device=device, dtype=dtype) for widths in zip(dims, dims[1:])
+            nn.Linear(width, parts * out, device=device, dtype=dtype)
+            for width, out in zip(dims, dims[1:])
         )
 
     def reset_parameters(self) -> None:
@@ -84,8 +91,12 @@ class JaggedMLP(nn.Module):
             TypeError, ValueError: x has another type, shape, dtype or device.
         """
         jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
-        end = jagged.end("x")
-        values, activation = entering(jagged.values, end), POINTWISE[self.activation].function
+        end, dtype = jagged.end("x"), node_dtype(jagged.values, list(self.layers))
+        if dtype is not None:
+            return jagged.unwrap(mlp_node(self, jagged.values, end, dtype))
+        values = entering(jagged.values, end)
+        is_gated = self.activation == "swiglu"
+        activation = swiglu if is_gated else POINTWISE[self.activation].function
         # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
         for layer in self.layers:
             values = activation(layer(values))

@@ -21,7 +21,7 @@ from ..containers.jagged import Jagged
 from ..cpu.order import by_length, rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
-from ..functional.tail import cleared, leaving
+from ..functional.tail import cleared, with_zero_tail
 from ..segments import RowSegments, values_are_checkable
 from ..tracing import as_constant
 from .one_node import (
@@ -173,7 +173,7 @@ class _Node(torch.autograd.Function):
         ctx.shape, ctx.dropout = inputs.targets.shape[:-1], call.dropout
         ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
         y = linear(h, out_weight, out_bias)
-        return leaving(torch.unflatten(y, 0, ctx.shape), end)
+        return with_zero_tail(torch.unflatten(y, 0, ctx.shape), end)
 
     @staticmethod
     @differentiable_once

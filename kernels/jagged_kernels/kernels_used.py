@@ -19,7 +19,7 @@ from .attention.select import AttentionProblem, Selection, select
 from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
-from .rows.configs import GATE_BACKWARD, RowsConfig, rows_config
+from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, rows_config
 from .softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
 GPUS = {
@@ -332,17 +332,19 @@ def _softmax_tile(itemsize: int, columns: int) -> str:
 
 
 def rows() -> str:
-    """The section on norms and gates of rows."""
+    """The section on norms, activations and gates of rows."""
     widths = 64, 128, 512, 1024, 4096
     kernels = {"norm, its backward, gate": 16, "backward of the gate": GATE_BACKWARD}
     lines = [
         [name, *(_row_tile(rows_config(width, elements)) for width in widths)]
         for name, elements in kernels.items()
     ]
+    lines.append(["activation", *(_row_tile(activation_config(width)) for width in widths)])
     return f"""## Rows
 
 `jagged_kernels.rows.configs` decides, alike for all GPUs and dtypes. There is one backend,
-`rows/triton_kernels.py`. Rows × columns of a tile, and warps, by the number of columns of a group:
+`rows/triton_kernels.py` and, of activations, `rows/activation_kernels.py`. Rows × columns of a
+tile, and warps, by the number of columns of a group:
 
 {table(["kernel", *map(str, widths)], lines)}
 """

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .activations import activated
 from .arithmetic import KERNELS, splits_sums
 from .bound import Bound, Bounds
 
@@ -80,6 +81,18 @@ def gate_linear_backward(
     bounds = dict(du=du.rounded(a.dtype), da=da.rounded(a.dtype))
     bounds |= dict(dweight=(dnormed * xhat).sum(0), dprojection=grad.mT @ gated)
     return bounds if bias is None else bounds | dict(dbias=dnormed.sum(0))
+
+
+def activation(x: Tensor, dy: Tensor, name: str, gated: bool) -> Bounds:
+    """Bounds of act(x), or of act(x₁) · x₂ with `gated`, and for its gradient dy of "dx" and of
+    "sums", of its rows."""
+    width, grad = dy.shape[1], Bound.exact(dy)
+    act, dact = activated(Bound.exact(x[:, :width]), name)
+    dx, y = grad * dact, act
+    if gated:
+        gate = Bound.exact(x[:, width:])
+        y, dx = act * gate, _joined(grad * gate * dact, grad * act)
+    return dict(out=y.rounded(x.dtype), dx=dx.rounded(x.dtype), sums=dx.sum(0))
 
 
 def _affine(xhat: Bound, weight: Tensor, bias: Tensor | None) -> Bound:

@@ -32,7 +32,7 @@ from .fixtures.packed import (
 )
 from .fixtures.packed_gradients import check_packed_gradients
 from .fixtures.pages import check_compiled_pages, check_pages
-from .fixtures.rows import check_gate, check_row_norm
+from .fixtures.rows import check_activation_of_rows, check_end, check_gate, check_row_norm
 from .fixtures.tile_list import (
     check_grouped_tiles,
     check_random_tiles,

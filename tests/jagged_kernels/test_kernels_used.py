@@ -33,6 +33,7 @@ def test_the_page_is_up_to_date():
         ),
         ("Jagged softmax", "| fp32 | 64×16 | 64×16 | 64×32 | 64×32 |"),
         ("Rows", "| backward of the gate | 4×64, 1 | 2×128, 1 | 1×512, 2 | "),
+        ("Rows", "| activation | 32×64, 4 | 16×128, 4 | 8×256, 4 | "),
     ],
 )
 def test_every_operator_has_its_section(section, row):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accuracy.rows import Norm
 
-from .fixtures.rows import by_width
+from .fixtures.rows import ACTIVATIONS, by_width
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -21,6 +21,20 @@ def test_row_norm(check_row_norm, record_cell, width, norm, dtypes):
     record_cell("row_norm", dtypes[0], (width,), str(dtypes[1]))
     for rows in ROWS:
         check_row_norm(rows, width, norm, dtypes, "cuda", residual=rows != 37)
+
+
+@by_width
+def test_rows_behind_the_end(check_end, width, norm):
+    for rows in (0, 1, 3000):
+        check_end(rows, width, norm, (FP32, BF16), "cuda")
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("name, gated", ACTIVATIONS)
+def test_activation(check_activation_of_rows, record_cell, name, gated, dtype):
+    for rows, width in ((1, 64), (37, 27), (3000, 100), (20_000, 512)):
+        record_cell("activation", dtype, (width,), "gated" if gated else "")
+        check_activation_of_rows(rows, width, dtype, "cuda", name, gated)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from jagged_modules import segments
 from jagged_modules.containers import schedules
 
 
@@ -14,6 +15,13 @@ def conversions(request, monkeypatch):
         pytest.importorskip("fbgemm_gpu")
     else:
         monkeypatch.delitem(sys.modules, "fbgemm_gpu", raising=False)
+
+
+@pytest.fixture
+def only_the_device_knows(monkeypatch):
+    """Calls take the path of CUDA tensors whose offsets the host has not seen."""
+    monkeypatch.setattr(segments, "values_are_checkable", lambda x: False)
+    monkeypatch.setattr(segments.Segmentation, "lengths_on_host", lambda *_: None)
 
 
 class Builds(list):

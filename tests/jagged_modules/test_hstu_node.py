@@ -1,9 +1,13 @@
 """HSTULayer as one autograd node: its mathematics, with stages in plain torch on the CPU in fp64,
 equals that of the modules."""
 
+import dataclasses
+
 import pytest
 import torch
 from row_stages import STAGES, attention_arguments, kept
+from tails import check as check_tail
+from tails import layer_case
 from torch import nn
 
 import jagged_modules as jm
@@ -144,3 +148,15 @@ def test_cached_and_scored_rows(as_node, offsets_of):
     node, modules = call(False), call(True)
     for own, expected in zip(node, modules, strict=True):
         torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids="-".join)
+@pytest.mark.parametrize("name", ["HSTULayer", "HSTUStack"])
+def test_rows_behind_the_end(as_node, only_the_device_knows, name, recompute):
+    """NaN in them, and in their gradients, reaches nothing."""
+    layer, case = layer_case(name, dtype=torch.float64)
+    for module in layer.modules():
+        if isinstance(module, jm.HSTULayer):
+            module.calls_modules = False
+            module.config = dataclasses.replace(module.config, recompute=recompute)
+    check_tail(case, case.call, torch.float64, parameters=layer.parameters())

@@ -5,6 +5,8 @@ import copy
 
 import pytest
 import torch
+from row_stages import cleared, normed
+from tails import check, layer_case
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,9 +15,10 @@ pytest.importorskip("triton")
 from jagged_kernels.block_attention import op as block_op
 
 import jagged_modules as jm
+from jagged_modules.activations import POINTWISE, swiglu
 from jagged_modules.functional import block_attention
 from jagged_modules.layers import block_attention as block_layer
-from jagged_modules.layers import block_attention_node, gdpa_node, one_node, target_node
+from jagged_modules.layers import block_attention_node, gdpa_node, mlp_node, one_node, target_node
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -44,15 +47,39 @@ def block_gradient(do, qkv, *arguments):
     return torch.autograd.grad(out, qkv, do)[0]
 
 
-def rms_norm(x, weight, eps, dtype):
-    rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + torch.finfo(x.dtype).eps)
-    return x * rstd * weight, rstd
+def rms_norm(x, weight, eps, dtype, groups, end, columns=0):
+    x = cleared(x, end)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    rstd = torch.rsqrt(x.unflatten(1, (groups, -1)).square().mean(2) + eps)
+    return normed(x, weight, None, eps, groups, True), rstd
 
 
-def rms_norm_gradients(dy, x, weight, rstd, residual):
-    normed, wide = x * rstd, dy * weight
-    dx = rstd * (wide - normed * (wide * normed).mean(1, keepdim=True))
-    return dx + residual, (dy * normed).sum(0)
+def rms_norm_gradients(dy, x, weight, rstd, residual, end):
+    dy, x = cleared(dy, end), cleared(x, end)
+    xhat, wide = (x.unflatten(1, (rstd.shape[1], -1)) for x in (x, dy * weight))
+    xhat = xhat * rstd.unsqueeze(2)
+    dx = rstd.unsqueeze(2) * (wide - xhat * (wide * xhat).mean(2, keepdim=True))
+    return dx.flatten(1) + cleared(residual, end), (dy * xhat.flatten(1)).sum(0)
+
+
+def normed_columns_gradients(grads, x, weight, rstd):
+    dy = grads[:, : x.shape[1]]
+    dx, dweight = rms_norm_gradients(dy, x, weight, rstd, torch.zeros_like(x), None)
+    dy.copy_(dx)
+    return dweight
+
+
+def activated(z, activation, gated):
+    assert not gated or activation == "silu"
+    return swiglu(z) if gated else POINTWISE[activation].function(z)
+
+
+def activation_gradients(dy, z, activation, gated, end):
+    dy, z = cleared(dy, end), cleared(z, end)
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        (dz,) = torch.autograd.grad(activated(z, activation, gated), z, dy)
+    return dz, dz.sum(0)
 
 
 @pytest.fixture
@@ -79,11 +106,15 @@ def nodes(monkeypatch):
     replace(block_layer, "runs_kernels", lambda *_: True)
     replace(gdpa_node, "rms_norm", rms_norm)
     replace(gdpa_node, "rms_norm_gradients", rms_norm_gradients)
+    replace(gdpa_node, "normed_columns_gradients", normed_columns_gradients)
+    replace(mlp_node, "activated", activated)
+    replace(mlp_node, "activation_gradients", activation_gradients)
     replace(block_op, "packed_forward", block_forward)
     replace(block_op, "packed_backward", block_gradient)
     counted(gdpa_node._Node)
     counted(block_attention_node._Node)
     counted(target_node._Node)
+    counted(mlp_node._Node)
     return calls
 
 
@@ -154,6 +185,9 @@ CASES = {
     "grouped": lambda: Case(gdpa(jm.GDPABlock, num_kv_heads=2, output_scale=0.3, scale=-0.5)),
     "wide": lambda: Case(gdpa(head_dim=10)),
     "context": lambda: Case(gdpa(num_kv_heads=1), context=True),
+    "qk-norm": lambda: Case(gdpa(num_kv_heads=2, qk_norm=True)),
+    "block-qk-norm": lambda: Case(gdpa(jm.GDPABlock, "softmax", qk_norm=True)),
+    "context-qk-norm": lambda: Case(gdpa(num_kv_heads=2, qk_norm=True), context=True),
     "block-context": lambda: Case(gdpa(jm.GDPABlock, "silu"), context=True),
     "weights": lambda: Case(gdpa(num_weights=7)),
     "block-weights": lambda: Case(gdpa(jm.GDPABlock, "softmax", num_weights=7, num_kv_heads=2)),
@@ -164,6 +198,8 @@ CASES = {
     "candidates": lambda: TargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
     "grouped-candidates": lambda: TargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
     "rotated-values": lambda: Case(blocks("qkv")),
+    "mlp": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 13, 5], "gelu")),
+    "swiglu": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 5], "swiglu")),
 }
 
 
@@ -184,7 +220,17 @@ def test_results_and_gradients_are_those_of_the_modules(nodes, name):
     assert len(nodes) == 1
 
 
-FROZEN = ["block", "block-context", "block-weights", "rotary", "candidates"]
+FROZEN = [
+    "block",
+    "block-qk-norm",
+    "context-qk-norm",
+    "block-context",
+    "block-weights",
+    "rotary",
+    "candidates",
+    "mlp",
+    "swiglu",
+]
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -193,7 +239,8 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
     whole = case.results(case.layer)
     names = ["x", "context"][: len(case.inputs)]
     names += [name for name, _ in case.layer.named_parameters()]
-    halves = names[::2], names[1::2], [x for x in names if "out_proj" not in x]
+    of_output = [x for x in names if "out_proj" in x] or names[-2:]
+    halves = names[::2], names[1::2], [x for x in names if x not in of_output]
     for frozen in (*([x] for x in names), *halves):
         gradients = dict(zip(names, case.results(case.layer, frozen=frozen)[1:]))
         for key, expected in zip(names, whole[1:]):
@@ -234,13 +281,13 @@ def test_dropout(nodes, activation, probability):
     torch.testing.assert_close(case.results(case.layer), in_modules(case))
 
 
-@pytest.mark.parametrize("name", ["layer", "block", "rotary"])
+@pytest.mark.parametrize("name", ["layer", "block", "rotary", "mlp"])
 def test_no_rows(nodes, name):
     case = CASES[name]()
     x = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
     out = case.layer((x, torch.zeros(3, dtype=torch.long)))[0]
     out.sum().backward()
-    assert out.shape == x.grad.shape == (0, WIDTH)
+    assert out.shape[0] == 0 and x.grad.shape == (0, WIDTH)
     assert all(not parameter.grad.any() for parameter in case.layer.parameters())
     assert len(nodes) == 1
 
@@ -273,6 +320,7 @@ def replaced(layer, name):
         ("block", lambda layer: nn.utils.parametrizations.weight_norm(layer.attention.out_proj), 0),
         ("rotary", lambda layer: replaced(layer, "qkv_proj"), 0),
         ("rotary", lambda layer: setattr(layer.out_proj, "bias", None), 0),
+        ("mlp", lambda layer: replaced(layer, "layers.1"), 0),
     ],
 )
 def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
@@ -285,8 +333,8 @@ def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
 
 @pytest.mark.parametrize(
     "make",
-    [gdpa(qk_norm=True), gdpa(num_seeds=2), gdpa(activation="softmax", scale=-0.5)],
-    ids=["qk-norm", "seeds", "negative-scale"],
+    [gdpa(qk_norm=True, num_weights=3), gdpa(num_seeds=2), gdpa(activation="softmax", scale=-0.5)],
+    ids=["normed-weights", "seeds", "negative-scale"],
 )
 def test_options_that_no_node_computes(nodes, make):
     case = Case(make)
@@ -308,3 +356,23 @@ def test_a_bias_gradient_from_the_weights_gemm(wanted, frees_x):
         else:
             torch.testing.assert_close(grad, expected)
             assert grad.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "JaggedGDPA",
+        "JaggedGDPA-context",
+        "JaggedGDPA-weights",
+        "GDPABlock",
+        "BlockDiagonalSelfAttention",
+        "JaggedMLP",
+        "JaggedTargetAttention",
+        "JaggedTargetAttention-candidates",
+    ],
+)
+def test_rows_behind_the_end(nodes, only_the_device_knows, name):
+    """NaN in them, and in their gradients, reaches nothing."""
+    layer, case = layer_case(name, dtype=torch.float64)
+    check(case, case.call, torch.float64, parameters=layer.parameters())
+    assert len(nodes) == 2

@@ -9,13 +9,14 @@ import torch
 from marks import slow_after
 
 import jagged_modules as jm
-from jagged_modules.layers import block_attention_node, gdpa_node, one_node, target_node
+from jagged_modules.layers import block_attention_node, gdpa_node, mlp_node, one_node, target_node
 
 pytestmark = pytest.mark.gpu
 LENGTHS, CONTEXTS = [70, 0, 1, 300, 129, 64], [40, 5, 200, 0, 64, 33]
 # Roundings of one element, of operands and of results, on the way from an input to a gradient:
-# x, norm, q, k, scores, P, h, y, dy, dh, dP, dS, dq, dn, and those of two weights.
-ROUNDINGS = 16
+# x, norm, q, k, scores, P, h, y, dy, dh, dP, dS, dq, dn, those of two weights, and of q and dq
+# once more with norms.
+ROUNDINGS = 18
 WORKSPACE = 48 * 2**20  # bytes, of a GEMM
 CAUSAL = jm.AttentionMask(causal=True)
 LAYERS = {
@@ -28,6 +29,9 @@ LAYERS = {
     ),
     "blocks": lambda width, heads: jm.BlockDiagonalSelfAttention(width, heads),
     "targets": lambda width, heads: jm.JaggedTargetAttention(width, heads),
+    "qk-norm": lambda width, heads: jm.JaggedGDPA(width, heads, config=jm.GDPAConfig(qk_norm=True)),
+    "mlp": lambda width, heads: jm.JaggedMLP([width, 2 * width, width], "gelu"),
+    "swiglu": lambda width, heads: jm.JaggedMLP([width, 2 * width, width], "swiglu"),
 }
 SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
 
@@ -36,7 +40,8 @@ SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
 def nodes(monkeypatch):
     """The calls of nodes."""
     calls = []
-    for node in (gdpa_node._Node, block_attention_node._Node, target_node._Node):
+    for module in (gdpa_node, block_attention_node, target_node, mlp_node):
+        node = module._Node
 
         def forward(ctx, *inputs, original=node.forward):
             calls.append(original)
@@ -110,7 +115,7 @@ def test_results_and_gradients(nodes, name, width, heads, precision):
     actual = case.results(case.layer, enabled=precision == "autocast")
     assert len(nodes) == 1
     operands = torch.bfloat16 if precision == "autocast" else dtype
-    has_residual = name not in ("gdpa", "blocks", "targets")
+    has_residual = name not in ("gdpa", "qk-norm", "blocks", "targets", "mlp", "swiglu")
     assert actual[0].dtype == (dtype if has_residual else operands)
     assert all(x.dtype == dtype for x in actual[1:])
     assert_rounded(actual, case.results(case.exact, enabled=False), operands, sum(LENGTHS))
@@ -140,7 +145,7 @@ def test_it_takes_no_more_memory_and_launches_than_the_modules(name):
     assert launches <= launches_of_modules
 
 
-@pytest.mark.parametrize("name", ["block", "softmax", "context", "weights", "blocks", "targets"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "gdpa"])
 def test_compiled(name):
     """One graph for all lengths, with the results of the node."""
     torch._dynamo.reset()
@@ -160,7 +165,7 @@ def test_compiled(name):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("name", ["block", "context", "blocks", "targets"])
+@pytest.mark.parametrize("name", ["block", "context", "blocks", "targets", "swiglu"])
 def test_in_a_cuda_graph(name):
     case = Case(name)
     inputs = [x.cuda() for x in case.inputs]
@@ -190,7 +195,7 @@ def test_in_a_cuda_graph(name):
     assert_rounded(captured, step(), torch.bfloat16, sum(LENGTHS))
 
 
-@pytest.mark.parametrize("name", ["block", "blocks"])
+@pytest.mark.parametrize("name", ["gdpa", "block", "blocks", "qk-norm", "swiglu"])
 def test_no_synchronisation_and_rows_behind_the_end(name):
     """A NaN behind the last segment reaches nothing."""
     case = Case(name)

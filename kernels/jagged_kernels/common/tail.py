@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .autograd import refuse_derivative
 from .configs import padded_dim
 from .device import aligned_strides, cdiv, contiguous_last_dim, device_properties
-from .ops import on_the_tensors_device
+from .ops import direct, on_the_tensors_device, operator
 from .ptxas import safe_ptxas
 
 BLOCK = 2048  # elements that a program writes at a time
@@ -98,7 +99,10 @@ def kept_rows(
     x: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None, extra: int = 0
 ) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
-    given. extra: columns behind those of x `[rows, columns]`, with 1, 0, 0, ..."""
+    given; without offsets and extra, x in this dtype. extra: columns behind those of x
+    `[rows, columns]`, with 1, 0, 0, ..."""
+    if offsets is None and not extra:
+        return x.to(dtype)
     shape = (x.shape[0], x.shape[1] + extra) if extra else x.shape
     out = x.new_empty(shape, dtype=dtype)
     if x.numel() == 0:
@@ -120,3 +124,18 @@ zero_tails_on_device, kept_rows_on_device = (
     on_the_tensors_device(zero_tails),
     on_the_tensors_device(kept_rows),
 )
+
+
+@operator("zero_tail", lambda x, offsets: None, "(Tensor(a!) x, Tensor offsets) -> ()")
+def triton_zero_tail(x: Tensor, offsets: Tensor) -> None:
+    """`zero_tails` of one tensor, for graphs."""
+    zero_tails((x, offsets))
+
+
+def zero_tail(x: Tensor, offsets: Tensor) -> None:
+    """Write 0 to the rows from offsets[-1] on, below autograd: of a contiguous `[rows, ...]` that
+    the caller has just computed."""
+    direct(triton_zero_tail, (x, offsets), (x,))(x, offsets)
+
+
+refuse_derivative(triton_zero_tail, "zero_tail has no derivative: its caller has one")

@@ -39,3 +39,10 @@ def rows_config(width: int, elements: int = 16) -> RowsConfig:
     block = padded_dim(width)
     num_warps = max(1, block // (32 * elements))
     return RowsConfig(num_warps * 32 * elements // block, block, num_warps)
+
+
+def activation_config(width: int) -> RowsConfig:
+    """Launch configuration for activations of `width` columns: a warp's loads are of one row, or of
+    as many as it takes."""
+    block = min(padded_dim(width), 256)
+    return RowsConfig(2048 // block, block, 4)

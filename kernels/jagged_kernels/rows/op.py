@@ -11,6 +11,9 @@ A norm is over each of `groups` equal groups of a row's columns; w and b have a 
 column. Arithmetic is fp32 and each result is rounded once. Gradients of w and b are sums over a
 fixed number of programs, then over these: two runs give the same bits.
 
+`end` are offsets `[B + 1]`, of which the last one is the number of rows: those behind it are not
+read, their results are 0, and no sum has them. None: all are rows.
+
 Dropout multiplies each element by 0 or by 1 / (1 - p), as a hash of the seed, its row and its
 column says (Philox). So nothing is stored for the backward, and the seed, which is on the device,
 may change between replays of a CUDA graph. p is rounded to a multiple of 2^-21.
@@ -26,6 +29,7 @@ from torch import Tensor
 from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties
 from ..common.ops import operator
+from ..common.tail import kept_rows
 from .configs import GATE_BACKWARD, RowsConfig, rows_config
 from .triton_kernels import (
     RANDOM_NUMBERS,
@@ -45,7 +49,9 @@ def _statistics_fake(x: Tensor, groups: int, rms: bool) -> tuple[Tensor, Tensor]
     return x.new_empty(0, dtype=torch.float32) if rms else torch.empty_like(rstd), rstd
 
 
-def _row_norm_fake(x, weight, bias, dtype, eps, groups=1, rms=False, columns=0):
+def _row_norm_fake(
+    x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, after=None
+):
     y = x.new_empty((x.shape[0], x.shape[1] + columns), dtype=dtype)
     return y, *_statistics_fake(x, groups, rms)
 
@@ -60,6 +66,8 @@ def triton_row_norm(
     groups: int = 1,
     rms: bool = False,
     columns: int = 0,
+    end: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Layer norm, or root mean square norm, of each row.
 
@@ -69,6 +77,9 @@ def triton_row_norm(
         dtype: of the result.
         groups: number of groups of W / groups columns, at most 4096 each.
         columns: columns behind y with 1, 0, 0, ...; a power of two or 0 (see `BIAS_COLUMNS`).
+        end: integers `[B + 1]`, see above.
+        after: not read. A backward that computes y again gives its gradient: torch.compile merges
+            equal calls, and would keep y instead.
 
     Returns:
         y `[L, W + columns]`, and mean and rstd `[L, groups]` fp32; with rms, mean is `[0]`.
@@ -78,13 +89,17 @@ def triton_row_norm(
     if x.numel():
         launch = _Launch.of(x.shape[1], (eps, groups, rms), x)
         row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), groups)](
-            x, weight, _contiguous(bias), y, None if rms else mean, rstd, x.shape[0],
-            *launch.strides(x), EXTRA=columns, **launch.constants(),
+            x, weight, _contiguous(bias), end, y, None if rms else mean, rstd, x.shape[0],
+            _num_segments(end), *launch.strides(x), EXTRA=columns, **launch.constants(),
         )  # fmt: skip
     return y, mean, rstd
 
 
-def _row_norm_backward_fake(dy, x, mean, rstd, weight, residual, eps, rms=False):
+def _num_segments(end: Tensor | None) -> int:
+    return 0 if end is None else end.shape[0] - 1
+
+
+def _row_norm_backward_fake(dy, x, mean, rstd, weight, residual, eps, rms=False, end=None):
     sums = x.new_empty((2, x.shape[1]), dtype=torch.float32)
     return x.new_empty(x.shape), sums
 
@@ -99,32 +114,87 @@ def triton_row_norm_backward(
     residual: Tensor | None,
     eps: float,
     rms: bool = False,
+    end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `triton_row_norm`.
 
     Args:
-        dy: `[L, W]`, gradient of y. x, weight, eps, rms: the forward's. mean, rstd: its results.
+        dy: `[L, W]`, gradient of y. x, weight, eps, rms, end: the forward's. mean, rstd: its
+            results.
         residual: `[L, W]`, added to the gradient of x.
 
     Returns:
         dx `[L, W]` in x's dtype, and `[2, W]` fp32, the gradients of weight and bias.
     """
-    dy, x, weight = contiguous_last_dim(dy), contiguous_last_dim(x), weight.contiguous()
-    residual = None if residual is None else contiguous_last_dim(residual)
-    dx, (rows, width), groups = x.new_empty(x.shape), x.shape, rstd.shape[1]
+    dx = x.new_empty(x.shape)
+    sums = _write_norm_gradients(dx, dy, x, (mean, rstd), weight, residual, eps, rms, end)
+    return dx, sums
+
+
+def _packed_fake(grads, column, x, mean, rstd, weight, eps, rms=False):
+    return x.new_empty((2, x.shape[1]), dtype=torch.float32)
+
+
+@operator(
+    "row_norm_packed_backward",
+    _packed_fake,
+    "(Tensor(a!) grads, SymInt column, Tensor x, Tensor mean, Tensor rstd, Tensor weight,"
+    " float eps, bool rms=False) -> Tensor",
+)
+def triton_row_norm_packed_backward(
+    grads: Tensor,
+    column: int,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    eps: float,
+    rms: bool = False,
+) -> Tensor:
+    """`triton_row_norm_backward` that replaces dy, in columns of the gradient of a packed
+    projection, by dx.
+
+    Args:
+        grads: `[L, P]`. column: the first of the W columns with dy.
+        x, mean, rstd, weight, eps, rms: as in `triton_row_norm_backward`; x has the dtype of grads.
+
+    Returns:
+        `[2, W]` fp32, the gradients of weight and bias.
+    """
+    dy = grads[:, column : column + x.shape[1]]
+    return _write_norm_gradients(dy, dy, x, (mean, rstd), weight, None, eps, rms, None)
+
+
+def _write_norm_gradients(
+    dx: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    weight: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    rms: bool,
+    end: Tensor | None,
+) -> Tensor:
+    """Write dx, which may be dy. Returns the gradients of weight and bias."""
+    (rows, width), (mean, rstd) = x.shape, statistics
     if dx.numel() == 0:
-        return dx, x.new_zeros((2, width), dtype=torch.float32)
-    strided = [tensor for tensor in (dy, x, residual) if tensor is not None]
+        return x.new_zeros((2, width), dtype=torch.float32)
+    dy, x = contiguous_last_dim(dy), contiguous_last_dim(x)
+    residual = None if residual is None else contiguous_last_dim(residual)
+    strided = [tensor for tensor in (dy, x, dx, residual) if tensor is not None]
+    groups = rstd.shape[1]
     launch = _Launch.of(width, (eps, groups, rms), *strided)
     programs = launch.programs(rows, groups, x.device)
     sums = _partial_sums(x, programs, rms)
     tensors = NormBackward(
-        dy, x, None if rms else mean, rstd, weight, residual, dx, sums[0], None if rms else sums[1]
-    )
+        dy, x, None if rms else mean, rstd, weight.contiguous(), residual, end, dx,
+        sums[0], None if rms else sums[1],
+    )  # fmt: skip
     row_norm_bwd_kernel[(programs, groups)](
-        tensors, rows, launch.strides(*strided), **launch.constants()
+        tensors, rows, _num_segments(end), launch.strides(*strided), **launch.constants()
     )
-    return dx, sums.sum(1)
+    return sums.sum(1)
 
 
 def _gate_fake(u, a, weight, bias, seed, dropout, eps, groups=1, rms=False):
@@ -167,8 +237,9 @@ def triton_gate(
 
 
 def _gate_linear_backward_fake(
-    dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns, needs
-):
+    dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns, needs,
+    end=None,
+):  # fmt: skip
     _, a, _, _ = operands
     rows, width = a.shape
     dprojection = projection.new_empty(projection.shape if needs else 0, dtype=torch.float32)
@@ -190,6 +261,7 @@ def triton_gate_linear_backward(
     rms: bool,
     columns: int,
     needs_projection: bool,
+    end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of out = `triton_gate(u, a, ...)` @ projectionᵀ.
 
@@ -204,6 +276,7 @@ def triton_gate_linear_backward(
         projection: `[E, 3 W]` in a's dtype.
         columns: columns of the first result behind du, with any content.
         needs_projection: compute the gradient of the projection.
+        end: of the rows of dout. u and a are finite behind it.
 
     Returns:
         `[L, W + columns]` with du in its first columns and da `[L, W]`, both in a's dtype; fp32
@@ -219,7 +292,7 @@ def triton_gate_linear_backward(
         return grads, da, sums.zero_(), dprojection.zero_()
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    dout = dout.to(a.dtype)
+    dout = kept_rows(dout, end, a.dtype)
     behind = grads[:, width : 4 * width]
     dgated = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
     torch.mm(dout, projection, out=dgated)
@@ -294,21 +367,21 @@ def _threshold(dropout: float) -> int:
 
 class _RowNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False, columns=0):
+    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, _=None):
         with below_autograd():
-            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, eps, groups, rms, columns)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, eps, groups, rms, columns, end)
+        ctx.save_for_backward(x, weight, bias, mean, rstd, end)
         ctx.eps, ctx.rms = eps, rms
         ctx.mark_non_differentiable(mean, rstd)
         return y, mean, rstd
 
     @staticmethod
     def backward(ctx, dy, _dmean, _drstd):
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, mean, rstd, end = ctx.saved_tensors
         dy = dy[:, : x.shape[1]]
-        dx, sums = triton_row_norm_backward(dy, x, mean, rstd, weight, None, ctx.eps, ctx.rms)
+        dx, sums = triton_row_norm_backward(dy, x, mean, rstd, weight, None, ctx.eps, ctx.rms, end)
         dbias = None if bias is None else sums[1].to(bias.dtype)
-        return dx, sums[0].to(weight.dtype), dbias, *(None,) * 5
+        return dx, sums[0].to(weight.dtype), dbias, *(None,) * 7
 
 
 differentiate(triton_row_norm, _RowNorm.apply)
@@ -317,6 +390,7 @@ refuse_derivative(
 )
 for _name, _backward in (
     ("row_norm", triton_row_norm_backward),
+    ("row_norm", triton_row_norm_packed_backward),
     ("gate", triton_gate_linear_backward),
 ):
     refuse_derivative(

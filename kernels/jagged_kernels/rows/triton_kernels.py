@@ -32,7 +32,7 @@ class Options(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """Operands and results of `row_norm_bwd_kernel`. residual and dbias may be None."""
+    """Operands and results of `row_norm_bwd_kernel`. residual, end and dbias may be None."""
 
     dy: tl.tensor
     x: tl.tensor
@@ -40,6 +40,7 @@ class NormBackward(NamedTuple):
     rstd: tl.tensor
     weight: tl.tensor
     residual: tl.tensor
+    end: tl.tensor
     dx: tl.tensor
     dweight: tl.tensor
     dbias: tl.tensor
@@ -87,6 +88,15 @@ def _tile(index, num_rows, OPTIONS: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     exist = rows < num_rows
     return Tile(rows, exist, columns, exist[:, None] & (columns < DIM)[None, :])
+
+
+@triton.jit
+def _before_end(tile, end_ptr, num_segments):
+    """The tile without the rows from the last of the offsets at end_ptr on."""
+    if end_ptr is not None:
+        exist = tile.exist & (tile.rows < tl.load(end_ptr + num_segments))
+        tile = Tile(tile.rows, exist, tile.columns, tile.mask & exist[:, None])
+    return tile
 
 
 @triton.jit
@@ -166,24 +176,28 @@ def _store_sums(ptr, x, first, DIM: tl.constexpr):
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_rows", "stride_x"])
+@triton.jit(do_not_specialize=["num_rows", "num_segments", "stride_x"])
 def row_norm_fwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, num_rows, stride_x,
-    EXTRA: tl.constexpr, OPTIONS: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, end_ptr, y_ptr, mean_ptr, rstd_ptr, num_rows, num_segments,
+    stride_x, EXTRA: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x) · weight + bias, and the statistics of each row and group. The stride is in units
-    of `align` elements (see `aligned_strides`); y is contiguous, with EXTRA columns behind its own.
+    """y = norm(x) · weight + bias, and the statistics of each row and group; y = 0 in rows behind
+    the end. The stride is in units of `align` elements (see `aligned_strides`); y is contiguous,
+    with EXTRA columns behind its own.
     Grid: tiles, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     tile = _tile(tl.program_id(0), num_rows, OPTIONS)
+    read = _before_end(tile, end_ptr, num_segments)
     first = tl.program_id(1) * DIM
-    x = _load(x_ptr, stride_x * ALIGN, tile, first)
-    mean, rstd = _statistics(x, tile, OPTIONS)
+    x = _load(x_ptr, stride_x * ALIGN, read, first)
+    mean, rstd = _statistics(x, read, OPTIONS)
     y = (x - mean[:, None]) * rstd[:, None]
     y *= _of_columns(weight_ptr, tile, first, DIM)[None, :]
     if bias_ptr is not None:
         y += _of_columns(bias_ptr, tile, first, DIM)[None, :]
+    if end_ptr is not None:
+        y = tl.where(read.mask, y, 0.0)
     width = tl.num_programs(1) * DIM
     _store(y_ptr, width + EXTRA, tile, first, y)
     if EXTRA > 0:
@@ -195,11 +209,11 @@ def row_norm_fwd_kernel(
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_rows"])
-def row_norm_bwd_kernel(tensors, num_rows, strides, OPTIONS: tl.constexpr):
-    """dx, plus the residual's gradient, and partial sums of the gradients of weight and bias.
-    tensors: NormBackward. strides: of dy, x and the residual, in units of `align` elements. Grid:
-    programs, groups."""
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def row_norm_bwd_kernel(tensors, num_rows, num_segments, strides, OPTIONS: tl.constexpr):
+    """dx, plus the residual's gradient, and partial sums of the gradients of weight and bias. Rows
+    behind the end are 0. tensors: NormBackward; dx may be dy. strides: of dy, x, dx and the
+    residual, in units of `align` elements. Grid: programs, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
@@ -209,14 +223,16 @@ def row_norm_bwd_kernel(tensors, num_rows, strides, OPTIONS: tl.constexpr):
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = _tile(index, num_rows, OPTIONS)
-        dy = _load(tensors.dy, strides[0] * ALIGN, tile, first)
-        x = _load(tensors.x, strides[1] * ALIGN, tile, first)
-        xhat, rstd = _normed(x, tensors.mean, tensors.rstd, tile)
+        read = _before_end(tile, tensors.end, num_segments)
+        dy = _load(tensors.dy, strides[0] * ALIGN, read, first)
+        x = _load(tensors.x, strides[1] * ALIGN, read, first)
+        xhat, rstd = _normed(x, tensors.mean, tensors.rstd, read)
         weight = _of_columns(tensors.weight, tile, first, DIM)
         dx = _norm_gradient(dy * weight[None, :], xhat, rstd, OPTIONS)
         if tensors.residual is not None:
-            dx += _load(tensors.residual, strides[2] * ALIGN, tile, first)
-        _store(tensors.dx, tl.num_programs(1) * DIM, tile, first, dx)
+            dx += _load(tensors.residual, strides[3] * ALIGN, read, first)
+        tl.debug_barrier()  # all threads have read the elements of dy that dx may replace
+        _store(tensors.dx, strides[2] * ALIGN, tile, first, dx)
         dweight += dy * xhat
         dbias += dy
     _store_sums(tensors.dweight, dweight, first, DIM)

@@ -7,8 +7,10 @@ from marks import slow_after
 
 pytest.importorskip("triton")
 
+from jagged_kernels.common.activations import activation_function
+from jagged_kernels.rows import activation_kernels as activations
 from jagged_kernels.rows import triton_kernels as rows
-from jagged_kernels.rows.configs import GATE_BACKWARD, rows_config
+from jagged_kernels.rows.configs import GATE_BACKWARD, activation_config, rows_config
 
 from ..sass import spilled_bytes
 from .ahead_of_time import compile_for
@@ -21,13 +23,13 @@ def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=
     config = rows_config(dim, *[GATE_BACKWARD] * (kernel is rows.gate_bwd_kernel))
     options = rows.Options(dim, rms, 1e-6, align, config.rows, config.block)
     absent = {"mean", "bias", "dbias"} if rms else set()
-    absent |= set() if dropout else {"seed"}
+    absent |= set() if dropout else {"seed", "end"}
     of_rows = {"x", "residual", "dx"}
 
     def pointer(name):
         if name in absent:
             return "constexpr"
-        if name == "seed":
+        if name in ("seed", "end"):
             return "*i64"
         return "*fp32" if name in FP32 | of_rows else f"*{dtype}"
 
@@ -36,7 +38,7 @@ def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=
         gate_fwd_kernel=dict(tensors=rows.Gate),
         gate_bwd_kernel=dict(tensors=rows.Gate, grads=rows.GateGradients),
     ).get(kernel.__name__, {})
-    strides = dict(row_norm_bwd_kernel=3, gate_fwd_kernel=2, gate_bwd_kernel=4)
+    strides = dict(row_norm_bwd_kernel=4, gate_fwd_kernel=2, gate_bwd_kernel=5)
 
     def type_of(arg):
         if arg in tuples:
@@ -45,7 +47,7 @@ def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=
             return ("i32",) * strides[kernel.__name__]
         return pointer(arg.removesuffix("_ptr")) if arg.endswith("_ptr") else None
 
-    constants = dict(OPTIONS=options, RECOMPUTE=recompute)
+    constants = dict(OPTIONS=options, RECOMPUTE=recompute, EXTRA=32)
     constants |= {f"{name}_ptr": None for name in absent}
     aligned = [x for x in kernel.arg_names if x.endswith("_ptr") and x not in constants]
     return compile_for(
@@ -83,3 +85,40 @@ def test_other_widths_compile(kernel, dim):
             90, kernel, "bf16", dim, dropout=dropout, align=align, recompute=recompute
         )
         assert spilled_bytes(compiled.asm["cubin"]) <= 64
+
+
+def compile_activation(capability, kernel, dtype, width, name="silu", gated=True, align=8):
+    config = activation_config(width)
+    options = activations.ActivationOptions(width, gated, align, config.rows, config.block)
+    types = dict(sums="*fp32", end="*i64")
+
+    def type_of(arg):
+        if arg == "tensors":
+            tensors = activations.ActivationBackward
+            return tensors(*(types.get(field, f"*{dtype}") for field in tensors._fields))
+        if arg == "strides":
+            return ("i32",) * (3 if kernel is activations.activation_bwd_kernel else 2)
+        return f"*{dtype}" if arg.endswith("_ptr") else None
+
+    constants = dict(ACTIVATION=activation_function(name, False), OPTIONS=options)
+    pointers = [x for x in kernel.arg_names if x.endswith("_ptr") or x == "tensors"]
+    return compile_for(capability, kernel, constants, type_of, pointers, num_warps=config.num_warps)
+
+
+@pytest.mark.parametrize("capability", [90, 80, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "kernel",
+    [activations.activation_fwd_kernel, activations.activation_bwd_kernel],
+    ids=lambda kernel: kernel.__name__,
+)
+def test_activations_compile(kernel, dtype, capability):
+    for name, gated, width, align in (
+        ("silu", True, 512, 8),
+        ("gelu", False, 512, 8),
+        ("gelu_taylor", False, 27, 1),
+    ):
+        compiled = compile_activation(capability, kernel, dtype, width, name, gated, align)
+        assert spilled_bytes(compiled.asm["cubin"]) == 0
+        accesses = set(re.findall(r"(ld|st)\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"]))
+        assert accesses == ({"ld", "st"} if align == 8 else set())

@@ -1,11 +1,15 @@
 """HSTULayer as one autograd node on its kernels, in Triton's interpreter."""
 
 import functools
+import itertools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from marks import slow_after
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import jagged_modules as jm
 from jagged_modules.layers import hstu
@@ -68,6 +72,45 @@ def test_compiles_without_a_graph_break(layer_and_rows, offsets):
     eager = results(layer, x, offsets(LENGTHS))
     compile = functools.partial(torch.compile, fullgraph=True, dynamic=True, backend="aot_eager")
     assert all(map(torch.equal, eager, results(layer, x, offsets(LENGTHS), compile)))
+
+
+def bytes_kept(layer, x, offsets, monkeypatch):
+    """What a graph of torch.compile keeps for its backward, besides its inputs."""
+    kept = []
+
+    def compiler(graph, _):
+        def run(*inputs):
+            results = graph(*inputs)
+            if not kept:  # in the forward
+                tensors = [y for y in results[1:] if isinstance(y, torch.Tensor)]
+                storages = {y.untyped_storage().data_ptr(): y.untyped_storage() for y in tensors}
+                for y in inputs:
+                    if isinstance(y, torch.Tensor):
+                        storages.pop(y.untyped_storage().data_ptr(), None)
+                kept.append(sum(y.nbytes() for y in storages.values()))
+            return results
+
+        return make_boxed_func(run)
+
+    monkeypatch.setattr("jagged_modules.functional.tail._has_kernels", lambda x: True)
+    backend = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
+    )
+    torch._dynamo.reset()
+    compile = functools.partial(torch.compile, fullgraph=True, dynamic=True, backend=backend)
+    graph, node = results(layer, x, offsets, compile), results(layer, x, offsets)
+    torch.testing.assert_close(graph, node)
+    return kept[0]
+
+
+def test_a_graph_computes_again_what_the_node_does(layer_and_rows, offsets, monkeypatch):
+    """torch.compile merges equal calls: it would keep the results of those of the forward."""
+    sizes = {}
+    for recompute in ((), ("norm", "activation"), RECOMPUTED):
+        layer, x = layer_and_rows(recompute=recompute)
+        sizes[recompute] = bytes_kept(layer, x, offsets(LENGTHS), monkeypatch)
+    differences = [x - y for x, y in itertools.pairwise(sizes.values())]
+    assert differences == [4 * x.nbytes, 4 * x.nbytes]
 
 
 def test_gradients_of_attention_in_columns_of_one_tensor(offsets):

@@ -7,7 +7,7 @@ from accuracy.rows import Norm
 from marks import slow_after
 from torch import library
 
-from ..fixtures.rows import ROWS, by_width
+from ..fixtures.rows import ACTIVATIONS, ROWS, by_width
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FP32, FP16 = torch.float32, torch.float16
@@ -23,6 +23,35 @@ FP32, FP16 = torch.float32, torch.float16
 def test_row_norm(check_row_norm, width, norm, dtypes):
     for rows in ROWS if width < 512 else ROWS[:2]:
         check_row_norm(rows, width, norm, dtypes, "cpu", residual=rows != 37)
+
+
+@by_width
+def test_rows_behind_the_end(check_end, width, norm):
+    for rows in (0, 1, 37):
+        check_end(rows, width, norm, (FP32, FP16), "cpu")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_gradient_behind_the_end_is_not_read(offsets, kept):
+    from jagged_kernels.rows import op
+
+    u, a, weight = torch.randn(20, 32), torch.randn(20, 32), torch.randn(32)
+    dout, projection = torch.randn(20, 8), torch.randn(8, 96)
+    gated, *statistics = op.triton_gate(u, a, weight, None, None, 0.0, 1e-6)
+    given = weight, None, projection, None, 0.0, 1e-6, False, 0, True
+    operands = gated if kept else None, [u, a, *statistics]
+    dout[13:] = 0
+    expected = op.triton_gate_linear_backward(dout, *operands, *given)
+    dout[13:] = torch.nan
+    found = op.triton_gate_linear_backward(dout, *operands, *given, offsets([6, 7]))
+    assert all(map(torch.equal, found, expected)) and not found[0][13:].any()
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("name, gated", ACTIVATIONS)
+def test_activation(check_activation_of_rows, name, gated, dtype):
+    for rows, width in ((37, 40), (1, 27), (3, 300)):
+        check_activation_of_rows(rows, width, dtype, "cpu", name, gated)
 
 
 @slow_after(1, "dtype", [FP32, FP16], ids=["fp32", "fp16"])
@@ -55,6 +84,21 @@ def test_dropout_depends_on_seed_row_and_column():
 
 def test_everything_is_dropped():
     assert not gate(5, torch.tensor(7), 1.0).any()
+
+
+def test_activations_of_no_rows_and_of_a_nan():
+    from jagged_kernels.rows import activation as op
+
+    dx, sums = op.triton_activation_backward(torch.ones(0, 7), torch.ones(0, 14), "silu", True)
+    assert dx.shape == (0, 14) and sums.shape == (14,) and not sums.any()
+    x = torch.randn(9, 64)
+    x[4] = torch.nan
+    y, (dx, _) = (
+        op.triton_activation(x, "silu", True),
+        op.triton_activation_backward(torch.ones(9, 32), x, "silu", True),
+    )
+    for z in (y, dx):
+        assert z[4].isnan().all() and z[:4].isfinite().all() and z[5:].isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [0, 3])
@@ -114,7 +158,7 @@ def test_a_rows_nan_stays_there(norm):
 
 
 def test_operators_pass_opcheck():
-    from jagged_kernels.rows import op
+    from jagged_kernels.rows import activation, op
 
     x, weight, seed = torch.randn(5, 3, 32)[:, 1], torch.randn(32), torch.tensor(3)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
@@ -126,9 +170,18 @@ def test_operators_pass_opcheck():
         library.opcheck(
             op.triton_row_norm_backward, (y, x, mean, rstd, weight, x, 1e-6, rms), **checks
         )
+        given = x.half(), weight, bias, FP16, 1e-6, groups, rms, 32, torch.tensor([0, 3]), y
+        _, mean, rstd = op.triton_row_norm(*given)
+        library.opcheck(op.triton_row_norm, given, **checks)
+        given = torch.randn(5, 80).half(), 40, x.half(), mean, rstd, weight, 1e-6, rms
+        library.opcheck(op.triton_row_norm_packed_backward, given, **checks)
         given = x, x, weight, bias, seed, 0.5, 1e-6, groups, rms
         library.opcheck(op.triton_gate, given, **checks)
         _, mean, rstd = op.triton_gate(*given)
+    given = torch.randn(5, 3, 32)[:, 1], "silu", True
+    library.opcheck(activation.triton_activation, given, **checks)
+    given = torch.randn(5, 16), *given, torch.tensor([0, 3])
+    library.opcheck(activation.triton_activation_backward, given, **checks)
     with pytest.raises(RuntimeError, match="twice"):
         x = x.clone().requires_grad_()
         y, mean, rstd = op.triton_row_norm(x, weight, None, FP32, 1e-6)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from marks import slow_after
 from tails import LAYERS, ON_KERNELS, check, compiled, layer_case
+from torch import library
 
 from jagged_modules.functional.tail import with_clean_tail, without_tail
 
@@ -43,6 +44,22 @@ def test_tails_are_zeroed_in_one_launch(poisoned_memory, offsets, ends):
     expected = [torch.cat([z[:end], torch.zeros_like(z[end:])]) for z, end in zip((x, y), ends)]
     zero_tails((x, offsets([ends[0], 0])), (y, offsets([ends[1]]).int()), (x[:0], offsets([0])))
     assert torch.equal(x, expected[0]) and torch.equal(y, expected[1])
+
+
+def test_the_tail_of_one_tensor_in_a_graph(offsets):
+    """The operator writes to what the graph has computed."""
+    from jagged_kernels.common.tail import triton_zero_tail, zero_tail
+
+    def call(x, end):
+        y = x * 2
+        zero_tail(y, end)
+        return y
+
+    x, end = torch.randn(7, 3), offsets([2, 3])
+    expected = torch.cat([2 * x[:5], torch.zeros(2, 3)])
+    assert torch.equal(call(x, end), expected)
+    assert torch.equal(compiled(call)(x, end), expected)
+    library.opcheck(triton_zero_tail, (x, end), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("shape", [(300,), (300, 5), (300, 2, 700), (300, 1100), (0, 4)], ids=str)

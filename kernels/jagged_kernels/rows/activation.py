@@ -1,0 +1,100 @@
+"""Activations of rows between two GEMMs: the registered operators and their launches.
+
+    y = act(x)                    dx = dy · act'(x)
+    gated, x = [x₁ | x₂]:
+    y = act(x₁) · x₂              dx₁ = dy · x₂ · act'(x₁),  dx₂ = dy · act(x₁)
+
+"silu", gated, is SwiGLU. x has its GEMM's bias: cuBLAS adds it in the GEMM. The bias' gradient are
+the sums of the columns of dx, which the backward adds up in the same pass, in fp32, over a fixed
+number of programs and then over these: two runs give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..common.activations import activation_function
+from ..common.autograd import refuse_derivative
+from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties
+from ..common.ops import operator
+from .activation_kernels import (
+    ActivationBackward,
+    ActivationOptions,
+    activation_bwd_kernel,
+    activation_fwd_kernel,
+)
+from .configs import RowsConfig, activation_config
+
+
+def _activation_fake(x, activation, gated=False):
+    return x.new_empty((x.shape[0], x.shape[1] // (2 if gated else 1)))
+
+
+@operator("activation", _activation_fake)
+def triton_activation(x: Tensor, activation: str, gated: bool = False) -> Tensor:
+    """The activation of each element, or of a half of the columns times the other half.
+
+    Args:
+        x: `[L, W]`, fp32, fp16 or bf16, any row stride; gated: `[L, 2 W]`.
+        activation: name of a pointwise activation.
+
+    Returns:
+        y `[L, W]` in x's dtype.
+    """
+    x, y = contiguous_last_dim(x), _activation_fake(x, activation, gated)
+    if y.numel():
+        options, config = _options(y.shape[1], gated, x, y)
+        activation_fwd_kernel[(cdiv(len(y), config.rows), cdiv(y.shape[1], config.block))](
+            x, y, len(y), tuple(z.stride(0) // options.align for z in (x, y)),
+            ACTIVATION=activation_function(activation, False), OPTIONS=options,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+    return y
+
+
+def _activation_backward_fake(dy, x, activation, gated=False, end=None):
+    return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+@operator("activation_backward", _activation_backward_fake)
+def triton_activation_backward(
+    dy: Tensor, x: Tensor, activation: str, gated: bool = False, end: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradient of `triton_activation`, and the sums of its columns.
+
+    Args:
+        dy: `[L, W]`, gradient of y. x, activation, gated: the forward's.
+        end: integers `[B + 1]`: rows from the last one on are not read and give 0. None: all are
+            rows.
+
+    Returns:
+        dx in x's shape and dtype, and its sums over rows, fp32.
+    """
+    dx, (rows, columns) = x.new_empty(x.shape), x.shape
+    if dx.numel() == 0:
+        return dx, x.new_zeros(columns, dtype=torch.float32)
+    dy, x = contiguous_last_dim(dy), contiguous_last_dim(x)
+    options, config = _options(dy.shape[1], gated, dy, x, dx)
+    blocks = cdiv(dy.shape[1], config.block)
+    most = config.programs_per_sm * device_properties(x.device).num_sms
+    programs = min(cdiv(rows, config.rows), max(1, most // blocks))
+    sums = x.new_empty((programs, columns), dtype=torch.float32)
+    activation_bwd_kernel[(programs, blocks)](
+        ActivationBackward(dy, x, end, dx, sums), rows, 0 if end is None else len(end) - 1,
+        tuple(z.stride(0) // options.align for z in (dy, x, dx)),
+        ACTIVATION=activation_function(activation, False), OPTIONS=options,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return dx, sums.sum(0)
+
+
+def _options(width: int, gated: bool, *tensors: Tensor) -> tuple[ActivationOptions, RowsConfig]:
+    """tensors: those whose row strides the kernel is given."""
+    config = activation_config(width)
+    align, _ = aligned_strides(*((x, 0) for x in tensors))
+    return ActivationOptions(width, gated, align, config.rows, config.block), config
+
+
+for _op in triton_activation, triton_activation_backward:
+    refuse_derivative(_op, "activations of rows have no derivative of their own: a node has one")
