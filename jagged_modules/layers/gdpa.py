@@ -350,10 +350,8 @@ class JaggedGDPA(nn.Module):
     ) -> Tensor:
         """The result for these rows; with a block's norm, the block's."""
         keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
-        values, ends = None, (rows.end("x"), None)
-        if keys is not rows:
-            values, ends = keys.values, (ends[0], keys.end("context"))
-        attention = self._attention(rows, keys, dtype, mask)
+        values, end = (None, None) if keys is rows else (keys.values, keys.end("context"))
+        attention, ends = self._attention(rows, keys, dtype, mask), (rows.end("x"), end)
         return gdpa_node(self, rows.values, values, norm, dtype, ends, attention)
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
