@@ -350,13 +350,9 @@ class JaggedGDPA(nn.Module):
     ) -> Tensor:
         """The result for these rows; with a block's norm, the block's."""
         keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
-        values, context_end = None, None
-        if keys is not rows:
-            values, context_end = keys.values, keys.end("context")
-        attention = self._attention(rows, keys, dtype, mask)
-        return gdpa_node(
-            self, rows.values, values, norm, dtype, (rows.end("x"), context_end), attention
-        )
+        values, end = (None, None) if keys is rows else (keys.values, keys.end("context"))
+        attention, ends = self._attention(rows, keys, dtype, mask), (rows.end("x"), end)
+        return gdpa_node(self, rows.values, values, norm, dtype, ends, attention)
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""

@@ -327,7 +327,7 @@ def head_norm_gradients(
     if norm.x is None:
         return None, None
     sums = normed_columns_gradients(grads, norm.x, norm.weight, norm.rstd)
-    dq, dk = (x.unflatten(0, (-1, head_dim)).sum(0) for x in sums.tensor_split([width]))
+    dq, dk = (torch.unflatten(x, 0, (-1, head_dim)).sum(0) for x in sums.tensor_split([width]))
     return dq.to(norm.weight.dtype), dk.to(norm.weight.dtype)
 
 

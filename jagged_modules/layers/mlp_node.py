@@ -44,9 +44,10 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: MLPCall, *parameters: Tensor) -> Tensor:
         end, dtype, activation, gated = call
-        ctx.x_dtype, ctx.dtype, ctx.of_kernel = x.dtype, parameters[0].dtype, (activation, gated)
-        parameters, saved = tuple(cast(dtype, *parameters)), list[Tensor]()
-        y = cleared(x, end, dtype)
+        ctx.x_dtype, ctx.dtype = x.dtype, parameters[0].dtype
+        ctx.activation, ctx.gated = activation, gated
+        saved: list[Tensor] = []
+        y, parameters = cleared(x, end, dtype), tuple(cast(dtype, *parameters))
         for weight, bias in zip(parameters[::2], parameters[1::2]):
             z = linear(y, weight, bias)
             saved += y, weight, z
@@ -62,8 +63,7 @@ class _Node(torch.autograd.Function):
         gradients: list[Tensor | None] = []
         for first in reversed(range(0, len(wanted), 2)):  # of the layer's parameters
             (x, weight, z), saved = saved[-3:], saved[:-3]
-            activation, gated = ctx.of_kernel
-            dz, sums = activation_gradients(dy, z, activation, gated, end)
+            dz, sums = activation_gradients(dy, z, ctx.activation, ctx.gated, end)
             release(z)
             needs = of_x or any(wanted[:first]), wanted[first], False
             x_dtype = z.dtype if first else ctx.x_dtype

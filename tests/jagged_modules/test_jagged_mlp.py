@@ -6,17 +6,17 @@ import pytest
 import torch
 
 import jagged_modules as jm
-from jagged_modules.activations import POINTWISE
+from jagged_modules.activations import POINTWISE, swiglu
 
 DIMS = [6, 8, 3]
 
 
-@pytest.mark.parametrize("activation", POINTWISE)
+@pytest.mark.parametrize("activation", [*POINTWISE, "swiglu"])
 def test_linear_layers_each_with_an_activation(activation, offsets_of):
     mlp, x, function = (
         jm.JaggedMLP(DIMS, activation).double(),
         torch.randn(5, 6, dtype=torch.float64),
-        POINTWISE[activation].function,
+        swiglu if activation == "swiglu" else POINTWISE[activation].function,
     )
     results = []
     for run in (
@@ -34,6 +34,12 @@ def test_equals_torchrecs_mlp(offsets_of):
     ours, x = jm.JaggedMLP(DIMS), torch.randn(5, 6)
     ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
     torch.testing.assert_close(ours((x, offsets_of([2, 3])))[0], theirs(x))
+
+
+def test_swiglu_has_two_outputs_for_each_column():
+    mlp, x = jm.JaggedMLP([6, 8], "swiglu"), torch.randn(5, 6)
+    a, b = (x @ mlp.layers[0].weight.t() + mlp.layers[0].bias).split(8, 1)
+    torch.testing.assert_close(mlp((x, torch.tensor([0, 5])))[0], a / (1 + (-a).exp()) * b)
 
 
 def test_containers(container, offsets_of):

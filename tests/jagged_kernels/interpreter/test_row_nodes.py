@@ -1,0 +1,49 @@
+"""Layers as one autograd node, with their row kernels in Triton's interpreter. Attention runs on
+the CPU."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import jagged_modules as jm
+from jagged_modules.functional import tail
+from jagged_modules.layers import one_node
+
+LENGTHS, CONTEXTS, WIDTH = [5, 0, 30, 2], [3, 2, 0, 9], 48
+NORMED = jm.GDPAConfig(qk_norm=True, num_kv_heads=1)
+LAYERS = {
+    "block": lambda: jm.GDPABlock(WIDTH, 3),
+    "qk-norm": lambda: jm.GDPABlock(WIDTH, 3, "silu", config=NORMED),
+    "context": lambda: jm.JaggedGDPA(WIDTH, 3, "softmax", config=NORMED),
+    "mlp": lambda: jm.JaggedMLP([WIDTH, 40, 9], "gelu_tanh"),
+    "swiglu": lambda: jm.JaggedMLP([WIDTH, 40, 9], "swiglu"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_equals_the_modules(monkeypatch, offsets, name):
+    """In fp32, also in a graph, which does not know the end of the rows."""
+    layer = LAYERS[name]()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    pairs = [(torch.randn(sum(LENGTHS), WIDTH), offsets(LENGTHS))]
+    if name == "context":
+        pairs.append((torch.randn(sum(CONTEXTS), WIDTH), offsets(CONTEXTS)))
+
+    def results(call):
+        leaves = [x.clone().requires_grad_() for x, _ in pairs]
+        out = call(*((x, ends) for x, (_, ends) in zip(leaves, pairs)))[0]
+        return [out, *torch.autograd.grad(out, [*leaves, *layer.parameters()], out.detach().cos())]
+
+    expected = results(layer)
+    monkeypatch.setattr(one_node, "may_be_one_node", lambda *_, **__: True)
+    monkeypatch.setattr(tail, "_has_kernels", lambda x: True)
+    compile = functools.partial(torch.compile, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch._dynamo.reset()
+    for found in (results(layer), results(compile(layer))):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                x, y, rtol=1e-4, atol=1e-5 * float(1 + y.detach().abs().max())
+            )
