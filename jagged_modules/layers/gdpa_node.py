@@ -23,6 +23,8 @@ from ..functional.attention_call import AttentionOptions, parsed_call
 from ..segments import RowSegments
 from ..tracing import as_constant
 from .one_node import (
+    apply,
+    cast,
     differentiable_once,
     dropout_gradient,
     dropped,
@@ -118,7 +120,8 @@ def gdpa_node(
         as_constant(dropout.p) if dropout.training else 0.0,
         None if eps is None else as_constant(eps),
     )
-    return _Node.apply(*inputs, call)  # type: ignore[no-untyped-call]  # unannotated in torch
+    result: Tensor = apply(_Node, *inputs, call)
+    return result
 
 
 class _Saved(NamedTuple):
@@ -147,27 +150,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs, call = NodeInputs(*arguments[:-1]), arguments[-1]
-        x, context, norm, dtype = *inputs[:3], call.dtype
-        ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
-        ctx.context_dtype = None if context is None else context.dtype
-        ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
-        rstd, context = None, None if context is None else context.to(dtype)
-        if norm is None:
-            rows = x.to(dtype)
-        else:
-            rows, rstd = rms_norm(x, norm, call.eps, dtype)
-        (q, k, v), weights = _projected(rows, context, inputs, call)
-        attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
-        trains = any(ctx.needs_input_grad)
-        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
-        h, kept = dropped(out.flatten(1), call.dropout)
-        out_weight = inputs.out_weight.to(dtype)
-        of_norm = None if norm is None else x, norm, rstd
-        of_softmax = out if call.options.activation == "softmax" else None
-        saved = *of_norm, rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight
-        ctx.save_for_backward(*saved, *segments)  # as in _Saved
-        y = linear(h, out_weight, inputs.out_bias.to(dtype))
-        return y if norm is None else x + y
+        y = linear(*_attended(ctx, inputs, call))
+        return y if inputs.norm is None else inputs.x + y
 
     @staticmethod
     @differentiable_once
@@ -189,12 +173,37 @@ class _Node(torch.autograd.Function):
         return dx, dcontext, dnorm, *dprojections, *dout, None
 
 
+def _attended(ctx: Any, inputs: NodeInputs, call: GDPACall) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands of the output's projection, in its dtype. Saves what a backward reads; without
+    one, the other projections are free when this returns."""
+    x, context, norm, dtype = *inputs[:3], call.dtype
+    ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
+    ctx.context_dtype = None if context is None else context.dtype
+    ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
+    rstd, context = None, None if context is None else context.to(dtype)
+    if norm is None:
+        rows = x.to(dtype)
+    else:
+        rows, rstd = rms_norm(x, norm, call.eps, dtype)
+    *parameters, out_weight, out_bias = cast(dtype, *inputs[3:])
+    (q, k, v), weights = _projected(rows, context, parameters, call)
+    attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
+    trains = any(ctx.needs_input_grad)
+    out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
+    h, kept = dropped(out.flatten(1), call.dropout)
+    of_norm = None if norm is None else x, norm, rstd
+    of_softmax = out if call.options.activation == "softmax" else None
+    saved = *of_norm, rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight
+    ctx.save_for_backward(*saved, *segments)  # as in _Saved
+    return h, out_weight, out_bias
+
+
 def _projected(
-    rows: Tensor, context: Tensor | None, inputs: NodeInputs, call: GDPACall
+    rows: Tensor, context: Tensor | None, parameters: list[Tensor], call: GDPACall
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
     """q, k and v `[rows, heads, head_dim]`, and the weights of their projections, as `_Saved` has
-    them."""
-    q_weight, q_bias, keys, values = (x.to(call.dtype) for x in inputs[3:7])
+    them. parameters: q_weight, q_bias, keys and values, cast."""
+    q_weight, q_bias, keys, values = parameters
     heads = -1, call.head_dim
     if context is None and keys.dim() == 2:
         weight, bias = torch.cat([q_weight, keys]), torch.cat([q_bias, values])

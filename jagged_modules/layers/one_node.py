@@ -79,6 +79,25 @@ def _has_global_hooks() -> bool:
     return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
 
 
+def apply(node: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """The results of a node. Where no backward can follow, its forward runs alone and saves
+    nothing: in an autograd.Function, `needs_input_grad` is true without gradients too, and what was
+    saved lives until the forward returns."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return node.apply(*inputs)  # type: ignore[no-untyped-call]  # unannotated in torch
+    return node.forward(_NoBackward(len(inputs)), *inputs)
+
+
+class _NoBackward:
+    """The context of a forward that no backward follows."""
+
+    def __init__(self, num_inputs: int) -> None:
+        self.needs_input_grad = (False,) * num_inputs
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     """The parameters in the operands' dtype: copies in one buffer, by few launches."""
     if all(x.dtype == dtype for x in parameters):

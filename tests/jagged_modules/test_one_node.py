@@ -15,7 +15,13 @@ from jagged_kernels.block_attention import op as block_op
 import jagged_modules as jm
 from jagged_modules.functional import block_attention
 from jagged_modules.layers import block_attention as block_layer
-from jagged_modules.layers import block_attention_node, gdpa_node, one_node, target_node
+from jagged_modules.layers import (
+    block_attention_node,
+    gdpa_node,
+    one_node,
+    self_target_node,
+    target_node,
+)
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -84,6 +90,7 @@ def nodes(monkeypatch):
     counted(gdpa_node._Node)
     counted(block_attention_node._Node)
     counted(target_node._Node)
+    counted(self_target_node._Node)
     return calls
 
 
@@ -124,8 +131,8 @@ class Case:
 class TargetCase(Case):
     """Targets of histories, several of which have equal lengths."""
 
-    def __init__(self, targets, candidates=None):
-        super().__init__(lambda: jm.JaggedTargetAttention(WIDTH, 4, target_dim=7))
+    def __init__(self, targets, candidates=None, kind=jm.JaggedTargetAttention):
+        super().__init__(lambda: kind(WIDTH, 4, target_dim=7))
         torch.manual_seed(1)
         self.lengths, self.candidates = [3, 0, 5, 3, 1, 5], candidates
         self.inputs = [torch.randn(*shape, dtype=torch.float64) for shape in (targets, (17, WIDTH))]
@@ -135,6 +142,20 @@ class TargetCase(Case):
         if x.dim() == 2:
             return layer((x, offsets_of([2, 1, 0, 2, 1, 1])), history)[0]
         return layer(x, history, self.candidates)
+
+
+class SelfTargetCase(TargetCase):
+    """Of targets and histories. The results are one: those of the history, then the targets'."""
+
+    def __init__(self, *targets):
+        super().__init__(*targets, kind=jm.JaggedSelfTargetAttention)
+
+    def run(self, layer, x, context):
+        if x.dim() == 2:
+            x = x, offsets_of([2, 1, 0, 2, 1, 1])
+        (values, _), results = layer((context, offsets_of(self.lengths)), x, self.candidates)
+        results = results[0] if isinstance(results, tuple) else results.flatten(0, 1)
+        return torch.cat([values, results])
 
 
 def gdpa(kind=jm.JaggedGDPA, activation="gelu_tanh", mask=None, **config):
@@ -163,6 +184,10 @@ CASES = {
     "container": lambda: TargetCase((7, 7)),
     "candidates": lambda: TargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
     "grouped-candidates": lambda: TargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
+    "self-container": lambda: SelfTargetCase((7, 7)),
+    "self-candidates": lambda: SelfTargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
+    "self-grouped": lambda: SelfTargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
+    "self-without": lambda: SelfTargetCase((0, 1, 7), torch.zeros(0, dtype=torch.long)),
     "rotated-values": lambda: Case(blocks("qkv")),
 }
 
@@ -184,7 +209,7 @@ def test_results_and_gradients_are_those_of_the_modules(nodes, name):
     assert len(nodes) == 1
 
 
-FROZEN = ["block", "block-context", "block-weights", "rotary", "candidates"]
+FROZEN = ["block", "block-context", "block-weights", "rotary", "candidates", "self-candidates"]
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -200,7 +225,7 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
             torch.testing.assert_close(gradients[key], None if key in frozen else expected)
 
 
-@pytest.mark.parametrize("name", ["block", "rotary", "candidates"])
+@pytest.mark.parametrize("name", ["block", "rotary", "candidates", "self-candidates"])
 def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     case = CASES[name]()
     expected = case.results(case.layer)
@@ -245,7 +270,7 @@ def test_no_rows(nodes, name):
     assert len(nodes) == 1
 
 
-@pytest.mark.parametrize("name", ["block", "rotary", "candidates"])
+@pytest.mark.parametrize("name", ["block", "rotary", "candidates", "self-candidates"])
 def test_a_second_derivative_raises(nodes, name):
     case = CASES[name]()
     x, *others = (x.clone().requires_grad_() for x in case.inputs)
@@ -273,6 +298,7 @@ def replaced(layer, name):
         ("block", lambda layer: nn.utils.parametrizations.weight_norm(layer.attention.out_proj), 0),
         ("rotary", lambda layer: replaced(layer, "qkv_proj"), 0),
         ("rotary", lambda layer: setattr(layer.out_proj, "bias", None), 0),
+        ("self-candidates", lambda layer: replaced(layer, "target_out_proj"), 0),
     ],
 )
 def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
