@@ -97,6 +97,9 @@ class _NoBackward:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         pass
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
 
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     """The parameters in the operands' dtype: copies in one buffer, by few launches."""
@@ -212,17 +215,20 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     its own: else a second derivative would silently be 0."""
 
     @functools.wraps(backward)
-    def once(ctx: Any, *gradients: Tensor) -> Any:
+    def once(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.compiler.is_compiling():
             return backward(ctx, *gradients)
-        if autocast_dtype(gradients[0]) != gradients[0].dtype:  # that of the forward counts
-            with torch.autocast(gradients[0].device.type, enabled=False):
+        first = next((x for x in gradients if x is not None), None)
+        if first is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if autocast_dtype(first) != first.dtype:  # that of the forward counts
+            with torch.autocast(first.device.type, enabled=False):
                 return once(ctx, *gradients)
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         with torch.no_grad():
             results = backward(ctx, *gradients)
-        anchor = gradients[0].new_zeros(()).requires_grad_()
+        anchor = first.new_zeros(()).requires_grad_()
         return _Last.apply(anchor, *results)  # type: ignore[no-untyped-call]  # unannotated in torch
 
     return once

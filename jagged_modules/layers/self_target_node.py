@@ -12,6 +12,7 @@ Rows and parameters are cast, cleared and ordered as in `target_node`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -98,29 +99,28 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, dvalues: Tensor, dresults: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dvalues: Tensor | None, dresults: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
         saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
         of_targets, of_history, *wanted = ctx.needs_input_grad[:-1]
         of_targets_dtype, of_history_dtype, dtype = ctx.dtypes
         h, rows = saved.out.flatten(1), saved.history.shape[0]
-        dvalues = in_order(cleared(dvalues, saved.end, h.dtype), saved.history_rows)
-        dresults = cleared(dresults, saved.end_of_targets, h.dtype).flatten(0, -2)
-        dresults = in_order(dresults, saved.order)
-        outputs = (
-            (dvalues, h[:rows], saved.out_weight),
-            (dresults, h[rows:], saved.target_out_weight),
-        )
+        if dvalues is not None:
+            dvalues = in_order(cleared(dvalues, saved.end, h.dtype), saved.history_rows)
+        if dresults is not None:
+            dresults = cleared(dresults, saved.end_of_targets, h.dtype).flatten(0, -2)
+            dresults = in_order(dresults, saved.order)
+        needs_dh = any((of_targets, of_history, *wanted[:6]))
+        dh = torch.empty_like(h) if needs_dh else h.new_empty(0)
+        own, others = (slice(rows), saved.out_weight), (slice(rows, None), saved.target_out_weight)
         dout = [
-            dx
-            for output, of_output in zip(outputs, (wanted[6:8], wanted[8:]))
-            for dx in linear_gradients(*output, [False, *of_output], h.dtype, dtype)[1:]
+            *_of_output(dvalues, h, dh, *own, wanted[6:8], dtype),
+            *_of_output(dresults, h, dh, *others, wanted[8:], dtype),
         ]
-        if not any((of_targets, of_history, *wanted[:6])):
+        if not needs_dh:
             return *[None] * 8, *dout, None
-        dh = torch.empty_like(h)
-        for (dy, _, weight), dx in zip(outputs, (dh[:rows], dh[rows:])):
-            torch.mm(dy, weight, out=dx)
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
         results = [saved.out, saved.lse]
         dqkv, _ = packed_gradients(dh.view_as(saved.out), results, True, *attention)
@@ -149,12 +149,33 @@ class _Node(torch.autograd.Function):
         return dtargets, dhistory, *dprojections, *dout, None
 
 
+def _of_output(
+    dy: Tensor | None,
+    h: Tensor,
+    dh: Tensor,
+    rows: slice,
+    weight: Tensor,
+    wanted: Sequence[bool],
+    dtype: torch.dtype,
+) -> Sequence[Tensor | None]:
+    """The gradients of weight and bias of the projection of these rows, None where none is wanted;
+    writes that of the rows to dh, if it is not empty. dy: None if nothing has read the result."""
+    if dy is None:
+        dh[rows].zero_()
+        return None, None
+    if dh.numel():
+        torch.mm(dy, weight, out=dh[rows])
+    return linear_gradients(dy, h[rows], weight, [False, *wanted], h.dtype, dtype)[1:]
+
+
 def _attended(
     ctx: Any, inputs: SelfTargetInputs, call: TargetCall
 ) -> tuple[Tensor, list[Tensor], Order]:
     """The attention's result for the history and the targets, in the order that is returned too,
     and the parameters of both output projections, in its dtype. Saves what a backward reads;
     without one, the other projections are free when this returns."""
+    if not torch.compiler.is_compiling():  # torch.compile does not know it, and gives zeros
+        ctx.set_materialize_grads(False)
     given, dtype, heads = call.given, call.dtype, call.num_heads
     q_weight, q_bias, kv_weight, kv_bias, *of_targets_and_output = cast(dtype, *inputs[2:])
     target_weight, target_bias, *of_output = of_targets_and_output
