@@ -6,6 +6,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
@@ -240,6 +242,51 @@ def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     assert torch.equal(first, second)
     with torch.no_grad():
         assert torch.equal(case.run(case.layer, x, *others), out) and out.requires_grad
+
+
+class Projections(TorchDispatchMode):
+    """How many results of earlier projections exist when each projection starts."""
+
+    def __init__(self):
+        super().__init__()
+        self.results, self.alive = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_projection = function.overloadpacket is torch.ops.aten.addmm
+        if is_projection:
+            self.alive.append(sum(not x.expired() for x in self.results))
+        result = function(*args, **(kwargs or {}))
+        if is_projection:
+            self.results.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [("block", 1), ("context", 2), ("rotary", 1), ("candidates", 2), ("self-candidates", 2)],
+)
+def test_without_gradients_projections_are_free_before_that_of_the_output(nodes, name, count):
+    """count: of projections before that of the output."""
+    case = CASES[name]()
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled), Projections() as projections:
+            out = case.run(case.layer, *case.inputs)
+        assert (projections.alive[count] > 0) == enabled == out.requires_grad
+
+
+def test_a_result_that_nothing_reads_gives_no_gradient(nodes):
+    case = CASES["self-candidates"]()
+    for index, unread in enumerate(("target_out_proj", "out_proj")):
+
+        def run(layer, x, history, index=index):
+            (values, _), out = layer((history, offsets_of(case.lengths)), x, case.candidates)
+            return (values, out)[index]
+
+        expected, found = in_modules(case, run=run), case.results(case.layer, run)
+        torch.testing.assert_close(found, expected)
+        names = [name for name, _ in case.layer.named_parameters()]
+        assert found[3 + names.index(f"{unread}.weight")] is None
+    assert len(nodes) == 2
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
