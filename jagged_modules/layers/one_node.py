@@ -182,7 +182,7 @@ def node_dtype(
 ) -> torch.dtype | None:
     """The dtype in which a node computes these modules for x; None where they are called: see
     `may_be_one_node`. It computes the first ones, `linears`, by `linear`: each is an nn.Linear with
-    a bias, and their parameters have one dtype, that of x unless autocast casts them."""
+    a bias, and their parameters have one dtype, that of x or one that autocast casts to x's."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return None
     parameters = [parameter for module in linears for parameter in _parameters(module)]
@@ -191,9 +191,25 @@ def node_dtype(
     if any(parameter is None for parameter in parameters):
         return None
     dtype, dtypes = autocast_dtype(x), {parameter.dtype for parameter in parameters}
-    if len(dtypes) != 1 or (dtype == x.dtype and dtype not in dtypes):
+    if len(dtypes) != 1 or autocast_dtype(parameters[0]) != dtype:
         return None
     return dtype if dtype in dtypes_of("jagged_attention", x.device) else None
+
+
+def cast_linears(x: Tensor, *linears: nn.Module) -> Sequence[Callable[[Tensor], Tensor]]:
+    """Linear layers of rows x outside of a node, as functions. Without gradients, autocast would
+    cast each weight and each bias by itself: where a node might compute the layers, all are cast
+    together."""
+    dtype = None if torch.is_grad_enabled() else node_dtype(x, linears, on_cpu=True)
+    parameters = [parameter for module in linears for parameter in _parameters(module)]
+    if dtype is None or parameters[0].dtype == dtype:
+        return linears
+    tensors = iter(cast(dtype, *parameters))
+    return [functools.partial(_linear_in, dtype, *pair) for pair in zip(tensors, tensors)]
+
+
+def _linear_in(dtype: torch.dtype, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.linear(x.to(dtype), weight, bias)
 
 
 def release(*tensors: Tensor) -> None:

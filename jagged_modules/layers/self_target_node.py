@@ -122,8 +122,8 @@ class _Node(torch.autograd.Function):
         if not needs_dh:
             return *[None] * 8, *dout, None
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
-        results = [saved.out, saved.lse]
-        dqkv, _ = packed_gradients(dh.view_as(saved.out), results, True, *attention)
+        do = dh.view_as(saved.out)
+        dqkv, _ = packed_gradients(do, [saved.out, saved.lse], True, *attention)
         release(saved.q, saved.out, dh)
         width = h.shape[1]
         dtargets, *dtarget_proj = linear_gradients(
