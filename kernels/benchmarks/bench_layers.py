@@ -198,10 +198,13 @@ def of_one_container(
     return layers(device, layer, call, {"x": (rows, width)}, floor)
 
 
-def of_targets(device: str, width: int, heads: int, lengths: Tensor, candidates: Tensor) -> Setup:
-    """Candidates in any order."""
+def of_targets(
+    device: str, kind: type[nn.Module], width: int, heads: int, lengths: Tensor, candidates: Tensor
+) -> Setup:
+    """Candidates in any order. Where the history has results too, all are concatenated."""
     torch.manual_seed(0)
-    layer, offsets = jm.JaggedTargetAttention(width, heads), offsets_of(lengths).to(device)
+    layer, offsets = kind(width, heads), offsets_of(lengths).to(device)
+    has_own = kind is jm.JaggedSelfTargetAttention
     users = torch.arange(len(lengths)).repeat_interleave(candidates)
     users = users[torch.randperm(len(users), generator=torch.Generator().manual_seed(0))]
     index = jm.CandidateIndex.from_map(users.to(device), len(lengths))
@@ -209,14 +212,21 @@ def of_targets(device: str, width: int, heads: int, lengths: Tensor, candidates:
     shared = jm.Jagged(torch.empty(rows, 0, device=device), offsets, host_lengths=lengths)
 
     def call(layer: nn.Module, targets: Tensor, history: Tensor) -> Tensor:
+        if has_own:
+            values, out = layer(shared.with_values(history), targets, index)
+            return torch.cat([values.values, out[:, 0]])
         return layer(targets, shared.with_values(history), index)[:, 0]
 
     def floor() -> Floor:
-        count = len(users)
+        count, q_offsets = len(users), index.offsets
         linears = [(count, width, width), (rows, width, 2 * width), (count, width, width)]
+        if has_own:
+            linears[1] = rows, width, 3 * width
+            linears.append((rows, width, width))
+            count, q_offsets = count + rows, torch.cat([offsets, q_offsets[1:] + rows])
         return Floor(
             linears,
-            lambda *x: F.jagged_attention(*x, index.offsets, offsets),
+            lambda *x: F.jagged_attention(*x, q_offsets, offsets),
             (count, rows),
             heads,
             width // heads,
@@ -263,9 +273,11 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     add(name, make, blocks, sizes["block"], **size)
     width, lengths = widths[1], lengths_of(*sizes["target"])
     candidates = uniform_lengths(len(lengths), 1, 5 if tiny else 99)
-    setup = partial(of_targets, device, width, heads, lengths, candidates)
-    name = f"JaggedTargetAttention({width}, {heads}), {int(lengths.sum())} rows"
-    cases.append(Case(TARGET, f"{name}, {int(candidates.sum())} candidates", setup, picture="ms"))
+    for kind in (jm.JaggedTargetAttention, jm.JaggedSelfTargetAttention):
+        setup = partial(of_targets, device, kind, width, heads, lengths, candidates)
+        name = f"{kind.__name__}({width}, {heads}), {int(lengths.sum())} rows"
+        name = f"{name}, {int(candidates.sum())} candidates"
+        cases.append(Case(TARGET, name, setup, picture="ms"))
     return cases
 
 
