@@ -31,6 +31,7 @@ from jagged_modules import functional as F
 
 MODULES, COMPILED, FLOOR = "a chain of modules", f"{OURS}, compiled", "floor"
 SELF, TARGET = "layers of one container", "target attention layer"
+COMPRESS = "linear compression layer"
 
 
 # -- the floor -------------------------------------------------------------------------------------
@@ -102,9 +103,23 @@ class _Calls(torch.autograd.Function):
 def in_modules(layer: nn.Module) -> nn.Module:
     """A copy that calls its modules, because they have hooks."""
     layer = copy.deepcopy(layer)
+    if isinstance(layer, jm.LinearCompressEmbedding):
+        layer.__class__ = CastFirst
     for module in layer.modules():
         module.register_forward_hook(lambda *_: None)
     return layer
+
+
+class CastFirst(jm.LinearCompressEmbedding):
+    """Casts its operands as autocast casts those of torch's operators."""
+
+    def forward(self, candidates: Tensor, users: Tensor, index: jm.CandidateIndex) -> Tensor:
+        autocasts = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if autocasts else users.dtype
+        weights, embeddings = (
+            [x.to(dtype) for x in operands] for operands in (self.weights, (users, candidates))
+        )
+        return F.linear_compress(weights, embeddings, index)
 
 
 def layers(
@@ -236,12 +251,35 @@ def of_targets(
     return layers(device, layer, call, shapes, floor)
 
 
+def of_embeddings(device: str, sizes: tuple[int, int, int, int, int, int]) -> Setup:
+    """sizes: users, candidates of each, their embeddings K_user and K, compressed ones, width."""
+    torch.manual_seed(0)
+    users, ratio, k_user, k, compressed, width = sizes
+    layer, count = jm.LinearCompressEmbedding(k, compressed, k_user), users * ratio
+    index = jm.CandidateIndex.from_counts(torch.full((users,), ratio, device=device))
+
+    def floor() -> Floor:
+        linears = [(users * width, k_user, compressed), (count * width, k, compressed)]
+        return Floor(linears, lambda q, k, v: q + k + v, (1, 1), 1, 8)
+
+    return layers(
+        device,
+        layer,
+        lambda layer, candidates, users: layer(candidates, users, index),
+        {"candidates": (count, k, width), "users": (users, k_user, width)},
+        floor,
+    )
+
+
 # -- cases -----------------------------------------------------------------------------------------
 
 # segments and mean lengths of each layer's two cases; the widths belong to them
 FULL = dict(hstu=[(256, 375), (512, 190)], gdpa=(512, 278), block=(1024, 282), target=(512, 377))
+FULL["compress"] = 32, 32, 1178, 866, 433, 256  # see of_embeddings
 CPU = dict(hstu=[(16, 60), (32, 30)], gdpa=(32, 45), block=(32, 40), target=(64, 50))
+CPU["compress"] = 4, 8, 118, 87, 43, 32
 TINY = dict(hstu=[(3, 5), (3, 4)], gdpa=(3, 5), block=(3, 20), target=(3, 5))
+TINY["compress"] = 2, 3, 5, 4, 3, 8
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
@@ -278,6 +316,10 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
         name = f"{kind.__name__}({width}, {heads}), {int(lengths.sum())} rows"
         name = f"{name}, {int(candidates.sum())} candidates"
         cases.append(Case(TARGET, name, setup, picture="ms"))
+    users, ratio, k_user, k, compressed, width = of_users = sizes["compress"]
+    name = f"LinearCompressEmbedding({k}, {compressed}, {k_user}), width {width}, {users} users"
+    setup = partial(of_embeddings, device, of_users)
+    cases.append(Case(COMPRESS, f"{name}, {users * ratio} candidates", setup, picture="ms"))
     return cases
 
 
