@@ -186,6 +186,8 @@ CASES = {
     "container": lambda: TargetCase((7, 7)),
     "candidates": lambda: TargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
     "grouped-candidates": lambda: TargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
+    "ordered": lambda: TargetCase((6, 2, 7), torch.tensor([5, 0, 2, 3, 1, 4])),
+    "self-ordered": lambda: SelfTargetCase((6, 2, 7), torch.tensor([5, 0, 2, 3, 1, 4])),
     "self-container": lambda: SelfTargetCase((7, 7)),
     "self-candidates": lambda: SelfTargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
     "self-grouped": lambda: SelfTargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
@@ -211,7 +213,7 @@ def test_results_and_gradients_are_those_of_the_modules(nodes, name):
     assert len(nodes) == 1
 
 
-FROZEN = ["block", "block-context", "block-weights", "rotary", "candidates", "self-candidates"]
+FROZEN = ["block", "block-context", "block-weights", "rotary", "candidates", "self-ordered"]
 
 
 @pytest.mark.parametrize("name", FROZEN)
