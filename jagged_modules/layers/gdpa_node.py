@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..bias import RelativeBias
 from ..functional.attention import attention_backward, attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
-from ..functional.tail import cleared, with_zero_tail
+from ..functional.tail import cleared, residual_sum, with_zero_tail
 from ..segments import RowSegments
 from ..tracing import as_constant
 from .norms import RMSNorm
@@ -195,8 +195,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs, call = NodeInputs(*arguments[:-1]), arguments[-1]
-        y = linear(*_attended(ctx, inputs, call))
-        return with_zero_tail(y if inputs.norm is None else inputs.x + y, call.ends[0])
+        y, end = linear(*_attended(ctx, inputs, call)), call.ends[0]
+        return with_zero_tail(y, end) if inputs.norm is None else residual_sum(inputs.x, y, end)
 
     @staticmethod
     @differentiable_once

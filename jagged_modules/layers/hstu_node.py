@@ -23,7 +23,7 @@ from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
 from ..autocast import autocast_dtype
-from ..functional.tail import with_zero_tail
+from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions
 from .one_node import (
     apply,
@@ -203,8 +203,8 @@ class _HSTULayer(torch.autograd.Function):
         of_attention: tuple[Any, Any, Any],
         *parameters: Any,
     ) -> Tensor:
-        out = x + linear(*_gated(ctx, x, seed, end, plan, of_attention, parameters), None)
-        return with_zero_tail(out, end)
+        update = linear(*_gated(ctx, x, seed, end, plan, of_attention, parameters), None)
+        return residual_sum(x, update, end)
 
     @staticmethod
     @differentiable_once
@@ -333,7 +333,7 @@ class _GatedOutput(torch.autograd.Function):
         gated, *statistics = kernels.gate(u, a, weight, bias, seed, dropout, *norm)
         ctx.save_for_backward(u, a, *statistics, weight, bias, projection, seed)
         ctx.gate = gate
-        return x + linear(gated, projection, None)
+        return residual_sum(x, linear(gated, projection, None), None)
 
     @staticmethod
     @differentiable_once

@@ -47,15 +47,15 @@ def zero_tails_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "num_rows", "stride"])
 def keep_rows_kernel(
-    x_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
+    x_ptr, added_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
     SIZE: tl.constexpr, EXTRA: tl.constexpr,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = x[row] if the row is before offsets[-1], else 0; without offsets, x[row]. EXTRA
-    columns of out behind those of x are 1, 0, 0, ...
+    """out[row] = x[row] + added[row] if the row is before offsets[-1], else 0; without offsets, for
+    all rows; without added, x[row]. EXTRA columns of out behind those of x are 1, 0, 0, ...
 
-    The stride is in units of ALIGN elements (see `aligned_strides`). Grid: blocks of rows, blocks
-    of columns, which follow one another.
+    The stride is in units of ALIGN elements (see `aligned_strides`); added is contiguous. Grid:
+    blocks of rows, blocks of columns, which follow one another.
     """
     BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     rows = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
@@ -65,9 +65,10 @@ def keep_rows_kernel(
     if offsets_ptr is not None:
         kept &= rows < tl.load(offsets_ptr + num_segments)
     rows = rows.to(tl.int64)[:, None]
-    x = tl.load(
-        x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=kept[:, None] & in_row, other=0.0
-    )
+    mask = kept[:, None] & in_row
+    x = tl.load(x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=mask, other=0.0)
+    if added_ptr is not None:
+        x += tl.load(added_ptr + rows * SIZE + columns[None, :], mask=mask, other=0.0)
     out_ptrs = out_ptr + rows * (SIZE + EXTRA)
     tl.store(out_ptrs + columns[None, :], x, mask=exists[:, None] & in_row)
     if EXTRA > 0:
@@ -96,12 +97,20 @@ def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
 
 
 def kept_rows(
-    x: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None, extra: int = 0
+    x: Tensor,
+    offsets: Tensor | None,
+    dtype: torch.dtype | None = None,
+    extra: int = 0,
+    added: Tensor | None = None,
 ) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
-    given; without offsets and extra, x in this dtype. extra: columns behind those of x
-    `[rows, columns]`, with 1, 0, 0, ..."""
-    if offsets is None and not extra:
+    given; without the rest, x in this dtype.
+
+    Args:
+        extra: columns behind those of x `[rows, columns]`, with 1, 0, 0, ...
+        added: `[rows, ...]`, contiguous, added to x in the wider of their dtypes.
+    """
+    if offsets is None and not extra and added is None:
         return x.to(dtype)
     shape = (x.shape[0], x.shape[1] + extra) if extra else x.shape
     out = x.new_empty(shape, dtype=dtype)
@@ -112,8 +121,9 @@ def kept_rows(
     columns = min(padded_dim(size), 1024)
     height = 4096 // columns
     align, (stride,) = aligned_strides((rows, 0))
+    segments = 0 if offsets is None else offsets.shape[0] - 1
     keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
-        rows, offsets, out, 0 if offsets is None else offsets.shape[0] - 1, x.shape[0], stride,
+        rows, added, offsets, out, segments, x.shape[0], stride,
         SIZE=size, EXTRA=extra, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out

@@ -32,7 +32,7 @@ def test_zero_tails_compiles(capability, index):
 def test_keep_rows_compiles(capability, index):
     for dtype in DTYPES:
         types = dict(x_ptr=f"*{dtype}", out_ptr=f"*{dtype}", offsets_ptr=f"*{index}")
-        constants = dict(SIZE=512, ALIGN=2, ROWS=8, COLUMNS=512)
+        constants = dict(added_ptr=None, SIZE=512, EXTRA=32, ALIGN=2, ROWS=8, COLUMNS=512)
         ptx = compile_for(capability, tail.keep_rows_kernel, constants, types.get, num_warps=4).asm[
             "ptx"
         ]

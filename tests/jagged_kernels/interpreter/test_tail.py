@@ -73,6 +73,16 @@ def test_rows_before_the_end_are_kept(poisoned_memory, offsets, shape, strided):
     assert torch.equal(kept_rows(x, offsets([70, 100])), expected)
 
 
+@pytest.mark.parametrize("has_end", [True, False])
+def test_a_sum_of_rows(poisoned_memory, offsets, has_end):
+    from jagged_kernels.common.tail import kept_rows
+
+    x, y, end = torch.randn(30, 2 * 70)[:, ::2], torch.randn(30, 70).half(), 17 if has_end else 30
+    expected = torch.cat([x[:end] + y[:end], torch.zeros(30 - end, 70)])
+    x[end:], y[end:] = torch.nan, torch.nan
+    assert torch.equal(kept_rows(x, offsets([7, 10]) if has_end else None, None, 0, y), expected)
+
+
 @pytest.mark.parametrize("columns", [5, 1100])
 @pytest.mark.parametrize("has_end", [True, False])
 def test_columns_behind_rows(poisoned_memory, offsets, columns, has_end):
