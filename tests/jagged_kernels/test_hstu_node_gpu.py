@@ -6,8 +6,15 @@ import torch
 from torch import nn
 
 import jagged_modules as jm
-from jagged_modules.functional.attention import attention_arguments, computed
+from jagged_modules.functional.attention import (
+    attention_arguments,
+    attention_backward,
+    attention_forward,
+    computed,
+    packed_gradients,
+)
 from jagged_modules.functional.attention_call import AttentionOptions, parsed_call
+from jagged_modules.functional.target_attention import joined_segments
 from jagged_modules.layers import hstu, hstu_node
 from jagged_modules.layers.hstu_config import RECOMPUTED
 
@@ -145,6 +152,33 @@ def test_gradients_of_attention_in_columns_of_one_tensor(offsets, dim, dtype, le
     assert out[:, : 2 * dim].isnan().all()
 
 
+@pytest.mark.parametrize("lengths", [[5, 0, 12] * 40, [300, 64, 129, 1], [2000, 1500, 0, 700]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [128, 64, 40])
+def test_gradients_of_two_lists_of_queries_in_columns_of_one_tensor(offsets, dim, dtype, lengths):
+    """The same of the rows of histories and of candidates, where only the device knows their
+    ends."""
+    history, tail = sum(lengths), 50
+    targets = [7] * len(lengths)
+    rows = history + tail, sum(targets) + tail
+    qkv = torch.randn(sum(rows), 3, 2, dim, device="cuda").to(dtype)
+    q, (k, v) = qkv[:, 0], (x[: rows[0]] for x in qkv[:, 1:].unbind(1))
+    like = torch.empty((), device="cuda")
+    users, candidates = (
+        jm.Jagged(like.expand(count, 1), offsets(x, "cuda")).parsed("x")
+        for count, x in zip(rows, (lengths, targets))
+    )
+    queries, keys, _ = joined_segments(users, candidates, rows, {})
+    call = parsed_call(q, k, v, queries, keys, AttentionOptions()).call
+    out, lse, arguments = attention_forward(call, True)
+    do = torch.randn_like(out)
+    dqkv, _ = packed_gradients(do, [out, lse], True, *arguments)
+    expected = attention_backward(do, [out, lse], *arguments)
+    for i, x in enumerate(expected[:3]):
+        assert torch.equal(dqkv[: len(x), 2 * dim * i : 2 * dim * (i + 1)], x.flatten(1))
+    assert not dqkv[history : rows[0]].any() and not dqkv[-tail:, : 2 * dim].any()
+
+
 def test_kept_and_computed_again_have_the_same_bits(offsets):
     found = []
     for recompute in ((), ("norm", "activation"), RECOMPUTED):
@@ -258,3 +292,19 @@ def test_memory_of_a_step(offsets):
     out = call_layer()
     kept = torch.cuda.memory_allocated() - before - out.nbytes
     assert kept < 1.05 * 5 * 512 * 2 * len(x) + 8 * 2**20
+
+
+def test_memory_of_a_forward_without_gradients(offsets):
+    """At most the projection, attention's output and the gate's exist at a time: 8 KiB a row."""
+    layer, _ = make((512, 4), torch.float32)
+    lengths = [500] * 64
+    x = torch.randn(sum(lengths), 512, device="cuda")
+    jagged = jm.Jagged(x, offsets(lengths), max_seqlen=500)
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        layer(jagged)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        layer(jagged)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 1.05 * 8 * 512 * 2 * len(x) + 8 * 2**20

@@ -158,6 +158,22 @@ def test_it_takes_no_more_memory_and_launches_than_the_modules(name):
     assert launches <= launches_of_modules
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_without_gradients_a_forward_has_the_same_bits_in_less_memory(name):
+    case, peaks, results = Case(name, 512, 4, lengths=[2000, 0, 1, 2999]), [], []
+    case.context_offsets = torch.tensor([0, 40, 45, 245, sum(CONTEXTS)])
+    inputs = [x.cuda() for x in case.inputs]
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled), torch.autocast("cuda", torch.bfloat16):
+            case.run(case.layer, *inputs)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            results.append(case.run(case.layer, *inputs).detach())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert torch.equal(*results) and peaks[1] < peaks[0]
+
+
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "gdpa"])
 def test_compiled(name):
     """One graph for all lengths, with the results of the node."""

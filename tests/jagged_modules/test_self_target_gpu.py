@@ -144,20 +144,3 @@ def test_frozen_parameters(nodes):
         found = case.results(case.layer, frozen, torch.bfloat16)
         assert all((found[name] is None) == (name in frozen) for name in names)
         assert_rounded(found, case.modules(case.exact, frozen), torch.bfloat16)
-
-
-def test_without_gradients(nodes):
-    """The same bits, in less memory than with gradients."""
-    case, peaks, results = Case(FORMS["any order"], torch.bfloat16), [], []
-    index = jm.CandidateIndex.from_map(case.users.cuda(), len(LENGTHS))
-    inputs = (case.inputs[0].cuda(), case.offsets.cuda()), case.inputs[1].cuda(), index
-    for enabled in (True, False):
-        with torch.set_grad_enabled(enabled):
-            case.layer(*inputs)
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            (values, _), out = case.layer(*inputs)
-        peaks.append(torch.cuda.max_memory_allocated())
-        results.append((values.detach(), out.detach()))
-    assert all(map(torch.equal, *results)) and peaks[1] < peaks[0]
-    assert len(nodes) == 4
