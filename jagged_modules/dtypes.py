@@ -23,6 +23,8 @@ DTYPES = {
             "linear_compress",
             "jagged_dense_bmm",
             "jagged_jagged_bmm",
+            "jagged_sum",
+            "jagged_mean",
             "jagged_softmax",
             "jagged_jagged_bmm_jagged_out",
             "array_jagged_bmm_jagged_out",
@@ -42,8 +44,17 @@ DTYPES = {
         (FLOATS, FLOATS),
     ),
     **dict.fromkeys(
-        ("jagged_concat", "jagged_split", "jagged_to_padded", "padded_to_jagged"), (_ANY, _ANY)
+        (
+            "jagged_concat",
+            "jagged_split",
+            "jagged_first",
+            "jagged_last",
+            "jagged_to_padded",
+            "padded_to_jagged",
+        ),
+        (_ANY, _ANY),
     ),
+    "jagged_max": ((*FLOATS, *_INTEGERS[1:]), (*FLOATS, *_INTEGERS[1:])),
 }
 
 

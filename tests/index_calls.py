@@ -120,6 +120,11 @@ FUNCTIONS = {  # name of the case → (function, lengths, options)
     "jagged_dense_mul": ("jagged_dense_mul", [KEYS], dict(columns=9)),
     "jagged_concat": ("jagged_concat", [KEYS, QUERIES], dict(parts=2, columns=9)),
     "jagged_split": ("jagged_split", [QUERIES, KEYS], dict(columns=9)),
+    "jagged_sum": ("jagged_sum", [KEYS], dict(columns=9)),
+    "jagged_mean": ("jagged_mean", [KEYS], dict(columns=9)),
+    "jagged_max": ("jagged_max", [KEYS], dict(columns=9)),
+    "jagged_first": ("jagged_first", [KEYS], dict(columns=9, k="lengths")),
+    "jagged_last": ("jagged_last", [KEYS], dict(columns=9, k="lengths")),
     "jagged_to_padded": ("jagged_to_padded", [KEYS], dict(columns=9)),
     "padded_to_jagged": ("padded_to_jagged", [KEYS], dict(columns=9)),
 }

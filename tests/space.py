@@ -561,6 +561,16 @@ OPERATORS = {
         behind=True,
         **_offsets,
     ),
+    **dict.fromkeys(
+        ("jagged_sum", "jagged_mean"),
+        Operator(
+            axes=COMMON | dict(columns=WIDTHS),
+            data_axes=_jagged_data,
+            parts=_dense_parts,
+            behind=True,
+            **_offsets,
+        ),
+    ),
     "jagged_softmax": Operator(
         axes=COMMON | dict(columns=WIDTHS),
         data_axes=_jagged_data,
@@ -636,8 +646,31 @@ OPERATORS = {
         indices=dict(offsets=INDICES, first_lengths=INDICES),
         **_rows,
     ),
+    "jagged_max": Operator(
+        axes=COMMON | dict(columns=WIDTHS, empty=(0.0, -2.5)),
+        data_axes=DATA,
+        behind=True,
+        **_offsets,
+        **_rows,
+    ),
+    **dict.fromkeys(
+        ("jagged_first", "jagged_last"),
+        Operator(
+            axes=COMMON | dict(columns=WIDTHS, k=(1, 0, 3, 50, "lengths")),
+            data_axes=DATA,
+            indices=dict(offsets=INDICES, k=INDICES),
+            **_rows,
+        ),
+    ),
     "jagged_to_padded": Operator(
-        axes=COMMON | dict(columns=WIDTHS, extra=(0, 1, 9), padding=(0.0, -2.5)),
+        axes=COMMON
+        | dict(
+            columns=WIDTHS,
+            extra=(0, 1, 9),
+            padding=(0.0, -2.5),
+            side=("right", "left"),
+            truncate=(None, "newest", "oldest"),
+        ),
         data_axes=DATA,
         behind=True,
         **_offsets,

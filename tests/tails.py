@@ -169,6 +169,8 @@ ON_TORCH = {
     "mul": Tailed(
         lambda t, o: F.jagged_dense_mul(t["x"], t["padded"], o["x"]), ("x:x", "padded"), ("x",)
     ),
+    "max": Tailed(lambda t, o: F.jagged_max(t["x"], o["x"]), ("x:x",), (None,)),
+    "last": Tailed(lambda t, o: F.jagged_last(t["x"], o["x"], 3)[0][:1], ("x:x",), (None,)),
     "to-padded": Tailed(lambda t, o: F.jagged_to_padded(t["x"], o["x"], 40), ("x:x",), (None,)),
 }
 

@@ -29,6 +29,7 @@ from ..segments import (
 from ..tracing import is_recording, one_call, recorded_call
 from ..validation import check_layer_input
 from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
+from .padding import real_rows
 from .schedules import Sizes, kept_schedule
 
 if TYPE_CHECKING:
@@ -212,6 +213,70 @@ class Jagged(Queries):
                 f"values must keep the number of rows, {self.num_rows}, got"
                 f" {values.shape[0] if values.dim() else 'a scalar'}"
             )
+
+    # -- padded tensors ----------------------------------------------------------------------------
+
+    @classmethod
+    def from_padded(
+        cls,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        mask: Tensor | None = None,
+        side: str = "right",
+    ) -> Jagged:
+        """The real rows of a padded tensor, in their order. Give lengths or mask.
+
+        Args:
+            x: `[B, N, ...]`.
+            lengths: `[B]` int32 or int64, the real rows of each segment, at most N.
+            mask: bool `[B, N]`, True for real rows, which may have others between them. It is the
+                opposite of torch's `key_padding_mask`.
+            side: of the padding, "right" or "left"; not read with a mask.
+
+        Returns:
+            `[L, ...]`, with as many rows as are real. If only a device knows their number, it is
+            not waited for: the values have B · N rows, of which those behind the last segment are
+            0.
+
+        Raises:
+            TypeError, ValueError: not one of lengths and mask; shapes, dtypes or devices do not
+                match; host lengths are negative or above N.
+        """
+        values, offsets, longest, host_lengths = real_rows(x, lengths, mask, side)
+        return cls(values, offsets, longest, host_lengths=host_lengths)
+
+    def to_padded(
+        self,
+        max_seqlen: int | None = None,
+        padding_value: float = 0,
+        side: str = "right",
+        truncate: str | None = None,
+    ) -> Tensor:
+        """The rows as `[B, N, ...]`, as `functional.jagged_to_padded`.
+
+        Args:
+            max_seqlen: rows N of each segment; if None, `max_seqlen` of the container, or the
+                longest of host_lengths.
+            padding_value, side, truncate: as in `functional.jagged_to_padded`.
+
+        Raises:
+            TypeError, ValueError: as `functional.jagged_to_padded`; N is not known.
+        """
+        from ..functional.rows import jagged_to_padded  # which imports this file
+
+        if max_seqlen is None:
+            max_seqlen = self.max_seqlen
+        if max_seqlen is None:
+            lengths = self.host_lengths
+            if lengths is None:
+                raise ValueError(
+                    "max_seqlen must be given: neither the container nor the host knows the longest"
+                    " segment, got None"
+                )
+            max_seqlen = int(lengths.max()) if len(lengths) else 0
+        return jagged_to_padded(
+            self.values, self.offsets, max_seqlen, padding_value, side=side, truncate=truncate
+        )
 
     # -- sizes -------------------------------------------------------------------------------------
 

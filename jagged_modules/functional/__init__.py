@@ -16,6 +16,7 @@ from .matmul import (
     jagged_jagged_bmm,
     jagged_jagged_bmm_jagged_out,
 )
+from .reductions import jagged_first, jagged_last, jagged_max, jagged_mean, jagged_sum
 from .rows import (
     jagged_concat,
     jagged_dense_add,
@@ -40,12 +41,17 @@ __all__ = [
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",
+    "jagged_first",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",
+    "jagged_last",
     "jagged_layer_norm",
     "jagged_linear",
+    "jagged_max",
+    "jagged_mean",
     "jagged_softmax",
     "jagged_split",
+    "jagged_sum",
     "jagged_to_padded",
     "linear_compress",
     "padded_to_jagged",

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
-from ..scalars import check_kind, check_size
+from ..containers.padding import KEPT, SIDES, padded
+from ..scalars import check_choice, check_kind, check_size
 from ..segments import (
     check_dense,
     check_device,
@@ -36,6 +37,9 @@ def jagged_to_padded(
     offsets: Tensor,
     max_seqlen: int,
     padding_value: float = 0,  # an int, because torch.compile makes a symbol of a float default
+    *,
+    side: str = "right",
+    truncate: str | None = None,
 ) -> Tensor:
     """Pad each segment with padding_value to max_seqlen rows.
 
@@ -47,9 +51,12 @@ def jagged_to_padded(
     Args:
         values: `[L, ...]`, any dtype of the dtype table.
         offsets: `[B + 1]` int32 or int64, on the values' device or the host.
-        max_seqlen: rows N of each padded segment. Host offsets are checked against it. With device
-            offsets, a longer segment is truncated to N rows.
-        padding_value: the value of the rows after a segment's end.
+        max_seqlen: rows N of each padded segment. Host offsets are checked against it unless
+            longer segments are to be truncated. With device offsets, a longer segment keeps its
+            first N rows.
+        padding_value: the value of the rows that belong to no segment.
+        side: where these rows are: "right", behind the segment's, or "left", before them.
+        truncate: which N rows a longer segment keeps: "newest", its last, or "oldest", its first.
 
     Returns:
         `[B, N, ...]`.
@@ -59,7 +66,7 @@ def jagged_to_padded(
         ValueError: values have no row dimension; offsets do not end at L, are on another device, or
             have a segment longer than max_seqlen.
     """
-    _check_rows("jagged_to_padded", "values", values)
+    check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
     check_kind(
         "padding_value",
@@ -80,22 +87,18 @@ def jagged_to_padded(
         raise ValueError(
             f"padding_value must be an integer for values of {values.dtype}, got {padding_value}"
         )
-    offsets = checked_offsets(
-        "offsets", offsets, values.shape[0], values, "the values'", max_seqlen
-    )
-    if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values, padding_value):
+    check_choice("side", side, SIDES)
+    if truncate is not None:
+        check_choice("truncate", truncate, KEPT)
+    longest = max_seqlen if truncate is None else None
+    offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", longest)
+    is_usual = side == "right" and truncate != "newest"
+    fbgemm = sys.modules.get("fbgemm_gpu")
+    if is_usual and fbgemm is not None and _fbgemm_is_right(values, padding_value):
         return torch.ops.fbgemm.jagged_to_padded_dense(
             values, [offsets], [max_seqlen], padding_value
         )
-    segments = offsets.shape[0] - 1
-    segment, position = segments_and_positions(offsets, values.shape[0])
-    index = segment * max_seqlen + position
-    # Truncated rows, and those behind the last segment, go to an extra last row, removed below.
-    index = torch.where(
-        (position < max_seqlen) & (segment < segments), index, segments * max_seqlen
-    )
-    padded = values.new_full((segments * max_seqlen + 1, *values.shape[1:]), padding_value)
-    return torch.unflatten(padded.index_copy(0, index, values)[:-1], 0, (segments, max_seqlen))
+    return padded(values, offsets, max_seqlen, padding_value, side, truncate)
 
 
 def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
@@ -124,7 +127,7 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
 
 
 def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | None) -> Tensor:
-    _check_rows("padded_to_jagged", name, dense, "[B, N, ...]", 2)
+    check_rows("padded_to_jagged", name, dense, "[B, N, ...]", 2)
     if total is None:
         check_offsets("offsets", offsets)
         if not values_are_checkable(offsets):
@@ -145,7 +148,7 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | No
     segment, position = segments_and_positions(offsets, total)
     if values_are_checkable(given):  # no segment is too long, and none ends too early
         return dense.flatten(0, 1).index_select(0, segment * width + position)
-    return _rows_or_zeros(
+    return rows_or_zeros(
         dense.flatten(0, 1), segment * width + position, (position >= width) | (segment >= segments)
     )
 
@@ -220,7 +223,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
             f" {len(offsets)}"
         )
     for k, (x, bounds) in enumerate(zip(values, offsets)):
-        _check_rows("jagged_concat", f"values[{k}]", x)
+        check_rows("jagged_concat", f"values[{k}]", x)
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if may_have_tail(f"offsets[{k}]", bounds, x.shape[0], x.device):
@@ -258,7 +261,7 @@ def jagged_split(
         ValueError: first_lengths are negative or above a segment's length; shapes, offsets or
             devices do not match; total_first is required and None.
     """
-    _check_rows("jagged_split", "x", x)
+    check_rows("jagged_split", "x", x)
     given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's")
     segments = offsets.shape[0] - 1
     if not isinstance(first_lengths, Tensor):
@@ -291,13 +294,10 @@ def jagged_split(
         given_lengths
     )
     rows, segment = rows_and_segments(first, total_first)
-    head = _rows_or_zeros(x, rows + rest[segment], segment >= segments if has_tail else None)
+    head = rows_or_zeros(x, rows + rest[segment], segment >= segments if has_tail else None)
     rows, segment = rows_and_segments(rest, x.shape[0] - total_first)
     index = rows + first[(segment + 1).clamp(max=segments) if has_tail else segment + 1]
-    return (head, first), (
-        _rows_or_zeros(x, index, segment >= segments if has_tail else None),
-        rest,
-    )
+    return (head, first), (rows_or_zeros(x, index, segment >= segments if has_tail else None), rest)
 
 
 def _fbgemm_is_right(values: Tensor, padding_value: float) -> bool:
@@ -334,7 +334,7 @@ def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) ->
     return int(first_lengths.sum())
 
 
-def _rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
+def rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
     """x[index], with 0 where the index is absent and not used."""
     if absent is None:
         return x.index_select(0, index)
@@ -360,7 +360,7 @@ def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _padded_to_jagged("y", y, offsets, x.shape[0])
 
 
-def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:
+def check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:
     check_kind(name, x, Tensor, "a torch.Tensor")
     check_dtype(name, x, function)
     check_dense(name, x)

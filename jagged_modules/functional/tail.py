@@ -34,7 +34,7 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
         offsets: `[B + 1]` in their normal form.
         clears_gradient: False where the gradient is 0 there already, which saves a pass over it.
     """
-    if not _runs_kernels(x):
+    if not runs_kernels(x):
         behind = torch.arange(x.shape[0], device=x.device) >= offsets.select(0, -1)
         return x.masked_fill(behind.view(-1, *[1] * (x.dim() - 1)), 0)
     return _WithoutTail.apply(x, offsets, clears_gradient)  # type: ignore[no-untyped-call]  # unannotated in torch
@@ -43,7 +43,7 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
 def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
     """`without_tail` of a tensor that the caller has just computed: the rows behind the end are
     overwritten in place."""
-    if not (_runs_kernels(x) and x.is_contiguous()):
+    if not (runs_kernels(x) and x.is_contiguous()):
         return without_tail(x, offsets)
     return _WithCleanTail.apply(x, offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
 
@@ -76,7 +76,7 @@ def cleared(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`entering` in this dtype, below autograd: both in one pass."""
     if end is None:
         return x.to(dtype)
-    if not _runs_kernels(x):
+    if not runs_kernels(x):
         return without_tail(x, end).to(dtype)
     from jagged_kernels.common.tail import kept_rows_on_device
 
@@ -88,7 +88,7 @@ def padded_to(x: Tensor, rows: int) -> Tensor:
     return x if x.shape[0] == rows else pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
 
 
-def _runs_kernels(x: Tensor) -> bool:
+def runs_kernels(x: Tensor) -> bool:
     """Whether one kernel of ours may run. Graphs take torch's operators, which compilers fuse with
     their neighbours. Triton has no complex numbers."""
     return _has_kernels(x) and not torch.compiler.is_compiling()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..functional.block_attention import packed_arguments
 from ..functional.tail import cleared, with_zero_tail
 from ..rotary import Rotary
-from .one_node import differentiable_once, linear, linear_gradients, release
+from .one_node import differentiable_once, gemm_rows, linear, linear_gradients, release
 
 
 class BlockAttention(NamedTuple):
@@ -57,9 +57,8 @@ class _Node(torch.autograd.Function):
 
         offsets, end, num_heads, block_size, rotary, dtype = attention
         ctx.x_dtype, ctx.dtype = x.dtype, qkv_weight.dtype
-        x, qkv_weight, out_weight = (
-            cleared(x, end, dtype), qkv_weight.to(dtype), out_weight.to(dtype)
-        )  # fmt: skip
+        x = gemm_rows(x, end, dtype)
+        qkv_weight, out_weight = qkv_weight.to(dtype), out_weight.to(dtype)
         qkv = linear(x, qkv_weight, qkv_bias.to(dtype))
         qkv = torch.unflatten(qkv, 1, (3, num_heads, -1))
         qkv, offsets, (cos, sin, positions), *ctx.options = packed_arguments(

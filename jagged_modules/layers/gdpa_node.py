@@ -26,9 +26,11 @@ from ..segments import RowSegments
 from ..tracing import as_constant
 from .norms import RMSNorm
 from .one_node import (
+    bias_columns,
     differentiable_once,
     dropout_gradient,
     dropped,
+    gemm_rows,
     linear,
     linear_gradients,
     node_dtype,
@@ -195,11 +197,11 @@ class _Node(torch.autograd.Function):
         ctx.context_dtype = None if context is None else context.dtype
         ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
         rstd, (end, context_end) = None, call.ends
-        context = None if context is None else cleared(context, context_end, dtype)
+        context = None if context is None else gemm_rows(context, context_end, dtype)
         if norm is None:
-            rows = cleared(x, end, dtype)
+            rows = gemm_rows(x, end, dtype)
         else:
-            rows, rstd = rms_norm(x, norm, call.eps, dtype, 1, end)
+            rows, rstd = rms_norm(x, norm, call.eps, dtype, 1, bias_columns(dtype), end)
         (q, k, v), weights, of_heads = _projected(rows, context, inputs, call)
         attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
         trains = any(ctx.needs_input_grad)
@@ -269,7 +271,7 @@ def _normed(
     if not weights:
         return x, HeadNorm()
     weight, groups = torch.cat(weights), sum(heads for _, heads in norms)
-    normed, rstd = rms_norm(x, weight, call.qk_eps, call.dtype, groups, None)
+    normed, rstd = rms_norm(x, weight, call.qk_eps, call.dtype, groups)
     return normed, HeadNorm(x, rstd, weight)
 
 
@@ -338,15 +340,17 @@ def rms_norm(
     eps: float | None,
     dtype: torch.dtype,
     groups: int,
-    end: Tensor | None,
+    columns: int = 0,
+    end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of each of `groups` groups of columns of rows, computed in fp32, as dtype; 1 / rms of
-    each. Rows from end[-1] on are 0."""
+    """RMSNorm of each of `groups` groups of columns of rows, computed in fp32, as `gemm_rows` with
+    so many columns behind; 1 / rms of each group. Rows from end[-1] on are 0."""
     from jagged_kernels.rows.op import triton_row_norm
 
     if eps is None:  # as in torch
         eps = torch.finfo(torch.promote_types(x.dtype, weight.dtype)).eps
-    normed, _, rstd = triton_row_norm(x, weight, None, dtype, eps, groups, True, end)
+    given = x, weight, None, dtype, eps, groups, True, columns, end
+    normed, _, rstd = triton_row_norm(*given)
     return normed, rstd
 
 

@@ -45,11 +45,9 @@ class HSTUConfig:
             for a head: repeat these linear_dim times.
         recompute: what the backward computes again instead of keeping it from the forward, where a
             layer is one autograd node (on a GPU, without hooks on its modules). "norm": the normed
-            input, embedding_dim columns. "activation": the input of the output projection, 3 H
-            linear_dim columns. "projection": u, v, q and k. The first two cost one pass over the
-            rows each, so the default computes them again: kept, they would take as much memory as
-            the projection, in each layer of a stack. The projection costs a GEMM. A graph of
-            torch.compile may keep what is named here.
+            input, embedding_dim columns; costs a pass over the rows. "activation": the input of the
+            output projection, 3 H linear_dim columns; costs nothing but writing it, so it is the
+            default. "projection": u, v, q and k; costs a GEMM.
 
     Both biases are the published ones and cost a lookup for each score. Production models often add
     embeddings of a row's position, and of the time since the previous row, to the input instead, at
@@ -72,7 +70,7 @@ class HSTUConfig:
     relative_position: int = 0
     relative_time: int = 0
     norm: str = "layer"
-    recompute: tuple[str, ...] = ("norm", "activation")
+    recompute: tuple[str, ...] = ("activation",)
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "linear_dim", "scaling_seqlen"):

@@ -3,9 +3,10 @@
     x̂ = norm(x),  [u | v | q | k] = x̂ W + b,  a = attention(q, k, v)
     out = x + gate(u, a) W_o,       gate(u, a) = dropout([silu(u) | a | silu(u) · norm(a)])
 
-The backward goes through these in reverse. The gradient of gate(u, a) exists for a chunk of rows at
-a time. du, dv, dq and dk are columns of one tensor: one GEMM gives the gradient of W, and one that
-of x̂. The residual's gradient is added where the norm's backward rounds dx.
+The backward goes through these in reverse. du, dv, dq and dk are columns of one tensor: one GEMM
+gives the gradients of W and b, and one that of x̂. Until dv, dq and dk are written, their columns
+hold the gradient of gate(u, a). The residual's gradient is added where the norm's backward rounds
+dx.
 
 What the backward reads is kept or computed again, as `HSTUConfig.recompute` says. Each parameter of
 a GEMM is cast once.
@@ -25,12 +26,12 @@ from ..autocast import autocast_dtype
 from ..functional.tail import with_zero_tail
 from .norms import NORM_KINDS, NormOptions
 from .one_node import (
-    bias_gradient,
+    bias_columns,
     differentiable_once,
     linear,
+    linear_gradients,
     may_be_one_node,
     release,
-    weight_gradient,
 )
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ class _HSTULayer(torch.autograd.Function):
         kernels, dtype, norm = stages(), plan.dtype, plan.norm
         cast_weight, cast_projection = weight.to(dtype), projection.to(dtype)
         cast_bias = None if bias is None else bias.to(dtype)
-        normed, *statistics = kernels.row_norm(x, norm_weight, norm_bias, dtype, *norm, end)
+        of_norm = norm_weight, norm_bias, dtype, *norm, 0 if bias is None else bias_columns(dtype)
+        normed, *statistics = kernels.row_norm(x, *of_norm, end)
         packed = linear(normed, cast_weight, cast_bias)
         u, q, k, v = plan.split(packed)
         a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
@@ -222,7 +224,7 @@ class _HSTULayer(torch.autograd.Function):
             *segments, *tables, *bias_tensors,
         )  # fmt: skip
         ctx.plan, ctx.others, ctx.num_segments = plan, others, len(segments)
-        ctx.dtypes = [None if x is None else x.dtype for x in (weight, bias, projection)]
+        ctx.dtypes = weight.dtype, projection.dtype
         return with_zero_tail(x + linear(gated, cast_projection, None), end)
 
     @staticmethod
@@ -238,8 +240,9 @@ class _HSTULayer(torch.autograd.Function):
         dtypes, (eps, _, rms), (dropout, gate_norm) = ctx.dtypes, plan.norm, plan.gate
 
         def norm_again() -> Tensor:
-            given = x, norm_weight, norm_bias, plan.dtype, *plan.norm, end, dout
-            return kernels.row_norm(*given)[0]
+            columns = 0 if bias is None else bias_columns(plan.dtype)
+            of_norm = norm_weight, norm_bias, plan.dtype, *plan.norm, columns, end
+            return kernels.row_norm(x, *of_norm, dout)[0]
 
         if packed is None:
             normed = norm_again() if normed is None else normed
@@ -258,17 +261,15 @@ class _HSTULayer(torch.autograd.Function):
         )
         release(packed, a, *([] if gated is None else [gated]))
         del da
-        dweight = dbias = dx = sums = None
-        if needs[7]:
-            normed = norm_again() if normed is None else normed
-            dweight = weight_gradient(grads, normed, dtypes[0])
-        if needs[8]:
-            dbias = bias_gradient(grads, dtypes[1])
-        if needs[0] or needs[5] or needs[6]:
-            if normed is not None:
-                release(normed)
-            dnormed = grads @ weight
-            del grads
+        if normed is None and needs[7]:
+            normed = norm_again()
+        wanted = [needs[0] or needs[5] or needs[6], *needs[7:9]]
+        dnormed, dweight, dbias = linear_gradients(
+            grads, normed, weight, wanted, plan.dtype, dtypes[0], frees_x=True
+        )
+        del grads
+        dx = sums = None
+        if dnormed is not None:
             dx, sums = kernels.row_norm_backward(
                 dnormed, x, mean, rstd, norm_weight, dout, eps, rms, end
             )
@@ -279,7 +280,7 @@ class _HSTULayer(torch.autograd.Function):
             dweight,
             dbias,
             *_of_norm(gate_sums, gate_weight, gate_bias),
-            dprojection.to(dtypes[2]) if needs[11] else None,
+            dprojection.to(dtypes[1]) if needs[11] else None,
             *(dtable if needed else None for dtable, needed in zip(dtables, needs[12:])),
         )
 

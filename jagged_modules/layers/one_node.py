@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.rows.configs import BIAS_COLUMNS
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..autocast import autocast_dtype
 from ..dtypes import dtypes_of
+from ..functional.tail import cleared, runs_kernels
 from ..settings import is_batch_invariant
 from ..validation import runs_transforms
 
@@ -105,8 +107,31 @@ def dropout_gradient(dx: Tensor, kept: Tensor | None, probability: float) -> Ten
     return torch.ops.aten.native_dropout_backward(dx, kept, scale)
 
 
+def bias_columns(dtype: torch.dtype) -> int:
+    """Columns behind rows of this dtype that give a bias's gradient: sums in 16-bit GEMMs are as
+    exact as in fp32, which tf32 is not."""
+    return BIAS_COLUMNS if dtype.itemsize == 2 else 0
+
+
+def gemm_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x `[L, K]` in the dtype of a GEMM, cleared behind the end. On a GPU a copy in 16 bits has
+    `BIAS_COLUMNS` columns behind its own, which `linear` and `linear_gradients` know."""
+    is_copied = end is not None or x.dtype != dtype
+    extra = bias_columns(dtype)
+    if x.dim() != 2 or not (x.is_cuda and is_copied and extra):
+        return cleared(x, end, dtype)
+    if runs_kernels(x):
+        from jagged_kernels.common.tail import kept_rows_on_device
+
+        return kept_rows_on_device(x, end, dtype, extra)
+    x = cleared(x, end, dtype)
+    return torch.cat([x, x.new_ones(x.shape[0], 1), x.new_zeros(x.shape[0], extra - 1)], 1)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x `[L, K]` @ weightᵀ + bias; all of one dtype."""
+    """x `[L, K]` @ weightᵀ + bias; all of one dtype. x may have more columns, which are not
+    read."""
+    x = x[:, : weight.shape[1]]
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
 
@@ -132,7 +157,7 @@ class LinearGradients(NamedTuple):
 
 def linear_gradients(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | None,
     weight: Tensor,
     wanted: Sequence[bool],
     x_dtype: torch.dtype,
@@ -140,12 +165,20 @@ def linear_gradients(
     frees_x: bool = False,
 ) -> LinearGradients:
     """Of x, in x_dtype, and of weight and bias, in dtype. wanted: which of the three. frees_x: the
-    node has made x and reads it no more."""
-    dweight = weight_gradient(dy, x, dtype) if wanted[1] else None
-    if frees_x or x.dtype != x_dtype:  # then x is a copy of the node's input
-        release(x)
+    node has made x and reads it no more. x may have the columns of `gemm_rows`; None if no gradient
+    of the weight is wanted."""
+    dweight, dbias, width = None, None, weight.shape[1]
+    if x is not None:
+        if wanted[1]:
+            dweight = weight_gradient(dy, x, dtype)
+        if dweight is not None and x.shape[1] > width:
+            dweight, dbias = dweight[:, :width].contiguous(), dweight[:, width].contiguous()
+        if frees_x or x.dtype != x_dtype:  # then x is a copy of the node's input
+            release(x)
     dx = input_gradient(dy, weight, x_dtype) if wanted[0] else None
-    return LinearGradients(dx, dweight, bias_gradient(dy, dtype) if wanted[2] else None)
+    if wanted[2] and dbias is None:
+        dbias = bias_gradient(dy, dtype)
+    return LinearGradients(dx, dweight, dbias if wanted[2] else None)
 
 
 def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

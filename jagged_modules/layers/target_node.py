@@ -29,6 +29,7 @@ from .one_node import (
     differentiable_once,
     dropout_gradient,
     dropped,
+    gemm_rows,
     linear,
     linear_gradients,
     release,
@@ -153,8 +154,9 @@ class _Node(torch.autograd.Function):
         end, dtype, heads = call.given.end, call.dtype, call.num_heads
         q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
         queries, keys, order, inverse, history_rows = _Order.of(call.given, call.keys)
-        targets = _in_order(cleared(inputs.targets, end, dtype).flatten(0, -2), order)
-        history = _in_order(cleared(inputs.history, call.end, dtype), history_rows)
+        targets = inputs.targets.flatten(0, -2) if end is None else inputs.targets
+        targets = _in_order(gemm_rows(targets, end, dtype).flatten(0, -2), order)
+        history = _in_order(gemm_rows(inputs.history, call.end, dtype), history_rows)
         q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
         kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
         k, v = kv.chunk(2, 1)

@@ -3,6 +3,7 @@
     # on a CUDA device: bf16 autocast, fp32 rows and parameters
     python kernels/benchmarks/bench_layers.py
     python kernels/benchmarks/bench_layers.py --only HSTU
+    python kernels/benchmarks/bench_layers.py --widths --impl "jagged|Meta"
     # the CPU path: fp32, smaller shapes
     python kernels/benchmarks/bench_layers.py --device cpu
     python kernels/benchmarks/bench_layers.py --tiny --device cpu
@@ -13,24 +14,29 @@ have no dropout, so that results can be compared: with those of the modules in f
 fp64).
 """
 
+import argparse
 import contextlib
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
+import stu
 import torch
 from inputs import leaves, lognormal_lengths, offsets_of, random_tensors, uniform_lengths
 from names import OURS
 from runner import Case, Implementation, Setup, main
 from torch import Tensor, nn
+from user_layers import UserBlockAttention, UserGDPABlock, UserHSTU, UserLayer, UserTargetAttention
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 
 MODULES, COMPILED, FLOOR = "a chain of modules", f"{OURS}, compiled", "floor"
+BF16_ROWS, USER = f"{OURS}, bf16 rows", "a user's layer, compiled"
 SELF, TARGET = "layers of one container", "target attention layer"
+WIDTHS = "HSTULayer by width and heads"
 
 
 # -- the floor -------------------------------------------------------------------------------------
@@ -99,6 +105,48 @@ class _Calls(torch.autograd.Function):
 # -- layers ----------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One way to compute a layer.
+
+    Args:
+        call: the result, from the case's inputs.
+        parameters: by their names in this project's layer.
+        dtype: of the rows and of the result.
+        autocast: whether it runs under the case's autocast.
+        layout: ``layout(name, x)`` brings a result or a gradient into our layout.
+        bound: as in Implementation.
+    """
+
+    call: Callable[..., Tensor]
+    parameters: Mapping[str, nn.Parameter]
+    dtype: torch.dtype = torch.float32
+    autocast: bool = True
+    layout: Callable[[str, Tensor], Tensor] = lambda name, x: x
+    bound: float | None = None
+
+    def implementation(
+        self, inputs: Mapping[str, Tensor], grad: Tensor, autocast: Callable
+    ) -> Implementation:
+        x = leaves(**{name: tensor.to(self.dtype) for name, tensor in inputs.items()})
+        around = autocast if self.autocast else contextlib.nullcontext
+
+        def forward() -> Tensor:
+            with around():
+                return self.call(*x.values()).to(self.dtype)
+
+        return Implementation(
+            forward,
+            x | {name.replace(".", "_"): x for name, x in self.parameters.items()},
+            lambda name, result: {"all": self.layout(name, result)},
+            grad.to(self.dtype),
+            bound=self.bound,
+        )
+
+
+Forms = Mapping[str, Callable[[], Form]]
+
+
 def in_modules(layer: nn.Module) -> nn.Module:
     """A copy that calls its modules, because they have hooks."""
     layer = copy.deepcopy(layer)
@@ -107,51 +155,52 @@ def in_modules(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def compiled(module: nn.Module, call: Callable[..., Tensor]) -> Form:
+    """call: of the module and the inputs."""
+    run = torch.compile(module, dynamic=True)
+    return Form(partial(call, run), dict(module.named_parameters()))
+
+
 def layers(
     device: str,
     layer: nn.Module,
     call: Callable[..., Tensor],
     shapes: dict[str, tuple[int, ...]],
     floor: Callable[[], Floor],
+    others: Forms,
 ) -> Setup:
-    """call: of the layer and the inputs of these shapes."""
+    """call: of the layer and the inputs of these shapes. others: ways to compute the layer besides
+    this project's."""
     on_gpu = device == "cuda"
-    layer = layer.to(device)
     inputs = leaves(**dict(zip(shapes, random_tensors(device, torch.float32, *shapes.values()))))
     autocast = partial(torch.autocast, "cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext
     with torch.no_grad(), autocast():
         (grad,) = random_tensors(device, torch.float32, call(layer, *inputs.values()).shape)
 
-    def of(layer: nn.Module, around=autocast, dtype: torch.dtype = torch.float32) -> Implementation:
-        x = leaves(**{name: tensor.to(dtype) for name, tensor in inputs.items()})
+    def of(form: Form) -> Implementation:
+        return form.implementation(inputs, grad, autocast)
 
-        def forward() -> Tensor:
-            with around():
-                return call(layer, *x.values()).to(dtype)
-
-        named = getattr(layer, "_orig_mod", layer).named_parameters()  # of what is compiled
-        parameters = {name.replace(".", "_"): parameter for name, parameter in named}
-        return Implementation(
-            forward, x | parameters, lambda name, result: {"all": result}, grad.to(dtype)
-        )
+    def own(layer: nn.Module, **options) -> Implementation:
+        return of(Form(partial(call, layer), dict(layer.named_parameters()), **options))
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         modules = in_modules(layer)
         if dtype != torch.float64:
-            exact = of(modules)
+            exact = own(modules)
         elif on_gpu:  # no kernel takes fp64
-            exact = of(modules, contextlib.nullcontext)
+            exact = own(modules, autocast=False)
         else:
-            exact = of(modules.double(), contextlib.nullcontext, dtype)
+            exact = own(modules.double(), dtype=dtype)
         results = {f"{name}/all": x for name, x in exact.run(backward=True).items()}
         ones = torch.ones(1, device=device)
         return results | {f"out/{FLOOR}": ones, f"dnumber/{FLOOR}": ones}
 
     dtype = torch.bfloat16 if on_gpu else torch.float32
     implementations = {
-        MODULES: lambda: of(in_modules(layer)),
-        OURS: lambda: of(layer),
-        COMPILED: lambda: of(torch.compile(layer, dynamic=True)),
+        MODULES: lambda: own(in_modules(layer)),
+        OURS: lambda: own(layer),
+        COMPILED: lambda: of(compiled(layer, call)),
+        **{name: lambda make=make: of(make()) for name, make in others.items()},
         FLOOR: lambda: floor().implementation(device, dtype),
     }
     return Setup(implementations, reference, dtype, baseline=MODULES)
@@ -168,13 +217,15 @@ def linears_of(layer: nn.Module, rows: int) -> list[tuple[int, int, int]]:
 def of_one_container(
     device: str,
     make: Callable[[], nn.Module],
+    user: type[UserLayer],
     attention: Callable[..., Tensor],
     lengths: Tensor,
     options: dict,
 ) -> Setup:
-    """attention: of q, k, v and offsets, with these options. All lengths are known on the host."""
+    """user: the layer as a user would write it. attention: of q, k, v and offsets, with these
+    options. All lengths are known on the host."""
     torch.manual_seed(0)
-    layer, offsets = make(), offsets_of(lengths).to(device)
+    layer, offsets = make().to(device), offsets_of(lengths).to(device)
     rows, width = int(lengths.sum()), layer.embedding_dim
     shared = jm.Jagged(
         torch.empty(rows, 0, device=device), offsets, int(lengths.max()), host_lengths=lengths
@@ -182,6 +233,12 @@ def of_one_container(
 
     def call(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(shared.with_values(x)).values
+
+    def by_user() -> Form:
+        own = user(layer).to(device)
+        is_in_blocks = isinstance(own, UserBlockAttention)
+        segments = own.blocks(lengths).to(device) if is_in_blocks else offsets
+        return compiled(own, lambda layer, x: layer(x, segments))
 
     def floor() -> Floor:
         heads, dim = layer.num_heads, layer.head_dim
@@ -195,13 +252,33 @@ def of_one_container(
         parts = linears_of(layer, rows)
         return Floor(parts, lambda *x: attention(*x, offsets, **given), (rows, rows), heads, dim)
 
-    return layers(device, layer, call, {"x": (rows, width)}, floor)
+    others: dict[str, Callable[[], Form]] = {USER: by_user}
+    if isinstance(layer, jm.HSTULayer):
+        others |= hstu_forms(layer, lengths, call)
+    return layers(device, layer, call, {"x": (rows, width)}, floor, others)
+
+
+def hstu_forms(layer: jm.HSTULayer, lengths: Tensor, call: Callable[..., Tensor]) -> Forms:
+    """Meta's layer, which keeps its rows in bf16, and ours with such rows."""
+    options = dict(dtype=torch.bfloat16, bound=stu.BOUND)
+
+    def by_meta(recompute: bool) -> Form:
+        form = stu.stu(layer, lengths, recompute)
+        return Form(*form, autocast=False, layout=stu.transposed, **options)
+
+    def own() -> Form:
+        return Form(partial(call, layer), dict(layer.named_parameters()), **options)
+
+    peers = {name: partial(by_meta, recompute) for name, recompute in stu.RECOMPUTES.items()}
+    on_gpu = layer.out_proj.weight.is_cuda  # without autocast, rows have the parameters' dtype
+    return ({BF16_ROWS: own} if on_gpu else {}) | peers
 
 
 def of_targets(device: str, width: int, heads: int, lengths: Tensor, candidates: Tensor) -> Setup:
     """Candidates in any order."""
     torch.manual_seed(0)
-    layer, offsets = jm.JaggedTargetAttention(width, heads), offsets_of(lengths).to(device)
+    layer = jm.JaggedTargetAttention(width, heads, device=device)
+    offsets = offsets_of(lengths).to(device)
     users = torch.arange(len(lengths)).repeat_interleave(candidates)
     users = users[torch.randperm(len(users), generator=torch.Generator().manual_seed(0))]
     index = jm.CandidateIndex.from_map(users.to(device), len(lengths))
@@ -210,6 +287,13 @@ def of_targets(device: str, width: int, heads: int, lengths: Tensor, candidates:
 
     def call(layer: nn.Module, targets: Tensor, history: Tensor) -> Tensor:
         return layer(targets, shared.with_values(history), index)[:, 0]
+
+    def by_user() -> Form:
+        order = users.argsort(stable=True).to(device)
+        segments = offsets_of(candidates).to(device), offsets
+        longest = int(candidates.max()), int(lengths.max())
+        own = UserTargetAttention(layer).to(device)
+        return compiled(own, lambda layer, *x: layer(*x, order, segments, longest))
 
     def floor() -> Floor:
         count = len(users)
@@ -223,50 +307,109 @@ def of_targets(device: str, width: int, heads: int, lengths: Tensor, candidates:
         )
 
     shapes = {"targets": (len(users), 1, width), "history": (rows, width)}
-    return layers(device, layer, call, shapes, floor)
+    return layers(device, layer, call, shapes, floor, {USER: by_user})
 
 
 # -- cases -----------------------------------------------------------------------------------------
 
-# segments and mean lengths of each layer's two cases; the widths belong to them
-FULL = dict(hstu=[(256, 375), (512, 190)], gdpa=(512, 278), block=(1024, 282), target=(512, 377))
-CPU = dict(hstu=[(16, 60), (32, 30)], gdpa=(32, 45), block=(32, 40), target=(64, 50))
-TINY = dict(hstu=[(3, 5), (3, 4)], gdpa=(3, 5), block=(3, 20), target=(3, 5))
+# segments, mean and maximum length of each layer's cases; "full": all segments have the maximum
+FULL = dict(
+    hstu=[(256, 474, 1024), (512, 190, 2280)],
+    full=(128, 1024),
+    gdpa=(512, 278, 3336),
+    block=(1024, 282, 3384),
+    target=(512, 377, 4524),
+)
+CPU = dict(
+    hstu=[(16, 60, 128), (32, 30, 360)],
+    full=(8, 128),
+    gdpa=(32, 45, 540),
+    block=(32, 40, 480),
+    target=(64, 50, 600),
+)
+TINY = dict(
+    hstu=[(3, 5, 16), (3, 4, 48)],
+    full=(2, 8),
+    gdpa=(3, 5, 60),
+    block=(3, 20, 240),
+    target=(3, 5, 60),
+)
+WIDTHS_AND_HEADS = (64, 128, 256, 512, 1024), (1, 4, 8)
+MAX_HEAD_DIM = 256
 
 
-def make_cases(device: str, tiny: bool) -> list[Case]:
-    """CUDA: bf16 autocast. CPU: fp32 and smaller shapes. ``tiny``: everything, small."""
+def lengths_of(count: int, mean: float, longest: int) -> Tensor:
+    return lognormal_lengths(count, mean, longest, 1.1)
+
+
+def self_case(
+    device: str,
+    table: str,
+    layers: tuple[Callable[[], nn.Module], type[UserLayer]],
+    name: str,
+    lengths: Tensor,
+    **options,
+) -> Case:
+    """layers: this project's and a user's. options: of the attention."""
+    is_in_blocks = layers[1] is UserBlockAttention
+    attention = F.block_diagonal_attention if is_in_blocks else F.jagged_attention
+    setup = partial(of_one_container, device, *layers, attention, lengths, options)
+    return Case(table, f"{name}, {int(lengths.sum())} rows", setup, picture="ms")
+
+
+def hstu_case(device: str, table: str, width: int, heads: int, lengths: Tensor) -> Case:
+    """Weights are divided by the maximum length, as in Meta's layer."""
+    longest = int(lengths.max())
+    config = jm.HSTUConfig(scaling_seqlen=longest)
+    hstu = dict(activation="silu", output_scale=1 / longest, mask=config.mask())
+    both = partial(jm.HSTULayer, width, heads, config), UserHSTU
+    each = ", all segments full" if len(lengths.unique()) == 1 else ""
+    return self_case(device, table, both, f"HSTULayer({width}, {heads}){each}", lengths, **hstu)
+
+
+def make_cases(device: str, tiny: bool, widths: bool = False) -> list[Case]:
+    """CUDA: bf16 autocast. CPU: fp32 and smaller shapes. ``tiny``: everything, small. ``widths``:
+    HSTULayer by width and heads instead of all layers."""
     sizes = TINY if tiny else FULL if device == "cuda" else CPU
-    widths = (16, 8) if tiny else (512, 256)
-    heads, cases = (2 if tiny else 4), []
-
-    def lengths_of(segments: int, mean: int) -> Tensor:
-        return lognormal_lengths(segments, mean, 12 * mean, 1.1)
-
-    def add(name: str, make, attention, size: tuple[int, int], **options) -> None:
-        lengths = lengths_of(*size)
-        setup = partial(of_one_container, device, make, attention, lengths, options)
-        cases.append(Case(SELF, f"{name}, {int(lengths.sum())} rows", setup, picture="ms"))
-
-    for width, size in zip(widths, sizes["hstu"]):
-        config = jm.HSTUConfig(scaling_seqlen=1000)
-        hstu = dict(activation="silu", output_scale=1e-3, mask=config.mask())
-        make = partial(jm.HSTULayer, width, heads, config)
-        add(f"HSTULayer({width}, {heads})", make, F.jagged_attention, size, **hstu)
-    width = widths[0]
-    make = partial(GDPABlock, width, heads)
-    gelu = dict(activation="gelu")
-    add(f"GDPABlock({width}, {heads})", make, F.jagged_attention, sizes["gdpa"], **gelu)
-    make = partial(jm.BlockDiagonalSelfAttention, width, heads, 16 if tiny else 64, None)
-    blocks, size = F.block_diagonal_attention, dict(block_size=16 if tiny else 64)
-    name = f"BlockDiagonalSelfAttention({width}, {heads})"
-    add(name, make, blocks, sizes["block"], **size)
-    width, lengths = widths[1], lengths_of(*sizes["target"])
+    if widths:
+        return width_cases(device, tiny, lengths_of(*sizes["hstu"][0]))
+    (width, narrow), heads = ((16, 8), 2) if tiny else ((512, 256), 4)
+    cases = [
+        hstu_case(device, SELF, width, heads, lengths)
+        for width, lengths in [
+            (width, lengths_of(*sizes["hstu"][0])),
+            (narrow, lengths_of(*sizes["hstu"][1])),
+            (width, torch.full(sizes["full"][:1], sizes["full"][1])),
+        ]
+    ]
+    block_size = 16 if tiny else 64
+    gdpa = partial(GDPABlock, width, heads), UserGDPABlock
+    block = (
+        partial(jm.BlockDiagonalSelfAttention, width, heads, block_size, None),
+        UserBlockAttention,
+    )
+    for both, size, options in [
+        (gdpa, sizes["gdpa"], dict(activation="gelu")),
+        (block, sizes["block"], dict(block_size=block_size)),
+    ]:
+        name = f"{both[0].func.__name__}({width}, {heads})"
+        cases.append(self_case(device, SELF, both, name, lengths_of(*size), **options))
+    lengths = lengths_of(*sizes["target"])
     candidates = uniform_lengths(len(lengths), 1, 5 if tiny else 99)
-    setup = partial(of_targets, device, width, heads, lengths, candidates)
-    name = f"JaggedTargetAttention({width}, {heads}), {int(lengths.sum())} rows"
+    setup = partial(of_targets, device, narrow, heads, lengths, candidates)
+    name = f"JaggedTargetAttention({narrow}, {heads}), {int(lengths.sum())} rows"
     cases.append(Case(TARGET, f"{name}, {int(candidates.sum())} candidates", setup, picture="ms"))
     return cases
+
+
+def width_cases(device: str, tiny: bool, lengths: Tensor) -> list[Case]:
+    widths, heads = ((16, 32), (1, 2)) if tiny else WIDTHS_AND_HEADS
+    return [
+        hstu_case(device, WIDTHS, width, count, lengths)
+        for width in widths
+        for count in heads
+        if width // count <= MAX_HEAD_DIM
+    ]
 
 
 class GDPABlock(jm.GDPABlock):
@@ -290,4 +433,8 @@ def summary(rows: list[dict]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("layers", make_cases, summary=summary))
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--widths", action="store_true", help=f"measures {WIDTHS} instead")
+    own, _ = parser.parse_known_args()
+    cases = partial(make_cases, widths=own.widths)
+    sys.exit(main("layers", cases, summary=summary, own_options=[parser]))

@@ -36,6 +36,11 @@ BUILDERS = {
     "jagged_layer_norm": rows.jagged_layer_norm,
     "jagged_concat": rows.jagged_concat,
     "jagged_split": rows.jagged_split,
+    "jagged_sum": jagged_ops.reduction("jagged_sum"),
+    "jagged_mean": jagged_ops.reduction("jagged_mean"),
+    "jagged_max": rows.jagged_max,
+    "jagged_first": rows.part("jagged_first"),
+    "jagged_last": rows.part("jagged_last"),
     "jagged_to_padded": rows.jagged_to_padded,
     "padded_to_jagged": rows.padded_to_jagged,
 }

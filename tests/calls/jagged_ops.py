@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import accuracy
 import torch
 from accuracy.activations import activated
@@ -51,6 +53,40 @@ def jagged_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         dict(x=rows, y=rows, out=torch.arange(len(lengths), device=make.device)),
         frozenset("xy"),
     )
+
+
+def reduction(name: str) -> Callable:
+    """Of `jagged_sum` and `jagged_mean`, whose model is that of a product with ones."""
+
+    def build(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+        (lengths,) = lengths
+        options = dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+        offsets, rows = make.offsets("offsets", lengths), make.segments(lengths)
+
+        def model(inputs, gradients):
+            x, do = inputs["x"], gradients["out"]
+            ones = x.new_ones(x.shape[0], 1)
+            if name == "jagged_sum":
+                bounds = accuracy.jagged_jagged_bmm(ones, x, offsets_of(lengths), do[:, None])
+                return dict(out=bounds["out"].map(lambda t: t[:, 0]), dx=bounds["dy"])
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            counts = torch.tensor(lengths, device=x.device).clamp(min=1).double()[:, None]
+            ones = ones.to(wide.dtype)
+            grads = do.double() / counts
+            bounds = accuracy.jagged_jagged_bmm(ones, wide, offsets_of(lengths), grads[:, None])
+            sums, dx = bounds["out"].map(lambda t: t[:, 0]), bounds["dy"].off_by(1)
+            out = sums / accuracy.Bound.exact(counts.expand_as(sums.value))
+            return dict(out=out.rounded(x.dtype), dx=dx.rounded(x.dtype))
+
+        return Call(
+            dict(x=make.tensor(sum(lengths), o["columns"])),
+            lambda x: dict(out=getattr(F, name)(x, offsets, **options)),
+            model,
+            dict(x=rows, out=torch.arange(len(lengths), device=make.device)),
+            frozenset("x"),
+        )
+
+    return build
 
 
 def jagged_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:

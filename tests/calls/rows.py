@@ -182,9 +182,70 @@ def _padding(make: Maker, o: dict, lengths: list[int]) -> tuple[Tensor, int, Ten
     return offsets, width, segments * width + position, segments
 
 
+def jagged_max(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    offsets, rows = make.offsets("offsets", lengths), make.segments(lengths)
+
+    def model(inputs, gradients):
+        x, do, exact = inputs["x"], gradients["out"], accuracy.Bound.exact
+        out, dx = do.new_full(do.shape, o["empty"]), torch.zeros_like(x)
+        for b, part in enumerate(x.split([*lengths, x.shape[0] - sum(lengths)])[:-1]):
+            if len(part):
+                first = (part == part.amax(0)).int().argmax(0)
+                out[b] = part.gather(0, first[None])[0]
+                dx[sum(lengths[:b]) :].scatter_(0, first[None], do[b : b + 1])
+        return dict(out=exact(out), dx=exact(dx))
+
+    return Call(
+        dict(x=make.tensor(sum(lengths), o["columns"])),
+        lambda x: dict(out=F.jagged_max(x, offsets, o["empty"])),
+        model,
+        dict(x=rows, out=torch.arange(len(lengths), device=make.device)),
+        frozenset("x"),
+    )
+
+
+def part(name: str) -> Callable:
+    """Of `jagged_first` and `jagged_last`."""
+
+    def build(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+        (lengths,) = lengths
+        offsets, k = make.offsets("offsets", lengths), o["k"]
+        most = [k] * len(lengths)
+        if k == "lengths":
+            most = [n // 2 + 1 for n in lengths]
+            k = make.index("k", torch.tensor(most, dtype=torch.int64))
+        taken = [min(n, m) for n, m in zip(lengths, most)]
+        first = [0 if name == "jagged_first" else n - t for n, t in zip(lengths, taken)]
+        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+        index = [s + f + i for s, f, t in zip(starts, first, taken) for i in range(t)]
+        index = torch.tensor(index, dtype=torch.int64, device=make.device)
+
+        def model(inputs, gradients):
+            x, do, exact = inputs["x"], gradients["out"], accuracy.Bound.exact
+            out, dx = torch.zeros_like(do), torch.zeros_like(x)
+            out[: len(index)] = x[index]
+            dx[index] = do[: len(index)]
+            ends = torch.tensor([0, *taken]).cumsum(0)
+            return dict(out=exact(out), dx=exact(dx), offsets=ends)
+
+        return Call(
+            dict(x=make.tensor(sum(lengths), o["columns"])),
+            lambda x: dict(zip(("out", "offsets"), getattr(F, name)(x, offsets, k))),
+            model,
+            dict(x=make.segments(lengths)),
+        )
+
+    return build
+
+
 def jagged_to_padded(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     offsets, width, index, rows = _padding(make, o, lengths)
+    options = dict(side=o["side"], truncate=o["truncate"])
+    if o["side"] == "left":
+        sizes = torch.tensor(lengths, device=make.device)
+        index = index + (width - sizes)[rows] if len(rows) else index
 
     def model(inputs, gradients):
         values, exact = inputs["values"], accuracy.Bound.exact
@@ -197,7 +258,9 @@ def jagged_to_padded(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
     return Call(
         dict(values=make.tensor(sum(lengths), o["columns"])),
-        lambda values: dict(out=F.jagged_to_padded(values, offsets, width, o["padding"])),
+        lambda values: dict(
+            out=F.jagged_to_padded(values, offsets, width, o["padding"], **options)
+        ),
         model,
         dict(values=rows, out=torch.arange(len(lengths), device=make.device)),
         frozenset(["values"]),

@@ -36,13 +36,6 @@ def test_a_training_step(offsets, norm, recompute, norms):
     assert launched(offsets, norm=norm, recompute=recompute) == expected
 
 
-def test_the_backward_goes_over_the_gate_in_chunks(offsets, monkeypatch):
-    from jagged_kernels.rows import op
-
-    monkeypatch.setattr(op, "CHUNK_ROWS", 128)
-    assert launched(offsets)["gate_bwd_kernel"] == 3
-
-
 def _replace_dropout(layer):
     layer.dropout = nn.AlphaDropout(0.1)
 

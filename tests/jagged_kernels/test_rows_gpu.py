@@ -43,10 +43,10 @@ def test_activation(check_activation_of_rows, record_cell, name, gated, dtype):
 def test_gate(check_gate, record_cell, width, norm, dropout, dtype):
     record_cell("gate", dtype, (width,), "dropout" if dropout else "")
     for rows in ROWS:
-        check_gate(rows, width, norm, dtype, "cuda", dropout, chunk=1024)
+        check_gate(rows, width, norm, dtype, "cuda", dropout)
 
 
 def test_more_rows_than_programs(check_row_norm, check_gate):
-    """Each program adds several tiles to its sums, of several chunks."""
+    """Each program adds several tiles to its sums."""
     check_row_norm(20_000, 512, Norm(), (FP32, BF16, FP32), "cuda")
-    check_gate(20_000, 512, Norm(), BF16, "cuda", 0.1, chunk=8192)
+    check_gate(20_000, 512, Norm(), BF16, "cuda", 0.1)

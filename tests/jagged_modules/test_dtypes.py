@@ -61,6 +61,8 @@ CALLS = {
     "linear_compress": lambda x, **kw: F.linear_compress(x(3, 4), x(5, 4, 8), **kw),
     "jagged_dense_bmm": lambda x, **kw: F.jagged_dense_bmm(x(5, 4), x(2, 4, 3), x.offsets, **kw),
     "jagged_jagged_bmm": lambda x, **kw: F.jagged_jagged_bmm(x(5, 4), x(5, 3), x.offsets, **kw),
+    "jagged_sum": lambda x, **kw: F.jagged_sum(x(5, 4), x.offsets, **kw),
+    "jagged_mean": lambda x, **kw: F.jagged_mean(x(5, 4), x.offsets, **kw),
     "jagged_softmax": lambda x, **kw: F.jagged_softmax(x(5, 4), x.offsets, **kw),
     "jagged_jagged_bmm_jagged_out": lambda x, **kw: F.jagged_jagged_bmm_jagged_out(
         x(5, 4), x(5, 4), x.plan, **kw
@@ -81,6 +83,9 @@ CALLS = {
         [x(5, 4), x(3, 4)], [x.offsets, torch.tensor([0, 3, 3]).to(x.device)]
     )[0],
     "jagged_split": lambda x: F.jagged_split(x(5, 4), x.offsets, 1)[1][0],
+    "jagged_max": lambda x: F.jagged_max(x(5, 4), x.offsets),
+    "jagged_first": lambda x: F.jagged_first(x(5, 4), x.offsets)[0],
+    "jagged_last": lambda x: F.jagged_last(x(5, 4), x.offsets)[0],
     "jagged_to_padded": lambda x: F.jagged_to_padded(x(5, 4), x.offsets, 3),
     "padded_to_jagged": lambda x: F.padded_to_jagged(x(2, 3, 4), x.offsets, 5),
 }

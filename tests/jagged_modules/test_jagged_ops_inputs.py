@@ -61,6 +61,11 @@ def calls(offsets_of):
         "jagged_dense_mul": (F.jagged_dense_mul, x, dense, offsets),
         "jagged_concat": (lambda x, y, o: F.jagged_concat([x, y], [o, o]), x, x, offsets),
         "jagged_split": (lambda x, o, n: F.jagged_split(x, o, n, 3), x, offsets, lengths),
+        "jagged_sum": (F.jagged_sum, x, offsets),
+        "jagged_mean": (F.jagged_mean, x, offsets),
+        "jagged_max": (F.jagged_max, x, offsets),
+        "jagged_first": (lambda x, o: F.jagged_first(x, o, 0), x, offsets),
+        "jagged_last": (lambda x, o: F.jagged_last(x, o, 0), x, offsets),
         "jagged_to_padded": (lambda x, o: F.jagged_to_padded(x, o, 4), x, offsets),
         "padded_to_jagged": (lambda x, o: F.padded_to_jagged(x, o, 5), dense, offsets),
     }

@@ -47,7 +47,7 @@ def block_gradient(do, qkv, *arguments):
     return torch.autograd.grad(out, qkv, do)[0]
 
 
-def rms_norm(x, weight, eps, dtype, groups, end):
+def rms_norm(x, weight, eps, dtype, groups, columns=0, end=None):
     x = cleared(x, end)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     rstd = torch.rsqrt(x.unflatten(1, (groups, -1)).square().mean(2) + eps)
@@ -360,3 +360,19 @@ def test_rows_behind_the_end(nodes, only_the_device_knows, name):
     layer, case = layer_case(name, dtype=torch.float64)
     check(case, case.call, torch.float64, parameters=layer.parameters())
     assert len(nodes) == 2
+
+
+@pytest.mark.parametrize("frees_x", [True, False])
+@pytest.mark.parametrize("wanted", [(1, 1, 1), (0, 0, 1), (1, 1, 0), (0, 1, 0)], ids=str)
+def test_a_bias_gradient_from_the_weights_gemm(wanted, frees_x):
+    x, weight, dy = torch.randn(50, 6), torch.randn(4, 6), torch.randn(50, 4)
+    wide = torch.cat([x, torch.ones(50, 1), torch.zeros(50, 31)], 1)
+    assert torch.equal(one_node.linear(wide, weight, None), x @ weight.t())
+    options = dy, wide, weight, wanted, torch.float32, torch.float32
+    grads = one_node.linear_gradients(*options, frees_x=frees_x)
+    for grad, is_wanted, expected in zip(grads, wanted, (dy @ weight, dy.t() @ x, dy.sum(0))):
+        if not is_wanted:
+            assert grad is None
+        else:
+            torch.testing.assert_close(grad, expected)
+            assert grad.is_contiguous()

@@ -45,12 +45,14 @@ def zero_tails_kernel(
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "first_row", "num_rows", "stride"])
+@triton.jit(do_not_specialize=["num_segments", "num_rows", "stride"])
 def keep_rows_kernel(
-    x_ptr, offsets_ptr, out_ptr, num_segments, first_row, num_rows, stride,
-    SIZE: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
+    SIZE: tl.constexpr, EXTRA: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = x[row] if row + first_row is before offsets[-1], else 0.
+    """out[row] = x[row] if the row is before offsets[-1], else 0; without offsets, x[row]. EXTRA
+    columns of out behind those of x are 1, 0, 0, ...
 
     The stride is in units of ALIGN elements (see `aligned_strides`). Grid: blocks of rows, blocks
     of columns, which follow one another.
@@ -59,12 +61,19 @@ def keep_rows_kernel(
     rows = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     exists, in_row = rows < num_rows, (columns < SIZE)[None, :]
-    kept = exists & (rows < tl.load(offsets_ptr + num_segments) - first_row)
+    kept = exists
+    if offsets_ptr is not None:
+        kept &= rows < tl.load(offsets_ptr + num_segments)
     rows = rows.to(tl.int64)[:, None]
     x = tl.load(
         x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=kept[:, None] & in_row, other=0.0
     )
-    tl.store(out_ptr + rows * SIZE + columns[None, :], x, mask=exists[:, None] & in_row)
+    out_ptrs = out_ptr + rows * (SIZE + EXTRA)
+    tl.store(out_ptrs + columns[None, :], x, mask=exists[:, None] & in_row)
+    if EXTRA > 0:
+        behind = tl.arange(0, EXTRA)[None, :]
+        one = (behind == 0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptrs + SIZE + behind, one, mask=exists[:, None])
 
 
 def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
@@ -87,18 +96,13 @@ def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
 
 
 def kept_rows(
-    x: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None, first_row: int = 0
+    x: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None, extra: int = 0
 ) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
-    given. Without offsets: x in this dtype.
-
-    Args:
-        first_row: index of the first row of x among those that the offsets count.
-    """
-    if offsets is None:
-        return x.to(dtype)
-    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    if out.numel() == 0:
+    given. extra: columns behind those of x `[rows, columns]`, with 1, 0, 0, ..."""
+    shape = (x.shape[0], x.shape[1] + extra) if extra else x.shape
+    out = x.new_empty(shape, dtype=dtype)
+    if x.numel() == 0:
         return out
     rows = contiguous_last_dim(x.flatten(1) if x.dim() > 1 else x.unsqueeze(1))
     size = rows.shape[1]
@@ -106,8 +110,8 @@ def kept_rows(
     height = 4096 // columns
     align, (stride,) = aligned_strides((rows, 0))
     keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
-        rows, offsets, out, offsets.shape[0] - 1, first_row, x.shape[0], stride,
-        SIZE=size, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
+        rows, offsets, out, 0 if offsets is None else offsets.shape[0] - 1, x.shape[0], stride,
+        SIZE=size, EXTRA=extra, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -7,6 +7,10 @@ import dataclasses
 from ..common.configs import padded_dim
 
 MAX_WIDTH = 4096  # columns of a group: a row of it is held in registers
+# Columns behind those of a GEMM's rows: 1, 0, 0, ... The gradient of its weight then has one more
+# column, the bias's gradient, in less time than a pass over the gradient takes. 32: the width stays
+# one that cuBLAS computes in its best tiles.
+BIAS_COLUMNS = 32
 # Elements of a tile for each thread in the gate's backward, which holds seven tiles in registers.
 GATE_BACKWARD = 8
 

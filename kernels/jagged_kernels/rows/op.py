@@ -16,7 +16,7 @@ read, their results are 0, and no sum has them. None: all are rows.
 
 Dropout multiplies each element by 0 or by 1 / (1 - p), as a hash of the seed, its row and its
 column says (Philox). So nothing is stored for the backward, and the seed, which is on the device,
-may change between replays of a CUDA graph. p is rounded to a multiple of 2^-24.
+may change between replays of a CUDA graph. p is rounded to a multiple of 2^-21.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ from .triton_kernels import (
     row_norm_fwd_kernel,
 )
 
-# Rows of the gate's output and of its gradient that exist at a time in the backward. At HSTU's
-# width of 512, a bf16 chunk of them is as large as the L2 cache of a Hopper GPU.
-CHUNK_ROWS = 32_768
-
 
 def _statistics_fake(x: Tensor, groups: int, rms: bool) -> tuple[Tensor, Tensor]:
     rstd = x.new_empty((x.shape[0], groups), dtype=torch.float32)
     return x.new_empty(0, dtype=torch.float32) if rms else torch.empty_like(rstd), rstd
 
 
-def _row_norm_fake(x, weight, bias, dtype, eps, groups=1, rms=False, end=None, after=None):
-    return x.new_empty(x.shape, dtype=dtype), *_statistics_fake(x, groups, rms)
+def _row_norm_fake(
+    x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, after=None
+):
+    y = x.new_empty((x.shape[0], x.shape[1] + columns), dtype=dtype)
+    return y, *_statistics_fake(x, groups, rms)
 
 
 @operator("row_norm", _row_norm_fake)
@@ -66,6 +65,7 @@ def triton_row_norm(
     eps: float,
     groups: int = 1,
     rms: bool = False,
+    columns: int = 0,
     end: Tensor | None = None,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,20 +76,21 @@ def triton_row_norm(
         weight, bias: `[W]`, any of these dtypes.
         dtype: of the result.
         groups: number of groups of W / groups columns, at most 4096 each.
+        columns: columns behind y with 1, 0, 0, ...; a power of two or 0 (see `BIAS_COLUMNS`).
         end: integers `[B + 1]`, see above.
         after: not read. A backward that computes y again gives its gradient: torch.compile merges
             equal calls, and would keep y instead.
 
     Returns:
-        y `[L, W]`, and mean and rstd `[L, groups]` fp32; with rms, mean is `[0]`.
+        y `[L, W + columns]`, and mean and rstd `[L, groups]` fp32; with rms, mean is `[0]`.
     """
     x, weight = contiguous_last_dim(x), weight.contiguous()
-    y, mean, rstd = _row_norm_fake(x, weight, bias, dtype, eps, groups, rms)
-    if y.numel():
+    y, mean, rstd = _row_norm_fake(x, weight, bias, dtype, eps, groups, rms, columns)
+    if x.numel():
         launch = _Launch.of(x.shape[1], (eps, groups, rms), x)
         row_norm_fwd_kernel[(cdiv(x.shape[0], launch.config.rows), groups)](
             x, weight, _contiguous(bias), end, y, None if rms else mean, rstd, x.shape[0],
-            _num_segments(end), *launch.strides(x), **launch.constants(),
+            _num_segments(end), *launch.strides(x), EXTRA=columns, **launch.constants(),
         )  # fmt: skip
     return y, mean, rstd
 
@@ -185,7 +186,7 @@ def _write_norm_gradients(
     groups = rstd.shape[1]
     launch = _Launch.of(width, (eps, groups, rms), *strided)
     programs = launch.programs(rows, groups, x.device)
-    sums = x.new_zeros((2, programs, width), dtype=torch.float32)
+    sums = _partial_sums(x, programs, rms)
     tensors = NormBackward(
         dy, x, None if rms else mean, rstd, weight.contiguous(), residual, end, dx,
         sums[0], None if rms else sums[1],
@@ -262,15 +263,18 @@ def triton_gate_linear_backward(
     needs_projection: bool,
     end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of out = `triton_gate(u, a, ...)` @ projectionᵀ, in chunks of `CHUNK_ROWS` rows.
+    """Gradients of out = `triton_gate(u, a, ...)` @ projectionᵀ.
+
+    The gradient of the gate's result is kept in columns of the first result if they are enough: no
+    other memory is taken for it.
 
     Args:
         dout: `[L, E]`, of any dtype.
-        gated: result of `triton_gate`; None: each chunk of it is computed again.
+        gated: result of `triton_gate`; None: it is computed again.
         operands: u and a of `triton_gate`, and its results mean and rstd.
         weight, bias, seed, dropout, eps, rms: as in `triton_gate`.
         projection: `[E, 3 W]` in a's dtype.
-        columns: columns of the first result behind du, which are not written.
+        columns: columns of the first result behind du, with any content.
         needs_projection: compute the gradient of the projection.
         end: of the rows of dout. u and a are finite behind it.
 
@@ -284,31 +288,25 @@ def triton_gate_linear_backward(
         dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns,
         needs_projection,
     )  # fmt: skip
-    dprojection.zero_()
     if da.numel() == 0:
-        return grads, da, sums.zero_(), dprojection
+        return grads, da, sums.zero_(), dprojection.zero_()
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    launch = _Launch.of(width, (eps, groups, rms), u, a, du, da, elements=GATE_BACKWARD)
-    strides = launch.strides(u, a, du, da)
-    programs = launch.programs(min(rows, CHUNK_ROWS), groups, a.device)
-    sums = a.new_zeros((2, programs, width), dtype=torch.float32)
-    recompute = needs_projection and gated is None
-    bias = _contiguous(bias)
-    for first in range(0, rows, CHUNK_ROWS):
-        chunk = slice(first, min(first + CHUNK_ROWS, rows))
-        dout_chunk = kept_rows(dout[chunk], end, a.dtype, first)
-        dgated = dout_chunk @ projection
-        of_mean = None if rms else mean[chunk]
-        tensors = Gate(u[chunk], a[chunk], of_mean, rstd[chunk], weight, bias, seed)
-        results = GateGradients(dgated, du[chunk], da[chunk], sums[0], None if rms else sums[1])
-        gate_bwd_kernel[(programs, groups)](
-            tensors, results, chunk.stop - first, first, _threshold(dropout), strides,
-            RECOMPUTE=recompute, **launch.constants(),
-        )  # fmt: skip
-        if needs_projection:
-            gated_chunk = dgated if gated is None else gated[chunk]
-            dprojection += _fp32_product(dout_chunk.t(), gated_chunk)
+    dout = dout.to(a.dtype) if end is None else kept_rows(dout, end, a.dtype)
+    behind = grads[:, width : 4 * width]
+    dgated = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
+    torch.mm(dout, projection, out=dgated)
+    launch = _Launch.of(width, (eps, groups, rms), u, a, dgated, du, da, elements=GATE_BACKWARD)
+    programs = launch.programs(rows, groups, a.device)
+    sums = _partial_sums(a, programs, rms)
+    tensors = Gate(u, a, None if rms else mean, rstd, weight, _contiguous(bias), seed)
+    gate_bwd_kernel[(programs, groups)](
+        tensors, GateGradients(dgated, du, da, sums[0], None if rms else sums[1]), rows,
+        _threshold(dropout), launch.strides(u, a, dgated, du, da),
+        RECOMPUTE=needs_projection and gated is None, **launch.constants(),
+    )  # fmt: skip
+    if needs_projection:
+        dprojection = _fp32_product(dout.t(), dgated if gated is None else gated)
     return grads, da, sums.sum(1), dprojection
 
 
@@ -317,6 +315,12 @@ def _fp32_product(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype == torch.float32 or not x.is_cuda:
         return x.float() @ y.float()
     return torch.mm(x, y, out_dtype=torch.float32)
+
+
+def _partial_sums(x: Tensor, programs: int, rms: bool) -> Tensor:
+    """Of the gradients of weight and bias, of which kernels write all. rms: there is no bias."""
+    new = x.new_zeros if rms else x.new_empty
+    return new((2, programs, x.shape[1]), dtype=torch.float32)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -363,10 +367,11 @@ def _threshold(dropout: float) -> int:
 
 class _RowNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False, end=None, after=None):
+    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, *ends):
         with below_autograd():
-            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, eps, groups, rms, end, after)
-        ctx.save_for_backward(x, weight, bias, mean, rstd, end)
+            given = x, weight, bias, dtype, eps, groups, rms, columns, *ends
+            y, mean, rstd = triton_row_norm(*given)
+        ctx.save_for_backward(x, weight, bias, mean, rstd, ends[0] if ends else None)
         ctx.eps, ctx.rms = eps, rms
         ctx.mark_non_differentiable(mean, rstd)
         return y, mean, rstd
@@ -374,9 +379,10 @@ class _RowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _dmean, _drstd):
         x, weight, bias, mean, rstd, end = ctx.saved_tensors
-        dx, sums = triton_row_norm_backward(dy, x, mean, rstd, weight, None, ctx.eps, ctx.rms, end)
+        dy, given = dy[:, : x.shape[1]], (mean, rstd, weight, None, ctx.eps, ctx.rms, end)
+        dx, sums = triton_row_norm_backward(dy, x, *given)
         dbias = None if bias is None else sums[1].to(bias.dtype)
-        return dx, sums[0].to(weight.dtype), dbias, *[None] * 6
+        return dx, sums[0].to(weight.dtype), dbias, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 differentiate(triton_row_norm, _RowNorm.apply)

@@ -11,9 +11,12 @@ import triton.language as tl
 
 from ..common.ptxas import safe_ptxas
 
-ROUNDS = tl.constexpr(7)  # of Philox-4x32: with 7 or more it passes BigCrush (Salmon et al. 2011)
-RANDOM_NUMBERS = tl.constexpr(2**24)  # that dropout may draw
-SHIFT = tl.constexpr(8)  # from 32 random bits to one of them
+# Philox-2x32: with 7 rounds or more it passes BigCrush (Salmon et al. 2011)
+ROUNDS = tl.constexpr(7)
+MULTIPLIER = tl.constexpr(0xD256D193)
+KEY_STEP = tl.constexpr(0x9E3779B9)
+# Dropout draws three numbers below it for an element, from 64 random bits.
+RANDOM_NUMBERS = tl.constexpr(2**21)
 
 
 class Options(NamedTuple):
@@ -164,23 +167,23 @@ def _norm_gradient(g, xhat, rstd, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _add_to_sums(ptr, x, first, DIM: tl.constexpr):
-    """Add the sum of the rows of x to this program's row of partial sums, `[programs, width]`."""
+def _store_sums(ptr, x, first, DIM: tl.constexpr):
+    """Write the sum of the rows of x to this program's row of partial sums, `[programs, width]`."""
     width = tl.num_programs(1) * DIM
     columns = tl.arange(0, x.shape[1])
     ptrs = ptr + tl.program_id(0) * width + first + columns
-    mask = columns < DIM
-    tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + tl.sum(x, 0), mask=mask)
+    tl.store(ptrs, tl.sum(x, 0), mask=columns < DIM)
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_rows", "num_segments", "stride_x"])
 def row_norm_fwd_kernel(
     x_ptr, weight_ptr, bias_ptr, end_ptr, y_ptr, mean_ptr, rstd_ptr, num_rows, num_segments,
-    stride_x, OPTIONS: tl.constexpr,
+    stride_x, EXTRA: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """y = norm(x) · weight + bias, and the statistics of each row and group; y = 0 in rows behind
-    the end. The stride is in units of `align` elements (see `aligned_strides`); y is contiguous.
+    the end. The stride is in units of `align` elements (see `aligned_strides`); y is contiguous,
+    with EXTRA columns behind its own.
     Grid: tiles, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
@@ -195,7 +198,13 @@ def row_norm_fwd_kernel(
         y += _of_columns(bias_ptr, tile, first, DIM)[None, :]
     if end_ptr is not None:
         y = tl.where(read.mask, y, 0.0)
-    _store(y_ptr, tl.num_programs(1) * DIM, tile, first, y)
+    width = tl.num_programs(1) * DIM
+    _store(y_ptr, width + EXTRA, tile, first, y)
+    if EXTRA > 0:
+        behind = tl.arange(0, EXTRA)[None, :]
+        one = (behind == 0).to(y_ptr.dtype.element_ty)
+        ptrs = y_ptr + tile.rows[:, None] * (width + EXTRA) + width + behind
+        tl.store(ptrs, one, mask=tile.exist[:, None])
     _store_statistics(mean_ptr, rstd_ptr, mean, rstd, tile)
 
 
@@ -226,26 +235,36 @@ def row_norm_bwd_kernel(tensors, num_rows, num_segments, strides, OPTIONS: tl.co
         _store(tensors.dx, strides[2] * ALIGN, tile, first, dx)
         dweight += dy * xhat
         dbias += dy
-    _add_to_sums(tensors.dweight, dweight, first, DIM)
+    _store_sums(tensors.dweight, dweight, first, DIM)
     if tensors.dbias is not None:
-        _add_to_sums(tensors.dbias, dbias, first, DIM)
+        _store_sums(tensors.dbias, dbias, first, DIM)
 
 
 @triton.jit
-def _kept(seed_ptr, threshold, tile, first_row, first):
+def _random_words(seed, row, column):
+    """Two random 32-bit words of each element, which depend on the seed, its row and its column."""
+    zeros = tl.zeros([row.shape[0], column.shape[0]], tl.uint32)
+    key = seed.to(tl.uint32)
+    low = zeros + row.to(tl.uint32)[:, None]
+    high = zeros + (column.to(tl.uint32) ^ (seed >> 32).to(tl.uint32))[None, :]
+    for _ in tl.static_range(ROUNDS):
+        upper = tl.umulhi(low, MULTIPLIER)
+        low, high = upper ^ key ^ high, tl.mul(low, MULTIPLIER, sanitize_overflow=False)
+        key = tl.add(key, KEY_STEP, sanitize_overflow=False)
+    return low, high
+
+
+@triton.jit
+def _kept(seed_ptr, threshold, tile, first):
     """Dropout's factors of the three parts of the output: 0, or the reciprocal of the probability
-    to keep an element, threshold · 2^-24. They depend on the seed, the row of all rows, and the
-    column."""
-    one = tl.full([tile.rows.shape[0], tile.columns.shape[0]], 1, tl.uint32)
-    row = tile.rows + first_row
-    column = (first + tile.columns).to(tl.uint32)[None, :] * one
-    low, high = row.to(tl.uint32)[:, None] * one, (row >> 32).to(tl.uint32)[:, None] * one
-    of_u, of_a, of_y, _ = tl.philox(tl.load(seed_ptr), column, low, high, one, ROUNDS)
+    to keep an element, threshold / RANDOM_NUMBERS."""
+    low, high = _random_words(tl.load(seed_ptr), tile.rows, first + tile.columns)
+    of_y = (low & 0x7FF) << 10 | (high & 0x3FF)  # bits that the other two leave
     scale = RANDOM_NUMBERS / tl.maximum(threshold, 1).to(tl.float32)
     return (
-        tl.where((of_u >> SHIFT).to(tl.int32) < threshold, scale, 0.0),
-        tl.where((of_a >> SHIFT).to(tl.int32) < threshold, scale, 0.0),
-        tl.where((of_y >> SHIFT).to(tl.int32) < threshold, scale, 0.0),
+        tl.where((low >> 11).to(tl.int32) < threshold, scale, 0.0),
+        tl.where((high >> 11).to(tl.int32) < threshold, scale, 0.0),
+        tl.where(of_y.to(tl.int32) < threshold, scale, 0.0),
     )
 
 
@@ -269,7 +288,7 @@ def gate_fwd_kernel(tensors, out_ptr, num_rows, threshold, strides, OPTIONS: tl.
     u *= tl.sigmoid(u)
     y = u * normed
     if tensors.seed is not None:
-        of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, 0, first)
+        of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, first)
         u, a, y = u * of_u, a * of_a, y * of_y
     _store(out_ptr, 3 * width, tile, first, u)
     _store(out_ptr, 3 * width, tile, width + first, a)
@@ -278,15 +297,14 @@ def gate_fwd_kernel(tensors, out_ptr, num_rows, threshold, strides, OPTIONS: tl.
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_rows", "first_row", "threshold"])
+@triton.jit(do_not_specialize=["num_rows", "threshold"])
 def gate_bwd_kernel(
-    tensors, grads, num_rows, first_row, threshold, strides,
+    tensors, grads, num_rows, threshold, strides,
     RECOMPUTE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """du, da, and partial sums of the gradients of weight and bias. RECOMPUTE: the forward's out
-    replaces dout. tensors: Gate; grads: GateGradients. first_row: index of the first row among all
-    rows. strides: of u, a, du and da, in units of `align` elements; dout is contiguous. Grid:
-    programs, groups."""
+    replaces dout. tensors: Gate; grads: GateGradients. strides: of u, a, dout, du and da, in units
+    of `align` elements. Grid: programs, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
@@ -299,9 +317,9 @@ def gate_bwd_kernel(
         tile = _tile(index, num_rows, OPTIONS)
         u = _load(tensors.u, strides[0] * ALIGN, tile, first)
         a = _load(tensors.a, strides[1] * ALIGN, tile, first)
-        du = _load(grads.dout, 3 * width, tile, first)
-        da = _load(grads.dout, 3 * width, tile, width + first)
-        dy = _load(grads.dout, 3 * width, tile, 2 * width + first)
+        du = _load(grads.dout, strides[2] * ALIGN, tile, first)
+        da = _load(grads.dout, strides[2] * ALIGN, tile, width + first)
+        dy = _load(grads.dout, strides[2] * ALIGN, tile, 2 * width + first)
         xhat, rstd = _normed(a, tensors.mean, tensors.rstd, tile)
         weight = _of_columns(tensors.weight, tile, first, DIM)[None, :]
         normed = xhat * weight
@@ -311,21 +329,21 @@ def gate_bwd_kernel(
         silu = u * gate
         kept_silu, y = silu, silu * normed
         if tensors.seed is not None:
-            of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, first_row, first)
+            of_u, of_a, of_y = _kept(tensors.seed, threshold, tile, first)
             du, da, dy = du * of_u, da * of_a, dy * of_y
             kept_silu, a, y = silu * of_u, a * of_a, y * of_y
         dsilu = du + dy * normed
         dnormed = dy * silu
         da += _norm_gradient(dnormed * weight, xhat, rstd, OPTIONS)
-        _store(grads.du, strides[2] * ALIGN, tile, first, dsilu * gate * (1 + u * (1 - gate)))
-        _store(grads.da, strides[3] * ALIGN, tile, first, da)
+        _store(grads.du, strides[3] * ALIGN, tile, first, dsilu * gate * (1 + u * (1 - gate)))
+        _store(grads.da, strides[4] * ALIGN, tile, first, da)
         dweight += dnormed * xhat
         dbias += dnormed
         if RECOMPUTE:
             tl.debug_barrier()  # all threads have read the elements of dout that are replaced
-            _store(grads.dout, 3 * width, tile, first, kept_silu)
-            _store(grads.dout, 3 * width, tile, width + first, a)
-            _store(grads.dout, 3 * width, tile, 2 * width + first, y)
-    _add_to_sums(grads.dweight, dweight, first, DIM)
+            _store(grads.dout, strides[2] * ALIGN, tile, first, kept_silu)
+            _store(grads.dout, strides[2] * ALIGN, tile, width + first, a)
+            _store(grads.dout, strides[2] * ALIGN, tile, 2 * width + first, y)
+    _store_sums(grads.dweight, dweight, first, DIM)
     if grads.dbias is not None:
-        _add_to_sums(grads.dbias, dbias, first, DIM)
+        _store_sums(grads.dbias, dbias, first, DIM)

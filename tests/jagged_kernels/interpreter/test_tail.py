@@ -24,7 +24,7 @@ def only_the_device_knows(monkeypatch):
     from jagged_modules.segments import Segmentation
 
     monkeypatch.setattr("jagged_modules.segments.values_are_checkable", lambda x: False)
-    monkeypatch.setattr("jagged_modules.functional.tail._runs_kernels", lambda x: True)
+    monkeypatch.setattr("jagged_modules.functional.tail.runs_kernels", lambda x: True)
     monkeypatch.setattr(Segmentation, "lengths_on_host", lambda segmentation, offsets: None)
     for name in ("zero_tails", "kept_rows"):
         monkeypatch.setattr(kernels, f"{name}_on_device", getattr(kernels, name))
@@ -71,6 +71,17 @@ def test_rows_before_the_end_are_kept(poisoned_memory, offsets, shape, strided):
     expected = torch.cat([x[:170], torch.zeros_like(x[170:])])
     x[170:] = float("nan")
     assert torch.equal(kept_rows(x, offsets([70, 100])), expected)
+
+
+@pytest.mark.parametrize("columns", [5, 1100])
+@pytest.mark.parametrize("has_end", [True, False])
+def test_columns_behind_rows(poisoned_memory, offsets, columns, has_end):
+    from jagged_kernels.common.tail import kept_rows
+
+    x, end = torch.randn(300, columns), 170 if has_end else 300
+    out = kept_rows(x, offsets([70, 100]) if has_end else None, torch.float16, 32)
+    assert torch.equal(out[:end, :columns], x[:end].half()) and not out[end:, :columns].any()
+    assert out[:, columns:].tolist() == [[1.0, *[0.0] * 31]] * 300
 
 
 def test_derivatives_of_any_order(only_the_device_knows, offsets):

@@ -1,0 +1,172 @@
+"""Padded tensors in and out of Jagged, with padding on either side or anywhere."""
+
+import pytest
+import torch
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules.containers import padding
+
+LENGTHS, WIDTH = torch.tensor([2, 0, 4, 1]), 4
+
+
+def real(side):
+    positions = torch.arange(WIDTH)
+    return (positions if side == "right" else positions.flip(0)) < LENGTHS[:, None]
+
+
+@pytest.fixture(params=["right", "left"])
+def side(request):
+    return request.param
+
+
+def test_there_and_back(side):
+    x, mask = torch.randn(4, WIDTH, 3, requires_grad=True), real(side)
+    jagged = jm.Jagged.from_padded(x, LENGTHS, side=side)
+    assert jagged.max_seqlen == 4 and torch.equal(jagged.host_lengths, LENGTHS)
+    assert torch.equal(jagged.values, x[mask])
+    padded = jagged.to_padded(padding_value=-1, side=side)
+    assert torch.equal(padded, torch.where(mask[..., None], x, -1))
+    (dx,) = torch.autograd.grad(padded.sum(), x)
+    assert torch.equal(dx, mask[..., None].float().expand_as(x))
+    wide = jagged.to_padded(6, side=side)
+    assert torch.equal(
+        wide[:, :4] if side == "right" else wide[:, 2:], padded.clamp(min=-9) * mask[..., None]
+    )
+
+
+def test_a_mask_may_have_padding_between_rows():
+    x, mask = torch.randn(5, 7, 2), torch.rand(5, 7) > 0.5
+    jagged = jm.Jagged.from_padded(x, mask=mask)
+    assert torch.equal(jagged.values, x[mask])
+    assert torch.equal(jagged.offsets.diff(), mask.sum(1))
+
+
+@pytest.mark.parametrize("given", ["lengths", "mask"])
+def test_lengths_that_only_a_device_knows(monkeypatch, given, side):
+    x = torch.randn(4, WIDTH, 3)
+    options = dict(lengths=LENGTHS) if given == "lengths" else dict(mask=real(side))
+    expected = jm.Jagged.from_padded(x, **options, side=side)
+    monkeypatch.setattr(padding, "values_are_checkable", lambda x: False)
+    values, offsets, longest, host = padding.real_rows(
+        x, options.get("lengths"), options.get("mask"), side
+    )
+    assert torch.equal(offsets, expected.offsets) and host is None and longest == WIDTH
+    assert torch.equal(values[:7], expected.values)
+    assert values.shape == (16, 3) and not values[7:].any()
+
+
+@pytest.mark.parametrize("kept", ["newest", "oldest"])
+def test_longer_segments_are_truncated_on_request(side, kept):
+    values, offsets = torch.arange(7.0), torch.tensor([0, 2, 2, 7])
+    with pytest.raises(ValueError, match=r"longer than max_seqlen|max_seqlen"):
+        F.jagged_to_padded(values, offsets, 3)
+    out = F.jagged_to_padded(values, offsets, 3, -1, side=side, truncate=kept)
+    last = [4, 5, 6] if kept == "newest" else [2, 3, 4]
+    first = [0, 1, -1] if side == "right" else [-1, 0, 1]
+    assert out.tolist() == [first, [-1] * 3, last]
+    jagged = jm.Jagged(values, offsets)
+    assert torch.equal(jagged.to_padded(3, -1, side, kept), out)
+
+
+def test_empty_tensors():
+    assert (
+        jm.Jagged.from_padded(torch.randn(0, 3, 2), torch.zeros(0, dtype=torch.int64)).num_rows == 0
+    )
+    jagged = jm.Jagged.from_padded(torch.randn(2, 0, 2), torch.zeros(2, dtype=torch.int64))
+    assert jagged.to_padded().shape == (2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({}, ValueError, "one of lengths and mask must be given, got neither"),
+        (dict(lengths=LENGTHS, mask=real("left")), ValueError, "must be given, got both"),
+        (dict(lengths=[2, 0, 4, 1]), TypeError, "lengths must be a torch.Tensor, got list"),
+        (dict(lengths=LENGTHS[:3]), ValueError, r"must have shape \[B\] = \[4\], got \[3\]"),
+        (dict(lengths=LENGTHS + 1), ValueError, r"must be 0 to x's N, 4, got \[3, 1, 5, 2\]"),
+        (dict(lengths=LENGTHS - 1), ValueError, "lengths must be 0 to x's N"),
+        (dict(lengths=LENGTHS.float()), TypeError, "lengths"),
+        (dict(mask=real("left").int()), ValueError, "mask must be bool, True for real rows"),
+        (dict(mask=real("left")[:, :3]), ValueError, r"mask must have shape \[B, N\] = \[4, 4\]"),
+        (dict(lengths=LENGTHS, side="top"), ValueError, "side must be one of"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_arguments(options, error, message):
+    with pytest.raises(error, match=message):
+        jm.Jagged.from_padded(torch.randn(4, WIDTH, 3), **options)
+
+
+def test_a_width_that_nothing_knows(monkeypatch):
+    jagged = jm.Jagged(torch.randn(7, 3), torch.tensor([0, 7]))
+    monkeypatch.setattr(type(jagged), "host_lengths", None)
+    with pytest.raises(ValueError, match="max_seqlen must be given"):
+        jagged.to_padded()
+
+
+# -- reductions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+def test_reductions_of_any_row_shape(shape):
+    x, offsets = torch.randn(9, *shape, dtype=torch.float64), torch.tensor([0, 2, 2, 9])
+    parts = [x[:2], x[2:2], x[2:]]
+    for reduce, expected in ((F.jagged_sum, torch.Tensor.sum), (F.jagged_mean, torch.Tensor.mean)):
+        rows = [expected(part, 0) if len(part) else x.new_zeros(shape) for part in parts]
+        torch.testing.assert_close(reduce(x, offsets), torch.stack(rows))
+    rows = [part.amax(0) if len(part) else x.new_full(shape, 5) for part in parts]
+    assert torch.equal(F.jagged_max(x, offsets, 5), torch.stack(rows))
+
+
+def test_a_mean_does_not_overflow():
+    x = torch.full((100, 2), 60_000.0, dtype=torch.float16)
+    assert F.jagged_mean(x, torch.tensor([0, 100])).eq(60_000).all()
+
+
+def test_the_gradient_of_a_maximum_goes_to_its_first_row():
+    x = torch.tensor([[1.0, 2], [3, 2], [3, 1]], requires_grad=True)
+    F.jagged_max(x, torch.tensor([0, 3])).sum().backward()
+    assert x.grad.tolist() == [[0, 1], [1, 0], [0, 0]]
+
+
+def test_a_nan_is_the_maximum_of_its_segment_alone():
+    x = torch.tensor([1.0, torch.nan, 3, 4])
+    out = F.jagged_max(x, torch.tensor([0, 3, 4]))
+    assert out[0].isnan() and out[1] == 4
+
+
+def test_reductions_have_gradients_of_any_order():
+    x, offsets = torch.randn(7, 2, dtype=torch.float64), torch.tensor([0, 3, 3, 7])
+    x.requires_grad_()
+    for reduce in (F.jagged_sum, F.jagged_mean):
+        assert torch.autograd.gradgradcheck(lambda x, f=reduce: f(x.square(), offsets), x)
+    assert torch.autograd.gradgradcheck(lambda x: F.jagged_last(x.square(), offsets, 2)[0], x)
+
+
+@pytest.mark.parametrize("k", [2, [1, 3, 0]], ids=str)
+def test_last_rows_by_number_and_for_each_segment(k):
+    x, offsets = torch.arange(7), torch.tensor([0, 2, 6, 7])
+    k = torch.tensor(k) if isinstance(k, list) else k
+    last, ends = F.jagged_last(x, offsets, k)
+    first, same = F.jagged_first(x, offsets, k)
+    assert torch.equal(ends, same)
+    if isinstance(k, int):
+        assert last.tolist() == [0, 1, 4, 5, 6] and first.tolist() == [0, 1, 2, 3, 6]
+    else:
+        assert last.tolist() == [1, 3, 4, 5] and first.tolist() == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x, o: F.jagged_last(x, o, -1), "k must be"),
+        (lambda x, o: F.jagged_last(x, o, torch.tensor([1, -1])), "k must not be negative, got -1"),
+        (lambda x, o: F.jagged_first(x, o, torch.tensor([1])), r"k must have shape \[B\] = \[2\]"),
+        (lambda x, o: F.jagged_max(x[:4], o), "offsets"),
+        (lambda x, o: F.jagged_sum(x[:4], o), "offsets"),
+    ],
+)
+def test_wrong_arguments_of_reductions(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(5, 2), torch.tensor([0, 2, 5]))
