@@ -168,7 +168,8 @@ def packed_gradients(
     """The gradients of the projections in a layer's node, each in one tensor. Nothing is shared.
 
     Returns:
-        With `together`, in self-attention: `[rows, (H + 2 Hkv) · D]` of `[q | k | v]`, twice.
+        With `together`, where the first rows of queries are those of the keys:
+        `[rows, (H + 2 Hkv) · D]` of `[q | k | v]`, twice.
         Without: `[rows, H · D]` of q, and `[keys, 2 Hkv · D]` of `[k | v]`.
     """
     outs = PackedGradients.empty(arguments[:3], together)

@@ -102,14 +102,13 @@ def compress_levels(
     `LevelNames`, because torch.fx would record the making of a named tuple."""
     names = LevelNames(*level_names)
     _check_linear_compress(weights, embeddings, indices, implementation, names)
-    weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [
         _index_map(x, rows, embedding.shape[0], device) for x, embedding in zip(indices, embeddings)
     ]
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
-        return linear_compress_reference(weights, embeddings, maps)
+        return linear_compress_reference(*_autocast(weights, embeddings), maps)
     grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
     orders = [None if x is None else x.order for x in grouped]
     offsets = [None if x is None else normal_form(x.offsets, device) for x in grouped]
@@ -120,7 +119,6 @@ def compress_unchecked(
     weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor]
 ) -> Tensor:
     """`linear_compress` of operands on one device that are known to match."""
-    weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     ungrouped: list[Tensor | None] = [None] * len(indices)
     return _compress(
         weights, embeddings, indices, ungrouped, ungrouped, "auto", is_batch_invariant("auto")
@@ -140,11 +138,16 @@ def _compress(
     a map."""
     refuse_transforms("linear_compress does")
     if not uses_kernels(embeddings[-1].device, implementation):
-        return linear_compress_cpu(weights, embeddings, maps, batch_invariant)
+        return linear_compress_cpu(*_autocast(weights, embeddings), maps, batch_invariant)
 
     from jagged_kernels.linear_compress.op import linear_compress as launch
 
-    return launch(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
+    options, dtype = (implementation, batch_invariant), autocast_dtype(embeddings[-1])
+    return launch(weights, embeddings, maps, orders, offsets, *options, dtype=dtype)
+
+
+def _autocast(weights: list[Tensor], embeddings: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return [autocast(x) for x in weights], [autocast(x) for x in embeddings]
 
 
 def _index_map(

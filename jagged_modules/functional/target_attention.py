@@ -173,7 +173,7 @@ def self_target_attention(
         )
     users = parse_segments("offsets", offsets, rows[0], device)
     candidates = parse_segments("candidate_offsets", candidate_offsets, rows[1], device)
-    queries, keys, options = _joined_segments(users, candidates, rows, options)
+    queries, keys, options = joined_segments(users, candidates, rows, options)
     for side, segments in (("q", queries), ("kv", keys)):
         longest = options.pop(f"max_seqlen_{side}", None)
         if longest is not None:
@@ -189,14 +189,14 @@ def attend_users_and_candidates(
 ) -> tuple[Tensor, Tensor]:
     """`self_target_attention` of a layer. q: those of the users and of the candidates."""
     rows = q[0].shape[0], q[1].shape[0]
-    queries, keys, _ = _joined_segments(users, candidates, rows, {})
+    queries, keys, _ = joined_segments(users, candidates, rows, {})
     of_users, of_candidates = torch.split_with_sizes(
         attend(joined_rows(*q), k, v, queries, keys), rows
     )
     return of_users, of_candidates
 
 
-def _joined_segments(
+def joined_segments(
     users: RowSegments, candidates: RowSegments, rows: tuple[int, int], options: dict[str, Any]
 ) -> tuple[RowSegments, RowSegments, dict[str, Any]]:
     """The segments of the queries and of the keys, and the options, of `self_target_attention`.

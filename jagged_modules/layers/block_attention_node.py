@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..functional.block_attention import packed_arguments
 from ..functional.tail import cleared, with_zero_tail
 from ..rotary import Rotary
-from .one_node import differentiable_once, gemm_rows, linear, linear_gradients, release
+from .one_node import apply, cast, differentiable_once, gemm_rows, linear, linear_gradients, release
 
 
 class BlockAttention(NamedTuple):
@@ -39,35 +39,15 @@ def block_attention_node(
 ) -> Tensor:
     """The layer's result `[L, E]` in the operands' dtype, for x `[L, E]`."""
     parameters = qkv_proj.weight, qkv_proj.bias, out_proj.weight, out_proj.bias
-    return _Node.apply(x, *parameters, attention)  # type: ignore[no-untyped-call]
+    result: Tensor = apply(_Node, x, *parameters, attention)
+    return result
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        qkv_weight: Tensor,
-        qkv_bias: Tensor,
-        out_weight: Tensor,
-        out_bias: Tensor,
-        attention: BlockAttention,
-    ) -> Tensor:
-        from jagged_kernels.block_attention.op import packed_forward
-
-        offsets, end, num_heads, block_size, rotary, dtype = attention
-        ctx.x_dtype, ctx.dtype = x.dtype, qkv_weight.dtype
-        x = gemm_rows(x, end, dtype)
-        qkv_weight, out_weight = qkv_weight.to(dtype), out_weight.to(dtype)
-        qkv = linear(x, qkv_weight, qkv_bias.to(dtype))
-        qkv = torch.unflatten(qkv, 1, (3, num_heads, -1))
-        qkv, offsets, (cos, sin, positions), *ctx.options = packed_arguments(
-            qkv, offsets, block_size=block_size, rotary=rotary
-        )
-        h = packed_forward(qkv, offsets, [cos, sin, positions], *ctx.options).flatten(1)
-        tables = cos, sin, positions
-        ctx.save_for_backward(x, qkv_weight, qkv, offsets, *tables, h, out_weight, end)
-        return with_zero_tail(linear(h, out_weight, out_bias.to(dtype)), end)
+    def forward(ctx: Any, x: Tensor, *parameters_and_attention: Any) -> Tensor:
+        *parameters, attention = parameters_and_attention
+        return with_zero_tail(linear(*_attended(ctx, x, parameters, attention)), attention.end)
 
     @staticmethod
     @differentiable_once
@@ -86,3 +66,24 @@ class _Node(torch.autograd.Function):
         release(qkv, h, dh)
         dx_and_proj = linear_gradients(dqkv, x, qkv_weight, of_qkv, ctx.x_dtype, ctx.dtype)
         return *dx_and_proj, *dout, None
+
+
+def _attended(
+    ctx: Any, x: Tensor, parameters: list[Tensor], attention: BlockAttention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands of the output's projection, in its dtype. Saves what a backward reads; without
+    one, the packed projection is free when this returns."""
+    from jagged_kernels.block_attention.op import packed_forward
+
+    offsets, end, num_heads, block_size, rotary, dtype = attention
+    ctx.x_dtype, ctx.dtype = x.dtype, parameters[0].dtype
+    qkv_weight, qkv_bias, out_weight, out_bias = cast(dtype, *parameters)
+    x = gemm_rows(x, end, dtype)
+    qkv = torch.unflatten(linear(x, qkv_weight, qkv_bias), 1, (3, num_heads, -1))
+    qkv, offsets, (cos, sin, positions), *ctx.options = packed_arguments(
+        qkv, offsets, block_size=block_size, rotary=rotary
+    )
+    h = packed_forward(qkv, offsets, [cos, sin, positions], *ctx.options).flatten(1)
+    tables = cos, sin, positions
+    ctx.save_for_backward(x, qkv_weight, qkv, offsets, *tables, h, out_weight, end)
+    return h, out_weight, out_bias

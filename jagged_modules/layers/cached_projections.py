@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments
 from ..containers.pages import paged_operands
 from ..scalars import check_kind
 from ..validation import check_layer_input
+from .one_node import linear, node_dtype
 
 
 def layer_of_cache(
@@ -40,3 +42,22 @@ def layer_of_cache(
     if x is not None:
         check_same_segments(name, x, "cache", layer)
     return layer
+
+
+def projected_in_heads(x: Tensor, projection: nn.Linear, heads: int) -> Tensor | None:
+    """`[k | v]` of each head, `[L, heads, width]`, for a projection of x `[L, E]` that gives k of
+    all heads, then v. Its outputs change places in the weight: those of the rows are written once.
+
+    None with gradients, or where the projection is called (`one_node.node_dtype`).
+    """
+    dtype = None if torch.is_grad_enabled() else node_dtype(x, (projection,), on_cpu=True)
+    if dtype is None:
+        return None
+    weight, bias = (
+        parameter.view(2, heads, -1, *parameter.shape[1:])
+        .transpose(0, 1)
+        .to(dtype, copy=True, memory_format=torch.contiguous_format)
+        .view(parameter.shape)
+        for parameter in (projection.weight, projection.bias)
+    )
+    return torch.unflatten(linear(x.to(dtype), weight, bias), 1, (heads, -1))

@@ -24,12 +24,13 @@ from ..scalars import check_choice, check_kind
 from ..segments import RowSegments
 from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
-from .cached_projections import layer_of_cache
+from .cached_projections import layer_of_cache, projected_in_heads
 from .gdpa_config import GDPAConfig
 from .gdpa_node import gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
 from .layer_bias import check_layer_bias
 from .norms import RMSNorm
+from .one_node import cast_linears
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
@@ -287,7 +288,8 @@ class JaggedGDPA(nn.Module):
 
     def _queries(self, rows: Tensor) -> Tensor:
         """Normed queries `[L, num_heads, head_dim]`."""
-        return self.q_norm(in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim))
+        (q_proj,) = cast_linears(rows, self.q_proj)
+        return self.q_norm(in_heads("q_proj", q_proj(rows), self.num_heads, self.head_dim))
 
     def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Normed keys and values `[M, num_kv_heads, head_dim]`."""
@@ -310,7 +312,8 @@ class JaggedGDPA(nn.Module):
         """The result of the queries: of these rows, or learned."""
         sides_and_options = self._attention(rows, keys, v.dtype, mask, bias, pages)
         out = attend(q, k, v, *sides_and_options)
-        return self.out_proj(self.dropout(out.flatten(1)))
+        (out_proj,) = cast_linears(out, self.out_proj)
+        return out_proj(self.dropout(out.flatten(1)))
 
     def _attention(
         self,
@@ -357,7 +360,11 @@ class JaggedGDPA(nn.Module):
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
         end = rows.end(name)
-        keys_and_values = torch.cat(self._project(entering(rows.values, end)), dim=2)
+        values, keys_and_values = entering(rows.values, end), None
+        if not self.config.qk_norm:
+            keys_and_values = projected_in_heads(values, self.kv_proj, self.num_kv_heads)
+        if keys_and_values is None:
+            keys_and_values = torch.cat(self._project(values), dim=2)
         return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
     def _check_cacheable(self) -> None:

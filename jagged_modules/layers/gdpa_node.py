@@ -26,7 +26,9 @@ from ..segments import RowSegments
 from ..tracing import as_constant
 from .norms import RMSNorm
 from .one_node import (
+    apply,
     bias_columns,
+    cast,
     differentiable_once,
     dropout_gradient,
     dropped,
@@ -146,7 +148,8 @@ def gdpa_node(
         None if eps is None else as_constant(eps),
         None if qk_eps is None else as_constant(qk_eps),
     )
-    return _Node.apply(*inputs, call)  # type: ignore[no-untyped-call]  # unannotated in torch
+    result: Tensor = apply(_Node, *inputs, call)
+    return result
 
 
 class _Saved(NamedTuple):
@@ -192,28 +195,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs, call = NodeInputs(*arguments[:-1]), arguments[-1]
-        x, context, norm, dtype = *inputs[:3], call.dtype
-        ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
-        ctx.context_dtype = None if context is None else context.dtype
-        ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
-        rstd, (end, context_end) = None, call.ends
-        context = None if context is None else gemm_rows(context, context_end, dtype)
-        if norm is None:
-            rows = gemm_rows(x, end, dtype)
-        else:
-            rows, rstd = rms_norm(x, norm, call.eps, dtype, 1, bias_columns(dtype), end)
-        (q, k, v), weights, of_heads = _projected(rows, context, inputs, call)
-        attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
-        trains = any(ctx.needs_input_grad)
-        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
-        h, kept = dropped(out.flatten(1), call.dropout)
-        out_weight = inputs.out_weight.to(dtype)
-        of_norm = None if norm is None else x, norm, rstd
-        of_softmax = out if call.options.activation == "softmax" else None
-        saved = *of_norm, rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight
-        ctx.save_for_backward(*saved, end, *of_heads, *segments)  # as in _Saved
-        y = linear(h, out_weight, inputs.out_bias.to(dtype))
-        return with_zero_tail(y if norm is None else x + y, end)
+        y = linear(*_attended(ctx, inputs, call))
+        return with_zero_tail(y if inputs.norm is None else inputs.x + y, call.ends[0])
 
     @staticmethod
     @differentiable_once
@@ -236,12 +219,42 @@ class _Node(torch.autograd.Function):
         return dx, dcontext, dnorm, *dprojections, *dout, *of_heads, None
 
 
+def _attended(ctx: Any, inputs: NodeInputs, call: GDPACall) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands of the output's projection, in its dtype. Saves what a backward reads; without
+    one, the other projections are free when this returns."""
+    x, context, norm, dtype = *inputs[:3], call.dtype
+    ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
+    ctx.context_dtype = None if context is None else context.dtype
+    ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
+    rstd, (end, context_end) = None, call.ends
+    context = None if context is None else gemm_rows(context, context_end, dtype)
+    if norm is None:
+        rows = gemm_rows(x, end, dtype)
+    else:
+        rows, rstd = rms_norm(x, norm, call.eps, dtype, 1, end, bias_columns(dtype))
+    *parameters, out_weight, out_bias = cast(dtype, *inputs[3:9])
+    (q, k, v), weights, of_heads = _projected(rows, context, inputs, parameters, call)
+    attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
+    trains = any(ctx.needs_input_grad)
+    out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
+    h, kept = dropped(out.flatten(1), call.dropout)
+    of_norm = None if norm is None else x, norm, rstd
+    of_softmax = out if call.options.activation == "softmax" else None
+    saved = *of_norm, rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight
+    ctx.save_for_backward(*saved, end, *of_heads, *segments)  # as in _Saved
+    return h, out_weight, out_bias
+
+
 def _projected(
-    rows: Tensor, context: Tensor | None, inputs: NodeInputs, call: GDPACall
+    rows: Tensor,
+    context: Tensor | None,
+    inputs: NodeInputs,
+    parameters: list[Tensor],
+    call: GDPACall,
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor | None], tuple[Any, ...]]:
     """q, k and v `[rows, heads, head_dim]`, and the weights of their projections and the norms of
-    their heads, as `_Saved` has them."""
-    q_weight, q_bias, keys, values = (x.to(call.dtype) for x in inputs[3:7])
+    their heads, as `_Saved` has them. parameters: q_weight, q_bias, keys and values, cast."""
+    q_weight, q_bias, keys, values = parameters
     of_q, of_k = (inputs.q_norm, call.num_heads), (inputs.k_norm, call.num_kv_heads)
 
     def in_heads(*parts: Tensor) -> list[Tensor]:
@@ -271,7 +284,7 @@ def _normed(
     if not weights:
         return x, HeadNorm()
     weight, groups = torch.cat(weights), sum(heads for _, heads in norms)
-    normed, rstd = rms_norm(x, weight, call.qk_eps, call.dtype, groups)
+    normed, rstd = rms_norm(x, weight, call.qk_eps, call.dtype, groups, None)
     return normed, HeadNorm(x, rstd, weight)
 
 
@@ -340,17 +353,16 @@ def rms_norm(
     eps: float | None,
     dtype: torch.dtype,
     groups: int,
+    end: Tensor | None,
     columns: int = 0,
-    end: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of each of `groups` groups of columns of rows, computed in fp32, as `gemm_rows` with
-    so many columns behind; 1 / rms of each group. Rows from end[-1] on are 0."""
+    """RMSNorm of each of `groups` groups of columns of rows, computed in fp32, in dtype, with
+    `columns` behind them as in `gemm_rows`; 1 / rms of each. Rows from end[-1] on are 0."""
     from jagged_kernels.rows.op import triton_row_norm
 
     if eps is None:  # as in torch
         eps = torch.finfo(torch.promote_types(x.dtype, weight.dtype)).eps
-    given = x, weight, None, dtype, eps, groups, True, columns, end
-    normed, _, rstd = triton_row_norm(*given)
+    normed, _, rstd = triton_row_norm(x, weight, None, dtype, eps, groups, True, columns, end)
     return normed, rstd
 
 

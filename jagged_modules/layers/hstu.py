@@ -33,6 +33,7 @@ from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
 from .hstu_rows import Keys, Rows, joined, updated_container
 from .invariant import fixed_rows
 from .norms import NORM_KINDS, make_norm
+from .one_node import cast_linears
 from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
 
 C = TypeVar("C")  # a container
@@ -380,7 +381,8 @@ class HSTULayer(nn.Module):
         """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         qk_width, uv_width = self.num_heads * self.head_dim, self.num_heads * self.linear_dim
         normed = norm_rows(self.input_norm, x) if takes_kernels(self, x) else self.input_norm(x)
-        packed = self.uvqk_proj(normed)
+        (uvqk_proj,) = cast_linears(normed, self.uvqk_proj)
+        packed: Any = uvqk_proj(normed)
         check_columns("uvqk_proj", packed, 2 * uv_width + 2 * qk_width)
         u, v, q, k = packed.split([uv_width, uv_width, qk_width, qk_width], dim=1)
         q, k, v = (part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v))

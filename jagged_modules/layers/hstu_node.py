@@ -26,7 +26,9 @@ from ..autocast import autocast_dtype
 from ..functional.tail import with_zero_tail
 from .norms import NORM_KINDS, NormOptions
 from .one_node import (
+    apply,
     bias_columns,
+    cast,
     differentiable_once,
     linear,
     linear_gradients,
@@ -148,9 +150,8 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     norm, gate = layer.output_norm, Gate(layer.dropout.p, NormOptions.of(layer.output_norm))
     projection = layer.out_proj.weight.to(autocast_dtype(x))
     seed = dropout_seed(layer, x)
-    return _GatedOutput.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
-        x, u, a, *_parameters(norm), projection, seed, gate
-    )
+    result: Tensor = apply(_GatedOutput, x, u, a, *_parameters(norm), projection, seed, gate)
+    return result
 
 
 def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
@@ -172,7 +173,8 @@ def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Argume
     of_input, of_output = map(_parameters, (layer.input_norm, layer.output_norm))
     projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
     _, _, _, segments, bias, *others = arguments
-    return _HSTULayer.apply(  # type: ignore[no-untyped-call]  # unannotated in torch
+    result: Tensor = apply(
+        _HSTULayer,
         x,
         dropout_seed(layer, x),
         end,
@@ -184,6 +186,7 @@ def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Argume
         layer.out_proj.weight,
         *bias[:2],
     )
+    return result
 
 
 class _HSTULayer(torch.autograd.Function):
@@ -200,32 +203,8 @@ class _HSTULayer(torch.autograd.Function):
         of_attention: tuple[Any, Any, Any],
         *parameters: Any,
     ) -> Tensor:
-        (
-            norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, projection, *tables,
-        ) = parameters  # fmt: skip
-        segments, bias_tensors, others = of_attention
-        kernels, dtype, norm = stages(), plan.dtype, plan.norm
-        cast_weight, cast_projection = weight.to(dtype), projection.to(dtype)
-        cast_bias = None if bias is None else bias.to(dtype)
-        of_norm = norm_weight, norm_bias, dtype, *norm, 0 if bias is None else bias_columns(dtype)
-        normed, *statistics = kernels.row_norm(x, *of_norm, end)
-        packed = linear(normed, cast_weight, cast_bias)
-        u, q, k, v = plan.split(packed)
-        a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
-        a, (dropout, gate_norm) = a.flatten(1), plan.gate
-        gated, *gate_statistics = kernels.gate(
-            u, a, gate_weight, gate_bias, seed, dropout, *gate_norm
-        )
-        results = dict(norm=normed, activation=gated, projection=packed)
-        kept = [None if name in plan.recompute else x for name, x in results.items()]
-        ctx.save_for_backward(
-            x, *statistics, norm_weight, norm_bias, cast_weight, cast_bias, *kept,
-            a, lse, *gate_statistics, gate_weight, gate_bias, cast_projection, seed, end,
-            *segments, *tables, *bias_tensors,
-        )  # fmt: skip
-        ctx.plan, ctx.others, ctx.num_segments = plan, others, len(segments)
-        ctx.dtypes = weight.dtype, projection.dtype
-        return with_zero_tail(x + linear(gated, cast_projection, None), end)
+        out = x + linear(*_gated(ctx, x, seed, end, plan, of_attention, parameters), None)
+        return with_zero_tail(out, end)
 
     @staticmethod
     @differentiable_once
@@ -241,8 +220,8 @@ class _HSTULayer(torch.autograd.Function):
 
         def norm_again() -> Tensor:
             columns = 0 if bias is None else bias_columns(plan.dtype)
-            of_norm = norm_weight, norm_bias, plan.dtype, *plan.norm, columns, end
-            return kernels.row_norm(x, *of_norm, dout)[0]
+            of_norm = norm_weight, norm_bias, plan.dtype, *plan.norm, columns, end, dout
+            return kernels.row_norm(x, *of_norm)[0]
 
         if packed is None:
             normed = norm_again() if normed is None else normed
@@ -283,6 +262,47 @@ class _HSTULayer(torch.autograd.Function):
             dprojection.to(dtypes[1]) if needs[11] else None,
             *(dtable if needed else None for dtable, needed in zip(dtables, needs[12:])),
         )
+
+
+def _gated(
+    ctx: Any,
+    x: Tensor,
+    seed: Tensor | None,
+    end: Tensor | None,
+    plan: Plan,
+    of_attention: tuple[Any, Any, Any],
+    parameters: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """The operands of the output's projection. Saves what a backward reads; what it does not is
+    free when this returns, and the normed rows before the attention."""
+    norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, projection, *tables = parameters
+    segments, bias_tensors, others = of_attention
+    kernels, dtype, dropped = stages(), plan.dtype, set(plan.recompute)
+    if not any(ctx.needs_input_grad):
+        dropped = {"norm", "activation", "projection"}
+
+    def kept(name: str, x: Tensor) -> Tensor | None:
+        return None if name in dropped else x
+
+    biases = [] if bias is None else [bias]
+    cast_weight, cast_projection, *biases = cast(dtype, weight, projection, *biases)
+    cast_bias = biases[0] if biases else None
+    of_norm = norm_weight, norm_bias, dtype, *plan.norm, bias_columns(dtype) if biases else 0
+    normed, *statistics = kernels.row_norm(x, *of_norm, end)
+    packed = linear(normed, cast_weight, cast_bias)
+    normed = kept("norm", normed)
+    u, q, k, v = plan.split(packed)
+    a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
+    a, (dropout, gate_norm) = a.flatten(1), plan.gate
+    gated, *gate_statistics = kernels.gate(u, a, gate_weight, gate_bias, seed, dropout, *gate_norm)
+    ctx.save_for_backward(
+        x, *statistics, norm_weight, norm_bias, cast_weight, cast_bias, normed,
+        kept("activation", gated), kept("projection", packed), a, lse, *gate_statistics,
+        gate_weight, gate_bias, cast_projection, seed, end, *segments, *tables, *bias_tensors,
+    )  # fmt: skip
+    ctx.plan, ctx.others, ctx.num_segments = plan, others, len(segments)
+    ctx.dtypes = weight.dtype, projection.dtype
+    return gated, cast_projection
 
 
 def _of_norm(

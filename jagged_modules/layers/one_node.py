@@ -81,6 +81,28 @@ def _has_global_hooks() -> bool:
     return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
 
 
+def apply(node: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """The results of a node. Where no backward can follow, its forward runs alone and saves
+    nothing: in an autograd.Function, `needs_input_grad` is true without gradients too, and what was
+    saved lives until the forward returns."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return node.apply(*inputs)
+    return node.forward(_NoBackward(len(inputs)), *inputs)
+
+
+class _NoBackward:
+    """The context of a forward that no backward follows."""
+
+    def __init__(self, num_inputs: int) -> None:
+        self.needs_input_grad = (False,) * num_inputs
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     """The parameters in the operands' dtype: copies in one buffer, by few launches."""
     if all(x.dtype == dtype for x in parameters):
@@ -193,7 +215,7 @@ def node_dtype(
 ) -> torch.dtype | None:
     """The dtype in which a node computes these modules for x; None where they are called: see
     `may_be_one_node`. It computes the first ones, `linears`, by `linear`: each is an nn.Linear with
-    a bias, and their parameters have one dtype, that of x unless autocast casts them."""
+    a bias, and their parameters have one dtype, that of x or one that autocast casts to x's."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return None
     parameters = [parameter for module in linears for parameter in _parameters(module)]
@@ -202,9 +224,25 @@ def node_dtype(
     if any(parameter is None for parameter in parameters):
         return None
     dtype, dtypes = autocast_dtype(x), {parameter.dtype for parameter in parameters}
-    if len(dtypes) != 1 or (dtype == x.dtype and dtype not in dtypes):
+    if len(dtypes) != 1 or autocast_dtype(parameters[0]) != dtype:
         return None
     return dtype if dtype in dtypes_of("jagged_attention", x.device) else None
+
+
+def cast_linears(x: Tensor, *linears: nn.Module) -> Sequence[Callable[[Tensor], Tensor]]:
+    """Linear layers of rows x outside of a node, as functions. Without gradients, autocast would
+    cast each weight and each bias by itself: where a node might compute the layers, all are cast
+    together."""
+    dtype = None if torch.is_grad_enabled() else node_dtype(x, linears, on_cpu=True)
+    parameters = [parameter for module in linears for parameter in _parameters(module)]
+    if dtype is None or parameters[0].dtype == dtype:
+        return linears
+    tensors = iter(cast(dtype, *parameters))
+    return [functools.partial(_linear_in, dtype, *pair) for pair in zip(tensors, tensors)]
+
+
+def _linear_in(dtype: torch.dtype, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.linear(x.to(dtype), weight, bias)
 
 
 def release(*tensors: Tensor) -> None:
@@ -226,17 +264,20 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     its own: else a second derivative would silently be 0."""
 
     @functools.wraps(backward)
-    def once(ctx: Any, *gradients: Tensor) -> Any:
+    def once(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.compiler.is_compiling():
             return backward(ctx, *gradients)
-        if autocast_dtype(gradients[0]) != gradients[0].dtype:  # that of the forward counts
-            with torch.autocast(gradients[0].device.type, enabled=False):
+        first = next((x for x in gradients if x is not None), None)
+        if first is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if autocast_dtype(first) != first.dtype:  # that of the forward counts
+            with torch.autocast(first.device.type, enabled=False):
                 return once(ctx, *gradients)
         if not torch.is_grad_enabled():
             return backward(ctx, *gradients)
         with torch.no_grad():
             results = backward(ctx, *gradients)
-        anchor = gradients[0].new_zeros(()).requires_grad_()
+        anchor = first.new_zeros(()).requires_grad_()
         return _Last.apply(anchor, *results)  # type: ignore[no-untyped-call]  # unannotated in torch
 
     return once

@@ -17,7 +17,9 @@ from ..scalars import check_size
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
+from .one_node import node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
+from .self_target_node import self_target_node
 from .targets import parse_targets
 
 C = TypeVar("C")  # the container of the history
@@ -102,6 +104,11 @@ class JaggedSelfTargetAttention(nn.Module):
         given = parse_targets(
             targets, candidates, users, self.target_proj, self.target_dim, may_be_equal=False
         )
+        linears = self.q_proj, self.kv_proj, self.target_proj, self.out_proj, self.target_out_proj
+        dtype = node_dtype(given.rows, linears, on_cpu=True)
+        if dtype is not None:
+            values, results = self_target_node(self, given, users, dtype)
+            return users.unwrap(values), given.unwrap(results)
         q = self.target_proj(entering(given.rows, given.end))
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
         end = users.end("history")

@@ -20,9 +20,9 @@ from ..functional.tail import entering, leaving
 from ..scalars import check_kind, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
-from .cached_projections import layer_of_cache
+from .cached_projections import layer_of_cache, projected_in_heads
 from .invariant import fixed_rows
-from .one_node import node_dtype
+from .one_node import cast_linears, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
 from .targets import Targets, parse_targets
@@ -222,18 +222,22 @@ class JaggedTargetAttention(nn.Module):
     ) -> Any:
         """Attend from the targets to the history's keys and values. Errors call it
         `history_name`."""
-        q = self.q_proj(entering(given.rows, given.end))
+        q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
+        q = q_proj(entering(given.rows, given.end))
         q = in_heads("q_proj", q, self.num_heads, self.head_dim)
         options = AttentionOptions(schedule=self._schedule(given, history, k.dtype), pages=pages)
         keys = history.parsed(history_name)
         out = given.ungrouped(attend(given.grouped(q), k, v, given.segments, keys, options))
-        out = self.out_proj(self.dropout(out.flatten(-2)))
+        out = out_proj(self.dropout(out.flatten(-2)))
         return given.unwrap(leaving(out, given.end))
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""
         end = rows.end(name)
-        keys_and_values = torch.cat(self._keys_and_values(entering(rows.values, end)), dim=2)
+        values = entering(rows.values, end)
+        keys_and_values = projected_in_heads(values, self.kv_proj, self.num_heads)
+        if keys_and_values is None:
+            keys_and_values = torch.cat(self._keys_and_values(values), dim=2)
         return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:

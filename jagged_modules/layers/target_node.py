@@ -25,6 +25,7 @@ from ..functional.tail import cleared, with_zero_tail
 from ..segments import RowSegments, values_are_checkable
 from ..tracing import as_constant
 from .one_node import (
+    apply,
     cast,
     differentiable_once,
     dropout_gradient,
@@ -55,16 +56,16 @@ class TargetInputs(NamedTuple):
 
 
 class TargetCall(NamedTuple):
-    """What the node computes. dtype: of the GEMMs' operands. end: of the history's rows. dropout:
-    probability, 0 outside of training."""
+    """What a node of targets computes. dtype: of the GEMMs' operands. end: of the history's rows.
+    dropout: probability, 0 outside of training."""
 
     given: Targets
     keys: RowSegments
     end: Tensor | None
     num_heads: int
     dtype: torch.dtype
-    schedule: TileSchedule | None
-    dropout: float
+    schedule: TileSchedule | None = None
+    dropout: float = 0.0
 
 
 def target_node(
@@ -88,12 +89,13 @@ def target_node(
         schedule,
         dropout,
     )
-    return _Node.apply(*inputs, call)  # type: ignore[no-untyped-call]  # unannotated in torch
+    result: Tensor = apply(_Node, *inputs, call)
+    return result
 
 
 class _Saved(NamedTuple):
     """What the backward reads, besides the attention's segments. end: of the targets. The last
-    three: of `_Order`."""
+    three: of `Order`."""
 
     targets: Tensor
     history: Tensor
@@ -113,7 +115,7 @@ class _Saved(NamedTuple):
     history_rows: Tensor | None
 
 
-class _Order(NamedTuple):
+class Order(NamedTuple):
     """The order in which rows are computed: targets of one user, and on the CPU segments of equal
     lengths, are adjacent.
 
@@ -130,7 +132,7 @@ class _Order(NamedTuple):
     history_rows: Tensor | None = None
 
     @classmethod
-    def of(cls, given: Targets, keys: RowSegments) -> _Order:
+    def of(cls, given: Targets, keys: RowSegments) -> Order:
         index, n_q = given.candidates, given.rows_per_candidate
         order, inverse = (None, None) if index is None else (index.order, index.inverse)
         found = None
@@ -151,29 +153,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs, call = TargetInputs(*arguments[:-1]), arguments[-1]
-        end, dtype, heads = call.given.end, call.dtype, call.num_heads
-        q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
-        queries, keys, order, inverse, history_rows = _Order.of(call.given, call.keys)
-        targets = inputs.targets.flatten(0, -2) if end is None else inputs.targets
-        targets = _in_order(gemm_rows(targets, end, dtype).flatten(0, -2), order)
-        history = _in_order(gemm_rows(inputs.history, call.end, dtype), history_rows)
-        q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
-        kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
-        k, v = kv.chunk(2, 1)
-        options = AttentionOptions(schedule=call.schedule)
-        attention = parsed_call(q, k, v, queries, keys, options).call
-        trains = any(ctx.needs_input_grad)
-        out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
-        h, kept = dropped(_in_order(out.flatten(1), inverse), call.dropout)
-        saved = _Saved(
-            targets, history, q_weight, kv_weight, q, k, v, out, lse, h, kept, out_weight,
-            end, order, inverse, history_rows,
-        )  # fmt: skip
-        ctx.save_for_backward(*saved, *segments)
-        ctx.shape, ctx.dropout = inputs.targets.shape[:-1], call.dropout
-        ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
-        y = linear(h, out_weight, out_bias)
-        return with_zero_tail(torch.unflatten(y, 0, ctx.shape), end)
+        y = linear(*_attended(ctx, inputs, call))
+        return with_zero_tail(torch.unflatten(y, 0, inputs.targets.shape[:-1]), call.given.end)
 
     @staticmethod
     @differentiable_once
@@ -189,7 +170,7 @@ class _Node(torch.autograd.Function):
         if dh is None:
             return *[None] * 6, *dout, None
         dh = dropout_gradient(dh, saved.kept, ctx.dropout)
-        do = _in_order(dh, saved.order).view_as(saved.out)
+        do = in_order(dh, saved.order).view_as(saved.out)
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
         dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention)
         release(saved.q, saved.k, saved.out, dh, do)
@@ -198,7 +179,7 @@ class _Node(torch.autograd.Function):
             dq.flatten(1), saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype
         )
         if dtargets is not None:
-            dtargets = torch.unflatten(_in_order(dtargets, saved.inverse), 0, ctx.shape)
+            dtargets = torch.unflatten(in_order(dtargets, saved.inverse), 0, ctx.shape)
         dhistory, *dkv_proj = linear_gradients(
             dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
         )
@@ -207,8 +188,35 @@ class _Node(torch.autograd.Function):
         return dtargets, dhistory, *dq_proj, *dkv_proj, *dout, None
 
 
-def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
+def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands of the output's projection. Saves what a backward reads; without one, the other
+    projections are free when this returns."""
+    end, dtype, heads = call.given.end, call.dtype, call.num_heads
+    q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
+    queries, keys, order, inverse, history_rows = Order.of(call.given, call.keys)
+    targets = inputs.targets.flatten(0, -2) if end is None else inputs.targets
+    targets = in_order(gemm_rows(targets, end, dtype).flatten(0, -2), order)
+    history = in_order(gemm_rows(inputs.history, call.end, dtype), history_rows)
+    q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
+    kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
+    k, v = kv.chunk(2, 1)
+    options = AttentionOptions(schedule=call.schedule)
+    attention = parsed_call(q, k, v, queries, keys, options).call
+    trains = any(ctx.needs_input_grad)
+    out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
+    h, kept = dropped(in_order(out.flatten(1), inverse), call.dropout)
+    saved = _Saved(
+        targets, history, q_weight, kv_weight, q, k, v, out, lse, h, kept, out_weight,
+        end, order, inverse, history_rows,
+    )  # fmt: skip
+    ctx.save_for_backward(*saved, *segments)
+    ctx.shape, ctx.dropout = inputs.targets.shape[:-1], call.dropout
+    ctx.dtypes = inputs.targets.dtype, inputs.history.dtype, inputs.q_bias.dtype
+    return h, out_weight, out_bias
+
+
+def in_order(x: Tensor, order: Tensor | None) -> Tensor:
     """The rows of x `[rows, width]`, or blocks of as many rows each, in this order."""
     if order is None or not x.shape[0]:
         return x
-    return x.view(order.shape[0], -1).index_select(0, order).view(x.shape)
+    return x.reshape(order.shape[0], -1).index_select(0, order).view(x.shape)

@@ -37,6 +37,7 @@ MODULES, COMPILED, FLOOR = "a chain of modules", f"{OURS}, compiled", "floor"
 BF16_ROWS, USER = f"{OURS}, bf16 rows", "a user's layer, compiled"
 SELF, TARGET = "layers of one container", "target attention layer"
 WIDTHS = "HSTULayer by width and heads"
+COMPRESS = "linear compression layer"
 
 
 # -- the floor -------------------------------------------------------------------------------------
@@ -150,9 +151,23 @@ Forms = Mapping[str, Callable[[], Form]]
 def in_modules(layer: nn.Module) -> nn.Module:
     """A copy that calls its modules, because they have hooks."""
     layer = copy.deepcopy(layer)
+    if isinstance(layer, jm.LinearCompressEmbedding):
+        layer.__class__ = CastFirst
     for module in layer.modules():
         module.register_forward_hook(lambda *_: None)
     return layer
+
+
+class CastFirst(jm.LinearCompressEmbedding):
+    """Casts its operands as autocast casts those of torch's operators."""
+
+    def forward(self, candidates: Tensor, users: Tensor, index: jm.CandidateIndex) -> Tensor:
+        autocasts = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if autocasts else users.dtype
+        weights, embeddings = (
+            [x.to(dtype) for x in operands] for operands in (self.weights, (users, candidates))
+        )
+        return F.linear_compress(weights, embeddings, index)
 
 
 def compiled(module: nn.Module, call: Callable[..., Tensor]) -> Form:
@@ -274,11 +289,13 @@ def hstu_forms(layer: jm.HSTULayer, lengths: Tensor, call: Callable[..., Tensor]
     return ({BF16_ROWS: own} if on_gpu else {}) | peers
 
 
-def of_targets(device: str, width: int, heads: int, lengths: Tensor, candidates: Tensor) -> Setup:
-    """Candidates in any order."""
+def of_targets(
+    device: str, kind: type[nn.Module], width: int, heads: int, lengths: Tensor, candidates: Tensor
+) -> Setup:
+    """Candidates in any order. Where the history has results too, all are concatenated."""
     torch.manual_seed(0)
-    layer = jm.JaggedTargetAttention(width, heads, device=device)
-    offsets = offsets_of(lengths).to(device)
+    layer, offsets = kind(width, heads).to(device), offsets_of(lengths).to(device)
+    has_own = kind is jm.JaggedSelfTargetAttention
     users = torch.arange(len(lengths)).repeat_interleave(candidates)
     users = users[torch.randperm(len(users), generator=torch.Generator().manual_seed(0))]
     index = jm.CandidateIndex.from_map(users.to(device), len(lengths))
@@ -286,6 +303,9 @@ def of_targets(device: str, width: int, heads: int, lengths: Tensor, candidates:
     shared = jm.Jagged(torch.empty(rows, 0, device=device), offsets, host_lengths=lengths)
 
     def call(layer: nn.Module, targets: Tensor, history: Tensor) -> Tensor:
+        if has_own:
+            values, out = layer(shared.with_values(history), targets, index)
+            return torch.cat([values.values, out[:, 0]])
         return layer(targets, shared.with_values(history), index)[:, 0]
 
     def by_user() -> Form:
@@ -296,29 +316,56 @@ def of_targets(device: str, width: int, heads: int, lengths: Tensor, candidates:
         return compiled(own, lambda layer, *x: layer(*x, order, segments, longest))
 
     def floor() -> Floor:
-        count = len(users)
+        count, q_offsets = len(users), index.offsets
         linears = [(count, width, width), (rows, width, 2 * width), (count, width, width)]
+        if has_own:
+            linears[1] = rows, width, 3 * width
+            linears.append((rows, width, width))
+            count, q_offsets = count + rows, torch.cat([offsets, q_offsets[1:] + rows])
         return Floor(
             linears,
-            lambda *x: F.jagged_attention(*x, index.offsets, offsets),
+            lambda *x: F.jagged_attention(*x, q_offsets, offsets),
             (count, rows),
             heads,
             width // heads,
         )
 
     shapes = {"targets": (len(users), 1, width), "history": (rows, width)}
-    return layers(device, layer, call, shapes, floor, {USER: by_user})
+    return layers(device, layer, call, shapes, floor, {} if has_own else {USER: by_user})
+
+
+def of_embeddings(device: str, sizes: tuple[int, int, int, int, int, int]) -> Setup:
+    """sizes: users, candidates of each, their embeddings K_user and K, compressed ones, width."""
+    torch.manual_seed(0)
+    users, ratio, k_user, k, compressed, width = sizes
+    layer, count = jm.LinearCompressEmbedding(k, compressed, k_user, device), users * ratio
+    index = jm.CandidateIndex.from_counts(torch.full((users,), ratio, device=device))
+
+    def floor() -> Floor:
+        linears = [(users * width, k_user, compressed), (count * width, k, compressed)]
+        return Floor(linears, lambda q, k, v: q + k + v, (1, 1), 1, 8)
+
+    return layers(
+        device,
+        layer,
+        lambda layer, candidates, users: layer(candidates, users, index),
+        {"candidates": (count, k, width), "users": (users, k_user, width)},
+        floor,
+        {},
+    )
 
 
 # -- cases -----------------------------------------------------------------------------------------
 
-# segments, mean and maximum length of each layer's cases; "full": all segments have the maximum
+# segments, mean and maximum length of each layer's cases; "full": all segments have the maximum;
+# "compress": see of_embeddings
 FULL = dict(
     hstu=[(256, 474, 1024), (512, 190, 2280)],
     full=(128, 1024),
     gdpa=(512, 278, 3336),
     block=(1024, 282, 3384),
     target=(512, 377, 4524),
+    compress=(32, 32, 1178, 866, 433, 256),
 )
 CPU = dict(
     hstu=[(16, 60, 128), (32, 30, 360)],
@@ -326,6 +373,7 @@ CPU = dict(
     gdpa=(32, 45, 540),
     block=(32, 40, 480),
     target=(64, 50, 600),
+    compress=(4, 8, 118, 87, 43, 32),
 )
 TINY = dict(
     hstu=[(3, 5, 16), (3, 4, 48)],
@@ -333,6 +381,7 @@ TINY = dict(
     gdpa=(3, 5, 60),
     block=(3, 20, 240),
     target=(3, 5, 60),
+    compress=(2, 3, 5, 4, 3, 8),
 )
 WIDTHS_AND_HEADS = (64, 128, 256, 512, 1024), (1, 4, 8)
 MAX_HEAD_DIM = 256
@@ -396,9 +445,15 @@ def make_cases(device: str, tiny: bool, widths: bool = False) -> list[Case]:
         cases.append(self_case(device, SELF, both, name, lengths_of(*size), **options))
     lengths = lengths_of(*sizes["target"])
     candidates = uniform_lengths(len(lengths), 1, 5 if tiny else 99)
-    setup = partial(of_targets, device, narrow, heads, lengths, candidates)
-    name = f"JaggedTargetAttention({narrow}, {heads}), {int(lengths.sum())} rows"
-    cases.append(Case(TARGET, f"{name}, {int(candidates.sum())} candidates", setup, picture="ms"))
+    for kind in (jm.JaggedTargetAttention, jm.JaggedSelfTargetAttention):
+        setup = partial(of_targets, device, kind, narrow, heads, lengths, candidates)
+        name = f"{kind.__name__}({narrow}, {heads}), {int(lengths.sum())} rows"
+        name = f"{name}, {int(candidates.sum())} candidates"
+        cases.append(Case(TARGET, name, setup, picture="ms"))
+    users, ratio, k_user, k, compressed, width = of_users = sizes["compress"]
+    name = f"LinearCompressEmbedding({k}, {compressed}, {k_user}), width {width}, {users} users"
+    setup = partial(of_embeddings, device, of_users)
+    cases.append(Case(COMPRESS, f"{name}, {users * ratio} candidates", setup, picture="ms"))
     return cases
 
 

@@ -23,7 +23,11 @@ from .fixtures.delta import check_delta
 from .fixtures.jagged_matmul import jagged_matmuls
 from .fixtures.jagged_ops import assert_neighbours_kept, assert_second_derivatives, jagged_pair
 from .fixtures.jagged_softmax import assert_hidden_lines_give_0, jagged_softmaxes
-from .fixtures.linear_compress import check_linear_compress, compress_inputs
+from .fixtures.linear_compress import (
+    check_compress_in_autocast,
+    check_linear_compress,
+    compress_inputs,
+)
 from .fixtures.packed import (
     check_packed,
     check_packed_neighbours,

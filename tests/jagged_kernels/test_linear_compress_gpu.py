@@ -49,6 +49,12 @@ def test_forward_and_gradients(check_linear_compress, kernels, batches, depths, 
     check_linear_compress(batches, depths, 433, 256, dtype, "cuda", grouped, kernels=kernels)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("cast", ["weights", "embeddings", "both"])
+def test_autocast_is_part_of_the_node(check_compress_in_autocast, kernels, cast, dtype):
+    check_compress_in_autocast(cast, dtype, "cuda", kernels, [40, 200], [99, 331], 256)
+
+
 @pytest.mark.parametrize(
     "num_compressed, width, dtype",
     [

@@ -9,6 +9,7 @@ from row_stages import STAGES, attention_arguments, kept
 from tails import check as check_tail
 from tails import layer_case
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import jagged_modules as jm
 from jagged_modules.layers import hstu, hstu_node
@@ -108,6 +109,26 @@ def test_no_rows_and_no_gradients(as_node, offsets_of):
     with torch.no_grad():
         out = layer((x, offsets_of(LENGTHS)))[0]
     assert not out.requires_grad
+
+
+def test_without_gradients_the_packed_projection_is_free_before_that_of_the_output(
+    as_node, offsets_of, monkeypatch
+):
+    layer, x = make()
+    layer.calls_modules, linear, results = False, hstu_node.linear, []
+
+    def counted(*operands):
+        alive.append(sum(not x.expired() for x in results))
+        y = linear(*operands)
+        results.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    monkeypatch.setattr(hstu_node, "linear", counted)
+    for enabled in (False, True):
+        alive = []
+        with torch.set_grad_enabled(enabled):
+            out = layer((x, offsets_of(LENGTHS)))[0]
+        assert alive == [0, int(enabled)] and out.requires_grad == enabled
 
 
 def test_the_graph_may_be_kept_but_not_differentiated_twice(as_node, offsets_of):

@@ -8,6 +8,8 @@ import torch
 from row_stages import cleared, normed
 from tails import check, layer_case
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
@@ -18,7 +20,14 @@ import jagged_modules as jm
 from jagged_modules.activations import POINTWISE, swiglu
 from jagged_modules.functional import block_attention
 from jagged_modules.layers import block_attention as block_layer
-from jagged_modules.layers import block_attention_node, gdpa_node, mlp_node, one_node, target_node
+from jagged_modules.layers import (
+    block_attention_node,
+    gdpa_node,
+    mlp_node,
+    one_node,
+    self_target_node,
+    target_node,
+)
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -47,7 +56,7 @@ def block_gradient(do, qkv, *arguments):
     return torch.autograd.grad(out, qkv, do)[0]
 
 
-def rms_norm(x, weight, eps, dtype, groups, columns=0, end=None):
+def rms_norm(x, weight, eps, dtype, groups, end, columns=0):
     x = cleared(x, end)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     rstd = torch.rsqrt(x.unflatten(1, (groups, -1)).square().mean(2) + eps)
@@ -115,6 +124,7 @@ def nodes(monkeypatch):
     counted(block_attention_node._Node)
     counted(target_node._Node)
     counted(mlp_node._Node)
+    counted(self_target_node._Node)
     return calls
 
 
@@ -155,8 +165,8 @@ class Case:
 class TargetCase(Case):
     """Targets of histories, several of which have equal lengths."""
 
-    def __init__(self, targets, candidates=None):
-        super().__init__(lambda: jm.JaggedTargetAttention(WIDTH, 4, target_dim=7))
+    def __init__(self, targets, candidates=None, kind=jm.JaggedTargetAttention):
+        super().__init__(lambda: kind(WIDTH, 4, target_dim=7))
         torch.manual_seed(1)
         self.lengths, self.candidates = [3, 0, 5, 3, 1, 5], candidates
         self.inputs = [torch.randn(*shape, dtype=torch.float64) for shape in (targets, (17, WIDTH))]
@@ -166,6 +176,20 @@ class TargetCase(Case):
         if x.dim() == 2:
             return layer((x, offsets_of([2, 1, 0, 2, 1, 1])), history)[0]
         return layer(x, history, self.candidates)
+
+
+class SelfTargetCase(TargetCase):
+    """Of targets and histories. The results are one: those of the history, then the targets'."""
+
+    def __init__(self, *targets):
+        super().__init__(*targets, kind=jm.JaggedSelfTargetAttention)
+
+    def run(self, layer, x, context):
+        if x.dim() == 2:
+            x = x, offsets_of([2, 1, 0, 2, 1, 1])
+        (values, _), results = layer((context, offsets_of(self.lengths)), x, self.candidates)
+        results = results[0] if isinstance(results, tuple) else results.flatten(0, 1)
+        return torch.cat([values, results])
 
 
 def gdpa(kind=jm.JaggedGDPA, activation="gelu_tanh", mask=None, **config):
@@ -197,6 +221,12 @@ CASES = {
     "container": lambda: TargetCase((7, 7)),
     "candidates": lambda: TargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
     "grouped-candidates": lambda: TargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
+    "ordered": lambda: TargetCase((6, 2, 7), torch.tensor([5, 0, 2, 3, 1, 4])),
+    "self-ordered": lambda: SelfTargetCase((6, 2, 7), torch.tensor([5, 0, 2, 3, 1, 4])),
+    "self-container": lambda: SelfTargetCase((7, 7)),
+    "self-candidates": lambda: SelfTargetCase((9, 3, 7), torch.tensor([5, 0, 2, 2, 1, 0, 5, 3, 2])),
+    "self-grouped": lambda: SelfTargetCase((4, 1, 7), torch.tensor([0, 2, 2, 5])),
+    "self-without": lambda: SelfTargetCase((0, 1, 7), torch.zeros(0, dtype=torch.long)),
     "rotated-values": lambda: Case(blocks("qkv")),
     "mlp": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 13, 5], "gelu")),
     "swiglu": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 5], "swiglu")),
@@ -228,6 +258,7 @@ FROZEN = [
     "block-weights",
     "rotary",
     "candidates",
+    "self-ordered",
     "mlp",
     "swiglu",
 ]
@@ -247,7 +278,7 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
             torch.testing.assert_close(gradients[key], None if key in frozen else expected)
 
 
-@pytest.mark.parametrize("name", ["block", "rotary", "candidates"])
+@pytest.mark.parametrize("name", ["block", "rotary", "candidates", "self-candidates"])
 def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     case = CASES[name]()
     expected = case.results(case.layer)
@@ -262,6 +293,51 @@ def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     assert torch.equal(first, second)
     with torch.no_grad():
         assert torch.equal(case.run(case.layer, x, *others), out) and out.requires_grad
+
+
+class Projections(TorchDispatchMode):
+    """How many results of earlier projections exist when each projection starts."""
+
+    def __init__(self):
+        super().__init__()
+        self.results, self.alive = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_projection = function.overloadpacket is torch.ops.aten.addmm
+        if is_projection:
+            self.alive.append(sum(not x.expired() for x in self.results))
+        result = function(*args, **(kwargs or {}))
+        if is_projection:
+            self.results.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [("block", 1), ("context", 2), ("rotary", 1), ("candidates", 2), ("self-candidates", 2)],
+)
+def test_without_gradients_projections_are_free_before_that_of_the_output(nodes, name, count):
+    """count: of projections before that of the output."""
+    case = CASES[name]()
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled), Projections() as projections:
+            out = case.run(case.layer, *case.inputs)
+        assert (projections.alive[count] > 0) == enabled == out.requires_grad
+
+
+def test_a_result_that_nothing_reads_gives_no_gradient(nodes):
+    case = CASES["self-candidates"]()
+    for index, unread in enumerate(("target_out_proj", "out_proj")):
+
+        def run(layer, x, history, index=index):
+            (values, _), out = layer((history, offsets_of(case.lengths)), x, case.candidates)
+            return (values, out)[index]
+
+        expected, found = in_modules(case, run=run), case.results(case.layer, run)
+        torch.testing.assert_close(found, expected)
+        names = [name for name, _ in case.layer.named_parameters()]
+        assert found[3 + names.index(f"{unread}.weight")] is None
+    assert len(nodes) == 2
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
@@ -292,7 +368,7 @@ def test_no_rows(nodes, name):
     assert len(nodes) == 1
 
 
-@pytest.mark.parametrize("name", ["block", "rotary", "candidates"])
+@pytest.mark.parametrize("name", ["block", "rotary", "candidates", "self-candidates"])
 def test_a_second_derivative_raises(nodes, name):
     case = CASES[name]()
     x, *others = (x.clone().requires_grad_() for x in case.inputs)
@@ -321,6 +397,7 @@ def replaced(layer, name):
         ("rotary", lambda layer: replaced(layer, "qkv_proj"), 0),
         ("rotary", lambda layer: setattr(layer.out_proj, "bias", None), 0),
         ("mlp", lambda layer: replaced(layer, "layers.1"), 0),
+        ("self-candidates", lambda layer: replaced(layer, "target_out_proj"), 0),
     ],
 )
 def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
@@ -342,6 +419,22 @@ def test_options_that_no_node_computes(nodes, make):
     assert not nodes
 
 
+@pytest.mark.parametrize("frees_x", [True, False])
+@pytest.mark.parametrize("wanted", [(1, 1, 1), (0, 0, 1), (1, 1, 0), (0, 1, 0)], ids=str)
+def test_a_bias_gradient_from_the_weights_gemm(wanted, frees_x):
+    x, weight, dy = torch.randn(50, 6), torch.randn(4, 6), torch.randn(50, 4)
+    wide = torch.cat([x, torch.ones(50, 1), torch.zeros(50, 31)], 1)
+    assert torch.equal(one_node.linear(wide, weight, None), x @ weight.t())
+    options = dy, wide, weight, wanted, torch.float32, torch.float32
+    grads = one_node.linear_gradients(*options, frees_x=frees_x)
+    for grad, is_wanted, expected in zip(grads, wanted, (dy @ weight, dy.t() @ x, dy.sum(0))):
+        if not is_wanted:
+            assert grad is None
+        else:
+            torch.testing.assert_close(grad, expected)
+            assert grad.is_contiguous()
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -360,19 +453,3 @@ def test_rows_behind_the_end(nodes, only_the_device_knows, name):
     layer, case = layer_case(name, dtype=torch.float64)
     check(case, case.call, torch.float64, parameters=layer.parameters())
     assert len(nodes) == 2
-
-
-@pytest.mark.parametrize("frees_x", [True, False])
-@pytest.mark.parametrize("wanted", [(1, 1, 1), (0, 0, 1), (1, 1, 0), (0, 1, 0)], ids=str)
-def test_a_bias_gradient_from_the_weights_gemm(wanted, frees_x):
-    x, weight, dy = torch.randn(50, 6), torch.randn(4, 6), torch.randn(50, 4)
-    wide = torch.cat([x, torch.ones(50, 1), torch.zeros(50, 31)], 1)
-    assert torch.equal(one_node.linear(wide, weight, None), x @ weight.t())
-    options = dy, wide, weight, wanted, torch.float32, torch.float32
-    grads = one_node.linear_gradients(*options, frees_x=frees_x)
-    for grad, is_wanted, expected in zip(grads, wanted, (dy @ weight, dy.t() @ x, dy.sum(0))):
-        if not is_wanted:
-            assert grad is None
-        else:
-            torch.testing.assert_close(grad, expected)
-            assert grad.is_contiguous()

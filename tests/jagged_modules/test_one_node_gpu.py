@@ -9,7 +9,14 @@ import torch
 from marks import slow_after
 
 import jagged_modules as jm
-from jagged_modules.layers import block_attention_node, gdpa_node, mlp_node, one_node, target_node
+from jagged_modules.layers import (
+    block_attention_node,
+    gdpa_node,
+    mlp_node,
+    one_node,
+    self_target_node,
+    target_node,
+)
 
 pytestmark = pytest.mark.gpu
 LENGTHS, CONTEXTS = [70, 0, 1, 300, 129, 64], [40, 5, 200, 0, 64, 33]
@@ -32,6 +39,7 @@ LAYERS = {
     "qk-norm": lambda width, heads: jm.JaggedGDPA(width, heads, config=jm.GDPAConfig(qk_norm=True)),
     "mlp": lambda width, heads: jm.JaggedMLP([width, 2 * width, width], "gelu"),
     "swiglu": lambda width, heads: jm.JaggedMLP([width, 2 * width, width], "swiglu"),
+    "self-targets": lambda width, heads: jm.JaggedSelfTargetAttention(width, heads),
 }
 SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
 
@@ -40,14 +48,13 @@ SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
 def nodes(monkeypatch):
     """The calls of nodes."""
     calls = []
-    for module in (gdpa_node, block_attention_node, target_node, mlp_node):
-        node = module._Node
+    for module in (gdpa_node, block_attention_node, target_node, self_target_node, mlp_node):
 
-        def forward(ctx, *inputs, original=node.forward):
+        def forward(ctx, *inputs, original=module._Node.forward):
             calls.append(original)
             return original(ctx, *inputs)
 
-        monkeypatch.setattr(node, "forward", staticmethod(forward))
+        monkeypatch.setattr(module._Node, "forward", staticmethod(forward))
     return calls
 
 
@@ -67,16 +74,21 @@ class Case:
         self.layer = LAYERS[name](width, heads).to(dtype)
         self.exact = copy.deepcopy(self.layer).double()
         self.layer.cuda()
-        rows = [sum(lengths)] + ([sum(CONTEXTS)] if name in ("context", "targets") else [])
+        rows, has_targets = [sum(lengths)], name == "self-targets"
+        rows += [sum(CONTEXTS)] if name in ("context", "targets") or has_targets else []
         self.inputs = [torch.randn(n, width).to(dtype) for n in rows]
-        self.do = torch.randn(rows[0], width).to(dtype)
+        self.others = rows[1] if has_targets else 0  # rows of the result besides those of x
+        self.do = torch.randn(rows[0] + self.others, width).to(dtype)
         self.offsets = torch.tensor([0, *lengths]).cumsum(0)
         self.context_offsets = torch.tensor([0, *CONTEXTS]).cumsum(0)
 
     @staticmethod
     def forward(layer, offsets, context_offsets, x, context=None):
         pairs = () if context is None else ((context, context_offsets),)
-        return layer((x, offsets), *pairs)[0]
+        out = layer((x, offsets), *pairs)
+        if isinstance(layer, jm.JaggedSelfTargetAttention):
+            return torch.cat([values for values, _ in out])
+        return out[0]
 
     def run(self, layer, *inputs):
         offsets = (x.to(inputs[0].device) for x in (self.offsets, self.context_offsets))
@@ -115,7 +127,8 @@ def test_results_and_gradients(nodes, name, width, heads, precision):
     actual = case.results(case.layer, enabled=precision == "autocast")
     assert len(nodes) == 1
     operands = torch.bfloat16 if precision == "autocast" else dtype
-    has_residual = name not in ("gdpa", "qk-norm", "blocks", "targets", "mlp", "swiglu")
+    without = "gdpa", "qk-norm", "blocks", "targets", "self-targets", "mlp", "swiglu"
+    has_residual = name not in without
     assert actual[0].dtype == (dtype if has_residual else operands)
     assert all(x.dtype == dtype for x in actual[1:])
     assert_rounded(actual, case.results(case.exact, enabled=False), operands, sum(LENGTHS))
@@ -155,7 +168,7 @@ def test_compiled(name):
     for lengths in (LENGTHS, [3, 90, 20, 0, 7, 200]):
         offsets, rows = torch.tensor([0, *lengths]).cumsum(0), sum(lengths)
         case.offsets, case.inputs[0] = offsets, torch.randn(rows, 64)
-        case.do = torch.randn(rows, 64)
+        case.do = torch.randn(rows + case.others, 64)
 
         def run(layer, *inputs):
             return compiled(layer, case.offsets.cuda(), case.context_offsets.cuda(), *inputs)
@@ -165,7 +178,9 @@ def test_compiled(name):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("name", ["block", "context", "blocks", "targets", "swiglu"])
+@pytest.mark.parametrize(
+    "name", ["block", "context", "blocks", "targets", "self-targets", "swiglu"]
+)
 def test_in_a_cuda_graph(name):
     case = Case(name)
     inputs = [x.cuda() for x in case.inputs]
@@ -215,7 +230,7 @@ def test_no_synchronisation_and_rows_behind_the_end(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "self-targets"])
 def test_no_rows(name):
     case = Case(name, lengths=[0, 0, 0, 0, 0, 0])
     out, dx, *others = case.results(case.layer)

@@ -311,7 +311,8 @@ class PackedGradients(NamedTuple):
     """dq, dk and dv as columns of one tensor, or of one for the queries and one for the keys.
 
     Attributes:
-        of_queries: `[rows, width]`. of_keys: the same of keys, or None: columns of of_queries.
+        of_queries: `[rows, width]`. of_keys: the same of keys, or None: columns of of_queries,
+            whose first rows are those of the keys.
         columns: the first ones of dq, dk and dv.
     """
 

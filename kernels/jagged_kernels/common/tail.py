@@ -99,7 +99,10 @@ def kept_rows(
     x: Tensor, offsets: Tensor | None, dtype: torch.dtype | None = None, extra: int = 0
 ) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
-    given. extra: columns behind those of x `[rows, columns]`, with 1, 0, 0, ..."""
+    given; without offsets and extra, x in this dtype. extra: columns behind those of x
+    `[rows, columns]`, with 1, 0, 0, ..."""
+    if offsets is None and not extra:
+        return x.to(dtype)
     shape = (x.shape[0], x.shape[1] + extra) if extra else x.shape
     out = x.new_empty(shape, dtype=dtype)
     if x.numel() == 0:

@@ -127,16 +127,17 @@ def _shared_gemm(
         == "triton"
     ):
         return _gemm(weight, embedding, (), (), torch.float32, config)
-    if device.type != "cuda":  # in Triton's interpreter
-        return _cublas_gemm(weight.float(), embedding.float())
-    if embedding.dtype == torch.float32:
-        return _cublas_gemm(weight, embedding)
-    return torch.bmm(weight.expand(batch, -1, -1), embedding, out_dtype=torch.float32)
+    return _cublas_gemm(weight, embedding, torch.float32)
 
 
-def _cublas_gemm(weight: Tensor, embedding: Tensor) -> Tensor:
-    """weight `[M, K]` @ embedding[b] `[K, N]` in their dtype."""
-    return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
+def _cublas_gemm(weight: Tensor, embedding: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight `[M, K]` @ embedding[b] `[K, N]` in this dtype: theirs, or fp32."""
+    weight = weight.expand(embedding.shape[0], -1, -1)
+    if dtype == embedding.dtype:
+        return torch.bmm(weight, embedding)
+    if embedding.device.type != "cuda":  # in Triton's interpreter
+        return torch.bmm(weight.to(dtype), embedding.to(dtype))
+    return torch.bmm(weight, embedding, out_dtype=dtype)
 
 
 def _gemm(
@@ -212,12 +213,15 @@ def _descriptor(x: Tensor, rows: int, columns: int, config: GemmConfig) -> Tenso
 # -- backward --------------------------------------------------------------------------------------
 
 
-def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted, *options):
+def _backward_fake(
+    do, weights, embeddings, indices, orders, offsets, wanted, widened, batch_invariant=False
+):
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in weights]
     gradients += [
         x.new_empty((x.shape[0], cdiv(x.shape[1], 8) * 8, x.shape[2]))[:, : x.shape[1]]
         for x in embeddings
     ]
+    gradients = [x.to(torch.float32) if widens else x for x, widens in zip(gradients, widened)]
     return [x if want else x.new_empty(0) for x, want in zip(gradients, wanted)]
 
 
@@ -230,12 +234,15 @@ def triton_linear_compress_backward(
     orders: list[Tensor | None],
     offsets: list[Tensor | None],
     wanted: list[bool],
+    widened: list[bool],
     batch_invariant: bool = False,
 ) -> list[Tensor]:
     """Gradients of the weights and the embeddings that are `wanted` (first of all weights, then of
-    all embeddings); the others empty."""
+    all embeddings); the others empty. widened: which ones are in fp32, not in the dtype of the
+    operands."""
     do = do.contiguous()
     levels = len(weights)
+    dtypes = [torch.float32 if x else do.dtype for x in widened]
     choice = select_backward(
         _problem(embeddings[-1]), do.shape[1], tuple(x.shape[1] for x in weights), batch_invariant
     )
@@ -253,13 +260,19 @@ def triton_linear_compress_backward(
             )
             gradient = _sum_groups(do, *grouped, batch_invariant)
         if wanted[level]:
-            gradients[level] = _weight_gradient(gradient, embedding, choice.weights[level])
+            gradients[level] = _weight_gradient(
+                gradient, embedding, choice.weights[level], dtypes[level]
+            )
         if wanted[levels + level]:
-            gradients[levels + level] = _embedding_gradient(weight, gradient, choice.embeddings)
+            gradients[levels + level] = _embedding_gradient(
+                weight, gradient, choice.embeddings, dtypes[levels + level]
+            )
     return [do.new_empty(0) if x is None else x for x in gradients]
 
 
-def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) -> Tensor:
+def _embedding_gradient(
+    weight: Tensor, gradient: Tensor, choice: KernelChoice, dtype: torch.dtype
+) -> Tensor:
     """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, with K padded to a multiple of 8: otherwise cuBLAS
     takes five times as long."""
     columns = weight.shape[1]
@@ -267,11 +280,13 @@ def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) 
         weight = functional.pad(weight, (0, -columns % 8))
     if choice.backend == "triton":
         (weight,), _ = aligned_weights([weight.t()])
-        return _gemm(weight, gradient, (), (), gradient.dtype, choice.config)[:, :columns]
-    return _cublas_gemm(weight.t(), gradient)[:, :columns]
+        return _gemm(weight, gradient, (), (), dtype, choice.config)[:, :columns]
+    return _cublas_gemm(weight.t(), gradient, dtype)[:, :columns]
 
 
-def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) -> Tensor:
+def _weight_gradient(
+    gradient: Tensor, embedding: Tensor, config: GemmConfig, dtype: torch.dtype
+) -> Tensor:
     """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`. Fp32 parts, enough to fill the GPU, are
     added in a fixed order."""
     embedding = contiguous_last_dim(embedding)
@@ -279,7 +294,7 @@ def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) ->
     tiles = cdiv(m, config.block_m) * cdiv(k, config.block_n)
     steps = batch * cdiv(n, config.block_k)
     if tiles * steps == 0:
-        return gradient.new_zeros((m, k))
+        return gradient.new_zeros((m, k), dtype=dtype)
     workers = device_properties(embedding.device).num_sms * config.ctas_per_sm
     parts = max(1, min(workers // tiles, steps // 8))
     partial = gradient.new_empty((parts, m, k), dtype=torch.float32)
@@ -297,7 +312,7 @@ def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) ->
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return partial.sum(0).to(gradient.dtype)
+    return partial.sum(0).to(dtype)
 
 
 def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -332,21 +347,31 @@ def _sum_groups(
 
 
 class _LinearCompress(torch.autograd.Function):
+    """dtype: that of the operands, to which weights and embeddings are cast; None: theirs. What was
+    cast gets its gradient from a GEMM in fp32."""
+
     @staticmethod
-    def forward(ctx, levels: int, options: tuple, *tensors):
+    def forward(ctx, levels: int, options: tuple, dtype: torch.dtype | None, *tensors):
         ctx.levels, ctx.options = levels, options
-        ctx.save_for_backward(*tensors)
+        operands, others = tensors[: 2 * levels], tensors[2 * levels :]
+        ctx.widened = [dtype not in (None, x.dtype) for x in operands]
+        if dtype is not None:
+            operands = [x.to(dtype) for x in operands]
+        ctx.save_for_backward(*operands, *others)
         with below_autograd():
-            return triton_linear_compress(*_unflatten(levels, tensors), *options)
+            return triton_linear_compress(*_unflatten(levels, (*operands, *others)), *options)
 
     @staticmethod
     def backward(ctx, do):
-        wanted = list(ctx.needs_input_grad[2 : 2 + 2 * ctx.levels])
+        wanted = list(ctx.needs_input_grad[3 : 3 + 2 * ctx.levels])
+        if torch.is_grad_enabled() and any(ctx.widened):
+            # what was cast has no graph, so that a second derivative would silently be 0
+            do = do + do.new_zeros(()).requires_grad_()
         gradients = triton_linear_compress_backward(
-            do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted, *ctx.options[1:]
+            do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted, ctx.widened, *ctx.options[1:]
         )
         gradients = [gradient if want else None for gradient, want in zip(gradients, wanted)]
-        return None, None, *gradients, *(None,) * 3 * (ctx.levels - 1)
+        return None, None, None, *gradients, *(None,) * 3 * (ctx.levels - 1)
 
 
 class _LinearCompressBackward(torch.autograd.Function):
@@ -376,8 +401,17 @@ def _flatten(lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     return [x for tensors in lists for x in tensors]
 
 
-def linear_compress(*args: Any) -> Tensor:
-    """`triton_linear_compress` in less host time."""
+def linear_compress(
+    weights: list[Tensor], embeddings: list[Tensor], *others: Any, dtype: torch.dtype
+) -> Tensor:
+    """`triton_linear_compress` of operands that it casts to this dtype, as one autograd node, in
+    less host time. A graph of torch.compile has the casts, which it fuses with what is before."""
+    casts = any(x.dtype != dtype for x in (*weights, *embeddings))
+    if casts and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        tensors = _flatten((weights, embeddings, *others[:3]))
+        return _LinearCompress.apply(len(weights), others[3:], dtype, *tensors)
+    weights, embeddings = ([x.to(dtype) for x in level] for level in (weights, embeddings))
+    args = weights, embeddings, *others
     if torch.is_grad_enabled():
         return triton_linear_compress(*args)
     return direct(triton_linear_compress, args, _flatten(args[:5]))(*args)
@@ -385,7 +419,7 @@ def linear_compress(*args: Any) -> Tensor:
 
 differentiate(
     triton_linear_compress,
-    lambda *args: _LinearCompress.apply(len(args[0]), args[5:], *_flatten(args[:5])),
+    lambda *args: _LinearCompress.apply(len(args[0]), args[5:], None, *_flatten(args[:5])),
 )
 differentiate(
     triton_linear_compress_backward,

@@ -292,7 +292,7 @@ def triton_gate_linear_backward(
         return grads, da, sums.zero_(), dprojection.zero_()
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
-    dout = dout.to(a.dtype) if end is None else kept_rows(dout, end, a.dtype)
+    dout = kept_rows(dout, end, a.dtype)
     behind = grads[:, width : 4 * width]
     dgated = behind if behind.shape[1] == 3 * width else a.new_empty((rows, 3 * width))
     torch.mm(dout, projection, out=dgated)
@@ -367,11 +367,10 @@ def _threshold(dropout: float) -> int:
 
 class _RowNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, *ends):
+    def forward(ctx, x, weight, bias, dtype, eps, groups=1, rms=False, columns=0, end=None, _=None):
         with below_autograd():
-            given = x, weight, bias, dtype, eps, groups, rms, columns, *ends
-            y, mean, rstd = triton_row_norm(*given)
-        ctx.save_for_backward(x, weight, bias, mean, rstd, ends[0] if ends else None)
+            y, mean, rstd = triton_row_norm(x, weight, bias, dtype, eps, groups, rms, columns, end)
+        ctx.save_for_backward(x, weight, bias, mean, rstd, end)
         ctx.eps, ctx.rms = eps, rms
         ctx.mark_non_differentiable(mean, rstd)
         return y, mean, rstd
@@ -379,10 +378,10 @@ class _RowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _dmean, _drstd):
         x, weight, bias, mean, rstd, end = ctx.saved_tensors
-        dy, given = dy[:, : x.shape[1]], (mean, rstd, weight, None, ctx.eps, ctx.rms, end)
-        dx, sums = triton_row_norm_backward(dy, x, *given)
+        dy = dy[:, : x.shape[1]]
+        dx, sums = triton_row_norm_backward(dy, x, mean, rstd, weight, None, ctx.eps, ctx.rms, end)
         dbias = None if bias is None else sums[1].to(bias.dtype)
-        return dx, sums[0].to(weight.dtype), dbias, *[None] * (len(ctx.needs_input_grad) - 3)
+        return dx, sums[0].to(weight.dtype), dbias, *(None,) * 7
 
 
 differentiate(triton_row_norm, _RowNorm.apply)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.rows import activation_kernels as activations
 from jagged_kernels.rows import triton_kernels as rows
-from jagged_kernels.rows.configs import BIAS_COLUMNS, GATE_BACKWARD, activation_config, rows_config
+from jagged_kernels.rows.configs import GATE_BACKWARD, activation_config, rows_config
 
 from ..sass import spilled_bytes
 from .ahead_of_time import compile_for
@@ -47,7 +47,7 @@ def compile_rows(capability, kernel, dtype, dim, rms=False, dropout=True, align=
             return ("i32",) * strides[kernel.__name__]
         return pointer(arg.removesuffix("_ptr")) if arg.endswith("_ptr") else None
 
-    constants = dict(OPTIONS=options, RECOMPUTE=recompute, EXTRA=BIAS_COLUMNS)
+    constants = dict(OPTIONS=options, RECOMPUTE=recompute, EXTRA=32)
     constants |= {f"{name}_ptr": None for name in absent}
     aligned = [x for x in kernel.arg_names if x.endswith("_ptr") and x not in constants]
     return compile_for(

@@ -129,3 +129,23 @@ def test_gradients_of_attention_in_columns_of_one_tensor(offsets):
     for first, x in zip(columns, op.triton_attention_backward(*given, q, k, v, *rest)):
         assert torch.equal(out[:, first : first + 32], x.flatten(1))
     assert not out[7:].any() and out[:7, 36:40].isnan().all()
+
+
+def test_gradients_of_two_lists_of_queries_in_columns_of_one_tensor(offsets):
+    """The rows of the first list are those of the keys. Rows of no segment are 0."""
+    from jagged_kernels.attention import op
+    from jagged_kernels.attention.params import Options, SegmentTensors
+
+    (q, do), (k, v) = torch.randn(2, 20, 2, 16), torch.randn(2, 9, 2, 16)
+    ends = offsets([4, 3, 2, 3, 5, 3]), offsets([4, 3, 0])
+    options = Options(0, 0, 1, 0, 0, -1, -1, -1, -1, -1)
+    segments = list(SegmentTensors(*ends, *[None] * 7))
+    rest = segments, [None] * 6, None, list(options), [0.25, 1.0], "softmax", "triton"
+    results = op.triton_attention(q, k, v, *rest)
+    out = torch.full((20, 96), torch.nan)
+    given = do, list(results), out, None, [0, 32, 64]
+    op.triton_attention_packed_backward(*given, q, k, v, *rest)
+    expected = op.triton_attention_backward(*given[:2], q, k, v, *rest)
+    for first, x in zip((0, 32, 64), expected):
+        assert torch.equal(out[: len(x), first : first + 32], x.flatten(1))
+    assert not out[7:9].any() and not out[17:, :32].any() and out[9:, 32:].isnan().all()

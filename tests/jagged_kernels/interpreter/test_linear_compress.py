@@ -182,3 +182,17 @@ def test_exported_with_users_and_candidates_dynamic():
     ).module()
     for batch in others:
         assert torch.equal(exported(*batch), model(*batch))
+
+
+@pytest.mark.parametrize("cast", ["weights", "embeddings", "both"])
+def test_autocast_is_part_of_the_node(check_compress_in_autocast, cast):
+    check_compress_in_autocast(cast, torch.float16, "cpu")
+
+
+def test_a_second_derivative_of_what_autocast_casts_raises():
+    weight, embedding = torch.randn(5, 8, requires_grad=True), torch.randn(3, 8, 16)
+    with torch.autocast("cpu", torch.float16):
+        out = F.linear_compress(weight, embedding, implementation="triton")
+    (dweight,) = torch.autograd.grad(out.float().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="not differentiable twice"):
+        dweight.sum().backward()
