@@ -47,8 +47,7 @@ class HSTUConfig:
             layer is one autograd node (on a GPU, without hooks on its modules). "norm": the normed
             input, embedding_dim columns; costs a pass over the rows. "activation": the input of the
             output projection, 3 H linear_dim columns; costs nothing but writing it, so it is the
-            default. "projection": u, v, q and k; costs a GEMM. A graph of torch.compile may keep
-            what is named here.
+            default. "projection": u, v, q and k; costs a GEMM.
 
     Both biases are the published ones and cost a lookup for each score. Production models often add
     embeddings of a row's position, and of the time since the previous row, to the input instead, at
