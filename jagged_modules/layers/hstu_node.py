@@ -276,18 +276,18 @@ def _gated(
     def kept(name: str, x: Tensor) -> Tensor | None:
         return None if name in dropped else x
 
-    cast_weight, cast_projection, *cast_bias = cast(
-        dtype, weight, projection, *([] if bias is None else [bias])
-    )
+    biases = [] if bias is None else [bias]
+    cast_weight, cast_projection, *biases = cast(dtype, weight, projection, *biases)
+    cast_bias = biases[0] if biases else None
     normed, *statistics = kernels.row_norm(x, norm_weight, norm_bias, dtype, *plan.norm)
-    packed = linear(normed, cast_weight, *cast_bias or [None])
+    packed = linear(normed, cast_weight, cast_bias)
     normed = kept("norm", normed)
     u, q, k, v = plan.split(packed)
     a, lse = kernels.attention(q, k, v, segments, [*tables, *bias_tensors], *others)
     a, (dropout, gate_norm) = a.flatten(1), plan.gate
     gated, *gate_statistics = kernels.gate(u, a, gate_weight, gate_bias, seed, dropout, *gate_norm)
     ctx.save_for_backward(
-        x, *statistics, norm_weight, norm_bias, cast_weight, *cast_bias or [None], normed,
+        x, *statistics, norm_weight, norm_bias, cast_weight, cast_bias, normed,
         kept("activation", gated), kept("projection", packed), a, lse, *gate_statistics,
         gate_weight, gate_bias, cast_projection, seed, *segments, *tables, *bias_tensors,
     )  # fmt: skip
