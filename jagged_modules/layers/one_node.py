@@ -81,10 +81,12 @@ def _has_global_hooks() -> bool:
     return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
 
 
-def apply(node: type[torch.autograd.Function], *inputs: Any) -> Any:
-    """The results of a node. Where no backward can follow, its forward runs alone and saves
-    nothing: in an autograd.Function, `needs_input_grad` is true without gradients too, and what was
-    saved lives until the forward returns."""
+def apply(node: Any, *inputs: Any) -> Any:
+    """The results of a node, an autograd.Function.
+
+    Where no backward can follow, its forward runs alone and saves nothing: under torch.no_grad(),
+    `needs_input_grad` may still be true, and what was saved lives until the forward returns.
+    """
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return node.apply(*inputs)
     return node.forward(_NoBackward(len(inputs)), *inputs)
