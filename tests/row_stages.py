@@ -77,22 +77,10 @@ def _gate(u, a, weight, bias, seed, dropout, eps, groups, rms):
 
 
 def _gate_linear_backward(
-    dout,
-    given,
-    operands,
-    weight,
-    bias,
-    projection,
-    seed,
-    dropout,
-    eps,
-    rms,
-    columns,
-    needs,
-    end=None,
+    dout, given, operands, bias, projection, seed, dropout, eps, rms, columns, needs, end=None
 ):
     dout = cleared(dout, end)
-    u, a, _, rstd = operands
+    u, a, _, rstd, weight = operands
     factors = kept(seed, dropout, a.new_empty(a.shape[0], 3 * a.shape[1]))
 
     def function(*inputs):

@@ -228,7 +228,7 @@ class _HSTULayer(torch.autograd.Function):
             packed = linear(normed, weight, bias)
         u, q, k, v = plan.split(packed)
         grads, da, gate_sums, dprojection = kernels.gate_linear_backward(
-            dout, gated, [u, a, gate_mean, gate_rstd], gate_weight, gate_bias, projection, seed,
+            dout, gated, [u, a, gate_mean, gate_rstd, gate_weight], gate_bias, projection, seed,
             dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[11],
             end,
         )  # fmt: skip
@@ -342,7 +342,7 @@ class _GatedOutput(torch.autograd.Function):
         *operands, weight, bias, projection, seed = ctx.saved_tensors
         needs, (dropout, norm) = ctx.needs_input_grad, ctx.gate
         du, da, sums, dprojection = stages().gate_linear_backward(
-            dout, None, operands, weight, bias, projection, seed, dropout, norm.eps, norm.rms, 0,
+            dout, None, [*operands, weight], bias, projection, seed, dropout, norm.eps, norm.rms, 0,
             needs[5],
         )  # fmt: skip
         dprojection = dprojection.to(projection.dtype) if needs[5] else None

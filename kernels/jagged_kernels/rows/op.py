@@ -237,10 +237,9 @@ def triton_gate(
 
 
 def _gate_linear_backward_fake(
-    dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns, needs,
-    end=None,
-):  # fmt: skip
-    _, a, _, _ = operands
+    dout, gated, operands, bias, projection, seed, dropout, eps, rms, columns, needs, end=None
+):
+    _, a, *_ = operands
     rows, width = a.shape
     dprojection = projection.new_empty(projection.shape if needs else 0, dtype=torch.float32)
     sums = a.new_empty((2, width), dtype=torch.float32)
@@ -252,7 +251,6 @@ def triton_gate_linear_backward(
     dout: Tensor,
     gated: Tensor | None,
     operands: list[Tensor],
-    weight: Tensor,
     bias: Tensor | None,
     projection: Tensor,
     seed: Tensor | None,
@@ -271,8 +269,8 @@ def triton_gate_linear_backward(
     Args:
         dout: `[L, E]`, of any dtype.
         gated: result of `triton_gate`; None: it is computed again.
-        operands: u and a of `triton_gate`, and its results mean and rstd.
-        weight, bias, seed, dropout, eps, rms: as in `triton_gate`.
+        operands: u and a of `triton_gate`, its results mean and rstd, and the norm's weight.
+        bias, seed, dropout, eps, rms: as in `triton_gate`.
         projection: `[E, 3 W]` in a's dtype.
         columns: columns of the first result behind du, with any content.
         needs_projection: compute the gradient of the projection.
@@ -283,11 +281,10 @@ def triton_gate_linear_backward(
         `[2, W]`, the gradients of weight and bias; that of the projection `[E, 3 W]` fp32, or
         `[0]`.
     """
-    u, a, mean, rstd = operands
+    u, a, mean, rstd, weight = operands
     grads, da, sums, dprojection = _gate_linear_backward_fake(
-        dout, gated, operands, weight, bias, projection, seed, dropout, eps, rms, columns,
-        needs_projection,
-    )  # fmt: skip
+        dout, gated, operands, bias, projection, seed, dropout, eps, rms, columns, needs_projection
+    )
     if da.numel() == 0:
         return grads, da, sums.zero_(), dprojection.zero_()
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()

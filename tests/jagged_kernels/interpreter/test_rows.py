@@ -38,8 +38,8 @@ def test_the_gradient_behind_the_end_is_not_read(offsets, kept):
     u, a, weight = torch.randn(20, 32), torch.randn(20, 32), torch.randn(32)
     dout, projection = torch.randn(20, 8), torch.randn(8, 96)
     gated, *statistics = op.triton_gate(u, a, weight, None, None, 0.0, 1e-6)
-    given = weight, None, projection, None, 0.0, 1e-6, False, 0, True
-    operands = gated if kept else None, [u, a, *statistics]
+    given = None, projection, None, 0.0, 1e-6, False, 0, True
+    operands = gated if kept else None, [u, a, *statistics, weight]
     dout[13:] = 0
     expected = op.triton_gate_linear_backward(dout, *operands, *given)
     dout[13:] = torch.nan
@@ -111,8 +111,7 @@ def test_a_frozen_projection_and_no_rows(rows):
     arguments = (
         dout,
         None,
-        [u, a, mean, rstd],
-        weight,
+        [u, a, mean, rstd, weight],
         weight,
         projection,
         None,
@@ -145,7 +144,7 @@ def test_a_rows_nan_stays_there(norm):
         y, *statistics = op.triton_row_norm(a, weight, None, FP32, *norm)
         dx, _ = op.triton_row_norm_backward(y, a, *statistics, weight, None, norm.eps, norm.rms)
         grads, da, _, _ = op.triton_gate_linear_backward(
-            dout, None, [u, a, mean, rstd], weight, None, projection, None, 0.0, norm.eps, norm.rms,
+            dout, None, [u, a, mean, rstd, weight], None, projection, None, 0.0, norm.eps, norm.rms,
             0, True,
         )  # fmt: skip
         return out, y, dx, grads, da
