@@ -14,6 +14,7 @@ from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
+from .layers.encoder import JaggedEncoder, JaggedEncoderLayer
 from .layers.gdpa import JaggedGDPA
 from .layers.gdpa_block import GDPABlock
 from .layers.gdpa_config import GDPAConfig
@@ -47,6 +48,8 @@ __all__ = [
     "HSTUStack",
     "HistoryCache",
     "Jagged",
+    "JaggedEncoder",
+    "JaggedEncoderLayer",
     "JaggedGDPA",
     "JaggedMLP",
     "JaggedSelfTargetAttention",

@@ -447,6 +447,11 @@ LAYERS = {
             t.unflatten(1, (2, 16)), x[:10].reshape(10, 2, 16)[:5], i["candidates"]
         ),
     ),
+    "JaggedEncoderLayer": LayerCall(
+        lambda: jm.JaggedEncoderLayer(WIDTH, 2, 24),
+        dict(x=_HISTORY),
+        lambda layer, x, t, i: layer((x, i["x"])),
+    ),
     "JaggedMLP": LayerCall(
         lambda: jm.JaggedMLP([WIDTH, 8], "gelu"),
         dict(x=_HISTORY),

@@ -204,6 +204,13 @@ def _both(layer):
 
 HSTU = jm.HSTUConfig(scaling_seqlen=40)
 LAYERS = {  # name → (head dim, options) → layer, layer → call, inputs, results
+    "JaggedEncoder": (
+        lambda dim, **to: jm.JaggedEncoder(
+            [jm.JaggedEncoderLayer(2 * dim, HEADS, 24, **to)], torch.nn.LayerNorm(2 * dim, **to)
+        ),
+        _on_rows,
+        *ON_ROWS,
+    ),
     "JaggedMLP": (
         lambda dim, **to: jm.JaggedMLP([2 * dim, 24, 40], "relu", **to),
         _on_rows,

@@ -25,6 +25,7 @@ from ..segments import RowSegments
 from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
+from .from_torch import check_attention, load_attention, place
 from .gdpa_config import GDPAConfig
 from .gdpa_node import gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
@@ -32,6 +33,9 @@ from .layer_bias import check_layer_bias
 from .norms import RMSNorm
 from .one_node import cast_linears
 from .parameters import check_parameter_dtype, in_heads, reset_all
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 C = TypeVar("C")  # a container
 
@@ -134,6 +138,28 @@ class JaggedGDPA(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = nn.Linear(width, embedding_dim, device=device, dtype=dtype)
         self.reset_parameters()
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, mask: AttentionMask | None = None) -> Self:
+        """Softmax attention with the weights of an nn.MultiheadAttention, as
+        `JaggedTargetAttention.from_torch`: self-attention, or attention to a context.
+
+        Args:
+            module: as in `JaggedTargetAttention.from_torch`.
+            mask: which the module is given in its calls, as `AttentionMask(causal=True)`.
+
+        Raises:
+            TypeError, ValueError: as `JaggedTargetAttention.from_torch`.
+        """
+        check_attention(module)
+        width, heads, config = (
+            module.embed_dim,
+            module.num_heads,
+            GDPAConfig(dropout=module.dropout),
+        )
+        layer = cls(width, heads, "softmax", mask, config, **place(module))
+        load_attention(layer, module)
+        return layer.train(module.training)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta

@@ -21,11 +21,15 @@ from ..scalars import check_kind, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
+from .from_torch import check_attention, load_attention, place
 from .invariant import fixed_rows
 from .one_node import cast_linears, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
 from .targets import Targets, parse_targets
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
@@ -79,6 +83,25 @@ class JaggedTargetAttention(nn.Module):
         self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> Self:
+        """A layer with the weights of an nn.MultiheadAttention, in its mode, on its device. In eval
+        mode its results are those of the module, whose keys and values are the history; `dropout`
+        acts on other elements, since attention weights have none here.
+
+        Args:
+            module: whose keys and values have its embed_dim. A bias that it does not have is one of
+                0 here.
+
+        Raises:
+            TypeError, ValueError: another kind of module, or options that this layer does not have.
+        """
+        check_attention(module)
+        width, heads = module.embed_dim, module.num_heads
+        layer = cls(width, heads, dropout=module.dropout, **place(module))
+        load_attention(layer, module)
+        return layer.train(module.training)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer

@@ -141,6 +141,22 @@ CASES = {  # the last ones consist of the others, or vary them
             "JaggedMLP", OnRows, lambda **options: jm.JaggedMLP([WIDTH, 24, 40], "silu", **options)
         ),
         Case("GDPABlock", OnRows, lambda **options: jm.GDPABlock(WIDTH, HEADS, **options)),
+        Case(
+            "JaggedEncoderLayer",
+            OnRows,
+            lambda **options: jm.JaggedEncoderLayer(WIDTH, HEADS, 24, norm_first=True, **options),
+        ),
+        Case(
+            "JaggedEncoder",  # whose last norm would have no gradient of a mean square
+            OnRows,
+            lambda **options: jm.JaggedEncoder(
+                [
+                    jm.JaggedEncoderLayer(
+                        WIDTH, HEADS, 24, norm_first=True, activation="swiglu", **options
+                    )
+                ]
+            ),
+        ),
         Case("HSTUStack", OnRows, lambda **options: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, **options)),
         Case("JaggedGDPA-seeds", Pooled, gdpa(num_seeds=8)),
         Case("JaggedGDPA-weights", OnRows, gdpa(num_weights=8)),

@@ -56,7 +56,8 @@ def test_autocast(case, dtype):
     model, inputs = make(case), inputs_of(case)
     with torch.autocast("cpu", dtype):
         out, *grads = training_step(model, inputs)
-    residual = case.layer in ("GDPABlock", "HSTULayer", "HSTUStack")
+    with_residual = "GDPABlock", "HSTULayer", "HSTUStack", "JaggedEncoderLayer", "JaggedEncoder"
+    residual = case.layer in with_residual
     assert out.dtype == (torch.float32 if residual else dtype) and all(
         grad.dtype == torch.float32 for grad in grads
     )

@@ -1,0 +1,270 @@
+"""JaggedEncoderLayer and JaggedEncoder: transformer encoders of jagged rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+from torch.types import Device
+
+from ..activations import POINTWISE, swiglu
+from ..containers.jagged import Jagged, wrap_rows
+from ..functional.tail import entering, leaving
+from ..masks import AttentionMask
+from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
+from ..tracing import call_of, one_module
+from .from_torch import check_attention, load, load_attention, place
+from .gdpa import JaggedGDPA
+from .gdpa_config import GDPAConfig
+from .norms import RMSNorm, RowNorm
+from .parameters import check_parameter_dtype, reset_all
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+C = TypeVar("C")  # a container
+NORMS = {"layer": RowNorm, "rms": RMSNorm}
+ACTIVATIONS = ("relu", "gelu", "swiglu")
+
+
+class JaggedEncoderLayer(nn.Module):
+    """A transformer encoder layer: softmax self-attention within each segment, then a feed-forward
+    network of each row, both with a residual and a norm.
+
+        norm_first:  x = x + attention(norm1(x));  x = x + ffn(norm2(x))
+        otherwise:   x = norm1(x + attention(x));  x = norm2(x + ffn(x))
+        ffn(x) = linear2(activation(linear1(x)))
+
+    Args:
+        embedding_dim: width E of the rows; a multiple of num_heads.
+        num_heads: attention heads.
+        ffn_dim: width of the feed-forward network.
+        norm_first: norms before the attention and the feed-forward network, not after the
+            residuals.
+        norm: "layer" or "rms".
+        activation: "relu", "gelu" or "swiglu" (Shazeer 2020), for which linear1 has 2 · ffn_dim
+            outputs.
+        mask: which rows each row sees; all of its segment if None.
+        dropout: dropout probability, of the attention's result before its output projection, within
+            the feed-forward network, and of what is added to the rows.
+        norm_eps: added to the variance.
+        device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+
+    Raises:
+        TypeError, ValueError: an argument has another type or is out of range; num_heads does not
+            divide embedding_dim; the head dim is above 256.
+
+    Example::
+
+        layer = jm.JaggedEncoderLayer(32, num_heads=4, ffn_dim=64, norm_first=True)
+        values, offsets = layer((torch.randn(5, 32), torch.tensor([0, 2, 5])))
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        ffn_dim: int,
+        *,
+        norm_first: bool = False,
+        norm: str = "layer",
+        activation: str = "relu",
+        mask: AttentionMask | None = None,
+        dropout: float = 0,
+        norm_eps: float = 1e-5,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_parameter_dtype(dtype)
+        check_size("ffn_dim", ffn_dim)
+        check_flag("norm_first", norm_first)
+        check_choice("norm", norm, tuple(NORMS))
+        check_choice("activation", activation, ACTIVATIONS)
+        check_number("dropout", dropout, 0, 1)
+        check_number("norm_eps", norm_eps, 0)
+        self.embedding_dim, self.num_heads, self.ffn_dim = embedding_dim, num_heads, ffn_dim
+        self.norm_first, self.activation = norm_first, activation
+        where: dict[str, Any] = dict(device=device, dtype=dtype)
+        config = GDPAConfig(dropout=dropout)
+        self.attention = JaggedGDPA(embedding_dim, num_heads, "softmax", mask, config, **where)
+        inner = 2 * ffn_dim if activation == "swiglu" else ffn_dim
+        self.linear1 = nn.Linear(embedding_dim, inner, **where)
+        self.linear2 = nn.Linear(ffn_dim, embedding_dim, **where)
+        self.norm1, self.norm2 = (
+            NORMS[norm](embedding_dim, eps=norm_eps, **where) for _ in range(2)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    @classmethod
+    def from_torch(
+        cls, module: nn.TransformerEncoderLayer, mask: AttentionMask | None = None
+    ) -> Self:
+        """A layer with the weights of an nn.TransformerEncoderLayer, in its mode, on its device. In
+        eval mode its results are those of the module's real rows; `dropout` acts on other elements,
+        since attention weights have none here.
+
+        Args:
+            module: with activation relu or gelu. A bias that it does not have is one of 0 here.
+            mask: which the module is given in its calls, as `AttentionMask(causal=True)`.
+
+        Raises:
+            TypeError, ValueError: another kind of module, or options that this layer does not have.
+        """
+        check_kind("module", module, nn.TransformerEncoderLayer, "an nn.TransformerEncoderLayer")
+        check_attention(module.self_attn)
+        layer = cls(
+            module.self_attn.embed_dim,
+            module.self_attn.num_heads,
+            module.linear1.out_features,
+            norm_first=module.norm_first,
+            activation=_activation_of(module),
+            mask=mask,
+            dropout=module.dropout.p,
+            norm_eps=module.norm1.eps,
+            **place(module),
+        )
+        load_attention(layer.attention, module.self_attn)
+        for name in ("linear1", "linear2", "norm1", "norm2"):
+            source = getattr(module, name)
+            load(getattr(layer, name), source.weight, source.bias)
+        return layer.train(module.training)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta
+        device."""
+        reset_all(self.children())
+
+    @one_module
+    def forward(self, x: C, num_targets: Tensor | None = None) -> C:
+        """Update all rows.
+
+        Args:
+            x: any container of `[L, E]` values in B segments.
+            num_targets: as in `JaggedGDPA.forward`.
+
+        Returns:
+            x's kind of container, with `[L, E]` values.
+
+        Raises:
+            TypeError, ValueError: as `JaggedGDPA.forward`.
+        """
+        jagged = wrap_rows("x", x, self.embedding_dim, self.linear1)
+        end = jagged.end("x")
+        rows = entering(jagged.values, end)
+        if self.norm_first:
+            rows = rows + self.dropout(self._attended(jagged, self.norm1(rows), num_targets))
+            rows = rows + self.dropout(self._ffn(self.norm2(rows)))
+        else:
+            rows = self.norm1(rows + self.dropout(self._attended(jagged, rows, num_targets)))
+            rows = self.norm2(rows + self.dropout(self._ffn(rows)))
+        return jagged.unwrap(leaving(rows, end))
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
+
+    def _attended(self, jagged: Jagged, rows: Tensor, num_targets: Tensor | None) -> Tensor:
+        own = jagged.with_values(rows)
+        own.is_clean = True  # forward sees to the rows behind the end
+        return self.attention(own, num_targets=num_targets).values
+
+    def _ffn(self, rows: Tensor) -> Tensor:
+        gated = self.activation == "swiglu"
+        activation = swiglu if gated else POINTWISE[self.activation].function
+        return self.linear2(self.dropout(activation(self.linear1(rows))))
+
+    def extra_repr(self) -> str:
+        return f"norm_first={self.norm_first}, activation={self.activation}"
+
+
+class JaggedEncoder(nn.Module):
+    """A stack of encoder layers, and a norm of its result.
+
+    Args:
+        layers: the `JaggedEncoderLayer`s, one or more.
+        norm: a module of rows, or None.
+
+    Raises:
+        TypeError, ValueError: there is no layer, or one of another kind.
+
+    Example::
+
+        layers = [jm.JaggedEncoderLayer(32, num_heads=4, ffn_dim=64) for _ in range(2)]
+        values, offsets = jm.JaggedEncoder(layers)((torch.randn(5, 32), torch.tensor([0, 2, 5])))
+    """
+
+    def __init__(self, layers: Sequence[JaggedEncoderLayer], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        if not layers:
+            raise ValueError("layers must have one layer or more, got none")
+        for i, layer in enumerate(layers):
+            check_kind(f"layers[{i}]", layer, JaggedEncoderLayer, "a JaggedEncoderLayer")
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+
+    @classmethod
+    def from_torch(cls, module: nn.TransformerEncoder, mask: AttentionMask | None = None) -> Self:
+        """A stack with the weights of an nn.TransformerEncoder, as `JaggedEncoderLayer.from_torch`.
+
+        Args:
+            module: with a norm of rows or none.
+            mask: of all layers.
+
+        Raises:
+            TypeError, ValueError: as `JaggedEncoderLayer.from_torch`.
+        """
+        check_kind("module", module, nn.TransformerEncoder, "an nn.TransformerEncoder")
+        layers: list[Any] = list(module.layers)
+        norm = copy.deepcopy(module.norm)
+        encoder = cls([JaggedEncoderLayer.from_torch(layer, mask) for layer in layers], norm)
+        return encoder.train(module.training)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for instance after `to_empty` of a stack built on the meta
+        device."""
+        reset_all(self.children())
+
+    @one_module
+    def forward(self, x: C, num_targets: Tensor | None = None) -> C:
+        """Update all rows by each layer.
+
+        Args:
+            x, num_targets: as in `JaggedEncoderLayer.forward`.
+
+        Returns:
+            x's kind of container, with `[L, E]` values.
+
+        Raises:
+            TypeError, ValueError: as `JaggedEncoderLayer.forward`.
+        """
+        first: Any = self.layers[0]
+        jagged = wrap_rows("x", x, first.embedding_dim, first.linear1)
+        end = jagged.end("x")
+        rows = jagged.with_values(entering(jagged.values, end))
+        for layer in self.layers:
+            rows = layer(rows, num_targets)
+        values = rows.values
+        if self.norm is not None:
+            values = leaving(self.norm(values), end)
+        return jagged.unwrap(values)
+
+    if TYPE_CHECKING:
+
+        @call_of(forward)
+        def __call__(self) -> Any: ...
+
+
+def _activation_of(module: nn.TransformerEncoderLayer) -> str:
+    function: Any = module.activation
+    if function is nnf.relu or isinstance(function, nn.ReLU):
+        return "relu"
+    if function is nnf.gelu or (isinstance(function, nn.GELU) and function.approximate == "none"):
+        return "gelu"
+    raise ValueError(f"module's activation must be relu or gelu, got {function}")

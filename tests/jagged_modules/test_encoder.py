@@ -1,0 +1,185 @@
+"""Transformer encoders, and weights of torch's modules."""
+
+import pytest
+import torch
+from torch import nn
+
+import jagged_modules as jm
+
+LENGTHS, WIDTH, HEADS, FFN = torch.tensor([3, 0, 7, 1]), 24, 4, 40
+LONGEST = 7
+PADDING = torch.arange(LONGEST) >= LENGTHS[:, None]
+
+
+def rows_of(x, side="right"):
+    return jm.Jagged.from_padded(x, LENGTHS, side=side)
+
+
+def padded(dtype=torch.float64):
+    return torch.randn(4, LONGEST, WIDTH, dtype=dtype)
+
+
+def encoder_layer(**options):
+    options = (
+        dict(dim_feedforward=FFN, dropout=0.1, batch_first=True, dtype=torch.float64) | options
+    )
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, **options).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    return layer
+
+
+def assert_equal_on_rows(own, module, x, **masks):
+    """Results and gradients of the real rows."""
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    out = own(rows_of(mine)).values
+    expected = module(theirs, src_key_padding_mask=PADDING, **masks)[~PADDING]
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, mine, grad)[0],
+        torch.autograd.grad(expected, theirs, grad)[0],
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_layer_of_torch(norm_first, activation, causal):
+    module = encoder_layer(norm_first=norm_first, activation=activation)
+    own = jm.JaggedEncoderLayer.from_torch(
+        module, jm.AttentionMask(causal=True) if causal else None
+    )
+    mask = nn.Transformer.generate_square_subsequent_mask(LONGEST, dtype=torch.float64)
+    assert not own.training
+    assert_equal_on_rows(own, module, padded(), **(dict(src_mask=mask) if causal else {}))
+
+
+def test_a_layer_without_biases():
+    module = encoder_layer(bias=False, layer_norm_eps=1e-3)
+    assert_equal_on_rows(jm.JaggedEncoderLayer.from_torch(module), module, padded())
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(WIDTH, dtype=torch.float64)], ids=["", "norm"])
+def test_a_stack_of_torch(norm):
+    module = nn.TransformerEncoder(encoder_layer(), 2, norm, enable_nested_tensor=False).eval()
+    own = jm.JaggedEncoder.from_torch(module)
+    assert len(own.layers) == 2 and own.layers[0].dropout.p == 0.1
+    assert_equal_on_rows(own, module, padded())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_attention_of_torch(bias):
+    module = nn.MultiheadAttention(
+        WIDTH, HEADS, dropout=0.2, bias=bias, batch_first=True, dtype=torch.float64
+    ).eval()
+    x, targets = padded(), torch.randn(4, 2, WIDTH, dtype=torch.float64)
+    expected, _ = module(targets, x, x, key_padding_mask=PADDING, need_weights=False)
+    layer = jm.JaggedTargetAttention.from_torch(module)
+    out, has_rows = layer(targets, rows_of(x)), LENGTHS > 0
+    torch.testing.assert_close(out[has_rows], expected[has_rows])
+    assert layer.dropout.p == 0.2 and not layer.training
+    own = jm.JaggedGDPA.from_torch(module, jm.AttentionMask(causal=True))
+    causal = nn.Transformer.generate_square_subsequent_mask(LONGEST, dtype=torch.float64)
+    expected, _ = module(x, x, x, attn_mask=causal, need_weights=False)
+    torch.testing.assert_close(own(rows_of(x)).values, expected[~PADDING])
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_swiglu_and_norms(norm, norm_first):
+    layer = jm.JaggedEncoderLayer(
+        WIDTH,
+        HEADS,
+        FFN,
+        norm=norm,
+        norm_first=norm_first,
+        activation="swiglu",
+        dtype=torch.float64,
+    )
+    x, offsets = torch.randn(9, WIDTH, dtype=torch.float64), torch.tensor([0, 4, 4, 9])
+
+    def attended(y):
+        return layer.attention((y, offsets))[0]
+
+    def ffn(y):
+        a, b = layer.linear1(y).chunk(2, 1)
+        return layer.linear2(nn.functional.silu(a) * b)
+
+    if norm_first:
+        middle = x + attended(layer.norm1(x))
+        expected = middle + ffn(layer.norm2(middle))
+    else:
+        middle = layer.norm1(x + attended(x))
+        expected = layer.norm2(middle + ffn(middle))
+    torch.testing.assert_close(layer((x, offsets))[0], expected)
+
+
+def test_dropout_is_reproducible_and_every_parameter_learns():
+    layer = jm.JaggedEncoderLayer(WIDTH, HEADS, FFN, dropout=0.5)
+    x, offsets = torch.randn(9, WIDTH), torch.tensor([0, 4, 4, 9])
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(layer((x, offsets))[0])
+    assert torch.equal(*results) and not torch.equal(results[0], layer((x, offsets))[0])
+    results[0].square().sum().backward()
+    assert all(parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_a_nan_stays_in_its_segment():
+    encoder = jm.JaggedEncoder([jm.JaggedEncoderLayer(WIDTH, HEADS, FFN) for _ in range(2)])
+    x, offsets = torch.randn(9, WIDTH), torch.tensor([0, 4, 4, 9])
+    clean = encoder((x, offsets))[0]
+    x[4] = torch.nan
+    out = encoder((x, offsets))[0]
+    assert torch.equal(out[:4], clean[:4]) and out[4:].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: jm.JaggedEncoderLayer(WIDTH, 5, FFN), ValueError, "num_heads"),
+        (lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, 0), ValueError, "ffn_dim"),
+        (lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, FFN, norm="batch"), ValueError, "norm must"),
+        (
+            lambda: jm.JaggedEncoderLayer(WIDTH, HEADS, FFN, activation="tanh"),
+            ValueError,
+            "activation must be one of",
+        ),
+        (lambda: jm.JaggedEncoder([]), ValueError, "layers must have one layer or more"),
+        (lambda: jm.JaggedEncoder([nn.Linear(2, 2)]), TypeError, r"layers\[0\] must be a Jagged"),
+        (
+            lambda: jm.JaggedEncoderLayer.from_torch(nn.Linear(2, 2)),
+            TypeError,
+            "module must be an nn.TransformerEncoderLayer, got Linear",
+        ),
+        (
+            lambda: jm.JaggedEncoderLayer.from_torch(encoder_layer(activation=torch.tanh)),
+            ValueError,
+            "activation must be relu or gelu",
+        ),
+        (
+            lambda: jm.JaggedTargetAttention.from_torch(nn.MultiheadAttention(8, 2, kdim=4)),
+            ValueError,
+            "kdim and vdim must be embed_dim, 8, got 4 and 8",
+        ),
+        (
+            lambda: jm.JaggedGDPA.from_torch(nn.MultiheadAttention(8, 2, add_bias_kv=True)),
+            ValueError,
+            "got add_bias_kv=True",
+        ),
+        (
+            lambda: jm.JaggedGDPA.from_torch(nn.MultiheadAttention(8, 2, add_zero_attn=True)),
+            ValueError,
+            "got add_zero_attn=True",
+        ),
+    ],
+)
+def test_wrong_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
