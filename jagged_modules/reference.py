@@ -13,7 +13,13 @@ from .activations import POINTWISE
 from .bias import RelativeBias, next_timestamps, position_index, time_buckets
 from .masks import AttentionMask
 from .scalars import to_ints
-from .unit_activations import UnitParameters, UnitTable, pair_features, statistics_table, unit_activation
+from .unit_activations import (
+    UnitParameters,
+    UnitTable,
+    pair_features,
+    statistics_table,
+    unit_activation,
+)
 
 
 def attention_reference(

@@ -94,7 +94,9 @@ def unit_activation_gradients(
     return dz + table.d0 + table.d1 * n, sums
 
 
-def statistics_table(units: UnitParameters, layer: int, mean: Tensor, variance: Tensor) -> UnitTable:
+def statistics_table(
+    units: UnitParameters, layer: int, mean: Tensor, variance: Tensor
+) -> UnitTable:
     """The table of a Dice layer with these statistics, without d0 and d1."""
     slope = units.slopes[layer]
     weight, bias = (
@@ -134,5 +136,3 @@ def pair_features(q: Tensor, k: Tensor, features: Sequence[str]) -> Tensor:
     """The features of pairs of rows of q and k `[P, E]`: `[P, |features| · E]`."""
     values = {"q": lambda: q, "k": lambda: k, "q-k": lambda: q - k, "q*k": lambda: q * k}
     return torch.cat([values[name]() for name in features], 1)
-
-

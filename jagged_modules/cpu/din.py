@@ -18,7 +18,8 @@ from ..autocast import host_operator
 from ..unit_activations import joined_moments, unit_activation, unit_activation_gradients
 from .buckets import Rows, compute_dtype, groups
 
-CHUNK = 8192  # pairs: their hidden units stay in the processor's cache
+NOT_TWICE = "din_attention is not differentiable twice: its backward has no derivative of its own"
+CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
 
 
 class Pairs(NamedTuple):
@@ -266,3 +267,10 @@ class _Gradients:
 
     def _add_rows(self, name: str, rows: Tensor, gradient: Tensor) -> None:
         self.rows[name].index_add_(0, rows, gradient)
+
+
+def _no_second_derivative(*_: object) -> None:
+    raise RuntimeError(NOT_TWICE)
+
+
+din_attention_backward_cpu.register_autograd(_no_second_derivative)

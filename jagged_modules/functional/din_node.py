@@ -103,7 +103,10 @@ def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> li
 
 
 def _tables(
-    tensors: DINTensors, statistics: Sequence[Tensor], eps: float, pulls: dict[int, Tensor] | None = None
+    tensors: DINTensors,
+    statistics: Sequence[Tensor],
+    eps: float,
+    pulls: dict[int, Tensor] | None = None,
 ) -> list[Tensor]:
     """The units' tables `[7, H]`, with these d0 and d1 `[2, H]` of layers, otherwise 0."""
     tables: list[Tensor] = []
@@ -138,7 +141,6 @@ class _Node(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, q_offsets, kv_offsets, *rest = ctx.saved_tensors
         statistics, flat = rest[: ctx.statistics], rest[ctx.statistics :]
