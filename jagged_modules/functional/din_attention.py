@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -13,7 +12,7 @@ from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..reference import din_attention_reference
 from ..scalars import check_choice, check_kind, is_sequence
-from ..segments import RowSegments, check_offsets, check_device, parse_segments
+from ..segments import RowSegments, check_device, check_offsets, parse_segments
 from ..unit_activations import (
     FEATURES,
     UNIT_ACTIVATIONS,

@@ -1,0 +1,49 @@
+"""Launch configurations of DIN's attention. Triton is its one backend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+MAX_UNITS = 256  # of a hidden layer, and the most columns of q, k and v
+MAX_LAYERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class DINConfig:
+    """block: events of a tile. num_warps, num_stages: of the launch. ctas_per_sm: programs per SM
+    of the kernels whose programs take many rows of q."""
+
+    block: int
+    num_warps: int
+    num_stages: int = 2
+    ctas_per_sm: int = 1
+
+
+GROUP = 16  # rows of q of a program of the forward: the smallest side of an MMA
+
+
+def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) -> DINConfig:
+    """Launch configuration of a kernel, "fwd", "moments", "dq" or "dkdv".
+
+    Args:
+        width: the larger one of E and Ev.
+    """
+    large = width > 128 or max(hidden) > 128
+    if itemsize == 4:  # an fp32 MMA is six of bf16: registers limit the tiles
+        return DINConfig(block=16 if large else 32, num_warps=8 if large else 4, num_stages=1)
+    if large:
+        return DINConfig(block=32 if kernel == "dq" else 64, num_warps=8, num_stages=1)
+    if kernel in ("fwd", "moments"):
+        return DINConfig(block=64, num_warps=4, ctas_per_sm=3)
+    return DINConfig(block=64, num_warps=8 if kernel == "dq" or width > 64 else 4, ctas_per_sm=1)
+
+
+def pieces(units: int) -> tuple[tuple[int, int], ...]:
+    """(first unit, size) of the pieces of a layer: sizes that are powers of two and at least 16,
+    the smallest side of an MMA. At most two, as many small MMAs cost more than padding."""
+    whole = 1 << (units - 1).bit_length()
+    half = whole // 2
+    rest = max(16, 1 << max(0, units - half - 1).bit_length())
+    if half < 16 or half + rest >= whole:
+        return ((0, max(16, whole)),)
+    return (0, half), (half, rest)
