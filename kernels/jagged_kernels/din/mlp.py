@@ -277,7 +277,7 @@ def second_layer(h, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     """z of the second layer. DTYPE: of the MMA's operands."""
     z = ()
     for j in tl.static_range(len(mlp.bias)):
-        piece = tl.zeros([OPTIONS.block, OPTIONS.pieces[1][j][1]], tl.float32)
+        piece = zeros(OPTIONS.block, OPTIONS.pieces[1][j][1])
         piece += mlp.bias[j][None, :]
         for i in tl.static_range(len(h)):
             piece = tl.dot(
@@ -364,7 +364,7 @@ def second_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     """dh of the first layer, given dz of the second one."""
     dh = ()
     for i in tl.static_range(len(mlp.first)):
-        piece = tl.zeros([OPTIONS.block, OPTIONS.pieces[0][i][1]], tl.float32)
+        piece = zeros(OPTIONS.block, OPTIONS.pieces[0][i][1])
         for j in tl.static_range(len(dz)):
             piece = tl.dot(
                 dz[j].to(DTYPE), mlp.second[i][j], piece, input_precision=OPTIONS.precision
@@ -376,7 +376,7 @@ def second_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
 @triton.jit
 def product_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     """The gradient of x [block, block_e], given dz of the first layer."""
-    dx = tl.zeros([OPTIONS.block, OPTIONS.block_e], tl.float32)
+    dx = zeros(OPTIONS.block, OPTIONS.block_e)
     for i in tl.static_range(len(dz)):
         dx = tl.dot(dz[i].to(DTYPE), mlp.first[i], dx, input_precision=OPTIONS.precision)
     return dx
@@ -386,11 +386,23 @@ def product_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """An accumulator [ROWS, COLUMNS]."""
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def zero_vector(SIZE: tl.constexpr):
+    """An accumulator [SIZE]."""
+    return tl.zeros([SIZE], tl.float32)
+
+
+@triton.jit
 def zero_pieces(ROWS: tl.constexpr, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
     """An accumulator [ROWS, n] for each piece of a layer."""
     pieces = ()
     for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
-        pieces = pieces + (tl.zeros([ROWS, OPTIONS.pieces[LAYER][i][1]], tl.float32),)
+        pieces = pieces + (zeros(ROWS, OPTIONS.pieces[LAYER][i][1]),)
     return pieces
 
 
@@ -399,7 +411,7 @@ def zero_vectors(LAYER: tl.constexpr, OPTIONS: tl.constexpr):
     """An accumulator [n] for each piece of a layer."""
     pieces = ()
     for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
-        pieces = pieces + (tl.zeros([OPTIONS.pieces[LAYER][i][1]], tl.float32),)
+        pieces = pieces + (zero_vector(OPTIONS.pieces[LAYER][i][1]),)
     return pieces
 
 

@@ -22,7 +22,9 @@ from .mlp import (
     store_pieces,
     store_tile_pieces,
     zero_pieces,
+    zero_vector,
     zero_vectors,
+    zeros,
 )
 
 
@@ -191,7 +193,7 @@ def _weighted_sums(h, ds):
 @triton.jit
 def _finish_row(q, products, da, dfirst, mlp, dq_ptr, da_ptr, row, real, OPTIONS: tl.constexpr):
     """Store dq and da of a row, and add its part of dDᵀ. products: Kᵀ dZ1, [block_e, n]."""
-    dq = tl.zeros([OPTIONS.block_e], tl.float32)
+    dq = zero_vector(OPTIONS.block_e)
     out = ()
     for i in tl.static_range(len(products)):
         dq += tl.sum(products[i] * tl.trans(mlp.first[i]).to(tl.float32), 1)
@@ -224,8 +226,8 @@ def din_bwd_dkdv_kernel(
     q_start, q_len = load_segment(q_offsets_ptr, user)
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-    dk = tl.zeros([OPTIONS.block, OPTIONS.block_e], tl.float32)
-    dv = tl.zeros([OPTIONS.block, OPTIONS.block_v], tl.float32)
+    dk = zeros(OPTIONS.block, OPTIONS.block_e)
+    dv = zeros(OPTIONS.block, OPTIONS.block_v)
     db = zero_pieces(OPTIONS.block, 0, OPTIONS)
     for i in range(0, q_len):
         row = q_start + i

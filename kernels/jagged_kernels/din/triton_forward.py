@@ -14,7 +14,9 @@ from .mlp import (
     scores,
     second_layer,
     store_pieces,
+    zero_vector,
     zero_vectors,
+    zeros,
 )
 
 
@@ -37,12 +39,12 @@ def din_fwd_kernel(
     kv_start, kv_len = load_segment(kv_offsets_ptr, user)
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     columns = tl.arange(0, OPTIONS.group)
-    acc = tl.zeros([OPTIONS.group, OPTIONS.block_v], tl.float32)
-    running_max = tl.full([OPTIONS.group], float("-inf"), tl.float32)
-    running_sum = tl.zeros([OPTIONS.group], tl.float32)
+    acc = zeros(OPTIONS.group, OPTIONS.block_v)
+    running_max = zero_vector(OPTIONS.group) - float("inf")
+    running_sum = zero_vector(OPTIONS.group)
     for start in range(0, kv_len, OPTIONS.block):
         events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-        p = tl.zeros([OPTIONS.block, OPTIONS.group], tl.float32)
+        p = zeros(OPTIONS.block, OPTIONS.group)
         for i in range(0, tl.minimum(q_len - row, OPTIONS.group)):
             q, a = load_query(operands, strides, q_start + row + i, OPTIONS)
             s = scores(q, a, events, mlp, ACTIVATION, OPTIONS).s
