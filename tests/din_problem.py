@@ -39,8 +39,9 @@ class Problem:
 
     def call(self, *values: Tensor, implementation: str = "auto") -> Tensor:
         """The function under test, of the values of `tensors`."""
-        q, k, v, *_ = values
-        weights, biases, units = self._lists(dict(zip(self.tensors, values)))
+        named = dict(zip(self.tensors, values))
+        q, k = named["q"], named["k"]
+        v, (weights, biases, units) = named.get("v", k), self._lists(named)
         return functional.din_attention(
             q, k, v, self.candidates, self.kv_offsets, weights, biases,
             units=units, implementation=implementation, **self.options,
@@ -48,8 +49,9 @@ class Problem:
 
     def definition(self, *values: Tensor) -> Tensor:
         """The reference, which materialises pairs, in the order of the candidates."""
-        q, k, v, *_ = values
-        weights, biases, units = self._lists(dict(zip(self.tensors, values)))
+        named = dict(zip(self.tensors, values))
+        q, k = named["q"], named["k"]
+        v, (weights, biases, units) = named.get("v", k), self._lists(named)
         candidates, kv_offsets = self.candidates.cpu(), self.kv_offsets.cpu()
         order = candidates.argsort(stable=True)
         users = torch.arange(len(kv_offsets))
@@ -102,8 +104,9 @@ def problem(
     tensors = dict(
         q=random(len(candidates), *[n_q] * (n_q > 0), width),
         k=random(rows, width),
-        v=random(rows, v_width or width),
     )
+    if v_width is not None:
+        tensors["v"] = random(rows, v_width)
     sizes = [len(features) * width, *hidden, 1]
     for i, (before, size) in enumerate(zip(sizes, sizes[1:])):
         tensors[f"weight{i}"] = random(size, before, scale=before**-0.5)

@@ -70,13 +70,13 @@ class _Operands:
         activation: str,
     ) -> None:
         self.dtype, self.activation = compute_dtype(rows[0]), activation
-        self.rows = dict(zip("qkvab", rows))
+        self.rows = dict(zip("qkabv", rows))
         self.weights, self.biases = ([x.to(self.dtype) for x in xs] for xs in (weights, biases))
         self.tables: list[Tensor | None] = [*tables] or [None] * len(biases)
 
     def take(self, name: str, rows: Tensor) -> Tensor:
         """These rows of an operand."""
-        return self.rows[name].index_select(0, rows).to(self.dtype)
+        return self.rows[name if name in self.rows else "k"].index_select(0, rows).to(self.dtype)
 
     def pairs(self, chunk: Chunk) -> Pairs:
         """The chunk's products and first hidden layer."""
@@ -118,8 +118,8 @@ def din_attention_cpu(
     """The weighted sums of the events.
 
     Args:
-        operands: q `[R, E]`, k `[L, E]`, v `[L, Ev]`, and a `[R, H1]`, b `[L, H1]`: what the first
-            layer adds for a row of q and for an event.
+        operands: q `[R, E]`, k `[L, E]`, and a `[R, H1]`, b `[L, H1]`: what the first layer adds for
+            a row of q and for an event; then v `[L, Ev]`, unless v is k.
         weights: D `[H1, E]` of the products, then those of the other layers `[H_l, H_(l-1)]`; the
             last one is `[1, H]`.
         biases: of the layers but the first.
@@ -130,7 +130,7 @@ def din_attention_cpu(
         `[R, Ev]` of q's dtype, and the scores' log-sum-exp `[R]`, 0 without softmax.
     """
     given = _Operands(operands, weights, biases, tables, activation)
-    q, v = operands[0], operands[2]
+    q, v = operands[0], operands[-1] if len(operands) == 5 else operands[1]
     out = q.new_zeros((q.shape[0], v.shape[1]))
     lse = q.new_zeros(q.shape[:1], dtype=given.dtype)
     for chunk in _chunks(q_offsets, kv_offsets):
@@ -146,7 +146,8 @@ def din_attention_cpu(
 
 @din_attention_cpu.register_fake
 def _(operands, *_):  # type: ignore[no-untyped-def]
-    q, v, dtype = operands[0], operands[2], compute_dtype(operands[0])
+    q, v = operands[0], operands[-1] if len(operands) == 5 else operands[1]
+    dtype = compute_dtype(q)
     return q.new_empty((q.shape[0], v.shape[1])), q.new_empty(q.shape[:1], dtype=dtype)
 
 
@@ -193,7 +194,7 @@ def din_attention_backward_cpu(
     softmax: bool,
     layer: int,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, a, b, the weights, the biases, and sums `[3, H]` of each hidden layer,
+    """Gradients of the operands, the weights and the biases, and sums `[3, H]` of each hidden layer,
     which are the gradients of slope, bias and weight of its table. Without tables there are no
     sums.
 
@@ -266,7 +267,7 @@ class _Gradients:
             self._add_rows(name, rows, gradient.flatten(0, 1))
 
     def _add_rows(self, name: str, rows: Tensor, gradient: Tensor) -> None:
-        self.rows[name].index_add_(0, rows, gradient)
+        self.rows[name if name in self.rows else "k"].index_add_(0, rows, gradient)
 
 
 def _no_second_derivative(*_: object) -> None:

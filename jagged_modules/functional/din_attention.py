@@ -132,7 +132,9 @@ def din_attention(
         out = padded_to(out, grouped.shape[0])
     else:
         kernels = runs_kernels(implementation, q)
+        is_k = v is k
         k = entering(k, keys.end)
+        v = k if is_k else v
         b = event_part(k, mlp)
         out = attend_by_mlp(grouped, k, v, b, queries, keys, mlp, kernels)
     return index.ungrouped(out.view(*q.shape[:-1], v.shape[1]))
@@ -160,7 +162,7 @@ def attend_by_mlp(
     if kernels:
         check_kernel_sizes(q, v, mlp)
     tensors = DINTensors(
-        [q, k, v, a, b],
+        [q, k, a, b, *([] if v is k else [v])],
         [of_products, *mlp.weights[1:]],
         list(mlp.biases[1:]),
         *(list(x or ()) for x in (

@@ -123,13 +123,16 @@ def test_results_are_deterministic():
     assert all(torch.equal(x, second[name]) for name, x in first.items())
 
 
-def test_a_candidate_index_and_shared_history():
-    case = problem(v_width=None)
-    q, k, _, *others = case.tensors.values()
-    expected = case.call(q, k, k, *others)
-    index = CandidateIndex.from_map(case.candidates, 4)
-    case.candidates = index
-    assert torch.equal(case.call(q, k, k, *others), expected)
+def test_values_that_are_the_keys():
+    for n_q in (0, 2):
+        assert_as_defined(problem("dice", v_width=None, n_q=n_q))
+
+
+def test_a_candidate_index():
+    case = problem()
+    expected = case.call(*case.tensors.values())
+    case.candidates = CandidateIndex.from_map(case.candidates, 4)
+    assert torch.equal(case.call(*case.tensors.values()), expected)
 
 
 def test_autocast():

@@ -47,13 +47,13 @@ class Options(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Pointers to q `[R, E]`, k `[L, E]`, v `[L, Ev]`, a `[R, H1]` and b `[L, H1]`."""
+    """Pointers to q `[R, E]`, k `[L, E]`, a `[R, H1]`, b `[L, H1]` and v `[L, Ev]`."""
 
     q: tl.tensor
     k: tl.tensor
-    v: tl.tensor
     a: tl.tensor
     b: tl.tensor
+    v: tl.tensor
 
 
 class Unit(NamedTuple):
@@ -218,10 +218,10 @@ def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr):
     v = k
     if not OPTIONS.same:
         v = load_tile(
-            operands.v + row * (strides[2] * OPTIONS.align), strides[2] * OPTIONS.align, num_rows,
+            operands.v + row * (strides[4] * OPTIONS.align), strides[4] * OPTIONS.align, num_rows,
             0, OPTIONS.v_width, OPTIONS.block, OPTIONS.block_v,
         )  # fmt: skip
-    stride = strides[4] * OPTIONS.align
+    stride = strides[3] * OPTIONS.align
     b = load_tile_pieces(operands.b + row * stride, stride, num_rows, 0, OPTIONS)
     return Events(k, v, b, tl.arange(0, OPTIONS.block) < num_rows)
 
@@ -232,7 +232,7 @@ def load_query(operands, strides, row, OPTIONS: tl.constexpr):
     q = load_vector(
         operands.q + row * (strides[0] * OPTIONS.align), 0, OPTIONS.width, OPTIONS.block_e
     )
-    return q, load_pieces(operands.a + row * (strides[3] * OPTIONS.align), 0, OPTIONS)
+    return q, load_pieces(operands.a + row * (strides[2] * OPTIONS.align), 0, OPTIONS)
 
 
 # -- scores ----------------------------------------------------------------------------------------

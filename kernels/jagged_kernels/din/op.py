@@ -67,8 +67,8 @@ def _prepare(
     softmax: bool = False,
     only: int = -1,
 ) -> _Launch:
-    same = operands[1] is operands[2]
-    given = Operands(*map(contiguous_last_dim, operands))
+    same = len(operands) == 4
+    given = Operands(*map(contiguous_last_dim, [*operands, operands[1]][:5]))
     width, v_width = given.q.shape[1], given.v.shape[1]
     hidden = tuple(x.shape[0] for x in weights[:-1])
     config = din_config(kernel, given.q.element_size(), max(width, v_width), hidden)
@@ -104,7 +104,7 @@ def _prepare(
 
 
 def _fake(operands, *_):
-    q, v = operands[0], operands[2]
+    q, v = operands[0], operands[1 if len(operands) == 4 else 4]
     return q.new_empty((q.shape[0], v.shape[1])), q.new_empty(q.shape[:1], dtype=torch.float32)
 
 
@@ -122,8 +122,8 @@ def triton_din(
     """The weighted sums of the events.
 
     Args:
-        operands: q `[R, E]`, k `[L, E]`, v `[L, Ev]`, a `[R, H1]` and b `[L, H1]`; fp32, fp16 or
-            bf16.
+        operands: q `[R, E]`, k `[L, E]`, a `[R, H1]`, b `[L, H1]`, and v `[L, Ev]` unless it is k;
+            fp32, fp16 or bf16.
         weights: D `[H1, E]`, then `[H2, H1]` of a second hidden layer, then `[1, H]`.
         biases: of the layers but the first.
         tables: fp32 `[7, H]` of each hidden layer with "prelu" or "dice", otherwise none.
@@ -214,13 +214,14 @@ def triton_din_backward(
     rows, users = operands[0].shape[0], q_offsets.shape[0] - 1
     if rows == 0 or users == 0 or operands[1].shape[0] == 0:
         return [x.zero_() for x in results]
-    dq, dk, dv, da, db = results[:5] if layer < 0 else [do] * 5
+    count = len(operands)
+    dq, dk, da, db, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
     do = do.contiguous()
     shared = q_offsets, kv_offsets
     launch = _prepare("dq", operands, weights, biases, tables, activation, softmax, layer)
     sizes = [x.numel() for x in (*weights, *biases)] + [3 * x.shape[1] for x in tables]
     programs = launch.programs(rows)
-    parts = do.new_empty((programs, sum(sizes)), dtype=torch.float32)
+    parts = do.new_zeros((programs, sum(sizes)), dtype=torch.float32)
     din_bwd_dq_kernel[(programs,)](
         *launch.tensors, (do, lse, delta, dq, da, parts), *shared, rows, users, **launch.constants
     )
@@ -232,13 +233,13 @@ def triton_din_backward(
         *launch.tensors, (do, lse, delta, dk, db, dv), *shared, users, **launch.constants
     )
     zero_tails((dq, q_offsets), (da, q_offsets))
-    zero_tails((dk, kv_offsets), (db, kv_offsets), (dv, kv_offsets))
+    zero_tails(*((x, kv_offsets) for x in (dk, db, dv)[: count - 2]))
     found = list(parts.sum(0).split(sizes))
     for i, weight in enumerate(weights):  # the kernel stores the first ones transposed
         last = i == len(weights) - 1
         found[i] = found[i].view(weight.shape if last else weight.shape[::-1])
         found[i] = found[i] if last else found[i].t().contiguous()
-    return [*results[:5], *(x.view(y.shape) for x, y in zip(found, results[5:]))]
+    return [*results[:count], *(x.view(y.shape) for x, y in zip(found, results[count:]))]
 
 
 refuse_derivative(

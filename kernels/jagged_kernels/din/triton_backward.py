@@ -101,17 +101,24 @@ def din_bwd_dq_kernel(
 ):  # fmt: skip
     """dq and da, and each program's part of the gradients of the MLP.
 
-    gradients: do, lse, delta, dq, da, and parts: of each program Dᵀ `[E, H1]`, W2ᵀ `[H1, H2]`, w
+    gradients: do, lse, delta, dq, da, and parts, of zeros: of each program Dᵀ `[E, H1]`, W2ᵀ `[H1, H2]`, w
     and the biases in this order, then the sums `[3, H]` of each layer with a table. With
     S = Kᵀ dZ1 of a row of q, dD = Σ S ∘ q and dq = Σ_units S ∘ Dᵀ: one MMA gives both.
 
     OPTIONS.only: the sums of one layer alone are computed.
     """
-    do_ptr, lse_ptr, delta_ptr, dq_ptr, da_ptr, parts_ptr = gradients
+    do_ptr, lse_ptr, delta_ptr = gradients[0], gradients[1], gradients[2]
+    parts_ptr = gradients[5]
     LAYERS: tl.constexpr = len(OPTIONS.hidden)
     dtype: tl.constexpr = operands.k.dtype.element_ty
+    SECOND: tl.constexpr = OPTIONS.hidden[0] * OPTIONS.hidden[LAYERS - 1] * (LAYERS - 1)
+    FIRST: tl.constexpr = OPTIONS.width * OPTIONS.hidden[0]
+    LAST: tl.constexpr = OPTIONS.hidden[LAYERS - 1]
+    SUMS: tl.constexpr = FIRST + SECOND + LAST * LAYERS + 1
+    UNITS: tl.constexpr = 3 * (OPTIONS.hidden[0] + OPTIONS.hidden[LAYERS - 1] * (LAYERS - 1))
+    parts_ptr += tl.program_id(0).to(tl.int64) * (SUMS + (0 if OPTIONS.units is None else UNITS))
     mlp = load_mlp(weights, biases, tables, OPTIONS)
-    dfirst, dsecond = zero_pieces(OPTIONS.block_e, 0, OPTIONS), _zero_second(OPTIONS)
+    dsecond = _zero_second(OPTIONS)
     dlast, dlast_bias = zero_vectors(LAYERS - 1, OPTIONS), 0.0
     dbias, sums = zero_vectors(LAYERS - 1, OPTIONS), _zero_sums(OPTIONS)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -160,15 +167,8 @@ def din_bwd_dq_kernel(
                 da = plus(da, column_sums(dz))
                 products = _add_products(products, events.k, dz, OPTIONS)
         if OPTIONS.only < 0:
-            dfirst = _finish_row(q, products, da, dfirst, mlp, dq_ptr, da_ptr, row64, is_of_user, OPTIONS)
-    SECOND: tl.constexpr = OPTIONS.hidden[0] * OPTIONS.hidden[LAYERS - 1] * (LAYERS - 1)
-    FIRST: tl.constexpr = OPTIONS.width * OPTIONS.hidden[0]
-    LAST: tl.constexpr = OPTIONS.hidden[LAYERS - 1]
-    SUMS: tl.constexpr = FIRST + SECOND + LAST * LAYERS + 1
-    UNITS: tl.constexpr = 3 * (OPTIONS.hidden[0] + OPTIONS.hidden[LAYERS - 1] * (LAYERS - 1))
-    parts_ptr += tl.program_id(0).to(tl.int64) * (SUMS + (0 if OPTIONS.units is None else UNITS))
+            _finish_row(q, products, da, mlp, gradients, parts_ptr, row64, OPTIONS)
     if OPTIONS.only < 0:
-        store_tile_pieces(parts_ptr, dfirst, OPTIONS.width, OPTIONS.block_e, 0, OPTIONS)
         for i in tl.static_range(len(dsecond)):
             store_tile_pieces(
                 parts_ptr + FIRST + OPTIONS.pieces[0][i][0] * OPTIONS.hidden[1], dsecond[i],
@@ -191,18 +191,21 @@ def _weighted_sums(h, ds):
 
 
 @triton.jit
-def _finish_row(q, products, da, dfirst, mlp, dq_ptr, da_ptr, row, real, OPTIONS: tl.constexpr):
-    """Store dq and da of a row, and add its part of dDᵀ. products: Kᵀ dZ1, [block_e, n]."""
+def _finish_row(q, products, da, mlp, gradients, dfirst_ptr, row, OPTIONS: tl.constexpr):
+    """Store dq and da of a row, and add its part to the program's dDᵀ `[E, H1]`, for which there are
+    no registers. products: Kᵀ dZ1, [block_e, n]."""
     dq = zero_vector(OPTIONS.block_e)
-    out = ()
+    rows = tl.arange(0, OPTIONS.block_e)
     for i in tl.static_range(len(products)):
         dq += tl.sum(products[i] * tl.trans(mlp.first[i]).to(tl.float32), 1)
-        out = out + (dfirst[i] + products[i] * q.to(tl.float32)[:, None],)
-    columns = tl.arange(0, OPTIONS.block_e)
-    dq_ptr += row * OPTIONS.width
-    tl.store(dq_ptr + columns, dq.to(dq_ptr.dtype.element_ty), mask=columns < OPTIONS.width)
-    store_pieces(da_ptr + row * OPTIONS.hidden[0], da, 0, OPTIONS)
-    return out
+        columns = OPTIONS.pieces[0][i][0] + tl.arange(0, OPTIONS.pieces[0][i][1])
+        ptrs = dfirst_ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
+        mask = (rows < OPTIONS.width)[:, None] & (columns < OPTIONS.hidden[0])[None, :]
+        old = tl.load(ptrs, mask=mask, other=0.0)
+        tl.store(ptrs, old + products[i] * q.to(tl.float32)[:, None], mask=mask)
+    dq_ptr = gradients[3] + row * OPTIONS.width
+    tl.store(dq_ptr + rows, dq.to(dq_ptr.dtype.element_ty), mask=rows < OPTIONS.width)
+    store_pieces(gradients[4] + row * OPTIONS.hidden[0], da, 0, OPTIONS)
 
 
 @safe_ptxas
@@ -213,7 +216,7 @@ def din_bwd_dkdv_kernel(
 ):  # fmt: skip
     """dk, db and dv of a block of events of one user: sums over the user's rows of q.
 
-    gradients: do, lse, delta, dk, db, dv.
+    gradients: do, lse, delta, dk, db, dv. Where v is k, dk has both gradients.
     """
     do_ptr, lse_ptr, delta_ptr, dk_ptr, db_ptr, dv_ptr = gradients
     LAYERS: tl.constexpr = len(OPTIONS.hidden)
@@ -240,7 +243,10 @@ def din_bwd_dkdv_kernel(
             lse, delta = tl.load(lse_ptr + row), tl.load(delta_ptr + row)
         found = scores(q, a, events, mlp, ACTIVATION, OPTIONS)
         p, ds = score_gradient(do, lse, delta, found.s, events, OPTIONS)
-        dv += p[:, None] * do[None, :]
+        if OPTIONS.same:
+            dk += p[:, None] * do[None, :]
+        else:
+            dv += p[:, None] * do[None, :]
         dz, _ = activation_gradient(
             last_gradient(ds, mlp), found.z[LAYERS - 1], events.real, mlp, LAYERS - 1, ACTIVATION,
             OPTIONS,
@@ -255,7 +261,8 @@ def din_bwd_dkdv_kernel(
     first = kv_start + start
     rows = tl.arange(0, OPTIONS.block)
     _store_rows(dk_ptr + first * OPTIONS.width, dk, rows < kv_len - start, OPTIONS.width)
-    _store_rows(dv_ptr + first * OPTIONS.v_width, dv, rows < kv_len - start, OPTIONS.v_width)
+    if not OPTIONS.same:
+        _store_rows(dv_ptr + first * OPTIONS.v_width, dv, rows < kv_len - start, OPTIONS.v_width)
     store_tile_pieces(
         db_ptr + first * OPTIONS.hidden[0], db, kv_len - start, OPTIONS.block, 0, OPTIONS
     )
