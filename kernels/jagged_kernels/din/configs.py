@@ -23,7 +23,7 @@ GROUP = 16  # rows of q of a program of the forward: the smallest side of an MMA
 
 
 def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) -> DINConfig:
-    """Launch configuration of a kernel, "fwd", "moments", "dq" or "dkdv".
+    """Launch configuration of a kernel, "fwd", "moments", "dq", "dmlp" or "dkdv".
 
     Args:
         width: the larger one of E and Ev.
@@ -32,7 +32,7 @@ def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) 
     if itemsize == 4:  # an fp32 MMA is six of bf16: registers limit the tiles
         return DINConfig(block=16 if large else 32, num_warps=8 if large else 4, num_stages=1)
     if large:
-        return DINConfig(block=32 if kernel == "dq" else 64, num_warps=8, num_stages=1)
+        return DINConfig(block=32 if kernel in ("dq", "dmlp") else 64, num_warps=8, num_stages=1)
     # A warpgroup takes 64 rows of an MMA: eight warps would compute the same rows twice.
     return DINConfig(block=64, num_warps=4, ctas_per_sm=3 if kernel == "moments" else 2)
 

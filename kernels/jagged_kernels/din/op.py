@@ -31,7 +31,7 @@ from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import GROUP, DINConfig, din_config, pieces
 from .mlp import Operands, Options
-from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dq_kernel
+from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
 from .triton_forward import din_fwd_kernel, din_moments_kernel
 
 
@@ -214,32 +214,41 @@ def triton_din_backward(
     rows, users = operands[0].shape[0], q_offsets.shape[0] - 1
     if rows == 0 or users == 0 or operands[1].shape[0] == 0:
         return [x.zero_() for x in results]
-    count = len(operands)
+    tensors = operands, weights, biases, tables, activation, softmax
+    shared, do = (q_offsets, kv_offsets), do.contiguous()
+    last, count = len(biases) - 1, len(operands)
+    launch = _prepare("dmlp", *tensors, layer)
+    programs, hidden = launch.programs(rows), [x.shape[0] for x in weights[:-1]]
+    sizes = [x.numel() for x in (*weights[1:], *biases)]
+    parts = do.new_empty((programs, sum(sizes)), dtype=torch.float32)
+    sums = [do.new_empty((programs, 3, size), dtype=torch.float32) for size in hidden]
+    if layer in (-1, last):
+        din_bwd_dmlp_kernel[(programs,)](
+            *launch.tensors, (do, lse, delta, parts, sums[last]), *shared, rows, users,
+            **launch.constants,
+        )  # fmt: skip
     dq, dk, da, db, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
-    do = do.contiguous()
-    shared = q_offsets, kv_offsets
-    launch = _prepare("dq", operands, weights, biases, tables, activation, softmax, layer)
-    sizes = [x.numel() for x in (*weights, *biases)] + [3 * x.shape[1] for x in tables]
-    programs = launch.programs(rows)
-    parts = do.new_zeros((programs, sum(sizes)), dtype=torch.float32)
-    din_bwd_dq_kernel[(programs,)](
-        *launch.tensors, (do, lse, delta, dq, da, parts), *shared, rows, users, **launch.constants
-    )
+    first = do.new_zeros((programs, *weights[0].shape[::-1]), dtype=torch.float32)
+    if layer < last:
+        launch = _prepare("dq", *tensors, layer)
+        din_bwd_dq_kernel[(programs,)](
+            *launch.tensors, (do, lse, delta, dq, da, first, sums[0]), *shared, rows, users,
+            **launch.constants,
+        )  # fmt: skip
     if layer >= 0:
-        first = sum(sizes[: len(sizes) - len(tables) + layer])
-        return [parts[:, first : first + sizes[len(sizes) - len(tables) + layer]].sum(0).view(3, -1)]
-    launch = _prepare("dkdv", operands, weights, biases, tables, activation, softmax)
+        return [sums[layer].sum(0)]
+    launch = _prepare("dkdv", *tensors)
     din_bwd_dkdv_kernel[(cdiv(dk.shape[0], launch.config.block) + users,)](
         *launch.tensors, (do, lse, delta, dk, db, dv), *shared, users, **launch.constants
     )
     zero_tails((dq, q_offsets), (da, q_offsets))
     zero_tails(*((x, kv_offsets) for x in (dk, db, dv)[: count - 2]))
     found = list(parts.sum(0).split(sizes))
-    for i, weight in enumerate(weights):  # the kernel stores the first ones transposed
-        last = i == len(weights) - 1
-        found[i] = found[i].view(weight.shape if last else weight.shape[::-1])
-        found[i] = found[i] if last else found[i].t().contiguous()
-    return [*results[:count], *(x.view(y.shape) for x, y in zip(found, results[count:]))]
+    if last == 1:  # which the kernel stores transposed
+        found[0] = found[0].view(hidden).t().contiguous()
+    found = [x.view(y.shape) for x, y in zip(found, (*weights[1:], *biases))]
+    of_tables = (x.sum(0) for x in sums[: len(tables)])
+    return [*results[:count], first.sum(0).t().contiguous(), *found, *of_tables]
 
 
 refuse_derivative(

@@ -18,12 +18,15 @@ from .ahead_of_time import compile_for
 KERNELS = dict(
     fwd=triton_forward.din_fwd_kernel,
     moments=triton_forward.din_moments_kernel,
+    dmlp=triton_backward.din_bwd_dmlp_kernel,
     dq=triton_backward.din_bwd_dq_kernel,
     dkdv=triton_backward.din_bwd_dkdv_kernel,
 )
-FP32 = ("lse", "delta", "parts")
+FP32 = ("lse", "delta", "parts", "sums")
 GRADIENTS = dict(
-    dq=("do", "lse", "delta", "dq", "da", "parts"), dkdv=("do", "lse", "delta", "dk", "db", "dv")
+    dmlp=("do", "lse", "delta", "parts", "sums"),
+    dq=("do", "lse", "delta", "dq", "da", "parts", "sums"),
+    dkdv=("do", "lse", "delta", "dk", "db", "dv"),
 )
 by_name = pytest.mark.parametrize("name", KERNELS)
 
