@@ -245,8 +245,9 @@ def triton_din_backward(
     zero_tails(*((x, kv_offsets) for x in (dk, db, dv)[: count - 2]))
     found = list(parts.sum(0).split(sizes))
     if last == 1:  # which the kernel stores transposed
-        found[0] = found[0].view(hidden).t().contiguous()
-    found = [x.view(y.shape) for x, y in zip(found, (*weights[1:], *biases))]
+        found[0] = found[0].view(hidden).t().reshape(-1)
+    # copies, because an operator's results share no memory
+    found = [x.view(y.shape).clone() for x, y in zip(found, (*weights[1:], *biases))]
     of_tables = (x.sum(0) for x in sums[: len(tables)])
     return [*results[:count], first.sum(0).t().contiguous(), *found, *of_tables]
 

@@ -28,6 +28,8 @@ GRADIENTS = dict(
     dq=("do", "lse", "delta", "dq", "da", "parts", "sums"),
     dkdv=("do", "lse", "delta", "dk", "db", "dv"),
 )
+# bytes of a thread's registers in memory, in bf16
+SPILLED = dict(fwd=0, moments=0, dmlp=128, dq=384, dkdv=288)
 by_name = pytest.mark.parametrize("name", KERNELS)
 
 
@@ -71,3 +73,39 @@ def compile_din(
         capability, KERNELS[name], dict(ACTIVATION=function, OPTIONS=options), type_of, aligned,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+
+
+@slow_after(1, "capability", [90, 80, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@by_name
+def test_kernels_compile(name, dtype, capability):
+    """With the published numbers of units. A block of 64 events is loaded 16 bytes at a time, and
+    its scores are wgmma on Hopper."""
+    compiled = compile_din(capability, name, dtype, only=0 if name == "moments" else -1)
+    if dtype == "fp32":
+        return
+    assert "cp.async.cg" in compiled.asm["ptx"] or "ld.global.v4" in compiled.asm["ptx"]
+    if capability == 90:
+        assert "wgmma" in compiled.asm["ptx"]
+        assert spilled_bytes(compiled.asm["cubin"]) <= SPILLED[name]
+
+
+@slow_after(1, "activation", ["dice", "prelu", "silu", "sigmoid"])
+@by_name
+def test_activations_compile(name, activation):
+    compile_din(90, name, "bf16", activation, softmax=True, only=0 if name == "moments" else -1)
+
+
+@slow_after(1, "sizes", [((256, 256), 256, 8), ((7,), 5, 1), ((17, 130), 128, 8)], ids=str)
+@by_name
+def test_sizes_compile(name, sizes):
+    """The largest ones, and one layer of odd ones, whose rows are loaded element by element."""
+    hidden, width, align = sizes
+    only = 0 if name == "moments" else -1
+    compiled = compile_din(90, name, "bf16", hidden=hidden, width=width, align=align, only=only)
+    assert compiled.metadata.shared <= 227 * 1024
+
+
+def test_passes_for_the_sums_of_one_layer_compile():
+    for name, only in (("moments", 1), ("dmlp", 1), ("dq", 0)):
+        compile_din(90, name, "bf16", "dice", only=only)
