@@ -14,6 +14,7 @@ from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
+from .layers.din_attention import JaggedDINAttention
 from .layers.gdpa import JaggedGDPA
 from .layers.gdpa_block import GDPABlock
 from .layers.gdpa_config import GDPAConfig
@@ -28,6 +29,7 @@ from .masks import AttentionMask
 from .rotary import Rotary
 from .serving.paged_history_cache import CacheFull, CacheStatistics, PagedHistoryCache
 from .settings import backward_workspace, batch_invariant, debug_checks
+from .unit_activations import UnitParameters
 
 if TYPE_CHECKING:
     from . import transforms
@@ -47,6 +49,7 @@ __all__ = [
     "HSTUStack",
     "HistoryCache",
     "Jagged",
+    "JaggedDINAttention",
     "JaggedGDPA",
     "JaggedMLP",
     "JaggedSelfTargetAttention",
@@ -57,6 +60,7 @@ __all__ = [
     "RelativeBias",
     "Rotary",
     "TileSchedule",
+    "UnitParameters",
     "backward_workspace",
     "batch_invariant",
     "debug_checks",

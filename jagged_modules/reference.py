@@ -128,8 +128,8 @@ def din_attention_reference(
     features: Sequence[str],
     units: UnitParameters | None,
 ) -> Tensor:
-    """Σ_i p_i v_i with the MLP's scores of the pairs; see `functional.din_attention`. A row per pair
-    of a row of q `[R, E]` and an event of its segment. Running statistics are not updated."""
+    """Σ_i p_i v_i with the MLP's scores; see `functional.din_attention`. A row per pair of a row of
+    q `[R, E]` and an event of its segment. Running statistics are not updated."""
     pairs = [
         torch.cartesian_prod(*(torch.arange(x.start, x.stop, device=q.device) for x in rows))
         for rows in zip(segments(q_offsets), segments(kv_offsets))

@@ -1,5 +1,5 @@
-"""DIN's attention (Zhou et al. 2018, arXiv:1706.06978): the features of a pair of a candidate and an
-event, and the activations of the hidden units, of which PReLU and Dice have parameters per unit."""
+"""DIN's attention (Zhou et al. 2018, arXiv:1706.06978): the features of a pair of a candidate and
+an event, and the activations of the hidden units. PReLU and Dice have parameters per unit."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def unit_activation(z: Tensor, name: str, units: UnitTable | Tensor | None) -> T
 def unit_activation_gradients(
     dh: Tensor, z: Tensor, name: str, units: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of z `[P, H]`, and sums over P `[3, H]`: the gradients of slope, bias and weight;
-    None without parameters."""
+    """The gradient of z `[P, H]`, and sums over P `[3, H]`: the gradients of slope, bias and
+    weight; None without parameters."""
     if name not in WITH_PARAMETERS or units is None:
         return POINTWISE[name].backward(dh, z), None
     table = UnitTable(*units)

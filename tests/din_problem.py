@@ -101,10 +101,7 @@ def problem(
         return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
 
     rows, features = sum(lengths), options.get("features", tuple(FEATURES))
-    tensors = dict(
-        q=random(len(candidates), *[n_q] * (n_q > 0), width),
-        k=random(rows, width),
-    )
+    tensors = dict(q=random(len(candidates), *[n_q] * (n_q > 0), width), k=random(rows, width))
     if v_width is not None:
         tensors["v"] = random(rows, v_width)
     sizes = [len(features) * width, *hidden, 1]

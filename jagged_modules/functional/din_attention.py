@@ -27,7 +27,7 @@ from .tail import entering, padded_to
 
 
 class DINMlp(NamedTuple):
-    """The MLP of the scores, checked: its linears, and what `din_attention` calls by these names."""
+    """The MLP of the scores, as `din_attention` takes it, checked."""
 
     weights: list[Tensor]
     biases: list[Tensor]
@@ -55,14 +55,14 @@ def din_attention(
     """Sums of the events of each candidate's user, weighted by an MLP's scores of the pairs of
     candidate and event: the attention of DIN (Zhou et al. 2018, arXiv:1706.06978).
 
-    For each pair, x = concat(features), h = activation(W x + b) for each hidden layer, and the score
-    is s = w · h + b of the last linear. The first linear is computed as A q + B k + D (q ∘ k), and
-    no tensor has a row for each pair, forward or backward: the CPU path computes pairs in chunks,
-    the kernels in tiles, and the backward computes the scores again.
+    For each pair, x = concat(features), h = activation(W x + b) for each hidden layer, and the
+    score is s = w · h + b of the last linear. The first linear is computed as A q + B k +
+    D (q ∘ k), and no tensor has a row for each pair, forward or backward: the CPU path computes
+    pairs in chunks, the kernels in tiles, and the backward computes the scores again.
 
     Args:
-        q: `[C, E]` or `[C, n_q, E]`, one or n_q query rows of each candidate; fp32, fp16 or bf16 (on
-            the CPU also fp64).
+        q: `[C, E]` or `[C, n_q, E]`, one or n_q query rows of each candidate; fp32, fp16 or bf16
+            (on the CPU also fp64).
         k: `[L, E]`, the events of the users' histories, of q's dtype.
         v: `[L, Ev]`, what is summed, of q's dtype. The published model has v = k; the kernels then
             read it once if both are the same tensor.
@@ -79,8 +79,8 @@ def din_attention(
             and "q*k" at most once.
         units: slopes of PReLU, or slopes and statistics of Dice.
         implementation: "auto", "reference" or "triton". The kernels take one or two hidden layers
-            of at most 256 units, and E, Ev up to 256: others run on a GPU as "reference" only, which
-            has a row for each pair.
+            of at most 256 units, and E, Ev up to 256: others run on a GPU as "reference" only,
+            which has a row for each pair.
 
     Returns:
         `[C, Ev]` or `[C, n_q, Ev]`, in q's order. 0 for a candidate whose user has no events. There
@@ -185,8 +185,8 @@ def check_kernel_sizes(q: Tensor, v: Tensor, mlp: DINMlp) -> None:
     hidden = [x.shape[0] for x in mlp.weights[:-1]]
     if len(hidden) > 2 or max(hidden) > 256 or max(q.shape[1], v.shape[1]) > 256:
         raise ValueError(
-            "the kernels take one or two hidden layers of at most 256 units, and E and Ev up to 256,"
-            f" got hidden {hidden}, E = {q.shape[1]} and Ev = {v.shape[1]}; implementation"
+            "the kernels take one or two hidden layers of at most 256 units, and E and Ev up to"
+            f" 256, got hidden {hidden}, E = {q.shape[1]} and Ev = {v.shape[1]}; implementation"
             " 'reference' takes any, with a row for each pair of candidate and event"
         )
 

@@ -37,7 +37,9 @@ def refuse_derivative(op: Callable, message: str) -> None:
         def forward(ctx, inputs, *tensors):
             with below_autograd():
                 results = op(*inputs)
-            return tuple(results) if isinstance(results, list) else results  # autograd takes no list
+            return (
+                tuple(results) if isinstance(results, list) else results
+            )  # autograd takes no list
 
         @staticmethod
         def backward(ctx, *grads):

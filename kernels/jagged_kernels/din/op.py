@@ -20,13 +20,7 @@ from torch import Tensor
 from ..common.activations import activation_factors, activation_function
 from ..common.autograd import refuse_derivative
 from ..common.configs import padded_dim
-from ..common.device import (
-    aligned_strides,
-    cdiv,
-    contiguous_last_dim,
-    device_properties,
-    precision,
-)
+from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
 from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import GROUP, DINConfig, din_config, pieces

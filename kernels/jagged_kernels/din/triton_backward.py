@@ -63,9 +63,7 @@ def _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments):
 
 
 @triton.jit
-def _last_layer_gradient(
-    query, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
-):
+def _last_layer_gradient(query, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
     """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
     found = scores(query.q, query.a, events, mlp, ACTIVATION, OPTIONS)
@@ -77,9 +75,7 @@ def _last_layer_gradient(
 
 
 @triton.jit
-def _first_layer_gradient(
-    dz, found, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
-):
+def _first_layer_gradient(dz, found, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
     """dz of the first layer and its sums, given dz of the second one."""
     dh = second_gradient(dz, mlp, events.k.dtype, OPTIONS)
     return activation_gradient(dh, found.z[0], events.real, mlp, 0, ACTIVATION, OPTIONS)
