@@ -73,6 +73,10 @@ class Problem:
         gradients = torch.autograd.grad(out, values, do)
         return dict(out=out.detach(), **dict(zip(self.tensors, gradients)))
 
+    def kernel_results(self) -> dict[str, Tensor]:
+        """`results` of the kernels."""
+        return self.results(lambda *x: self.call(*x, implementation="triton"))
+
 
 def gradient(out: Tensor) -> Tensor:
     """A gradient of a result."""

@@ -118,8 +118,8 @@ def din_attention_cpu(
     """The weighted sums of the events.
 
     Args:
-        operands: q `[R, E]`, k `[L, E]`, and a `[R, H1]`, b `[L, H1]`: what the first layer adds for
-            a row of q and for an event; then v `[L, Ev]`, unless v is k.
+        operands: q `[R, E]`, k `[L, E]`, and a `[R, H1]`, b `[L, H1]`: what the first layer adds
+            for a row of q and for an event; then v `[L, Ev]`, unless v is k.
         weights: D `[H1, E]` of the products, then those of the other layers `[H_l, H_(l-1)]`; the
             last one is `[1, H]`.
         biases: of the layers but the first.
@@ -194,9 +194,9 @@ def din_attention_backward_cpu(
     softmax: bool,
     layer: int,
 ) -> list[Tensor]:
-    """Gradients of the operands, the weights and the biases, and sums `[3, H]` of each hidden layer,
-    which are the gradients of slope, bias and weight of its table. Without tables there are no
-    sums.
+    """Gradients of the operands, the weights and the biases, and sums `[3, H]` of each hidden
+    layer, which are the gradients of slope, bias and weight of its table. Without tables there are
+    no sums.
 
     Args:
         lse, delta: of the kernels; not read here.

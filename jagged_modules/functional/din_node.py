@@ -49,8 +49,8 @@ class DINCall(NamedTuple):
 
 
 class DINTensors(NamedTuple):
-    """What may have gradients: q, k, a, b, and v unless it is k; weights and biases as the operators
-    take them; one slope, norm weight and norm bias for each hidden layer, or none."""
+    """What may have gradients: q, k, a, b, and v unless it is k; weights and biases as the
+    operators take them; one slope, norm weight and norm bias for each hidden layer, or none."""
 
     operands: list[Tensor]
     weights: list[Tensor]
@@ -145,7 +145,8 @@ class _Node(torch.autograd.Function):
         out, lse, q_offsets, kv_offsets, *rest = ctx.saved_tensors
         statistics, flat = rest[: ctx.statistics], rest[ctx.statistics :]
         call = ctx.call._replace(q_offsets=q_offsets, kv_offsets=kv_offsets)
-        tensors, pulls = _grouped(flat, ctx.sizes), dict[int, Tensor]()
+        tensors = _grouped(flat, ctx.sizes)
+        pulls: dict[int, Tensor] = {}
         delta = (out.to(lse.dtype) * do).sum(1) if call.softmax else lse
         run = operators(call.kernels).backward
 

@@ -66,7 +66,8 @@ def read_mlp(mlp: nn.Module) -> DINWeights:
         raise ValueError(f"mlp must map 4 · E features to 1, got linears of sizes {sizes}")
     if any(x.bias is None for x in linears):  # pyright: ignore[reportUnnecessaryComparison]
         raise ValueError("mlp's linears must have biases")
-    (activation,), norm = names, dict[str, Any]()
+    (activation,) = names
+    norm: dict[str, Any] = {}
     if activation == "dice":
         norms = {(x.bn.eps, x.bn.momentum, x.bn.affine) for x in modules}
         if len(norms) != 1 or not all(x.bn.track_running_stats for x in modules):

@@ -111,7 +111,8 @@ def din_moments_kernel(
 
 @triton.jit
 def _joined(mean, squares, count, z, real, number):
-    """Mean and sum of squared deviations of `count` pairs, with those of a block of `number` more."""
+    """Mean and sum of squared deviations of `count` pairs, joined with those of a block of `number`
+    more."""
     means, sums = (), ()
     for i in tl.static_range(len(z)):
         of_block = tl.sum(tl.where(real[:, None], z[i], 0.0), 0) / number

@@ -1,7 +1,6 @@
 """The kernels of DIN's attention compile for the GPU generations that we support."""
 
 import pytest
-import torch
 from marks import slow_after
 
 pytest.importorskip("triton")

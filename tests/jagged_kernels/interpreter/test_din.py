@@ -41,7 +41,7 @@ def test_query_rows_and_one_layer_of_dice(check_din):
 def test_nothing_to_attend(activation):
     for candidates, lengths in (([], [3, 1]), ([0, 1], [0, 0]), ([], []), ([], [0])):
         case = problem(activation, FP32, candidates=candidates, lengths=lengths)
-        results = case.results(lambda *x: case.call(*x, implementation="triton"))
+        results = case.kernel_results()
         assert all(not x.any() and x.isfinite().all() for x in results.values())
 
 
@@ -52,7 +52,7 @@ def test_a_neighbours_nan_stays_where_it_is():
         for name in "kv":
             case.tensors[name] = case.tensors[name].clone()
             case.tensors[name][5:45] = torch.nan if spoiled else 0.0
-        return case.results(lambda *x: case.call(*x, implementation="triton"))
+        return case.kernel_results()
 
     clean, spoiled = results(False), results(True)
     assert torch.equal(clean["out"][[0, 2]], spoiled["out"][[0, 2]])
@@ -71,7 +71,7 @@ def test_rows_that_are_strided_views():
         wider = torch.full((x.shape[0], 11), torch.nan)
         wider[:, :6] = x
         case.tensors[name] = wider[:, :6]
-    for name, x in case.results(lambda *x: case.call(*x, implementation="triton")).items():
+    for name, x in case.kernel_results().items():
         torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5)
 
 
