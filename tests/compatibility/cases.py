@@ -127,6 +127,11 @@ CASES = {  # the last ones consist of the others, or vary them
             OnHistoryAndCandidates,
             lambda **options: jm.JaggedSelfTargetAttention(WIDTH, HEADS, **options),
         ),
+        Case(
+            "JaggedDINAttention",
+            OnCandidates,
+            lambda **options: jm.JaggedDINAttention(WIDTH, (20, 9), **options),
+        ),
         Case("JaggedGDPA", OnRows, gdpa(qk_norm=True)),
         Case("HSTULayer", OnRows, lambda **options: jm.HSTULayer(WIDTH, HEADS, HSTU, **options)),
         Case("LinearCompressEmbedding", Compressed, compress),
