@@ -146,7 +146,8 @@ def _compress_backward(
 
 def _din(operands: Sequence[Tensor], weights: Sequence[Tensor], *others: Any, **_: Any) -> int:
     """For each pair of a row of q and an event: the linears but that of q and of k, and p v."""
-    return _din_pairs(operands, others) * (_din_weights(weights) + 2 * operands[-1].shape[1])
+    v = operands[4 if len(operands) == 5 else 1]
+    return _din_pairs(operands, others) * (_din_weights(weights) + 2 * v.shape[1])
 
 
 def _din_moments(
@@ -185,9 +186,9 @@ ON_THE_HOST: dict[str, Formula] = {
     "attention_cpu": _attention(backward=False),
     "attention_cpu_backward": _attention(backward=True, first=2),
     "attention_cpu_packed_backward": _attention(backward=True, first=5),
-    "din_attention": _din,
-    "din_moments": _din_moments,
-    "din_attention_backward": _din_backward,
+    "din_attention_cpu": _din,
+    "din_attention_cpu_backward": _din_backward,
+    "din_moments_cpu": _din_moments,
     "outer_cpu": _outer,
     "matmul_cpu": _scores_times_rows,
     "batched_matmul_cpu": _batched_matmul,

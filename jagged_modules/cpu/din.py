@@ -104,7 +104,7 @@ class _Operands:
         return pairs, zs, hs, s.view(chunk.shape)
 
 
-@host_operator("jagged_modules::din_attention")
+@host_operator("jagged_modules::din_attention_cpu")
 def din_attention_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
@@ -151,7 +151,7 @@ def _(operands, *_):  # type: ignore[no-untyped-def]
     return q.new_empty((q.shape[0], v.shape[1])), q.new_empty(q.shape[:1], dtype=dtype)
 
 
-@host_operator("jagged_modules::din_moments")
+@host_operator("jagged_modules::din_moments_cpu")
 def din_moments_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
@@ -179,7 +179,7 @@ def _(operands, weights, *others):  # type: ignore[no-untyped-def]
     return operands[0].new_empty(shape, dtype=compute_dtype(operands[0]))
 
 
-@host_operator("jagged_modules::din_attention_backward")
+@host_operator("jagged_modules::din_attention_cpu_backward")
 def din_attention_backward_cpu(
     do: Tensor,
     lse: Tensor,
