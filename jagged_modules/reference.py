@@ -141,9 +141,9 @@ def din_attention_reference(
         h = unit_activation(z, activation, _unit_table(z, activation, units, layer))
     p = linear(h, weights[-1], biases[-1]).squeeze(1)
     if normalize == "softmax":
-        top = p.detach().new_full((q.shape[0],), float("-inf")).scatter_reduce(0, i, p, "amax")
-        p = (p - top.detach()[i]).exp()
-        p = p / p.new_zeros(q.shape[0]).index_add(0, i, p)[i]
+        top = p.new_zeros(q.shape[0]).scatter_reduce(0, i, p.detach(), "amax", include_self=False)
+        total = p.new_zeros(q.shape[0]).index_add(0, i, (p - top[i]).exp())
+        p = (p - (top + total.log())[i]).exp()  # of the log-sum-exp, which the backward keeps
     return q.new_zeros(q.shape[0], v.shape[1]).index_add(0, i, p[:, None] * v[j])
 
 

@@ -55,8 +55,7 @@ def din_fwd_kernel(
             p, rescale = tl.exp(p - new_max[None, :]), tl.exp(running_max - new_max)
             running_sum, running_max = running_sum * rescale + tl.sum(p, 0), new_max
             acc *= rescale[:, None]
-        else:
-            p = tl.where(events.real[:, None], p, 0.0)
+        # behind the last event v is 0
         acc = tl.dot(
             tl.trans(p.to(events.v.dtype)), events.v, acc, input_precision=OPTIONS.precision
         )

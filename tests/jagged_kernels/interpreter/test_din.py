@@ -20,7 +20,7 @@ def test_forward_and_gradients(check_din, activation, normalize):
 
 @slow_after(1, "activation", ["sigmoid", "dice"])
 def test_half_precision(check_din, activation):
-    check_din(activation, FP16, "cpu", width=16, v_width=None, hidden=(20, 18), **SEGMENTS)
+    check_din(activation, FP16, "cpu", width=16, v_width=None, hidden=(40, 36), **SEGMENTS)
 
 
 @slow_after(
@@ -30,6 +30,15 @@ def test_sizes(check_din, sizes):
     hidden, width, v_width = sizes
     options = dict(candidates=[0, 1, 1], lengths=[2, 35])
     check_din("silu", FP32, "cpu", hidden=hidden, width=width, v_width=v_width, **options)
+
+
+def test_scores_that_grow_along_the_history():
+    """The sums of softmax are rescaled in each block."""
+    case = problem("relu", FP32, candidates=[0, 0], lengths=[100], normalize="softmax")
+    case.tensors["k"] *= torch.linspace(0.1, 5, 100)[:, None]
+    expected = case.results(case.definition)
+    for name, x in case.kernel_results().items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-3, atol=1e-4)
 
 
 def test_query_rows_and_one_layer_of_dice(check_din):
