@@ -32,6 +32,9 @@ class UnitParameters:
             place, as torch.nn.BatchNorm1d does.
         momentum: of this update.
         eps: added to the variance.
+
+    Raises:
+        ValueError: running_means without running_vars, or running_vars without running_means.
     """
 
     slopes: Sequence[Tensor]
@@ -42,6 +45,10 @@ class UnitParameters:
     training: bool = False
     momentum: float = 0.1
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if (self.running_means is None) != (self.running_vars is None):
+            raise ValueError("units must have both running_means and running_vars, or neither")
 
     @property
     def uses_batch(self) -> bool:

@@ -101,7 +101,7 @@ def din_attention(
         candidates, offsets = torch.tensor([0, 1, 1]), torch.tensor([0, 2, 5])
         weights = [torch.randn(16, 32), torch.randn(1, 16)]
         biases = [torch.zeros(16), torch.zeros(1)]
-        out = jagged_modules.functional.din_attention(
+        out = jm.functional.din_attention(
             q, history, history, candidates, offsets, weights, biases, activation="sigmoid"
         )  # [3, 8]
     """
@@ -265,5 +265,3 @@ def _check_units(
                 f"units.{name} must be one tensor [H] for each hidden layer, with H of {hidden}, on"
                 f" {q.device}, got shapes {shapes} on {[str(x.device) for x in tensors]}"
             )
-    if (units.running_means is None) != (units.running_vars is None):
-        raise ValueError("units must have both running_means and running_vars, or neither")

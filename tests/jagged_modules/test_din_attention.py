@@ -162,6 +162,11 @@ def test_the_reference_is_differentiable_twice_and_the_operator_is_not():
                 dq.sum().backward()
 
 
+def test_statistics_come_in_pairs():
+    with pytest.raises(ValueError, match="both running_means and running_vars"):
+        UnitParameters([torch.zeros(7)], running_vars=[torch.ones(7)])
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [

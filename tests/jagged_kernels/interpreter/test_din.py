@@ -34,8 +34,11 @@ def test_sizes(check_din, sizes):
 
 def test_scores_that_grow_along_the_history():
     """The sums of softmax are rescaled in each block."""
-    case = problem("relu", FP32, candidates=[0, 0], lengths=[100], normalize="softmax")
-    case.tensors["k"] *= torch.linspace(0.1, 5, 100)[:, None]
+    options = dict(candidates=[0, 1], lengths=[100, 100], normalize="softmax", features=("k",))
+    case = problem("identity", FP32, v_width=5, **options)
+    growing = torch.linspace(-4, 4, 100)
+    rows = torch.cat([growing, -growing])  # of one of both users they fall instead
+    case.tensors["k"] = rows[:, None] * case.tensors["k"][:1]
     expected = case.results(case.definition)
     for name, x in case.kernel_results().items():
         torch.testing.assert_close(x, expected[name], rtol=1e-3, atol=1e-4)
