@@ -34,7 +34,7 @@ def test_sizes(check_din, sizes):
 
 def test_scores_that_grow_along_the_history():
     """The sums of softmax are rescaled in each block."""
-    options = dict(candidates=[0, 1], lengths=[100, 100], normalize="softmax", features=("k",))
+    options = dict(candidates=[0, 1], lengths=[100, 100], normalize="softmax", features=("q", "k"))
     case = problem("identity", FP32, v_width=5, **options)
     growing = torch.linspace(-4, 4, 100)
     rows = torch.cat([growing, -growing])  # of one of both users they fall instead
