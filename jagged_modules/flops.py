@@ -179,7 +179,8 @@ def _din_weights(weights: Sequence[Tensor]) -> int:
 
 def _din_pairs(operands: Sequence[Tensor], others: Sequence[Any]) -> int:
     """others: the operator's arguments from the biases on."""
-    return _num_pairs(*others[2:4], operands[0].shape[0], operands[1].shape[0])
+    q_offsets, kv_offsets = others[2:4]
+    return _num_pairs(q_offsets, kv_offsets, operands[0].shape[0], operands[1].shape[0])
 
 
 ON_THE_HOST: dict[str, Formula] = {

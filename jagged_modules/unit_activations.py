@@ -128,14 +128,14 @@ def first_layer(weight: Tensor, features: Sequence[str], width: int) -> tuple[Te
     """The first linear's weight `[H, |features| · width]` as what multiplies q, k and q ∘ k: three
     `[H, width]`. It is linear in the features, so W x = A q + B k + D (q ∘ k)."""
     blocks = torch.split(weight, width, dim=1)
-    sums = []
+    sums: list[Tensor] = []
     for part in range(3):
         terms = [
             block if FEATURES[name][part] > 0 else -block
             for name, block in zip(features, blocks)
             if FEATURES[name][part]
         ]
-        sums.append(sum(terms[1:], terms[0]) if terms else torch.zeros_like(blocks[0]))
+        sums.append(torch.stack(terms).sum(0) if terms else torch.zeros_like(blocks[0]))
     return tuple(sums)
 
 

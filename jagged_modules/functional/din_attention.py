@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jagged_kernels.din.configs import MAX_WEIGHTS, has_kernels
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -79,8 +80,9 @@ def din_attention(
             and "q*k" at most once.
         units: slopes of PReLU, or slopes and statistics of Dice.
         implementation: "auto", "reference" or "triton". The kernels take one or two hidden layers
-            of at most 256 units, and E, Ev up to 256: others run on a GPU as "reference" only,
-            which has a row for each pair.
+            of at most 256 units, E and Ev up to 256, and E · H1 + H1 · H2 up to 32768, with sizes
+            rounded up to sums of powers of two. Other sizes run on a GPU as "reference" only, which
+            has a row for each pair.
 
     Returns:
         `[C, Ev]` or `[C, n_q, Ev]`, in q's order. 0 for a candidate whose user has no events. There
@@ -105,7 +107,7 @@ def din_attention(
             q, history, history, candidates, offsets, weights, biases, activation="sigmoid"
         )  # [3, 8]
     """
-    many = isinstance(q, Tensor) and q.dim() == 3
+    many = getattr(q, "ndim", 2) == 3
     q, k, v = checked_operands(
         "din_attention",
         implementation,
@@ -182,11 +184,12 @@ def attend_by_mlp(
 
 def check_kernel_sizes(q: Tensor, v: Tensor, mlp: DINMlp) -> None:
     """ValueError for sizes that the kernels do not take."""
-    hidden = [x.shape[0] for x in mlp.weights[:-1]]
-    if len(hidden) > 2 or max(hidden) > 256 or max(q.shape[1], v.shape[1]) > 256:
+    hidden = tuple(x.shape[0] for x in mlp.weights[:-1])
+    if not has_kernels(q.shape[1], v.shape[1], hidden):
         raise ValueError(
-            "the kernels take one or two hidden layers of at most 256 units, and E and Ev up to"
-            f" 256, got hidden {hidden}, E = {q.shape[1]} and Ev = {v.shape[1]}; implementation"
+            "the kernels take one or two hidden layers of at most 256 units, E and Ev up to 256, and"
+            f" E · H1 + H1 · H2 up to {MAX_WEIGHTS}, with sizes rounded up to sums of powers of two,"
+            f" got hidden {list(hidden)}, E = {q.shape[1]} and Ev = {v.shape[1]}; implementation"
             " 'reference' takes any, with a row for each pair of candidate and event"
         )
 
@@ -208,7 +211,9 @@ def checked_mlp(q: Tensor, mlp: DINMlp) -> DINMlp:
             "weights and biases must be of the same two or more linears, got"
             f" {len(mlp.weights)} and {len(mlp.biases)}"
         )
-    weights, biases, columns = [], [], len(features) * q.shape[-1]
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    columns = len(features) * q.shape[-1]
     for i, (weight, bias) in enumerate(zip(mlp.weights, mlp.biases)):
         weights.append(_of_dtype(f"weights[{i}]", weight, 2, "[H, columns]", q))
         biases.append(_of_dtype(f"biases[{i}]", bias, 1, "[H]", q))
@@ -227,7 +232,7 @@ def checked_mlp(q: Tensor, mlp: DINMlp) -> DINMlp:
 
 def checked_features(features: Sequence[str]) -> tuple[str, ...]:
     """ValueError unless these are different features, at least one."""
-    known = is_sequence(features) and all(isinstance(x, str) and x in FEATURES for x in features)
+    known = is_sequence(features) and set(map(str, features)) <= FEATURES.keys()
     if not known or not features or len(set(features)) != len(features):
         raise ValueError(
             f"features must be different ones of {tuple(FEATURES)}, at least one, got {features!r}"

@@ -80,25 +80,22 @@ def _statistics(tensors: DINTensors, call: DINCall, units: UnitParameters) -> li
     running ones."""
     found: list[Tensor] = []
     moments = operators(call.kernels).moments
-    for layer, slope in enumerate(tensors.slopes):
-        if units.running_means is not None and units.running_vars is not None:
-            running = units.running_means[layer], units.running_vars[layer]
-            if not units.training:
-                found.append(torch.stack([torch.zeros_like(running[0]), *running]))
-                continue
+    means, variances = units.running_means, units.running_vars
+    for layer in range(call.layers):
+        if means is not None and variances is not None and not units.training:
+            mean = means[layer]
+            found.append(torch.stack([torch.zeros_like(mean), mean, variances[layer]]))
+            continue
         missing = [x.new_zeros((3, len(x))) for x in tensors.slopes[layer:]]
         tables = _tables(tensors, [*found, *missing], units.eps)
-        moment = moments(
-            tensors.operands, tensors.weights, tensors.biases, tables,
-            call.q_offsets, call.kv_offsets, call.activation, layer,
-        )  # fmt: skip
-        if units.training and units.running_means is not None and units.running_vars is not None:
+        moment = moments(*_arguments(tensors, tables, call), layer)
+        if means is not None and variances is not None:
             count, mean, variance = moment.unbind()
             unbiased = variance * (count / (count - 1).clamp(min=1))
             weight = units.momentum * (count > 0)  # a batch without pairs changes nothing
-            for old, new in ((running[0], mean), (running[1], unbiased)):
-                old.add_(weight * (new - old))
-        found.append(moment.to(slope.device))
+            means[layer].add_(weight * (mean - means[layer]))
+            variances[layer].add_(weight * (unbiased - variances[layer]))
+        found.append(moment)
     return found
 
 
@@ -141,7 +138,8 @@ class _Node(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (do,) = grads
         out, lse, q_offsets, kv_offsets, *rest = ctx.saved_tensors
         statistics, flat = rest[: ctx.statistics], rest[ctx.statistics :]
         call = ctx.call._replace(q_offsets=q_offsets, kv_offsets=kv_offsets)

@@ -57,7 +57,11 @@ def read_mlp(mlp: nn.Module) -> DINWeights:
             "mlp must have two or more linears and an activation behind each but the last, got"
             f" {len(linears)} and {[type(x).__name__ for x in modules]}"
         )
-    names = {"dice" if _is_dice(x) else ACTIVATIONS.get(type(x), type(x).__name__) for x in modules}
+    kinds: list[type[Any]] = [type(x) for x in modules]
+    names = {
+        "dice" if _is_dice(x) else ACTIVATIONS.get(kind, kind.__name__)
+        for x, kind in zip(modules, kinds)
+    }
     known = {*ACTIVATIONS.values(), "dice"}
     if len(names) != 1 or not names <= known:
         raise ValueError(f"mlp must have one activation, one of {known}, got {names}")

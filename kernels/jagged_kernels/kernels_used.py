@@ -357,7 +357,7 @@ def din() -> str:
     """The section on DIN's attention."""
     kernels = {"forward": "fwd", "dq": "dq", "the MLP's gradients": "dmlp", "dk and dv": "dkdv"}
     sizes = {"E = 64, (80, 40)": (64, (80, 40)), "E = 128, (80, 40)": (128, (80, 40))}
-    sizes["E = 256, (256, 128)"] = (256, (256, 128))
+    sizes["E = 256, (128,)"] = (256, (128,))
     rows = [
         [dtype, name, *(_din_tile(kernel, kind.itemsize, *size) for size in sizes.values())]
         for dtype, kind in DTYPES.items()

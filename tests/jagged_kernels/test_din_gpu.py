@@ -25,7 +25,13 @@ def test_activations(check_din, activation, dtype):
 @DTYPES
 @pytest.mark.parametrize(
     "sizes",
-    [((5,), 3, 17), ((33, 16), 96, None), ((16, 200), 40, 128), ((256, 256), 256, None)],
+    [
+        ((5,), 3, 17),
+        ((33, 16), 96, None),
+        ((16, 200), 40, 128),
+        ((128, 100), 128, None),
+        ((128,), 256, None),
+    ],
     ids=str,
 )
 def test_sizes(check_din, sizes, dtype):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-MAX_UNITS = 256  # of a hidden layer, and the most columns of q, k and v
+from ..common.configs import padded_dim
+
+MAX_SIZE = 256  # columns of q, k and v, and units of a hidden layer
 MAX_LAYERS = 2
+MAX_WEIGHTS = 2**15  # elements of D and W2, which stay in shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,3 +49,11 @@ def pieces(units: int) -> tuple[tuple[int, int], ...]:
     if half < 16 or half + rest >= whole:
         return ((0, max(16, whole)),)
     return (0, half), (half, rest)
+
+
+def has_kernels(width: int, v_width: int, hidden: tuple[int, ...]) -> bool:
+    """Whether the kernels take q and k of `width` columns, v of `v_width`, and this MLP."""
+    if len(hidden) > MAX_LAYERS or max(width, v_width, *hidden) > MAX_SIZE:
+        return False
+    units = [sum(size for _, size in pieces(n)) for n in hidden]
+    return units[0] * (padded_dim(width) + sum(units[1:])) <= MAX_WEIGHTS

@@ -95,14 +95,16 @@ def test_activations_compile(name, activation):
     compile_din(90, name, "bf16", activation, softmax=True, only=0 if name == "moments" else -1)
 
 
-@slow_after(1, "sizes", [((256, 256), 256, 8), ((7,), 5, 1), ((17, 130), 128, 8)], ids=str)
+@slow_after(
+    2, "sizes", [((128, 128), 128, 8), ((128,), 256, 8), ((7,), 5, 1), ((17, 130), 128, 8)], ids=str
+)
 @by_name
 def test_sizes_compile(name, sizes):
     """The largest ones, and one layer of odd ones, whose rows are loaded element by element."""
     hidden, width, align = sizes
     only = 0 if name == "moments" else -1
     compiled = compile_din(90, name, "bf16", hidden=hidden, width=width, align=align, only=only)
-    assert compiled.metadata.shared <= 227 * 1024
+    assert compiled.metadata.shared <= 163 * 1024  # of compute capability 8.0
 
 
 def test_passes_for_the_sums_of_one_layer_compile():

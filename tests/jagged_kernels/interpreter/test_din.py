@@ -134,7 +134,12 @@ def test_operators_pass_opcheck():
 
 
 def test_sizes_that_the_kernels_do_not_take():
-    for options in (dict(hidden=(5, 4, 3)), dict(hidden=(257,)), dict(width=300)):
+    for options in (
+        dict(hidden=(5, 4, 3)),
+        dict(hidden=(257,)),
+        dict(width=300),
+        dict(hidden=(256, 256)),
+    ):
         case = problem("relu", FP32, candidates=[0], lengths=[1], **options)
         with pytest.raises(ValueError, match="one or two hidden layers of at most 256 units"):
             case.call(*case.tensors.values(), implementation="triton")
