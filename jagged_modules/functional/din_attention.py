@@ -187,9 +187,10 @@ def check_kernel_sizes(q: Tensor, v: Tensor, mlp: DINMlp) -> None:
     hidden = tuple(x.shape[0] for x in mlp.weights[:-1])
     if not has_kernels(q.shape[1], v.shape[1], hidden):
         raise ValueError(
-            "the kernels take one or two hidden layers of at most 256 units, E and Ev up to 256, and"
-            f" E · H1 + H1 · H2 up to {MAX_WEIGHTS}, with sizes rounded up to sums of powers of two,"
-            f" got hidden {list(hidden)}, E = {q.shape[1]} and Ev = {v.shape[1]}; implementation"
+            "the kernels take one or two hidden layers of at most 256 units, E and Ev up to 256,"
+            f" and E · H1 + H1 · H2 up to {MAX_WEIGHTS}, with sizes rounded up to sums of powers"
+            f" of two, got hidden {list(hidden)}, E = {q.shape[1]} and Ev = {v.shape[1]};"
+            " implementation"
             " 'reference' takes any, with a row for each pair of candidate and event"
         )
 

@@ -37,8 +37,8 @@ class JaggedDINAttention(nn.Module):
 
     Args:
         embedding_dim: width E of targets, history and output.
-        hidden: units of the hidden layers. The kernels take one or two, see `functional.din_attention`
-            for the sizes.
+        hidden: units of the hidden layers. The kernels take one or two; for the sizes, see
+            `functional.din_attention`.
         activation: of the hidden layers: "sigmoid", "dice", "prelu", "relu", "silu" or "identity".
         normalize: None: the weights are the scores, as published. "softmax": over the events.
         features: in the order of the first linear's columns: different ones of "q", "k", "q-k" and

@@ -72,7 +72,7 @@ class Mlp(NamedTuple):
     """The MLP's tensors, which a program keeps.
 
     first: D, pieces [n, block_e]. second: W2, for each piece of the second layer those of the first
-    one, [m, n]. bias: b2. last: w. last_bias: b3. units: tables of each layer.
+    one, [m, n]. bias: b2. last: w. last_bias: b3. units: rows of the tables, of each layer and piece.
     """
 
     first: tl.tuple
@@ -151,16 +151,22 @@ def load_tile_pieces(ptr, stride, num_rows, LAYER: tl.constexpr, OPTIONS: tl.con
 @triton.jit
 def _load_units(ptr, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
     """The pieces of a layer's table `[7, H]`."""
-    pieces = ()
-    rows = ()
+    rows, pieces = (), ()
     for row in tl.static_range(7):
         rows = rows + (load_pieces(ptr + row * OPTIONS.hidden[LAYER], LAYER, OPTIONS),)
     for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
-        piece = Unit(
-            rows[0][i], rows[1][i], rows[2][i], rows[3][i], rows[4][i], rows[5][i], rows[6][i]
-        )
+        piece = ()
+        for row in tl.static_range(7):
+            piece = piece + (rows[row][i],)
         pieces = pieces + (piece,)
     return pieces
+
+
+@triton.jit
+def _unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr):
+    """The Unit of a piece. Triton forgets the names of fields of tuples in tuples of tuples."""
+    rows = mlp.units[LAYER][PIECE]
+    return Unit(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6])
 
 
 @triton.jit
@@ -246,10 +252,11 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
         if OPTIONS.units is None:
             h = h + (ACTIVATION(z[i], 1.0)[0] * OPTIONS.factors[0],)
         elif OPTIONS.units == "prelu":
-            h = h + (tl.where(z[i] > 0, z[i], z[i] * mlp.units[LAYER][i].slope[None, :]),)
+            h = h + (tl.where(z[i] > 0, z[i], z[i] * _unit(mlp, LAYER, i).slope[None, :]),)
         else:
-            p, _ = _gate(z[i], mlp.units[LAYER][i], ACTIVATION)
-            h = h + (z[i] * (p + mlp.units[LAYER][i].slope[None, :] * (1.0 - p)),)
+            unit = _unit(mlp, LAYER, i)
+            p, _ = _gate(z[i], unit, ACTIVATION)
+            h = h + (z[i] * (p + unit.slope[None, :] * (1.0 - p)),)
     return h
 
 
@@ -343,12 +350,12 @@ def activation_gradient(
         if OPTIONS.units is None:
             dz = dz + (dh[i] * (ACTIVATION(z[i], 1.0)[1] * OPTIONS.factors[1]),)
         elif OPTIONS.units == "prelu":
-            slope = mlp.units[LAYER][i].slope[None, :]
+            slope = _unit(mlp, LAYER, i).slope[None, :]
             dz = dz + (tl.where(z[i] > 0, dh[i], slope * dh[i]),)
             dslope = tl.sum(tl.where(z[i] > 0, 0.0, dh[i] * z[i]), 0)
             sums = sums + ((dslope, dslope * 0.0, dslope * 0.0),)
         else:
-            unit = mlp.units[LAYER][i]
+            unit = _unit(mlp, LAYER, i)
             p, n = _gate(z[i], unit, ACTIVATION)
             slope, rest = unit.slope[None, :], 1.0 - p
             g = dh[i] * z[i] * (1.0 - slope) * p * rest
