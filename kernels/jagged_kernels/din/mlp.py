@@ -69,10 +69,10 @@ class Unit(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """The MLP's tensors, which a program keeps.
+    """The MLP's tensors, which a program keeps, and its tables.
 
     first: D, pieces [n, block_e]. second: W2, for each piece of the second layer those of the first
-    one, [m, n]. bias: b2. last: w. last_bias: b3. units: rows of the tables, of each layer and piece.
+    one, [m, n]. bias: b2. last: w. last_bias: b3. tables: pointers to those of each layer.
     """
 
     first: tl.tuple
@@ -80,7 +80,7 @@ class Mlp(NamedTuple):
     bias: tl.tuple
     last: tl.tuple
     last_bias: tl.tensor
-    units: tl.tuple
+    tables: tl.tuple
 
 
 class Events(NamedTuple):
@@ -149,23 +149,15 @@ def load_tile_pieces(ptr, stride, num_rows, LAYER: tl.constexpr, OPTIONS: tl.con
 
 
 @triton.jit
-def _load_units(ptr, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
-    """The pieces of a layer's table `[7, H]`."""
-    rows, pieces = (), ()
+def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.constexpr):
+    """The Unit of a piece of a layer."""
+    rows = ()
     for row in tl.static_range(7):
-        rows = rows + (load_pieces(ptr + row * OPTIONS.hidden[LAYER], LAYER, OPTIONS),)
-    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
-        piece = ()
-        for row in tl.static_range(7):
-            piece = piece + (rows[row][i],)
-        pieces = pieces + (piece,)
-    return pieces
-
-
-@triton.jit
-def _unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr):
-    """The Unit of a piece. Triton forgets the names of fields of tuples in tuples of tuples."""
-    rows = mlp.units[LAYER][PIECE]
+        piece = load_vector(
+            mlp.tables[LAYER] + row * OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][0],
+            OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][1],
+        )  # fmt: skip
+        rows = rows + (piece,)
     return Unit(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6])
 
 
@@ -203,15 +195,12 @@ def load_mlp(weights, biases, tables, OPTIONS: tl.constexpr):
     """The Mlp of pointers to contiguous tensors."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
     first = _load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
-    second, bias, units = (), (), ()
+    second, bias = (), ()
     if LAST == 1:
         second = _load_second(weights[1], OPTIONS)
         bias = load_pieces(biases[0], 1, OPTIONS)
-    if OPTIONS.units is not None:
-        for layer in tl.static_range(LAST + 1):
-            units = units + (_load_units(tables[layer], layer, OPTIONS),)
     last = load_pieces(weights[LAST + 1], LAST, OPTIONS)
-    return Mlp(first, second, bias, last, tl.load(biases[LAST]).to(tl.float32), units)
+    return Mlp(first, second, bias, last, tl.load(biases[LAST]).to(tl.float32), tables)
 
 
 @triton.jit
@@ -252,9 +241,11 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
         if OPTIONS.units is None:
             h = h + (ACTIVATION(z[i], 1.0)[0] * OPTIONS.factors[0],)
         elif OPTIONS.units == "prelu":
-            h = h + (tl.where(z[i] > 0, z[i], z[i] * _unit(mlp, LAYER, i).slope[None, :]),)
+            h = h + (
+                tl.where(z[i] > 0, z[i], z[i] * _load_unit(mlp, LAYER, i, OPTIONS).slope[None, :]),
+            )
         else:
-            unit = _unit(mlp, LAYER, i)
+            unit = _load_unit(mlp, LAYER, i, OPTIONS)
             p, _ = _gate(z[i], unit, ACTIVATION)
             h = h + (z[i] * (p + unit.slope[None, :] * (1.0 - p)),)
     return h
@@ -350,12 +341,12 @@ def activation_gradient(
         if OPTIONS.units is None:
             dz = dz + (dh[i] * (ACTIVATION(z[i], 1.0)[1] * OPTIONS.factors[1]),)
         elif OPTIONS.units == "prelu":
-            slope = _unit(mlp, LAYER, i).slope[None, :]
+            slope = _load_unit(mlp, LAYER, i, OPTIONS).slope[None, :]
             dz = dz + (tl.where(z[i] > 0, dh[i], slope * dh[i]),)
             dslope = tl.sum(tl.where(z[i] > 0, 0.0, dh[i] * z[i]), 0)
             sums = sums + ((dslope, dslope * 0.0, dslope * 0.0),)
         else:
-            unit = _unit(mlp, LAYER, i)
+            unit = _load_unit(mlp, LAYER, i, OPTIONS)
             p, n = _gate(z[i], unit, ACTIVATION)
             slope, rest = unit.slope[None, :], 1.0 - p
             g = dh[i] * z[i] * (1.0 - slope) * p * rest
