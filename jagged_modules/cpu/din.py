@@ -66,13 +66,13 @@ class _Operands:
         rows: list[Tensor],
         weights: list[Tensor],
         biases: list[Tensor],
-        tables: list[Tensor],
+        tables: list[Tensor | None],
         activation: str,
     ) -> None:
         self.dtype, self.activation = compute_dtype(rows[0]), activation
         self.rows = dict(zip("qkabv", rows))
         self.weights, self.biases = ([x.to(self.dtype) for x in xs] for xs in (weights, biases))
-        self.tables: list[Tensor | None] = [*tables] or [None] * len(biases)
+        self.tables = tables
 
     def take(self, name: str, rows: Tensor) -> Tensor:
         """These rows of an operand."""
@@ -109,7 +109,7 @@ def din_attention_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
     biases: list[Tensor],
-    tables: list[Tensor],
+    tables: list[Tensor | None],
     q_offsets: Tensor,
     kv_offsets: Tensor,
     activation: str,
@@ -123,7 +123,7 @@ def din_attention_cpu(
         weights: D `[H1, E]` of the products, then those of the other layers `[H_l, H_(l-1)]`; the
             last one is `[1, H]`.
         biases: of the layers but the first.
-        tables: `[7, H_l]` of each hidden layer, see UnitTable; none for activations without
+        tables: `[7, H_l]` of each hidden layer, see UnitTable; None for activations without
             parameters.
 
     Returns:
@@ -156,7 +156,7 @@ def din_moments_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
     biases: list[Tensor],
-    tables: list[Tensor],
+    tables: list[Tensor | None],
     q_offsets: Tensor,
     kv_offsets: Tensor,
     activation: str,
@@ -187,7 +187,7 @@ def din_attention_backward_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
     biases: list[Tensor],
-    tables: list[Tensor],
+    tables: list[Tensor | None],
     q_offsets: Tensor,
     kv_offsets: Tensor,
     activation: str,
@@ -210,7 +210,12 @@ def din_attention_backward_cpu(
     if layer >= 0:
         return [gradients.sums[layer]]
     rows = [x.to(operands[0].dtype) for x in gradients.rows.values()]
-    return [*rows, *gradients.weights, *gradients.biases, *(gradients.sums if tables else [])]
+    return [
+        *rows,
+        *gradients.weights,
+        *gradients.biases,
+        *(gradients.sums if tables[0] is not None else []),
+    ]
 
 
 @din_attention_backward_cpu.register_fake
@@ -220,7 +225,7 @@ def _(do, lse, delta, operands, weights, biases, tables, *options):  # type: ign
         return [do.new_empty((3, weights[layer].shape[0]), dtype=dtype)]
     rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
     others = (torch.empty_like(x, dtype=dtype) for x in (*weights, *biases))
-    sums = (x.new_empty((3, x.shape[1]), dtype=dtype) for x in tables)
+    sums = (x.new_empty((3, x.shape[1]), dtype=dtype) for x in tables if x is not None)
     return [*rows, *others, *sums]
 
 

@@ -187,7 +187,7 @@ def _arguments(tensors: DINTensors, tables: list[Tensor], call: DINCall) -> tupl
         tensors.operands,
         tensors.weights,
         tensors.biases,
-        tables,
+        tables or [None] * call.layers,  # AOTInductor takes no empty list
         call.q_offsets,
         call.kv_offsets,
         call.activation,

@@ -56,7 +56,7 @@ def _prepare(
     operands: list[Tensor],
     weights: list[Tensor],
     biases: list[Tensor],
-    tables: list[Tensor],
+    tables: list[Tensor | None],
     activation: str,
     softmax: bool = False,
     only: int = -1,
@@ -93,7 +93,9 @@ def _prepare(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    contiguous = (tuple(x.contiguous() for x in xs) for xs in (weights, biases, tables))
+    contiguous = (
+        tuple(x.contiguous() for x in xs if x is not None) for xs in (weights, biases, tables)
+    )
     return _Launch(given, tuple(strides), *contiguous, constants, config)
 
 
@@ -107,7 +109,7 @@ def triton_din(
     operands: list[Tensor],
     weights: list[Tensor],
     biases: list[Tensor],
-    tables: list[Tensor],
+    tables: list[Tensor | None],
     q_offsets: Tensor,
     kv_offsets: Tensor,
     activation: str,
@@ -120,7 +122,7 @@ def triton_din(
             fp32, fp16 or bf16.
         weights: D `[H1, E]`, then `[H2, H1]` of a second hidden layer, then `[1, H]`.
         biases: of the layers but the first.
-        tables: fp32 `[7, H]` of each hidden layer with "prelu" or "dice", otherwise none.
+        tables: fp32 `[7, H]` of each hidden layer with "prelu" or "dice", otherwise None.
         q_offsets, kv_offsets: `[B + 1]`.
 
     Returns:
@@ -148,7 +150,7 @@ def triton_din_moments(
     operands: list[Tensor],
     weights: list[Tensor],
     biases: list[Tensor],
-    tables: list[Tensor],
+    tables: list[Tensor | None],
     q_offsets: Tensor,
     kv_offsets: Tensor,
     activation: str,
@@ -178,7 +180,7 @@ def _backward_fake(do, lse, delta, operands, weights, biases, tables, *options):
         return [do.new_empty((3, weights[layer].shape[0]), dtype=torch.float32)]
     rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
     others = [torch.empty_like(x, dtype=torch.float32) for x in (*weights, *biases)]
-    return [*rows, *others, *(x.new_empty((3, x.shape[1])) for x in tables)]
+    return [*rows, *others, *(x.new_empty((3, x.shape[1])) for x in tables if x is not None)]
 
 
 @operator("din_attention_backward", fake=_backward_fake)
@@ -189,7 +191,7 @@ def triton_din_backward(
     operands: list[Tensor],
     weights: list[Tensor],
     biases: list[Tensor],
-    tables: list[Tensor],
+    tables: list[Tensor | None],
     q_offsets: Tensor,
     kv_offsets: Tensor,
     activation: str,
@@ -242,7 +244,7 @@ def triton_din_backward(
         found[0] = found[0].view(hidden).t().reshape(-1)
     # copies, because an operator's results share no memory
     found = [x.view(y.shape).clone() for x, y in zip(found, (*weights[1:], *biases))]
-    of_tables = (x.sum(0) for x in sums[: len(tables)])
+    of_tables = (x.sum(0) for x in sums if tables[0] is not None)
     return [*results[:count], first.sum(0).t().contiguous(), *found, *of_tables]
 
 
