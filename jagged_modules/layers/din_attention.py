@@ -268,6 +268,11 @@ class JaggedDINAttention(nn.Module):
 
     def _mlp(self) -> DINMlp:
         linears: Any = self.linears
+        if not all(isinstance(getattr(x, "weight", None), Tensor) for x in linears):
+            raise TypeError(
+                "the layer computes from the weights of its linears, which must be torch.nn.Linear,"
+                f" got {[type(x).__name__ for x in linears]}"
+            )
         return DINMlp(
             [autocast(x.weight) for x in linears],
             [autocast(x.bias) for x in linears],
