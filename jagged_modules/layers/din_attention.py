@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -268,10 +269,14 @@ class JaggedDINAttention(nn.Module):
 
     def _mlp(self) -> DINMlp:
         linears: Any = self.linears
-        if not all(isinstance(getattr(x, "weight", None), Tensor) for x in linears):
+        weights = [getattr(x, "weight", None) for x in linears]
+        distributed = sys.modules.get("torch.distributed.tensor")
+        sharded = () if distributed is None else distributed.DTensor
+        if any(not isinstance(x, Tensor) or isinstance(x, sharded) for x in weights):
             raise TypeError(
-                "the layer computes from the weights of its linears, which must be torch.nn.Linear,"
-                f" got {[type(x).__name__ for x in linears]}"
+                "the layer computes from the weights of its linears, which must be torch.nn.Linear"
+                " with whole weights, got"
+                f" {[(type(x).__name__, type(y).__name__) for x, y in zip(linears, weights)]}"
             )
         return DINMlp(
             [autocast(x.weight) for x in linears],

@@ -250,7 +250,7 @@ NOTES = {
             TypeError,
             "the layer computes from the weights of its linears",
         )
-        for name in ("LoRA", "quantize_dynamic")
+        for name in ("LoRA", "quantize_dynamic", "tensor parallel")
     },
     **{("autocast", layer): RESIDUAL for layer in ("GDPABlock", "HSTULayer", "HSTUStack")},
     **{("DMP, data_parallel", layer): DENSE_POOLS for layer in ON_SEQUENCES},
