@@ -14,6 +14,7 @@ from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
+from .layers.din_attention import JaggedDINAttention
 from .layers.encoder import JaggedEncoder, JaggedEncoderLayer
 from .layers.gdpa import JaggedGDPA
 from .layers.gdpa_block import GDPABlock
@@ -29,6 +30,7 @@ from .masks import AttentionMask
 from .rotary import Rotary
 from .serving.paged_history_cache import CacheFull, CacheStatistics, PagedHistoryCache
 from .settings import backward_workspace, batch_invariant, debug_checks
+from .unit_activations import UnitParameters
 
 if TYPE_CHECKING:
     from . import transforms
@@ -48,6 +50,7 @@ __all__ = [
     "HSTUStack",
     "HistoryCache",
     "Jagged",
+    "JaggedDINAttention",
     "JaggedEncoder",
     "JaggedEncoderLayer",
     "JaggedGDPA",
@@ -60,6 +63,7 @@ __all__ = [
     "RelativeBias",
     "Rotary",
     "TileSchedule",
+    "UnitParameters",
     "backward_workspace",
     "batch_invariant",
     "debug_checks",

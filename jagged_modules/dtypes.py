@@ -20,6 +20,7 @@ DTYPES = {
             "self_target_attention",
             "block_diagonal_attention",
             "block_diagonal_attention_packed",
+            "din_attention",
             "linear_compress",
             "jagged_dense_bmm",
             "jagged_jagged_bmm",

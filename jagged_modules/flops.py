@@ -30,6 +30,7 @@ from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
 
 from .cpu import attention as _cpu_attention  # noqa: F401  # pyright: ignore[reportUnusedImport] - defines the operators
+from .cpu import din as _din_cpu  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .cpu import invariant as _invariant  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .cpu import matmul as _matmul  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
@@ -143,10 +144,52 @@ def _compress_backward(
     )
 
 
+def _din(operands: Sequence[Tensor], weights: Sequence[Tensor], *others: Any, **_: Any) -> int:
+    """For each pair of a row of q and an event: the linears but that of q and of k, and p v."""
+    v = operands[4 if len(operands) == 5 else 1]
+    return _din_pairs(operands, others) * (_din_weights(weights) + 2 * v.shape[1])
+
+
+def _din_moments(
+    operands: Sequence[Tensor], weights: Sequence[Tensor], *others: Any, **_: Any
+) -> int:
+    return _din_pairs(operands, others) * _din_weights(weights[: others[-1] + 1])
+
+
+def _din_backward(
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    operands: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *others: Any,
+    **_: Any,
+) -> int:
+    """Scores again, the gradients of each linear's input and weight, do · v and dv. A pass for the
+    sums of a layer: scores, and the gradients of the inputs down to this layer."""
+    pairs, all_weights, layer = _din_pairs(operands, others), _din_weights(weights), others[-1]
+    if layer >= 0:
+        return pairs * (all_weights + _din_weights(weights[layer + 1 :]) + 2 * do.shape[1])
+    return pairs * (3 * all_weights + 4 * do.shape[1])
+
+
+def _din_weights(weights: Sequence[Tensor]) -> int:
+    return 2 * sum(weight.numel() for weight in weights)
+
+
+def _din_pairs(operands: Sequence[Tensor], others: Sequence[Any]) -> int:
+    """others: the operator's arguments from the biases on."""
+    q_offsets, kv_offsets = others[2:4]
+    return _num_pairs(q_offsets, kv_offsets, operands[0].shape[0], operands[1].shape[0])
+
+
 ON_THE_HOST: dict[str, Formula] = {
     "attention_cpu": _attention(backward=False),
     "attention_cpu_backward": _attention(backward=True, first=2),
     "attention_cpu_packed_backward": _attention(backward=True, first=5),
+    "din_attention_cpu": _din,
+    "din_attention_cpu_backward": _din_backward,
+    "din_moments_cpu": _din_moments,
     "outer_cpu": _outer,
     "matmul_cpu": _scores_times_rows,
     "batched_matmul_cpu": _batched_matmul,
@@ -160,6 +203,9 @@ OF_KERNELS: dict[str, Formula] = {
     "block_attention_packed": _block_attention(2, packed=True, backward=False),
     "block_attention_backward": _block_attention(5, packed=False, backward=True),
     "block_attention_packed_backward": _block_attention(5, packed=True, backward=True),
+    "din_attention": _din,
+    "din_moments": _din_moments,
+    "din_attention_backward": _din_backward,
     "gate_linear_backward": _gate_linear_backward,
     "linear_compress": _compress,
     "linear_compress_backward": _compress_backward,
@@ -179,6 +225,6 @@ def _register(namespace: Any, formulas: dict[str, Formula]) -> None:
 
 _register(torch.ops.jagged_modules, ON_THE_HOST)
 if importlib.util.find_spec("triton") is not None:
-    for _folder in ("attention", "block_attention", "linear_compress", "matmul", "rows"):
+    for _folder in ("attention", "block_attention", "din", "linear_compress", "matmul", "rows"):
         importlib.import_module(f"jagged_kernels.{_folder}.op")  # defines the operators
     _register(torch.ops.jagged_kernels, OF_KERNELS)

@@ -7,11 +7,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from .activations import POINTWISE
 from .bias import RelativeBias, next_timestamps, position_index, time_buckets
 from .masks import AttentionMask
 from .scalars import to_ints
+from .unit_activations import (
+    UnitParameters,
+    UnitTable,
+    pair_features,
+    statistics_table,
+    unit_activation,
+)
 
 
 def attention_reference(
@@ -105,6 +113,48 @@ def linear_compress_reference(
     embeddings. All levels are replicated."""
     replicated = [embedding.index_select(0, index) for embedding, index in zip(embeddings, indices)]
     return torch.cat(list(weights), dim=1) @ torch.cat([*replicated, embeddings[-1]], dim=1)
+
+
+def din_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    activation: str,
+    normalize: str | None,
+    features: Sequence[str],
+    units: UnitParameters | None,
+) -> Tensor:
+    """Σ_i p_i v_i with the MLP's scores; see `functional.din_attention`. A row per pair of a row of
+    q `[R, E]` and an event of its segment. Running statistics are not updated."""
+    pairs = [
+        torch.cartesian_prod(*(torch.arange(x.start, x.stop, device=q.device) for x in rows))
+        for rows in zip(segments(q_offsets), segments(kv_offsets))
+    ]
+    i, j = torch.cat(pairs).view(-1, 2).unbind(1)
+    h = pair_features(q[i], k[j], features)
+    for layer, (weight, bias) in enumerate(zip(weights[:-1], biases)):
+        z = linear(h, weight, bias)
+        h = unit_activation(z, activation, _unit_table(z, activation, units, layer))
+    p = linear(h, weights[-1], biases[-1]).squeeze(1)
+    if normalize == "softmax":
+        top = p.new_zeros(q.shape[0]).scatter_reduce(0, i, p.detach(), "amax", include_self=False)
+        total = p.new_zeros(q.shape[0]).index_add(0, i, (p - top[i]).exp())
+        p = (p - (top + total.log())[i]).exp()  # of the log-sum-exp, which the backward keeps
+    return q.new_zeros(q.shape[0], v.shape[1]).index_add(0, i, p[:, None] * v[j])
+
+
+def _unit_table(
+    z: Tensor, activation: str, units: UnitParameters | None, layer: int
+) -> UnitTable | None:
+    if units is None or activation == "prelu":
+        return units and UnitTable(units.slopes[layer], *[z.new_zeros(())] * 6)
+    if units.uses_batch or units.running_means is None or units.running_vars is None:
+        return statistics_table(units, layer, z.mean(0), z.var(0, correction=0))
+    return statistics_table(units, layer, units.running_means[layer], units.running_vars[layer])
 
 
 def segments(offsets: Tensor, shared: bool = False) -> list[slice]:

@@ -7,6 +7,7 @@ from ..dtypes import dtype_table
 from ..rotary import apply_rotary
 from .attention import jagged_attention
 from .block_attention import block_diagonal_attention, block_diagonal_attention_packed
+from .din_attention import din_attention
 from .layer_norm import jagged_layer_norm
 from .linear import jagged_linear
 from .linear_compress import linear_compress
@@ -35,6 +36,7 @@ __all__ = [
     "array_jagged_bmm_jagged_out",
     "block_diagonal_attention",
     "block_diagonal_attention_packed",
+    "din_attention",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",

@@ -17,6 +17,7 @@ import torch
 
 from .attention.select import AttentionProblem, Selection, select
 from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
+from .din.configs import GROUP, din_config, pieces
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
 from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, rows_config
@@ -354,7 +355,36 @@ def _row_tile(config: RowsConfig) -> str:
     return f"{config.rows}×{config.block}, {config.num_warps}"
 
 
-SECTIONS = attention, block_attention, linear_compress, matmul, softmax, rows
+def din() -> str:
+    """The section on DIN's attention."""
+    kernels = {"forward": "fwd", "dq": "dq", "the MLP's gradients": "dmlp", "dk and dv": "dkdv"}
+    sizes = {"E = 64, (80, 40)": (64, (80, 40)), "E = 128, (80, 40)": (128, (80, 40))}
+    sizes["E = 256, (128,)"] = (256, (128,))
+    rows = [
+        [dtype, name, *(_din_tile(kernel, kind.itemsize, *size) for size in sizes.values())]
+        for dtype, kind in DTYPES.items()
+        for name, kernel in kernels.items()
+    ]
+    units = [[str(n), " + ".join(str(size) for _, size in pieces(n))] for n in (16, 40, 80, 200)]
+    return f"""## DIN's attention
+
+`jagged_kernels.din.configs` decides, alike for all GPUs. There is one backend, `din/triton_*.py`.
+Events of a block, and warps. A program of the forward has {GROUP} candidates.
+
+{table(["dtype", "kernel", *sizes], rows)}
+
+A hidden layer's units are computed in pieces:
+
+{table(["units", "pieces"], units)}
+"""
+
+
+def _din_tile(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) -> str:
+    config = din_config(kernel, itemsize, width, hidden)
+    return f"{config.block}, {config.num_warps}"
+
+
+SECTIONS = attention, din, block_attention, linear_compress, matmul, softmax, rows
 
 
 def document() -> str:

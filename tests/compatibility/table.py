@@ -244,6 +244,14 @@ NOTES = {
     ("quantize_dynamic", "LinearCompressEmbedding"): Note(
         "The layer has no Linear, so nothing changes. Cast it to bfloat16 instead."
     ),
+    **{
+        (name, "JaggedDINAttention"): Note(
+            "The layer computes from the weights of its linears, and does not call them.",
+            TypeError,
+            "the layer computes from the weights of its linears",
+        )
+        for name in ("LoRA", "quantize_dynamic", "tensor parallel")
+    },
     **{("autocast", layer): RESIDUAL for layer in ("GDPABlock", "HSTULayer", "HSTUStack")},
     **{("DMP, data_parallel", layer): DENSE_POOLS for layer in ON_SEQUENCES},
     **{

@@ -128,6 +128,14 @@ def _compress(w_user, w_candidate, users, candidates, index, implementation="aut
     )
 
 
+def _din(q, k, w1, w2, w3, users, offsets, **options):
+    biases = [w.mean(1) for w in (w1, w2, w3)]
+    return F.din_attention(
+        q, k, k, users, offsets, (w1, w2, w3), biases, activation="silu", normalize="softmax",
+        **options,
+    )  # fmt: skip
+
+
 FUNCTIONS = {
     "jagged_attention": (F.jagged_attention, _self_inputs),
     "jagged_attention-cross": (F.jagged_attention, _cross_inputs),
@@ -169,6 +177,15 @@ FUNCTIONS = {
         ),
     ),
     "self_target_attention": (_two_groups, _cross_inputs),
+    "din_attention": (
+        _din,
+        lambda segments, rows, n: (
+            *(torch.randn(size, DIM) for size in (n, rows)),
+            *(torch.randn(size) for size in ((20, 4 * DIM), (9, 20), (1, 9))),
+            torch.randint(segments, (n,)),
+            random_offsets(segments, rows),
+        ),
+    ),
     "block_diagonal_attention": (_block_attention(None), _self_inputs),
     "block_diagonal_attention-qk": (_block_attention("qk"), _self_inputs),
     "block_diagonal_attention-qkv": (_block_attention("qkv"), _self_inputs),
@@ -238,6 +255,15 @@ HSTU = jm.HSTUConfig(scaling_seqlen=100)
 LAYERS = {
     "JaggedTargetAttention": (
         lambda device: jm.JaggedTargetAttention(WIDTH, HEADS, device=device),
+        lambda segments, rows, n: (
+            torch.randn(n, WIDTH),
+            *_rows_inputs(segments, rows, n),
+            random_offsets(segments, n),
+        ),
+        _with_candidates,
+    ),
+    "JaggedDINAttention": (
+        lambda device: jm.JaggedDINAttention(WIDTH, (20, 9), "dice", device=device),
         lambda segments, rows, n: (
             torch.randn(n, WIDTH),
             *_rows_inputs(segments, rows, n),

@@ -58,6 +58,17 @@ CALLS = {
     "block_diagonal_attention_packed": lambda x, **kw: F.block_diagonal_attention_packed(
         x(5, 3, 2, 8), x.offsets, **kw
     ),
+    "din_attention": lambda x, **kw: F.din_attention(
+        x(3, 4),
+        x(5, 4),
+        x(5, 4),
+        x.candidates,
+        x.offsets,
+        [x(3, 16), x(1, 3)],
+        [x(3), x(1)],
+        activation="relu",
+        **kw,
+    ),  # fmt: skip
     "linear_compress": lambda x, **kw: F.linear_compress(x(3, 4), x(5, 4, 8), **kw),
     "jagged_dense_bmm": lambda x, **kw: F.jagged_dense_bmm(x(5, 4), x(2, 4, 3), x.offsets, **kw),
     "jagged_jagged_bmm": lambda x, **kw: F.jagged_jagged_bmm(x(5, 4), x(5, 3), x.offsets, **kw),
@@ -157,7 +168,7 @@ def test_kernels_take_no_host_tensors(function, implementation):
     """The error names the argument, not an internal function."""
     if (
         implementation == "hopper"
-        and function.startswith(("jagged_", "jagged2", "array"))
+        and function.startswith(("jagged_", "jagged2", "array", "din"))
         and function != "jagged_attention"
     ):
         pytest.skip("has no such implementation")

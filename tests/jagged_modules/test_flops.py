@@ -55,6 +55,26 @@ def test_target_attention_counts_no_copies(device, implementation):
 
 
 @pytest.mark.parametrize("device,implementation", DEVICES)
+def test_din_attention(device, implementation):
+    q, k = rows(3, 6, device=device, n=1)[0], rows(8, 6, device=device, n=1)[0]
+    index = jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2]))
+    weights = [torch.randn(size, device=device) for size in ((5, 24), (4, 5), (1, 4))]
+    biases = [torch.randn(size, device=device) for size in (5, 4, 1)]
+    forward, backward = count(
+        lambda q, k: F.din_attention(
+            q, k, k, index, OFFSETS, weights, biases, activation="relu",
+            implementation=implementation,
+        ),
+        q, k,
+    )  # fmt: skip
+    pairs = 3 + 2 * 5 if device == "cpu" else 3 * 8 // 3
+    linears = 6 * 5 + 5 * 4 + 4
+    of_rows = 2 * 3 * 6 * 5 + 2 * 8 * 6 * 5  # what the first linear adds for q, and for k
+    assert forward == pairs * 2 * (linears + 6) + of_rows
+    assert backward == pairs * 2 * (3 * linears + 2 * 6) + of_rows
+
+
+@pytest.mark.parametrize("device,implementation", DEVICES)
 def test_keys_in_pages(device, implementation):
     q, storage = torch.randn(8, 4, 16, device=device), torch.randn(384, 2, 28, device=device)
     pages, keys = jm.Pages.of([[1], [], [2, 0]], [5, 0, 140], 128), torch.tensor([0, 5, 5, 145])

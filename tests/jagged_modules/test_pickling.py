@@ -44,6 +44,7 @@ CONTAINERS = {
     "Pages": lambda: jm.Pages.of([[3, 1], []], [200, 0], 128),
     "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(_offsets()),
+    "UnitParameters": lambda: jm.UnitParameters([torch.rand(3)], momentum=0.5),
     "TileSchedule": lambda: jm.zigzag_schedule(
         [3, 70], [5, 6], num_heads=2, block_m=64, block_n=64
     ),

@@ -36,7 +36,10 @@ def refuse_derivative(op: Callable, message: str) -> None:
         @staticmethod
         def forward(ctx, inputs, *tensors):
             with below_autograd():
-                return op(*inputs)
+                results = op(*inputs)
+            return (
+                tuple(results) if isinstance(results, list) else results
+            )  # autograd takes no list
 
         @staticmethod
         def backward(ctx, *grads):

@@ -1,0 +1,282 @@
+"""DIN's attention in plain torch, with bounded memory. The CPU path.
+
+Pairs are computed in chunks of at most CHUNK, or of one candidate's events if those are more. The
+GEMMs of a chunk are over all of its pairs; the backward computes a chunk's hidden units again.
+Segments with equal numbers of candidates and of events are computed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..autocast import host_operator
+from ..unit_activations import joined_moments, unit_activation, unit_activation_gradients
+from .buckets import Rows, compute_dtype, groups
+
+NOT_TWICE = "din_attention is not differentiable twice: its backward has no derivative of its own"
+CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
+
+
+class Pairs(NamedTuple):
+    """The operands of a chunk: S segments of C candidates and N events each.
+
+    x: q ∘ k `[P, E]`, P = S · C · N. z: of the first layer `[P, H]`.
+    """
+
+    x: Tensor
+    z: Tensor
+
+
+class Chunk(NamedTuple):
+    """S segments of C candidates and N events: indices of their rows, and how many of each."""
+
+    q_rows: Tensor
+    kv_rows: Tensor
+    shape: tuple[int, int, int]
+
+
+def _chunks(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[Chunk]:
+    for candidates, events in groups(q_offsets, kv_offsets):
+        q_rows, kv_rows = _indices(candidates), _indices(events)
+        per_chunk = max(1, CHUNK // events.length)  # candidates
+        segments, pieces = max(1, per_chunk // candidates.length), q_rows.split(per_chunk, 1)
+        for part in pieces if len(pieces) > 1 else [q_rows]:
+            for q_part, kv_part in zip(part.split(segments), kv_rows.split(segments)):
+                shape = len(q_part), q_part.shape[1], events.length
+                yield Chunk(q_part.flatten(), kv_part.flatten(), shape)
+
+
+def _indices(rows: Rows) -> Tensor:
+    found = rows.rows
+    if isinstance(found, slice):
+        found = torch.arange(found.start, found.stop, device="cpu")
+    return found.view(-1, rows.length)
+
+
+class _Operands:
+    """The operator's tensors in the dtype of its arithmetic."""
+
+    def __init__(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        biases: list[Tensor],
+        tables: list[Tensor | None],
+        activation: str,
+    ) -> None:
+        self.dtype, self.activation = compute_dtype(rows[0]), activation
+        self.rows = dict(zip("qkabv", rows))
+        self.weights, self.biases = ([x.to(self.dtype) for x in xs] for xs in (weights, biases))
+        self.tables = tables
+
+    def take(self, name: str, rows: Tensor) -> Tensor:
+        """These rows of an operand."""
+        return self.rows[name if name in self.rows else "k"].index_select(0, rows).to(self.dtype)
+
+    def pairs(self, chunk: Chunk) -> Pairs:
+        """The chunk's products and first hidden layer."""
+        s, c, n = chunk.shape
+        q, a = (self.take(x, chunk.q_rows).view(s, c, 1, -1) for x in "qa")
+        k, b = (self.take(x, chunk.kv_rows).view(s, 1, n, -1) for x in "kb")
+        x = (q * k).flatten(0, 2)
+        z = linear(x, self.weights[0]).view(s, c, n, -1).add_(a).add_(b)
+        return Pairs(x, z.flatten(0, 2))
+
+    def hidden(self, z: Tensor, layers: int) -> tuple[list[Tensor], list[Tensor]]:
+        """z and h of the first layers, given z of the first one: `layers` of z, one less of h."""
+        zs, hs = [z], []
+        for layer in range(1, layers):
+            hs.append(unit_activation(zs[-1], self.activation, self.tables[layer - 1]))
+            zs.append(linear(hs[-1], self.weights[layer], self.biases[layer - 1]))
+        return zs, hs
+
+    def scores(self, chunk: Chunk) -> tuple[Pairs, list[Tensor], list[Tensor], Tensor]:
+        """The chunk's pairs, all z and h, and its scores `[S, C, N]`."""
+        pairs, last = self.pairs(chunk), len(self.biases)
+        zs, hs = self.hidden(pairs.z, last)
+        hs.append(unit_activation(zs[-1], self.activation, self.tables[last - 1]))
+        s = torch.addmv(self.biases[-1], hs[-1], self.weights[-1].flatten())
+        return pairs, zs, hs, s.view(chunk.shape)
+
+
+@host_operator("jagged_modules::din_attention_cpu")
+def din_attention_cpu(
+    operands: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    tables: list[Tensor | None],
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    activation: str,
+    softmax: bool,
+) -> tuple[Tensor, Tensor]:
+    """The weighted sums of the events.
+
+    Args:
+        operands: q `[R, E]`, k `[L, E]`, and a `[R, H1]`, b `[L, H1]`: what the first layer adds
+            for a row of q and for an event; then v `[L, Ev]`, unless v is k.
+        weights: D `[H1, E]` of the products, then those of the other layers `[H_l, H_(l-1)]`; the
+            last one is `[1, H]`.
+        biases: of the layers but the first.
+        tables: `[7, H_l]` of each hidden layer, see UnitTable; None for activations without
+            parameters.
+
+    Returns:
+        `[R, Ev]` of q's dtype, and the scores' log-sum-exp `[R]`, 0 without softmax.
+    """
+    given = _Operands(operands, weights, biases, tables, activation)
+    q, v = operands[0], operands[-1] if len(operands) == 5 else operands[1]
+    out = q.new_zeros((q.shape[0], v.shape[1]))
+    lse = q.new_zeros(q.shape[:1], dtype=given.dtype)
+    for chunk in _chunks(q_offsets, kv_offsets):
+        *_, p = given.scores(chunk)
+        s, _, n = chunk.shape
+        if softmax:
+            lse[chunk.q_rows] = p.logsumexp(2).flatten()
+            p = p.softmax(2)
+        result = p @ given.take("v", chunk.kv_rows).view(s, n, -1)
+        out[chunk.q_rows] = result.flatten(0, 1).to(out.dtype)
+    return out, lse
+
+
+@din_attention_cpu.register_fake
+def _(operands, *_):  # type: ignore[no-untyped-def]
+    q, v = operands[0], operands[-1] if len(operands) == 5 else operands[1]
+    dtype = compute_dtype(q)
+    return q.new_empty((q.shape[0], v.shape[1])), q.new_empty(q.shape[:1], dtype=dtype)
+
+
+@host_operator("jagged_modules::din_moments_cpu")
+def din_moments_cpu(
+    operands: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    tables: list[Tensor | None],
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    activation: str,
+    layer: int,
+) -> Tensor:
+    """Number of pairs, mean and variance of z of a hidden layer, over all pairs: `[3, H]`. tables:
+    of the layers before; that of this one is not read."""
+    given = _Operands(operands, weights, biases, tables, activation)
+    parts = [operands[0].new_zeros((3, weights[layer].shape[0]), dtype=given.dtype)]
+    for chunk in _chunks(q_offsets, kv_offsets):
+        z = given.hidden(given.pairs(chunk).z, layer + 1)[0][-1]
+        variance, mean = torch.var_mean(z, 0, correction=0)
+        parts.append(torch.stack([torch.full_like(mean, len(z)), mean, variance * len(z)]))
+    return joined_moments(torch.stack(parts))
+
+
+@din_moments_cpu.register_fake
+def _(operands, weights, *others):  # type: ignore[no-untyped-def]
+    shape = 3, weights[others[-1]].shape[0]
+    return operands[0].new_empty(shape, dtype=compute_dtype(operands[0]))
+
+
+@host_operator("jagged_modules::din_attention_cpu_backward")
+def din_attention_backward_cpu(
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    operands: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    tables: list[Tensor | None],
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    activation: str,
+    softmax: bool,
+    layer: int,
+) -> list[Tensor]:
+    """Gradients of the operands, the weights and the biases, and sums `[3, H]` of each hidden
+    layer, which are the gradients of slope, bias and weight of its table. Without tables there are
+    no sums.
+
+    Args:
+        lse, delta: of the kernels; not read here.
+        layer: that of which only the sums are wanted; -1: all. The sums of a layer need d0 and d1
+            of the layers behind it.
+    """
+    given = _Operands(operands, weights, biases, tables, activation)
+    gradients = _Gradients(given)
+    for chunk in _chunks(q_offsets, kv_offsets):
+        gradients.add(chunk, do.index_select(0, chunk.q_rows).to(given.dtype), softmax, layer)
+    if layer >= 0:
+        return [gradients.sums[layer]]
+    rows = [x.to(operands[0].dtype) for x in gradients.rows.values()]
+    return [
+        *rows,
+        *gradients.weights,
+        *gradients.biases,
+        *(gradients.sums if tables[0] is not None else []),
+    ]
+
+
+@din_attention_backward_cpu.register_fake
+def _(do, lse, delta, operands, weights, biases, tables, *options):  # type: ignore[no-untyped-def]
+    dtype, layer = compute_dtype(do), options[-1]
+    if layer >= 0:
+        return [do.new_empty((3, weights[layer].shape[0]), dtype=dtype)]
+    rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
+    others = (torch.empty_like(x, dtype=dtype) for x in (*weights, *biases))
+    sums = (x.new_empty((3, x.shape[1]), dtype=dtype) for x in tables if x is not None)
+    return [*rows, *others, *sums]
+
+
+class _Gradients:
+    """Sums of the gradients over chunks, in the dtype of the arithmetic."""
+
+    def __init__(self, given: _Operands) -> None:
+        self.given = given
+        self.rows = {name: torch.zeros_like(x, dtype=given.dtype) for name, x in given.rows.items()}
+        self.weights = [torch.zeros_like(x) for x in given.weights]
+        self.biases = [torch.zeros_like(x) for x in given.biases]
+        self.sums = [x.new_zeros((3, x.shape[0])) for x in given.weights[:-1]]
+
+    def add(self, chunk: Chunk, do: Tensor, softmax: bool, layer: int) -> None:
+        """Add the chunk's. do `[S · C, Ev]`: the result's gradients."""
+        (s, c, n), given = chunk.shape, self.given
+        (x, _), zs, hs, p = given.scores(chunk)
+        do, v = do.view(s, c, -1), given.take("v", chunk.kv_rows).view(s, n, -1)
+        ds = do @ v.mT
+        if softmax:
+            p = p.softmax(2)
+            ds = p * (ds - (p * ds).sum(2, keepdim=True))
+        self._add_rows("v", chunk.kv_rows, (p.mT @ do).flatten(0, 1))
+        dz = ds.flatten().unsqueeze(1)
+        for at in reversed(range(len(hs))):
+            self.weights[at + 1] += dz.mT @ hs[at]
+            self.biases[at] += dz.sum(0)
+            dh, weight, table = dz, given.weights[at + 1], given.tables[at]
+            dz, sums = unit_activation_gradients(dh @ weight, zs[at], given.activation, table)
+            if sums is not None:
+                self.sums[at] += sums
+            if at == layer:
+                return
+        self.weights[0] += dz.mT @ x
+        dx, dz = (dz @ given.weights[0]).view(s, c, n, -1), dz.view(s, c, n, -1)
+        q = given.take("q", chunk.q_rows).view(s, c, 1, -1)
+        k = given.take("k", chunk.kv_rows).view(s, 1, n, -1)
+        for name, rows, gradient in (
+            ("a", chunk.q_rows, dz.sum(2)),
+            ("b", chunk.kv_rows, dz.sum(1)),
+            ("q", chunk.q_rows, (dx * k).sum(2)),
+            ("k", chunk.kv_rows, (dx * q).sum(1)),
+        ):
+            self._add_rows(name, rows, gradient.flatten(0, 1))
+
+    def _add_rows(self, name: str, rows: Tensor, gradient: Tensor) -> None:
+        self.rows[name if name in self.rows else "k"].index_add_(0, rows, gradient)
+
+
+def _no_second_derivative(*_: object) -> None:
+    raise RuntimeError(NOT_TWICE)
+
+
+din_attention_backward_cpu.register_autograd(_no_second_derivative)

@@ -1,0 +1,59 @@
+"""Launch configurations of DIN's attention. Triton is its one backend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..common.configs import padded_dim
+
+MAX_SIZE = 256  # columns of q, k and v, and units of a hidden layer
+MAX_LAYERS = 2
+MAX_WEIGHTS = 2**15  # elements of D and W2, which stay in shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class DINConfig:
+    """block: events of a tile. num_warps, num_stages: of the launch. ctas_per_sm: programs per SM
+    of the kernels whose programs take many rows of q."""
+
+    block: int
+    num_warps: int
+    num_stages: int = 2
+    ctas_per_sm: int = 1
+
+
+GROUP = 16  # rows of q of a program of the forward: the smallest side of an MMA
+
+
+def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) -> DINConfig:
+    """Launch configuration of a kernel, "fwd", "moments", "dq", "dmlp" or "dkdv".
+
+    Args:
+        width: the larger one of E and Ev.
+    """
+    large = width > 128 or max(hidden) > 128
+    if itemsize == 4:  # an fp32 MMA is six of bf16: registers limit the tiles
+        return DINConfig(block=16 if large else 32, num_warps=8 if large else 4, num_stages=1)
+    if large:
+        return DINConfig(block=32 if kernel in ("dq", "dmlp") else 64, num_warps=8, num_stages=1)
+    # A warpgroup takes 64 rows of an MMA: eight warps would compute the same rows twice.
+    return DINConfig(block=64, num_warps=4, ctas_per_sm=3 if kernel == "moments" else 2)
+
+
+def pieces(units: int) -> tuple[tuple[int, int], ...]:
+    """(first unit, size) of the pieces of a layer: sizes that are powers of two and at least 16,
+    the smallest side of an MMA. At most two, as many small MMAs cost more than padding."""
+    whole = 1 << (units - 1).bit_length()
+    half = whole // 2
+    rest = max(16, 1 << max(0, units - half - 1).bit_length())
+    if half < 16 or half + rest >= whole:
+        return ((0, max(16, whole)),)
+    return (0, half), (half, rest)
+
+
+def has_kernels(width: int, v_width: int, hidden: tuple[int, ...]) -> bool:
+    """Whether the kernels take q and k of `width` columns, v of `v_width`, and this MLP."""
+    if len(hidden) > MAX_LAYERS or max(width, v_width, *hidden) > MAX_SIZE:
+        return False
+    units = [sum(size for _, size in pieces(n)) for n in hidden]
+    return units[0] * (padded_dim(width) + sum(units[1:])) <= MAX_WEIGHTS

@@ -1,0 +1,454 @@
+"""Device functions of DIN's attention: the MLP's scores of a block of events for one row of q, and
+their backward.
+
+    x = q ∘ k,  z1 = x Dᵀ + a + b,  h1 = act(z1),  z2 = h1 W2ᵀ + b2,  h2 = act(z2),  s = h2 · w + b3
+
+With one hidden layer, s = h1 · w + b3. A tile's number of columns must be a power of two, and 80
+units in a tile of 128 would waste a third of the arithmetic. So a layer's units are split into
+pieces of sizes that are powers of two (80 = 64 + 16), and what has a column for each unit is a
+tuple of tiles, one for each piece. Units behind the last one have weights of 0.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Options(NamedTuple):
+    """Constants of the kernels.
+
+    Attributes:
+        width, v_width: E and Ev; block_e, block_v: their tiles.
+        hidden: numbers of units. pieces: of each hidden layer, (first unit, size) of its pieces.
+        block: events of a tile. group: rows of q of a program.
+        align: see `aligned_strides`. precision: of MMAs.
+        units: "prelu" or "dice"; None: ACTIVATION is a function of z alone.
+        factors: which ACTIVATION leaves out, of value and derivative.
+        softmax: over the events. same: v is k.
+        only: the hidden layer of which the kernel computes only the sums; -1: all.
+    """
+
+    width: int
+    v_width: int
+    block_e: int
+    block_v: int
+    hidden: tuple[int, ...]
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    block: int
+    group: int
+    align: int
+    precision: str
+    units: str | None
+    factors: tuple[float, float]
+    softmax: bool
+    same: bool
+    only: int = -1
+
+
+class Operands(NamedTuple):
+    """Pointers to q `[R, E]`, k `[L, E]`, a `[R, H1]`, b `[L, H1]` and v `[L, Ev]`."""
+
+    q: tl.tensor
+    k: tl.tensor
+    a: tl.tensor
+    b: tl.tensor
+    v: tl.tensor
+
+
+class Unit(NamedTuple):
+    """The columns of a piece's table, see `UnitTable` of jagged_modules."""
+
+    slope: tl.tensor
+    mean: tl.tensor
+    rstd: tl.tensor
+    weight: tl.tensor
+    bias: tl.tensor
+    d0: tl.tensor
+    d1: tl.tensor
+
+
+class Mlp(NamedTuple):
+    """The MLP's tensors, which a program keeps, and its tables.
+
+    first: D, pieces [n, block_e]. second: W2, for each piece of the second layer those of the first
+    one, [m, n]. bias: b2. last: w. last_bias: b3. tables: pointers to those of each layer.
+    """
+
+    first: tl.tuple
+    second: tl.tuple
+    bias: tl.tuple
+    last: tl.tuple
+    last_bias: tl.tensor
+    tables: tl.tuple
+
+
+class Events(NamedTuple):
+    """A block of events: k [block, block_e], v [block, block_v], pieces of b [block, n], and which
+    rows are the segment's."""
+
+    k: tl.tensor
+    v: tl.tensor
+    b: tl.tuple
+    real: tl.tensor
+
+
+class Scores(NamedTuple):
+    """z and h of each hidden layer, and the scores [block]."""
+
+    z: tl.tuple
+    h: tl.tuple
+    s: tl.tensor
+
+
+# -- loads -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_vector(ptr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements from FIRST on; 0 from SIZE on."""
+    columns = FIRST + tl.arange(0, BLOCK)
+    return tl.load(ptr + columns, mask=columns < SIZE, other=0.0)
+
+
+@triton.jit
+def load_tile(
+    ptr, stride, num_rows, FIRST: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK] from column FIRST on. Rows from num_rows on, and columns from SIZE on, are
+    0."""
+    rows, columns = tl.arange(0, ROWS), FIRST + tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_pieces(ptr, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """The pieces of a vector of a hidden layer's units, in fp32."""
+    pieces = ()
+    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
+        piece = load_vector(
+            ptr, OPTIONS.pieces[LAYER][i][0], OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][i][1]
+        )
+        pieces = pieces + (piece.to(tl.float32),)
+    return pieces
+
+
+@triton.jit
+def load_tile_pieces(ptr, stride, num_rows, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """The pieces of a block of rows with a column for each unit of a hidden layer."""
+    pieces = ()
+    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
+        piece = load_tile(
+            ptr, stride, num_rows, OPTIONS.pieces[LAYER][i][0], OPTIONS.hidden[LAYER],
+            OPTIONS.block, OPTIONS.pieces[LAYER][i][1],
+        )  # fmt: skip
+        pieces = pieces + (piece,)
+    return pieces
+
+
+@triton.jit
+def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.constexpr):
+    """The Unit of a piece of a layer."""
+    rows = ()
+    for row in tl.static_range(7):
+        piece = load_vector(
+            mlp.tables[LAYER] + row * OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][0],
+            OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][1],
+        )  # fmt: skip
+        rows = rows + (piece,)
+    return Unit(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6])
+
+
+@triton.jit
+def _load_weight(
+    ptr, COLUMNS: tl.constexpr, LAYER: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """The pieces [n, BLOCK] of a weight `[H, COLUMNS]` of a layer, from a column on."""
+    pieces = ()
+    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
+        piece = load_tile(
+            ptr + OPTIONS.pieces[LAYER][i][0] * COLUMNS, COLUMNS,
+            OPTIONS.hidden[LAYER] - OPTIONS.pieces[LAYER][i][0], FIRST, COLUMNS,
+            OPTIONS.pieces[LAYER][i][1], BLOCK,
+        )  # fmt: skip
+        pieces = pieces + (piece,)
+    return pieces
+
+
+@triton.jit
+def _load_second(ptr, OPTIONS: tl.constexpr):
+    """W2: for each piece of the first layer, those of the second one."""
+    pieces = ()
+    for i in tl.static_range(len(OPTIONS.pieces[0])):
+        piece = _load_weight(
+            ptr, OPTIONS.hidden[0], 1, OPTIONS.pieces[0][i][0], OPTIONS.pieces[0][i][1], OPTIONS
+        )
+        pieces = pieces + (piece,)
+    return pieces
+
+
+@triton.jit
+def load_mlp(weights, biases, tables, OPTIONS: tl.constexpr):
+    """The Mlp of pointers to contiguous tensors."""
+    LAST: tl.constexpr = len(OPTIONS.hidden) - 1
+    first = _load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
+    second, bias = (), ()
+    if LAST == 1:
+        second = _load_second(weights[1], OPTIONS)
+        bias = load_pieces(biases[0], 1, OPTIONS)
+    last = load_pieces(weights[LAST + 1], LAST, OPTIONS)
+    return Mlp(first, second, bias, last, tl.load(biases[LAST]).to(tl.float32), tables)
+
+
+@triton.jit
+def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr):
+    """The block of events from a row on, of which num_rows are the segment's."""
+    k = load_tile(
+        operands.k + row * (strides[1] * OPTIONS.align), strides[1] * OPTIONS.align, num_rows,
+        0, OPTIONS.width, OPTIONS.block, OPTIONS.block_e,
+    )  # fmt: skip
+    v = k
+    if not OPTIONS.same:
+        v = load_tile(
+            operands.v + row * (strides[4] * OPTIONS.align), strides[4] * OPTIONS.align, num_rows,
+            0, OPTIONS.v_width, OPTIONS.block, OPTIONS.block_v,
+        )  # fmt: skip
+    stride = strides[3] * OPTIONS.align
+    b = load_tile_pieces(operands.b + row * stride, stride, num_rows, 0, OPTIONS)
+    return Events(k, v, b, tl.arange(0, OPTIONS.block) < num_rows)
+
+
+@triton.jit
+def load_query(operands, strides, row, OPTIONS: tl.constexpr):
+    """A row of q [block_e] and the pieces of its a."""
+    q = load_vector(
+        operands.q + row * (strides[0] * OPTIONS.align), 0, OPTIONS.width, OPTIONS.block_e
+    )
+    return q, load_pieces(operands.a + row * (strides[2] * OPTIONS.align), 0, OPTIONS)
+
+
+# -- scores ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
+    """h of the pieces of a layer."""
+    h = ()
+    for i in tl.static_range(len(z)):
+        if OPTIONS.units is None:
+            h = h + (ACTIVATION(z[i], 1.0)[0] * OPTIONS.factors[0],)
+        elif OPTIONS.units == "prelu":
+            h = h + (
+                tl.where(z[i] > 0, z[i], z[i] * _load_unit(mlp, LAYER, i, OPTIONS).slope[None, :]),
+            )
+        else:
+            unit = _load_unit(mlp, LAYER, i, OPTIONS)
+            p, _ = _gate(z[i], unit, ACTIVATION)
+            h = h + (z[i] * (p + unit.slope[None, :] * (1.0 - p)),)
+    return h
+
+
+@triton.jit
+def _gate(z, unit, ACTIVATION: tl.constexpr):
+    """Dice's p, the sigmoid of the normalised z, and the normalised z."""
+    n = (z - unit.mean[None, :]) * unit.rstd[None, :]
+    return ACTIVATION(n * unit.weight[None, :] + unit.bias[None, :], 1.0)[0], n
+
+
+@triton.jit
+def first_layer(q, a, events, mlp, OPTIONS: tl.constexpr):
+    """z of the first layer, for one row of q."""
+    z = ()
+    x = (events.k * q[None, :]).to(events.k.dtype)
+    for i in tl.static_range(len(mlp.first)):
+        start = events.b[i].to(tl.float32) + a[i][None, :]
+        piece = tl.dot(x, tl.trans(mlp.first[i]), start, input_precision=OPTIONS.precision)
+        z = z + (piece,)
+    return z
+
+
+@triton.jit
+def second_layer(h, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
+    """z of the second layer. DTYPE: of the MMA's operands."""
+    z = ()
+    for j in tl.static_range(len(mlp.bias)):
+        piece = zeros(OPTIONS.block, OPTIONS.pieces[1][j][1])
+        piece += mlp.bias[j][None, :]
+        for i in tl.static_range(len(h)):
+            piece = tl.dot(
+                h[i].to(DTYPE), tl.trans(mlp.second[i][j]), piece,
+                input_precision=OPTIONS.precision,
+            )  # fmt: skip
+        z = z + (piece,)
+    return z
+
+
+@triton.jit
+def scores(q, a, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
+    """The Scores of a block of events for one row of q."""
+    z1 = first_layer(q, a, events, mlp, OPTIONS)
+    h1 = activate(z1, mlp, 0, ACTIVATION, OPTIONS)
+    if len(OPTIONS.hidden) == 1:
+        return Scores((z1,), (h1,), _last_layer(h1, mlp))
+    else:
+        z2 = second_layer(h1, mlp, events.k.dtype, OPTIONS)
+        h2 = activate(z2, mlp, 1, ACTIVATION, OPTIONS)
+        return Scores((z1, z2), (h1, h2), _last_layer(h2, mlp))
+
+
+@triton.jit
+def _last_layer(h, mlp):
+    s = tl.sum(h[0] * mlp.last[0][None, :], 1) + mlp.last_bias
+    for i in tl.static_range(1, len(h)):
+        s += tl.sum(h[i] * mlp.last[i][None, :], 1)
+    return s
+
+
+# -- backward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def score_gradient(do, lse, delta, s, events, OPTIONS: tl.constexpr):
+    """The weights p [block] and the gradient of the scores. do: of the row of q, fp32 [block_v]."""
+    ds = tl.sum(events.v.to(tl.float32) * do[None, :], 1)
+    p = s
+    if OPTIONS.softmax:
+        p = tl.exp(s - lse)
+        ds = p * (ds - delta)
+    return tl.where(events.real, p, 0.0), tl.where(events.real, ds, 0.0)
+
+
+@triton.jit
+def last_gradient(ds, mlp):
+    """dh of the last hidden layer, given ds [block]."""
+    dh = ()
+    for i in tl.static_range(len(mlp.last)):
+        dh = dh + (ds[:, None] * mlp.last[i][None, :],)
+    return dh
+
+
+@triton.jit
+def activation_gradient(
+    dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """dz of a layer, and for each piece the sums over the block of the gradients of slope, bias and
+    weight of its table; none for a function of z alone."""
+    dz, sums = (), ()
+    for i in tl.static_range(len(z)):
+        if OPTIONS.units is None:
+            dz = dz + (dh[i] * (ACTIVATION(z[i], 1.0)[1] * OPTIONS.factors[1]),)
+        elif OPTIONS.units == "prelu":
+            slope = _load_unit(mlp, LAYER, i, OPTIONS).slope[None, :]
+            dz = dz + (tl.where(z[i] > 0, dh[i], slope * dh[i]),)
+            dslope = tl.sum(tl.where(z[i] > 0, 0.0, dh[i] * z[i]), 0)
+            sums = sums + ((dslope, dslope * 0.0, dslope * 0.0),)
+        else:
+            unit = _load_unit(mlp, LAYER, i, OPTIONS)
+            p, n = _gate(z[i], unit, ACTIVATION)
+            slope, rest = unit.slope[None, :], 1.0 - p
+            g = dh[i] * z[i] * (1.0 - slope) * p * rest
+            piece = dh[i] * (p + slope * rest) + g * (unit.weight * unit.rstd)[None, :]
+            piece += unit.d0[None, :] + unit.d1[None, :] * n
+            dz = dz + (tl.where(real[:, None], piece, 0.0),)
+            sums = sums + ((tl.sum(dh[i] * z[i] * rest, 0), tl.sum(g, 0), tl.sum(g * n, 0)),)
+    return dz, sums
+
+
+@triton.jit
+def second_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
+    """dh of the first layer, given dz of the second one."""
+    dh = ()
+    for i in tl.static_range(len(mlp.first)):
+        piece = zeros(OPTIONS.block, OPTIONS.pieces[0][i][1])
+        for j in tl.static_range(len(dz)):
+            piece = tl.dot(
+                dz[j].to(DTYPE), mlp.second[i][j], piece, input_precision=OPTIONS.precision
+            )
+        dh = dh + (piece,)
+    return dh
+
+
+@triton.jit
+def product_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
+    """The gradient of x [block, block_e], given dz of the first layer."""
+    dx = zeros(OPTIONS.block, OPTIONS.block_e)
+    for i in tl.static_range(len(dz)):
+        dx = tl.dot(dz[i].to(DTYPE), mlp.first[i], dx, input_precision=OPTIONS.precision)
+    return dx
+
+
+# -- tuples of accumulators ------------------------------------------------------------------------
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """An accumulator [ROWS, COLUMNS]."""
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def zero_vector(SIZE: tl.constexpr):
+    """An accumulator [SIZE]."""
+    return tl.zeros([SIZE], tl.float32)
+
+
+@triton.jit
+def zero_pieces(ROWS: tl.constexpr, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """An accumulator [ROWS, n] for each piece of a layer."""
+    pieces = ()
+    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
+        pieces = pieces + (zeros(ROWS, OPTIONS.pieces[LAYER][i][1]),)
+    return pieces
+
+
+@triton.jit
+def zero_vectors(LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """An accumulator [n] for each piece of a layer."""
+    pieces = ()
+    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
+        pieces = pieces + (zero_vector(OPTIONS.pieces[LAYER][i][1]),)
+    return pieces
+
+
+@triton.jit
+def plus(x, y):
+    """The sums of the items of two tuples."""
+    out = ()
+    for i in tl.static_range(len(x)):
+        out = out + (x[i] + y[i],)
+    return out
+
+
+@triton.jit
+def column_sums(x):
+    """The sums over the rows of each item."""
+    out = ()
+    for i in tl.static_range(len(x)):
+        out = out + (tl.sum(x[i], 0),)
+    return out
+
+
+@triton.jit
+def store_pieces(ptr, pieces, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """Store a vector with an element for each unit of a layer."""
+    for i in tl.static_range(len(pieces)):
+        columns = OPTIONS.pieces[LAYER][i][0] + tl.arange(0, OPTIONS.pieces[LAYER][i][1])
+        value = pieces[i].to(ptr.dtype.element_ty)
+        tl.store(ptr + columns, value, mask=columns < OPTIONS.hidden[LAYER])
+
+
+@triton.jit
+def store_tile_pieces(
+    ptr, pieces, num_rows, ROWS: tl.constexpr, LAYER: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """Store the first num_rows rows of pieces [ROWS, n] to a contiguous matrix with a column for
+    each unit of a layer."""
+    for i in tl.static_range(len(pieces)):
+        rows = tl.arange(0, ROWS)
+        columns = OPTIONS.pieces[LAYER][i][0] + tl.arange(0, OPTIONS.pieces[LAYER][i][1])
+        ptrs = ptr + rows[:, None] * OPTIONS.hidden[LAYER] + columns[None, :]
+        mask = (rows < num_rows)[:, None] & (columns < OPTIONS.hidden[LAYER])[None, :]
+        tl.store(ptrs, pieces[i].to(ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,254 @@
+"""DIN's attention: the registered operators and their launches.
+
+    z1 = D (q ∘ k) + a + b,  h = act(z),  z2 = W2 h1 + b2,  s = w · h + b3
+    out = Σ_i p_i v_i  with  p = s, or the softmax of s over the events
+
+a and b are what the first layer adds for a row of q and for an event; their GEMMs, and those of
+their gradients, are the caller's. triton_forward.py and triton_backward.py have the kernels, mlp.py
+their device functions, configs.py the launch configurations. Results are deterministic: each row of
+a result has one program, and gradients of the MLP are parts of a fixed number of programs, summed
+in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common.activations import activation_factors, activation_function
+from ..common.autograd import refuse_derivative
+from ..common.configs import padded_dim
+from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
+from ..common.ops import operator
+from ..common.tail import zero_tails
+from .configs import GROUP, DINConfig, din_config, pieces
+from .mlp import Operands, Options
+from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
+from .triton_forward import din_fwd_kernel, din_moments_kernel
+
+
+class _Launch(NamedTuple):
+    """Arguments that the kernels share, and their constants."""
+
+    operands: Operands
+    strides: tuple[int, ...]
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+    tables: tuple[Tensor, ...]
+    constants: dict
+    config: DINConfig
+
+    @property
+    def tensors(self) -> tuple:
+        """The first arguments of each kernel."""
+        return self.operands, self.strides, self.weights, self.biases, self.tables
+
+    def programs(self, rows: int) -> int:
+        """Programs of a kernel whose programs take many rows of q."""
+        device = self.operands.q.device
+        return max(1, min(rows, device_properties(device).num_sms * self.config.ctas_per_sm))
+
+
+def _prepare(
+    kernel: str,
+    operands: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    tables: list[Tensor | None],
+    activation: str,
+    softmax: bool = False,
+    only: int = -1,
+) -> _Launch:
+    same = len(operands) == 4
+    given = Operands(*map(contiguous_last_dim, [*operands, operands[1]][:5]))
+    width, v_width = given.q.shape[1], given.v.shape[1]
+    hidden = tuple(x.shape[0] for x in weights[:-1])
+    config = din_config(kernel, given.q.element_size(), max(width, v_width), hidden)
+    bfloat16 = given.q.dtype == torch.bfloat16
+    with_units = activation in ("prelu", "dice")
+    name = "sigmoid" if with_units else activation
+    align, strides = aligned_strides(*((x, 0) for x in given))
+    options = Options(
+        width=width,
+        v_width=v_width,
+        block_e=padded_dim(width),
+        block_v=padded_dim(v_width),
+        hidden=hidden,
+        pieces=tuple(map(pieces, hidden)),
+        block=config.block,
+        group=GROUP,
+        align=align,
+        precision=precision(given.q),
+        units=activation if with_units else None,
+        factors=activation_factors(name, bfloat16, 1.0),
+        softmax=softmax,
+        same=same,
+        only=only,
+    )
+    constants = dict(
+        ACTIVATION=activation_function(name, bfloat16),
+        OPTIONS=options,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    contiguous = (
+        tuple(x.contiguous() for x in xs if x is not None) for xs in (weights, biases, tables)
+    )
+    return _Launch(given, tuple(strides), *contiguous, constants, config)
+
+
+def _fake(operands, *_):
+    q, v = operands[0], operands[1 if len(operands) == 4 else 4]
+    return q.new_empty((q.shape[0], v.shape[1])), q.new_empty(q.shape[:1], dtype=torch.float32)
+
+
+@operator("din_attention", fake=_fake)
+def triton_din(
+    operands: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    tables: list[Tensor | None],
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    activation: str,
+    softmax: bool,
+) -> tuple[Tensor, Tensor]:
+    """The weighted sums of the events.
+
+    Args:
+        operands: q `[R, E]`, k `[L, E]`, a `[R, H1]`, b `[L, H1]`, and v `[L, Ev]` unless it is k;
+            fp32, fp16 or bf16.
+        weights: D `[H1, E]`, then `[H2, H1]` of a second hidden layer, then `[1, H]`.
+        biases: of the layers but the first.
+        tables: fp32 `[7, H]` of each hidden layer with "prelu" or "dice", otherwise None.
+        q_offsets, kv_offsets: `[B + 1]`.
+
+    Returns:
+        `[R, Ev]`, and the scores' log-sum-exp, fp32 `[R]`, which is not written without softmax.
+        Rows behind the last segment are 0.
+    """
+    launch = _prepare("fwd", operands, weights, biases, tables, activation, softmax)
+    out, lse = _fake(operands)
+    rows, users = out.shape[0], q_offsets.shape[0] - 1
+    if users == 0:
+        return out.zero_(), lse.zero_()
+    din_fwd_kernel[(rows // GROUP + users,)](
+        *launch.tensors, out, lse, q_offsets, kv_offsets, users, **launch.constants
+    )
+    zero_tails((out, q_offsets))
+    return out, lse
+
+
+def _moments_fake(operands, weights, *options):
+    return operands[0].new_empty((3, weights[options[-1]].shape[0]), dtype=torch.float32)
+
+
+@operator("din_moments", fake=_moments_fake)
+def triton_din_moments(
+    operands: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    tables: list[Tensor | None],
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    activation: str,
+    layer: int,
+) -> Tensor:
+    """Number of pairs, mean and variance of z of a hidden layer, over all pairs: fp32 `[3, H]`.
+    tables: that of this layer is not read. Others: as `triton_din`."""
+    launch = _prepare("moments", operands, weights, biases, tables, activation, only=layer)
+    rows, users = operands[0].shape[0], q_offsets.shape[0] - 1
+    if rows == 0 or users == 0:
+        return _moments_fake(operands, weights, layer).zero_()
+    programs = launch.programs(rows)
+    parts = operands[0].new_empty((programs, 3, weights[layer].shape[0]), dtype=torch.float32)
+    din_moments_kernel[(programs,)](
+        *launch.tensors, parts, q_offsets, kv_offsets, rows, users, **launch.constants
+    )
+    counts, means, squares = parts.unbind(1)
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    squares = squares.sum(0) + (counts * (means - mean) ** 2).sum(0)
+    return torch.stack([count, mean, squares / count.clamp(min=1)])
+
+
+def _backward_fake(do, lse, delta, operands, weights, biases, tables, *options):
+    layer = options[-1]
+    if layer >= 0:
+        return [do.new_empty((3, weights[layer].shape[0]), dtype=torch.float32)]
+    rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
+    others = [torch.empty_like(x, dtype=torch.float32) for x in (*weights, *biases)]
+    return [*rows, *others, *(x.new_empty((3, x.shape[1])) for x in tables if x is not None)]
+
+
+@operator("din_attention_backward", fake=_backward_fake)
+def triton_din_backward(
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    operands: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    tables: list[Tensor | None],
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    activation: str,
+    softmax: bool,
+    layer: int,
+) -> list[Tensor]:
+    """Gradients of the operands, in their dtype; of the weights and the biases, and sums `[3, H]`
+    of each table, in fp32. The sums are the gradients of slope, bias and weight of the table.
+
+    Args:
+        lse, delta: fp32 `[R]`, of the forward, and out · do; read with softmax only.
+        layer: the hidden layer of which only the sums are wanted; -1: all. They need d0 and d1 of
+            the layers behind it.
+    """
+    results = _backward_fake(do, lse, delta, operands, weights, biases, tables, layer)
+    rows, users = operands[0].shape[0], q_offsets.shape[0] - 1
+    if rows == 0 or users == 0 or operands[1].shape[0] == 0:
+        return [x.zero_() for x in results]
+    tensors = operands, weights, biases, tables, activation, softmax
+    shared, do = (q_offsets, kv_offsets), do.contiguous()
+    last, count = len(biases) - 1, len(operands)
+    launch = _prepare("dmlp", *tensors, layer)
+    programs, hidden = launch.programs(rows), [x.shape[0] for x in weights[:-1]]
+    sizes = [x.numel() for x in (*weights[1:], *biases)]
+    parts = do.new_empty((programs, sum(sizes)), dtype=torch.float32)
+    sums = [do.new_empty((programs, 3, size), dtype=torch.float32) for size in hidden]
+    if layer in (-1, last):
+        din_bwd_dmlp_kernel[(programs,)](
+            *launch.tensors, (do, lse, delta, parts, sums[last]), *shared, rows, users,
+            **launch.constants,
+        )  # fmt: skip
+    dq, dk, da, db, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
+    first = do.new_zeros((programs, *weights[0].shape[::-1]), dtype=torch.float32)
+    if layer < last:
+        launch = _prepare("dq", *tensors, layer)
+        din_bwd_dq_kernel[(programs,)](
+            *launch.tensors, (do, lse, delta, dq, da, first, sums[0]), *shared, rows, users,
+            **launch.constants,
+        )  # fmt: skip
+    if layer >= 0:
+        return [sums[layer].sum(0)]
+    launch = _prepare("dkdv", *tensors)
+    din_bwd_dkdv_kernel[(cdiv(dk.shape[0], launch.config.block) + users,)](
+        *launch.tensors, (do, lse, delta, dk, db, dv), *shared, users, **launch.constants
+    )
+    zero_tails((dq, q_offsets), (da, q_offsets))
+    zero_tails(*((x, kv_offsets) for x in (dk, db, dv)[: count - 2]))
+    found = list(parts.sum(0).split(sizes))
+    if last == 1:  # which the kernel stores transposed
+        found[0] = found[0].view(hidden).t().reshape(-1)
+    # copies, because an operator's results share no memory
+    found = [x.view(y.shape).clone() for x, y in zip(found, (*weights[1:], *biases))]
+    of_tables = (x.sum(0) for x in sums if tables[0] is not None)
+    return [*results[:count], first.sum(0).t().contiguous(), *found, *of_tables]
+
+
+refuse_derivative(
+    triton_din_backward,
+    "din_attention is not differentiable twice: its backward has no derivative of its own",
+)

@@ -1,0 +1,311 @@
+"""Backward kernels of DIN's attention. Each computes the scores again, and sums over what it loops
+over: dq and da over events, gradients of events over rows of q, gradients of the MLP over both.
+
+The gradients of q and of the MLP have kernels of their own, and dD is summed in memory, because the
+sums of one kernel for all would take more registers than there are.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.loads import find_segment, find_tile, load_segment, log2
+from ..common.ptxas import safe_ptxas
+from .mlp import (
+    activation_gradient,
+    column_sums,
+    last_gradient,
+    load_events,
+    load_mlp,
+    load_query,
+    load_vector,
+    plus,
+    product_gradient,
+    score_gradient,
+    scores,
+    second_gradient,
+    store_pieces,
+    store_tile_pieces,
+    zero_pieces,
+    zero_vector,
+    zero_vectors,
+    zeros,
+)
+
+
+class Query(NamedTuple):
+    """A row of q, its a, and do, lse and delta of its result."""
+
+    q: tl.tensor
+    a: tl.tuple
+    do: tl.tensor
+    lse: tl.tensor
+    delta: tl.tensor
+
+
+@triton.jit
+def _load_query(operands, strides, gradients, row, OPTIONS: tl.constexpr):
+    q, a = load_query(operands, strides, row, OPTIONS)
+    do = load_vector(gradients[0] + row * OPTIONS.v_width, 0, OPTIONS.v_width, OPTIONS.block_v)
+    lse, delta = 0.0, 0.0
+    if OPTIONS.softmax:
+        lse, delta = tl.load(gradients[1] + row), tl.load(gradients[2] + row)
+    return Query(q, a, do.to(tl.float32), lse, delta)
+
+
+@triton.jit
+def _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments):
+    """The first event and the number of events of a row of q; none behind the last segment."""
+    user = find_segment(row, q_offsets_ptr, num_segments, 0, False)
+    start, length = load_segment(kv_offsets_ptr, user)
+    return start, tl.where(row < tl.load(q_offsets_ptr + num_segments), length, 0)
+
+
+@triton.jit
+def _last_layer_gradient(query, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
+    """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums."""
+    LAST: tl.constexpr = len(OPTIONS.hidden) - 1
+    found = scores(query.q, query.a, events, mlp, ACTIVATION, OPTIONS)
+    p, ds = score_gradient(query.do, query.lse, query.delta, found.s, events, OPTIONS)
+    dz, sums = activation_gradient(
+        last_gradient(ds, mlp), found.z[LAST], events.real, mlp, LAST, ACTIVATION, OPTIONS
+    )
+    return found, p, ds, dz, sums
+
+
+@triton.jit
+def _first_layer_gradient(dz, found, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
+    """dz of the first layer and its sums, given dz of the second one."""
+    dh = second_gradient(dz, mlp, events.k.dtype, OPTIONS)
+    return activation_gradient(dh, found.z[0], events.real, mlp, 0, ACTIVATION, OPTIONS)
+
+
+# -- gradients of q --------------------------------------------------------------------------------
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def din_bwd_dq_kernel(
+    operands, strides, weights, biases, tables, gradients, q_offsets_ptr, kv_offsets_ptr,
+    num_rows, num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """dq and da, and parts of dDᵀ `[E, H1]` and of the sums `[3, H1]` of the first of two layers.
+
+    gradients: do, lse, delta, dq, da, dD parts of zeros, sums. With S = Kᵀ dZ1 of a row of q,
+    dDᵀ = Σ S ∘ q and dq = Σ_units S ∘ Dᵀ: one MMA gives both. OPTIONS.only = 0: only the sums.
+    """
+    SUMS: tl.constexpr = OPTIONS.units is not None and len(OPTIONS.hidden) == 2
+    mlp = load_mlp(weights, biases, tables, OPTIONS)
+    sums = _zero_sums(0, SUMS, OPTIONS)
+    parts_ptr = gradients[5] + tl.program_id(0).to(tl.int64) * (OPTIONS.width * OPTIONS.hidden[0])
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        kv_start, kv_len = _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
+        products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_vectors(0, OPTIONS)
+        for start in range(0, kv_len, OPTIONS.block):
+            events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
+            found, p, ds, dz, more = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+            if len(OPTIONS.hidden) == 2:
+                dz, more = _first_layer_gradient(dz, found, events, mlp, ACTIVATION, OPTIONS)
+            if SUMS:
+                sums = _plus_sums(sums, more)
+            if OPTIONS.only < 0:
+                da = plus(da, column_sums(dz))
+                products = _add_products(products, events.k, dz, OPTIONS)
+        if OPTIONS.only < 0:
+            _finish_row(query, products, da, mlp, gradients, parts_ptr, row, OPTIONS)
+    if SUMS:
+        _store_sums(gradients[6], sums, 0, OPTIONS)
+
+
+@triton.jit
+def _finish_row(query, products, da, mlp, gradients, parts_ptr, row, OPTIONS: tl.constexpr):
+    """Store dq and da of a row, and add its part to the program's dDᵀ. products: Kᵀ dZ1,
+    [block_e, n]."""
+    dq = zero_vector(OPTIONS.block_e)
+    rows, row = tl.arange(0, OPTIONS.block_e), tl.cast(row, tl.int64)
+    for i in tl.static_range(len(products)):
+        dq += tl.sum(products[i] * tl.trans(mlp.first[i]).to(tl.float32), 1)
+        columns = OPTIONS.pieces[0][i][0] + tl.arange(0, OPTIONS.pieces[0][i][1])
+        ptrs = parts_ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
+        mask = (rows < OPTIONS.width)[:, None] & (columns < OPTIONS.hidden[0])[None, :]
+        old = tl.load(ptrs, mask=mask, other=0.0)
+        tl.store(ptrs, old + products[i] * query.q.to(tl.float32)[:, None], mask=mask)
+    dq_ptr = gradients[3] + row * OPTIONS.width
+    tl.store(dq_ptr + rows, dq.to(dq_ptr.dtype.element_ty), mask=rows < OPTIONS.width)
+    store_pieces(gradients[4] + row * OPTIONS.hidden[0], da, 0, OPTIONS)
+
+
+@triton.jit
+def _add_products(acc, x, dz, OPTIONS: tl.constexpr):
+    """acc + xᵀ dz, for x [block, M] and each piece [block, n] of dz."""
+    out = ()
+    for i in tl.static_range(len(dz)):
+        piece = tl.dot(tl.trans(x), dz[i].to(x.dtype), acc[i], input_precision=OPTIONS.precision)
+        out = out + (piece,)
+    return out
+
+
+@triton.jit
+def _zero_sums(LAYER: tl.constexpr, WANTED: tl.constexpr, OPTIONS: tl.constexpr):
+    """Three sums [n] for each piece of a layer; none unless they are wanted."""
+    pieces = ()
+    if WANTED:
+        zero = zero_vectors(LAYER, OPTIONS)
+        for i in tl.static_range(len(zero)):
+            pieces = pieces + ((zero[i], zero[i], zero[i]),)
+    return pieces
+
+
+@triton.jit
+def _plus_sums(acc, sums):
+    out = ()
+    for i in tl.static_range(len(sums)):
+        out = out + (plus(acc[i], sums[i]),)
+    return out
+
+
+@triton.jit
+def _store_sums(ptr, sums, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """Store the program's part `[3, H]`."""
+    ptr += tl.program_id(0) * (3 * OPTIONS.hidden[LAYER])
+    for row in tl.static_range(3):
+        pieces = ()
+        for i in tl.static_range(len(sums)):
+            pieces = pieces + (sums[i][row],)
+        store_pieces(ptr + row * OPTIONS.hidden[LAYER], pieces, LAYER, OPTIONS)
+
+
+# -- gradients of the MLP behind the first linear --------------------------------------------------
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_rows", "num_segments"])
+def din_bwd_dmlp_kernel(
+    operands, strides, weights, biases, tables, gradients, q_offsets_ptr, kv_offsets_ptr,
+    num_rows, num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Each program's parts of the gradients of W2ᵀ `[H1, H2]`, w, b2 and b3, and of the sums
+    `[3, H]` of the last hidden layer.
+
+    gradients: do, lse, delta, parts, sums. A part has the four gradients in this order; without a
+    second layer, those of w and b3. OPTIONS.only >= 0: only the sums.
+    """
+    LAST: tl.constexpr = len(OPTIONS.hidden) - 1
+    SUMS: tl.constexpr = OPTIONS.units is not None
+    dtype: tl.constexpr = operands.k.dtype.element_ty
+    mlp = load_mlp(weights, biases, tables, OPTIONS)
+    dsecond, sums = _zero_second(OPTIONS), _zero_sums(LAST, SUMS, OPTIONS)
+    dlast, dbias = zero_vectors(LAST, OPTIONS), zero_vectors(LAST, OPTIONS)
+    dlast_bias = 0.0
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        kv_start, kv_len = _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
+        for start in range(0, kv_len, OPTIONS.block):
+            events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
+            found, p, ds, dz, more = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+            if SUMS:
+                sums = _plus_sums(sums, more)
+            if OPTIONS.only < 0:
+                dlast_bias += tl.sum(ds, 0)
+                dlast = plus(dlast, _weighted_sums(found.h[LAST], ds))
+                if LAST == 1:
+                    dbias = plus(dbias, column_sums(dz))
+                    dsecond = _add_second(dsecond, found.h[0], dz, dtype, OPTIONS)
+    if SUMS:
+        _store_sums(gradients[4], sums, LAST, OPTIONS)
+    if OPTIONS.only < 0:
+        SECOND: tl.constexpr = OPTIONS.hidden[0] * OPTIONS.hidden[LAST] * LAST
+        UNITS: tl.constexpr = OPTIONS.hidden[LAST]
+        parts_ptr = gradients[3] + tl.program_id(0) * (SECOND + UNITS * (LAST + 1) + 1)
+        for i in tl.static_range(len(dsecond)):
+            store_tile_pieces(
+                parts_ptr + OPTIONS.pieces[0][i][0] * UNITS, dsecond[i],
+                OPTIONS.hidden[0] - OPTIONS.pieces[0][i][0], OPTIONS.pieces[0][i][1], LAST, OPTIONS,
+            )  # fmt: skip
+        store_pieces(parts_ptr + SECOND, dlast, LAST, OPTIONS)
+        if LAST == 1:
+            store_pieces(parts_ptr + SECOND + UNITS, dbias, LAST, OPTIONS)
+        tl.store(parts_ptr + SECOND + UNITS * (LAST + 1), dlast_bias)
+
+
+@triton.jit
+def _zero_second(OPTIONS: tl.constexpr):
+    """Accumulators of dW2ᵀ, for each piece of the first layer those of the second one."""
+    out = ()
+    if len(OPTIONS.hidden) == 2:
+        for i in tl.static_range(len(OPTIONS.pieces[0])):
+            out = out + (zero_pieces(OPTIONS.pieces[0][i][1], 1, OPTIONS),)
+    return out
+
+
+@triton.jit
+def _add_second(acc, h, dz, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
+    """acc + h1ᵀ dz2, pieces by pieces."""
+    out = ()
+    for i in tl.static_range(len(h)):
+        out = out + (_add_products(acc[i], h[i].to(DTYPE), dz, OPTIONS),)
+    return out
+
+
+@triton.jit
+def _weighted_sums(h, ds):
+    """Σ_i ds_i h_i of each piece."""
+    out = ()
+    for i in tl.static_range(len(h)):
+        out = out + (tl.sum(h[i] * ds[:, None], 0),)
+    return out
+
+
+# -- gradients of events ---------------------------------------------------------------------------
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments"])
+def din_bwd_dkdv_kernel(
+    operands, strides, weights, biases, tables, gradients, q_offsets_ptr, kv_offsets_ptr,
+    num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """dk, db and dv of a block of events of one user: sums over the user's rows of q.
+
+    gradients: do, lse, delta, dk, db, dv. Where v is k, dk has both gradients.
+    """
+    dk_ptr, db_ptr, dv_ptr = gradients[3], gradients[4], gradients[5]
+    user, kv_start, kv_len, start = find_tile(
+        tl.program_id(0), kv_offsets_ptr, num_segments, log2(OPTIONS.block)
+    )
+    if start >= kv_len:
+        return
+    q_start, q_len = load_segment(q_offsets_ptr, user)
+    mlp = load_mlp(weights, biases, tables, OPTIONS)
+    events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
+    dk = zeros(OPTIONS.block, OPTIONS.block_e)
+    dv = zeros(OPTIONS.block, OPTIONS.block_v)
+    db = zero_pieces(OPTIONS.block, 0, OPTIONS)
+    for i in range(0, q_len):
+        query = _load_query(operands, strides, gradients, q_start + i, OPTIONS)
+        found, p, ds, dz, _ = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+        if OPTIONS.same:
+            dk += p[:, None] * query.do[None, :]
+        else:
+            dv += p[:, None] * query.do[None, :]
+        if len(OPTIONS.hidden) == 2:
+            dz, _ = _first_layer_gradient(dz, found, events, mlp, ACTIVATION, OPTIONS)
+        db = plus(db, dz)
+        dk += product_gradient(dz, mlp, events.k.dtype, OPTIONS) * query.q.to(tl.float32)[None, :]
+    first = kv_start + start
+    rows = tl.arange(0, OPTIONS.block)
+    _store_rows(dk_ptr + first * OPTIONS.width, dk, rows < kv_len - start, OPTIONS.width)
+    if not OPTIONS.same:
+        _store_rows(dv_ptr + first * OPTIONS.v_width, dv, rows < kv_len - start, OPTIONS.v_width)
+    store_tile_pieces(
+        db_ptr + first * OPTIONS.hidden[0], db, kv_len - start, OPTIONS.block, 0, OPTIONS
+    )
+
+
+@triton.jit
+def _store_rows(ptr, x, real, WIDTH: tl.constexpr):
+    rows, columns = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
+    ptrs = ptr + rows[:, None] * WIDTH + columns[None, :]
+    tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=real[:, None] & (columns < WIDTH)[None, :])

@@ -1,0 +1,129 @@
+"""Problems of DIN's attention, for the CPU, the interpreter and a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from jagged_modules import functional
+from jagged_modules.reference import din_attention_reference
+from jagged_modules.unit_activations import FEATURES, UnitParameters
+
+ACTIVATIONS = ("sigmoid", "relu", "prelu", "dice", "dice-eval", "silu", "identity")
+
+
+@dataclasses.dataclass
+class Problem:
+    """Arguments of `din_attention`. `tensors`: those that have gradients, by name."""
+
+    tensors: dict[str, Tensor]
+    candidates: Tensor
+    kv_offsets: Tensor
+    options: dict
+    layers: int
+    statistics: dict
+
+    def _lists(self, tensors: dict[str, Tensor]) -> tuple[list, list, UnitParameters | None]:
+        def named(stem):
+            return [tensors[f"{stem}{i}"] for i in range(9) if f"{stem}{i}" in tensors]
+
+        units = None
+        if named("slope"):
+            norms = {x: named(x) or None for x in ("norm_weight", "norm_bias")}
+            units = UnitParameters(
+                named("slope"), norms["norm_weight"], norms["norm_bias"], **self.statistics
+            )
+        return named("weight"), named("bias"), units
+
+    def call(self, *values: Tensor, implementation: str = "auto") -> Tensor:
+        """The function under test, of the values of `tensors`."""
+        named = dict(zip(self.tensors, values))
+        q, k = named["q"], named["k"]
+        v, (weights, biases, units) = named.get("v", k), self._lists(named)
+        return functional.din_attention(
+            q, k, v, self.candidates, self.kv_offsets, weights, biases,
+            units=units, implementation=implementation, **self.options,
+        )  # fmt: skip
+
+    def definition(self, *values: Tensor) -> Tensor:
+        """The reference, which materialises pairs, in the order of the candidates."""
+        named = dict(zip(self.tensors, values))
+        q, k = named["q"], named["k"]
+        v, (weights, biases, units) = named.get("v", k), self._lists(named)
+        candidates, kv_offsets = self.candidates.cpu(), self.kv_offsets.cpu()
+        order = candidates.argsort(stable=True)
+        users = torch.arange(len(kv_offsets))
+        q_offsets = torch.searchsorted(candidates[order].contiguous(), users)
+        rows = q[order].reshape(-1, q.shape[-1])
+        n_q = q.shape[1] if q.dim() == 3 else 1
+        o = dict(normalize=None, features=tuple(FEATURES)) | self.options
+        out = din_attention_reference(
+            rows, k, v, q_offsets * n_q, kv_offsets, weights, biases,
+            o["activation"], o["normalize"], o["features"], units,
+        )  # fmt: skip
+        return out.view(*q.shape[:-1], v.shape[1])[order.argsort()]
+
+    def results(self, function, do: Tensor | None = None) -> dict[str, Tensor]:
+        """out, and the gradients of all tensors."""
+        values = [x.detach().requires_grad_() for x in self.tensors.values()]
+        out = function(*values)
+        do = gradient(out) if do is None else do
+        gradients = torch.autograd.grad(out, values, do)
+        return dict(out=out.detach(), **dict(zip(self.tensors, gradients)))
+
+    def kernel_results(self) -> dict[str, Tensor]:
+        """`results` of the kernels."""
+        return self.results(lambda *x: self.call(*x, implementation="triton"))
+
+
+def gradient(out: Tensor) -> Tensor:
+    """A gradient of a result."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(out.shape, generator=generator).to(out.dtype).to(out.device)
+
+
+def problem(
+    activation: str = "relu",
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    *,
+    candidates: list[int] = (2, 0, 1, 2, 3, 0, 2),
+    lengths: list[int] = (3, 0, 7, 2),
+    width: int = 6,
+    v_width: int | None = 5,
+    hidden: tuple[int, ...] = (7, 4),
+    n_q: int = 0,
+    **options,
+) -> Problem:
+    """candidates: the user of each. lengths: of the histories. v_width None: v is k. n_q: query
+    rows of a candidate; 0: q has two dimensions."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(device)
+
+    rows, features = sum(lengths), options.get("features", tuple(FEATURES))
+    tensors = dict(q=random(len(candidates), *[n_q] * (n_q > 0), width), k=random(rows, width))
+    if v_width is not None:
+        tensors["v"] = random(rows, v_width)
+    sizes = [len(features) * width, *hidden, 1]
+    for i, (before, size) in enumerate(zip(sizes, sizes[1:])):
+        tensors[f"weight{i}"] = random(size, before, scale=before**-0.5)
+    tensors |= {f"bias{i}": random(size, scale=0.3) for i, size in enumerate(sizes[1:])}
+    statistics = {}
+    name, _, evaluates = activation.partition("-")
+    if name in ("prelu", "dice"):
+        tensors |= {f"slope{i}": random(size, scale=0.3) for i, size in enumerate(hidden)}
+    if name == "dice":
+        for stem, one in (("norm_weight", 1.0), ("norm_bias", 0.0)):
+            tensors |= {f"{stem}{i}": one + random(n, scale=0.2) for i, n in enumerate(hidden)}
+    if evaluates:
+        means = [random(size, scale=0.2) for size in hidden]
+        statistics = dict(running_means=means, running_vars=[x.exp() for x in means])
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(device)
+    index = torch.tensor(list(candidates), dtype=torch.long).to(device)
+    return Problem(
+        tensors, index, offsets, dict(activation=name, **options), len(hidden), statistics
+    )

@@ -1,0 +1,112 @@
+"""The kernels of DIN's attention compile for the GPU generations that we support."""
+
+import pytest
+from marks import slow_after
+
+pytest.importorskip("triton")
+
+from jagged_kernels.common.activations import activation_function
+from jagged_kernels.common.configs import padded_dim
+from jagged_kernels.din import triton_backward, triton_forward
+from jagged_kernels.din.configs import GROUP, din_config, pieces
+from jagged_kernels.din.mlp import Operands, Options
+
+from ..sass import spilled_bytes
+from .ahead_of_time import compile_for
+
+KERNELS = dict(
+    fwd=triton_forward.din_fwd_kernel,
+    moments=triton_forward.din_moments_kernel,
+    dmlp=triton_backward.din_bwd_dmlp_kernel,
+    dq=triton_backward.din_bwd_dq_kernel,
+    dkdv=triton_backward.din_bwd_dkdv_kernel,
+)
+FP32 = ("lse", "delta", "parts", "sums")
+GRADIENTS = dict(
+    dmlp=("do", "lse", "delta", "parts", "sums"),
+    dq=("do", "lse", "delta", "dq", "da", "parts", "sums"),
+    dkdv=("do", "lse", "delta", "dk", "db", "dv"),
+)
+# bytes of a thread's registers in memory, in bf16
+SPILLED = dict(fwd=0, moments=0, dmlp=128, dq=384, dkdv=288)
+by_name = pytest.mark.parametrize("name", KERNELS)
+
+
+def compile_din(
+    capability, name, dtype, activation="relu", hidden=(80, 40), width=64, softmax=False, only=-1,
+    align=8,
+):  # fmt: skip
+    """A compiled kernel, as op.py launches it. v is k."""
+    config = din_config(name, 4 if dtype == "fp32" else 2, width, hidden)
+    units = activation if activation in ("prelu", "dice") else None
+    options = Options(
+        width=width, v_width=width, block_e=padded_dim(width), block_v=padded_dim(width),
+        hidden=hidden, pieces=tuple(map(pieces, hidden)), block=config.block, group=GROUP,
+        align=align, precision="bf16x6" if dtype == "fp32" else "tf32", units=units,
+        factors=(1.0, 1.0), softmax=softmax, same=True, only=only,
+    )  # fmt: skip
+    function = activation_function("sigmoid" if units else activation, dtype == "bf16")
+    element, layers = f"*{dtype}", len(hidden)
+    tuples = dict(
+        operands=Operands(*[element] * 5),
+        strides=("i32",) * 5,
+        weights=(element,) * (layers + 1),
+        biases=(element,) * layers,
+        tables=("*fp32",) * (layers if units else 0),
+    )
+    if name in GRADIENTS:
+        tuples["gradients"] = tuple("*fp32" if x in FP32 else element for x in GRADIENTS[name])
+
+    def type_of(arg):
+        if arg in tuples:
+            return tuples[arg]
+        if arg.endswith("offsets_ptr"):
+            return "*i64"
+        if arg.endswith("_ptr"):
+            return "*fp32" if arg.removesuffix("_ptr") in FP32 else element
+        return None
+
+    pointers = [x for x in KERNELS[name].arg_names if x.endswith("_ptr")]
+    aligned = [*pointers, *(x for x in tuples if x != "strides" and tuples[x])]
+    return compile_for(
+        capability, KERNELS[name], dict(ACTIVATION=function, OPTIONS=options), type_of, aligned,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+@slow_after(1, "capability", [90, 80, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@by_name
+def test_kernels_compile(name, dtype, capability):
+    """With the published numbers of units. A block of 64 events is loaded 16 bytes at a time, and
+    its scores are wgmma on Hopper."""
+    compiled = compile_din(capability, name, dtype, only=0 if name == "moments" else -1)
+    if dtype == "fp32":
+        return
+    assert "cp.async.cg" in compiled.asm["ptx"] or "ld.global.v4" in compiled.asm["ptx"]
+    if capability == 90:
+        assert "wgmma" in compiled.asm["ptx"]
+        assert spilled_bytes(compiled.asm["cubin"]) <= SPILLED[name]
+
+
+@slow_after(1, "activation", ["dice", "prelu", "silu", "sigmoid"])
+@by_name
+def test_activations_compile(name, activation):
+    compile_din(90, name, "bf16", activation, softmax=True, only=0 if name == "moments" else -1)
+
+
+@slow_after(
+    2, "sizes", [((128, 128), 128, 8), ((128,), 256, 8), ((7,), 5, 1), ((17, 130), 128, 8)], ids=str
+)
+@by_name
+def test_sizes_compile(name, sizes):
+    """The largest ones, and one layer of odd ones, whose rows are loaded element by element."""
+    hidden, width, align = sizes
+    only = 0 if name == "moments" else -1
+    compiled = compile_din(90, name, "bf16", hidden=hidden, width=width, align=align, only=only)
+    assert compiled.metadata.shared <= 163 * 1024  # of compute capability 8.0
+
+
+def test_passes_for_the_sums_of_one_layer_compile():
+    for name, only in (("moments", 1), ("dmlp", 1), ("dq", 0)):
+        compile_din(90, name, "bf16", "dice", only=only)

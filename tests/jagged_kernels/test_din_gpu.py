@@ -1,0 +1,107 @@
+"""DIN's attention on a GPU."""
+
+import pytest
+import torch
+from din_problem import ACTIVATIONS, problem
+
+import jagged_modules as jm
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+SEGMENTS = dict(
+    candidates=[0, 3, 1, 3, 0] + [4] * 35 + [6] * 3, lengths=[1, 64, 3, 65, 128, 0, 300]
+)
+DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(check_din, activation, dtype):
+    normalize = "softmax" if dtype == FP16 else None
+    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=normalize)
+    check_din(activation, dtype, "cuda", **options, **SEGMENTS)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ((5,), 3, 17),
+        ((33, 16), 96, None),
+        ((16, 200), 40, 128),
+        ((128, 100), 128, None),
+        ((128,), 256, None),
+    ],
+    ids=str,
+)
+def test_sizes(check_din, sizes, dtype):
+    hidden, width, v_width = sizes
+    options = dict(hidden=hidden, width=width, v_width=v_width, normalize="softmax")
+    check_din("silu", dtype, "cuda", **options, candidates=[0, 1, 1, 1], lengths=[2, 70])
+
+
+def test_query_rows(check_din):
+    check_din("dice", FP32, "cuda", n_q=3, width=16, hidden=(20,), v_width=None, **SEGMENTS)
+
+
+@pytest.mark.parametrize("activation", ["relu", "dice"])
+def test_results_are_deterministic(activation):
+    options = dict(candidates=[0, 1] * 600, lengths=[500, 70], width=64, v_width=None)
+    case = problem(activation, BF16, "cuda", hidden=(80, 40), **options)
+    first, second = case.kernel_results(), case.kernel_results()
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+def test_nothing_to_attend():
+    for candidates, lengths in (([], [3, 1]), ([0, 1], [0, 0]), ([], []), ([], [0])):
+        case = problem("dice", FP32, "cuda", candidates=candidates, lengths=lengths)
+        results = case.kernel_results()
+        assert all(not x.any() and x.isfinite().all() for x in results.values())
+
+
+def test_no_memory_for_pairs():
+    """A result and all gradients take less memory than one number for each pair."""
+    case = problem(
+        "relu", BF16, "cuda", candidates=[0] * 4000, lengths=[4000], width=16, v_width=None
+    )
+    case.kernel_results()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    case.kernel_results()
+    assert torch.cuda.max_memory_allocated() - before < 4000 * 4000 * 2
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "dice"])
+def test_rows_behind_the_last_segment(activation):
+    """NaN there reaches nothing, where only the device knows the lengths."""
+    layer = jm.JaggedDINAttention(32, (20, 18), activation, device="cuda")
+    targets = torch.randn(6, 1, 32, device="cuda")
+    users = torch.tensor([0, 1, 1, 0, 2, 2], device="cuda")
+    offsets = torch.tensor([0, 40, 40, 107], device="cuda")
+    given = torch.randn(150, 32, device="cuda")
+    given[107:] = torch.nan
+    results = []
+    for rows in (107, 150):
+        history = given[:rows].clone().requires_grad_()
+        layer.zero_grad()
+        out = layer(targets, (history, offsets.clone()), users)
+        out.sum().backward()
+        gradients = [x.grad for x in layer.parameters()]
+        results.append([out, history.grad[:107], *gradients])
+        assert not history.grad[107:].any()
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_layer_compiled_and_cached():
+    layer = jm.JaggedDINAttention(64, (80, 40), "prelu", normalize="softmax", device="cuda")
+    offsets = torch.tensor([0, 40, 40, 107], device="cuda")
+    history = torch.randn(107, 64, device="cuda"), offsets
+    targets, users = torch.randn(5, 2, 64, device="cuda"), torch.tensor([0, 1, 1, 0, 2]).cuda()
+    expected = layer(targets, history, users)
+    cached = layer.score(targets, layer.cache(history), users)
+    torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    out = compiled(targets, history, users)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    out.sum().backward()
