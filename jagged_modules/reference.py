@@ -150,8 +150,10 @@ def din_attention_reference(
 def _unit_table(
     z: Tensor, activation: str, units: UnitParameters | None, layer: int
 ) -> UnitTable | None:
-    if units is None or activation == "prelu":
-        return units and UnitTable(units.slopes[layer], *[z.new_zeros(())] * 6)
+    if units is None:
+        return None
+    if activation == "prelu":
+        return UnitTable(units.slopes[layer], *[z.new_zeros(())] * 6)
     if units.uses_batch or units.running_means is None or units.running_vars is None:
         return statistics_table(units, layer, z.mean(0), z.var(0, correction=0))
     return statistics_table(units, layer, units.running_means[layer], units.running_vars[layer])

@@ -4,6 +4,7 @@ an event, and the activations of the hidden units. PReLU and Dice have parameter
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -135,7 +136,7 @@ def first_layer(weight: Tensor, features: Sequence[str], width: int) -> tuple[Te
             for name, block in zip(features, blocks)
             if FEATURES[name][part]
         ]
-        sums.append(torch.stack(terms).sum(0) if terms else torch.zeros_like(blocks[0]))
+        sums.append(functools.reduce(torch.add, terms) if terms else torch.zeros_like(blocks[0]))
     return tuple(sums)
 
 

@@ -80,9 +80,9 @@ def din_attention(
             and "q*k" at most once.
         units: slopes of PReLU, or slopes and statistics of Dice.
         implementation: "auto", "reference" or "triton". The kernels take one or two hidden layers
-            of at most 256 units, E and Ev up to 256, and E · H1 + H1 · H2 up to 32768, with sizes
-            rounded up to sums of powers of two. Other sizes run on a GPU as "reference" only, which
-            has a row for each pair.
+            of at most 256 units, E and Ev up to 256, and E · H1 + H1 · H2 up to 32768 (24576 in
+            fp32), with sizes rounded up to sums of powers of two. Other sizes run on a GPU as
+            "reference" only, which has a row for each pair.
 
     Returns:
         `[C, Ev]` or `[C, n_q, Ev]`, in q's order. 0 for a candidate whose user has no events. There
@@ -185,13 +185,13 @@ def attend_by_mlp(
 def check_kernel_sizes(q: Tensor, v: Tensor, mlp: DINMlp) -> None:
     """ValueError for sizes that the kernels do not take."""
     hidden = tuple(x.shape[0] for x in mlp.weights[:-1])
-    if not has_kernels(q.shape[1], v.shape[1], hidden):
+    itemsize = q.element_size()
+    if not has_kernels(q.shape[1], v.shape[1], hidden, itemsize):
         raise ValueError(
             "the kernels take one or two hidden layers of at most 256 units, E and Ev up to 256,"
-            f" and E · H1 + H1 · H2 up to {MAX_WEIGHTS}, with sizes rounded up to sums of powers"
-            f" of two, got hidden {list(hidden)}, E = {q.shape[1]} and Ev = {v.shape[1]};"
-            " implementation"
-            " 'reference' takes any, with a row for each pair of candidate and event"
+            f" and E · H1 + H1 · H2 up to {MAX_WEIGHTS[itemsize]} in {q.dtype}, with sizes rounded"
+            f" up to sums of powers of two, got hidden {list(hidden)}, E = {q.shape[1]} and"
+            f" Ev = {v.shape[1]}; implementation 'reference' takes any, with a row for each pair of candidate and event"
         )
 
 
@@ -233,7 +233,7 @@ def checked_mlp(q: Tensor, mlp: DINMlp) -> DINMlp:
 
 def checked_features(features: Sequence[str]) -> tuple[str, ...]:
     """ValueError unless these are different features, at least one."""
-    known = is_sequence(features) and set(map(str, features)) <= FEATURES.keys()
+    known = is_sequence(features) and all(str(name) in FEATURES for name in features)
     if not known or not features or len(set(features)) != len(features):
         raise ValueError(
             f"features must be different ones of {tuple(FEATURES)}, at least one, got {features!r}"

@@ -133,7 +133,7 @@ class _Node(torch.autograd.Function):
         tables = _tables(tensors, statistics, eps)
         out, lse = operators(call.kernels).forward(*_arguments(tensors, tables, call), call.softmax)
         ctx.save_for_backward(out, lse, call.q_offsets, call.kv_offsets, *statistics, *flat)
-        ctx.call, ctx.sizes, ctx.eps = call._replace(q_offsets=None, kv_offsets=None), sizes, eps
+        ctx.call, ctx.sizes, ctx.eps = call[2:], sizes, eps  # without the offsets
         ctx.statistics = len(statistics)
         return out
 
@@ -142,7 +142,7 @@ class _Node(torch.autograd.Function):
         (do,) = grads
         out, lse, q_offsets, kv_offsets, *rest = ctx.saved_tensors
         statistics, flat = rest[: ctx.statistics], rest[ctx.statistics :]
-        call = ctx.call._replace(q_offsets=q_offsets, kv_offsets=kv_offsets)
+        call = DINCall(q_offsets, kv_offsets, *ctx.call)
         tensors = _grouped(flat, ctx.sizes)
         pulls: dict[int, Tensor] = {}
         delta = (out.to(lse.dtype) * do).sum(1) if call.softmax else lse

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..autocast import autocast_dtype
 from ..containers.offsets import segments_and_positions
 from ..scalars import check_size
 from ..segments import check_device, check_integers, checked_offsets, values_are_checkable
@@ -36,7 +37,10 @@ def jagged_sum(
     Raises:
         TypeError, ValueError: as `jagged_jagged_bmm`.
     """
-    check_rows("jagged_sum", "x", x)
+    check_rows("jagged_sum", "x", x, implementation=implementation)
+    if autocast_dtype(x) != x.dtype:  # sums stay in x's dtype, as torch's
+        with torch.autocast(x.device.type, enabled=False):
+            return jagged_sum(x, offsets, max_seqlen=max_seqlen, implementation=implementation)
     rows, ones = x.reshape(x.shape[0], x.shape[1:].numel()), x.new_ones(x.shape[0], 1)
     sums = jagged_jagged_bmm(
         ones, rows, offsets, max_seqlen=max_seqlen, implementation=implementation
@@ -59,7 +63,7 @@ def jagged_mean(
     Raises:
         TypeError, ValueError: as `jagged_sum`.
     """
-    check_rows("jagged_mean", "x", x)
+    check_rows("jagged_mean", "x", x, implementation=implementation)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     sums = jagged_sum(wide, offsets, max_seqlen=max_seqlen, implementation=implementation)
     lengths = offsets.diff().clamp(min=1).to(x.device, sums.dtype, non_blocking=True)

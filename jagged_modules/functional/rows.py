@@ -360,9 +360,16 @@ def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _padded_to_jagged("y", y, offsets, x.shape[0])
 
 
-def check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:
+def check_rows(
+    function: str,
+    name: str,
+    x: Tensor,
+    shape: str = "[L, ...]",
+    dim: int = 1,
+    implementation: str = "auto",
+) -> None:
     check_kind(name, x, Tensor, "a torch.Tensor")
-    check_dtype(name, x, function)
+    check_dtype(name, x, function, implementation)
     check_dense(name, x)
     if x.dim() < dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..functional.tail import cleared, with_zero_tail
-from .one_node import cast, differentiable_once, linear, linear_gradients, release
+from .one_node import apply, cast, differentiable_once, linear, linear_gradients, release
 
 if TYPE_CHECKING:
     from .mlp import JaggedMLP
@@ -37,7 +37,8 @@ def mlp_node(layer: JaggedMLP, x: Tensor, end: Tensor | None, dtype: torch.dtype
     gated = layer.activation == "swiglu"
     call = MLPCall(end, dtype, "silu" if gated else layer.activation, gated)
     parameters = (y for linear in layer.layers for y in (linear.weight, linear.bias))
-    return _Node.apply(x, call, *parameters)  # type: ignore[no-untyped-call]  # unannotated in torch
+    result: Tensor = apply(_Node, x, call, *parameters)
+    return result
 
 
 class _Node(torch.autograd.Function):
@@ -47,10 +48,12 @@ class _Node(torch.autograd.Function):
         ctx.x_dtype, ctx.dtype = x.dtype, parameters[0].dtype
         ctx.activation, ctx.gated = activation, gated
         saved: list[Tensor] = []
+        trains = any(ctx.needs_input_grad)
         y, parameters = cleared(x, end, dtype), tuple(cast(dtype, *parameters))
         for weight, bias in zip(parameters[::2], parameters[1::2]):
             z = linear(y, weight, bias)
-            saved += y, weight, z
+            if trains:
+                saved += y, weight, z
             y = activated(z, activation, gated)
         ctx.save_for_backward(end, *saved)
         return with_zero_tail(y, end)

@@ -170,3 +170,12 @@ def test_last_rows_by_number_and_for_each_segment(k):
 def test_wrong_arguments_of_reductions(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.randn(5, 2), torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_round_what_is_added(dtype):
+    x, offsets = torch.randn(50, 3), torch.tensor([0, 20, 50])
+    with torch.autocast("cpu", dtype):
+        total, mean = F.jagged_sum(x, offsets), F.jagged_mean(x, offsets)
+    assert torch.equal(total, F.jagged_sum(x, offsets))
+    assert torch.equal(mean, F.jagged_mean(x, offsets))

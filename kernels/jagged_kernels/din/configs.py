@@ -8,7 +8,9 @@ from ..common.configs import padded_dim
 
 MAX_SIZE = 256  # columns of q, k and v, and units of a hidden layer
 MAX_LAYERS = 2
-MAX_WEIGHTS = 2**15  # elements of D and W2, which stay in shared memory
+# Elements of D and W2, which stay in shared memory, by bytes of an element. In fp32 their
+# transposes stay there too.
+MAX_WEIGHTS = {2: 2**15, 4: 3 * 2**13}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +53,9 @@ def pieces(units: int) -> tuple[tuple[int, int], ...]:
     return (0, half), (half, rest)
 
 
-def has_kernels(width: int, v_width: int, hidden: tuple[int, ...]) -> bool:
+def has_kernels(width: int, v_width: int, hidden: tuple[int, ...], itemsize: int) -> bool:
     """Whether the kernels take q and k of `width` columns, v of `v_width`, and this MLP."""
     if len(hidden) > MAX_LAYERS or max(width, v_width, *hidden) > MAX_SIZE:
         return False
     units = [sum(size for _, size in pieces(n)) for n in hidden]
-    return units[0] * (padded_dim(width) + sum(units[1:])) <= MAX_WEIGHTS
+    return units[0] * (padded_dim(width) + sum(units[1:])) <= MAX_WEIGHTS[itemsize]
