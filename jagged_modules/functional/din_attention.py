@@ -191,7 +191,8 @@ def check_kernel_sizes(q: Tensor, v: Tensor, mlp: DINMlp) -> None:
             "the kernels take one or two hidden layers of at most 256 units, E and Ev up to 256,"
             f" and E · H1 + H1 · H2 up to {MAX_WEIGHTS[itemsize]} in {q.dtype}, with sizes rounded"
             f" up to sums of powers of two, got hidden {list(hidden)}, E = {q.shape[1]} and"
-            f" Ev = {v.shape[1]}; implementation 'reference' takes any, with a row for each pair of candidate and event"
+            f" Ev = {v.shape[1]}; implementation 'reference' takes any, with a row for each pair of"
+            " candidate and event"
         )
 
 

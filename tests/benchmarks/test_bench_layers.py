@@ -99,7 +99,9 @@ def statuses(case: runner.Case, pattern: str) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.table}: {case.name}")
 def test_a_users_layer(case, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **options: module)
-    names = [bench_layers.MODULES, bench_layers.OURS, bench_layers.COMPILED, bench_layers.USER]
+    names = [bench_layers.MODULES, bench_layers.OURS, bench_layers.COMPILED]
+    if not case.name.startswith(("JaggedSelfTargetAttention", "LinearCompressEmbedding")):
+        names.append(bench_layers.USER)
     pattern = "|".join(f"^{re.escape(name)}$" for name in [*names, bench_layers.FLOOR])
     assert statuses(case, pattern) == dict.fromkeys([*names, bench_layers.FLOOR], "ok")
 
