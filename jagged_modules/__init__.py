@@ -27,6 +27,7 @@ from .layers.mlp import JaggedMLP
 from .layers.self_target_attention import JaggedSelfTargetAttention
 from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
+from .padded_check import PaddedComparison, compare_padded
 from .rotary import Rotary
 from .serving.paged_history_cache import CacheFull, CacheStatistics, PagedHistoryCache
 from .settings import backward_workspace, batch_invariant, debug_checks
@@ -59,6 +60,7 @@ __all__ = [
     "JaggedTargetAttention",
     "LinearCompressEmbedding",
     "PagedHistoryCache",
+    "PaddedComparison",
     "Pages",
     "RelativeBias",
     "Rotary",
@@ -66,6 +68,7 @@ __all__ = [
     "UnitParameters",
     "backward_workspace",
     "batch_invariant",
+    "compare_padded",
     "debug_checks",
     "graphed",
     "transforms",

@@ -27,7 +27,13 @@ LAYERS = {
 }
 # by classmethods, functions or errors
 MADE_BY_OTHERS = {"CacheFull", "CacheStatistics", "CandidateIndex", "TileSchedule"}
-MADE_BY_OTHERS |= {"Pages", "functional.ScorePlan", "transforms.Report", "transforms.Site"}
+MADE_BY_OTHERS |= {
+    "Pages",
+    "PaddedComparison",
+    "functional.ScorePlan",
+    "transforms.Report",
+    "transforms.Site",
+}
 MADE_BY_OTHERS |= {
     name for name, value in CLASSES.items() if value.__module__.endswith("containers.history_cache")
 }

@@ -63,8 +63,7 @@ def real_rows(
         check_integers("lengths", lengths)
         if values_are_checkable(lengths) and bool(((lengths < 0) | (lengths > width)).any()):
             raise ValueError(f"lengths must be 0 to x's N, {width}, got {to_ints(lengths)}")
-        positions = torch.arange(width, device=lengths.device)
-        mask = (positions if side == "right" else positions.flip(0)) < lengths[:, None]
+        mask = real_places(lengths, width, side)
     else:
         mask = _checked("mask", mask, (segments, width), "[B, N]", x)
         if mask.dtype != torch.bool:
@@ -79,6 +78,12 @@ def real_rows(
     offsets = pad(lengths.to(x.device, non_blocking=True).cumsum(0), (1, 0))
     longest = width if host_lengths is None else max(to_ints(host_lengths), default=0)
     return values, offsets, longest, host_lengths
+
+
+def real_places(lengths: Tensor, width: int, side: str) -> Tensor:
+    """bool `[B, N]`: which rows of the padded form are real."""
+    positions = torch.arange(width, device=lengths.device)
+    return (positions if side == "right" else positions.flip(0)) < lengths[:, None]
 
 
 def _checked(name: str, x: Any, shape: tuple[int, ...], letters: str, of: Tensor) -> Tensor:

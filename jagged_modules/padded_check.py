@@ -1,0 +1,128 @@
+"""What explains that a padded model and its jagged form differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .containers.jagged import Jagged
+from .containers.padding import SIDES, real_places
+from .scalars import check_choice, check_kind
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedComparison:
+    """Largest absolute differences of results on one batch.
+
+    Attributes:
+        size: largest absolute result of the padded model.
+        error: between the padded model and the jagged one.
+        of_padding: of the padded model, if its padding holds other numbers: it reads them.
+        of_width: if there is one more padded row: it divides by N, or takes statistics of all rows.
+        of_side: if the padding is on the other side: it counts positions from the tensor's left, or
+            takes the last of N rows.
+    """
+
+    size: float
+    error: float
+    of_padding: float
+    of_width: float
+    of_side: float
+
+    def reasons(self, tolerance: float = 1e-5) -> list[str]:
+        """What explains the error: the changes of the padding that change the padded model's
+        results.
+
+        Args:
+            tolerance: the share of their size by which results change at least.
+        """
+        found = dict(
+            of_padding="it reads the numbers in its padding: no mask in attention or pooling",
+            of_width="it depends on the number of padded rows: a mean over N, statistics of rows",
+            of_side="it depends on the padding's side: positions from the left, the row at N - 1",
+        )
+        limit = tolerance * max(self.size, 1e-30)
+        return [text for name, text in found.items() if getattr(self, name) > limit]
+
+    def __str__(self) -> str:
+        lines = [f"largest difference {self.error:.3g} in results of up to {self.size:.3g}"]
+        lines += [f"the padded model: {reason}" for reason in self.reasons()]
+        return "\n".join(lines)
+
+
+def compare_padded(
+    padded: Callable[[Tensor, Tensor], Tensor],
+    jagged: Callable[[Jagged], Any],
+    x: Tensor,
+    lengths: Tensor,
+    side: str = "right",
+) -> PaddedComparison:
+    """Run a padded model and its jagged form on one batch, and the padded one with other padding,
+    to find what makes them differ. Give both the same weights, in eval mode; in float64 equal
+    models agree to about 1e-12.
+
+    Args:
+        padded: takes x and which of its rows are real, bool `[B, N]`; returns `[B, N, ...]`, of
+            which real rows count, or `[B, ...]`.
+        jagged: takes the rows as a `Jagged`; returns any container of as many rows, or `[B, ...]`.
+        x: `[B, N, ...]`, floating-point.
+        lengths: `[B]` int32 or int64, the real rows of each segment.
+        side: of x's padding, "right" or "left".
+
+    Returns:
+        The comparison; print it.
+
+    Raises:
+        TypeError, ValueError: as `Jagged.from_padded`; results of other shapes.
+
+    Example::
+
+        model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+        layer = jm.JaggedEncoderLayer.from_torch(model)
+        x, lengths = torch.randn(3, 5, 16), torch.tensor([2, 5, 1])
+        print(jm.compare_padded(lambda x, real: model(x), layer, x, lengths))  # it has no mask
+    """
+    check_choice("side", side, SIDES)
+    rows = Jagged.from_padded(x, lengths, side=side)
+    check_kind("lengths", lengths, Tensor, "a torch.Tensor")
+
+    def run(width: int, side: str, padding: float) -> Tensor:
+        """The padded model's results that count."""
+        given = rows.to_padded(width, padding, side=side)
+        real = real_places(lengths.to(x.device), width, side)
+        return _results(padded(given, real), real)
+
+    with torch.no_grad():
+        width, (other,) = x.shape[1], set(SIDES) - {side}
+        expected = run(width, side, 0.0)
+        own = jagged(rows)
+        if not isinstance(own, Tensor):
+            own = Jagged.wrap(own, name="jagged's result").values
+        if own.shape != expected.shape:
+            raise ValueError(
+                f"both models must give results of one shape, {list(expected.shape)} of real rows,"
+                f" got {list(own.shape)}"
+            )
+        differences = [
+            _largest(found - expected)
+            for found in (
+                own,
+                run(width, side, 3.0),
+                run(width + 1, side, 0.0),
+                run(width, other, 0.0),
+            )
+        ]
+    return PaddedComparison(_largest(expected), *differences)
+
+
+def _results(out: Any, real: Tensor) -> Tensor:
+    check_kind("padded's result", out, Tensor, "a torch.Tensor")
+    return out[real] if out.shape[:2] == real.shape else out
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0

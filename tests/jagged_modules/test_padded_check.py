@@ -1,0 +1,74 @@
+"""What explains a difference between a padded model and its jagged form."""
+
+import pytest
+import torch
+from torch import nn
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+LENGTHS, WIDTH = torch.tensor([3, 1, 5]), 16
+X = torch.randn(3, 6, WIDTH, dtype=torch.float64)
+
+
+def encoder():
+    model = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True, dtype=torch.float64).eval()
+    return model, jm.JaggedEncoderLayer.from_torch(model)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_equal_models(side):
+    model, layer = encoder()
+    found = jm.compare_padded(
+        lambda x, real: model(x, src_key_padding_mask=~real), layer, X, LENGTHS, side
+    )
+    assert found.error < 1e-12 * found.size and found.reasons() == []
+    assert str(found).startswith("largest difference")
+
+
+def mean(x, real):
+    return (x * real[..., None]).sum(1) / x.shape[1]
+
+
+def last(x, real):
+    return x[:, -1]
+
+
+def with_positions(x, real):
+    return x + torch.arange(x.shape[1], dtype=x.dtype)[None, :, None]
+
+
+def numbered(rows):
+    starts = rows.offsets[:-1].repeat_interleave(rows.offsets.diff())
+    return rows.with_values(rows.values + (torch.arange(rows.num_rows) - starts)[:, None])
+
+
+@pytest.mark.parametrize(
+    "padded, jagged, side, reasons",
+    [
+        (lambda x, real: x.sum(1), lambda x: F.jagged_sum(x.values, x.offsets), "right", ["reads"]),
+        (mean, lambda x: F.jagged_mean(x.values, x.offsets), "right", ["number of padded rows"]),
+        (last, lambda x: F.jagged_last(x.values, x.offsets)[0], "right", ["reads", "side"]),
+        (with_positions, numbered, "left", ["number of padded rows", "side"]),
+    ],
+    ids=["sum", "mean", "last", "positions"],
+)
+def test_each_reason(padded, jagged, side, reasons):
+    lengths = LENGTHS
+    found = jm.compare_padded(padded, jagged, X, lengths, side)
+    assert len(found.reasons()) == len(reasons), str(found)
+    for reason, expected in zip(found.reasons(), reasons):
+        assert expected in reason and reason in str(found)
+
+
+def test_a_missing_mask_explains_the_error():
+    model, layer = encoder()
+    found = jm.compare_padded(lambda x, real: model(x), layer, X, LENGTHS)
+    assert found.error > 1e-3 * found.size and "reads" in found.reasons()[0]
+
+
+def test_results_of_other_shapes():
+    with pytest.raises(ValueError, match="results of one shape"):
+        jm.compare_padded(lambda x, real: x, lambda x: x.values[:2], X, LENGTHS)
+    with pytest.raises(ValueError, match="side must be one of"):
+        jm.compare_padded(lambda x, real: x, lambda x: x, X, LENGTHS, "top")
