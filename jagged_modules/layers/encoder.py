@@ -17,7 +17,7 @@ from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
 from ..tracing import call_of, one_module
-from .from_torch import check_attention, load, load_attention, place
+from .from_torch import checked_attention, load, load_attention, place
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
 from .norms import RMSNorm, RowNorm
@@ -117,10 +117,10 @@ class JaggedEncoderLayer(nn.Module):
             TypeError, ValueError: another kind of module, or options that this layer does not have.
         """
         check_kind("module", module, nn.TransformerEncoderLayer, "an nn.TransformerEncoderLayer")
-        check_attention(module.self_attn)
+        attention = checked_attention(module.self_attn)
         layer = cls(
-            module.self_attn.embed_dim,
-            module.self_attn.num_heads,
+            attention.embed_dim,
+            attention.num_heads,
             module.linear1.out_features,
             norm_first=module.norm_first,
             activation=_activation_of(module),

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..scalars import check_kind
 
 
-def check_attention(module: Any) -> None:
-    """TypeError or ValueError unless the layers here compute what this nn.MultiheadAttention
-    does."""
+def checked_attention(module: Any) -> Any:
+    """The module, whose attributes torch does not annotate; TypeError or ValueError unless the
+    layers here compute what this nn.MultiheadAttention does."""
     check_kind("module", module, nn.MultiheadAttention, "an nn.MultiheadAttention")
     if not module._qkv_same_embed_dim:
         raise ValueError(
@@ -22,6 +22,7 @@ def check_attention(module: Any) -> None:
     if module.bias_k is not None or module.add_zero_attn:
         found = "add_zero_attn" if module.bias_k is None else "add_bias_kv"
         raise ValueError(f"module must have no keys besides the history's, got {found}=True")
+    return module
 
 
 def place(module: nn.Module) -> dict[str, Any]:
@@ -41,8 +42,9 @@ def load(target: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
             own.bias.copy_(bias)
 
 
-def load_attention(layer: nn.Module, module: nn.MultiheadAttention) -> None:
-    """Copy the projections into a layer that has `q_proj`, `kv_proj` and `out_proj`."""
+def load_attention(layer: nn.Module, module: Any) -> None:
+    """Copy the projections of a `checked_attention` into a layer that has `q_proj`, `kv_proj` and
+    `out_proj`."""
     own: Any = layer
     width, bias = module.embed_dim, module.in_proj_bias
     q, kv = module.in_proj_weight.tensor_split([width])

@@ -25,7 +25,7 @@ from ..segments import RowSegments
 from ..tracing import as_constant, call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
-from .from_torch import check_attention, load_attention, place
+from .from_torch import checked_attention, load_attention, place
 from .gdpa_config import GDPAConfig
 from .gdpa_node import gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
@@ -151,13 +151,10 @@ class JaggedGDPA(nn.Module):
         Raises:
             TypeError, ValueError: as `JaggedTargetAttention.from_torch`.
         """
-        check_attention(module)
-        width, heads, config = (
-            module.embed_dim,
-            module.num_heads,
-            GDPAConfig(dropout=module.dropout),
-        )
-        layer = cls(width, heads, "softmax", mask, config, **place(module))
+        given = checked_attention(module)
+        config = GDPAConfig(dropout=given.dropout)
+        where = place(module)
+        layer = cls(given.embed_dim, given.num_heads, "softmax", mask, config, **where)
         load_attention(layer, module)
         return layer.train(module.training)
 

@@ -21,7 +21,7 @@ from ..scalars import check_kind, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
-from .from_torch import check_attention, load_attention, place
+from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
 from .one_node import cast_linears, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
@@ -97,9 +97,8 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError, ValueError: another kind of module, or options that this layer does not have.
         """
-        check_attention(module)
-        width, heads = module.embed_dim, module.num_heads
-        layer = cls(width, heads, dropout=module.dropout, **place(module))
+        given = checked_attention(module)
+        layer = cls(given.embed_dim, given.num_heads, dropout=given.dropout, **place(module))
         load_attention(layer, module)
         return layer.train(module.training)
 
