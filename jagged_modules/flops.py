@@ -67,7 +67,7 @@ def _attention(backward: bool, first: int = 0) -> Formula:
 
 def _gate_linear_backward(dout: Tensor, *args: Any, **_: Any) -> int:
     """The gradient of the projection's input, and of the projection if it gets one."""
-    projection, needs_projection = args[4], args[-1]
+    projection, needs_projection = args[3], args[9]
     return 2 * dout.shape[0] * projection.numel() * (2 if needs_projection else 1)
 
 
