@@ -83,3 +83,8 @@ def swiglu(x: Tensor) -> Tensor:
     """silu(a) · b of x = [a | b] `[..., 2 W]`."""
     a, b = x.chunk(2, -1)
     return nnf.silu(a) * b
+
+
+def activation_of_rows(name: str) -> Callable[[Tensor], Tensor]:
+    """An activation of a feed-forward network: "swiglu" or one of POINTWISE."""
+    return swiglu if name == "swiglu" else POINTWISE[name].function

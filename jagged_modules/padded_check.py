@@ -88,7 +88,6 @@ def compare_padded(
     """
     check_choice("side", side, SIDES)
     rows = Jagged.from_padded(x, lengths, side=side)
-    check_kind("lengths", lengths, Tensor, "a torch.Tensor")
 
     def run(width: int, side: str, padding: float) -> Tensor:
         """The padded model's results that count."""

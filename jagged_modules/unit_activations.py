@@ -115,16 +115,6 @@ def statistics_table(
     return UnitTable(slope, mean, torch.rsqrt(variance + units.eps), weight, bias, zero, zero)
 
 
-def joined_moments(parts: Tensor) -> Tensor:
-    """Numbers, means and variances `[3, H]` of all, of parts `[n, 3, H]` with sums of squared
-    deviations from their means in place of variances (Chan et al. 1979). 0 where there are none."""
-    counts, means, squares = parts.unbind(1)
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / count.clamp(min=1)
-    squares = squares.sum(0) + (counts * (means - mean) ** 2).sum(0)
-    return torch.stack([count, mean, squares / count.clamp(min=1)])
-
-
 def first_layer(weight: Tensor, features: Sequence[str], width: int) -> tuple[Tensor, ...]:
     """The first linear's weight `[H, |features| · width]` as what multiplies q, k and q ∘ k: three
     `[H, width]`. It is linear in the features, so W x = A q + B k + D (q ∘ k)."""

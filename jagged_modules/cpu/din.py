@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from jagged_kernels.din.results import empty_gradients, joined_moments
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ..autocast import host_operator
-from ..unit_activations import joined_moments, unit_activation, unit_activation_gradients
+from ..unit_activations import unit_activation, unit_activation_gradients
 from .buckets import Rows, compute_dtype, groups
 
 NOT_TWICE = "din_attention is not differentiable twice: its backward has no derivative of its own"
@@ -220,13 +221,7 @@ def din_attention_backward_cpu(
 
 @din_attention_backward_cpu.register_fake
 def _(do, lse, delta, operands, weights, biases, tables, *options):  # type: ignore[no-untyped-def]
-    dtype, layer = compute_dtype(do), options[-1]
-    if layer >= 0:
-        return [do.new_empty((3, weights[layer].shape[0]), dtype=dtype)]
-    rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
-    others = (torch.empty_like(x, dtype=dtype) for x in (*weights, *biases))
-    sums = (x.new_empty((3, x.shape[1]), dtype=dtype) for x in tables if x is not None)
-    return [*rows, *others, *sums]
+    return empty_gradients(operands, weights, biases, tables, compute_dtype(do), options[-1])
 
 
 class _Gradients:

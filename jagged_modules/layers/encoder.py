@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
-from ..activations import POINTWISE, swiglu
+from ..activations import activation_of_rows
 from ..containers.jagged import Jagged, wrap_rows
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
@@ -176,8 +176,7 @@ class JaggedEncoderLayer(nn.Module):
         return self.attention(own, num_targets=num_targets).values
 
     def _ffn(self, rows: Tensor) -> Tensor:
-        gated = self.activation == "swiglu"
-        activation = swiglu if gated else POINTWISE[self.activation].function
+        activation = activation_of_rows(self.activation)
         return self.linear2(self.dropout(activation(self.linear1(rows))))
 
     def extra_repr(self) -> str:
@@ -246,14 +245,12 @@ class JaggedEncoder(nn.Module):
         """
         first: Any = self.layers[0]
         jagged = wrap_rows("x", x, first.embedding_dim, first.linear1)
-        end = jagged.end("x")
-        rows = jagged.with_values(entering(jagged.values, end))
+        rows = jagged.with_values(jagged.values)
         for layer in self.layers:
             rows = layer(rows, num_targets)
-        values = rows.values
-        if self.norm is not None:
-            values = leaving(self.norm(values), end)
-        return jagged.unwrap(values)
+        if self.norm is None:
+            return jagged.unwrap(rows.values)
+        return jagged.unwrap(leaving(self.norm(rows.values), jagged.end("x")))
 
     if TYPE_CHECKING:
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.types import Device
 
-from ..activations import POINTWISE, swiglu
+from ..activations import POINTWISE, activation_of_rows
 from ..containers.jagged import wrap_rows
 from ..functional.tail import entering, leaving
 from ..scalars import check_choice, check_kind, check_size
@@ -95,8 +95,7 @@ class JaggedMLP(nn.Module):
         if dtype is not None:
             return jagged.unwrap(mlp_node(self, jagged.values, end, dtype))
         values = entering(jagged.values, end)
-        is_gated = self.activation == "swiglu"
-        activation = swiglu if is_gated else POINTWISE[self.activation].function
+        activation = activation_of_rows(self.activation)
         # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
         for layer in self.layers:
             values = activation(layer(values))

@@ -25,6 +25,7 @@ from ..common.ops import operator
 from ..common.tail import zero_tails
 from .configs import GROUP, DINConfig, din_config, pieces
 from .mlp import Operands, Options
+from .results import empty_gradients, joined_moments
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
 from .triton_forward import din_fwd_kernel, din_moments_kernel
 
@@ -167,20 +168,11 @@ def triton_din_moments(
     din_moments_kernel[(programs,)](
         *launch.tensors, parts, q_offsets, kv_offsets, rows, users, **launch.constants
     )
-    counts, means, squares = parts.unbind(1)
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / count.clamp(min=1)
-    squares = squares.sum(0) + (counts * (means - mean) ** 2).sum(0)
-    return torch.stack([count, mean, squares / count.clamp(min=1)])
+    return joined_moments(parts)
 
 
 def _backward_fake(do, lse, delta, operands, weights, biases, tables, *options):
-    layer = options[-1]
-    if layer >= 0:
-        return [do.new_empty((3, weights[layer].shape[0]), dtype=torch.float32)]
-    rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands]
-    others = [torch.empty_like(x, dtype=torch.float32) for x in (*weights, *biases)]
-    return [*rows, *others, *(x.new_empty((3, x.shape[1])) for x in tables if x is not None)]
+    return empty_gradients(operands, weights, biases, tables, torch.float32, options[-1])
 
 
 @operator("din_attention_backward", fake=_backward_fake)
