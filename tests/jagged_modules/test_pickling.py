@@ -41,6 +41,7 @@ CONTAINERS = {
     "HistoryCache": _cache,
     "HSTUConfig": lambda: jm.HSTUConfig(scaling_seqlen=9),
     "Jagged": _prepared,
+    "PaddedComparison": lambda: jm.PaddedComparison(1.0, 0.5, 0.25, 0.0, 0.125),
     "Pages": lambda: jm.Pages.of([[3, 1], []], [200, 0], 128),
     "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(_offsets()),
