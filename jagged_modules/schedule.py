@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem, Selection, select
@@ -118,15 +119,16 @@ def device_schedule(
     q_rows, kv_rows = problem.q_rows, problem.kv_rows
     num_heads, num_kv_heads = problem.num_heads, problem.num_kv_heads
     params = None if mask is None else MaskParams(*mask)
-    problem = problem._replace(causal=params is not None and params.is_causal)
-    if q_offsets.is_cuda:
-        problem = problem._replace(capability=capability(q_offsets.device))
     # sizes are symbols there, and a choice that depends on them would recompile
     if torch.compiler.is_compiling():
-        problem = problem._replace(q_rows=None, kv_rows=None)
+        sizes: dict[str, Any] = dict(q_rows=None, kv_rows=None)
     else:
-        num_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
-        problem = problem._replace(q_segments=num_segments[0], kv_segments=num_segments[1])
+        sizes = dict(q_segments=q_offsets.shape[0] - 1, kv_segments=kv_offsets.shape[0] - 1)
+    problem = problem._replace(
+        capability=capability(q_offsets.device) if q_offsets.is_cuda else problem.capability,
+        causal=params is not None and params.is_causal,
+        **sizes,
+    )
     selection = select(problem)
     tile, head_dim = selection.tile, _grouped_dim(problem, selection)
     of_queries, *of_keys = list_tiles(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ def values_are_checkable(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     device = x.device.type
-    if device == "meta" or (device != "cpu" and not debug_checks.current()):
+    if device != "cpu" and (device == "meta" or not debug_checks.current()):
         return False
     return not isinstance(x, FakeTensor)
 
@@ -183,7 +184,8 @@ class Segmentation:
         Random: process ids are reused, and forked processes would continue a counter from the same
         number.
         """
-        return vars(self).setdefault("_id", os.urandom(16))
+        known: bytes | None = vars(self).get("_id")
+        return vars(self).setdefault("_id", os.urandom(16)) if known is None else known
 
     @property
     def num_rows(self) -> int | None:
@@ -203,12 +205,13 @@ class Segmentation:
         for oldest in list(self.schedules)[:-MAX_SCHEDULES]:
             self.schedules.pop(oldest, None)
 
-    def note_build(self, description: str, by_prepare: bool) -> None:
+    def note_build(self, describe: Callable[[], str], by_prepare: bool) -> None:
         """Record a schedule that `Jagged.prepare` builds. Warn if attention builds one although
         others were prepared."""
         if by_prepare:
-            self.prepared[description] = None
+            self.prepared[describe()] = None
         elif self.prepared:
+            description = describe()
             other = " of other queries" if description in self.prepared else ""
             warnings.warn(
                 "no schedule that Jagged.prepare built fits this attention, so it builds one: it"
@@ -263,14 +266,32 @@ class Queries:
 
     offsets: Tensor
     _known: Segmentation  # of the offsets when they were last read
+    _read: tuple[Tensor, int] | None = None  # offsets of a device, and their version then
     _parsed: tuple[object, RowSegments] | None = None  # kept by `Jagged.parsed`
 
     @property
     def segmentation(self) -> Segmentation:
         """What is known of the segments. A write to the offsets, also through a view, makes a new
         one."""
-        self._known = segmentation_of(self.offsets, known=self._known)
+        offsets, read = self.offsets, self._read
+        if read is not None and read[0] is offsets and not torch.compiler.is_compiling():
+            if read[1] == offsets._version:
+                return self._known
+        self._read_offsets(known=self._known)
         return self._known
+
+    def _read_offsets(
+        self, host_lengths: Tensor | None = None, known: Segmentation | None = None
+    ) -> None:
+        self._known = segmentation_of(self.offsets, host_lengths, known)
+        on_device = _is_tracked(self.offsets) and not _on_host(self.offsets)
+        self._read = (self.offsets, self.offsets._version) if on_device else None
+
+    def known_segmentation(self) -> Segmentation | None:
+        """For `may_have_tail`: the segmentation, if offsets on a device have not changed since it
+        was made. None if they may have."""
+        known = self.segmentation
+        return None if self._read is None else known
 
     @property
     def segmentation_id(self) -> bytes:
@@ -308,16 +329,18 @@ def segmentation_of(
     kept: _Kept | None = _segmentations.get(offsets)
     if kept is None or not _is_unchanged(kept, offsets):
         segmentation = known if kept is None and known is not None else Segmentation(host_lengths)
-        remember(offsets, segmentation)
+        _keep(offsets, segmentation)
         return segmentation
     if kept.segmentation.host_lengths is None:
         kept.segmentation.host_lengths = host_lengths
     return kept.segmentation
 
 
-def parse_segments(name: str, offsets: Tensor, rows: int, device: torch.device) -> RowSegments:
+def parse_segments(
+    name: str, offsets: Tensor, rows: int, device: torch.device, known: Segmentation | None = None
+) -> RowSegments:
     """The segments of an operand with so many rows, of offsets that are checked as far as their
-    values may be read. Errors call the offsets `name`.
+    values may be read. Errors call the offsets `name`. known: as in `may_have_tail`.
 
     Raises:
         ValueError: a container has noted the lengths on the host, and they do not add up to `rows`.
@@ -325,16 +348,19 @@ def parse_segments(name: str, offsets: Tensor, rows: int, device: torch.device) 
     return RowSegments(
         normal_form(offsets, device),
         num_rows=rows,
-        has_tail=may_have_tail(name, offsets, rows, device),
+        has_tail=may_have_tail(name, offsets, rows, device, known),
     )
 
 
-def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -> bool:
+def may_have_tail(
+    name: str, offsets: Tensor, rows: int, device: torch.device, known: Segmentation | None = None
+) -> bool:
     """Whether only the device knows if there are rows behind offsets[-1].
 
     Args:
         offsets: as the caller gave them, before they are moved to `device`. Errors call them
             `name`.
+        known: `Queries.known_segmentation`, where a container has the offsets.
 
     Raises:
         ValueError: as `parse_segments`.
@@ -343,21 +369,26 @@ def may_have_tail(name: str, offsets: Tensor, rows: int, device: torch.device) -
         return True
     if values_are_checkable(offsets):
         return False
-    kept: _Kept | None = _segmentations.get(offsets) if _is_tracked(offsets) else None
-    if kept is None or not _is_unchanged(kept, offsets):
-        return True
-    known = kept.segmentation.num_rows
-    if known is not None and known != rows:
-        raise ValueError(f"{name} must end at the number of rows, {rows}, got {known}")
-    return known is None
+    if known is None:
+        kept: _Kept | None = _segmentations.get(offsets) if _is_tracked(offsets) else None
+        if kept is None or not _is_unchanged(kept, offsets):
+            return True
+        known = kept.segmentation
+    end = known.num_rows
+    if end is not None and end != rows:
+        raise ValueError(f"{name} must end at the number of rows, {rows}, got {end}")
+    return end is None
 
 
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
     """Assign the segmentation to this tensor too, for example to a copy on another device."""
     if _is_tracked(offsets):
-        _segmentations[offsets] = _Kept(
-            offsets.clone() if _on_host(offsets) else offsets._version, segmentation
-        )
+        _keep(offsets, segmentation)
+
+
+def _keep(offsets: Tensor, segmentation: Segmentation) -> None:
+    state = offsets.clone() if _on_host(offsets) else offsets._version
+    _segmentations[offsets] = _Kept(state, segmentation)
 
 
 def _is_unchanged(kept: _Kept, offsets: Tensor) -> bool:

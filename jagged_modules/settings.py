@@ -103,7 +103,7 @@ class _Setting:
             from .traced_settings import traced_value
 
             return traced_value(cls)
-        return cls._state().value
+        return cls._states.get(cls._initial).value
 
 
 def _flag(enabled: bool) -> bool:

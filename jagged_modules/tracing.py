@@ -94,8 +94,9 @@ def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, 
 
     @functools.wraps(method)
     def call(cls: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        recorded = recorded_call(call_classmethod, (cls.__name__, method.__name__, *args), kwargs)
-        return method(cls, *args, **kwargs) if recorded is None else recorded
+        if _first_proxy(args, kwargs) is None:
+            return method(cls, *args, **kwargs)
+        return recorded_call(call_classmethod, (cls.__name__, method.__name__, *args), kwargs)
 
     return call
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ from ..segments import (
     outside_inference_mode,
     record_stream,
     remember,
-    segmentation_of,
     values_are_checkable,
 )
 from ..tracing import is_recording, one_call
@@ -71,7 +69,7 @@ class CandidateIndex(Queries):
     ) -> None:
         # No checks: a pytree is rebuilt from tensors, fake tensors or other objects.
         self.offsets, self.order, self.inverse = offsets, order, inverse
-        self._known = segmentation_of(offsets, host_counts)
+        self._read_offsets(host_counts)
         self._derived: tuple[Segmentation, dict[tuple[str, int], Tensor]] = self._known, {}
 
     @classmethod
@@ -113,7 +111,9 @@ class CandidateIndex(Queries):
         check_integers(name, candidate_to_user)
         check_size("num_users", num_users, at_least=0)
         on_host = candidate_to_user.device.type == "cpu" and not torch.compiler.is_compiling()
-        with one_thread() if on_host else contextlib.nullcontext():
+        if not on_host:
+            return cls._from_map(candidate_to_user, num_users, on_host, name)
+        with one_thread():
             return cls._from_map(candidate_to_user, num_users, on_host, name)
 
     @classmethod
@@ -307,7 +307,9 @@ class CandidateIndex(Queries):
         """The segments of the query rows, rows_per_candidate for each of num_candidates, as
         operators take them. The index is on the rows' device, and `check` has passed."""
         offsets = self.query_offsets(rows_per_candidate)
-        has_tail = may_have_tail("candidates", self.offsets, num_candidates, offsets.device)
+        has_tail = may_have_tail(
+            "candidates", self.offsets, num_candidates, offsets.device, self.known_segmentation()
+        )
         return RowSegments(
             offsets.contiguous(), num_rows=num_candidates * rows_per_candidate, has_tail=has_tail
         )

@@ -23,7 +23,6 @@ from ..segments import (
     parse_segments,
     record_stream,
     remember,
-    segmentation_of,
     values_are_checkable,
 )
 from ..tracing import is_recording, one_call, recorded_call
@@ -79,7 +78,7 @@ class Jagged(Queries):
             host_lengths = as_tensor("host_lengths", host_lengths)
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
-        self._known = segmentation_of(offsets, host_lengths)
+        self._read_offsets(host_lengths)
         self._container: Any = None  # the argument of wrap
         # of a KeyedJaggedTensor, whose segments are feature-major
         self.feature_keys: list[str] | None = None
@@ -203,7 +202,10 @@ class Jagged(Queries):
         jagged.max_seqlen = max_seqlen
         jagged._container = None
         jagged.feature_keys = None
-        jagged._known = segmentation_of(offsets) if segmentation is None else segmentation
+        if segmentation is None:
+            jagged._read_offsets()
+        else:
+            jagged._known = segmentation
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
@@ -303,14 +305,15 @@ class Jagged(Queries):
     def parsed(self, name: str) -> RowSegments:
         """The segments as layers and operators take them, on the values' device; parsed once.
         Errors call the container `name`."""
-        name, device = f"{possessive(name)} offsets", self.device
+        offsets, rows, device = self.offsets, self.values.shape[0], self.values.device
         if is_recording(device):
-            return parse_segments(name, self.offsets, self.num_rows, device)
-        key = self.segmentation, self.num_rows, device
+            return parse_segments(f"{possessive(name)} offsets", offsets, rows, device)
+        key = self.segmentation, rows, device
         if self._parsed is None or self._parsed[0] != key:
-            check_offsets(name, self.offsets, self.num_rows)  # values or offsets may be new ones
+            name = f"{possessive(name)} offsets"
+            check_offsets(name, offsets, rows)  # values or offsets may be new ones
             with outside_inference_mode():
-                segments = parse_segments(name, self.offsets, self.num_rows, device)
+                segments = parse_segments(name, offsets, rows, device, self.known_segmentation())
             self._parsed = key, segments
         return self._parsed[1]
 

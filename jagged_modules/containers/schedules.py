@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -75,7 +76,8 @@ def kept_schedule(
         return schedule
     with outside_inference_mode():
         if schedule is None:
-            kept.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
+            describe = partial(_description, queries, rows_per_candidate, mask, sizes)
+            kept.note_build(describe, by_prepare)
             query_segments = _query_segments(keys, queries, rows_per_candidate)
             schedule = _new_schedule(keys, query_segments, sizes, mask, by_prepare)
             if schedule is None:

@@ -80,10 +80,12 @@ def parsed_call(
     if implementation != "reference":
         refuse_transforms("jagged_attention does")
     segments = _segments(q, queries, keys, pages)
+    is_constant = not isinstance(output_scale, Tensor) and not is_symbolic(output_scale)
     params = AttentionParams(
         scale=q.shape[2] ** -0.5 if scale is None else float(scale),
         activation=activation,
-        output_scale=1.0,  # torch.compile makes a symbol of a float default
+        # torch.compile makes a symbol of a float default
+        output_scale=float(output_scale) if is_constant else 1.0,
         batch_invariant=is_batch_invariant(implementation),
         implementation=implementation,
         workspace=backward_workspace.current(),
@@ -101,7 +103,9 @@ def parsed_call(
     if schedule is not None and (q.is_cuda or implementation in ("triton", "hopper")):
         schedule = schedule.to(q.device, non_blocking=True)
     call = AttentionCall(q, k, v, segments, params, schedule)
-    call, row_scale = _with_output_scale(call, output_scale)
+    row_scale = None
+    if not is_constant:
+        call, row_scale = _with_output_scale(call, output_scale)
     if segments.kv_shared:
         call = _one_segment(call)
     return ParsedAttention(call, mask, bias, row_scale, q.dtype)
@@ -159,12 +163,10 @@ def _one_segment(call: AttentionCall) -> AttentionCall:
 def _with_output_scale(
     call: AttentionCall, output_scale: float | Tensor
 ) -> tuple[AttentionCall, Tensor | None]:
-    """The call with the factors of its output, and what is left of them for each row."""
+    """The call with the factors of its output, which are no constant, and what is left of them for
+    each row."""
     q, segments, implementation = call.q, call.segments, call.params.implementation
     if not isinstance(output_scale, Tensor):
-        if not is_symbolic(output_scale):
-            params = call.params._replace(output_scale=float(output_scale))
-            return call._replace(params=params), None
         dtype = torch.promote_types(q.dtype, torch.float32)
         output_scale = q.new_full((segments.num_segments,), output_scale, dtype=dtype)
     check_output_scale(output_scale, segments.num_segments, q.device)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..functional.block_attention import packed_arguments
+from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
 from ..rotary import Rotary
-from .one_node import apply, cast, differentiable_once, gemm_rows, linear, linear_gradients, release
+from .one_node import cast, gemm_rows, linear, linear_gradients
 
 
 class BlockAttention(NamedTuple):

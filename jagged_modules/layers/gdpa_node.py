@@ -21,22 +21,20 @@ from torch import Tensor, nn
 from ..bias import RelativeBias
 from ..functional.attention import attention_backward, attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
+from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, residual_sum, with_zero_tail
 from ..segments import RowSegments
 from ..tracing import as_constant
 from .norms import RMSNorm
 from .one_node import (
-    apply,
     bias_columns,
     cast,
-    differentiable_once,
     dropout_gradient,
     dropped,
     gemm_rows,
     linear,
     linear_gradients,
     node_dtype,
-    release,
 )
 
 if TYPE_CHECKING:

@@ -23,18 +23,10 @@ from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
 from ..autocast import autocast_dtype
+from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions
-from .one_node import (
-    apply,
-    bias_columns,
-    cast,
-    differentiable_once,
-    linear,
-    linear_gradients,
-    may_be_one_node,
-    release,
-)
+from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node
 
 if TYPE_CHECKING:
     from .hstu import HSTULayer

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
-from .one_node import apply, cast, differentiable_once, linear, linear_gradients, release
+from .one_node import cast, linear, linear_gradients
 
 if TYPE_CHECKING:
     from .mlp import JaggedMLP

@@ -9,7 +9,6 @@ cannot cheaply compute again.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch.nn.modules import module as torch_module
 
 from ..autocast import autocast_dtype
 from ..dtypes import dtypes_of
+from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
 from ..settings import is_batch_invariant
 from ..validation import runs_transforms
@@ -53,26 +53,21 @@ def _is_recorded() -> bool:
 
 def _is_plain(module: nn.Module) -> bool:
     # Also false for the subclass that parametrisation makes, and for quantised weights.
-    if not _is_known(type(module)) or not all(map(_is_a_tensor, _parameters(module))):
+    if not type(module).__module__.startswith(("torch.nn.modules.", "jagged_modules.")):
         return False
     own: Any = module  # torch has no public names for these
+    for x in own._parameters.values():
+        if not (x is None or type(x) is nn.Parameter or type(x) is Tensor):
+            return False
     hooks = own._forward_hooks or own._forward_pre_hooks
     return not (hooks or own._backward_hooks or own._backward_pre_hooks)
 
 
-def _parameters(module: nn.Module) -> list[Any]:
-    """The module's own parameters; None for one that is registered as None. `module.parameters()`
-    takes ten times longer."""
-    own: Any = module
-    return list(own._parameters.values())
-
-
-def _is_known(kind: type) -> bool:
-    return kind.__module__.startswith(("torch.nn.modules.", "jagged_modules."))
-
-
-def _is_a_tensor(x: Tensor | None) -> bool:
-    return x is None or type(x) in (nn.Parameter, Tensor)
+def parameters_of(*modules: nn.Module) -> list[Any]:
+    """The modules' own parameters; None for one that is registered as None. `module.parameters()`
+    takes ten times longer, and an attribute of a module longer than one of other objects."""
+    owners: Any = modules
+    return [x for module in owners for x in module._parameters.values()]
 
 
 def _has_global_hooks() -> bool:
@@ -81,38 +76,16 @@ def _has_global_hooks() -> bool:
     return bool(forward or of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
 
 
-def apply(node: Any, *inputs: Any) -> Any:
-    """The results of a node, an autograd.Function.
-
-    Where no backward can follow, its forward runs alone and saves nothing: under torch.no_grad(),
-    `needs_input_grad` may still be true, and what was saved lives until the forward returns.
-    """
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        return node.apply(*inputs)
-    return node.forward(_NoBackward(len(inputs)), *inputs)
-
-
-class _NoBackward:
-    """The context of a forward that no backward follows."""
-
-    def __init__(self, num_inputs: int) -> None:
-        self.needs_input_grad = (False,) * num_inputs
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     """The parameters in the operands' dtype: copies in one buffer, by few launches."""
-    if all(x.dtype == dtype for x in parameters):
+    if {x.dtype for x in parameters} == {dtype}:
         return parameters
-    ends = list(itertools.accumulate(-(-x.numel() // ALIGNMENT) * ALIGNMENT for x in parameters))
-    buffer = parameters[0].new_empty(ends[-1], dtype=dtype)
+    rows = [-(-x.numel() // ALIGNMENT) for x in parameters]
+    buffer = parameters[0].new_empty(sum(rows) * ALIGNMENT, dtype=dtype)
+    parts = buffer.split_with_sizes([n * ALIGNMENT for n in rows])
     copies = [
-        buffer[start : start + x.numel()].view(x.shape) for x, start in zip(parameters, [0, *ends])
+        part if part.shape == x.shape else part[: x.numel()].view(x.shape)
+        for part, x in zip(parts, parameters)
     ]
     torch._foreach_copy_(copies, list(parameters))  # pyright: ignore - torch exports it under no other name
     return copies
@@ -221,13 +194,11 @@ def node_dtype(
     a bias, and their parameters have one dtype, that of x or one that autocast casts to x's."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return None
-    parameters = [parameter for module in linears for parameter in _parameters(module)]
-    if any(type(module) is not nn.Linear for module in linears):
+    if {type(module) for module in linears} != {nn.Linear}:
         return None
-    if any(parameter is None for parameter in parameters):
-        return None
-    dtype, dtypes = autocast_dtype(x), {parameter.dtype for parameter in parameters}
-    if len(dtypes) != 1 or autocast_dtype(parameters[0]) != dtype:
+    parameters = parameters_of(*linears)
+    dtypes, dtype = {None if x is None else x.dtype for x in parameters}, autocast_dtype(x)
+    if len(dtypes) != 1 or None in dtypes or autocast_dtype(parameters[0]) != dtype:
         return None
     return dtype if dtype in dtypes_of("jagged_attention", x.device) else None
 
@@ -237,7 +208,7 @@ def cast_linears(x: Tensor, *linears: nn.Module) -> Sequence[Callable[[Tensor], 
     cast each weight and each bias by itself: where a node might compute the layers, all are cast
     together."""
     dtype = None if torch.is_grad_enabled() else node_dtype(x, linears, on_cpu=True)
-    parameters = [parameter for module in linears for parameter in _parameters(module)]
+    parameters = parameters_of(*linears)
     if dtype is None or parameters[0].dtype == dtype:
         return linears
     tensors = iter(cast(dtype, *parameters))
@@ -246,54 +217,3 @@ def cast_linears(x: Tensor, *linears: nn.Module) -> Sequence[Callable[[Tensor], 
 
 def _linear_in(dtype: torch.dtype, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
     return nn.functional.linear(x.to(dtype), weight, bias)
-
-
-def release(*tensors: Tensor) -> None:
-    """Free the memory of tensors that a node has made, in its forward or its backward, and reads no
-    more. Autograd would free what the forward saved when the backward ends.
-
-    Not if the graph is kept for another backward. A graph of torch.compile sees to it itself.
-    """
-    bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage] - torch has no public name
-    if torch.compiler.is_compiling() or bindings._autograd._get_current_graph_task_keep_graph():
-        return
-    for x in tensors:
-        x.untyped_storage().resize_(0)
-
-
-def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for a node's backward, whose results raise RuntimeError when they are
-    differentiated. torch's once_differentiable does so only if the node's gradient has a graph of
-    its own: else a second derivative would silently be 0."""
-
-    @functools.wraps(backward)
-    def once(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.compiler.is_compiling():
-            return backward(ctx, *gradients)
-        first = next((x for x in gradients if x is not None), None)
-        if first is None:
-            return (None,) * len(ctx.needs_input_grad)
-        if autocast_dtype(first) != first.dtype:  # that of the forward counts
-            with torch.autocast(first.device.type, enabled=False):
-                return once(ctx, *gradients)
-        if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
-        with torch.no_grad():
-            results = backward(ctx, *gradients)
-        anchor = first.new_zeros(()).requires_grad_()
-        return _Last.apply(anchor, *results)  # type: ignore[no-untyped-call]  # unannotated in torch
-
-    return once
-
-
-class _Last(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "jagged attention is not differentiable twice: its backward kernels have no derivative"
-            " of their own"
-        )

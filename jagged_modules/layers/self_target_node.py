@@ -22,9 +22,10 @@ from ..containers.jagged import Jagged
 from ..cpu.order import rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import DEFAULT_OPTIONS, parsed_call
+from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
 from ..functional.target_attention import joined_segments
-from .one_node import apply, cast, differentiable_once, gemm_rows, linear, linear_gradients, release
+from .one_node import cast, gemm_rows, linear, linear_gradients, parameters_of
 from .target_node import Order, TargetCall, in_order
 from .targets import Targets
 
@@ -56,11 +57,10 @@ def self_target_node(
     """The layer's results for the history `[L, E]` and for the targets, in their form, in the
     operands' dtype."""
     linears = layer.q_proj, layer.kv_proj, layer.target_proj, layer.out_proj, layer.target_out_proj
-    of_projections = (x for linear in linears for x in (linear.weight, linear.bias))
-    inputs = SelfTargetInputs(given.rows, history.values, *of_projections)
     keys, end = history.parsed("history"), history.end("history")
     call = TargetCall(given, keys, end, layer.num_heads, dtype)
-    values, results = apply(_Node, *inputs, call)
+    parameters = parameters_of(*linears)
+    values, results = apply(_Node, given.rows, history.values, *parameters, call)
     return values, results
 
 

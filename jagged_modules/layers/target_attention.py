@@ -209,13 +209,13 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
-        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        given = parse_targets(targets, candidates, history, self.q_proj, self.target_dim)
-        linears = self.q_proj, self.kv_proj, self.out_proj
+        linears = q_proj, kv_proj, _ = self.q_proj, self.kv_proj, self.out_proj
+        history = wrap_rows("history", history, self.embedding_dim, kv_proj)
+        given = parse_targets(targets, candidates, history, q_proj, self.target_dim)
         dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
         if dtype is not None:
             schedule = self._schedule(given, history, dtype)
-            return given.unwrap(target_node(self, given, history, dtype, schedule))
+            return given.unwrap(target_node(self, linears, given, history, dtype, schedule))
         k, v = self._keys_and_values(entering(history.values, history.end("history")))
         return self._attend(given, k, v, history, "history")
 

@@ -11,29 +11,29 @@ rows and of weights leave their GEMM in the rows' and the weights' dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jagged_kernels.schedule.host import TileSchedule
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..containers.jagged import Jagged
 from ..cpu.order import by_length, rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
+from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
 from ..segments import RowSegments, values_are_checkable
 from ..tracing import as_constant
 from .one_node import (
-    apply,
     cast,
-    differentiable_once,
     dropout_gradient,
     dropped,
     gemm_rows,
     linear,
     linear_gradients,
-    release,
+    parameters_of,
 )
 from .targets import Targets
 
@@ -70,26 +70,18 @@ class TargetCall(NamedTuple):
 
 def target_node(
     layer: JaggedTargetAttention,
+    linears: Sequence[nn.Linear],
     given: Targets,
     history: Jagged,
     dtype: torch.dtype,
     schedule: TileSchedule | None,
 ) -> Tensor:
-    """The layer's result for these targets, in their form, in the operands' dtype."""
-    linears = layer.q_proj, layer.kv_proj, layer.out_proj
-    of_projections = (x for linear in linears for x in (linear.weight, linear.bias))
-    inputs = TargetInputs(given.rows, history.values, *of_projections)
+    """The layer's result for these targets, in their form, in the operands' dtype. linears: its
+    projections."""
     dropout = as_constant(layer.dropout.p) if layer.dropout.training else 0.0
-    call = TargetCall(
-        given,
-        history.parsed("history"),
-        history.end("history"),
-        layer.num_heads,
-        dtype,
-        schedule,
-        dropout,
-    )
-    result: Tensor = apply(_Node, *inputs, call)
+    keys, end = history.parsed("history"), history.end("history")
+    call = TargetCall(given, keys, end, layer.num_heads, dtype, schedule, dropout)
+    result: Tensor = apply(_Node, given.rows, history.values, *parameters_of(*linears), call)
     return result
 
 

@@ -128,7 +128,11 @@ class _Recorder:
 def _reported_gpu(device: torch.device, capability: tuple[int, int], num_sms: int):
     """Tensors of the host report the device, and torch reports a GPU."""
     properties = SimpleNamespace(multi_processor_count=num_sms, total_memory=80 * 2**30)
-    of_tensors = dict(device=property(lambda x: device), is_cuda=property(lambda x: True))
+    of_tensors = dict(
+        device=property(lambda x: device),
+        is_cuda=property(lambda x: True),
+        is_cpu=property(lambda x: False),
+    )
     of_cuda = dict(
         get_device_capability=lambda *_: capability,
         get_device_properties=lambda *_: properties,

@@ -74,7 +74,8 @@ class _Layout(NamedTuple):
                 # find_tile divides first and last rows, not lengths: hence one more
                 programs[i] = (rows // (1 << log2_floor(block)) + segments + 1) if masked else 0
         size = cdiv(HEADER.value + 3 * sum(slots) + 2 * num_segments, 16) * 16
-        size += sum(_num_chunks(x) for x in programs) * (BUCKETS.value + 3 * CHUNK)
+        if masked:
+            size += sum(map(_num_chunks, programs)) * (BUCKETS.value + 3 * CHUNK)
         return cls((slots[0], slots[1]), (programs[0], programs[1]), size)
 
 
@@ -124,18 +125,20 @@ def tile_lists(
     ):
         if not lists[i]:
             continue
-        listed, found = Listed(block, other_block, key_tiles=i == 1), None
+        blocks, key_tiles, found = (block, other_block), i == 1, None
         if groups == 1 and head_dim:
             looped = LoopedSide(other_rows, other_heads, head_dim)
-            found = grouping(rows, heads, looped, num_segments, params, listed.key_tiles)
+            found = grouping(rows, heads, looped, num_segments, params, key_tiles)
         if found is not None:
             group_rows[i] = found.rows
-            listed = listed._replace(in_groups=True, alternates=found.alternates)
+            listed = Listed(*blocks, key_tiles, in_groups=True, alternates=found.alternates)
             ranked[i] = in_groups[i] = listed
         elif params is not None and num_segments:
-            counted[i] = listed
+            counted[i] = Listed(*blocks, key_tiles)
+        elif key_tiles:
+            ranked[i] = Listed(*blocks, key_tiles, other_groups=groups)
         else:
-            ranked[i] = listed._replace(**{("groups", "other_groups")[i]: groups})
+            ranked[i] = Listed(*blocks, key_tiles, groups=groups)
     buffer = q_offsets.new_zeros((layout.size,), dtype=torch.int32)  # gaps too are defined
     heads = queries[1], keys[1]
     if any(ranked):
@@ -158,11 +161,9 @@ def _launch_tile_list(
     slots: tuple[int, int],
     listed: list[Listed | None],
 ) -> None:
-    programs = sum(
-        max(1, cdiv(x.shape[0] - 1, SEGMENTS.value))
-        for x, of_side in zip(offsets, listed)
-        if of_side
-    )
+    programs = 0
+    for x, of_side in zip(offsets, listed):
+        programs += max(1, cdiv(x.shape[0] - 1, SEGMENTS.value)) if of_side else 0
     queries, keys = listed
     tile_list_kernel[(programs,)](
         *offsets, buffer, offsets[1].shape[0] - 1, *heads, *slots, QUERIES=queries, KEYS=keys

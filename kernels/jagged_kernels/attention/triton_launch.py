@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
-from ..common.descriptors import descriptor, has_descriptor
+from ..common.descriptors import has_descriptor, head_descriptor
 from ..common.device import device_properties, precision, row_and_head_strides
 from .bias import Bias
 from .bias_tables import TableGradients, kernel_bias
@@ -212,10 +212,7 @@ def _descriptors(
     tensors = [
         x if x.shape[0] else x.new_empty_strided((1, *x.shape[1:]), x.stride()) for x, _ in blocks
     ]
-    aligned = align * blocks[0][0].element_size() >= 16 and all(has_descriptor(x) for x in tensors)
+    aligned = align * blocks[0][0].element_size() >= 16 and all(map(has_descriptor, tensors))
     if not aligned:
         return [None] * len(blocks)
-    return [
-        descriptor(x.transpose(0, 1), 1, rows, padded_dim(x.shape[2]))
-        for x, (_, rows) in zip(tensors, blocks)
-    ]
+    return [head_descriptor(x, rows) for x, (_, rows) in zip(tensors, blocks)]

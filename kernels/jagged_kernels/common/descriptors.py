@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from triton.tools import tensor_descriptor
 
+from .configs import padded_dim
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Box:
@@ -50,10 +52,18 @@ def has_descriptor(x: Tensor) -> bool:
     return aligned_rows and (heads == 1 or (stride_head > 0 and stride_head % unit == 0))
 
 
-def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
-    """Descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have
-    any stride: 16 stands in for it."""
-    return fill(TensorDescriptor, x, *shape_and_strides(x), _box(x.dtype, *box))
+def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head; columns past
+    D read as 0."""
+    box = _box(x.dtype, 1, rows, padded_dim(x.shape[2]))
+    return fill(TensorDescriptor, x, *heads_first(x), box)
+
+
+def heads_first(x: Tensor) -> tuple[list[int], list[int]]:
+    """`shape_and_strides` of `[rows, H, D]` as `[H, rows, D]`."""
+    (rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
+    strides = [stride_head if heads > 1 else 16, stride_row if rows > 1 else 16, 1]
+    return [heads, rows, dim], strides
 
 
 def shape_and_strides(x: Tensor) -> tuple[list[int], list[int]]:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia import hopper
 
 from .configs import padded_dim
-from .descriptors import Box, Described, fill, shape_and_strides
+from .descriptors import Box, Described, fill, heads_first, shape_and_strides
 from .gluon_api import load_tile, store_tile, thread_barrier
 
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of the MMA of a warpgroup
@@ -397,11 +397,9 @@ def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of `[rows, H, D]`, as `[H, rows, D]`: a box is `rows` rows of a head; columns
+    """TMA descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head; columns
     past D read as 0."""
-    (num_rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
-    strides = [stride_head if heads > 1 else 16, stride_row if num_rows > 1 else 16, 1]
-    return fill(TensorDescriptor, x, [heads, num_rows, dim], strides, _head_box(x.dtype, rows, dim))
+    return fill(TensorDescriptor, x, *heads_first(x), _head_box(x.dtype, rows, x.shape[2]))
 
 
 @functools.cache

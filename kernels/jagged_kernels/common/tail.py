@@ -80,20 +80,21 @@ def keep_rows_kernel(
 def zero_tails(*tensors: tuple[Tensor, Tensor]) -> None:
     """Write 0 to the rows from offsets[-1] on, of each (contiguous `[rows, ...]`, offsets
     `[B + 1]`), at most three, in one launch."""
-    outs = tuple(x for x, _ in tensors if x.numel())
-    if not outs:
-        return
-    offsets = tuple(offsets for x, offsets in tensors if x.numel())
-    blocks = sum(cdiv(x.numel(), BLOCK) for x in outs)
-    zero_tails_kernel[(min(blocks, 2 * device_properties(outs[0].device).num_sms),)](
-        outs,
-        offsets,
-        *(*(x.shape[0] - 1 for x in offsets), 0, 0)[:3],
-        *(*(x.shape[0] for x in outs), 0, 0)[:3],
-        SIZES=tuple(x.numel() // x.shape[0] for x in outs),
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+    outs, offsets, sizes, blocks = [], [], [], 0
+    segments, rows = [0, 0, 0], [0, 0, 0]
+    for x, of_segments in tensors:
+        if size := x.numel():
+            segments[len(outs)], rows[len(outs)] = of_segments.shape[0] - 1, x.shape[0]
+            outs.append(x)
+            offsets.append(of_segments)
+            sizes.append(size // x.shape[0])
+            blocks += cdiv(size, BLOCK)
+    if outs:
+        grid = (min(blocks, 2 * device_properties(outs[0].device).num_sms),)
+        zero_tails_kernel[grid](
+            tuple(outs), tuple(offsets), *segments, *rows,
+            SIZES=tuple(sizes), BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
 def kept_rows(

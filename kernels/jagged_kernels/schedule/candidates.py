@@ -63,7 +63,7 @@ def group_candidates(candidate_to_user: Tensor, num_users: int) -> tuple[Tensor,
     """
     num_candidates, device = candidate_to_user.shape[0], candidate_to_user.device
     sizes = num_users + 1, num_candidates, num_candidates
-    outputs = torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes)
+    outputs = torch.empty(sum(sizes), dtype=torch.int64, device=device).split_with_sizes(sizes)
     num_blocks = cdiv(num_candidates, BLOCK)
     numbers = num_candidates, num_users, num_blocks
     group_candidates_kernel[(num_blocks + cdiv(num_users + 1, BLOCK),)](

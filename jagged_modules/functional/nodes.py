@@ -1,0 +1,89 @@
+"""What the autograd nodes of this package share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autocast import autocast_dtype
+
+
+def apply(node: Any, *inputs: Any) -> Any:
+    """The results of a node, an autograd.Function.
+
+    Where no backward can follow, its forward runs alone and saves nothing: under torch.no_grad(),
+    `needs_input_grad` may still be true, and what was saved lives until the forward returns.
+    """
+    if torch.is_grad_enabled():
+        for x in inputs:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return node.apply(*inputs)
+    return node.forward(_NoBackward(len(inputs)), *inputs)
+
+
+class _NoBackward:
+    """The context of a forward that no backward follows."""
+
+    def __init__(self, num_inputs: int) -> None:
+        self.needs_input_grad = (False,) * num_inputs
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+def release(*tensors: Tensor) -> None:
+    """Free the memory of tensors that a node has made, in its forward or its backward, and reads no
+    more. Autograd would free what the forward saved when the backward ends.
+
+    Not if the graph is kept for another backward. A graph of torch.compile sees to it itself.
+    """
+    bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage] - torch has no public name
+    if torch.compiler.is_compiling() or bindings._autograd._get_current_graph_task_keep_graph():
+        return
+    for x in tensors:
+        x.untyped_storage().resize_(0)
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for a node's backward, whose results raise RuntimeError when they are
+    differentiated. torch's once_differentiable does so only if the node's gradient has a graph of
+    its own: else a second derivative would silently be 0."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.compiler.is_compiling():
+            return backward(ctx, *gradients)
+        first = next((x for x in gradients if x is not None), None)
+        if first is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if autocast_dtype(first) != first.dtype:  # that of the forward counts
+            with torch.autocast(first.device.type, enabled=False):
+                return once(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        anchor = first.new_zeros(()).requires_grad_()
+        return _Last.apply(anchor, *results)  # type: ignore[no-untyped-call]  # unannotated in torch
+
+    return once
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "jagged attention is not differentiable twice: its backward kernels have no derivative"
+            " of their own"
+        )
