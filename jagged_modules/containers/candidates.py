@@ -191,6 +191,31 @@ class CandidateIndex(Queries):
             )
         return cls(jagged.offsets, host_counts=jagged.host_lengths)
 
+    def compose(self, finer: CandidateIndex) -> CandidateIndex:
+        """The index of `finer`'s candidates by this index's users, where finer's users are this
+        index's candidates: `vendor_to_user.compose(item_to_vendor)` is item → user.
+
+        Synchronises if finer is sorted, on a device, and this index is not.
+
+        Raises:
+            TypeError: finer is not a CandidateIndex.
+            ValueError: finer has another number of users than this index has candidates, as far as
+                the host can tell, or is on another device.
+        """
+        check_kind("finer", finer, CandidateIndex, "a CandidateIndex")
+        self.check(finer.num_users, None, "the index's groups", "finer has users")
+        device = self.offsets.device
+        if finer.offsets.device != device:
+            raise ValueError(
+                f"finer must be on the index's device, {device}, got {finer.offsets.device}"
+            )
+        if self.order is None and finer.order is None:
+            return CandidateIndex(finer.offsets[self.offsets])
+        users = self.users(finer.num_users)
+        # a candidate of no vendor has no user
+        users = torch.cat([users, users.new_full((1,), self.num_users)])
+        return CandidateIndex.from_map(users[finer.candidate_to_user], self.num_users)
+
     @property
     def host_counts(self) -> Tensor | None:
         """`[num_users]` candidates per user on the host, or None if only the device knows them."""

@@ -144,22 +144,22 @@ def computed(parsed: ParsedAttention) -> Tensor:
 def attention_forward(call: AttentionCall, trains: bool) -> tuple[Tensor, Tensor, Arguments]:
     """The attention inside a layer's autograd node: out, lse, and the arguments for
     `packed_gradients` or `attention_backward`. trains: a backward follows."""
-    if call.q.is_cuda:
-        from jagged_kernels.attention import op
+    if _is_for_the_cpu(call.q, call.params.implementation):
+        return cpu_forward(call)
+    from jagged_kernels.attention import op
 
-        return op.attention_forward(_with_schedule(call, trains))
-    return cpu_forward(call)
+    return op.attention_forward(_with_schedule(call, trains))
 
 
 def attention_backward(
     do: Tensor, results: list[Tensor | None], *arguments: Any
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and the gradients of the tables, in a layer's node."""
-    if do.is_cuda:
-        from jagged_kernels.attention import op
+    if _is_for_the_cpu(do, Arguments(*arguments).implementation):
+        return cpu_backward(do, results, *arguments)
+    from jagged_kernels.attention import op
 
-        return op.attention_backward(do, results, *arguments)
-    return cpu_backward(do, results, *arguments)
+    return op.attention_backward(do, results, *arguments)
 
 
 def packed_gradients(
@@ -204,13 +204,19 @@ def attention_arguments(
 
 
 def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
-    if call.params.implementation == "auto" and call.q.device.type != "cuda":
+    if _is_for_the_cpu(call.q, call.params.implementation):
         return attention_cpu(call)
     from jagged_kernels.attention.op import attention
 
     q, k, v, *_ = call
     trains = q.requires_grad or k.requires_grad or v.requires_grad
     return attention(_with_schedule(call, trains and torch.is_grad_enabled()))
+
+
+def _is_for_the_cpu(x: Tensor, implementation: str) -> bool:
+    """Whether the CPU path computes, not the kernels: also for meta tensors, whose results have
+    shapes alone."""
+    return implementation == "auto" and not x.is_cuda
 
 
 def _scaled(out: Tensor, parsed: ParsedAttention) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -13,21 +14,41 @@ from torch.nn.functional import pad
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..masks import AttentionMask
+from ..scalars import check_choice, is_sequence
 from ..segments import RowSegments, check_device, check_offsets, check_offsets_shape, parse_segments
 from ..validation import check_tensor
 from .attention import attend, computed
 from .attention_arguments import Side, check_shared, parse_arguments
 from .attention_call import AttentionOptions, check_operands, check_output_scale
 from .joined_rows import joined_rows
+from .target_levels import LEVELS, attend_each, attend_jointly, parse_levels
 
 
+@overload
 def target_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    candidates: CandidateIndex | Tensor,
-    kv_offsets: Tensor | str,
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    candidates: Sequence[CandidateIndex | Tensor],
+    kv_offsets: Sequence[Tensor],
     *,
+    levels: Literal["each"],
+    activation: str = "softmax",
+    scale: float | None = None,
+    output_scale: float = 1,
+    implementation: str = "auto",
+) -> tuple[Tensor, ...]: ...
+
+
+@overload
+def target_attention(
+    q: Tensor,
+    k: Tensor | Sequence[Tensor],
+    v: Tensor | Sequence[Tensor],
+    candidates: CandidateIndex | Tensor | Sequence[CandidateIndex | Tensor],
+    kv_offsets: Tensor | str | Sequence[Tensor],
+    *,
+    levels: Literal["joint"] = "joint",
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     activation: str = "softmax",
@@ -37,9 +58,33 @@ def target_attention(
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
     pages: Pages | None = None,
-) -> Tensor:
+) -> Tensor: ...
+
+
+def target_attention(
+    q: Tensor,
+    k: Any,
+    v: Any,
+    candidates: Any,
+    kv_offsets: Any,
+    *,
+    levels: str = "joint",
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    activation: str = "softmax",
+    scale: float | None = None,
+    output_scale: float | Tensor = 1,
+    mask: AttentionMask | None = None,
+    schedule: TileSchedule | None = None,
+    implementation: str = "auto",
+    pages: Pages | None = None,
+) -> Any:
     """Attention of each candidate to its user's history. There is one copy of keys and values per
     user, forward and backward.
+
+    A candidate may have histories in several levels, for example of its user and of its vendor.
+    Then k, v, candidates and kv_offsets are tuples, with an entry for each level in any order. Each
+    level has its own batch, of which nothing is copied.
 
     Query rows do not interact, so the candidates of a user form one long query segment. If
     candidates are not grouped by user, q is gathered into groups first and the output is put back
@@ -53,22 +98,34 @@ def target_attention(
             int64 in any order. Must be a CandidateIndex if kv_offsets is "shared", because the
             number of users is then unknown.
         kv_offsets: `[num_users + 1]`, or "shared".
+        levels: of several levels, "joint": the keys of all of them are as one history, with one
+            softmax; or "each": each level is an attention by itself.
         max_seqlen_q: the largest number of query rows of a user.
         schedule: the schedule of the grouped queries, from
             `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
         mask: as in `jagged_attention`. It takes the query rows of a user, in the order of q, as the
             last rows of the history.
         max_seqlen_kv, activation, scale, output_scale, implementation, pages: as in
-            `jagged_attention`.
+            `jagged_attention`. With several levels, the sizes, mask, schedule and pages must be
+            None, and output_scale a number.
 
     Returns:
         `[num_candidates, n_q, H, Dv]`, in the order of q. The result of a candidate whose user has
-        no history is 0.
+        no history is 0. With levels="each", a tuple of the levels' results.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `jagged_attention`; also if candidates do not match
             q or kv_offsets.
     """
+    check_choice("levels", levels, LEVELS)
+    options = AttentionOptions(
+        activation, scale, output_scale, mask, None, schedule, implementation, pages
+    )
+    if is_sequence(k):
+        given = dict(k=k, v=v, candidates=candidates, kv_offsets=kv_offsets)
+        longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv)
+        q, of_levels = parse_levels(q, given, longest, options)
+        return (attend_jointly if levels == "joint" else attend_each)(q, of_levels, options)
     for name, x, shape in (
         ("q", q, "[num_candidates, n_q, H, D]"),
         ("k", k, "[L, Hkv, D]"),
@@ -95,9 +152,6 @@ def target_attention(
         check_offsets(
             "candidates", queries.offsets, max_seqlen=max_seqlen_q, longest="max_seqlen_q"
         )
-    options = AttentionOptions(
-        activation, scale, output_scale, mask, None, schedule, implementation, pages
-    )
     keys = Side(kv_offsets, max_seqlen_kv)
     q = candidates.grouped(q).flatten(0, 1)
     out = computed(parse_arguments(q, k, v, queries, keys, options))

@@ -3,6 +3,7 @@ launch."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,12 +12,14 @@ from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import wrap_rows
+from ..functional.attention import attend
 from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
 from ..scalars import check_size
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
+from .levels import LevelIndices, LevelTargets, histories_of_levels
 from .one_node import node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .self_target_node import self_target_node
@@ -80,16 +83,22 @@ class JaggedSelfTargetAttention(nn.Module):
     @one_module
     @fixed_rows
     def forward(
-        self, history: C, targets: T, candidates: CandidateIndex | Tensor | None = None
+        self,
+        history: C,
+        targets: T,
+        candidates: CandidateIndex | Tensor | LevelIndices | None = None,
     ) -> tuple[C, T]:
         """Attend from the history and from the targets to the history.
 
         Args:
-            history: any container of `[L, E]` values in B segments, one per user.
+            history: any container of `[L, E]` values in B segments, one per user. Of several
+                levels, a tuple of containers, as in `JaggedTargetAttention`: the rows of each level
+                attend to their own segment, the targets to all levels as one history.
             targets: any container of `[N, E_t]` values in B segments; with `candidates`, a dense
                 tensor `[num_candidates, n_q, E_t]`, n_q query rows for each candidate.
             candidates: the user of each candidate: a `CandidateIndex`, which several layers may
-                share, or `[num_candidates]` int32 or int64 in any order.
+                share, or `[num_candidates]` int32 or int64 in any order. Of several levels, a tuple
+                of as many.
 
         Returns:
             The history's kind of container with `[L, E]` values, and the targets' kind of container
@@ -100,6 +109,8 @@ class JaggedSelfTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
+        if isinstance(candidates, (list, tuple)):
+            return self._attend_to_levels(history, targets, candidates)
         users = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         given = parse_targets(
             targets, candidates, users, self.target_proj, self.target_dim, may_be_equal=False
@@ -112,14 +123,38 @@ class JaggedSelfTargetAttention(nn.Module):
         q = self.target_proj(entering(given.rows, given.end))
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
         end = users.end("history")
-        rows = entering(users.values, end)
-        own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
-        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
+        own, k, v = self._projected(entering(users.values, end))
         segments = users.parsed("history"), given.segments
         of_users, of_targets = attend_users_and_candidates((own, given.grouped(q)), k, v, *segments)
         values = leaving(self.out_proj(of_users.flatten(1)), end)
         results = self.target_out_proj(given.ungrouped(of_targets).flatten(-2))
         return users.unwrap(values), given.unwrap(leaving(results, given.end))
+
+    def _attend_to_levels(self, histories: Any, targets: Any, candidates: LevelIndices) -> Any:
+        """Each level's own rows attend to it alone, the targets to all levels."""
+        wrap = partial(wrap_rows, width=self.embedding_dim, projection=self.kv_proj)
+        parsed = histories_of_levels("history", histories, candidates, wrap)
+        given = LevelTargets.parse(
+            targets, candidates, parsed, self.target_proj, self.target_dim, "history"
+        )
+        q = self.target_proj(entering(given.rows, given.end))
+        q = in_heads("target_proj", q, self.num_heads, self.head_dim)
+        keys_and_values: list[tuple[Tensor, Tensor]] = []
+        of_histories: list[Any] = []
+        for i, level in enumerate(parsed):
+            end, segments = level.end(f"history[{i}]"), level.parsed(f"history[{i}]")
+            own, k, v = self._projected(entering(level.values, end))
+            out = self.out_proj(attend(own, k, v, segments, segments).flatten(1))
+            of_histories.append(level.unwrap(leaving(out, end)))
+            keys_and_values.append((k, v))
+        (out,) = given.attend(q, keys_and_values, "joint")
+        return tuple(of_histories), leaving(self.target_out_proj(out.flatten(-2)), given.end)
+
+    def _projected(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a history's rows, in heads."""
+        own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
+        k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
+        return own, k, v
 
     if TYPE_CHECKING:
 

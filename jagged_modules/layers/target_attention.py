@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,12 +19,14 @@ from ..containers.pages import paged_operands
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
-from ..scalars import check_kind, check_number, check_size
+from ..functional.target_levels import LEVELS
+from ..scalars import check_choice, check_kind, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
+from .levels import LevelIndices, LevelTargets, histories_of_levels
 from .one_node import cast_linears, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
@@ -48,11 +52,13 @@ class JaggedTargetAttention(nn.Module):
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
         dropout: dropout probability, applied to the attention's result before the output
             projection. Attention weights have no dropout, because they are never materialised.
+        levels: of targets that have histories in several levels, "joint": one softmax over all of
+            them; or "each": one result for each level.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
             embedding_dim; the head dim is above 256; dropout is not in 0 to 1; the dtype is not a
-            floating-point one.
+            floating-point one; levels is unknown.
 
     Example::
 
@@ -71,6 +77,7 @@ class JaggedTargetAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         dropout: float = 0,  # an int, because torch.compile makes a symbol of a float
+        levels: str = "joint",
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
@@ -79,6 +86,8 @@ class JaggedTargetAttention(nn.Module):
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
         check_size("target_dim", self.target_dim)
         check_number("dropout", dropout, 0, 1)
+        check_choice("levels", levels, LEVELS)
+        self.levels = levels
         self.q_proj = nn.Linear(self.target_dim, embedding_dim, device=device, dtype=dtype)
         self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
@@ -151,7 +160,10 @@ class JaggedTargetAttention(nn.Module):
     @through_call
     @fixed_rows
     def score(
-        self, targets: T, cache: HistoryCache, candidates: CandidateIndex | Tensor | None = None
+        self,
+        targets: T,
+        cache: HistoryCache | Sequence[HistoryCache],
+        candidates: CandidateIndex | Tensor | LevelIndices | None = None,
     ) -> T:
         """Attend from the targets to cached histories: `forward(targets, history, candidates)`
         without projecting the histories.
@@ -159,7 +171,7 @@ class JaggedTargetAttention(nn.Module):
         Args:
             targets, candidates: as in `forward`.
             cache: the result of `cache` for the histories, or of `PagedHistoryCache.select`. It is
-                valid until the parameters change.
+                valid until the parameters change. Of several levels, a tuple of caches.
 
         Returns:
             As `forward`.
@@ -174,8 +186,19 @@ class JaggedTargetAttention(nn.Module):
             # [4, 1, 32]
             out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))
         """
-        width = 2 * self.head_dim
-        history = layer_of_cache(cache, "targets", None, self.num_heads, width, self.kv_proj)
+        layer: Any = partial(
+            layer_of_cache,
+            name="targets",
+            x=None,
+            heads=self.num_heads,
+            width=2 * self.head_dim,
+            projection=self.kv_proj,
+        )
+        if isinstance(candidates, (list, tuple)):
+            histories = histories_of_levels("cache", cache, candidates, lambda _, x: layer(x))
+            keys_and_values = [x.values.chunk(2, dim=2) for x in histories]
+            return self._attend_to_levels(targets, candidates, "cache", histories, keys_and_values)
+        history = layer(cache)
         given = parse_targets(
             targets, candidates, history, self.q_proj, self.target_dim, history_name="cache"
         )
@@ -188,7 +211,10 @@ class JaggedTargetAttention(nn.Module):
     @one_module
     @fixed_rows
     def forward(
-        self, targets: T, history: Any, candidates: CandidateIndex | Tensor | None = None
+        self,
+        targets: T,
+        history: Any,
+        candidates: CandidateIndex | Tensor | LevelIndices | None = None,
     ) -> T:
         """Attend from the targets to the history of their user.
 
@@ -196,20 +222,33 @@ class JaggedTargetAttention(nn.Module):
             targets: one of: a dense tensor `[B, T, E_t]`, T targets for each of B users; any
                 container of `[N, E_t]` values in B segments; with `candidates`, a dense tensor
                 `[num_candidates, n_q, E_t]`, n_q query rows for each candidate.
-            history: any container of `[L, E]` values in B segments, one per user.
+            history: any container of `[L, E]` values in B segments, one per user. Of several
+                levels, a tuple of containers, for example of users' and of vendors' histories.
             candidates: the user of each candidate: a `CandidateIndex`, which several layers may
-                share, or `[num_candidates]` int32 or int64 in any order.
+                share, or `[num_candidates]` int32 or int64 in any order. Of several levels, a tuple
+                of as many: each candidate's user, and its vendor.
 
         Returns:
             `[B, T, E]`, the targets' kind of container with `[N, E]` values, or
             `[num_candidates, n_q, E]`, as targets are. The dtype is that of the projections. The
-            result of a target whose history is empty is out_proj's bias.
+            result of a target whose history is empty is out_proj's bias. With levels="each" and
+            several levels, a tuple of their results.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
         linears = q_proj, kv_proj, _ = self.q_proj, self.kv_proj, self.out_proj
+        if isinstance(candidates, (list, tuple)):
+            wrap = partial(wrap_rows, width=self.embedding_dim, projection=kv_proj)
+            histories = histories_of_levels("history", history, candidates, wrap)
+            keys_and_values = [
+                self._keys_and_values(entering(x.values, x.end(f"history[{i}]")))
+                for i, x in enumerate(histories)
+            ]
+            return self._attend_to_levels(
+                targets, candidates, "history", histories, keys_and_values
+            )
         history = wrap_rows("history", history, self.embedding_dim, kv_proj)
         given = parse_targets(targets, candidates, history, q_proj, self.target_dim)
         dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
@@ -252,6 +291,26 @@ class JaggedTargetAttention(nn.Module):
         out = given.ungrouped(attend(given.grouped(q), k, v, given.segments, keys, options))
         out = out_proj(self.dropout(out.flatten(-2)))
         return given.unwrap(leaving(out, given.end))
+
+    def _attend_to_levels(
+        self,
+        targets: Any,
+        candidates: Sequence[Any],
+        name: str,
+        histories: Sequence[Jagged],
+        keys_and_values: Sequence[Sequence[Tensor]],
+    ) -> Any:
+        """Attend from the targets to the keys and values of the levels' histories, which errors
+        call `name`."""
+        given = LevelTargets.parse(
+            targets, candidates, histories, self.q_proj, self.target_dim, name
+        )
+        q = self.q_proj(entering(given.rows, given.end))
+        q = in_heads("q_proj", q, self.num_heads, self.head_dim)
+        outs = given.attend(q, keys_and_values, self.levels)
+        results = [self.out_proj(self.dropout(x.flatten(-2))) for x in outs]
+        results = [leaving(x, given.end) for x in results]
+        return results[0] if self.levels == "joint" else tuple(results)
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""

@@ -1,0 +1,220 @@
+"""Attention of candidates to histories of several levels, for example of their user and of their
+vendor.
+
+    S_l = scale · q k_lᵀ,  lse = log Σ_l exp(lse_l),  O = Σ_l exp(lse_l − lse) O_l
+    P_l = exp(S_l − lse),  dS_l = P_l ∘ (dO V_lᵀ − rowsum(dO ∘ O)),  dq = Σ_l scale · dS_l K_l
+
+Each level is one attention of the candidates, grouped by their parents in that level, to the
+level's own histories: keys of a coarser level are read in place. The backward of a level is that of
+its attention alone, given O and lse of all levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..autocast import autocast
+from ..containers.candidates import CandidateIndex
+from ..scalars import is_sequence, to_ints
+from ..segments import RowSegments, check_device, check_offsets, parse_segments
+from ..validation import check_implementation, check_tensor
+from .attention import attention_backward, attention_forward, computed
+from .attention_arguments import ATTENTION_IMPLEMENTATIONS, check_scalars
+from .attention_call import AttentionOptions, check_operands, parsed_call
+from .nodes import apply, differentiable_once
+
+LEVELS = ("joint", "each")
+
+
+class Level(NamedTuple):
+    """The histories of one level.
+
+    Attributes:
+        k, v: `[L, Hkv, D]` and `[L, Hkv, Dv]`.
+        candidates: the parent of each candidate, on q's device.
+        queries: the query rows, grouped by parent. keys: the histories.
+    """
+
+    k: Tensor
+    v: Tensor
+    candidates: CandidateIndex
+    queries: RowSegments
+    keys: RowSegments
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """x `[num_candidates, n_q, ...]` as rows grouped by parent."""
+        return self.candidates.grouped(x).flatten(0, 1)
+
+    def ungrouped(self, x: Tensor, like: Tensor) -> Tensor:
+        """Undo `grouped`. like: `[num_candidates, n_q, ...]`."""
+        return self.candidates.ungrouped(torch.unflatten(x, 0, like.shape[:2]))
+
+
+def parse_levels(
+    q: Tensor, given: dict[str, Any], max_seqlens: dict[str, Any], options: AttentionOptions
+) -> tuple[Tensor, list[Level]]:
+    """q in the dtype of autocast, and the levels.
+
+    Args:
+        given: k, v, candidates and kv_offsets by their names in errors; k is a list or a tuple.
+        max_seqlens: which must be None, by their names.
+
+    Raises:
+        TypeError, ValueError: as `target_attention`.
+    """
+    number, implementation = len(given["k"]), options.implementation
+    for name, x in given.items():
+        if not is_sequence(x) or len(x) != number or not number:
+            raise ValueError(
+                f"{name} must be a tuple with an entry for each level, as k, which has {number},"
+                f" got {len(x) if is_sequence(x) else type(x).__name__}"
+            )
+    unused = dict(mask=options.mask, schedule=options.schedule, pages=options.pages)
+    for name, x in (unused | max_seqlens).items():
+        if x is not None:
+            raise ValueError(f"{name} must be None with several levels, got {type(x).__name__}")
+    check_scalars(options.activation, options.scale, options.output_scale)
+    if isinstance(options.output_scale, Tensor):
+        raise TypeError("output_scale must be a number with several levels, got Tensor")
+    check_tensor("q", q, 4, "[num_candidates, n_q, H, D]", "target_attention", implementation)
+    check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
+    q = autocast(q)
+    levels: list[Level] = []
+    for i, (k, v, candidates, offsets) in enumerate(zip(*given.values())):
+        for name, x, shape in ((f"k[{i}]", k, "[L, Hkv, D]"), (f"v[{i}]", v, "[L, Hkv, Dv]")):
+            check_tensor(name, x, 3, shape, "target_attention", implementation)
+        k, v, name = autocast(k), autocast(v), f"kv_offsets[{i}]"
+        check_operands(q.flatten(0, 1), k, v)
+        check_offsets(name, offsets, k.shape[0])
+        check_device(name, offsets, q.device, "q's")
+        parents = offsets.shape[0] - 1
+        index = CandidateIndex.wrap(candidates, parents).matched(q, parents)
+        keys = parse_segments(name, offsets, k.shape[0], q.device)
+        levels.append(Level(k, v, index, index.parsed(*q.shape[:2]), keys))
+    of_values = {level.v.shape[1:] for level in levels}
+    if len(of_values) != 1:
+        shapes = [list(level.v.shape) for level in levels]
+        raise ValueError(f"v must have the same heads and head dim in each level, got {shapes}")
+    return q, levels
+
+
+def attend_each(
+    q: Tensor, levels: Sequence[Level], options: AttentionOptions
+) -> tuple[Tensor, ...]:
+    """The attention of q `[num_candidates, n_q, H, D]` to each level by itself."""
+    results: list[Tensor] = []
+    for level in levels:
+        call = parsed_call(level.grouped(q), level.k, level.v, level.queries, level.keys, options)
+        results.append(level.ungrouped(computed(call), q))
+    return tuple(results)
+
+
+def attend_jointly(q: Tensor, levels: Sequence[Level], options: AttentionOptions) -> Tensor:
+    """The attention of q `[num_candidates, n_q, H, D]` to the keys of all levels, as if they were
+    one segment."""
+    if options.implementation == "reference":
+        return _joint_by_definition(q, levels, options)
+    if options.activation != "softmax":
+        return torch.stack(attend_each(q, levels, options)).sum(0)
+    keys_and_values = [x for level in levels for x in (level.k, level.v)]
+    result: Tensor = apply(_Joint, q, *keys_and_values, tuple(levels), options)
+    return result
+
+
+def _joint_by_definition(q: Tensor, levels: Sequence[Level], options: AttentionOptions) -> Tensor:
+    """With a copy of the keys of all levels for each candidate."""
+    parents = [to_ints(level.candidates.users(q.shape[0])) for level in levels]
+    bounds = [to_ints(level.keys.offsets) for level in levels]
+    keys, values, ends = [levels[0].k[:0]], [levels[0].v[:0]], [0]
+    for of_candidate in zip(*parents):
+        ends.append(ends[-1])
+        for level, parent, rows in zip(levels, of_candidate, bounds):
+            first, last = rows[parent : parent + 2] if parent < len(rows) - 1 else (0, 0)
+            keys.append(level.k[first:last])
+            values.append(level.v[first:last])
+            ends[-1] += last - first
+    k, v, offsets = torch.cat(keys), torch.cat(values), torch.tensor(ends, device=q.device)
+    queries = RowSegments.equal(q.shape[1], q.shape[0], offsets)
+    out = computed(parsed_call(q.flatten(0, 1), k, v, queries, RowSegments(offsets), options))
+    return torch.unflatten(out, 0, q.shape[:2])
+
+
+class _Joint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, *arguments: Any) -> Tensor:
+        *keys_and_values, levels, options = arguments
+        outs: list[Tensor] = []
+        sums: list[Tensor] = []
+        saved: list[Tensor | None] = []
+        of_levels: list[tuple[Any, ...]] = []
+        for level, k, v in zip(levels, keys_and_values[::2], keys_and_values[1::2]):
+            call = parsed_call(level.grouped(q), k, v, level.queries, level.keys, options).call
+            out, lse, of_level = attention_forward(call, any(ctx.needs_input_grad))
+            outs.append(level.ungrouped(out, q))
+            sums.append(_sums_of_keys(level, level.ungrouped(_rows_of(lse), q)))
+            saved += *of_level[:3], *of_level.segments
+            of_levels.append(of_level[4:])  # without tensors
+            ctx.of_kernels = lse.dim() == 2
+        out, lse = _combined(outs, torch.stack(sums), ctx.of_kernels)
+        ctx.levels, ctx.options = levels, of_levels
+        ctx.save_for_backward(out, lse, *saved)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, *saved = ctx.saved_tensors
+        count = len(saved) // len(ctx.levels)
+        dqs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for i, (level, options) in enumerate(zip(ctx.levels, ctx.options)):
+            q, k, v, *segments = saved[i * count : (i + 1) * count]
+            do_rows, out_rows, lse_rows = (level.grouped(x) for x in (do.to(out.dtype), out, lse))
+            results = [out_rows, _as_stored(lse_rows, ctx.of_kernels)]
+            dq, dk, dv, *_ = attention_backward(do_rows, results, q, k, v, segments, *options)
+            dqs.append(level.ungrouped(dq, do))
+            gradients += dk, dv
+        return torch.stack(dqs).sum(0), *gradients, None, None
+
+
+# The log-sum-exp of the kernels is [H, rows], in base 2; that of the CPU path [rows, H, 1].
+
+
+def _rows_of(lse: Tensor) -> Tensor:
+    """`[rows, H]`."""
+    return lse.t() if lse.dim() == 2 else lse.squeeze(2)
+
+
+def _as_stored(lse: Tensor, of_kernels: bool) -> Tensor:
+    """Undo `_rows_of`."""
+    return lse.t().contiguous() if of_kernels else lse.unsqueeze(2)
+
+
+def _sums_of_keys(level: Level, lse: Tensor) -> Tensor:
+    """lse `[num_candidates, n_q, H]`, -infinity for candidates without keys in this level."""
+    lengths = pad(level.keys.offsets.diff(), (0, 1))  # a candidate may have no parent
+    has_keys = lengths.index_select(0, level.candidates.users(lse.shape[0])) > 0
+    return lse.where(has_keys[:, None, None], float("-inf"))
+
+
+def _combined(outs: Sequence[Tensor], sums: Tensor, of_kernels: bool) -> tuple[Tensor, Tensor]:
+    """O `[num_candidates, n_q, H, Dv]` and lse `[num_candidates, n_q, H]` of all levels.
+
+    Args:
+        outs: O of each level.
+        sums: `[levels, num_candidates, n_q, H]`, their lse. of_kernels: whether in base 2.
+    """
+    exp, log = (torch.exp2, torch.log2) if of_kernels else (torch.exp, torch.log)
+    top = sums.amax(0)
+    top = top.where(top != float("-inf"), 0.0)
+    shares = exp(sums - top)
+    total = shares.sum(0)
+    shares = shares / total.where(total != 0, 1.0)
+    out = sum(x * share[..., None] for x, share in zip(outs, shares))
+    assert isinstance(out, Tensor)
+    return out.to(outs[0].dtype), top + log(total)
