@@ -51,8 +51,9 @@ class Level(NamedTuple):
         return self.candidates.grouped(x).flatten(0, 1)
 
     def ungrouped(self, x: Tensor, like: Tensor) -> Tensor:
-        """Undo `grouped`. like: `[num_candidates, n_q, ...]`."""
-        return self.candidates.ungrouped(torch.unflatten(x, 0, like.shape[:2]))
+        """Undo `grouped`, below autograd too. like: `[num_candidates, n_q, ...]`."""
+        x, inverse = x.unflatten(0, like.shape[:2]), self.candidates.inverse
+        return x if inverse is None else x.index_select(0, inverse)
 
 
 def parse_levels(

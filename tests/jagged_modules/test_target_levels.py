@@ -41,7 +41,8 @@ class Case:
 
     def run(self, dtype=torch.float64, device="cpu", **options):
         """The results, and the gradients of q and of each level's k and v."""
-        tensors = [x.to(device, dtype).requires_grad_() for x in (self.q, *self.k, *self.v)]
+        operands = self.q, *self.k, *self.v
+        tensors = [x.clone().to(device, dtype).requires_grad_() for x in operands]
         n = len(self.k)
         maps, offsets = ([x.to(device) for x in y] for y in (self.maps, self.offsets))
         out = F.target_attention(
@@ -55,27 +56,51 @@ class Case:
 
     def definition(self, q, *keys_and_values):
         """The softmax over a candidate's keys in all levels."""
-        n, group = len(self.k), self.q.shape[2] // max(1, self.k[0].shape[1])
-        scores, values = [], []
-        for users, offsets, k, v in zip(
-            self.maps, self.offsets, keys_and_values[:n], keys_and_values[n:]
-        ):
-            longest = int(offsets.diff().max())
-            places = offsets[users][:, None] + torch.arange(longest)
-            hidden = torch.arange(longest) >= offsets.diff()[users][:, None]
-            places = places.masked_fill(hidden, 0)
-            k, v = (
-                x.new_zeros(*places.shape, *x.shape[1:]) if not len(x) else x[places]
-                for x in (k, v)
-            )
-            k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-            s = q.transpose(1, 2) @ k.transpose(2, 3) * q.shape[-1] ** -0.5
-            scores.append(s.masked_fill(hidden[:, None, None], float("-inf")))
-            values.append(v)
-        scores, values = torch.cat(scores, -1), torch.cat(values, 2)
+        _n, group = len(self.k), self.q.shape[2] // max(1, self.k[0].shape[1])
+        hidden, copies = [], []
+        for users, offsets in zip(self.maps, self.offsets):
+            places = torch.arange(int(offsets.diff().max()))
+            hidden.append((places >= offsets.diff()[users][:, None])[:, None, None])
+            copies.append((offsets[users][:, None] + places).masked_fill(hidden[-1][:, 0, 0], 0))
+        operands = [
+            (x[rows] if len(x) else x.new_zeros(*rows.shape, *x.shape[1:]))
+            .repeat_interleave(group, 2)
+            .transpose(1, 2)
+            for x, rows in zip(keys_and_values, copies * 2)
+        ]
+        return _Joint.apply(hidden, q.transpose(1, 2), *operands).transpose(1, 2)
+
+
+class _Joint(torch.autograd.Function):
+    """Its backward reads the rounded result, as FlashAttention's does."""
+
+    @staticmethod
+    def forward(ctx, hidden, q, *keys_and_values):
+        n, scale = len(hidden), q.shape[-1] ** -0.5
+        k, v = keys_and_values[:n], keys_and_values[n:]
+        scores = [
+            (q @ x.transpose(2, 3) * scale).masked_fill(h, float("-inf")) for x, h in zip(k, hidden)
+        ]
+        sizes, scores = [x.shape[-1] for x in scores], torch.cat(scores, -1)
         nothing = (scores == float("-inf")).all(-1, keepdim=True)
         p = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-        return (p @ values).transpose(1, 2)
+        parts = [x @ y for x, y in zip(p.split(sizes, -1), v)]
+        out = sum(parts[1:], parts[0])
+        ctx.sizes, ctx.scale = sizes, scale
+        ctx.save_for_backward(p, out, q, *keys_and_values)
+        return out
+
+    @staticmethod
+    def backward(ctx, do):
+        p, out, q, *keys_and_values = ctx.saved_tensors
+        n = len(ctx.sizes)
+        delta, dqs, dks, dvs = (do * out).sum(-1, keepdim=True), [], [], []
+        for part, k, v in zip(p.split(ctx.sizes, -1), keys_and_values[:n], keys_and_values[n:]):
+            ds = part * (do @ v.transpose(2, 3) - delta) * ctx.scale
+            dqs.append(ds @ k)
+            dks.append(ds.transpose(2, 3) @ q)
+            dvs.append(part.transpose(2, 3) @ do)
+        return None, sum(dqs[1:], dqs[0]), *dks, *dvs
 
 
 def _gradients(out, tensors, grad):
@@ -139,14 +164,14 @@ def check_accuracy(name, dims, dtype, device):
     found = case.run(dtype, device)
     names = ["q", *(f"{x}{i}" for x in "kv" for i in range(len(case.k)))]
     tensors = dict(zip(names, (case.q, *case.k, *case.v)))
-    bounds = accuracy.definition(case.definition, tensors, case.do.to(dtype), samples=32)
+    bounds = accuracy.definition(case.definition, tensors, case.do.to(dtype), samples=64)
     accuracy.assert_accurate(dict(zip(["out", *(f"d{x}" for x in names)], found)), bounds)
 
 
 def test_a_poisoned_parent_reaches_its_own_leaves_alone():
     case = Case("three")
     clean = case.run()
-    vendor = int(case.maps[1][0])
+    vendor = next(x for x in case.maps[1].tolist() if case.lengths[1][x])
     start, end = case.offsets[1][vendor : vendor + 2].tolist()
     case.k[1][start:end] = case.v[1][start:end] = torch.nan
     out, dq, *grads = case.run()
@@ -317,16 +342,7 @@ class Batch:
 
     def gradients(self, out, layer):
         torch.manual_seed(1)
-        return torch.autograd.grad(
-            out, [*self.inputs, *layer.parameters()], torch.randn_like(out), allow_unused=True
-        )
-
-
-def assert_same_gradients(found, expected):
-    for x, y in zip(found, expected, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None:
-            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+        return _gradients(out, [*self.inputs, *layer.parameters()], torch.randn_like(out))
 
 
 def test_target_layer():
@@ -334,7 +350,7 @@ def test_target_layer():
     out = layer(batch.targets, batch.histories, batch.candidates)
     expected = layer(batch.targets, batch.joined())
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    assert_same_gradients(batch.gradients(out, layer), batch.gradients(expected, layer))
+    assert_same(batch.gradients(out, layer), batch.gradients(expected, layer), 1e-10)
     caches = tuple(layer.cache(x) for x in batch.histories)
     scored = layer.score(batch.targets, caches, batch.candidates)
     torch.testing.assert_close(scored, expected, rtol=1e-12, atol=1e-12)
@@ -358,7 +374,7 @@ def test_self_target_layer():
         torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
     _, expected = layer(batch.joined(), batch.targets, torch.arange(len(batch.targets)))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    assert_same_gradients(batch.gradients(out, layer), batch.gradients(expected, layer))
+    assert_same(batch.gradients(out, layer), batch.gradients(expected, layer), 1e-10)
 
 
 @pytest.mark.parametrize("layer", ["target", "self and target"])
@@ -375,7 +391,7 @@ def test_layers_compile(layer):
     if isinstance(out, tuple):
         out, expected = out[1], expected[1]
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    assert_same_gradients(batch.gradients(out, layer), batch.gradients(expected, layer))
+    assert_same(batch.gradients(out, layer), batch.gradients(expected, layer), 1e-10)
 
 
 @pytest.mark.parametrize(
