@@ -25,9 +25,11 @@ from jagged_modules.layers import (
     gdpa_node,
     mlp_node,
     one_node,
+    residual_node,
     self_target_node,
     target_node,
 )
+from jagged_modules.layers.norms import NormOptions
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -56,24 +58,31 @@ def block_gradient(do, qkv, *arguments):
     return torch.autograd.grad(out, qkv, do)[0]
 
 
-def rms_norm(x, weight, eps, dtype, groups, end, columns=0):
-    x = cleared(x, end)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    rstd = torch.rsqrt(x.unflatten(1, (groups, -1)).square().mean(2) + eps)
-    return normed(x, weight, None, eps, groups, True), rstd
+def row_norm(x, weight, bias, dtype, norm, columns=0, end=None):
+    eps, groups, rms = norm
+    x, eps = cleared(x, end), torch.finfo(x.dtype).eps if eps is None else eps
+    in_groups = x.unflatten(1, (groups, -1))
+    mean = in_groups.mean(2)
+    centred = in_groups if rms else in_groups - mean[..., None]
+    rstd = torch.rsqrt(centred.square().mean(2) + eps)
+    return cleared(normed(x, weight, bias, eps, groups, rms), end), mean, rstd
 
 
-def rms_norm_gradients(dy, x, weight, rstd, residual, end):
-    dy, x = cleared(dy, end), cleared(x, end)
-    xhat, wide = (x.unflatten(1, (rstd.shape[1], -1)) for x in (x, dy * weight))
-    xhat = xhat * rstd.unsqueeze(2)
-    dx = rstd.unsqueeze(2) * (wide - xhat * (wide * xhat).mean(2, keepdim=True))
-    return dx.flatten(1) + cleared(residual, end), (dy * xhat.flatten(1)).sum(0)
+def row_norm_gradients(dy, x, weight, mean, rstd, residual, norm, end):
+    """By the formula of `jagged_kernels/rows/op.py`."""
+    dy, x, groups = cleared(dy, end), cleared(x, end), (rstd.shape[1], -1)
+    xhat, g = (x.unflatten(1, groups) for x in (x, dy * weight))
+    xhat = (xhat if norm.rms else xhat - mean[..., None]) * rstd[..., None]
+    dx = g - xhat * (g * xhat).mean(2, keepdim=True)
+    dx = (dx if norm.rms else dx - g.mean(2, keepdim=True)) * rstd[..., None]
+    dx = dx.flatten(1) if residual is None else dx.flatten(1) + cleared(residual, end)
+    return dx, ((dy * xhat.flatten(1)).sum(0), None if norm.rms else dy.sum(0))
 
 
 def normed_columns_gradients(grads, x, weight, rstd):
     dy = grads[:, : x.shape[1]]
-    dx, dweight = rms_norm_gradients(dy, x, weight, rstd, torch.zeros_like(x), None)
+    norm = NormOptions(None, rstd.shape[1], True)
+    dx, (dweight, _) = row_norm_gradients(dy, x, weight, None, rstd, None, norm, None)
     dy.copy_(dx)
     return dweight
 
@@ -113,8 +122,9 @@ def nodes(monkeypatch):
 
     replace(one_node, "may_be_one_node", is_plain)
     replace(block_layer, "runs_kernels", lambda *_: True)
-    replace(gdpa_node, "rms_norm", rms_norm)
-    replace(gdpa_node, "rms_norm_gradients", rms_norm_gradients)
+    for module in (gdpa_node, residual_node):
+        replace(module, "row_norm", row_norm)
+    replace(residual_node, "row_norm_gradients", row_norm_gradients)
     replace(gdpa_node, "normed_columns_gradients", normed_columns_gradients)
     replace(mlp_node, "activated", activated)
     replace(mlp_node, "activation_gradients", activation_gradients)
