@@ -79,6 +79,17 @@ class NodeInputs(NamedTuple):
     k_norm: Tensor | None
 
 
+class Sides(NamedTuple):
+    """What `JaggedGDPA.sides` gives: rows of a context `[M, E]`, or None; ends of the rows of x and
+    of the context; segments and options of the attention."""
+
+    context: Tensor | None
+    ends: tuple[Tensor | None, Tensor | None]
+    queries: RowSegments
+    keys: RowSegments | None
+    options: AttentionOptions
+
+
 class GDPACall(NamedTuple):
     """What the node computes. dtype: of the GEMMs' operands. ends: of the rows of x and of the
     context. dropout: probability, 0 outside of training. residual: of a block. qk_eps: of the norms
@@ -123,21 +134,14 @@ def gdpa_dtype(
 
 
 def gdpa_node(
-    layer: JaggedGDPA,
-    x: Tensor,
-    context: Tensor | None,
-    norm: nn.RMSNorm | None,
-    dtype: torch.dtype,
-    ends: tuple[Tensor | None, Tensor | None],
-    attention: tuple[Any, Any, AttentionOptions],
+    layer: JaggedGDPA, x: Tensor, norm: nn.RMSNorm | None, dtype: torch.dtype, sides: Sides
 ) -> Tensor:
-    """The layer's result for x `[L, E]` and a context `[M, E]`, in the operands' dtype. With a
-    norm, a block's, in the wider of this dtype and x's. ends: of the rows of both. attention:
-    segments and options."""
+    """The layer's result for x `[L, E]`, in the operands' dtype. With a norm, a block's, in the
+    wider of this dtype and x's."""
     residual = None
     if norm is not None:
         residual = Residual(dtype, NormOptions.of(norm), columns=bias_columns(dtype))
-    arguments = node_arguments(layer, x, context, norm, dtype, ends, attention, residual)
+    arguments = node_arguments(layer, x, norm, dtype, sides, residual)
     result: Tensor = apply(_Node, *arguments)
     return result
 
@@ -145,11 +149,9 @@ def gdpa_node(
 def node_arguments(
     layer: JaggedGDPA,
     x: Tensor,
-    context: Tensor | None,
     norm: nn.Module | None,
     dtype: torch.dtype,
-    ends: tuple[Tensor | None, Tensor | None],
-    attention: tuple[Any, Any, AttentionOptions],
+    sides: Sides,
     residual: Residual | None,
 ) -> tuple[Any, ...]:
     """`NodeInputs` and a `GDPACall`, for what `gdpa_node` takes."""
@@ -166,14 +168,13 @@ def node_arguments(
     if layer.config.qk_norm:
         of_heads, qk_eps = (layer.q_norm.weight, layer.k_norm.weight), layer.q_norm.eps
     of_norm = (None, None) if norm is None else norm_parameters(norm)
-    inputs = NodeInputs(x, context, *of_norm, *projections, *of_heads)
+    inputs = NodeInputs(x, sides.context, *of_norm, *projections, *of_heads)
     call = GDPACall(
         dtype,
         layer.num_heads,
         layer.num_kv_heads,
         layer.head_dim,
-        ends,
-        *attention,
+        *sides[1:],
         probability(layer.dropout),
         residual,
         None if qk_eps is None else as_constant(qk_eps),

@@ -19,6 +19,10 @@ LAYERS = {
     "context": lambda: jm.JaggedGDPA(WIDTH, 3, "softmax", config=NORMED),
     "mlp": lambda: jm.JaggedMLP([WIDTH, 40, 9], "gelu_tanh"),
     "swiglu": lambda: jm.JaggedMLP([WIDTH, 40, 9], "swiglu"),
+    "encoder-first": lambda: jm.JaggedEncoderLayer(
+        WIDTH, 3, 40, norm_first=True, norm="rms", activation="swiglu"
+    ),
+    "encoder-behind": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, activation="gelu"),
 }
 
 
