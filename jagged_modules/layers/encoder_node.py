@@ -28,7 +28,7 @@ from .mlp_node import (
     kernels_activation,
 )
 from .norms import NormOptions, RMSNorm, RowNorm, norm_parameters
-from .one_node import apply, bias_columns, differentiable_once, node_dtype
+from .one_node import apply, bias_columns, differentiable_once, node_dtype, own_parameters
 from .residual_node import Around, Residual, probability, residual_gradients, with_residual
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def encoder_dtype(layer: JaggedEncoderLayer, x: Tensor) -> torch.dtype | None:
     attention, norms = layer.attention, (layer.norm1, layer.norm2)
     if type(attention) is not JaggedGDPA or type(layer.dropout) is not nn.Dropout:
         return None
-    if any(type(x) not in (RowNorm, RMSNorm) or None in x._parameters.values() for x in norms):
+    if any(type(norm) not in (RowNorm, RMSNorm) for norm in norms):
+        return None
+    if any(x is None for norm in norms for x in own_parameters(norm)):
         return None
     dtype = gdpa_dtype(attention, x, None, attention, layer.dropout, *norms)
     is_one = layer.embedding_dim <= MAX_WIDTH
@@ -105,8 +107,8 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         around, saved = Around.first_of(ctx.saved_tensors)
         count = len(SavedFeedForward._fields)
-        of_network, of_attention = SavedFeedForward(*saved[:count]), saved[count:]
-        dx, of_network = _network_gradients(ctx, dy, around, of_network)
+        network, of_attention = SavedFeedForward(*saved[:count]), saved[count:]
+        dx, of_network = _network_gradients(ctx, dy, around, network)
         count = len(NodeInputs._fields)
         if dx is None:
             return *[None] * count, *of_network, None
@@ -116,7 +118,7 @@ class _Node(torch.autograd.Function):
 def _network(
     ctx: Any, x: Tensor, inputs: NetworkInputs, call: EncoderCall
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The layer's result for x, the attention's, and what `_network_gradients` reads."""
+    """The layer's result for that of the attention, and what `_network_gradients` reads."""
     ctx.network, ctx.network_residual, ctx.network_dtype = *call[1:], x.dtype
     trains, end = any(ctx.needs_input_grad), call.attention.ends[0]
 
@@ -132,10 +134,8 @@ def _network_gradients(
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """Of the attention's result and of `NetworkInputs`."""
     count = len(NodeInputs._fields)
-    of_attention, of_network = (
-        any(ctx.needs_input_grad[:count]),
-        NetworkInputs(*ctx.needs_input_grad[count:-1]),
-    )
+    of_attention = any(ctx.needs_input_grad[:count])
+    of_network = ctx.needs_input_grad[count:-1]  # as NetworkInputs
     norm_first, rows_dtype = ctx.network_residual.norm_first, saved.rows.dtype
     dtypes = rows_dtype if norm_first else ctx.network_dtype, ctx.dtype
 

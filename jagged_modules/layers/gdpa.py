@@ -373,8 +373,7 @@ class JaggedGDPA(nn.Module):
         """What a node takes besides the rows' values."""
         keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
         values, end = (None, None) if keys is rows else (keys.values, keys.end("context"))
-        queries, keys, options = self._attention(rows, keys, dtype, mask)
-        return Sides(values, (rows.end("x"), end), queries, keys, options)
+        return Sides(values, (rows.end("x"), end), *self._attention(rows, keys, dtype, mask))
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""

@@ -1,9 +1,10 @@
-"""JaggedGDPA and GDPABlock as one autograd node.
+"""JaggedGDPA and GDPABlock as one autograd node, and as part of an encoder's.
 
-    n = norm(x)                                       in a block; else n = x
-    [q | k | v] = n [W_q | W_kv]ᵀ + [b_q | b_kv]      k and v also from a context, or learned
+    [q | k | v] = x [W_q | W_kv]ᵀ + [b_q | b_kv]      k and v also from a context, or learned
     q, k = norm(q), norm(k)                           with qk_norm, per head
-    h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o    in a block: + x
+    h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o
+
+A block has a norm and a residual around this: see `residual_node.py`.
 
 The rows and the parameters are cast once, to the dtype of the GEMMs. Rows that give queries, keys
 and values have one projection, and the attention's backward writes its gradient as one tensor. The
@@ -85,7 +86,7 @@ class Sides(NamedTuple):
 
     context: Tensor | None
     ends: tuple[Tensor | None, Tensor | None]
-    queries: RowSegments
+    queries: Any
     keys: RowSegments | None
     options: AttentionOptions
 
@@ -164,11 +165,11 @@ def node_arguments(
     out_proj, q_proj = layer.out_proj, layer.q_proj
     projections = q_proj.weight, q_proj.bias, keys, values, out_proj.weight, out_proj.bias
     of_heads: tuple[Any, Any] = (None, None)
-    qk_eps = None
+    qk_eps: Any = None
     if layer.config.qk_norm:
         of_heads, qk_eps = (layer.q_norm.weight, layer.k_norm.weight), layer.q_norm.eps
-    of_norm = (None, None) if norm is None else norm_parameters(norm)
-    inputs = NodeInputs(x, sides.context, *of_norm, *projections, *of_heads)
+    weight, bias = (None, None) if norm is None else norm_parameters(norm)
+    inputs = NodeInputs(x, sides.context, weight, bias, *projections, *of_heads)
     call = GDPACall(
         dtype,
         layer.num_heads,
@@ -244,7 +245,7 @@ def attention_part(
     if call.residual is None:
         y, saved = part(gemm_rows(inputs.x, end, call.dtype))
         return with_zero_tail(y, end), [*Around(end), *saved]
-    norm = inputs.norm, inputs.norm_bias
+    norm: Any = inputs.norm, inputs.norm_bias
     y, around, saved = with_residual(inputs.x, norm, call.residual, end, part)
     return y, [*around, *saved]
 
@@ -266,8 +267,7 @@ def attention_part_gradients(
     else:
         needs = wanted.x, wanted.norm or wanted.norm_bias
         dx, of_norm, others = residual_gradients(dy, around, ctx.residual, needs, part)
-    dcontext, *others = others
-    return dx, dcontext, *of_norm, *others
+    return dx, others[0], *of_norm, *others[1:]
 
 
 def _attended(
@@ -336,15 +336,11 @@ def _normed(
 
 
 def _gradients(
-    ctx: Any,
-    dy: Tensor,
-    saved: _Saved,
-    segments: list[Tensor | None],
-    wanted: NodeInputs,
-    of_rows: bool,
+    ctx: Any, dy: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: Any, of_rows: bool
 ) -> tuple[Tensor | None, tuple[Any, ...]]:
     """Gradients of the rows that are projected; and of the context and of `NodeInputs`' q_weight to
-    k_norm. dy: of the result, in the operands' dtype. wanted: of the inputs, and of_rows."""
+    k_norm. dy: of the result, in the operands' dtype. wanted: of which, as `NodeInputs`; and
+    of_rows."""
     projections = wanted.q_weight, wanted.q_bias, wanted.keys, wanted.values
     needs = any((of_rows, wanted.context, *projections, wanted.q_norm, wanted.k_norm))
     of_out, h = [needs, wanted.out_weight, wanted.out_bias], saved.h
@@ -359,12 +355,7 @@ def _gradients(
 
 
 def _attention_gradients(
-    ctx: Any,
-    dh: Tensor,
-    saved: _Saved,
-    segments: list[Tensor | None],
-    wanted: NodeInputs,
-    of_rows: bool,
+    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: Any, of_rows: bool
 ) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, Any]]:
     """Gradients of the projected rows, of the context, of `NodeInputs`' q_weight to values, and of
     q_norm and k_norm."""

@@ -84,11 +84,12 @@ class _Node(torch.autograd.Function):
         of_x, _, *wanted = ctx.needs_input_grad
         gradients: list[Tensor | None] = []
         for first in reversed(range(0, len(wanted), 2)):  # of the layer's parameters
-            of_layer, saved = saved[-3:], saved[:-3]
+            (x, weight, z), saved = saved[-3:], saved[:-3]
             needs = of_x or any(wanted[:first]), wanted[first], wanted[first + 1]
             options = ctx.activation, ctx.gated, end
-            dtypes = dy.dtype if first else ctx.x_dtype, ctx.dtype
-            dx, *of_parameters = _layer_gradients(dy, *of_layer, needs, options, dtypes, first > 0)
+            dtypes = z.dtype if first else ctx.x_dtype, ctx.dtype
+            of_layer = x, weight, z, needs, options, dtypes, first > 0
+            dx, *of_parameters = _layer_gradients(dy, *of_layer)
             gradients = [*of_parameters, *gradients]
             if dx is None:
                 return None, None, *[None] * first, *gradients

@@ -53,14 +53,14 @@ def _is_recorded() -> bool:
 
 def _is_plain(module: nn.Module) -> bool:
     # Also false for the subclass that parametrisation makes, and for quantised weights.
-    if not _is_known(type(module)) or not all(map(_is_a_tensor, _parameters(module))):
+    if not _is_known(type(module)) or not all(map(_is_a_tensor, own_parameters(module))):
         return False
     own: Any = module  # torch has no public names for these
     hooks = own._forward_hooks or own._forward_pre_hooks
     return not (hooks or own._backward_hooks or own._backward_pre_hooks)
 
 
-def _parameters(module: nn.Module) -> list[Any]:
+def own_parameters(module: nn.Module) -> list[Any]:
     """The module's own parameters; None for one that is registered as None. `module.parameters()`
     takes ten times longer."""
     own: Any = module
@@ -221,7 +221,7 @@ def node_dtype(
     a bias, and their parameters have one dtype, that of x or one that autocast casts to x's."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return None
-    parameters = [parameter for module in linears for parameter in _parameters(module)]
+    parameters = [parameter for module in linears for parameter in own_parameters(module)]
     if any(type(module) is not nn.Linear for module in linears):
         return None
     if any(parameter is None for parameter in parameters):
@@ -237,7 +237,7 @@ def cast_linears(x: Tensor, *linears: nn.Module) -> Sequence[Callable[[Tensor], 
     cast each weight and each bias by itself: where a node might compute the layers, all are cast
     together."""
     dtype = None if torch.is_grad_enabled() else node_dtype(x, linears, on_cpu=True)
-    parameters = [parameter for module in linears for parameter in _parameters(module)]
+    parameters = [parameter for module in linears for parameter in own_parameters(module)]
     if dtype is None or parameters[0].dtype == dtype:
         return linears
     tensors = iter(cast(dtype, *parameters))

@@ -81,17 +81,18 @@ def with_residual(
         part: f, of rows in its dtype.
     """
     dtype, options, norm_first, result, dropout, columns = residual
+    mean = rstd = None
     if norm_first:
-        rows, *statistics = row_norm(x, *norm, dtype, options, columns, end)
+        rows, mean, rstd = row_norm(x, *norm, dtype, options, columns, end)
     else:
-        rows, statistics = gemm_rows(x, end, dtype) if columns else cleared(x, end, dtype), []
+        rows = gemm_rows(x, end, dtype) if columns else cleared(x, end, dtype)
     y, saved = part(rows)
     y, kept = dropped(y, dropout)
     y = residual_sum(x, y, end)
     if not norm_first:
         x = y
-        y, *statistics = row_norm(x, *norm, result or x.dtype, options, 0, end)
-    return y, Around(end, x, norm[0], *statistics, kept), saved
+        y, mean, rstd = row_norm(x, *norm, result or x.dtype, options, 0, end)
+    return y, Around(end, x, norm[0], mean, rstd, kept), saved
 
 
 def residual_gradients(
@@ -110,7 +111,8 @@ def residual_gradients(
     """
     of_x, of_norm = wanted
     dtype, norm, norm_first, _, dropout, _ = residual
-    end, *of_rows, kept = around
+    end, rows, weight, mean, rstd, kept = around
+    of_rows = rows, weight, mean, rstd
     if norm_first:
         grad = dropout_gradient(cleared(dy, end, dtype), kept, dropout)
         drows, others = part(grad, of_x or of_norm)

@@ -306,6 +306,21 @@ def test_modules_with_hooks_are_called(nodes, name):
     assert_rounded(actual, expected, torch.float32, sum(LENGTHS))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+def test_the_dtype_of_rows_in_16_bits_under_autocast(nodes, name, dtype):
+    """Is that of the modules."""
+    case = Case(name)
+    x = case.inputs[0].cuda().to(dtype).requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = case.run(case.layer, x)
+        with in_modules():
+            expected = case.run(case.layer, x)
+    assert len(nodes) == 1 and out.dtype == expected.dtype
+    (dx,) = torch.autograd.grad(out, x, case.do.to(out))
+    assert dx.dtype == dtype and dx.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
 def test_what_is_frozen(nodes, name):
     """It gets no gradient, and the others the same as before."""
