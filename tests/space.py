@@ -508,7 +508,8 @@ OPERATORS = {
             rows=(0, 1, 3),  # of q for each candidate; 0: q has two dimensions
             index=("counts", "map", "offsets", "shuffled map"),
         ),
-        data_axes=DATA,
+        # equal rows have equal roundings, which the model takes for independent
+        data_axes=DATA | dict(values=mostly("normal", "large", "zeros")),
         indices=dict(candidates=INDICES, kv_offsets=INDICES),
         behind=True,
         num_lists=lambda o: 2,
