@@ -56,10 +56,10 @@ class Chunk(NamedTuple):
         return self.keys.stop - self.keys.start
 
 
-def chunks(kv_offsets: Tensor, width: int) -> Iterator[Chunk]:
-    """width: elements of a row of keys."""
+def chunks(kv_offsets: Tensor, keys: int) -> Iterator[Chunk]:
+    """Chunks of about so many keys, or of one segment's if those are more."""
     offsets = kv_offsets.long()
-    pieces = offsets[:-1] // max(1, CHUNK // width)  # by the chunk that a segment's first row is in
+    pieces = offsets[:-1] // max(1, keys)  # by the chunk that a segment's first row is in
     counts = torch.unique_consecutive(pieces, return_counts=True)[1].tolist()
     first = 0
     for count in counts:
@@ -77,12 +77,7 @@ def forward(
     `[rows, H, D]`, fp32 or fp64, with a last stride of 1."""
     q, k, v = operands[0][chunk.rows], *(x[chunk.keys] for x in operands[1:])
     s = _products(q.index_select(0, chunk.segment), k).mul_(scale)
-    top = torch.segment_reduce(s, "max", offsets=chunk.offsets, unsafe=True)
-    p = s.sub_(top.index_select(0, chunk.segment)).exp_()
-    total = torch.segment_reduce(p, "sum", offsets=chunk.offsets, unsafe=True)
-    p.div_(total.index_select(0, chunk.segment))
-    empty = (chunk.offsets.diff() == 0)[:, None]
-    lse[chunk.rows, :, 0] = total.log_().add_(top).masked_fill_(empty, 0)
+    p, lse[chunk.rows, :, 0] = segment_softmax(s, chunk.offsets, chunk.segment)
     _write_sums(out[chunk.rows], p, v, chunk.offsets)
 
 
@@ -124,7 +119,13 @@ def in_chunks(compute: Callable[[list[Chunk]], object], call: AttentionCall, thr
     def cost(chunk: Chunk) -> int:
         return 8 * chunk.num_keys * heads * widths  # a product takes as long as 8 of a GEMM
 
-    in_shares(compute, list(chunks(call.segments.kv_offsets, heads * width)), cost, threads, False)
+    in_shares(
+        compute,
+        list(chunks(call.segments.kv_offsets, CHUNK // (heads * width))),
+        cost,
+        threads,
+        False,
+    )
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
@@ -132,9 +133,25 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1)
 
 
+def segment_softmax(s: Tensor, offsets: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
+    """Over the rows of each segment, for each column of s, which is overwritten; and the
+    log-sum-exp of each segment, 0 without a row. offsets, segment: as in Chunk."""
+    top = torch.segment_reduce(s, "max", offsets=offsets, unsafe=True)
+    p = s.sub_(top.index_select(0, segment)).exp_()
+    total = torch.segment_reduce(p, "sum", offsets=offsets, unsafe=True)
+    p.div_(total.index_select(0, segment))
+    empty = (offsets.diff() == 0)[:, None]
+    return p, total.log_().add_(top).masked_fill_(empty, 0)
+
+
+def bags(x: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sums of the rows of each segment of x `[rows, width]`, times weights `[rows]`; 0 without a
+    row."""
+    rows = torch.arange(x.shape[0], device="cpu")
+    return embedding_bag(rows, x, offsets[:-1], mode="sum", per_sample_weights=weights)
+
+
 def _write_sums(out: Tensor, weights: Tensor, x: Tensor, offsets: Tensor) -> None:
     """Σ weights `[keys, H]` · x `[keys, H, D]` over the rows of each segment, 0 without a row."""
-    rows, starts = torch.arange(x.shape[0], device="cpu"), offsets[:-1]
     for head, of_head in enumerate(weights.t().contiguous()):
-        sums = embedding_bag(rows, x[:, head], starts, mode="sum", per_sample_weights=of_head)
-        out[:, head] = sums
+        out[:, head] = bags(x[:, head], offsets, of_head)
