@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from jagged_modules import functional
+from jagged_modules import functional, reference
 from jagged_modules.reference import din_attention_reference
 from jagged_modules.unit_activations import FEATURES, UnitParameters
 
@@ -127,3 +129,16 @@ def problem(
     return Problem(
         tensors, index, offsets, dict(activation=name, **options), len(hidden), statistics
     )
+
+
+def linear_by_feature(width):
+    """The first linear as a sum of its features' parts, each of which is rounded: near a kink their
+    rounding errors are larger than z."""
+
+    def by_feature(x, weight, bias):
+        if x.shape[1] <= width:
+            return linear(x, weight, bias)
+        parts = zip(x.split(width, 1), weight.split(width, 1))
+        return sum((linear(*part) for part in parts), bias)
+
+    return mock.patch.object(reference, "linear", by_feature)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from forms import all_forms, is_on_host
 from jagged_kernels.common.configs import padded_dim
+from jagged_kernels.din.configs import has_kernels
 
 from jagged_modules.activations import POINTWISE
 
@@ -346,6 +347,15 @@ def _fix_linear_compress(dtype: str, o: dict) -> None:
             o["layout"] = "contiguous" if o["layout"] in ("transposed", "columns") else o["layout"]
 
 
+def _fix_din(dtype: str, o: dict) -> None:
+    if o["implementation"] == "reference":
+        o["behind"] = 0  # it counts rows on the host
+        return
+    hidden, itemsize = tuple(o["hidden"]), 4 if dtype == "float32" else 2
+    while not has_kernels(o["width"], o["v_width"] or 1, hidden, itemsize):
+        o["width"] //= 2
+
+
 def _even_dim(dtype: str, o: dict) -> None:
     o["head_dim"] += o["head_dim"] % 2
 
@@ -375,6 +385,19 @@ def _attention_work(o: dict, lengths: list[list[int]]) -> int:
         * (o["head_dim"] + (o.get("v_dim") or o["head_dim"]))
         * o.get("rows", 1)
     )
+
+
+def _din_work(o: dict, lengths: list[list[int]]) -> int:
+    sizes = [len(o["features"]) * o["width"], *o["hidden"], 1]
+    return _pairs(o, lengths) * max(1, o["rows"]) * sum(n * m for n, m in zip(sizes, sizes[1:]))
+
+
+def _din_parts(o: dict, lengths: list[list[int]], interpreted: bool) -> int:
+    if not interpreted:
+        # the model runs the definition 33 times, and draws errors of the features of each pair
+        return _din_work(o | dict(hidden=[40]), lengths) // 2**16
+    rows = max(1, o["rows"])
+    return sum(-(-n * rows // 16) * (1 + m // 16) for n, m in zip(*lengths))
 
 
 def _block_work(o: dict, lengths: list[list[int]]) -> int:
@@ -471,6 +494,28 @@ OPERATORS = {
         work=_attention_work,
         parts=_attention_parts,
         fix=_fix_attention,
+    ),
+    "din_attention": Operator(
+        weight=2,
+        axes=COMMON
+        | dict(
+            activation=("sigmoid", "silu", "relu", "identity", "prelu", "dice", "dice-eval"),
+            normalize=mostly(None, "softmax"),
+            features=(("q", "k", "q-k", "q*k"), ("q*k",), ("k", "q"), ("q-k", "q*k", "k")),
+            width=(Range(1, 8), Range(9, 64), Range(65, 256)),
+            v_width=mostly(None, Range(1, 8), Range(9, 64), Range(65, 256)),  # None: v is k
+            hidden=((8,), (1,), (7, 4), (33, 16), (100,), (80, 40)),
+            rows=(0, 1, 3),  # of q for each candidate; 0: q has two dimensions
+            index=("counts", "map", "offsets", "shuffled map"),
+        ),
+        # equal rows have equal roundings, which the model takes for independent
+        data_axes=DATA | dict(values=mostly("normal", "large", "zeros")),
+        indices=dict(candidates=INDICES, kv_offsets=INDICES),
+        behind=True,
+        num_lists=lambda o: 2,
+        work=_din_work,
+        parts=_din_parts,
+        fix=_fix_din,
     ),
     "self_target_attention": Operator(
         weight=2,

@@ -36,6 +36,7 @@ from torch.nn.functional import pad
 
 from ..autocast import in_own_dtypes
 from ..masks import AttentionMask
+from . import one_query
 from .attention_bias import BlockBias, TableGradients
 from .attention_math import (
     SCORES_AT_A_TIME,
@@ -46,6 +47,7 @@ from .attention_math import (
     unfused_forward,
 )
 from .buckets import Rows, compute_dtype
+from .one_query import has_one_query_each
 from .order import Ordered, rows_back, rows_in_order
 from .shares import in_shares
 
@@ -99,6 +101,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     q, k, v, segments, params, _ = call
     scale, activation = params.scale, params.activation
+    if has_one_query_each(call):
+        return _attend_by_one_query(call, threads)
     out, lse = (x.zero_() for x in _empty_outputs(call))
     ordered = Ordered.of(segments, params)
     queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
@@ -173,6 +177,8 @@ def _gradients(
     """dq, dk and dv in the dtype and with the head dim of the computation, and those of the tables.
     parts: where they are written in place if these are the operands'; zeros unless
     `_are_all_stored`."""
+    if has_one_query_each(call):
+        return _gradients_by_one_query(do, results, call, threads, parts)
     q, k, v, segments, params, _ = call
     scale, activation, q_shared = params.scale, params.activation, segments.q_shared
     ordered = Ordered.of(segments, params)
@@ -236,6 +242,44 @@ def _gradients(
     dq = dq if q_shared else rows_back(dq, ordered.q_order, q.shape[0])
     dk, dv = (rows_back(x, ordered.kv_order, k.shape[0]) for x in (dk, dv))
     return dq, dk, dv, *dtables.results(q, params)
+
+
+def _attend_by_one_query(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
+    """`_attend` where each segment has one query row."""
+    operands, params = one_query.operands(call), call.params
+    out, lse = _empty_outputs(call)
+    results = out if out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
+
+    def compute(chunks: list[one_query.Chunk]) -> None:
+        for chunk in chunks:
+            one_query.forward(chunk, operands, params.scale, results, lse)
+
+    one_query.in_chunks(compute, call, threads)
+    return _result_like(out, _scaled(results, call.segments.q_offsets, params)), lse
+
+
+def _gradients_by_one_query(
+    do: Tensor,
+    results: list[Tensor | None],
+    call: AttentionCall,
+    threads: int,
+    parts: tuple[Tensor, ...] | None,
+) -> tuple[Tensor, ...]:
+    """`_gradients` where each segment has one query row."""
+    operands, params = one_query.operands(call), call.params
+    dtype = operands[0].dtype
+    grad = _scaled(do.to(dtype), call.segments.q_offsets, params)
+    out_and_lse: Any = tuple(None if x is None else x.to(dtype) for x in results)
+    gradients: Any = parts
+    if parts is None or dtype != call.q.dtype:
+        gradients = tuple(torch.zeros_like(x) for x in operands)
+
+    def compute(chunks: list[one_query.Chunk]) -> None:
+        for chunk in chunks:
+            one_query.backward(chunk, grad, out_and_lse, operands, params.scale, gradients)
+
+    one_query.in_chunks(compute, call, threads)
+    return *gradients, *TableGradients.of(params).results(call.q, params)
 
 
 def _are_all_stored(call: AttentionCall) -> bool:

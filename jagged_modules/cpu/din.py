@@ -18,30 +18,112 @@ from torch.nn.functional import linear
 from ..autocast import host_operator
 from ..unit_activations import unit_activation, unit_activation_gradients
 from .buckets import Rows, compute_dtype, groups
+from .one_query import are_single, bags, chunks, segment_softmax
 
 NOT_TWICE = "din_attention is not differentiable twice: its backward has no derivative of its own"
 CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
 
 
 class Pairs(NamedTuple):
-    """The operands of a chunk: S segments of C candidates and N events each.
-
-    x: q ∘ k `[P, E]`, P = S · C · N. z: of the first layer `[P, H]`.
-    """
+    """The operands of a chunk. x: q ∘ k `[P, E]`. z: of the first layer `[P, H]`."""
 
     x: Tensor
     z: Tensor
 
 
 class Chunk(NamedTuple):
-    """S segments of C candidates and N events: indices of their rows, and how many of each."""
+    """S segments of C candidates and N events: indices of their rows, and how many of each. Pairs
+    are in the order of segments, candidates and events."""
 
     q_rows: Tensor
     kv_rows: Tensor
     shape: tuple[int, int, int]
 
+    def of_q(self, x: Tensor) -> Tensor:
+        """Rows of candidates, as operands of `of_pairs`."""
+        s, c, _ = self.shape
+        return x.view(s, c, 1, -1)
 
-def _chunks(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[Chunk]:
+    def of_k(self, x: Tensor) -> Tensor:
+        """Rows of events, as operands of `of_pairs`."""
+        s, _, n = self.shape
+        return x.view(s, 1, n, -1)
+
+    def of_pairs(self, x: Tensor) -> Tensor:
+        """Rows of pairs `[P, width]` or `[P]`."""
+        return x.view(*self.shape, -1)
+
+    def over_events(self, x: Tensor) -> Tensor:
+        """The sums of `of_pairs` for each candidate."""
+        return x.sum(2).flatten(0, 1)
+
+    def over_candidates(self, x: Tensor) -> Tensor:
+        """The sums of `of_pairs` for each event."""
+        return x.sum(1).flatten(0, 1)
+
+    def softmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Of scores `[P]`, and their log-sum-exp for each candidate."""
+        scores = scores.view(self.shape)
+        return scores.softmax(2).flatten(), scores.logsumexp(2).flatten()
+
+    def weighted(self, p: Tensor, v: Tensor) -> Tensor:
+        """Σ p v for each candidate."""
+        s, _, n = self.shape
+        return (p.view(self.shape) @ v.view(s, n, -1)).flatten(0, 1)
+
+    def of_weights(self, do: Tensor, v: Tensor) -> Tensor:
+        """The gradient of p: do · v of each pair."""
+        s, c, n = self.shape
+        return (do.view(s, c, -1) @ v.view(s, n, -1).mT).flatten()
+
+    def of_values(self, p: Tensor, do: Tensor) -> Tensor:
+        """The gradient of v: Σ p do for each event."""
+        s, c, _ = self.shape
+        return (p.view(self.shape).mT @ do.view(s, c, -1)).flatten(0, 1)
+
+
+class Single(NamedTuple):
+    """Adjacent segments of one candidate each, of any lengths. Its pairs are its events. Methods as
+    in Chunk."""
+
+    q_rows: slice
+    kv_rows: slice
+    offsets: Tensor
+    segment: Tensor
+
+    def of_q(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.segment)
+
+    def of_k(self, x: Tensor) -> Tensor:
+        return x
+
+    def of_pairs(self, x: Tensor) -> Tensor:
+        return x.view(len(self.segment), -1)
+
+    def over_events(self, x: Tensor) -> Tensor:
+        return bags(x, self.offsets)
+
+    def over_candidates(self, x: Tensor) -> Tensor:
+        return x
+
+    def softmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        p, lse = segment_softmax(scores[:, None].clone(), self.offsets, self.segment)
+        return p.flatten(), lse.flatten()
+
+    def weighted(self, p: Tensor, v: Tensor) -> Tensor:
+        return bags(v, self.offsets, p)
+
+    def of_weights(self, do: Tensor, v: Tensor) -> Tensor:
+        return (self.of_q(do) * v).sum(1)
+
+    def of_values(self, p: Tensor, do: Tensor) -> Tensor:
+        return self.of_q(do).mul_(p[:, None])
+
+
+def _chunks(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[Chunk | Single]:
+    if are_single(q_offsets, kv_offsets):
+        yield from (Single(*chunk) for chunk in chunks(kv_offsets, CHUNK) if chunk.num_keys)
+        return
     for candidates, events in groups(q_offsets, kv_offsets):
         q_rows, kv_rows = _indices(candidates), _indices(events)
         per_chunk = max(1, CHUNK // events.length)  # candidates
@@ -50,6 +132,10 @@ def _chunks(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[Chunk]:
             for q_part, kv_part in zip(part.split(segments), kv_rows.split(segments)):
                 shape = len(q_part), q_part.shape[1], events.length
                 yield Chunk(q_part.flatten(), kv_part.flatten(), shape)
+
+
+def _rows(x: Tensor, rows: Tensor | slice) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def _indices(rows: Rows) -> Tensor:
@@ -75,18 +161,18 @@ class _Operands:
         self.weights, self.biases = ([x.to(self.dtype) for x in xs] for xs in (weights, biases))
         self.tables = tables
 
-    def take(self, name: str, rows: Tensor) -> Tensor:
+    def take(self, name: str, rows: Tensor | slice) -> Tensor:
         """These rows of an operand."""
-        return self.rows[name if name in self.rows else "k"].index_select(0, rows).to(self.dtype)
+        return _rows(self.rows[name if name in self.rows else "k"], rows).to(self.dtype)
 
-    def pairs(self, chunk: Chunk) -> Pairs:
+    def pairs(self, chunk: Chunk | Single) -> Pairs:
         """The chunk's products and first hidden layer."""
-        s, c, n = chunk.shape
-        q, a = (self.take(x, chunk.q_rows).view(s, c, 1, -1) for x in "qa")
-        k, b = (self.take(x, chunk.kv_rows).view(s, 1, n, -1) for x in "kb")
-        x = (q * k).flatten(0, 2)
-        z = linear(x, self.weights[0]).view(s, c, n, -1).add_(a).add_(b)
-        return Pairs(x, z.flatten(0, 2))
+        q, a = (chunk.of_q(self.take(x, chunk.q_rows)) for x in "qa")
+        k, b = (chunk.of_k(self.take(x, chunk.kv_rows)) for x in "kb")
+        x = (q * k).view(-1, q.shape[-1])
+        z = linear(x, self.weights[0])
+        chunk.of_pairs(z).add_(a).add_(b)
+        return Pairs(x, z)
 
     def hidden(self, z: Tensor, layers: int) -> tuple[list[Tensor], list[Tensor]]:
         """z and h of the first layers, given z of the first one: `layers` of z, one less of h."""
@@ -96,13 +182,13 @@ class _Operands:
             zs.append(linear(hs[-1], self.weights[layer], self.biases[layer - 1]))
         return zs, hs
 
-    def scores(self, chunk: Chunk) -> tuple[Pairs, list[Tensor], list[Tensor], Tensor]:
-        """The chunk's pairs, all z and h, and its scores `[S, C, N]`."""
+    def scores(self, chunk: Chunk | Single) -> tuple[Pairs, list[Tensor], list[Tensor], Tensor]:
+        """The chunk's pairs, all z and h, and its scores `[P]`."""
         pairs, last = self.pairs(chunk), len(self.biases)
         zs, hs = self.hidden(pairs.z, last)
         hs.append(unit_activation(zs[-1], self.activation, self.tables[last - 1]))
         s = torch.addmv(self.biases[-1], hs[-1], self.weights[-1].flatten())
-        return pairs, zs, hs, s.view(chunk.shape)
+        return pairs, zs, hs, s
 
 
 @host_operator("jagged_modules::din_attention_cpu")
@@ -136,12 +222,10 @@ def din_attention_cpu(
     lse = q.new_zeros(q.shape[:1], dtype=given.dtype)
     for chunk in _chunks(q_offsets, kv_offsets):
         *_, p = given.scores(chunk)
-        s, _, n = chunk.shape
         if softmax:
-            lse[chunk.q_rows] = p.logsumexp(2).flatten()
-            p = p.softmax(2)
-        result = p @ given.take("v", chunk.kv_rows).view(s, n, -1)
-        out[chunk.q_rows] = result.flatten(0, 1).to(out.dtype)
+            p, lse[chunk.q_rows] = chunk.softmax(p)
+        result = chunk.weighted(p, given.take("v", chunk.kv_rows))
+        out[chunk.q_rows] = result.to(out.dtype)
     return out, lse
 
 
@@ -207,7 +291,7 @@ def din_attention_backward_cpu(
     given = _Operands(operands, weights, biases, tables, activation)
     gradients = _Gradients(given)
     for chunk in _chunks(q_offsets, kv_offsets):
-        gradients.add(chunk, do.index_select(0, chunk.q_rows).to(given.dtype), softmax, layer)
+        gradients.add(chunk, _rows(do, chunk.q_rows).to(given.dtype), softmax, layer)
     if layer >= 0:
         return [gradients.sums[layer]]
     rows = [x.to(operands[0].dtype) for x in gradients.rows.values()]
@@ -234,17 +318,17 @@ class _Gradients:
         self.biases = [torch.zeros_like(x) for x in given.biases]
         self.sums = [x.new_zeros((3, x.shape[0])) for x in given.weights[:-1]]
 
-    def add(self, chunk: Chunk, do: Tensor, softmax: bool, layer: int) -> None:
+    def add(self, chunk: Chunk | Single, do: Tensor, softmax: bool, layer: int) -> None:
         """Add the chunk's. do `[S · C, Ev]`: the result's gradients."""
-        (s, c, n), given = chunk.shape, self.given
+        given = self.given
         (x, _), zs, hs, p = given.scores(chunk)
-        do, v = do.view(s, c, -1), given.take("v", chunk.kv_rows).view(s, n, -1)
-        ds = do @ v.mT
+        ds = chunk.of_weights(do, given.take("v", chunk.kv_rows))
         if softmax:
-            p = p.softmax(2)
-            ds = p * (ds - (p * ds).sum(2, keepdim=True))
-        self._add_rows("v", chunk.kv_rows, (p.mT @ do).flatten(0, 1))
-        dz = ds.flatten().unsqueeze(1)
+            p, _ = chunk.softmax(p)
+            total = chunk.over_events(chunk.of_pairs(p * ds))
+            ds = p * (chunk.of_pairs(ds) - chunk.of_q(total)).flatten()
+        self._add_rows("v", chunk.kv_rows, chunk.of_values(p, do))
+        dz = ds.unsqueeze(1)
         for at in reversed(range(len(hs))):
             self.weights[at + 1] += dz.mT @ hs[at]
             self.biases[at] += dz.sum(0)
@@ -255,19 +339,20 @@ class _Gradients:
             if at == layer:
                 return
         self.weights[0] += dz.mT @ x
-        dx, dz = (dz @ given.weights[0]).view(s, c, n, -1), dz.view(s, c, n, -1)
-        q = given.take("q", chunk.q_rows).view(s, c, 1, -1)
-        k = given.take("k", chunk.kv_rows).view(s, 1, n, -1)
-        for name, rows, gradient in (
-            ("a", chunk.q_rows, dz.sum(2)),
-            ("b", chunk.kv_rows, dz.sum(1)),
-            ("q", chunk.q_rows, (dx * k).sum(2)),
-            ("k", chunk.kv_rows, (dx * q).sum(1)),
-        ):
-            self._add_rows(name, rows, gradient.flatten(0, 1))
+        dx, dz = chunk.of_pairs(dz @ given.weights[0]), chunk.of_pairs(dz)
+        q = chunk.of_q(given.take("q", chunk.q_rows))
+        k = chunk.of_k(given.take("k", chunk.kv_rows))
+        self._add_rows("a", chunk.q_rows, chunk.over_events(dz))
+        self._add_rows("b", chunk.kv_rows, chunk.over_candidates(dz))
+        self._add_rows("q", chunk.q_rows, chunk.over_events(dx * k))
+        self._add_rows("k", chunk.kv_rows, chunk.over_candidates(dx * q))
 
-    def _add_rows(self, name: str, rows: Tensor, gradient: Tensor) -> None:
-        self.rows[name if name in self.rows else "k"].index_add_(0, rows, gradient)
+    def _add_rows(self, name: str, rows: Tensor | slice, gradient: Tensor) -> None:
+        x = self.rows[name if name in self.rows else "k"]
+        if isinstance(rows, slice):
+            x[rows] += gradient
+        else:
+            x.index_add_(0, rows, gradient)
 
 
 def _no_second_derivative(*_: object) -> None:

@@ -52,7 +52,7 @@ class Level(NamedTuple):
 
     def ungrouped(self, x: Tensor, like: Tensor) -> Tensor:
         """Undo `grouped`, below autograd too. like: `[num_candidates, n_q, ...]`."""
-        x, inverse = x.unflatten(0, like.shape[:2]), self.candidates.inverse
+        x, inverse = torch.unflatten(x, 0, like.shape[:2]), self.candidates.inverse
         return x if inverse is None else x.index_select(0, inverse)
 
 

@@ -17,6 +17,7 @@ from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
 from ..tracing import call_of, one_module
+from .encoder_node import encoder_dtype, encoder_node
 from .from_torch import checked_attention, load, load_attention, place
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")  # a container
 NORMS = {"layer": RowNorm, "rms": RMSNorm}
-ACTIVATIONS = ("relu", "gelu", "swiglu")
+TORCH_ACTIVATIONS = {
+    "relu": (nnf.relu, nn.ReLU),
+    "gelu": (nnf.gelu, nn.GELU),
+    "silu": (nnf.silu, nn.SiLU),
+}
+ACTIVATIONS = (*TORCH_ACTIVATIONS, "swiglu")
 
 
 class JaggedEncoderLayer(nn.Module):
@@ -46,8 +52,8 @@ class JaggedEncoderLayer(nn.Module):
         norm_first: norms before the attention and the feed-forward network, not after the
             residuals.
         norm: "layer" or "rms".
-        activation: "relu", "gelu" or "swiglu" (Shazeer 2020), for which linear1 has 2 · ffn_dim
-            outputs.
+        activation: "relu", "gelu", "silu" or "swiglu" (Shazeer 2020), for which linear1 has
+            2 · ffn_dim outputs.
         mask: which rows each row sees; all of its segment if None.
         dropout: dropout probability, of the attention's result before its output projection, within
             the feed-forward network, and of what is added to the rows.
@@ -110,7 +116,8 @@ class JaggedEncoderLayer(nn.Module):
         since attention weights have none here.
 
         Args:
-            module: with activation relu or gelu. A bias that it does not have is one of 0 here.
+            module: with activation relu, gelu or silu. A bias that it does not have is one of 0
+                here.
             mask: which the module is given in its calls, as `AttentionMask(causal=True)`.
 
         Raises:
@@ -155,6 +162,9 @@ class JaggedEncoderLayer(nn.Module):
             TypeError, ValueError: as `JaggedGDPA.forward`.
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.linear1)
+        dtype = encoder_dtype(self, jagged.values)
+        if dtype is not None:
+            return jagged.unwrap(encoder_node(self, jagged, num_targets, dtype))
         end = jagged.end("x")
         rows = entering(jagged.values, end)
         if self.norm_first:
@@ -259,9 +269,9 @@ class JaggedEncoder(nn.Module):
 
 
 def _activation_of(module: nn.TransformerEncoderLayer) -> str:
-    function: Any = module.activation
-    if function is nnf.relu or isinstance(function, nn.ReLU):
-        return "relu"
-    if function is nnf.gelu or (isinstance(function, nn.GELU) and function.approximate == "none"):
-        return "gelu"
-    raise ValueError(f"module's activation must be relu or gelu, got {function}")
+    given: Any = module.activation
+    for name, (function, kind) in TORCH_ACTIVATIONS.items():
+        is_exact = getattr(given, "approximate", "none") == "none"
+        if given is function or (isinstance(given, kind) and is_exact):
+            return name
+    raise ValueError(f"module's activation must be relu, gelu or silu, got {given}")

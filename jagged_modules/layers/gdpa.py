@@ -27,7 +27,7 @@ from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
 from .from_torch import checked_attention, load_attention, place
 from .gdpa_config import GDPAConfig
-from .gdpa_node import gdpa_dtype, gdpa_node
+from .gdpa_node import Sides, gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
 from .layer_bias import check_layer_bias
 from .norms import RMSNorm
@@ -286,7 +286,8 @@ class JaggedGDPA(nn.Module):
         config, rows = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         dtype = gdpa_dtype(self, rows.values, bias)
         if dtype is not None:
-            return rows.unwrap(self._one_node(rows, context, num_targets, dtype))
+            sides = self.sides(rows, context, num_targets, dtype)
+            return rows.unwrap(gdpa_node(self, rows.values, None, dtype, sides))
         end = rows.end("x")
         values = entering(rows.values, end)
         keys, keys_name, mask = self._checked_inputs(rows, context, num_targets, bias)
@@ -366,19 +367,13 @@ class JaggedGDPA(nn.Module):
         of_keys = None if config.num_weights else keys.parsed("context")
         return of_rows, of_keys, options
 
-    def _one_node(
-        self,
-        rows: Jagged,
-        context: Any,
-        num_targets: Tensor | None,
-        dtype: torch.dtype,
-        norm: nn.RMSNorm | None = None,
-    ) -> Tensor:
-        """The result for these rows; with a block's norm, the block's."""
+    def sides(
+        self, rows: Jagged, context: Any, num_targets: Tensor | None, dtype: torch.dtype
+    ) -> Sides:
+        """What a node takes besides the rows' values."""
         keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
         values, end = (None, None) if keys is rows else (keys.values, keys.end("context"))
-        attention, ends = self._attention(rows, keys, dtype, mask), (rows.end("x"), end)
-        return gdpa_node(self, rows.values, values, norm, dtype, ends, attention)
+        return Sides(values, (rows.end("x"), end), *self._attention(rows, keys, dtype, mask))
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""

@@ -16,7 +16,7 @@ from ..masks import AttentionMask
 from ..tracing import call_of, one_module
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
-from .gdpa_node import gdpa_dtype
+from .gdpa_node import gdpa_dtype, gdpa_node
 from .norms import RMSNorm
 from .parameters import reset_all
 
@@ -97,8 +97,8 @@ class GDPABlock(nn.Module):
         is_plain = is_plain and attention.embedding_dim <= MAX_WIDTH
         dtype = gdpa_dtype(attention, jagged.values, bias, attention, norm) if is_plain else None
         if dtype is not None:
-            out = attention._one_node(jagged, context, num_targets, dtype, norm)  # pyright: ignore[reportPrivateUsage]
-            return jagged.unwrap(out)
+            sides = attention.sides(jagged, context, num_targets, dtype)
+            return jagged.unwrap(gdpa_node(attention, jagged.values, norm, dtype, sides))
         end = jagged.end("x")
         rows = entering(jagged.values, end)
         normed = jagged.with_values(norm(rows))

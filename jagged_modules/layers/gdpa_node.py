@@ -1,9 +1,10 @@
-"""JaggedGDPA and GDPABlock as one autograd node.
+"""JaggedGDPA and GDPABlock as one autograd node, and as part of an encoder's.
 
-    n = norm(x)                                       in a block; else n = x
-    [q | k | v] = n [W_q | W_kv]ᵀ + [b_q | b_kv]      k and v also from a context, or learned
+    [q | k | v] = x [W_q | W_kv]ᵀ + [b_q | b_kv]      k and v also from a context, or learned
     q, k = norm(q), norm(k)                           with qk_norm, per head
-    h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o    in a block: + x
+    h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o
+
+A block has a norm and a residual around this: see `residual_node.py`.
 
 The rows and the parameters are cast once, to the dtype of the GEMMs. Rows that give queries, keys
 and values have one projection, and the attention's backward writes its gradient as one tensor. The
@@ -13,6 +14,7 @@ theirs. Rows behind the last segment are cleared in these passes; see `functiona
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,10 +24,10 @@ from ..bias import RelativeBias
 from ..functional.attention import attention_backward, attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
-from ..functional.tail import cleared, residual_sum, with_zero_tail
+from ..functional.tail import cleared, with_zero_tail
 from ..segments import RowSegments
 from ..tracing import as_constant
-from .norms import RMSNorm
+from .norms import NormOptions, RMSNorm, norm_parameters
 from .one_node import (
     bias_columns,
     cast,
@@ -35,6 +37,15 @@ from .one_node import (
     linear,
     linear_gradients,
     node_dtype,
+)
+from .residual_node import (
+    Around,
+    Residual,
+    normed_columns_gradients,
+    probability,
+    residual_gradients,
+    row_norm,
+    with_residual,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +57,7 @@ class NodeInputs(NamedTuple):
 
     Attributes:
         x: `[L, E]`. context: `[M, E]`, or None.
-        norm: the weight of a block's norm, or None without a norm and a residual.
+        norm, norm_bias: of a block's norm; None without one.
         q_weight, q_bias, out_weight, out_bias: of the projections.
         keys, values: weight and bias of the projection of keys and values, or learned ones
             `[W, Hkv, D]`.
@@ -56,6 +67,7 @@ class NodeInputs(NamedTuple):
     x: Tensor
     context: Tensor | None
     norm: Tensor | None
+    norm_bias: Tensor | None
     q_weight: Tensor
     q_bias: Tensor
     keys: Tensor
@@ -66,10 +78,21 @@ class NodeInputs(NamedTuple):
     k_norm: Tensor | None
 
 
+class Sides(NamedTuple):
+    """What `JaggedGDPA.sides` gives: rows of a context `[M, E]`, or None; ends of the rows of x and
+    of the context; segments and options of the attention."""
+
+    context: Tensor | None
+    ends: tuple[Tensor | None, Tensor | None]
+    queries: Any
+    keys: RowSegments | None
+    options: AttentionOptions
+
+
 class GDPACall(NamedTuple):
     """What the node computes. dtype: of the GEMMs' operands. ends: of the rows of x and of the
-    context. dropout: probability, 0 outside of training. eps: of the norm; qk_eps: of those of q
-    and k."""
+    context. dropout: probability, 0 outside of training. residual: of a block. qk_eps: of the norms
+    of q and k."""
 
     dtype: torch.dtype
     num_heads: int
@@ -80,7 +103,7 @@ class GDPACall(NamedTuple):
     keys: RowSegments | None
     options: AttentionOptions
     dropout: float
-    eps: float | None
+    residual: Residual | None
     qk_eps: float | None
 
 
@@ -110,55 +133,59 @@ def gdpa_dtype(
 
 
 def gdpa_node(
+    layer: JaggedGDPA, x: Tensor, norm: nn.RMSNorm | None, dtype: torch.dtype, sides: Sides
+) -> Tensor:
+    """The layer's result for x `[L, E]`, in the operands' dtype. With a norm, a block's, in the
+    wider of this dtype and x's."""
+    residual = None
+    if norm is not None:
+        residual = Residual(dtype, NormOptions.of(norm), columns=bias_columns(dtype))
+    arguments = node_arguments(layer, x, norm, dtype, sides, residual)
+    result: Tensor = apply(_Node, *arguments)
+    return result
+
+
+def node_arguments(
     layer: JaggedGDPA,
     x: Tensor,
-    context: Tensor | None,
-    norm: nn.RMSNorm | None,
+    norm: nn.Module | None,
     dtype: torch.dtype,
-    ends: tuple[Tensor | None, Tensor | None],
-    attention: tuple[Any, Any, AttentionOptions],
-) -> Tensor:
-    """The layer's result for x `[L, E]` and a context `[M, E]`, in the operands' dtype. With a
-    norm, a block's, in the wider of this dtype and x's. ends: of the rows of both. attention:
-    segments and options."""
+    sides: Sides,
+    residual: Residual | None,
+) -> tuple[Any, ...]:
+    """`NodeInputs` and a `GDPACall`, for what `gdpa_node` takes."""
     keys: Tensor
     values: Tensor
     if layer.config.num_weights:
         keys, values = layer.key_weights, layer.value_weights
     else:
         keys, values = layer.kv_proj.weight, layer.kv_proj.bias
-    q_proj, out_proj, dropout = layer.q_proj, layer.out_proj, layer.dropout
-    weight, eps = (None, None) if norm is None else (norm.weight, norm.eps)
-    q_norm: Any = layer.q_norm
-    k_norm: Any = layer.k_norm
-    of_heads = (q_norm.weight, k_norm.weight) if layer.config.qk_norm else (None, None)
-    qk_eps = q_norm.eps if layer.config.qk_norm else None
+    out_proj, q_proj = layer.out_proj, layer.q_proj
     projections = q_proj.weight, q_proj.bias, keys, values, out_proj.weight, out_proj.bias
-    inputs = NodeInputs(x, context, weight, *projections, *of_heads)
+    of_heads: tuple[Any, Any] = (None, None)
+    qk_eps: Any = None
+    if layer.config.qk_norm:
+        of_heads, qk_eps = (layer.q_norm.weight, layer.k_norm.weight), layer.q_norm.eps
+    weight, bias = (None, None) if norm is None else norm_parameters(norm)
+    inputs = NodeInputs(x, sides.context, weight, bias, *projections, *of_heads)
     call = GDPACall(
         dtype,
         layer.num_heads,
         layer.num_kv_heads,
         layer.head_dim,
-        ends,
-        *attention,
-        as_constant(dropout.p) if dropout.training else 0.0,
-        None if eps is None else as_constant(eps),
+        *sides[1:],
+        probability(layer.dropout),
+        residual,
         None if qk_eps is None else as_constant(qk_eps),
     )
-    result: Tensor = apply(_Node, *inputs, call)
-    return result
+    return *inputs, call
 
 
 class _Saved(NamedTuple):
-    """What the backward reads, besides the attention's segments. x, norm and rstd: with a norm.
-    weight: of q, or of q, k and v. kv_weight: of k and v from a context. of_q: of `HeadNorm`, of q,
-    or of q and k; of_k: of k from a context. out: with softmax. kept: what dropout keeps. None
-    without."""
+    """What the backward of the attention reads, besides its segments. weight: of q, or of q, k and
+    v. kv_weight: of k and v from a context. out: with softmax. kept: what dropout keeps. of_q: of
+    `HeadNorm`, of q, or of q and k; of_k: of k from a context. None without."""
 
-    x: Any
-    norm: Any
-    rstd: Any
     rows: Tensor
     context: Any
     weight: Tensor
@@ -171,7 +198,6 @@ class _Saved(NamedTuple):
     h: Tensor
     kept: Any
     out_weight: Tensor
-    end: Any
     q_raw: Any
     q_rstd: Any
     q_norm: Any
@@ -192,55 +218,75 @@ class HeadNorm(NamedTuple):
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        inputs, call = NodeInputs(*arguments[:-1]), arguments[-1]
-        y, end = linear(*_attended(ctx, inputs, call)), call.ends[0]
-        return with_zero_tail(y, end) if inputs.norm is None else residual_sum(inputs.x, y, end)
+        y, saved = attention_part(ctx, NodeInputs(*arguments[:-1]), arguments[-1])
+        ctx.save_for_backward(*saved)
+        return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        count, tensors = len(_Saved._fields), ctx.saved_tensors  # which may be read once
-        saved, segments = _Saved(*tensors[:count]), list(tensors[count:])
-        wanted: list[bool] = list(ctx.needs_input_grad[: len(NodeInputs._fields)])
-        h, of_out = saved.h, [any(wanted[:7] + wanted[9:]), *wanted[7:9]]
-        dh, *dout = linear_gradients(
-            cleared(dy, saved.end, h.dtype), h, saved.out_weight, of_out, h.dtype, ctx.dtype
-        )
-        if dh is None:
-            return *[None] * 7, *dout, *[None] * 3
-        dh = dropout_gradient(dh, saved.kept, ctx.dropout)
-        dx, dcontext, dprojections, of_heads = _gradients(ctx, dh, saved, segments, wanted)
-        dnorm = None
-        if saved.norm is not None and dx is not None:
-            of_norm = saved.x, saved.norm, saved.rstd, dy, saved.end
-            dx, dnorm = rms_norm_gradients(dx, *of_norm)
-        return dx, dcontext, dnorm, *dprojections, *dout, *of_heads, None
+        return *attention_part_gradients(ctx, dy, ctx.saved_tensors), None
 
 
-def _attended(ctx: Any, inputs: NodeInputs, call: GDPACall) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands of the output's projection, in its dtype. Saves what a backward reads; without
-    one, the other projections are free when this returns."""
-    x, context, norm, dtype = *inputs[:3], call.dtype
-    ctx.x_dtype, ctx.dtype = x.dtype, inputs.out_weight.dtype
+def attention_part(
+    ctx: Any, inputs: NodeInputs, call: GDPACall
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The layer's result, or a block's, and what `attention_part_gradients` reads, besides numbers
+    on ctx."""
+    ctx.x_dtype, ctx.dtype = inputs.x.dtype, inputs.out_weight.dtype
+    ctx.residual, (end, _) = call.residual, call.ends
+
+    def part(rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        operands, saved = _attended(ctx, rows, inputs, call)
+        return linear(*operands), saved
+
+    if call.residual is None:
+        y, saved = part(gemm_rows(inputs.x, end, call.dtype))
+        return with_zero_tail(y, end), [*Around(end), *saved]
+    norm: Any = inputs.norm, inputs.norm_bias
+    y, around, saved = with_residual(inputs.x, norm, call.residual, end, part)
+    return y, [*around, *saved]
+
+
+def attention_part_gradients(
+    ctx: Any, dy: Tensor, saved: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """Of `NodeInputs`, the node's first inputs. saved: by `attention_part`."""
+    wanted: Any = NodeInputs(*ctx.needs_input_grad[: len(NodeInputs._fields)])
+    around, saved = Around.first_of(saved)
+    of_attention, segments = _Saved(*saved[: len(_Saved._fields)]), saved[len(_Saved._fields) :]
+
+    def part(dy: Tensor, of_rows: bool) -> tuple[Tensor | None, tuple[Any, ...]]:
+        return _gradients(ctx, dy, of_attention, list(segments), wanted, of_rows)
+
+    of_norm: Any = None, None
+    if ctx.residual is None:
+        dx, others = part(cleared(dy, around.end, of_attention.h.dtype), wanted.x)
+    else:
+        needs = wanted.x, wanted.norm or wanted.norm_bias
+        dx, of_norm, others = residual_gradients(dy, around, ctx.residual, needs, part)
+    return dx, others[0], *of_norm, *others[1:]
+
+
+def _attended(
+    ctx: Any, rows: Tensor, inputs: NodeInputs, call: GDPACall
+) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:
+    """The operands of the output's projection, in its dtype, and what a backward reads: nothing
+    without one, so that the other projections are free when this returns."""
+    context, (_, context_end) = inputs.context, call.ends
     ctx.context_dtype = None if context is None else context.dtype
     ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
-    rstd, (end, context_end) = None, call.ends
-    context = None if context is None else gemm_rows(context, context_end, dtype)
-    if norm is None:
-        rows = gemm_rows(x, end, dtype)
-    else:
-        rows, rstd = rms_norm(x, norm, call.eps, dtype, 1, end, bias_columns(dtype))
-    *parameters, out_weight, out_bias = cast(dtype, *inputs[3:9])
+    context = None if context is None else gemm_rows(context, context_end, call.dtype)
+    *parameters, out_weight, out_bias = cast(call.dtype, *inputs[4:10])
     (q, k, v), weights, of_heads = _projected(rows, context, inputs, parameters, call)
     attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
     trains = any(ctx.needs_input_grad)
     out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
     h, kept = dropped(out.flatten(1), call.dropout)
-    of_norm = None if norm is None else x, norm, rstd
     of_softmax = out if call.options.activation == "softmax" else None
-    saved = *of_norm, rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight
-    ctx.save_for_backward(*saved, end, *of_heads, *segments)  # as in _Saved
-    return h, out_weight, out_bias
+    saved = [rows, context, *weights, q, k, v, of_softmax, lse, h, kept, out_weight]
+    saved += [*of_heads, *segments]  # as in _Saved
+    return (h, out_weight, out_bias), saved if trains else []
 
 
 def _projected(
@@ -282,21 +328,42 @@ def _normed(
     if not weights:
         return x, HeadNorm()
     weight, groups = torch.cat(weights), sum(heads for _, heads in norms)
-    normed, rstd = rms_norm(x, weight, call.qk_eps, call.dtype, groups, None)
+    norm = NormOptions(call.qk_eps, groups, True)
+    normed, _, rstd = row_norm(x, weight, None, call.dtype, norm)
     return normed, HeadNorm(x, rstd, weight)
 
 
 def _gradients(
-    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: list[bool]
+    ctx: Any, dy: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: Any, of_rows: bool
+) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """Gradients of the rows that are projected; and of the context and of `NodeInputs`' q_weight to
+    k_norm. dy: of the result, in the operands' dtype. wanted: of which, as `NodeInputs`; and
+    of_rows."""
+    projections = wanted.q_weight, wanted.q_bias, wanted.keys, wanted.values
+    needs = any((of_rows, wanted.context, *projections, wanted.q_norm, wanted.k_norm))
+    of_out, h = [needs, wanted.out_weight, wanted.out_bias], saved.h
+    dh, *dout = linear_gradients(dy, h, saved.out_weight, of_out, h.dtype, ctx.dtype)
+    if dh is None:
+        return None, (*[None] * 5, *dout, None, None)
+    dh = dropout_gradient(dh, saved.kept, ctx.dropout)
+    drows, dcontext, dprojections, of_heads = _attention_gradients(
+        ctx, dh, saved, segments, wanted, of_rows
+    )
+    return drows, (dcontext, *dprojections, *dout, *of_heads)
+
+
+def _attention_gradients(
+    ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: Any, of_rows: bool
 ) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, Any]]:
     """Gradients of the projected rows, of the context, of `NodeInputs`' q_weight to values, and of
-    q_norm and k_norm. wanted: of all inputs."""
+    q_norm and k_norm."""
     rows, q, dtype = saved.rows, saved.q, ctx.dtype
     do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [saved.out, saved.lse]
     arguments = q, saved.k, saved.v, segments, *ctx.options
-    of_x, of_context, of_norm, *of_q, of_keys, of_values = wanted[:7]
-    rows_dtype = rows.dtype if saved.norm is not None else ctx.x_dtype
-    of_q, width = [of_x or of_norm, *of_q], q.shape[1] * q.shape[2]
+    of_q: list[Any] = [of_rows, wanted.q_weight, wanted.q_bias]
+    of_keys, of_values = wanted.keys, wanted.values
+    is_normed = ctx.residual is not None and ctx.residual.norm_first
+    rows_dtype, width = rows.dtype if is_normed else ctx.x_dtype, q.shape[1] * q.shape[2]
     q_norm, k_norm = HeadNorm(*saved[-6:-3]), HeadNorm(*saved[-3:])
     if ctx.is_learned:
         dq, dk, dv, *_ = attention_backward(do, results, *arguments)
@@ -307,8 +374,8 @@ def _gradients(
         dq_norm, dk_norm = head_norm_gradients(dqkv, q_norm, q.shape[2], width)
         release(q, saved.k, saved.v, saved.h, dh)
         of_qkv = [of_q[0], of_q[1] or of_keys, of_q[2] or of_values]
-        of_rows = saved.weight, of_qkv, rows_dtype, dtype, saved.norm is not None
-        dx, *packed = linear_gradients(dqkv, rows, *of_rows)
+        of_gemm = saved.weight, of_qkv, rows_dtype, dtype, is_normed
+        dx, *packed = linear_gradients(dqkv, rows, *of_gemm)
         (dq_weight, dkeys), (dq_bias, dvalues) = (
             (None, None) if x is None else x.tensor_split([width]) for x in packed
         )
@@ -318,7 +385,7 @@ def _gradients(
     dk_norm, _ = head_norm_gradients(dkv, k_norm, q.shape[2], width)
     release(q, saved.k, saved.v, saved.h, dh)
     dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
-    of_kv, context = [of_context, of_keys, of_values], saved.context
+    of_kv, context = [wanted.context, of_keys, of_values], saved.context
     dcontext, *dkv_proj = linear_gradients(
         dkv, context, saved.kv_weight, of_kv, ctx.context_dtype, dtype
     )
@@ -340,44 +407,3 @@ def head_norm_gradients(
     sums = normed_columns_gradients(grads, norm.x, norm.weight, norm.rstd)
     dq, dk = (torch.unflatten(x, 0, (-1, head_dim)).sum(0) for x in sums.tensor_split([width]))
     return dq.to(norm.weight.dtype), dk.to(norm.weight.dtype)
-
-
-# -- what a fused kernel may compute ---------------------------------------------------------------
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float | None,
-    dtype: torch.dtype,
-    groups: int,
-    end: Tensor | None,
-    columns: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """RMSNorm of each of `groups` groups of columns of rows, computed in fp32, in dtype, with
-    `columns` behind them as in `gemm_rows`; 1 / rms of each. Rows from end[-1] on are 0."""
-    from jagged_kernels.rows.op import triton_row_norm
-
-    if eps is None:  # as in torch
-        eps = torch.finfo(torch.promote_types(x.dtype, weight.dtype)).eps
-    normed, _, rstd = triton_row_norm(x, weight, None, dtype, eps, groups, True, columns, end)
-    return normed, rstd
-
-
-def rms_norm_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor, end: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Of x, plus the gradient of the residual, in x's dtype; of weight in its dtype."""
-    from jagged_kernels.rows.op import triton_row_norm_backward
-
-    # kernels read no mean of this norm, and its eps is in rstd
-    dx, sums = triton_row_norm_backward(dy, x, rstd, rstd, weight, residual, 0.0, True, end)
-    return dx, sums[0].to(weight.dtype)
-
-
-def normed_columns_gradients(grads: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
-    """Replace the first columns of `grads`, the gradient of the norm of x, by that of x. The
-    gradient of weight, in fp32."""
-    from jagged_kernels.rows.op import triton_row_norm_packed_backward
-
-    return triton_row_norm_packed_backward(grads, 0, x, rstd, rstd, weight, 0.0, True)[0]

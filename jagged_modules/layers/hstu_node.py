@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..autocast import autocast_dtype
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import residual_sum
-from .norms import NORM_KINDS, NormOptions
+from .norms import NORM_KINDS, NormOptions, norm_parameters
 from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node
 
 if TYPE_CHECKING:
@@ -128,13 +128,8 @@ def dropout_seed(layer: HSTULayer, x: Tensor) -> Tensor | None:
 
 def norm_rows(norm: nn.Module, x: Tensor) -> Tensor:
     """The norm of rows by one kernel, in the dtype that a GEMM takes them in."""
-    weight, bias = _parameters(norm)
+    weight, bias = norm_parameters(norm)
     return stages().row_norm(x, weight, bias, autocast_dtype(x), *NormOptions.of(norm))[0]
-
-
-def _parameters(norm: nn.Module) -> tuple[Any, Any]:
-    """Weight and bias, which is None for a root mean square norm."""
-    return norm.weight, getattr(norm, "bias", None)
 
 
 def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -142,7 +137,7 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
     norm, gate = layer.output_norm, Gate(layer.dropout.p, NormOptions.of(layer.output_norm))
     projection = layer.out_proj.weight.to(autocast_dtype(x))
     seed = dropout_seed(layer, x)
-    result: Tensor = apply(_GatedOutput, x, u, a, *_parameters(norm), projection, seed, gate)
+    result: Tensor = apply(_GatedOutput, x, u, a, *norm_parameters(norm), projection, seed, gate)
     return result
 
 
@@ -162,7 +157,7 @@ def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Argume
         Gate(layer.dropout.p, NormOptions.of(layer.output_norm)),
         layer.config.recompute,
     )
-    of_input, of_output = map(_parameters, (layer.input_norm, layer.output_norm))
+    of_input, of_output = map(norm_parameters, (layer.input_norm, layer.output_norm))
     projection = layer.uvqk_proj.weight, layer.uvqk_proj.bias
     _, _, _, segments, bias, *others = arguments
     result: Tensor = apply(

@@ -1,4 +1,4 @@
-"""JaggedMLP as one autograd node.
+"""JaggedMLP as one autograd node, and a feed-forward network as part of a node.
 
     z = x Wᵀ + b,  y = act(z)                             y is the next layer's x
     dz = dy · act'(z),  dx = dz W,  dW = dzᵀ x,  db = Σ dz
@@ -6,10 +6,15 @@
 Rows and parameters are cast once, to the dtype of the GEMMs; rows behind the last segment are
 cleared in the same pass, and those of the gradient where the last activation's backward reads it.
 That of each activation adds up the bias' gradient in the same pass.
+
+    h = dropout(act(x W₁ᵀ + b₁)),  y = h W₂ᵀ + b₂        a feed-forward network
+
+Its backward computes h again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +22,7 @@ from torch import Tensor
 
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
-from .one_node import cast, linear, linear_gradients
+from .one_node import LinearGradients, cast, dropout_gradient, dropped, linear, linear_gradients
 
 if TYPE_CHECKING:
     from .mlp import JaggedMLP
@@ -33,10 +38,14 @@ class MLPCall(NamedTuple):
     gated: bool
 
 
+def kernels_activation(name: str) -> tuple[str, bool]:
+    """`activation` and `gated` for an activation of rows."""
+    return ("silu", True) if name == "swiglu" else (name, False)
+
+
 def mlp_node(layer: JaggedMLP, x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The layer's result for x `[L, dims[0]]`, in the operands' dtype."""
-    gated = layer.activation == "swiglu"
-    call = MLPCall(end, dtype, "silu" if gated else layer.activation, gated)
+    call = MLPCall(end, dtype, *kernels_activation(layer.activation))
     parameters = (y for linear in layer.layers for y in (linear.weight, linear.bias))
     result: Tensor = apply(_Node, x, call, *parameters)
     return result
@@ -67,26 +76,115 @@ class _Node(torch.autograd.Function):
         gradients: list[Tensor | None] = []
         for first in reversed(range(0, len(wanted), 2)):  # of the layer's parameters
             (x, weight, z), saved = saved[-3:], saved[:-3]
-            dz, sums = activation_gradients(dy, z, ctx.activation, ctx.gated, end)
-            release(z)
-            needs = of_x or any(wanted[:first]), wanted[first], False
-            x_dtype = z.dtype if first else ctx.x_dtype
-            dx, dweight, _ = linear_gradients(dz, x, weight, needs, x_dtype, ctx.dtype, first > 0)
-            dbias = sums.to(ctx.dtype) if wanted[first + 1] else None
-            gradients = [dweight, dbias, *gradients]
+            needs = of_x or any(wanted[:first]), wanted[first], wanted[first + 1]
+            options = ctx.activation, ctx.gated, end
+            dtypes = z.dtype if first else ctx.x_dtype, ctx.dtype
+            of_layer = x, weight, z, needs, options, dtypes, first > 0
+            dx, *of_parameters = _layer_gradients(dy, *of_layer)
+            gradients = [*of_parameters, *gradients]
             if dx is None:
                 return None, None, *[None] * first, *gradients
             dy, end = dx, None  # it is 0 behind the end
         return dy, None, *gradients
 
 
+def _layer_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    wanted: Sequence[bool],
+    options: tuple[str, bool, Tensor | None],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    frees_x: bool,
+) -> LinearGradients:
+    """Of act(z), z = x Wᵀ + b. wanted: of x, weight and bias. options: activation, gated, and the
+    end of dy's rows. dtypes: of x's gradient and of the parameters."""
+    dz, sums = activation_gradients(dy, z, *options)
+    release(z)
+    of_gemm = [*wanted[:2], False], *dtypes
+    dx, dweight, _ = linear_gradients(dz, x, weight, *of_gemm, frees_x)
+    return LinearGradients(dx, dweight, sums.to(dtypes[1]) if wanted[2] else None)
+
+
+# -- a feed-forward network ------------------------------------------------------------------------
+
+
+class FeedForward(NamedTuple):
+    """What the part of a node computes. activation, gated: of the kernels. dropout: probability, 0
+    outside of training."""
+
+    activation: str
+    gated: bool
+    dropout: float
+
+
+class SavedFeedForward(NamedTuple):
+    """What the backward reads. kept: what dropout keeps; None without."""
+
+    rows: Tensor
+    weight1: Tensor
+    z: Tensor
+    kept: Tensor | None
+    weight2: Tensor
+
+
+def feed_forward(
+    rows: Tensor, parameters: Sequence[Tensor], network: FeedForward, trains: bool
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Its result, and `SavedFeedForward`, or nothing if no backward follows. parameters: weight and
+    bias of both linear layers, of any dtype."""
+    *first, weight2, bias2 = cast(rows.dtype, *parameters)
+    h, saved = _hidden(rows, first, network)
+    saved = [*saved, weight2] if trains else []
+    return linear(h, weight2, bias2), saved
+
+
+def _hidden(
+    rows: Tensor, parameters: Sequence[Tensor], network: FeedForward
+) -> tuple[Tensor, list[Tensor | None]]:
+    """h, and what is saved but for the second weight."""
+    weight, bias = parameters
+    z = linear(rows, weight, bias)
+    h, kept = dropped(activated(z, *network[:2]), network.dropout)
+    return h, [rows, weight, z, kept]
+
+
+def feed_forward_gradients(
+    dy: Tensor,
+    saved: SavedFeedForward,
+    network: FeedForward,
+    wanted: Sequence[bool],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    frees_rows: bool,
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """Of the rows and of the parameters, in these dtypes. dy: in the operands' dtype. wanted: of
+    which. frees_rows: the node has made the rows and reads them no more."""
+    rows, weight1, z, kept, weight2 = saved
+    activation, gated, dropout = network
+    h = None
+    if wanted[3]:
+        # given dy, so that a graph does not keep the forward's
+        h = dropout_gradient(activated(z, activation, gated, dy), kept, dropout)
+    of_second = [any(wanted[:3]), *wanted[3:]], z.dtype, dtypes[1], True
+    dh, *dsecond = linear_gradients(dy, h, weight2, *of_second)
+    del h
+    if dh is None:
+        return None, (None, None, *dsecond)
+    dh, options = dropout_gradient(dh, kept, dropout), (activation, gated, None)
+    of_first = rows, weight1, z, wanted[:3], options, dtypes, frees_rows
+    drows, *dfirst = _layer_gradients(dh, *of_first)
+    return drows, (*dfirst, *dsecond)
+
+
 # -- what kernels compute --------------------------------------------------------------------------
 
 
-def activated(z: Tensor, activation: str, gated: bool) -> Tensor:
+def activated(z: Tensor, activation: str, gated: bool, after: Tensor | None = None) -> Tensor:
+    """after: not read; see `triton_activation`."""
     from jagged_kernels.rows.activation import triton_activation
 
-    return triton_activation(z, activation, gated)
+    return triton_activation(z, activation, gated, after)
 
 
 def activation_gradients(

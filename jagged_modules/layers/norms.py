@@ -11,6 +11,7 @@ from torch.types import Device
 
 from ..cpu.buckets import compute_dtype
 from ..functional.layer_norm import layer_norm_rows
+from ..tracing import as_constant
 
 NORM_EPS = 1e-6
 
@@ -84,14 +85,21 @@ def make_norm(
     return norm
 
 
-class NormOptions(NamedTuple):
-    """A norm module's numbers, for kernels."""
+def norm_parameters(norm: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias, which is None for an RMSNorm."""
+    own: Any = norm
+    return own.weight, getattr(own, "bias", None)
 
-    eps: float
+
+class NormOptions(NamedTuple):
+    """A norm module's numbers, for kernels. eps: None for torch's default of an RMSNorm."""
+
+    eps: float | None
     groups: int
     rms: bool
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormOptions:
         numbers: Any = norm
-        return cls(numbers.eps, getattr(norm, "groups", 1), isinstance(norm, nn.RMSNorm))
+        eps = None if numbers.eps is None else as_constant(numbers.eps)
+        return cls(eps, getattr(norm, "groups", 1), isinstance(norm, nn.RMSNorm))

@@ -19,6 +19,7 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
 from ..containers.jagged import Jagged
+from ..cpu.one_query import are_single
 from ..cpu.order import by_length, rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
@@ -128,8 +129,9 @@ class Order(NamedTuple):
         index, n_q = given.candidates, given.rows_per_candidate
         order, inverse = (None, None) if index is None else (index.order, index.inverse)
         found = None
-        if given.rows.is_cpu and values_are_checkable(keys.offsets):
-            found = by_length(given.segments.offsets, keys.offsets)
+        offsets = given.segments.offsets, keys.offsets
+        if given.rows.is_cpu and values_are_checkable(keys.offsets) and not are_single(*offsets):
+            found = by_length(*offsets)
         if found is None:
             return cls(given.segments, keys, order, inverse)
         rows = found.q_rows

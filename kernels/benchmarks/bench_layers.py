@@ -21,19 +21,31 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import stu
 import torch
 from inputs import leaves, lognormal_lengths, offsets_of, random_tensors, uniform_lengths
+from layer_forms import Form, compiled
 from names import OURS
 from runner import Case, Implementation, Setup, main
 from torch import Tensor, nn
-from user_layers import UserBlockAttention, UserGDPABlock, UserHSTU, UserLayer, UserTargetAttention
+from user_layers import (
+    NestedEncoder,
+    TorchEncoder,
+    UserBlockAttention,
+    UserEncoder,
+    UserGDPABlock,
+    UserHSTU,
+    UserLayer,
+    UserTargetAttention,
+)
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 
 MODULES, COMPILED, FLOOR = "a chain of modules", f"{OURS}, compiled", "floor"
+NESTED, PADDED = "nested tensors, compiled", "nn.TransformerEncoderLayer, padded, compiled"
 BF16_ROWS, USER = f"{OURS}, bf16 rows", "a user's layer, compiled"
 SELF, TARGET = "layers of one container", "target attention layer"
 WIDTHS = "HSTULayer by width and heads"
@@ -106,45 +118,6 @@ class _Calls(torch.autograd.Function):
 # -- layers ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """One way to compute a layer.
-
-    Args:
-        call: the result, from the case's inputs.
-        parameters: by their names in this project's layer.
-        dtype: of the rows and of the result.
-        autocast: whether it runs under the case's autocast.
-        layout: ``layout(name, x)`` brings a result or a gradient into our layout.
-        bound: as in Implementation.
-    """
-
-    call: Callable[..., Tensor]
-    parameters: Mapping[str, nn.Parameter]
-    dtype: torch.dtype = torch.float32
-    autocast: bool = True
-    layout: Callable[[str, Tensor], Tensor] = lambda name, x: x
-    bound: float | None = None
-
-    def implementation(
-        self, inputs: Mapping[str, Tensor], grad: Tensor, autocast: Callable
-    ) -> Implementation:
-        x = leaves(**{name: tensor.to(self.dtype) for name, tensor in inputs.items()})
-        around = autocast if self.autocast else contextlib.nullcontext
-
-        def forward() -> Tensor:
-            with around():
-                return self.call(*x.values()).to(self.dtype)
-
-        return Implementation(
-            forward,
-            x | {name.replace(".", "_"): x for name, x in self.parameters.items()},
-            lambda name, result: {"all": self.layout(name, result)},
-            grad.to(self.dtype),
-            bound=self.bound,
-        )
-
-
 Forms = Mapping[str, Callable[[], Form]]
 
 
@@ -168,12 +141,6 @@ class CastFirst(jm.LinearCompressEmbedding):
             [x.to(dtype) for x in operands] for operands in (self.weights, (users, candidates))
         )
         return F.linear_compress(weights, embeddings, index)
-
-
-def compiled(module: nn.Module, call: Callable[..., Tensor]) -> Form:
-    """call: of the module and the inputs."""
-    run = torch.compile(module, dynamic=True)
-    return Form(partial(call, run), dict(module.named_parameters()))
 
 
 def layers(
@@ -251,12 +218,15 @@ def of_one_container(
 
     def by_user() -> Form:
         own = user(layer).to(device)
-        is_in_blocks = isinstance(own, UserBlockAttention)
-        segments = own.blocks(lengths).to(device) if is_in_blocks else offsets
+        segments: Any = offsets
+        if isinstance(own, UserBlockAttention):
+            segments = own.blocks(lengths).to(device)
+        elif isinstance(own, UserEncoder):
+            segments = offsets, int(lengths.max())
         return compiled(own, lambda layer, x: layer(x, segments))
 
     def floor() -> Floor:
-        heads, dim = layer.num_heads, layer.head_dim
+        heads, dim = layer.num_heads, width // layer.num_heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         given = dict(options)
         if attention is F.jagged_attention:
@@ -270,6 +240,8 @@ def of_one_container(
     others: dict[str, Callable[[], Form]] = {USER: by_user}
     if isinstance(layer, jm.HSTULayer):
         others |= hstu_forms(layer, lengths, call)
+    if isinstance(layer, jm.JaggedEncoderLayer):
+        others |= encoder_forms(layer, offsets, lengths)
     return layers(device, layer, call, {"x": (rows, width)}, floor, others)
 
 
@@ -287,6 +259,21 @@ def hstu_forms(layer: jm.HSTULayer, lengths: Tensor, call: Callable[..., Tensor]
     peers = {name: partial(by_meta, recompute) for name, recompute in stu.RECOMPUTES.items()}
     on_gpu = layer.out_proj.weight.is_cuda  # without autocast, rows have the parameters' dtype
     return ({BF16_ROWS: own} if on_gpu else {}) | peers
+
+
+def encoder_forms(layer: jm.JaggedEncoderLayer, offsets: Tensor, lengths: Tensor) -> Forms:
+    """torch's layer on padded rows, and one on nested tensors, which torch's does not train on."""
+    device, longest = offsets.device, int(lengths.max())
+    valid = (torch.arange(longest) < lengths[:, None]).to(device)
+
+    def padded() -> Form:
+        return compiled(TorchEncoder(layer).to(device), lambda own, x: own(x, ~valid), valid=valid)
+
+    def nested() -> Form:
+        own = NestedEncoder(layer).to(device)
+        return compiled(own, lambda own, x: own(x, (offsets.long(), longest)))
+
+    return {PADDED: padded, NESTED: nested}
 
 
 def of_targets(
@@ -364,6 +351,7 @@ FULL = dict(
     full=(128, 1024),
     gdpa=(512, 278, 3336),
     block=(1024, 282, 3384),
+    encoder=(1024, 107, 512),
     target=(512, 377, 4524),
     compress=(32, 32, 1178, 866, 433, 256),
 )
@@ -372,6 +360,7 @@ CPU = dict(
     full=(8, 128),
     gdpa=(32, 45, 540),
     block=(32, 40, 480),
+    encoder=(32, 30, 150),
     target=(64, 50, 600),
     compress=(4, 8, 118, 87, 43, 32),
 )
@@ -380,6 +369,7 @@ TINY = dict(
     full=(2, 8),
     gdpa=(3, 5, 60),
     block=(3, 20, 240),
+    encoder=(3, 5, 60),
     target=(3, 5, 60),
     compress=(2, 3, 5, 4, 3, 8),
 )
@@ -437,11 +427,14 @@ def make_cases(device: str, tiny: bool, widths: bool = False) -> list[Case]:
         partial(jm.BlockDiagonalSelfAttention, width, heads, block_size, None),
         UserBlockAttention,
     )
+    options = dict(norm_first=True, activation="gelu")
+    encoder = partial(jm.JaggedEncoderLayer, width, 2 * heads, 4 * width, **options), UserEncoder
     for both, size, options in [
         (gdpa, sizes["gdpa"], dict(activation="gelu")),
         (block, sizes["block"], dict(block_size=block_size)),
+        (encoder, sizes["encoder"], {}),
     ]:
-        name = f"{both[0].func.__name__}({width}, {heads})"
+        name = f"{both[0].func.__name__}({width}, {both[0].args[1]})"
         cases.append(self_case(device, SELF, both, name, lengths_of(*size), **options))
     lengths = lengths_of(*sizes["target"])
     candidates = uniform_lengths(len(lengths), 1, 5 if tiny else 99)
@@ -468,12 +461,11 @@ def width_cases(device: str, tiny: bool, lengths: Tensor) -> list[Case]:
 
 
 class GDPABlock(jm.GDPABlock):
-    """With GELU, and the sizes of its attention."""
+    """With GELU, and its sizes."""
 
     def __init__(self, width: int, heads: int):
         super().__init__(width, heads, "gelu")
         self.embedding_dim, self.num_heads = width, heads
-        self.head_dim = self.attention.head_dim
 
 
 def summary(rows: list[dict]) -> list[str]:

@@ -71,6 +71,66 @@ class UserGDPABlock(UserLayer):
         return x + of["out_proj"](a.flatten(1))
 
 
+class UserEncoder(UserLayer):
+    """A pre-norm encoder layer."""
+
+    def make(self, layer: jm.JaggedEncoderLayer) -> None:
+        width, ffn = self.width, layer.ffn_dim
+        projections = dict(q_proj=width, kv_proj=2 * width, out_proj=width)
+        self.attention = nn.ModuleDict(
+            {name: nn.Linear(width, columns) for name, columns in projections.items()}
+        )
+        self.norm1, self.norm2 = (nn.LayerNorm(width, layer.norm1.eps) for _ in range(2))
+        self.linear1, self.linear2 = nn.Linear(width, ffn), nn.Linear(ffn, width)
+
+    def ffn(self, x: Tensor) -> Tensor:
+        return self.linear2(nn.functional.gelu(self.linear1(x)))
+
+    def forward(self, x: Tensor, segments: tuple[Tensor, int]) -> Tensor:
+        """segments: offsets, and the longest one's rows."""
+        normed, of = self.norm1(x), self.attention
+        (q,), (k, v) = self.in_heads(of["q_proj"](normed)), self.in_heads(of["kv_proj"](normed), 2)
+        a = self.attend(q, k, v, *segments)
+        x = x + of["out_proj"](a.flatten(1))
+        return x + self.ffn(self.norm2(x))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        return softmax_attention(q, k, v, (offsets, offsets), (longest, longest))
+
+
+class NestedEncoder(UserEncoder):
+    """With torch's attention of nested tensors."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        nested = torch.nested.nested_tensor_from_jagged
+        if not q.is_cuda:
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        q, k, v = (nested(x, offsets, max_seqlen=longest).transpose(1, 2) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).values()
+
+
+class TorchEncoder(UserEncoder):
+    """torch's layer of padded rows `[B, N, E]`, with these parameters."""
+
+    def make(self, layer: jm.JaggedEncoderLayer) -> None:
+        super().make(layer)
+        options = dict(dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        sizes = self.width, self.heads, layer.ffn_dim
+        peer = nn.TransformerEncoderLayer(*sizes, layer_norm_eps=layer.norm1.eps, **options)
+        self.peer = [peer.to("meta")]  # no submodule: its parameters are those above
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """hidden: `[B, N]`, the rows of no segment."""
+        named = dict(self.named_parameters())
+        given = {name: y for name, y in named.items() if not name.startswith("attention")}
+        for kind in ("weight", "bias"):
+            q, kv = (named[f"attention.{name}.{kind}"] for name in ("q_proj", "kv_proj"))
+            given[f"self_attn.in_proj_{kind}"] = torch.cat([q, kv])
+            given[f"self_attn.out_proj.{kind}"] = named[f"attention.out_proj.{kind}"]
+        options = dict(src_key_padding_mask=hidden)
+        return torch.func.functional_call(self.peer[0], given, (x,), options)
+
+
 class UserBlockAttention(UserLayer):
     """Blocks are segments of their own."""
 

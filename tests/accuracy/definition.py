@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,6 +158,8 @@ def _sum_sizes(name: str, args: tuple, out: Tensor) -> Tensor | None:
     if name in ("mm", "bmm", "addmm", "baddbmm"):
         a, b = args[-2:]
         return ((a**2) @ (b**2)).sqrt() * (math.sqrt(a.shape[-1]) / 4 + 1)
+    if name in ("index_add", "index_put", "_index_put_impl_"):  # sums of rows
+        return _sizes_of_added_rows(name, *args)
     if name in ("sum", "mean", "_softmax_backward_data"):
         source = args[0]
         return (
@@ -164,3 +167,18 @@ def _sum_sizes(name: str, args: tuple, out: Tensor) -> Tensor | None:
             + source.abs().mean() * math.sqrt(max(1, source.numel() // max(1, out.numel()))) / 4
         )
     return None
+
+
+def _sizes_of_added_rows(name: str, x: Tensor, *args: Any) -> Tensor | None:
+    if name == "index_add":
+        dim, index, rows = args[:3]
+        indices = [None] * dim + [index]
+    else:
+        indices, rows, *others = args
+        if not (others and others[0]):  # nothing is added
+            return None
+    zeros = torch.zeros_like(x)
+    squares = zeros.index_put(indices, rows**2, accumulate=True)
+    counts = zeros.index_put(indices, torch.ones_like(rows), accumulate=True)
+    total = zeros.index_put(indices, rows, accumulate=True)
+    return partial_sums(counts, total, squares)

@@ -102,6 +102,8 @@ def test_a_users_layer(case, monkeypatch):
     names = [bench_layers.MODULES, bench_layers.OURS, bench_layers.COMPILED]
     if not case.name.startswith(("JaggedSelfTargetAttention", "LinearCompressEmbedding")):
         names.append(bench_layers.USER)
+    if case.name.startswith("JaggedEncoderLayer"):
+        names += [bench_layers.PADDED, bench_layers.NESTED]
     pattern = "|".join(f"^{re.escape(name)}$" for name in [*names, bench_layers.FLOOR])
     assert statuses(case, pattern) == dict.fromkeys([*names, bench_layers.FLOOR], "ok")
 

@@ -13,12 +13,13 @@ from cases import Case
 from forms import unchanged
 from torch import Tensor
 
-from . import attention, jagged_ops, linear_compress, rows
+from . import attention, din, jagged_ops, linear_compress, rows
 from .maker import Call, Maker, lay_out
 
 BUILDERS = {
     "jagged_attention": attention.jagged_attention,
     "target_attention": attention.target_attention,
+    "din_attention": din.din_attention,
     "self_target_attention": attention.self_target_attention,
     "block_diagonal_attention": attention.block_diagonal_attention,
     "block_diagonal_attention_packed": attention.block_diagonal_attention_packed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import accuracy
 import torch
@@ -213,19 +214,26 @@ def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     return Call(tensors, function, model, segments, frozenset(rows))
 
 
-def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
-    counts, keys = lengths
-    users, rows = make.segments(counts), o["rows"]
-    if o["index"] == "shuffled map":
+def candidate_index(
+    make: Maker, kind: str, counts: list[int]
+) -> tuple[Tensor, Callable[[], jm.CandidateIndex]]:
+    """The user of each candidate, and what makes an index of this kind."""
+    users = make.segments(counts)
+    if kind == "shuffled map":
         users = users[torch.randperm(len(users), generator=make.generator, device=make.device)]
-    index = {"counts": torch.tensor(counts, dtype=torch.int64), "offsets": offsets_of(counts)}.get(
-        o["index"], users
-    )
-    index = make.index("candidates", index)
-    make_candidates = {
+    given = {"counts": torch.tensor(counts, dtype=torch.int64), "offsets": offsets_of(counts)}
+    index = make.index("candidates", given.get(kind, users))
+    of_kind = {
         "counts": jm.CandidateIndex.from_counts,
         "offsets": jm.CandidateIndex.from_offsets,
-    }.get(o["index"], lambda x: jm.CandidateIndex.from_map(x, len(counts)))
+    }.get(kind, lambda x: jm.CandidateIndex.from_map(x, len(counts)))
+    return users, lambda: of_kind(index)
+
+
+def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    counts, keys = lengths
+    rows = o["rows"]
+    users, index = candidate_index(make, o["index"], counts)
     tensors = _attention_tensors(make, o | dict(layout="contiguous"), len(users) * rows, sum(keys))
     tensors["q"] = tensors["q"].unflatten(0, (len(users), rows))
     tensors = {name: lay_out(x, o["layout"]) for name, x in tensors.items()}
@@ -249,14 +257,7 @@ def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     def function(q, k, v, output_scale=scales):
         return dict(
             out=F.target_attention(
-                q,
-                k,
-                v,
-                make_candidates(index),
-                kv_offsets,
-                output_scale=output_scale,
-                **options,
-                **call_options,
+                q, k, v, index(), kv_offsets, output_scale=output_scale, **options, **call_options
             )
         )
 

@@ -46,7 +46,7 @@ def assert_equal_on_rows(own, module, x, **masks):
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU(), nn.functional.silu], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_layer_of_torch(norm_first, activation, causal):
     module = encoder_layer(norm_first=norm_first, activation=activation)
@@ -161,7 +161,7 @@ def test_a_nan_stays_in_its_segment():
         (
             lambda: jm.JaggedEncoderLayer.from_torch(encoder_layer(activation=torch.tanh)),
             ValueError,
-            "activation must be relu or gelu",
+            "activation must be relu, gelu or silu",
         ),
         (
             lambda: jm.JaggedTargetAttention.from_torch(nn.MultiheadAttention(8, 2, kdim=4)),

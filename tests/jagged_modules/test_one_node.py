@@ -22,12 +22,15 @@ from jagged_modules.functional import block_attention
 from jagged_modules.layers import block_attention as block_layer
 from jagged_modules.layers import (
     block_attention_node,
+    encoder_node,
     gdpa_node,
     mlp_node,
     one_node,
+    residual_node,
     self_target_node,
     target_node,
 )
+from jagged_modules.layers.norms import NormOptions
 
 LENGTHS, CONTEXTS = [5, 0, 1, 19], [3, 2, 4, 0]
 WIDTH = 24
@@ -56,29 +59,36 @@ def block_gradient(do, qkv, *arguments):
     return torch.autograd.grad(out, qkv, do)[0]
 
 
-def rms_norm(x, weight, eps, dtype, groups, end, columns=0):
-    x = cleared(x, end)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    rstd = torch.rsqrt(x.unflatten(1, (groups, -1)).square().mean(2) + eps)
-    return normed(x, weight, None, eps, groups, True), rstd
+def row_norm(x, weight, bias, dtype, norm, columns=0, end=None):
+    eps, groups, rms = norm
+    x, eps = cleared(x, end), torch.finfo(x.dtype).eps if eps is None else eps
+    in_groups = x.unflatten(1, (groups, -1))
+    mean = in_groups.mean(2)
+    centred = in_groups if rms else in_groups - mean[..., None]
+    rstd = torch.rsqrt(centred.square().mean(2) + eps)
+    return cleared(normed(x, weight, bias, eps, groups, rms), end), mean, rstd
 
 
-def rms_norm_gradients(dy, x, weight, rstd, residual, end):
-    dy, x = cleared(dy, end), cleared(x, end)
-    xhat, wide = (x.unflatten(1, (rstd.shape[1], -1)) for x in (x, dy * weight))
-    xhat = xhat * rstd.unsqueeze(2)
-    dx = rstd.unsqueeze(2) * (wide - xhat * (wide * xhat).mean(2, keepdim=True))
-    return dx.flatten(1) + cleared(residual, end), (dy * xhat.flatten(1)).sum(0)
+def row_norm_gradients(dy, x, weight, mean, rstd, residual, norm, end):
+    """By the formula of `jagged_kernels/rows/op.py`."""
+    dy, x, groups = cleared(dy, end), cleared(x, end), (rstd.shape[1], -1)
+    xhat, g = (x.unflatten(1, groups) for x in (x, dy * weight))
+    xhat = (xhat if norm.rms else xhat - mean[..., None]) * rstd[..., None]
+    dx = g - xhat * (g * xhat).mean(2, keepdim=True)
+    dx = (dx if norm.rms else dx - g.mean(2, keepdim=True)) * rstd[..., None]
+    dx = dx.flatten(1) if residual is None else dx.flatten(1) + cleared(residual, end)
+    return dx, ((dy * xhat.flatten(1)).sum(0), None if norm.rms else dy.sum(0))
 
 
 def normed_columns_gradients(grads, x, weight, rstd):
     dy = grads[:, : x.shape[1]]
-    dx, dweight = rms_norm_gradients(dy, x, weight, rstd, torch.zeros_like(x), None)
+    norm = NormOptions(None, rstd.shape[1], True)
+    dx, (dweight, _) = row_norm_gradients(dy, x, weight, None, rstd, None, norm, None)
     dy.copy_(dx)
     return dweight
 
 
-def activated(z, activation, gated):
+def activated(z, activation, gated, after=None):
     assert not gated or activation == "silu"
     return swiglu(z) if gated else POINTWISE[activation].function(z)
 
@@ -113,8 +123,9 @@ def nodes(monkeypatch):
 
     replace(one_node, "may_be_one_node", is_plain)
     replace(block_layer, "runs_kernels", lambda *_: True)
-    replace(gdpa_node, "rms_norm", rms_norm)
-    replace(gdpa_node, "rms_norm_gradients", rms_norm_gradients)
+    for module in (gdpa_node, residual_node):
+        replace(module, "row_norm", row_norm)
+    replace(residual_node, "row_norm_gradients", row_norm_gradients)
     replace(gdpa_node, "normed_columns_gradients", normed_columns_gradients)
     replace(mlp_node, "activated", activated)
     replace(mlp_node, "activation_gradients", activation_gradients)
@@ -124,6 +135,7 @@ def nodes(monkeypatch):
     counted(block_attention_node._Node)
     counted(target_node._Node)
     counted(mlp_node._Node)
+    counted(encoder_node._Node)
     counted(self_target_node._Node)
     return calls
 
@@ -200,6 +212,12 @@ def blocks(rotary, **options):
     return lambda: jm.BlockDiagonalSelfAttention(WIDTH, 4, 16, rotary, **options)
 
 
+def encoder(norm_first, norm, activation, **options):
+    return lambda: jm.JaggedEncoderLayer(
+        WIDTH, 4, 11, norm_first=norm_first, norm=norm, activation=activation, **options
+    )
+
+
 CAUSAL = jm.AttentionMask(causal=True)
 TARGETS = torch.tensor([2, 0, 0, 4])
 CASES = {
@@ -230,6 +248,16 @@ CASES = {
     "rotated-values": lambda: Case(blocks("qkv")),
     "mlp": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 13, 5], "gelu")),
     "swiglu": lambda: Case(lambda: jm.JaggedMLP([WIDTH, 7, 5], "swiglu")),
+    "encoder-first": lambda: Case(encoder(True, "layer", "swiglu", mask=CAUSAL)),
+    "encoder-behind": lambda: Case(encoder(False, "layer", "gelu"), num_targets=TARGETS),
+}
+CASES |= {
+    f"encoder-{norm_first}-{norm}-{activation}": lambda options=(norm_first, norm, activation): (
+        Case(encoder(*options))
+    )
+    for norm_first in (True, False)
+    for norm in ("layer", "rms")
+    for activation in ("relu", "gelu", "silu", "swiglu")
 }
 
 
@@ -261,6 +289,9 @@ FROZEN = [
     "self-ordered",
     "mlp",
     "swiglu",
+    "encoder-first",
+    "encoder-behind",
+    "encoder-False-rms-relu",
 ]
 
 
@@ -278,7 +309,9 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
             torch.testing.assert_close(gradients[key], None if key in frozen else expected)
 
 
-@pytest.mark.parametrize("name", ["block", "rotary", "candidates", "self-candidates"])
+@pytest.mark.parametrize(
+    "name", ["block", "rotary", "candidates", "self-candidates", "encoder-first", "encoder-behind"]
+)
 def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     case = CASES[name]()
     expected = case.results(case.layer)
@@ -314,7 +347,15 @@ class Projections(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "name, count",
-    [("block", 1), ("context", 2), ("rotary", 1), ("candidates", 2), ("self-candidates", 2)],
+    [
+        ("block", 1),
+        ("context", 2),
+        ("rotary", 1),
+        ("candidates", 2),
+        ("self-candidates", 2),
+        ("encoder-first", 1),
+        ("encoder-behind", 3),
+    ],
 )
 def test_without_gradients_projections_are_free_before_that_of_the_output(nodes, name, count):
     """count: of projections before that of the output."""
@@ -357,7 +398,37 @@ def test_dropout(nodes, activation, probability):
     torch.testing.assert_close(case.results(case.layer), in_modules(case))
 
 
-@pytest.mark.parametrize("name", ["layer", "block", "rotary", "mlp"])
+@pytest.mark.parametrize("probability", [0.3, 1.0])
+@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+def test_dropout_of_an_encoder(nodes, name, probability):
+    """The gradient is the derivative for the elements that are kept: the same for a seed."""
+    case = CASES[name]()
+    for module in case.layer.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+    (x,), parameters = case.inputs, list(case.layer.parameters())
+    vectors = [torch.randn_like(x) for x in (x, *parameters)]
+
+    def run(x, *values):
+        torch.manual_seed(3)
+        named = dict(zip(dict(case.layer.named_parameters()), values))
+        arguments = (x, offsets_of(LENGTHS)), case.call.get("num_targets")
+        return torch.func.functional_call(case.layer, named, arguments)[0].sin().sum()
+
+    leaves = [x.detach().requires_grad_() for x in (x, *parameters)]
+    grads = torch.autograd.grad(run(*leaves), leaves)
+    assert len(nodes) == 1
+    with torch.no_grad():
+        ahead, behind = (
+            run(*(x + step * v for x, v in zip(leaves, vectors))) for step in (1e-6, -1e-6)
+        )
+    slope = sum((grad * v).sum() for grad, v in zip(grads, vectors))
+    torch.testing.assert_close(slope, (ahead - behind) / 2e-6, rtol=1e-6, atol=1e-6)
+    case.layer.eval()
+    torch.testing.assert_close(case.results(case.layer), in_modules(case))
+
+
+@pytest.mark.parametrize("name", ["layer", "block", "rotary", "mlp", "encoder-behind"])
 def test_no_rows(nodes, name):
     case = CASES[name]()
     x = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -368,7 +439,9 @@ def test_no_rows(nodes, name):
     assert len(nodes) == 1
 
 
-@pytest.mark.parametrize("name", ["block", "rotary", "candidates", "self-candidates"])
+@pytest.mark.parametrize(
+    "name", ["block", "rotary", "candidates", "self-candidates", "encoder-first"]
+)
 def test_a_second_derivative_raises(nodes, name):
     case = CASES[name]()
     x, *others = (x.clone().requires_grad_() for x in case.inputs)
@@ -398,10 +471,15 @@ def replaced(layer, name):
         ("rotary", lambda layer: setattr(layer.out_proj, "bias", None), 0),
         ("mlp", lambda layer: replaced(layer, "layers.1"), 0),
         ("self-candidates", lambda layer: replaced(layer, "target_out_proj"), 0),
+        ("encoder-first", lambda layer: replaced(layer, "linear2"), 1),
+        ("encoder-first", lambda layer: replaced(layer, "norm2"), 1),
+        ("encoder-first", lambda layer: replaced(layer, "dropout"), 1),
+        ("encoder-first", lambda layer: setattr(layer.norm1, "bias", None), 1),
+        ("encoder-first", lambda layer: replaced(layer, "attention.out_proj"), 0),
     ],
 )
 def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
-    """count: of nodes. An attention without its block's norm may still be one."""
+    """count: of nodes. An attention without its block's or encoder's norm may still be one."""
     case = CASES[name]()
     change(case.layer)
     case.run(case.layer, *case.inputs)
@@ -446,6 +524,7 @@ def test_a_bias_gradient_from_the_weights_gemm(wanted, frees_x):
         "JaggedMLP",
         "JaggedTargetAttention",
         "JaggedTargetAttention-candidates",
+        "JaggedEncoder",
     ],
 )
 def test_rows_behind_the_end(nodes, only_the_device_knows, name):

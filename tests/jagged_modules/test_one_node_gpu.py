@@ -11,6 +11,7 @@ from marks import slow_after
 import jagged_modules as jm
 from jagged_modules.layers import (
     block_attention_node,
+    encoder_node,
     gdpa_node,
     mlp_node,
     one_node,
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.gpu
 LENGTHS, CONTEXTS = [70, 0, 1, 300, 129, 64], [40, 5, 200, 0, 64, 33]
 # Roundings of one element, of operands and of results, on the way from an input to a gradient:
 # x, norm, q, k, scores, P, h, y, dy, dh, dP, dS, dq, dn, those of two weights, and of q and dq
-# once more with norms.
-ROUNDINGS = 18
+# once more with norms. Of an encoder also: two sums, their norm, z, h, y, the gradients of all of
+# these, and two weights.
+ROUNDINGS, ROUNDINGS_OF_ENCODERS = 18, 32
 WORKSPACE = 48 * 2**20  # bytes, of a GEMM
 CAUSAL = jm.AttentionMask(causal=True)
 LAYERS = {
@@ -40,6 +42,12 @@ LAYERS = {
     "mlp": lambda width, heads: jm.JaggedMLP([width, 2 * width, width], "gelu"),
     "swiglu": lambda width, heads: jm.JaggedMLP([width, 2 * width, width], "swiglu"),
     "self-targets": lambda width, heads: jm.JaggedSelfTargetAttention(width, heads),
+    "encoder-first": lambda width, heads: jm.JaggedEncoderLayer(
+        width, heads, 2 * width, norm_first=True, norm="rms", activation="swiglu"
+    ),
+    "encoder-behind": lambda width, heads: jm.JaggedEncoderLayer(
+        width, heads, 2 * width, activation="gelu", mask=CAUSAL
+    ),
 }
 SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
 
@@ -48,7 +56,14 @@ SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
 def nodes(monkeypatch):
     """The calls of nodes."""
     calls = []
-    for module in (gdpa_node, block_attention_node, target_node, self_target_node, mlp_node):
+    for module in (
+        gdpa_node,
+        block_attention_node,
+        target_node,
+        self_target_node,
+        mlp_node,
+        encoder_node,
+    ):
 
         def forward(ctx, *inputs, original=module._Node.forward):
             calls.append(original)
@@ -104,11 +119,12 @@ class Case:
         return [out.detach(), *torch.autograd.grad(out, wanted, self.do.to(out))]
 
 
-def assert_rounded(actual, expected, dtype, rows):
+def assert_rounded(actual, expected, dtype, rows, name=""):
     """The errors' root mean square is at most that of ROUNDINGS independent errors in the worst
     direction, relative to that of the values. fp32: of sums of so many terms, added in any
     order."""
-    error = ROUNDINGS * torch.finfo(dtype).eps / 2
+    roundings = ROUNDINGS_OF_ENCODERS if name.startswith("encoder") else ROUNDINGS
+    error = roundings * torch.finfo(dtype).eps / 2
     if dtype == torch.float32:
         error *= rows**0.5
     for x, y in zip(actual, expected, strict=True):
@@ -131,7 +147,7 @@ def test_results_and_gradients(nodes, name, width, heads, precision):
     has_residual = name not in without
     assert actual[0].dtype == (dtype if has_residual else operands)
     assert all(x.dtype == dtype for x in actual[1:])
-    assert_rounded(actual, case.results(case.exact, enabled=False), operands, sum(LENGTHS))
+    assert_rounded(actual, case.results(case.exact, enabled=False), operands, sum(LENGTHS), name)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -190,12 +206,12 @@ def test_compiled(name):
             return compiled(layer, case.offsets.cuda(), case.context_offsets.cuda(), *inputs)
 
         expected = case.results(case.exact, enabled=False)
-        assert_rounded(case.results(case.layer, run), expected, torch.bfloat16, rows)
+        assert_rounded(case.results(case.layer, run), expected, torch.bfloat16, rows, name)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize(
-    "name", ["block", "context", "blocks", "targets", "self-targets", "swiglu"]
+    "name", ["block", "context", "blocks", "targets", "self-targets", "swiglu", "encoder-behind"]
 )
 def test_in_a_cuda_graph(name):
     case = Case(name)
@@ -223,10 +239,12 @@ def test_in_a_cuda_graph(name):
     for x in inputs:
         x.normal_()
     graph.replay()
-    assert_rounded(captured, step(), torch.bfloat16, sum(LENGTHS))
+    assert_rounded(captured, step(), torch.bfloat16, sum(LENGTHS), name)
 
 
-@pytest.mark.parametrize("name", ["gdpa", "block", "blocks", "qk-norm", "swiglu"])
+@pytest.mark.parametrize(
+    "name", ["gdpa", "block", "blocks", "qk-norm", "swiglu", "encoder-first", "encoder-behind"]
+)
 def test_no_synchronisation_and_rows_behind_the_end(name):
     """A NaN behind the last segment reaches nothing."""
     case = Case(name)
@@ -286,6 +304,63 @@ def test_modules_with_hooks_are_called(nodes, name):
     actual = case.results(case.layer, enabled=False)
     assert not nodes and len(calls) == (3 if name == "block" else 2)
     assert_rounded(actual, expected, torch.float32, sum(LENGTHS))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+def test_the_dtype_of_rows_in_16_bits_under_autocast(nodes, name, dtype):
+    """Is that of the modules."""
+    case = Case(name)
+    x = case.inputs[0].cuda().to(dtype).requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = case.run(case.layer, x)
+        with in_modules():
+            expected = case.run(case.layer, x)
+    assert len(nodes) == 1 and out.dtype == expected.dtype
+    (dx,) = torch.autograd.grad(out, x, case.do.to(out))
+    assert dx.dtype == dtype and dx.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+def test_what_is_frozen(nodes, name):
+    """It gets no gradient, and the others the same as before."""
+    case = Case(name)
+    (whole, *grads), x = case.results(case.layer), case.inputs[0].cuda()
+    named = dict(case.layer.named_parameters())
+    for frozen in (list(named)[::2], list(named)[1::2], list(named)[:8], list(named)[8:]):
+        for key, parameter in named.items():
+            parameter.requires_grad_(key not in frozen)
+        with torch.autocast("cuda", torch.bfloat16):
+            out = case.run(case.layer, x)
+        left = {key: grad for key, grad in zip(named, grads[1:]) if key not in frozen}
+        found = torch.autograd.grad(out, [named[key] for key in left], case.do.to(out))
+        assert torch.equal(out, whole)
+        for grad, expected in zip(found, left.values(), strict=True):
+            torch.testing.assert_close(grad, expected)
+    assert len(nodes) == 5
+
+
+@pytest.mark.parametrize("name", ["encoder-first", "encoder-behind"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_dropout_of_an_encoder(nodes, name, enabled):
+    """The elements that a seed keeps are those of the modules."""
+    case = Case(name)
+    for module in case.layer.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.25
+
+    def run(layer, x):
+        torch.manual_seed(3)
+        return case.run(layer, x)
+
+    out, dx, *_ = case.results(case.layer, run, enabled=enabled)
+    assert len(nodes) == 1
+    x, do = case.inputs[0].cuda().requires_grad_(), case.do.cuda()
+    with in_modules(), torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+        of_modules = run(case.layer, x)
+    (expected,) = torch.autograd.grad(of_modules, x, do.to(of_modules))
+    operands = torch.bfloat16 if enabled else torch.float32
+    assert_rounded([out, dx], [of_modules, expected], operands, sum(LENGTHS), name)
 
 
 @pytest.mark.parametrize("name", ["block", "blocks"])

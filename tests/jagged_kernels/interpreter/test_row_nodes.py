@@ -5,7 +5,10 @@ import functools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import jagged_modules as jm
 from jagged_modules.functional import tail
@@ -19,6 +22,10 @@ LAYERS = {
     "context": lambda: jm.JaggedGDPA(WIDTH, 3, "softmax", config=NORMED),
     "mlp": lambda: jm.JaggedMLP([WIDTH, 40, 9], "gelu_tanh"),
     "swiglu": lambda: jm.JaggedMLP([WIDTH, 40, 9], "swiglu"),
+    "encoder-first": lambda: jm.JaggedEncoderLayer(
+        WIDTH, 3, 40, norm_first=True, norm="rms", activation="swiglu"
+    ),
+    "encoder-behind": lambda: jm.JaggedEncoderLayer(WIDTH, 3, 40, activation="gelu"),
 }
 
 
@@ -47,3 +54,23 @@ def test_equals_the_modules(monkeypatch, offsets, name):
             torch.testing.assert_close(
                 x, y, rtol=1e-4, atol=1e-5 * float(1 + y.detach().abs().max())
             )
+
+
+def test_a_graph_computes_the_activation_again(monkeypatch, offsets):
+    """torch.compile merges equal calls: it would keep the result of the forward's."""
+    monkeypatch.setattr(one_node, "may_be_one_node", lambda *_, **__: True)
+    calls = []
+
+    def compiler(graph, _):
+        calls.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(LAYERS["encoder-behind"](), fullgraph=True, backend=backend)
+    compiled((torch.randn(sum(LENGTHS), WIDTH), offsets(LENGTHS)))[0].sum().backward()
+    forward, backward = calls
+    activation = "jagged_kernels.activation.default"
+    assert forward.count(activation) == backward.count(activation) == 1

@@ -1,0 +1,149 @@
+"""JaggedEncoderLayer as one autograd node: the attention of `gdpa_node.py` and the feed-forward
+network of `mlp_node.py`, each with a norm and a residual around it, as `residual_node.py` has them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jagged_kernels.rows.configs import MAX_WIDTH
+from torch import Tensor, nn
+
+from ..containers.jagged import Jagged
+from ..functional.nodes import apply, differentiable_once
+from .gdpa import JaggedGDPA
+from .gdpa_node import (
+    GDPACall,
+    NodeInputs,
+    attention_part,
+    attention_part_gradients,
+    gdpa_dtype,
+    node_arguments,
+)
+from .mlp_node import (
+    FeedForward,
+    SavedFeedForward,
+    feed_forward,
+    feed_forward_gradients,
+    kernels_activation,
+)
+from .norms import NormOptions, RMSNorm, RowNorm, norm_parameters
+from .one_node import bias_columns, node_dtype, parameters_of
+from .residual_node import Around, Residual, probability, residual_gradients, with_residual
+
+if TYPE_CHECKING:
+    from .encoder import JaggedEncoderLayer
+
+
+class NetworkInputs(NamedTuple):
+    """Parameters of the feed-forward network and of its norm; the norm's bias may be None."""
+
+    norm: Tensor
+    norm_bias: Tensor | None
+    weight1: Tensor
+    bias1: Tensor
+    weight2: Tensor
+    bias2: Tensor
+
+
+class EncoderCall(NamedTuple):
+    """What the node computes. residual: around the network."""
+
+    attention: GDPACall
+    network: FeedForward
+    residual: Residual
+
+
+def encoder_dtype(layer: JaggedEncoderLayer, x: Tensor) -> torch.dtype | None:
+    """The dtype in which `encoder_node` computes the layer's result for x, by the modules'
+    parameters; None where these are called."""
+    attention, norms = layer.attention, (layer.norm1, layer.norm2)
+    if type(attention) is not JaggedGDPA or type(layer.dropout) is not nn.Dropout:
+        return None
+    if any(type(norm) not in (RowNorm, RMSNorm) for norm in norms):
+        return None
+    if any(x is None for x in parameters_of(*norms)):
+        return None
+    dtype = gdpa_dtype(attention, x, None, attention, layer.dropout, *norms)
+    is_one = layer.embedding_dim <= MAX_WIDTH
+    return dtype if is_one and dtype == node_dtype(x, (layer.linear1, layer.linear2)) else None
+
+
+def encoder_node(
+    layer: JaggedEncoderLayer, rows: Jagged, num_targets: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The layer's result `[L, E]`, in the dtype that its modules give."""
+    x, of_dropout = rows.values, probability(layer.dropout)
+
+    def residual(norm: nn.Module, columns: int) -> Residual:
+        is_wide = torch.is_autocast_enabled(x.device.type) and type(norm) is RowNorm
+        result = torch.float32 if is_wide else None  # as autocast's layer norm
+        options = NormOptions.of(norm)
+        return Residual(dtype, options, layer.norm_first, result, of_dropout, columns)
+
+    around = residual(layer.norm1, bias_columns(dtype))
+    sides = layer.attention.sides(rows, None, num_targets, dtype)
+    *inputs, attention = node_arguments(layer.attention, x, layer.norm1, dtype, sides, around)
+    linears = layer.linear1, layer.linear2
+    parameters = (y for linear in linears for y in (linear.weight, linear.bias))
+    network = FeedForward(*kernels_activation(layer.activation), of_dropout)
+    call = EncoderCall(attention, network, residual(layer.norm2, 0))
+    result: Tensor = apply(_Node, *inputs, *norm_parameters(layer.norm2), *parameters, call)
+    return result
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *inputs, call = arguments
+        count = len(NodeInputs._fields)
+        x, of_attention = attention_part(ctx, NodeInputs(*inputs[:count]), call.attention)
+        y, of_network = _network(ctx, x, NetworkInputs(*inputs[count:]), call)
+        ctx.save_for_backward(*of_network, *of_attention)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        around, saved = Around.first_of(ctx.saved_tensors)
+        count = len(SavedFeedForward._fields)
+        network, of_attention = SavedFeedForward(*saved[:count]), saved[count:]
+        dx, of_network = _network_gradients(ctx, dy, around, network)
+        count = len(NodeInputs._fields)
+        if dx is None:
+            return *[None] * count, *of_network, None
+        return *attention_part_gradients(ctx, dx, of_attention), *of_network, None
+
+
+def _network(
+    ctx: Any, x: Tensor, inputs: NetworkInputs, call: EncoderCall
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The layer's result for that of the attention, and what `_network_gradients` reads."""
+    ctx.network, ctx.network_residual, ctx.network_dtype = *call[1:], x.dtype
+    trains, end = any(ctx.needs_input_grad), call.attention.ends[0]
+
+    def part(rows: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        return feed_forward(rows, inputs[2:], call.network, trains)
+
+    y, around, saved = with_residual(x, inputs[:2], call.residual, end, part)
+    return y, [*around, *saved]
+
+
+def _network_gradients(
+    ctx: Any, dy: Tensor, around: Around, saved: SavedFeedForward
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """Of the attention's result and of `NetworkInputs`."""
+    count = len(NodeInputs._fields)
+    of_attention = any(ctx.needs_input_grad[:count])
+    of_network = ctx.needs_input_grad[count:-1]  # as NetworkInputs
+    norm_first, rows_dtype = ctx.network_residual.norm_first, saved.rows.dtype
+    dtypes = rows_dtype if norm_first else ctx.network_dtype, ctx.dtype
+
+    def part(dy: Tensor, of_rows: bool) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        wanted = of_rows, *of_network[2:]
+        return feed_forward_gradients(dy, saved, ctx.network, wanted, dtypes, norm_first)
+
+    needs = of_attention, any(of_network[:2])
+    dx, of_norm, others = residual_gradients(dy, around, ctx.network_residual, needs, part)
+    return dx, (*of_norm, *others)

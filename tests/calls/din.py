@@ -1,0 +1,106 @@
+"""Calls of DIN's attention."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import accuracy
+import torch
+from din_problem import Problem, linear_by_feature
+from torch import Tensor
+
+from jagged_modules import reference
+
+from .attention import candidate_index
+from .maker import Call, Maker
+
+KINKED = ("relu", "prelu")  # their derivatives jump
+
+
+def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    counts, keys = lengths
+    users, index = candidate_index(make, o["index"], counts)
+    kv_offsets, width = make.offsets("kv_offsets", keys), o["width"]
+    tensors = dict(
+        q=make.tensor(len(users), *[o["rows"]] * (o["rows"] > 0), width),
+        k=make.tensor(sum(keys), width),
+    )
+    if o["v_width"] is not None:
+        tensors["v"] = make.tensor(sum(keys), o["v_width"])
+    parameters, statistics = _mlp(make, o)
+    name, _, _ = o["activation"].partition("-")
+    options = dict(activation=name, normalize=o["normalize"], features=tuple(o["features"]))
+    # Σ of a softmax's gradients, the last bias's, is rounding errors of 0
+    last = f"bias{len(o['hidden'])}"
+    fixed = {last: parameters.pop(last)} if o["normalize"] else {}
+    tensors |= parameters
+
+    def problem(inputs: dict[str, Tensor], candidates, offsets: Tensor) -> Problem:
+        means = statistics and {
+            key: [x.to(offsets.device) for x in statistics[key]] for key in statistics
+        }
+        given = {key: x.to(offsets.device) for key, x in (inputs | fixed).items()}
+        return Problem(given, candidates, offsets, options, len(o["hidden"]), means)
+
+    def function(**inputs):
+        call = problem(inputs, index(), kv_offsets)
+        return dict(out=call.call(*call.tensors.values(), implementation=o["implementation"]))
+
+    def model(inputs, gradients):
+        host = {key: x.detach().cpu() for key, x in (inputs | fixed).items()}
+        case = problem(host, users.cpu(), torch.tensor([0, *keys]).cumsum(0))
+        do = gradients["out"].cpu()
+        with linear_by_feature(width):
+            bounds = accuracy.definition(case.definition, host, do, samples=32)
+        bounds = {x: bounds[x] for x in ("out", *(f"d{x}" for x in inputs))}
+        if name in KINKED and _is_near_a_kink(case, host, do.dtype):
+            bounds |= {x: _any_number(y) for x, y in bounds.items() if x != "out"}
+        device = gradients["out"].device
+        return {x: y.map(lambda z: z.to(device)) for x, y in bounds.items()}
+
+    segments = dict(q=users, out=users) | dict.fromkeys("kv", make.segments(keys))
+    if o["activation"] == "dice":  # its statistics are those of all pairs
+        segments = {}
+    return Call(tensors, function, model, segments, frozenset("kv"))
+
+
+def _mlp(make: Maker, o: dict) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+    """Parameters by the names of `Problem.tensors`, and running statistics."""
+    hidden, (name, _, evaluates) = o["hidden"], o["activation"].partition("-")
+    sizes = [len(o["features"]) * o["width"], *hidden, 1]
+    parameters = {
+        f"weight{i}": make.tensor(size, before, factor=before**-0.5)
+        for i, (before, size) in enumerate(zip(sizes, sizes[1:]))
+    }
+    parameters |= {f"bias{i}": make.tensor(size, factor=0.3) for i, size in enumerate(sizes[1:])}
+    units = dict(prelu=("slope",), dice=("slope", "norm_weight", "norm_bias")).get(name, ())
+    parameters |= {
+        f"{unit}{i}": make.tensor(size) for unit in units for i, size in enumerate(hidden)
+    }
+    if not evaluates:
+        return parameters, {}
+    means = [make.values(size, factor=0.3).float() for size in hidden]
+    return parameters, dict(running_means=means, running_vars=[x.exp() for x in means])
+
+
+def _is_near_a_kink(case: Problem, tensors: dict[str, Tensor], dtype: torch.dtype) -> bool:
+    """Whether rounding may move a hidden unit of a pair over 0, where the derivative jumps."""
+    found, function = [], reference.unit_activation
+
+    def unit_activation(z: Tensor, *others) -> Tensor:
+        found.append(
+            bool((z.abs() <= 64 * torch.finfo(dtype).eps * z.abs().max()).any())
+            if z.numel()
+            else False
+        )
+        return function(z, *others)
+
+    with mock.patch.object(reference, "unit_activation", unit_activation):
+        case.definition(*(x.double() for x in tensors.values()))
+    return any(found)
+
+
+def _any_number(bound: accuracy.Bound) -> accuracy.Bound:
+    unbounded = torch.full_like(bound.value, math.inf)
+    return bound._replace(error=unbounded, rms=unbounded)
