@@ -46,7 +46,11 @@ def assert_equal_on_rows(own, module, x, **masks):
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU(), nn.functional.silu], ids=str)
+@pytest.mark.parametrize(
+    "activation",
+    ["relu", "gelu", nn.GELU(), nn.functional.silu],
+    ids=["relu", "gelu", "GELU()", "silu"],
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_layer_of_torch(norm_first, activation, causal):
     module = encoder_layer(norm_first=norm_first, activation=activation)
