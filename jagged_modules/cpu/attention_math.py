@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations import POINTWISE
 from ..masks import AttentionMask
-from .attention_bias import BlockBias, TableGradients
+from .attention_bias import BlockBias, BlockDropout, TableGradients
 from .buckets import softmax_gradient
 
 # query rows of a block; fewer rows see fewer columns, more rows need fewer passes over k and v
@@ -177,9 +177,10 @@ def unfused_forward(
     scale: float,
     activation: str,
     bias: BlockBias | None = None,
+    dropout: BlockDropout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """P v with P = act(scale · q kᵀ + bias), 0 where hidden. With softmax also the log-sum-exp of
-    the scores `[segments, heads, rows]`."""
+    """P v with P = dropout(act(scale · q kᵀ + bias)), 0 where hidden. With softmax also the
+    log-sum-exp of the scores `[segments, heads, rows]`."""
     finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
     out = queries.new_zeros(*queries.shape[:3], v.shape[3])
@@ -193,6 +194,8 @@ def unfused_forward(
                 _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
             )
         p, value = _weights(scores, hidden, activation), values[some, columns]
+        if dropout is not None:
+            p = dropout.drop(p, q, k, some, rows, columns)
         result = (
             p @ value
             if finite or hidden is None
@@ -212,10 +215,11 @@ def unfused_backward(
     scale: float,
     activation: str,
     bias: BlockBias | None = None,
+    dropout: BlockDropout | None = None,
     dtables: TableGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dV = Pᵀ dO,  dS = act'(S) ∘ dO Vᵀ,  dQ = scale · dS K,  dK = dSᵀ (scale · Q). dS is also
-    added to the gradients of bias tables."""
+    """dV = dropout(P)ᵀ dO,  dS = act'(S) ∘ dropout(dO Vᵀ),  dQ = scale · dS K,
+    dK = dSᵀ (scale · Q). dS is also added to the gradients of bias tables."""
     queries = _fold(q * scale, k)
     grads = _fold(do, k)
     keys = k.flatten(0, 1)
@@ -228,17 +232,20 @@ def unfused_backward(
         scores = query @ key.mT
         if bias is not None:
             bias.add(scores, q, k, some, rows, columns)
-        p = _weights(scores, hidden, activation)
-        ds = _ds(grad @ value.mT, scores, p, hidden, activation)
+        p, dp = _weights(scores, hidden, activation), grad @ value.mT
+        weights = p
+        if dropout is not None:
+            weights, dp = (dropout.drop(x, q, k, some, rows, columns) for x in (p, dp))
+        ds = _ds(dp, scores, p, hidden, activation)
         if bias is not None and dtables is not None:
             dtables.add(ds, bias, q, k, some, rows, columns)
         if finite or hidden is None:
-            dv[some, columns].baddbmm_(p.mT, grad)
+            dv[some, columns].baddbmm_(weights.mT, grad)
             dk[some, columns].baddbmm_(ds.mT, query)
             block = ds @ key
         else:
             no_pair = hidden.repeat(queries.shape[1], 1)
-            dv[some, columns] += _visible_matmul(p.mT, grad, no_pair.mT)
+            dv[some, columns] += _visible_matmul(weights.mT, grad, no_pair.mT)
             dk[some, columns] += _visible_matmul(ds.mT, query, no_pair.mT)
             block = _visible_matmul(ds, key, no_pair)
         dq[some, :, rows] = block.view_as(dq[some, :, rows])

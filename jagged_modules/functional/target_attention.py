@@ -37,6 +37,8 @@ def target_attention(
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
     pages: Pages | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """Attention of each candidate to its user's history. There is one copy of keys and values per
     user, forward and backward.
@@ -58,8 +60,9 @@ def target_attention(
             `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
         mask: as in `jagged_attention`. It takes the query rows of a user, in the order of q, as the
             last rows of the history.
-        max_seqlen_kv, activation, scale, output_scale, implementation, pages: as in
-            `jagged_attention`.
+        max_seqlen_kv, activation, scale, output_scale, implementation, pages, dropout_p,
+            dropout_seed: as in `jagged_attention`. The query rows of a user, grouped, are one
+            segment.
 
     Returns:
         `[num_candidates, n_q, H, Dv]`, in the order of q. The result of a candidate whose user has
@@ -96,8 +99,9 @@ def target_attention(
             "candidates", queries.offsets, max_seqlen=max_seqlen_q, longest="max_seqlen_q"
         )
     options = AttentionOptions(
-        activation, scale, output_scale, mask, None, schedule, implementation, pages
-    )
+        activation, scale, output_scale, mask, None, schedule, implementation, pages, dropout_p,
+        dropout_seed,
+    )  # fmt: skip
     keys = Side(kv_offsets, max_seqlen_kv)
     q = candidates.grouped(q).flatten(0, 1)
     out = computed(parse_arguments(q, k, v, queries, keys, options))
