@@ -189,13 +189,18 @@ def self_target_attention(
 
 
 def attend_users_and_candidates(
-    q: tuple[Tensor, Tensor], k: Tensor, v: Tensor, users: RowSegments, candidates: RowSegments
+    q: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    users: RowSegments,
+    candidates: RowSegments,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """`self_target_attention` of a layer. q: those of the users and of the candidates."""
     rows = q[0].shape[0], q[1].shape[0]
     queries, keys, _ = joined_segments(users, candidates, rows, {})
     of_users, of_candidates = torch.split_with_sizes(
-        attend(joined_rows(*q), k, v, queries, keys), rows
+        attend(joined_rows(*q), k, v, queries, keys, options), rows
     )
     return of_users, of_candidates
 

@@ -11,13 +11,15 @@ from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import wrap_rows
+from ..dropout import check_dropout
+from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
 from ..scalars import check_size
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
-from .one_node import node_dtype
+from .one_node import in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .self_target_node import self_target_node
 from .targets import parse_targets
@@ -39,10 +41,11 @@ class JaggedSelfTargetAttention(nn.Module):
         target_dim: width E_t of the targets; embedding_dim if None.
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        attention_dropout: dropout probability of the attention weights, below 1.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
-            embedding_dim; the head dim is above 256.
+            embedding_dim; the head dim is above 256; attention_dropout is not in 0 to 1, or is 1.
 
     Example::
 
@@ -59,6 +62,8 @@ class JaggedSelfTargetAttention(nn.Module):
         target_dim: int | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        *,
+        attention_dropout: float = 0,
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
@@ -66,6 +71,8 @@ class JaggedSelfTargetAttention(nn.Module):
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
         check_size("target_dim", self.target_dim)
+        check_dropout("attention_dropout", attention_dropout)
+        self.attention_dropout = attention_dropout
         self.q_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
         self.target_proj = nn.Linear(self.target_dim, embedding_dim, device=device, dtype=dtype)
         self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device, dtype=dtype)
@@ -116,7 +123,10 @@ class JaggedSelfTargetAttention(nn.Module):
         own = in_heads("q_proj", self.q_proj(rows), self.num_heads, self.head_dim)
         k, v = in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
         segments = users.parsed("history"), given.segments
-        of_users, of_targets = attend_users_and_candidates((own, given.grouped(q)), k, v, *segments)
+        options = AttentionOptions(dropout_p=in_training(self, self.attention_dropout))
+        of_users, of_targets = attend_users_and_candidates(
+            (own, given.grouped(q)), k, v, *segments, options
+        )
         values = leaving(self.out_proj(of_users.flatten(1)), end)
         results = self.target_out_proj(given.ungrouped(of_targets).flatten(-2))
         return users.unwrap(values), given.unwrap(leaving(results, given.end))

@@ -31,6 +31,7 @@ from .one_node import (
     dropout_gradient,
     dropped,
     gemm_rows,
+    in_training,
     linear,
     linear_gradients,
     release,
@@ -57,7 +58,7 @@ class TargetInputs(NamedTuple):
 
 class TargetCall(NamedTuple):
     """What a node of targets computes. dtype: of the GEMMs' operands. end: of the history's rows.
-    dropout: probability, 0 outside of training."""
+    dropout, attention_dropout: probabilities, 0 outside of training."""
 
     given: Targets
     keys: RowSegments
@@ -66,6 +67,7 @@ class TargetCall(NamedTuple):
     dtype: torch.dtype
     schedule: TileSchedule | None = None
     dropout: float = 0.0
+    attention_dropout: float = 0
 
 
 def target_node(
@@ -88,6 +90,7 @@ def target_node(
         dtype,
         schedule,
         dropout,
+        in_training(layer, layer.attention_dropout),
     )
     result: Tensor = apply(_Node, *inputs, call)
     return result
@@ -200,7 +203,7 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
     kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)
-    options = AttentionOptions(schedule=call.schedule)
+    options = AttentionOptions(schedule=call.schedule, dropout_p=call.attention_dropout)
     attention = parsed_call(q, k, v, queries, keys, options).call
     trains = any(ctx.needs_input_grad)
     out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)

@@ -80,6 +80,7 @@ def compile_attention(
     query_groups: int = 1,
     bias=None,
     page_rows: int | None = None,
+    dropout: bool = False,
 ):
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that
     capability. bias: a BiasKind, whose tables have gradients. page_rows: of the forward's keys;
@@ -119,7 +120,8 @@ def compile_attention(
     constants |= {} if sums else dict(sums=None)
     constants |= {} if page_rows else dict(page_table_ptr=None)
     by_segment = ("*i64", "*fp32") if masked else ("constexpr", "constexpr")
-    call = Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4)
+    of_dropout = ("*i64", "fp32") if dropout else ("constexpr", "constexpr")
+    call = Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4, *of_dropout)
     operands = POINTERS[name]
     num_rows = sum(x not in ("lse", "delta") for x in operands._fields)
 
