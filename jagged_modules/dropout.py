@@ -69,7 +69,9 @@ def parse_dropout(p: float, seed: Tensor | None, like: Tensor) -> tuple[float, T
     p = min(round(p * NUMBERS), NUMBERS - 1) / NUMBERS
     if not p:
         return 0.0, None
-    return p, torch.randint(2**62, (), device=like.device) if seed is None else seed
+    if seed is None:
+        return p, torch.randint(2**62, (), device=like.device)
+    return p, seed.to(like.device, non_blocking=True)
 
 
 def check_dropout(name: str, p: object) -> None:
@@ -80,7 +82,7 @@ def check_dropout(name: str, p: object) -> None:
 
 
 def check_seed(seed: Tensor, device: torch.device) -> None:
-    """TypeError or ValueError unless this is a seed on q's device."""
+    """TypeError or ValueError unless this is a seed, on q's device or the host."""
     check_kind("dropout_seed", seed, Tensor, "a torch.Tensor")
     if seed.dtype != torch.int64 or seed.dim():
         raise ValueError(

@@ -98,15 +98,14 @@ def jagged_attention(
             or keys, or several query groups.
         dropout_p: probability with which a weight activation(...) becomes 0; the others are divided
             by 1 - dropout_p, after softmax's sum. At least 0 and below 1, rounded to a multiple of
-            2^-16. A caller's training mode does not matter. On CUDA the Triton kernels run:
-            "hopper" takes no dropout.
-        dropout_seed: int64 `[]`, on q's device. Which weights become 0 follows from the seed, the
-            query head, the key's place in its segment, the query row's place in its segment, and
-            the row of the output in which this segment starts, and from nothing else: not from the
-            implementation, the lengths of other segments, or a mask. `jagged_modules.dropout` has
-            the formula. With shared keys, all rows of q are one segment. Under `batch_invariant`,
-            the row in which the segment starts does not count, so segments drop the same weights.
-            If None, a seed is drawn from torch's generator of q's device.
+            2^-16. On CUDA the Triton kernels run: "hopper" takes no dropout.
+        dropout_seed: int64 `[]`, on q's device or the host; if None, torch's generator of q's
+            device draws one. Which weights become 0 follows from the seed, the query head, the
+            places of query row and key in their segment, and the row of the output in which this
+            segment starts, as `jagged_modules.dropout` says. It depends on nothing else: no
+            implementation, mask, or length of another segment. With shared keys, all rows of q are
+            one segment. Under `batch_invariant`, the row in which a segment starts does not count:
+            all segments drop the same weights.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q. Rows behind the last segment, which only

@@ -259,8 +259,8 @@ def softmax_base_2(scores):
 
 @triton.jit
 def _drop(x, dropout, tile, head, OPTIONS: tl.constexpr):
-    """x [BLOCK_M, BLOCK_M], times 0 or 1 / (1 - p). Blocks are attention/dropout.py's segments: they
-    begin at multiples of 16 rows of a tile."""
+    """x [BLOCK_M, BLOCK_M], times 0 or 1 / (1 - p). Blocks are the segments of
+    attention/dropout.py. They begin at multiples of 16 rows of a tile."""
     BLOCK_SIZE: tl.constexpr = OPTIONS.block_size
     rows, start = tl.arange(0, OPTIONS.block_m)[:, None], tile.row
     if OPTIONS.local_rows:

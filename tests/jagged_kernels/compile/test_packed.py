@@ -46,9 +46,21 @@ CASES = [
     diagonal_first(KERNELS, CASES),
     ids=str,
 )
-def test_kernels_compile(
-    name, capability, dtype, dim, activation, mask, group, cross, dropout=False
-):
+def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, cross):
+    compile_packed(name, capability, dtype, dim, activation, mask, group, cross)
+
+
+@slow_after(
+    1,
+    "name, capability, dtype, dim, activation, mask, group, cross",
+    diagonal_first(KERNELS, CASES)[2:6],
+    ids=str,
+)
+def test_kernels_with_dropout_compile(name, capability, dtype, dim, activation, mask, group, cross):
+    compile_packed(name, capability, dtype, dim, activation, mask, group, cross, dropout=True)
+
+
+def compile_packed(name, capability, dtype, dim, activation, mask, group, cross, dropout=False):
     config, block = packed_config(name, dim), padded_dim(dim)
     options = dict(
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
