@@ -46,7 +46,7 @@ def dropout_of_head(seed_ptr, threshold, head, start):
     multiple of 16."""
     seed = tl.load(seed_ptr)
     return Dropout(
-        seed.to(tl.uint32) ^ head.to(tl.uint32),
+        seed.to(tl.uint32) ^ tl.cast(head, tl.uint32),
         (seed >> 32).to(tl.uint32),
         start,
         tl.cast(threshold, tl.int32),

@@ -117,7 +117,8 @@ def _dkdv_block(
     scores = _transposed_scores(keys, q, block, bias, OPTIONS)
     dp = tl.dot(keys.v, tl.trans(do), input_precision=OPTIONS.precision)
     if queries.dropout is not None:
-        kept = is_kept(queries.dropout, (block.first + rows)[None, :], keys.columns)
+        first = block.row if OPTIONS.kv_shared else block.first
+        kept = is_kept(queries.dropout, (first + rows)[None, :], keys.columns)
         dp = tl.where(kept, dp * queries.dropout.factor, 0.0)
     if ACTIVATION is None:
         if MASKED:  # rows past the segment add nothing: exp2(0 - inf) = 0
