@@ -55,7 +55,7 @@ class Dropout(NamedTuple):
         words = torch.stack(_philox(*counters, (self.seed ^ heads)[..., None, None]), -1)
         numbers = torch.stack([words & (NUMBERS - 1), words >> 16], -1)
         # [..., i // 16, i & 7, j // 16, j & 7, i & 8, j & 8], then in the order of i and j
-        numbers = numbers.unflatten(-3, (-1, 8)).unflatten(-5, (-1, 8))
+        numbers = torch.unflatten(torch.unflatten(numbers, -3, (-1, 8)), -5, (-1, 8))
         numbers = numbers.movedim(-2, -5).movedim(-1, -2)
         numbers = numbers.flatten(-3, -1).flatten(-4, -2)
         numbers = numbers.narrow(-2, rows.start % 16, rows.stop - rows.start)

@@ -75,7 +75,7 @@ def parsed_call(
         ValueError: q, k and v do not match.
         RuntimeError: inside a torch.func transform, except by definition.
     """
-    activation, scale, output_scale, mask, bias, schedule, implementation, pages, *dropout = options
+    activation, scale, output_scale, mask, bias, schedule, implementation, pages, *_ = options
     if pages is not None and keys is not None:
         k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
     q, k, v = autocast_operands(q, k, v)
@@ -92,7 +92,7 @@ def parsed_call(
         workspace=backward_workspace.current(),
     )
     if options.dropout_p:
-        p, seed = parse_dropout(*dropout, q)
+        p, seed = parse_dropout(options.dropout_p, options.dropout_seed, q)
         params = params._replace(dropout_p=p, dropout_seed=seed)
     if mask is not None and mask.hides_nothing():
         mask = None

@@ -60,9 +60,10 @@ def target_attention(
             `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
         mask: as in `jagged_attention`. It takes the query rows of a user, in the order of q, as the
             last rows of the history.
-        max_seqlen_kv, activation, scale, output_scale, implementation, pages, dropout_p,
-            dropout_seed: as in `jagged_attention`. The query rows of a user, grouped, are one
-            segment.
+        max_seqlen_kv, activation, scale, output_scale, implementation, pages: as in
+            `jagged_attention`.
+        dropout_p, dropout_seed: as in `jagged_attention`. The query rows of a user, grouped, are
+            one segment.
 
     Returns:
         `[num_candidates, n_q, H, Dv]`, in the order of q. The result of a candidate whose user has
