@@ -241,9 +241,10 @@ def row_norm_bwd_kernel(tensors, num_rows, num_segments, strides, OPTIONS: tl.co
 def _random_words(seed, row, column):
     """Two random 32-bit words of each element, which depend on the seed, its row and its column."""
     zeros = tl.zeros([row.shape[0], column.shape[0]], tl.uint32)
+    key = seed.to(tl.uint32)
     low = zeros + row.to(tl.uint32)[:, None]
     high = zeros + (column.to(tl.uint32) ^ (seed >> 32).to(tl.uint32))[None, :]
-    return philox(low, high, seed.to(tl.uint32))
+    return philox(low, high, key)
 
 
 @triton.jit
