@@ -331,8 +331,8 @@ def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:
                 lengths = 1 if by_rows else q_end - q_start, kv_end - kv_start
                 pairs = starts[(query_group, *lengths, *others)]
                 if by_rows:
-                    rows = range(q_start, q_end)
-                    pairs += ((row, kv_start, start, row - q_start) for row in rows)
+                    own_rows = range(q_start, q_end)
+                    pairs += ((row, kv_start, start, row - q_start) for row in own_rows)
                 else:
                     pairs.append((q_start, kv_start, start, 0))
     for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
