@@ -41,26 +41,26 @@ class Dropout(NamedTuple):
             return None
         return cls(params.dropout_p, params.dropout_seed, params.batch_invariant)
 
-    def drop(self, x: Tensor, start: Tensor, heads: Tensor, rows: slice, keys: slice) -> Tensor:
-        """x `[..., rows, keys]` of these rows and keys of segments, times 0 or 1 / (1 - p). start
-        and heads have the shape `[...]` together."""
-        kept = self.kept(start, heads, rows, keys)
-        return x.masked_fill(~kept, 0.0) * (1 / (1 - self.p))
+    @property
+    def factor(self) -> float:
+        """Of the weights that are kept."""
+        return 1 / (1 - self.p)
 
-    def kept(self, start: Tensor, heads: Tensor, rows: slice, keys: slice) -> Tensor:
-        """Whether these weights are kept, `[..., rows, keys]`."""
+    def dropped(self, start: Tensor, heads: Tensor, rows: slice, keys: slice) -> Tensor:
+        """Which weights of these rows and keys of segments are dropped: booleans
+        `[..., rows, keys]`, where start and heads have the shape `[...]` together."""
         i, j = (_groups_of_16(x, start.device) for x in (rows, keys))
         start = torch.zeros_like(start) if self.local else start
         counters = start[..., None, None] + i[:, None], j ^ (self.seed >> 32)
-        words = torch.stack(_philox(*counters, (self.seed ^ heads)[..., None, None]), -1)
-        numbers = torch.stack([words & (NUMBERS - 1), words >> 16], -1)
+        words = _philox(*counters, (self.seed ^ heads)[..., None, None])
+        halves = (half for word in words for half in (word & (NUMBERS - 1), word >> 16))
+        dropped = torch.stack([half < round(self.p * NUMBERS) for half in halves], -1)
         # [..., i // 16, i & 7, j // 16, j & 7, i & 8, j & 8], then in the order of i and j
-        numbers = torch.unflatten(torch.unflatten(numbers, -3, (-1, 8)), -5, (-1, 8))
-        numbers = numbers.movedim(-2, -5).movedim(-1, -2)
-        numbers = numbers.flatten(-3, -1).flatten(-4, -2)
-        numbers = numbers.narrow(-2, rows.start % 16, rows.stop - rows.start)
-        numbers = numbers.narrow(-1, keys.start % 16, keys.stop - keys.start)
-        return numbers >= round(self.p * NUMBERS)
+        for dim, sizes in ((-1, (2, 2)), (-3, (-1, 8)), (-5, (-1, 8))):
+            dropped = torch.unflatten(dropped, dim, sizes)
+        dropped = dropped.movedim(-2, -5).movedim(-1, -2).flatten(-3, -1).flatten(-4, -2)
+        dropped = dropped.narrow(-2, rows.start % 16, rows.stop - rows.start)
+        return dropped.narrow(-1, keys.start % 16, keys.stop - keys.start)
 
 
 def parse_dropout(p: float, seed: Tensor | None, like: Tensor) -> tuple[float, Tensor | None]:
@@ -103,6 +103,7 @@ def _philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     low, high, key = (x & _WORD for x in (low, high, key))
     for _ in range(_ROUNDS):
         product = low * _MULTIPLIER  # its 64 bits are right, though not its sign
-        low, high = ((product >> 32) & _WORD) ^ key ^ high, product & _WORD
+        upper = (product >> 32).bitwise_and_(_WORD)
+        low, high = upper ^ (high ^ key), product.bitwise_and_(_WORD)
         key = (key + _KEY_STEP) & _WORD
     return low, high

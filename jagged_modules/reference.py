@@ -75,7 +75,8 @@ def attention_reference(
         if dropout is not None:
             heads = torch.arange(q.shape[1], device=q.device)
             rows, keys_of_rows = (slice(0, size) for size in p.shape[1:])
-            p = dropout.drop(p, q_offsets[b], heads, rows, keys_of_rows)
+            dropped = dropout.dropped(q_offsets[b], heads, rows, keys_of_rows)
+            p = p.masked_fill(dropped, 0.0) * dropout.factor
         outputs.append(torch.einsum("hij,jhd->ihd", p, values))
     return torch.cat(outputs)
 

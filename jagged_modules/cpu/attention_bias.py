@@ -77,17 +77,13 @@ class BlockDropout(NamedTuple):
     starts: Tensor
     first: int
 
-    def drop(
-        self, x: Tensor, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice
-    ) -> Tensor:
-        """x `[some, group · rows, columns]`, times 0 or 1 / (1 - p). Others: as in
-        `BlockBias.add`."""
+    def dropped(self, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> Tensor:
+        """Which weights are dropped, `[some, group · rows, columns]`; see `BlockBias.add`."""
         pairs = _Pairs.of(q, k, some)
         heads = pairs.kv_head[:, None] * pairs.group + torch.arange(pairs.group, device="cpu")
         places = slice(self.first + rows.start, self.first + rows.stop)
         start = self.starts[pairs.segments][pairs.segment, None]
-        blocks = x.unflatten(1, (pairs.group, -1))
-        return self.dropout.drop(blocks, start, heads, places, columns).flatten(1, 2)
+        return self.dropout.dropped(start, heads, places, columns).flatten(1, 2)
 
 
 class _Pairs(NamedTuple):

@@ -195,13 +195,15 @@ def unfused_forward(
             )
         p, value = _weights(scores, hidden, activation), values[some, columns]
         if dropout is not None:
-            p = dropout.drop(p, q, k, some, rows, columns)
+            p.masked_fill_(dropout.dropped(q, k, some, rows, columns), 0.0)
         result = (
             p @ value
             if finite or hidden is None
             else _visible_matmul(p, value, hidden.repeat(queries.shape[1], 1))
         )
         out[some, :, rows] = result.view_as(out[some, :, rows])
+    if dropout is not None:
+        out *= dropout.dropout.factor
     return _unfold(out, k), None if lse is None else _unfold(lse, k)
 
 
@@ -235,7 +237,8 @@ def unfused_backward(
         p, dp = _weights(scores, hidden, activation), grad @ value.mT
         weights = p
         if dropout is not None:
-            weights, dp = (dropout.drop(x, q, k, some, rows, columns) for x in (p, dp))
+            dropped, factor = dropout.dropped(q, k, some, rows, columns), dropout.dropout.factor
+            weights, dp = (x.masked_fill(dropped, 0.0).mul_(factor) for x in (p, dp))
         ds = _ds(dp, scores, p, hidden, activation)
         if bias is not None and dtables is not None:
             dtables.add(ds, bias, q, k, some, rows, columns)

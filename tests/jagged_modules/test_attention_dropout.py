@@ -52,10 +52,10 @@ def test_philox_gives_the_published_words():
 def test_each_number_has_its_formula(seed, rows, keys):
     seed, heads = torch.tensor(seed), torch.tensor([0, 5])
     start = torch.tensor([[0], [37], [2**33 + 5]])
-    kept = Dropout(0.25, seed).kept(start, heads, slice(*rows), slice(*keys))
+    dropped = Dropout(0.25, seed).dropped(start, heads, slice(*rows), slice(*keys))
     i, j = torch.arange(*rows)[:, None], torch.arange(*keys)
     numbers = dropout_numbers(seed, heads[:, None, None], start[..., None, None], i, j)
-    assert torch.equal(kept, numbers >= 0.25 * 2**16)
+    assert torch.equal(dropped, numbers < 0.25 * 2**16)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
