@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from .activations import POINTWISE
 from .bias import RelativeBias, next_timestamps, position_index, time_buckets
+from .dropout import Dropout
 from .masks import AttentionMask
 from .scalars import to_ints
 from .unit_activations import (
@@ -35,8 +36,9 @@ def attention_reference(
     mask: AttentionMask | None = None,
     output_scale: float | Tensor = 1.0,
     bias: RelativeBias | None = None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
-    """activation(scale · q kᵀ + bias) · output_scale · v per segment and head; see
+    """dropout(activation(scale · q kᵀ + bias)) · output_scale · v per segment and head; see
     `functional.jagged_attention` for shapes.
 
     The result of a row that sees no key is 0. q_shared: all segments use all rows of q, and
@@ -70,6 +72,11 @@ def attention_reference(
                 if isinstance(output_scale, Tensor) and output_scale.numel()
                 else output_scale
             )
+        if dropout is not None:
+            heads = torch.arange(q.shape[1], device=q.device)
+            rows, keys_of_rows = (slice(0, size) for size in p.shape[1:])
+            dropped = dropout.dropped(q_offsets[b], heads, rows, keys_of_rows)
+            p = p.masked_fill(dropped, 0.0) * dropout.factor
         outputs.append(torch.einsum("hij,jhd->ihd", p, values))
     return torch.cat(outputs)
 

@@ -181,10 +181,10 @@ class batch_invariant(_Setting, default=False):
 
     Not covered, because they depend on the whole batch: gradients of weights, of other operands
     that segments share, and of a tensor output_scale; dk and dv of a user whose set of candidates
-    changes; dropout; `HSTUConfig.scaling_seqlen` None, the length of the longest segment. Not
-    covered either, because this package does not compute it: modules around the layers, and code
-    that torch.compile generates. `implementation` "reference" raises an error in this
-    mode.
+    changes; dropout, except of attention weights with a `dropout_seed` and keys that segments do
+    not share; `HSTUConfig.scaling_seqlen` None, the length of the longest segment. Not covered
+    either, because this package does not compute it: modules around the layers, and code that
+    torch.compile generates. `implementation` "reference" raises an error in this mode.
 
     It costs time. On a GPU, short segments use the kernels for long ones, long segments use smaller
     blocks, the backward stores nothing to save time (`backward_workspace` has no effect), and

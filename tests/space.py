@@ -126,6 +126,7 @@ ATTENTION = dict(
     v_dim=mostly(None, *HEAD_DIMS),  # None: head_dim
     output_scale=mostly(1, 0.125, "tensor", "tensor with gradient"),
 )
+DROPOUT = dict(dropout_p=(0,) * 7 + (0.1, 0.5, 0.999))
 STORAGES = dict(storage=mostly("own", "k is v", "one"))  # one: q, k and v are views of one tensor
 ATTENTION_DATA = dict(scale=mostly(None, 0.3, -0.5, 0.0), schedule=(False, True)) | MAX_SEQLEN
 ATTENTION_IMPLEMENTATIONS = IMPLEMENTATIONS | dict(cuda=mostly("auto", "triton", "hopper"))
@@ -280,6 +281,8 @@ def _fix_attention(dtype: str, o: dict) -> None:
         o["v_dim"] = None
     if "bias" in o:
         _fix_bias(o, operands)
+    if o["implementation"] == "hopper" and o["dropout_p"]:
+        o["implementation"] = "triton"
     if o["implementation"] == "hopper":
         shares_keys = operands == "kv shared" or operands.endswith("groups") or "query_tensors" in o
         if (
@@ -320,7 +323,7 @@ def _align(o: dict) -> None:
 
 def _fix_block_attention(dtype: str, o: dict) -> None:
     if o["implementation"] == "hopper":
-        if dtype not in HALVES:
+        if dtype not in HALVES or o["dropout_p"]:
             o["implementation"] = "triton"
         else:
             o["head_dim"] = min(-(-o["head_dim"] // 8) * 8, 128)
@@ -463,6 +466,7 @@ OPERATORS = {
         | dict(operands=mostly("self", "cross", "q shared", "kv shared", "2 groups", "3 groups"))
         | dict(shared_rows=(Range(1, 20), Range(50, 140)))
         | STORAGES
+        | DROPOUT
         | BIAS,
         data_axes=DATA | ATTENTION_DATA | BIAS_DATA,
         indices=dict(q_offsets=INDICES, kv_offsets=INDICES)
@@ -485,6 +489,7 @@ OPERATORS = {
         axes=COMMON
         | ATTENTION
         | STORAGES
+        | DROPOUT
         | dict(index=("counts", "map", "offsets", "shuffled map"), rows=(1, 2, 3, 8)),
         data_axes=DATA | ATTENTION_DATA,
         indices=dict(candidates=INDICES, kv_offsets=INDICES) | _of_segments,
@@ -524,6 +529,7 @@ OPERATORS = {
             name: ATTENTION[name]
             for name in ("activation", "heads", "head_dim", "v_dim", "output_scale")
         }
+        | DROPOUT
         | dict(query_tensors=("two tensors", "one tensor")),
         data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
         indices=dict(offsets=INDICES, candidate_offsets=INDICES, output_scale=FACTORS),
@@ -536,7 +542,7 @@ OPERATORS = {
     ),
     "block_diagonal_attention": Operator(
         weight=3,
-        axes=COMMON | BLOCK_ATTENTION | STORAGES | dict(heads=ATTENTION["heads"]),
+        axes=COMMON | BLOCK_ATTENTION | STORAGES | DROPOUT | dict(heads=ATTENTION["heads"]),
         data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
         indices=dict(offsets=INDICES, positions=INDICES),
         behind=True,
@@ -546,7 +552,7 @@ OPERATORS = {
         fix=_fix_block_attention,
     ),
     "block_diagonal_attention_packed": Operator(
-        axes=COMMON | BLOCK_ATTENTION | dict(heads=((1, 1), (2, 2), (3, 3), (8, 8))),
+        axes=COMMON | BLOCK_ATTENTION | DROPOUT | dict(heads=((1, 1), (2, 2), (3, 3), (8, 8))),
         data_axes=dict(values=DATA["values"]),
         indices=dict(offsets=INDICES, positions=INDICES),
         behind=True,

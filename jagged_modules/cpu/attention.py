@@ -35,9 +35,10 @@ from torch import Tensor, library
 from torch.nn.functional import pad
 
 from ..autocast import in_own_dtypes
+from ..dropout import Dropout
 from ..masks import AttentionMask
 from . import one_query
-from .attention_bias import BlockBias, TableGradients
+from .attention_bias import BlockBias, BlockDropout, TableGradients
 from .attention_math import (
     SCORES_AT_A_TIME,
     dot_products_are_finite,
@@ -106,7 +107,7 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     out, lse = (x.zero_() for x in _empty_outputs(call))
     ordered = Ordered.of(segments, params)
     queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
-    is_fused = activation == "softmax" and not params.has_bias
+    is_fused = _is_fused(params)
     groups = list(_groups(q.shape[1], ordered))
     finite = (
         is_fused
@@ -118,8 +119,9 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
         for group in groups:
             operands = group.operands(queries, keys, values)
             if not is_fused:
+                extras = group.bias(ordered.params), group.dropout(params)
                 block, block_lse = unfused_forward(
-                    *operands, *group.mask, scale, activation, group.bias(ordered.params)
+                    *operands, *group.mask, scale, activation, *extras
                 )
             else:
                 block, block_lse = softmax_forward(*operands, *group.mask, scale, finite)
@@ -186,6 +188,7 @@ def _gradients(
     grad = rows_in_order(grad, ordered.q_order)
     used = results if activation == "softmax" else [None, None]
     out, lse = (None if x is None else rows_in_order(x, ordered.q_order) for x in used)
+    is_fused = _is_fused(params)
     queries, keys, values, grad, *outs = _compute_operands(
         activation, *ordered.sorted(q, k, v), grad, *([] if out is None else [out])
     )
@@ -205,15 +208,18 @@ def _gradients(
         dtables = TableGradients.of(ordered.params)
         for group in groups:
             operands = (_take(grad, group.rows), *group.operands(queries, keys, values))
-            bias = group.bias(ordered.params)
-            if activation == "softmax" and lse is not None and bias is None:
+            found = None
+            if lse is not None and (is_fused or not (params.mask or params.has_bias)):
                 block, block_lse = (_take(x, group.rows) for x in (*outs, lse))
+                found = block, block_lse[..., 0]
+            if is_fused and found is not None:
                 block_dq, block_dk, block_dv = softmax_backward(
-                    *operands, block, block_lse[..., 0], *group.mask, scale, finite
+                    *operands, *found, *group.mask, scale, finite
                 )
             else:
+                bias, dropout = group.bias(ordered.params), group.dropout(params)
                 block_dq, block_dk, block_dv = unfused_backward(
-                    *operands, *group.mask, scale, activation, bias, dtables
+                    *operands, *group.mask, scale, activation, bias, dropout, dtables, found
                 )
             if shared_dq is not None:
                 shared_dq += block_dq.sum(0).transpose(0, 1)
@@ -228,7 +234,7 @@ def _gradients(
         return shared_dq, dtables
 
     dtables = TableGradients.of(ordered.params)
-    divisible = lse is not None and not params.has_bias and _is_one_call(params)
+    divisible = is_fused and _is_one_call(params)
     threads = 1 if ordered.is_by_rows else threads  # rows of a segment add to the same keys
     for _, groups in itertools.groupby(
         _groups(q.shape[1], ordered), key=lambda group: group.query_group
@@ -304,6 +310,8 @@ class _Group(NamedTuple):
             added.
         shift: query_shift of each segment.
         scores: the number of their scores, of all heads.
+        starts: where the segments of queries start, in the caller's order.
+        first: the place of the first query row in its segment.
     """
 
     rows: Rows
@@ -314,6 +322,8 @@ class _Group(NamedTuple):
     is_first: bool
     shift: int
     scores: int
+    starts: tuple[int, ...]
+    first: int
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a
@@ -334,6 +344,11 @@ class _Group(NamedTuple):
         u = None if params.query_timestamps is None else self.rows.take(params.query_timestamps)
         return BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
 
+    def dropout(self, params: AttentionParams) -> BlockDropout | None:
+        """The dropout of these segments' weights."""
+        dropout = Dropout.of(params)
+        return dropout and BlockDropout(dropout, torch.tensor(self.starts), self.first)
+
 
 def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:
     """Groups of segments that have queries and keys, in the order of the query groups.
@@ -341,7 +356,7 @@ def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:
     batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result
     must not depend on the user's other candidates.
     """
-    segments, params, _, _ = ordered
+    segments, params, starts_of_queries, _, _ = ordered
     mask = (
         None if params.mask is None else AttentionMask.from_params(params.mask, params.num_targets)
     )
@@ -351,19 +366,22 @@ def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:
     by_rows = ordered.is_by_rows
     targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
     shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
-    starts: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+    own = starts_of_queries.tolist()
+    starts: defaultdict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)
     for query_group in range((len(q_bounds) - 1) // max(1, num_segments)):
-        bounds = q_bounds[query_group * num_segments : (query_group + 1) * num_segments + 1]
-        for q_start, q_end, kv_start, kv_end, *others in zip(
-            bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts
+        first = query_group * num_segments
+        bounds = q_bounds[first : first + num_segments + 1]
+        for q_start, q_end, kv_start, kv_end, start, *others in zip(
+            bounds, bounds[1:], kv_bounds, kv_bounds[1:], own[first:], targets, shifts
         ):
             if q_end > q_start and kv_end > kv_start:
                 lengths = 1 if by_rows else q_end - q_start, kv_end - kv_start
                 pairs = starts[(query_group, *lengths, *others)]
                 if by_rows:
-                    pairs += ((row, kv_start) for row in range(q_start, q_end))
+                    own_rows = range(q_start, q_end)
+                    pairs += ((row, kv_start, start, row - q_start) for row in own_rows)
                 else:
-                    pairs.append((q_start, kv_start))
+                    pairs.append((q_start, kv_start, start, 0))
     for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
         at_a_time = (
             1
@@ -371,7 +389,7 @@ def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:
             else max(1, SCORES_AT_A_TIME // (num_heads * num_queries * num_keys))
         )
         for first in range(0, len(pairs), at_a_time):
-            q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
+            q_starts, kv_starts, firsts, places = zip(*pairs[first : first + at_a_time])
             rows = Rows.of(q_starts, num_queries, batch_invariant)
             kv_rows = Rows.of(kv_starts, num_keys, batch_invariant)
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
@@ -385,7 +403,15 @@ def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:
                 query_group == 0 and not by_rows,
                 shift,
                 scores,
+                firsts,
+                places[0],
             )
+
+
+def _is_fused(params: AttentionParams) -> bool:
+    """Whether torch's fused attention computes it."""
+    is_plain = not params.has_bias and params.dropout_seed is None
+    return params.activation == "softmax" and is_plain
 
 
 def _is_one_call(params: AttentionParams) -> bool:

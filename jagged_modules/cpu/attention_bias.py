@@ -1,4 +1,5 @@
-"""RelativeBias on the CPU: biases of blocks of scores, and the gradients of its tables."""
+"""RelativeBias on the CPU: biases of blocks of scores, and the gradients of its tables. Dropout of
+blocks of weights."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from jagged_kernels.attention.params import AttentionParams, empty_table_gradien
 from torch import Tensor
 
 from ..bias import next_timestamps, position_index, time_buckets
+from ..dropout import Dropout
 
 
 class _Entries(NamedTuple):
@@ -65,6 +67,23 @@ class BlockBias:
             u = next_timestamps(i, t) if self.u is None else self.u[pairs.segments, rows]
             time = _Entries(params.time_bias, time_buckets(u, t[:, columns], params.boundaries))
         return position, time
+
+
+class BlockDropout(NamedTuple):
+    """Dropout of the weights of segments of equal lengths. starts: `[segments]`, see `Dropout`.
+    first: the place of the first query row in its segment."""
+
+    dropout: Dropout
+    starts: Tensor
+    first: int
+
+    def dropped(self, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> Tensor:
+        """Which weights are dropped, `[some, group · rows, columns]`; see `BlockBias.add`."""
+        pairs = _Pairs.of(q, k, some)
+        heads = pairs.kv_head[:, None] * pairs.group + torch.arange(pairs.group, device="cpu")
+        places = slice(self.first + rows.start, self.first + rows.stop)
+        start = self.starts[pairs.segments][pairs.segment, None]
+        return self.dropout.dropped(start, heads, places, columns).flatten(1, 2)
 
 
 class _Pairs(NamedTuple):

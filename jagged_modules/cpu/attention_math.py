@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations import POINTWISE
 from ..masks import AttentionMask
-from .attention_bias import BlockBias, TableGradients
+from .attention_bias import BlockBias, BlockDropout, TableGradients
 from .buckets import softmax_gradient
 
 # query rows of a block; fewer rows see fewer columns, more rows need fewer passes over k and v
@@ -177,9 +177,10 @@ def unfused_forward(
     scale: float,
     activation: str,
     bias: BlockBias | None = None,
+    dropout: BlockDropout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """P v with P = act(scale · q kᵀ + bias), 0 where hidden. With softmax also the log-sum-exp of
-    the scores `[segments, heads, rows]`."""
+    """P v with P = dropout(act(scale · q kᵀ + bias)), 0 where hidden. With softmax also the
+    log-sum-exp of the scores `[segments, heads, rows]`."""
     finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
     out = queries.new_zeros(*queries.shape[:3], v.shape[3])
@@ -193,12 +194,16 @@ def unfused_forward(
                 _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
             )
         p, value = _weights(scores, hidden, activation), values[some, columns]
+        if dropout is not None:
+            p.masked_fill_(dropout.dropped(q, k, some, rows, columns), 0.0)
         result = (
             p @ value
             if finite or hidden is None
             else _visible_matmul(p, value, hidden.repeat(queries.shape[1], 1))
         )
         out[some, :, rows] = result.view_as(out[some, :, rows])
+    if dropout is not None:
+        out *= dropout.dropout.factor
     return _unfold(out, k), None if lse is None else _unfold(lse, k)
 
 
@@ -212,12 +217,24 @@ def unfused_backward(
     scale: float,
     activation: str,
     bias: BlockBias | None = None,
+    dropout: BlockDropout | None = None,
     dtables: TableGradients | None = None,
+    results: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dV = Pᵀ dO,  dS = act'(S) ∘ dO Vᵀ,  dQ = scale · dS K,  dK = dSᵀ (scale · Q). dS is also
-    added to the gradients of bias tables."""
+    """dV = dropout(P)ᵀ dO,  dS = act'(S) ∘ dropout(dO Vᵀ),  dQ = scale · dS K,
+    dK = dSᵀ (scale · Q). dS is also added to the gradients of bias tables.
+
+    results: out and the log-sum-exp of the forward, which may be of more keys than k: softmax
+    without a mask then reads them.
+    """
     queries = _fold(q * scale, k)
     grads = _fold(do, k)
+    delta, sums = None, None
+    if results is not None:
+        delta, sums = (
+            (grads * _fold(results[0], k)).sum(-1),
+            _fold(results[1][..., None], k)[..., 0],
+        )
     keys = k.flatten(0, 1)
     values = v.flatten(0, 1)
     finite = mask is None or _are_finite(queries, grads, keys)
@@ -228,17 +245,28 @@ def unfused_backward(
         scores = query @ key.mT
         if bias is not None:
             bias.add(scores, q, k, some, rows, columns)
-        p = _weights(scores, hidden, activation)
-        ds = _ds(grad @ value.mT, scores, p, hidden, activation)
+        if sums is None:
+            p = _weights(scores, hidden, activation)
+        else:
+            p = (scores - sums[some, :, rows].flatten(1, 2)[..., None]).exp()
+        dp = grad @ value.mT
+        weights = p
+        if dropout is not None:
+            dropped, factor = dropout.dropped(q, k, some, rows, columns), dropout.dropout.factor
+            weights, dp = (x.masked_fill(dropped, 0.0).mul_(factor) for x in (p, dp))
+        if delta is None:
+            ds = _ds(dp, scores, p, hidden, activation)
+        else:
+            ds = p * (dp - delta[some, :, rows].flatten(1, 2)[..., None])
         if bias is not None and dtables is not None:
             dtables.add(ds, bias, q, k, some, rows, columns)
         if finite or hidden is None:
-            dv[some, columns].baddbmm_(p.mT, grad)
+            dv[some, columns].baddbmm_(weights.mT, grad)
             dk[some, columns].baddbmm_(ds.mT, query)
             block = ds @ key
         else:
             no_pair = hidden.repeat(queries.shape[1], 1)
-            dv[some, columns] += _visible_matmul(p.mT, grad, no_pair.mT)
+            dv[some, columns] += _visible_matmul(weights.mT, grad, no_pair.mT)
             dk[some, columns] += _visible_matmul(ds.mT, query, no_pair.mT)
             block = _visible_matmul(ds, key, no_pair)
         dq[some, :, rows] = block.view_as(dq[some, :, rows])

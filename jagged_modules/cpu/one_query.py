@@ -29,6 +29,8 @@ def has_one_query_each(call: AttentionCall) -> bool:
     params, segments = call.params, call.segments
     if params.activation != "softmax" or params.mask is not None or params.has_bias:
         return False
+    if params.dropout_seed is not None:
+        return False
     if params.batch_invariant or segments.q_shared or call.q.shape[1] != call.k.shape[1]:
         return False
     return are_single(segments.q_offsets, segments.kv_offsets)

@@ -17,23 +17,25 @@ class Ordered(NamedTuple):
     Attributes:
         segments: with offsets in this order.
         params: the parameters, those of segments and rows in this order.
+        starts: `[B]`, where the segments of queries start in the caller's order.
         q_order, kv_order: the rows of the output and of the keys in this order; None if it is the
             caller's.
     """
 
     segments: Segments
     params: AttentionParams
+    starts: Tensor
     q_order: Tensor | None = None
     kv_order: Tensor | None = None
 
     @classmethod
     def of(cls, segments: Segments, params: AttentionParams) -> Ordered:
         """Sorted by their lengths if `by_length` does so."""
-        found = None
+        found, starts = None, segments.q_offsets[:-1]
         if not params.batch_invariant:
             found = by_length(segments.q_offsets, segments.kv_offsets)
         if found is None:
-            return cls(segments, params)
+            return cls(segments, params, starts)
         order, q_offsets, q_order, kv_offsets, kv_order = found
         orders = dict(
             num_targets=order, query_shift=order, timestamps=kv_order, query_timestamps=q_order
@@ -44,7 +46,8 @@ class Ordered(NamedTuple):
             if (x := getattr(params, name)) is not None
         }
         segments = segments._replace(q_offsets=q_offsets, kv_offsets=kv_offsets)
-        return cls(segments, params._replace(**sorted_fields), q_order, kv_order)
+        params = params._replace(**sorted_fields)
+        return cls(segments, params, starts[order], q_order, kv_order)
 
     def sorted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The operands in this order; shared queries have none."""

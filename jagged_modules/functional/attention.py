@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..bias import RelativeBias
 from ..cpu.attention import attention_cpu, cpu_backward, cpu_forward, cpu_packed_backward
+from ..dropout import Dropout
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import device_schedule
@@ -41,6 +42,8 @@ def jagged_attention(
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
     pages: Pages | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """Attention within the segments of jagged tensors: activation(scale · q kᵀ + bias) ·
     output_scale · v for every segment and head.
@@ -93,6 +96,16 @@ def jagged_attention(
             pages; the CPU path, "reference", and an autocast that changes k's dtype gather the rows
             first. For inference: nothing may require a gradient. Must be None with shared queries
             or keys, or several query groups.
+        dropout_p: probability with which a weight activation(...) becomes 0; the others are divided
+            by 1 - dropout_p, after softmax's sum. At least 0 and below 1, rounded to a multiple of
+            2^-16. On CUDA the Triton kernels run: "hopper" takes no dropout.
+        dropout_seed: int64 `[]`, on q's device or the host; if None, torch's generator of q's
+            device draws one. Which weights become 0 follows from the seed, the query head, the
+            places of query row and key in their segment, and the row of the output in which this
+            segment starts, as `jagged_modules.dropout` says. It depends on nothing else: no
+            implementation, mask, or length of another segment. With shared keys, all rows of q are
+            one segment. Under `batch_invariant`, the row in which a segment starts does not count:
+            all segments drop the same weights.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q. Rows behind the last segment, which only
@@ -113,8 +126,9 @@ def jagged_attention(
     ):
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
     options = AttentionOptions(
-        activation, scale, output_scale, mask, bias, schedule, implementation, pages
-    )
+        activation, scale, output_scale, mask, bias, schedule, implementation, pages, dropout_p,
+        dropout_seed,
+    )  # fmt: skip
     queries = Side(q_offsets, max_seqlen_q)
     keys = Side(q_offsets if kv_offsets is None else kv_offsets, max_seqlen_kv)
     return computed(parse_arguments(q, k, v, queries, keys, options))
@@ -238,6 +252,7 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
         mask=parsed.mask,
         output_scale=params.output_scale if params.segment_scale is None else params.segment_scale,
         bias=parsed.bias,
+        dropout=Dropout.of(params),
     )
     return out if segments.q_shared else padded_to(out, q.shape[0])
 
@@ -257,6 +272,7 @@ def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
         masked=p.mask is not None,
         biased=p.has_bias,
         timed=p.time_bias is not None,
+        dropout=p.dropout_seed is not None,
         batch_invariant=p.batch_invariant,
         q_rows=segments.num_output_rows(q),
         kv_rows=segments.num_keys(k),

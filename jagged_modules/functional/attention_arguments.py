@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
 from ..bias import RelativeBias
+from ..dropout import check_dropout, check_seed
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_choice, check_kind, check_number
 from ..segments import (
@@ -48,7 +49,7 @@ def parse_arguments(
 ) -> ParsedAttention:
     """`parsed_call` of operands with three dimensions, after checks of everything else that a
     caller of a public function gives."""
-    activation, scale, output_scale, mask, bias, schedule, implementation, pages = options
+    activation, scale, output_scale, mask, bias, schedule, implementation, pages, *_ = options
     if pages is not None:
         check_pages(pages, (q, k, v), queries, keys, options)
     for name, side in (("q_offsets", queries), ("kv_offsets", keys)):
@@ -57,6 +58,9 @@ def parse_arguments(
         elif isinstance(side.offsets, Tensor):
             check_device(name, side.offsets, q.device, "q's")
     check_scalars(activation, scale, output_scale)
+    check_dropout("dropout_p", options.dropout_p)
+    if options.dropout_seed is not None:
+        check_seed(options.dropout_seed, q.device)
     check_mask(mask, isinstance(keys.offsets, str))
     check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
     check_schedule_of(q, schedule)

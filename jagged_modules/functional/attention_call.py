@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from ..autocast import autocast_operands
 from ..bias import RelativeBias
+from ..dropout import parse_dropout
 from ..masks import AttentionMask
 from ..segments import RowSegments, check_device, normal_form
 from ..settings import backward_workspace, is_batch_invariant
@@ -36,6 +37,8 @@ class AttentionOptions(NamedTuple):
     schedule: TileSchedule | None = None
     implementation: str = "auto"
     pages: Pages | None = None
+    dropout_p: float = 0
+    dropout_seed: Tensor | None = None
 
 
 DEFAULT_OPTIONS = AttentionOptions()
@@ -72,7 +75,7 @@ def parsed_call(
         ValueError: q, k and v do not match.
         RuntimeError: inside a torch.func transform, except by definition.
     """
-    activation, scale, output_scale, mask, bias, schedule, implementation, pages = options
+    activation, scale, output_scale, mask, bias, schedule, implementation, pages, *_ = options
     if pages is not None and keys is not None:
         k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
     q, k, v = autocast_operands(q, k, v)
@@ -90,6 +93,9 @@ def parsed_call(
         implementation=implementation,
         workspace=backward_workspace.current(),
     )
+    if options.dropout_p:
+        p, seed = parse_dropout(options.dropout_p, options.dropout_seed, q)
+        params = params._replace(dropout_p=p, dropout_seed=seed)
     if mask is not None and mask.hides_nothing():
         mask = None
     if mask is not None:

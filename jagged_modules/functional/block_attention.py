@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..autocast import autocast
 from ..containers.offsets import block_offsets, positions_in_segments
+from ..dropout import check_dropout, check_seed, parse_dropout
 from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..scalars import check_size, possessive
@@ -33,6 +34,8 @@ def block_diagonal_attention(
     rotary: Rotary | None = None,
     schedule: None = None,
     implementation: str = "auto",
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention within blocks of `block_size` rows. Blocks are counted from the start of
     each segment; the last may be shorter.
@@ -57,6 +60,8 @@ def block_diagonal_attention(
             blocks of 128 with D > 128 (fp32: > 32), and fp32 blocks of 64 with D > 128. Before
             Hopper and on consumer GPUs: also all blocks of 128, and D > 128 (fp32: > 64). On
             consumer GPUs: also fp32 with D > 32, and grouped heads with D > 64.
+        dropout_p, dropout_seed: dropout of the weights, as in `jagged_attention` with one segment
+            for each block.
 
     Returns:
         `[L, H, D]`.
@@ -72,8 +77,11 @@ def block_diagonal_attention(
     offsets, has_tail = _check_block_attention(
         q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation
     )
+    dropout = _parse_dropout(dropout_p, dropout_seed, q)
     factor = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return _block_attention(q, k, v, offsets, block_size, factor, rotary, implementation, has_tail)
+    return _block_attention(
+        q, k, v, offsets, block_size, factor, rotary, implementation, has_tail, dropout
+    )
 
 
 def _block_attention(
@@ -86,16 +94,17 @@ def _block_attention(
     rotary: Rotary | None,
     implementation: str,
     has_tail: bool,
+    dropout: tuple[float, list[Tensor]],
 ) -> Tensor:
-    """`block_diagonal_attention` without checks."""
+    """`block_diagonal_attention` without checks. dropout: of `_parse_dropout`."""
+    p, seed = dropout
     if _has_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention
 
         q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
-        options = block_size, scale, implementation, is_batch_invariant(), has_tail
-        return triton_block_attention(
-            q, k, v, offsets, *kernel_arguments(rotary, q.device), *options
-        )
+        options = block_size, scale, implementation, is_batch_invariant(), has_tail, p
+        tables, rotation = kernel_arguments(rotary, q.device)
+        return triton_block_attention(q, k, v, offsets, tables + seed, rotation, *options)
 
     dtype = q.dtype
     if rotary is not None:
@@ -112,7 +121,20 @@ def _block_attention(
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
     blocks = block_offsets(offsets, block_size, q.shape[0])
-    return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation).to(dtype)
+    out = jagged_attention(
+        q, k, v, blocks, scale=scale, implementation=implementation, dropout_p=p,
+        dropout_seed=seed[0] if seed else None,
+    )  # fmt: skip
+    return out.to(dtype)
+
+
+def _parse_dropout(p: float, seed: Tensor | None, q: Tensor) -> tuple[float, list[Tensor]]:
+    """The probability, and the seed unless nothing is dropped."""
+    check_dropout("dropout_p", p)
+    if seed is not None:
+        check_seed(seed, q.device)
+    p, seed = parse_dropout(p, seed, q)
+    return p, [] if seed is None else [seed]
 
 
 def block_diagonal_attention_packed(
@@ -122,14 +144,16 @@ def block_diagonal_attention_packed(
     block_size: int = 64,
     rotary: Rotary | None = None,
     implementation: str = "auto",
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """`block_diagonal_attention` of q, k and v packed in one tensor. The kernels write one packed
     gradient.
 
     Args:
         qkv: `[L, 3, H, D]`; dtypes, strides and D as for q.
-        offsets, block_size, rotary, implementation: as in `block_diagonal_attention`. The scale is
-            1/sqrt(D).
+        offsets, block_size, rotary, implementation, dropout_p, dropout_seed: as in
+            `block_diagonal_attention`. The scale is 1/sqrt(D).
 
     Returns:
         `[L, H, D]`.
@@ -147,14 +171,22 @@ def block_diagonal_attention_packed(
 
         return triton_block_attention_packed(
             *packed_arguments(
-                qkv, offsets, block_size=block_size, rotary=rotary, implementation=implementation
-            )
+                qkv,
+                offsets,
+                block_size=block_size,
+                rotary=rotary,
+                implementation=implementation,
+                dropout_p=dropout_p,
+                dropout_seed=dropout_seed,
+            )  # fmt: skip
         )
     offsets, has_tail = _check_block_attention(
         q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation
     )
-    scale = q.shape[2] ** -0.5
-    return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation, has_tail)
+    dropout, scale = _parse_dropout(dropout_p, dropout_seed, q), q.shape[2] ** -0.5
+    return _block_attention(
+        q, k, v, offsets, block_size, scale, rotary, implementation, has_tail, dropout
+    )
 
 
 def packed_arguments(
@@ -164,15 +196,18 @@ def packed_arguments(
     block_size: int,
     rotary: Rotary | None,
     implementation: str = "auto",
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The checked arguments of the packed operators, which kernels compute."""
     q, k, v = qkv.unbind(1)
     offsets, has_tail = _check_block_attention(
         q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation
     )
-    options = block_size, q.shape[2] ** -0.5, implementation, is_batch_invariant(), has_tail
+    p, seed = _parse_dropout(dropout_p, dropout_seed, q)
+    options = block_size, q.shape[2] ** -0.5, implementation, is_batch_invariant(), has_tail, p
     tables, rotation = kernel_arguments(rotary, qkv.device)
-    return contiguous_last_dim(qkv), offsets, tables, rotation, *options
+    return contiguous_last_dim(qkv), offsets, tables + seed, rotation, *options
 
 
 def _has_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:

@@ -58,6 +58,8 @@ def target_attention(
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
     pages: Pages | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -78,6 +80,8 @@ def target_attention(
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
     pages: Pages | None = None,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
 ) -> Any:
     """Attention of each candidate to its user's history. There is one copy of keys and values per
     user, forward and backward.
@@ -108,6 +112,8 @@ def target_attention(
         max_seqlen_kv, activation, scale, output_scale, implementation, pages: as in
             `jagged_attention`. With several levels, the sizes, mask, schedule and pages must be
             None, and output_scale a number.
+        dropout_p, dropout_seed: as in `jagged_attention`. The query rows of a user, grouped, are
+            one segment. With several levels, the seed must be None: each level draws its own.
 
     Returns:
         `[num_candidates, n_q, H, Dv]`, in the order of q. The result of a candidate whose user has
@@ -119,8 +125,9 @@ def target_attention(
     """
     check_choice("levels", levels, LEVELS)
     options = AttentionOptions(
-        activation, scale, output_scale, mask, None, schedule, implementation, pages
-    )
+        activation, scale, output_scale, mask, None, schedule, implementation, pages, dropout_p,
+        dropout_seed,
+    )  # fmt: skip
     if is_sequence(k):
         given = dict(k=k, v=v, candidates=candidates, kv_offsets=kv_offsets)
         longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv)
@@ -239,13 +246,18 @@ def self_target_attention(
 
 
 def attend_users_and_candidates(
-    q: tuple[Tensor, Tensor], k: Tensor, v: Tensor, users: RowSegments, candidates: RowSegments
+    q: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    users: RowSegments,
+    candidates: RowSegments,
+    options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """`self_target_attention` of a layer. q: those of the users and of the candidates."""
     rows = q[0].shape[0], q[1].shape[0]
     queries, keys, _ = joined_segments(users, candidates, rows, {})
     of_users, of_candidates = torch.split_with_sizes(
-        attend(joined_rows(*q), k, v, queries, keys), rows
+        attend(joined_rows(*q), k, v, queries, keys, options), rows
     )
     return of_users, of_candidates
 

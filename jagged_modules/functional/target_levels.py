@@ -75,8 +75,8 @@ def parse_levels(
                 f"{name} must be a tuple with an entry for each level, as k, which has {number},"
                 f" got {len(x) if is_sequence(x) else type(x).__name__}"
             )
-    unused = dict(mask=options.mask, schedule=options.schedule, pages=options.pages)
-    for name, x in (unused | max_seqlens).items():
+    unused = ("mask", "schedule", "pages", "dropout_seed")
+    for name, x in ({name: getattr(options, name) for name in unused} | max_seqlens).items():
         if x is not None:
             raise ValueError(f"{name} must be None with several levels, got {type(x).__name__}")
     check_scalars(options.activation, options.scale, options.output_scale)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.jagged import wrap_rows
+from ..dropout import check_dropout
 from ..functional import block_diagonal_attention_packed
 from ..functional.attention_arguments import BLOCKS
 from ..functional.block_attention import runs_kernels
@@ -21,7 +22,7 @@ from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_rows
-from .one_node import node_dtype
+from .one_node import in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
@@ -48,11 +49,12 @@ class BlockDiagonalSelfAttention(nn.Module):
         dtype: dtype of the parameters; torch.get_default_dtype() if None. The tables are fp32.
         max_seqlen: the longest segment allowed with rotary. It is the number of rows of the cos and
             sin tables, which are fp32 for every dtype of the layer.
+        attention_dropout: dropout probability of the attention weights, below 1.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
             embedding_dim; the head dim is above 256, or odd with rotary; block_size or rotary is
-            not one of the values above.
+            not one of the values above; attention_dropout is not in 0 to 1, or is 1.
 
     Example::
 
@@ -71,6 +73,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         max_seqlen: int = 8192,
+        attention_dropout: float = 0,
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
@@ -80,6 +83,7 @@ class BlockDiagonalSelfAttention(nn.Module):
             raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
         check_choice("rotary", rotary, ("qk", "qkv", None), '"qk", "qkv" or None')
         check_size("max_seqlen", max_seqlen)
+        check_dropout("attention_dropout", attention_dropout)
         if rotary is not None and self.head_dim % 2:
             raise ValueError(
                 f"embedding_dim / num_heads must be even with rotary, got {embedding_dim} and"
@@ -87,6 +91,7 @@ class BlockDiagonalSelfAttention(nn.Module):
             )
         self.embedding_dim, self.num_heads, self.block_size = embedding_dim, num_heads, block_size
         self.rotary, self.max_seqlen = rotary, max_seqlen
+        self.attention_dropout = attention_dropout
         self.qkv_proj = nn.Linear(embedding_dim, 3 * embedding_dim, device=device, dtype=dtype)
         self.tables = (
             None if rotary is None else _RotaryTables(self.head_dim, max_seqlen, device=device)
@@ -119,16 +124,17 @@ class BlockDiagonalSelfAttention(nn.Module):
         if self.tables is not None and self.rotary is not None:
             check_offsets("x's offsets", jagged.offsets, max_seqlen=self.max_seqlen)
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
+        dropout = in_training(self, self.attention_dropout)
         dtype = node_dtype(jagged.values, (self.qkv_proj, self.out_proj))
         if dtype and runs_kernels(jagged.device, dtype, self.head_dim, self.block_size):
             sizes = self.num_heads, self.block_size
-            attention = BlockAttention(jagged.offsets, end, *sizes, rotary, dtype)
+            attention = BlockAttention(jagged.offsets, end, *sizes, rotary, dtype, dropout)
             linears = self.qkv_proj, self.out_proj
             return jagged.unwrap(block_attention_node(jagged.values, *linears, attention))
         projected = self.qkv_proj(entering(jagged.values, end))
         qkv = in_heads("qkv_proj", projected, 3, self.num_heads, self.head_dim)
         out = block_diagonal_attention_packed(
-            qkv, jagged.offsets, block_size=self.block_size, rotary=rotary
+            qkv, jagged.offsets, block_size=self.block_size, rotary=rotary, dropout_p=dropout
         )
         return jagged.unwrap(leaving(self.out_proj(out.flatten(1)), end))
 

@@ -25,7 +25,8 @@ from .one_node import cast, gemm_rows, linear, linear_gradients
 
 class BlockAttention(NamedTuple):
     """What the node computes between its projections. end: of the rows, if only the device knows
-    it. dtype: of the GEMMs' operands."""
+    it. dtype: of the GEMMs' operands. dropout: probability of attention
+    weights, 0 outside of training."""
 
     offsets: Tensor
     end: Tensor | None
@@ -33,6 +34,7 @@ class BlockAttention(NamedTuple):
     block_size: int
     rotary: Rotary | None
     dtype: torch.dtype
+    dropout: float = 0
 
 
 def block_attention_node(
@@ -76,15 +78,14 @@ def _attended(
     one, the packed projection is free when this returns."""
     from jagged_kernels.block_attention.op import packed_forward
 
-    offsets, end, num_heads, block_size, rotary, dtype = attention
+    offsets, end, num_heads, block_size, rotary, dtype, dropout = attention
     ctx.x_dtype, ctx.dtype = x.dtype, parameters[0].dtype
     qkv_weight, qkv_bias, out_weight, out_bias = cast(dtype, *parameters)
     x = gemm_rows(x, end, dtype)
     qkv = torch.unflatten(linear(x, qkv_weight, qkv_bias), 1, (3, num_heads, -1))
-    qkv, offsets, (cos, sin, positions), *ctx.options = packed_arguments(
-        qkv, offsets, block_size=block_size, rotary=rotary
+    qkv, offsets, tables, *ctx.options = packed_arguments(
+        qkv, offsets, block_size=block_size, rotary=rotary, dropout_p=dropout
     )
-    h = packed_forward(qkv, offsets, [cos, sin, positions], *ctx.options).flatten(1)
-    tables = cos, sin, positions
+    h = packed_forward(qkv, offsets, tables, *ctx.options).flatten(1)
     ctx.save_for_backward(x, qkv_weight, qkv, offsets, *tables, h, out_weight, end)
     return h, out_weight, out_bias

@@ -13,6 +13,7 @@ from torch.types import Device
 
 from ..activations import activation_of_rows
 from ..containers.jagged import Jagged, wrap_rows
+from ..dropout import check_dropout
 from ..functional.tail import entering, leaving
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
@@ -55,8 +56,8 @@ class JaggedEncoderLayer(nn.Module):
         activation: "relu", "gelu", "silu" or "swiglu" (Shazeer 2020), for which linear1 has
             2 · ffn_dim outputs.
         mask: which rows each row sees; all of its segment if None.
-        dropout: dropout probability, of the attention's result before its output projection, within
-            the feed-forward network, and of what is added to the rows.
+        dropout: dropout probability, below 1: of the attention weights, within the feed-forward
+            network, and of what is added to the rows, as of nn.TransformerEncoderLayer.
         norm_eps: added to the variance.
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
@@ -92,12 +93,12 @@ class JaggedEncoderLayer(nn.Module):
         check_flag("norm_first", norm_first)
         check_choice("norm", norm, tuple(NORMS))
         check_choice("activation", activation, ACTIVATIONS)
-        check_number("dropout", dropout, 0, 1)
+        check_dropout("dropout", dropout)
         check_number("norm_eps", norm_eps, 0)
         self.embedding_dim, self.num_heads, self.ffn_dim = embedding_dim, num_heads, ffn_dim
         self.norm_first, self.activation = norm_first, activation
         where: dict[str, Any] = dict(device=device, dtype=dtype)
-        config = GDPAConfig(dropout=dropout)
+        config = GDPAConfig(attention_dropout=dropout)
         self.attention = JaggedGDPA(embedding_dim, num_heads, "softmax", mask, config, **where)
         inner = 2 * ffn_dim if activation == "swiglu" else ffn_dim
         self.linear1 = nn.Linear(embedding_dim, inner, **where)
@@ -112,8 +113,8 @@ class JaggedEncoderLayer(nn.Module):
         cls, module: nn.TransformerEncoderLayer, mask: AttentionMask | None = None
     ) -> Self:
         """A layer with the weights of an nn.TransformerEncoderLayer, in its mode, on its device. In
-        eval mode its results are those of the module's real rows; `dropout` acts on other elements,
-        since attention weights have none here.
+        eval mode its results are those of the module's real rows. In training, its dropout draws
+        other random numbers.
 
         Args:
             module: with activation relu, gelu or silu. A bias that it does not have is one of 0

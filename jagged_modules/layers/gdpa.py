@@ -31,7 +31,7 @@ from .gdpa_node import Sides, gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
 from .layer_bias import check_layer_bias
 from .norms import RMSNorm
-from .one_node import cast_linears
+from .one_node import cast_linears, in_training
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class JaggedGDPA(nn.Module):
             TypeError, ValueError: as `JaggedTargetAttention.from_torch`.
         """
         given = checked_attention(module)
-        config = GDPAConfig(dropout=given.dropout)
+        config = GDPAConfig(attention_dropout=given.dropout)
         where = place(module)
         layer = cls(given.embed_dim, given.num_heads, "softmax", mask, config, **where)
         load_attention(layer, module)
@@ -361,8 +361,9 @@ class JaggedGDPA(nn.Module):
             )
         output_scale = as_constant(config.output_scale)
         options = AttentionOptions(
-            self.activation, config.scale, output_scale, mask, bias, schedule, pages=pages
-        )
+            self.activation, config.scale, output_scale, mask, bias, schedule, pages=pages,
+            dropout_p=in_training(self, config.attention_dropout),
+        )  # fmt: skip
         of_rows = None if config.num_seeds else rows.parsed("x")
         of_keys = None if config.num_weights else keys.parsed("context")
         return of_rows, of_keys, options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..dropout import check_dropout
 from ..scalars import check_flag, check_number, check_size
 
 
@@ -19,11 +20,13 @@ class GDPAConfig:
         scale: factor of q kᵀ before the activation; 1/sqrt(D) if None.
         output_scale: factor after the activation; must be 1 with softmax.
         dropout: dropout probability, applied to the attention's result before the output
-            projection. Attention weights have no dropout, because they are never materialised.
+            projection.
         num_seeds: number of learned queries, the same for every segment (pooling by multi-head
             attention, PMA). 0: x gives the queries.
         num_weights: number of learned keys and values, the same for every segment (a feed-forward:
             activation(q Kᵀ) V). 0: x or context gives keys and values.
+        attention_dropout: dropout probability of the attention weights activation(scale · q kᵀ),
+            below 1.
 
     Raises:
         TypeError, ValueError: a field has another type or is out of range; both num_seeds and
@@ -38,6 +41,7 @@ class GDPAConfig:
     dropout: float = 0.0
     num_seeds: int = 0
     num_weights: int = 0
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "num_kv_heads"):
@@ -48,6 +52,7 @@ class GDPAConfig:
             check_number("scale", self.scale)
         check_number("output_scale", self.output_scale)
         check_number("dropout", self.dropout, 0, 1)
+        check_dropout("attention_dropout", self.attention_dropout)
         check_size("num_seeds", self.num_seeds, at_least=0)
         check_size("num_weights", self.num_weights, at_least=0)
         if self.num_seeds and self.num_weights:

@@ -33,7 +33,7 @@ from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
 from .hstu_rows import Keys, Rows, joined, updated_container
 from .invariant import fixed_rows
 from .norms import NORM_KINDS, make_norm
-from .one_node import cast_linears
+from .one_node import cast_linears, in_training
 from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
 
 C = TypeVar("C")  # a container
@@ -412,8 +412,9 @@ class HSTULayer(nn.Module):
             mask=mask,
         )
         return AttentionOptions(
-            "silu", None, 1 / scaling_seqlen, mask, keys.bias, schedule, pages=keys.pages
-        )
+            "silu", None, 1 / scaling_seqlen, mask, keys.bias, schedule, pages=keys.pages,
+            dropout_p=in_training(self, self.config.attention_dropout),
+        )  # fmt: skip
 
     def _attend_within(
         self,

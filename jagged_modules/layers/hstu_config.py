@@ -12,6 +12,7 @@ from torch.nn import functional as nnf
 from ..bias import check_timestamps
 from ..containers.jagged import Jagged
 from ..containers.offsets import rows_and_segments, segments_and_positions
+from ..dropout import check_dropout
 from ..masks import AttentionMask, is_visible
 from ..scalars import check_choice, check_kind, check_number, check_size, possessive
 from ..segments import values_are_checkable
@@ -48,6 +49,8 @@ class HSTUConfig:
             input, embedding_dim columns; costs a pass over the rows. "activation": the input of the
             output projection, 3 H linear_dim columns; costs nothing but writing it, so it is the
             default. "projection": u, v, q and k; costs a GEMM.
+        attention_dropout: dropout probability of the attention weights, below 1. The published
+            layer has none.
 
     Both biases are the published ones and cost a lookup for each score. Production models often add
     embeddings of a row's position, and of the time since the previous row, to the input instead, at
@@ -71,12 +74,14 @@ class HSTUConfig:
     relative_time: int = 0
     norm: str = "layer"
     recompute: tuple[str, ...] = ("activation",)
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "linear_dim", "scaling_seqlen"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         check_number("dropout", self.dropout, 0, 1)
+        check_dropout("attention_dropout", self.attention_dropout)
         for name in ("relative_position", "relative_time"):
             check_size(name, getattr(self, name), at_least=0)
         check_choice("norm", self.norm, tuple(NORM_KINDS))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged
-from ..functional.attention_call import DEFAULT_OPTIONS
+from ..functional.attention_call import AttentionOptions
 from ..functional.target_levels import Level, attend_each, attend_jointly
 from ..scalars import is_sequence
 from .targets import Targets, parse_targets
@@ -72,18 +72,23 @@ class LevelTargets(NamedTuple):
         return cls(of_levels[0].rows, end, of_levels, histories, name)
 
     def attend(
-        self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], levels: str
+        self,
+        q: Tensor,
+        keys_and_values: Sequence[Sequence[Tensor]],
+        levels: str = "joint",
+        dropout_p: float = 0,
     ) -> tuple[Tensor, ...]:
         """The attention of q `[num_candidates, n_q, H, D]` to k and v of the levels: one result, or
         one for each level.
 
-        levels: that of `target_attention`.
+        levels, dropout_p: those of `target_attention`.
         """
         parsed: list[Level] = []
         for i, (given, (k, v)) in enumerate(zip(self.of_levels, keys_and_values)):
             assert given.candidates is not None
             keys = self.histories[i].parsed(f"{self.name}[{i}]")
             parsed.append(Level(k, v, given.candidates, given.segments, keys))
+        options = AttentionOptions(dropout_p=dropout_p)
         if levels == "joint":
-            return (attend_jointly(q, parsed, DEFAULT_OPTIONS),)
-        return attend_each(q, parsed, DEFAULT_OPTIONS)
+            return (attend_jointly(q, parsed, options),)
+        return attend_each(q, parsed, options)

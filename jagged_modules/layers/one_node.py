@@ -22,6 +22,7 @@ from ..dtypes import dtypes_of
 from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
 from ..settings import is_batch_invariant
+from ..tracing import as_constant
 from ..validation import runs_transforms
 
 ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
@@ -89,6 +90,11 @@ def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     ]
     torch._foreach_copy_(copies, list(parameters))  # pyright: ignore - torch exports it under no other name
     return copies
+
+
+def in_training(layer: nn.Module, probability: float) -> float:
+    """A layer's probability of dropout: 0 outside of training."""
+    return as_constant(probability) if layer.training else 0
 
 
 def dropped(x: Tensor, probability: float) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,9 @@ from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import wrap_rows
+from ..dropout import check_dropout
 from ..functional.attention import attend
+from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
 from ..scalars import check_size
@@ -20,7 +22,7 @@ from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .levels import LevelIndices, LevelTargets, histories_of_levels
-from .one_node import node_dtype
+from .one_node import in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .self_target_node import self_target_node
 from .targets import parse_targets
@@ -42,10 +44,11 @@ class JaggedSelfTargetAttention(nn.Module):
         target_dim: width E_t of the targets; embedding_dim if None.
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        attention_dropout: dropout probability of the attention weights, below 1.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
-            embedding_dim; the head dim is above 256.
+            embedding_dim; the head dim is above 256; attention_dropout is not in 0 to 1, or is 1.
 
     Example::
 
@@ -62,6 +65,8 @@ class JaggedSelfTargetAttention(nn.Module):
         target_dim: int | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        *,
+        attention_dropout: float = 0,
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
@@ -69,6 +74,8 @@ class JaggedSelfTargetAttention(nn.Module):
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
         check_size("target_dim", self.target_dim)
+        check_dropout("attention_dropout", attention_dropout)
+        self.attention_dropout = attention_dropout
         self.q_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
         self.target_proj = nn.Linear(self.target_dim, embedding_dim, device=device, dtype=dtype)
         self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device, dtype=dtype)
@@ -125,7 +132,10 @@ class JaggedSelfTargetAttention(nn.Module):
         end = users.end("history")
         own, k, v = self._projected(entering(users.values, end))
         segments = users.parsed("history"), given.segments
-        of_users, of_targets = attend_users_and_candidates((own, given.grouped(q)), k, v, *segments)
+        options = AttentionOptions(dropout_p=in_training(self, self.attention_dropout))
+        of_users, of_targets = attend_users_and_candidates(
+            (own, given.grouped(q)), k, v, *segments, options
+        )
         values = leaving(self.out_proj(of_users.flatten(1)), end)
         results = self.target_out_proj(given.ungrouped(of_targets).flatten(-2))
         return users.unwrap(values), given.unwrap(leaving(results, given.end))
@@ -139,15 +149,16 @@ class JaggedSelfTargetAttention(nn.Module):
         )
         q = self.target_proj(entering(given.rows, given.end))
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
+        options = AttentionOptions(dropout_p=in_training(self, self.attention_dropout))
         keys_and_values: list[tuple[Tensor, Tensor]] = []
         of_histories: list[Any] = []
         for i, level in enumerate(parsed):
             end, segments = level.end(f"history[{i}]"), level.parsed(f"history[{i}]")
             own, k, v = self._projected(entering(level.values, end))
-            out = self.out_proj(attend(own, k, v, segments, segments).flatten(1))
+            out = self.out_proj(attend(own, k, v, segments, segments, options).flatten(1))
             of_histories.append(level.unwrap(leaving(out, end)))
             keys_and_values.append((k, v))
-        (out,) = given.attend(q, keys_and_values, "joint")
+        (out,) = given.attend(q, keys_and_values, dropout_p=options.dropout_p)
         return tuple(of_histories), leaving(self.target_out_proj(out.flatten(-2)), given.end)
 
     def _projected(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

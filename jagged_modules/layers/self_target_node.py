@@ -21,11 +21,11 @@ from torch import Tensor
 from ..containers.jagged import Jagged
 from ..cpu.order import rows_back
 from ..functional.attention import attention_forward, packed_gradients
-from ..functional.attention_call import DEFAULT_OPTIONS, parsed_call
+from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
 from ..functional.target_attention import joined_segments
-from .one_node import cast, gemm_rows, linear, linear_gradients, parameters_of
+from .one_node import cast, gemm_rows, in_training, linear, linear_gradients, parameters_of
 from .target_node import Order, TargetCall, in_order
 from .targets import Targets
 
@@ -58,7 +58,8 @@ def self_target_node(
     operands' dtype."""
     linears = layer.q_proj, layer.kv_proj, layer.target_proj, layer.out_proj, layer.target_out_proj
     keys, end = history.parsed("history"), history.end("history")
-    call = TargetCall(given, keys, end, layer.num_heads, dtype)
+    dropout = in_training(layer, layer.attention_dropout)
+    call = TargetCall(given, keys, end, layer.num_heads, dtype, attention_dropout=dropout)
     parameters = parameters_of(*linears)
     values, results = apply(_Node, given.rows, history.values, *parameters, call)
     return values, results
@@ -192,7 +193,8 @@ def _attended(
     q, k, v = torch.unflatten(qkv, 1, (3, heads, -1)).unbind(1)
     queries, keys, _ = joined_segments(order.keys, order.queries, rows, {})
     k, v = k[: rows[0]], v[: rows[0]]
-    attention = parsed_call(q, k, v, queries, keys, DEFAULT_OPTIONS).call
+    options = AttentionOptions(dropout_p=call.attention_dropout)
+    attention = parsed_call(q, k, v, queries, keys, options).call
     trains = any(ctx.needs_input_grad)
     out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
     saved = _Saved(

@@ -16,6 +16,7 @@ from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
 from ..containers.pages import paged_operands
+from ..dropout import check_dropout
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
@@ -27,7 +28,7 @@ from .cached_projections import layer_of_cache, projected_in_heads
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
 from .levels import LevelIndices, LevelTargets, histories_of_levels
-from .one_node import cast_linears, node_dtype
+from .one_node import cast_linears, in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
 from .targets import Targets, parse_targets
@@ -51,14 +52,16 @@ class JaggedTargetAttention(nn.Module):
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
         dropout: dropout probability, applied to the attention's result before the output
-            projection. Attention weights have no dropout, because they are never materialised.
+            projection.
+        attention_dropout: dropout probability of the attention weights, below 1, as of
+            nn.MultiheadAttention.
         levels: of targets that have histories in several levels, "joint": one softmax over all of
             them; or "each": one result for each level.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
-            embedding_dim; the head dim is above 256; dropout is not in 0 to 1; the dtype is not a
-            floating-point one; levels is unknown.
+            embedding_dim; the head dim is above 256; dropout or attention_dropout is not in 0 to
+            1, or attention_dropout is 1; the dtype is not a floating-point one; levels is unknown.
 
     Example::
 
@@ -77,6 +80,7 @@ class JaggedTargetAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         dropout: float = 0,  # an int, because torch.compile makes a symbol of a float
+        attention_dropout: float = 0,
         levels: str = "joint",
     ) -> None:
         super().__init__()
@@ -86,6 +90,8 @@ class JaggedTargetAttention(nn.Module):
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
         check_size("target_dim", self.target_dim)
         check_number("dropout", dropout, 0, 1)
+        check_dropout("attention_dropout", attention_dropout)
+        self.attention_dropout = attention_dropout
         check_choice("levels", levels, LEVELS)
         self.levels = levels
         self.q_proj = nn.Linear(self.target_dim, embedding_dim, device=device, dtype=dtype)
@@ -96,8 +102,8 @@ class JaggedTargetAttention(nn.Module):
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> Self:
         """A layer with the weights of an nn.MultiheadAttention, in its mode, on its device. In eval
-        mode its results are those of the module, whose keys and values are the history; `dropout`
-        acts on other elements, since attention weights have none here.
+        mode its results are those of the module, whose keys and values are the history. The
+        module's dropout is `attention_dropout`: in training, it draws other random numbers.
 
         Args:
             module: whose keys and values have its embed_dim. A bias that it does not have is one of
@@ -107,7 +113,8 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: another kind of module, or options that this layer does not have.
         """
         given = checked_attention(module)
-        layer = cls(given.embed_dim, given.num_heads, dropout=given.dropout, **place(module))
+        where, dropout = place(module), given.dropout
+        layer = cls(given.embed_dim, given.num_heads, attention_dropout=dropout, **where)
         load_attention(layer, module)
         return layer.train(module.training)
 
@@ -286,7 +293,9 @@ class JaggedTargetAttention(nn.Module):
         q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
         q = q_proj(entering(given.rows, given.end))
         q = in_heads("q_proj", q, self.num_heads, self.head_dim)
-        options = AttentionOptions(schedule=self._schedule(given, history, k.dtype), pages=pages)
+        dropout = in_training(self, self.attention_dropout)
+        schedule = self._schedule(given, history, k.dtype)
+        options = AttentionOptions(schedule=schedule, pages=pages, dropout_p=dropout)
         keys = history.parsed(history_name)
         out = given.ungrouped(attend(given.grouped(q), k, v, given.segments, keys, options))
         out = out_proj(self.dropout(out.flatten(-2)))
@@ -307,7 +316,8 @@ class JaggedTargetAttention(nn.Module):
         )
         q = self.q_proj(entering(given.rows, given.end))
         q = in_heads("q_proj", q, self.num_heads, self.head_dim)
-        outs = given.attend(q, keys_and_values, self.levels)
+        dropout_p = in_training(self, self.attention_dropout)
+        outs = given.attend(q, keys_and_values, self.levels, dropout_p)
         results = [self.out_proj(self.dropout(x.flatten(-2))) for x in outs]
         results = [leaving(x, given.end) for x in results]
         return results[0] if self.levels == "joint" else tuple(results)

@@ -32,6 +32,7 @@ from .one_node import (
     dropout_gradient,
     dropped,
     gemm_rows,
+    in_training,
     linear,
     linear_gradients,
     parameters_of,
@@ -58,7 +59,7 @@ class TargetInputs(NamedTuple):
 
 class TargetCall(NamedTuple):
     """What a node of targets computes. dtype: of the GEMMs' operands. end: of the history's rows.
-    dropout: probability, 0 outside of training."""
+    dropout, attention_dropout: probabilities, 0 outside of training."""
 
     given: Targets
     keys: RowSegments
@@ -67,6 +68,7 @@ class TargetCall(NamedTuple):
     dtype: torch.dtype
     schedule: TileSchedule | None = None
     dropout: float = 0.0
+    attention_dropout: float = 0
 
 
 def target_node(
@@ -80,8 +82,9 @@ def target_node(
     """The layer's result for these targets, in their form, in the operands' dtype. linears: its
     projections."""
     dropout = as_constant(layer.dropout.p) if layer.dropout.training else 0.0
+    of_weights = in_training(layer, layer.attention_dropout)
     keys, end = history.parsed("history"), history.end("history")
-    call = TargetCall(given, keys, end, layer.num_heads, dtype, schedule, dropout)
+    call = TargetCall(given, keys, end, layer.num_heads, dtype, schedule, dropout, of_weights)
     result: Tensor = apply(_Node, given.rows, history.values, *parameters_of(*linears), call)
     return result
 
@@ -194,7 +197,7 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
     kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)
-    options = AttentionOptions(schedule=call.schedule)
+    options = AttentionOptions(schedule=call.schedule, dropout_p=call.attention_dropout)
     attention = parsed_call(q, k, v, queries, keys, options).call
     trains = any(ctx.needs_input_grad)
     out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)

@@ -86,6 +86,7 @@ def attention() -> str:
         'activation "gelu"': dict(activation="gelu"),
         'activation "gelu", head dim 64': dict(activation="gelu", head_dim=64, v_dim=64),
         "a mask": dict(masked=True),
+        "dropout of weights": dict(dropout=True),
         "segments of 4096 rows": _rows(4096, 4096),
         "segments of 4096 rows, head dim 64, causal": (
             _rows(4096, 4096) | dict(head_dim=64, v_dim=64, masked=True, causal=True)

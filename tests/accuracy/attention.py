@@ -1,7 +1,8 @@
 """Bounds of attention, forward and backward, from its definition.
 
     S = scale · q kᵀ + bias,  P = activation(S),  out = (P v) · output_scale
-            per segment and head; softmax: P = e^S / Σ e^S
+            per segment and head; softmax: P = e^S / Σ e^S; dropout multiplies P in P v and Pᵀ dO,
+            and dP
     dV = Pᵀ dO,  dP = dO Vᵀ,  dQ = scale · dS K,  dK = scale · dSᵀ Q,  doutput_scale = Σ dO ∘ (P v)
     softmax: dS = P ∘ (dP - rowsum(dO ∘ out));  pointwise: dS = activation'(S) ∘ dP
 
@@ -28,6 +29,7 @@ from .activations import activated
 from .arithmetic import Arithmetic, arithmetic_of
 from .attention_bias import ScoreBias, SharedError, Tables
 from .bound import Bound
+from .dropout import Dropout
 
 SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
 MOST_SCORES = 2**21  # float64 scores of several segments at a time; a larger segment is alone
@@ -62,6 +64,8 @@ def attention(
     mask: AttentionMask | None = None,
     bias: RelativeBias | None = None,
     output_scale: float | Tensor = 1.0,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, Bound]:
     """Bounds of `functional.jagged_attention` and its gradients: "out", "dq", "dk", "dv", and of
@@ -98,6 +102,10 @@ def attention(
     inner = _Rows(do.shape, do)
     tables = None if bias is None else Tables(bias, q.shape[1], q.dtype)
     dq, dk, dv = _Rows(q.shape, q), _Rows(k.shape, k), _Rows(v.shape, v)
+    of_queries = segments.of_queries
+    if isinstance(kv_offsets, str):
+        of_queries = [torch.arange(do.shape[0], device=q.device)]
+    dropout = Dropout.of(dropout_p, dropout_seed, of_queries, do.shape[0])
     factors_of_rows, all_alike = Bound.exact(factor[:, None, None].expand(-1, q.shape[1], 1)), True
     for group in _groups(segments.of_keys, mask, q.shape[1]):
         rows, kv_rows = group.rows, group.kv_rows
@@ -110,7 +118,8 @@ def attention(
         parts = zip((*operands, grad, factors_of_rows), (q_rows, kv_rows, kv_rows, rows, rows))
         *blocks, row_factor = (_take(x, index, heads) for x, index in parts)
         scores_bias = None if tables is None else tables.of_segments(group.numbers, rows, kv_rows)
-        results, alike = _segment(*blocks, keep, row_factor.value, options, scores_bias)
+        kept = dropout and dropout.factors(rows, kv_rows.shape[1], q.shape[1], heads)
+        results, alike = _segment(*blocks, keep, row_factor.value, options, scores_bias, kept)
         all_alike &= alike
         for total, index, result in zip(
             (inner, dq, dk, dv), (rows, q_rows, kv_rows, kv_rows), results
@@ -151,6 +160,8 @@ def block_attention(
     rotary: Rotary | None = None,
     precise: bool | None = False,
     composed: bool = False,
+    dropout_p: float = 0,
+    dropout_seed: Tensor | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, Bound]:
     """Bounds of `functional.block_diagonal_attention` and its gradients: "out", "dq", "dk", "dv".
@@ -196,9 +207,11 @@ def block_attention(
         _Segment(0, rows, rows)
         for rows in _rows_of(block_offsets(offsets.to(q.device), block_size, q.shape[0]), q.device)
     ]
+    dropout = Dropout.of(dropout_p, dropout_seed, [x.rows for x in blocks], q.shape[0])
     for group in _groups(blocks, None, q.shape[1]):
         parts = [_take(x, group.rows, heads) for x in (*operands, Bound.exact(do))]
-        of_group, alike = _segment(*parts, None, one, options)
+        kept = dropout and dropout.factors(group.rows, group.rows.shape[1], q.shape[1], heads)
+        of_group, alike = _segment(*parts, None, one, options, dropped=kept)
         all_alike &= alike
         for total, result in zip(totals, of_group):
             total.add(group.rows, result, heads)
@@ -226,12 +239,13 @@ def _segment(
     factor: Tensor,
     options: _Options,
     bias: ScoreBias | None = None,
+    dropped: Tensor | None = None,
 ) -> tuple[tuple[Bound, Bound, Bound, Bound], bool]:
     """(out, dq, dk, dv) before their rounding, and whether all visible scores of each matrix are
     equal (`_are_alike`).
 
     factor: output_scale, of each row or of all. bias: of the scores; dS is added to the sums of its
-    tables.
+    tables. dropped: dropout's factors of P, or None.
     """
     if keep is None:
         keep = torch.ones((), dtype=torch.bool, device=q.value.device)
@@ -239,10 +253,11 @@ def _segment(
     if bias is not None:
         scores = bias.added_to(scores, q.value.shape[-1])
     parts = _softmax if options.activation == "softmax" else _pointwise
-    out, p, ds, of_row = parts(scores, v, do, keep, options)
+    out, p, ds, of_row = parts(scores, v, do, keep, options, dropped)
     p = p.rounded(options.factors).where(keep)
     alike = _are_alike(scores.value, keep)
-    out = out.widened(torch.zeros_like(out.value), torch.where(alike, (p.rms @ v.value).abs(), 0.0))
+    rms = _dropped(p, dropped).rms
+    out = out.widened(torch.zeros_like(out.value), torch.where(alike, (rms @ v.value).abs(), 0.0))
     if bias is not None:
         shared = []
         if of_row is not None:
@@ -267,6 +282,7 @@ def _segment(
             ds.value.abs() * common.error + p.value * delta.error,
             torch.hypot(ds.value * common.rms, p.value * delta.rms),
         )
+    p = _dropped(p, dropped)
     dv = p.mT @ do.scaled(factor)
     dv = dv.widened(
         torch.zeros_like(dv.value),
@@ -276,7 +292,14 @@ def _segment(
     return (out.scaled(factor), dq.scaled(options.scale * factor), dk, dv), bool(alike.all())
 
 
-def _softmax(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options):
+def _dropped(x: Bound, factors: Tensor | None) -> Bound:
+    """P or dP, times dropout's factors; what is dropped may be NaN."""
+    return x if factors is None else x.where(factors > 0).scaled(factors)
+
+
+def _softmax(
+    scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options, dropped: Tensor | None
+):
     """(out, P, dS, errors that the scores of a row share).
 
     P and dS have the errors that are independent for each score. Shared are the error of the row's
@@ -293,7 +316,7 @@ def _softmax(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options
     weights = exponents.exp(options.arithmetic.exp_ulps).where(keep)
     total = weights.sum(-1).map(lambda x: x.unsqueeze(-1))
     total = total._replace(value=torch.where(total.value == 0, 1.0, total.value))
-    out = (weights.rounded(options.factors).where(keep) @ v) / total
+    out = (_dropped(weights.rounded(options.factors).where(keep), dropped) @ v) / total
 
     # The backward subtracts the log-sum-exp instead, whose fp32 rounding is shared by the row.
     lse = largest + total.value.log()
@@ -303,18 +326,20 @@ def _softmax(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options
     p = (exponents.off_by(2, lse.abs()).exp(options.arithmetic.exp_ulps)).where(keep)
     p = Bound(p.value / total.value, p.error / total.value, p.rms / total.value, p.dtype).off_by(1)
     delta = (do * out.rounded(options.dtype)).sum(-1).map(lambda x: x.unsqueeze(-1))
-    dp = do @ v.mT
+    dp = _dropped(do @ v.mT, dropped)
     ds = p * Bound(dp.value - delta.value, dp.error, dp.rms, dp.dtype).off_by(
         1, dp.value.abs() + delta.value.abs()
     )
     return out, p, ds, (log_error, delta)
 
 
-def _pointwise(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options):
+def _pointwise(
+    scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options, dropped: Tensor | None
+):
     approximate = options.arithmetic.approximate and options.dtype == torch.bfloat16
     p, slope = (x.where(keep) for x in activated(scores, options.activation, approximate))
-    out = p.rounded(options.factors).where(keep) @ v
-    dp = do @ v.mT
+    out = _dropped(p.rounded(options.factors).where(keep), dropped) @ v
+    dp = _dropped(do @ v.mT, dropped)
     ds = slope * dp
     # 0 times NaN or infinity: 0 by torch's derivative of relu, NaN by the kernels
     unspecified = (slope.value == 0) & ~dp.value.isfinite()

@@ -60,6 +60,14 @@ def _attention_tensors(make: Maker, o: dict, q_rows: int, kv_rows: int) -> dict[
     return tensors | dict(v=tensors["k"]) if storage == "k is v" else tensors
 
 
+def _dropout(make: Maker, o: dict) -> dict[str, float | Tensor]:
+    """Arguments of dropout; none for a p of 0."""
+    if not o["dropout_p"]:
+        return {}
+    seed = make.integers(-(2**62), 2**62, 1)[0]
+    return dict(dropout_p=o["dropout_p"], dropout_seed=seed)
+
+
 def _in_one_storage(make: Maker, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Views of one packed projection, or of one flat tensor if there are more queries than keys, or
     fewer."""
@@ -183,7 +191,7 @@ def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     kv_offsets = (
         "shared" if kv_shared else None if operands == "self" else make.offsets("kv_offsets", keys)
     )
-    options = dict(activation=o["activation"], scale=o["scale"], mask=mask)
+    options = dict(activation=o["activation"], scale=o["scale"], mask=mask) | _dropout(make, o)
     call_options = dict(
         implementation=o["implementation"], schedule=_schedule(make, o, q_lengths, keys, mask)
     )
@@ -246,7 +254,7 @@ def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         )
     kv_offsets = make.offsets("kv_offsets", keys)
     query_lengths = [n * rows for n in counts]
-    options = dict(activation=o["activation"], scale=o["scale"], mask=mask)
+    options = dict(activation=o["activation"], scale=o["scale"], mask=mask) | _dropout(make, o)
     call_options = dict(
         implementation=o["implementation"], schedule=_schedule(make, o, query_lengths, keys, mask)
     )
@@ -307,7 +315,7 @@ def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Cal
             len(users), 1
         )
     offsets = make.offsets("offsets", users), make.offsets("candidate_offsets", candidates)
-    options = dict(activation=o["activation"], scale=o["scale"])
+    options = dict(activation=o["activation"], scale=o["scale"]) | _dropout(make, o)
 
     def function(k, v, q=None, q_user=None, q_candidates=None, output_scale=scales):
         queries = q.split(rows) if one_tensor else (q_user, q_candidates)
@@ -397,6 +405,7 @@ def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> 
     (lengths,) = lengths
     tensors = _attention_tensors(make, o | dict(v_dim=None), sum(lengths), sum(lengths))
     options = dict(block_size=o["block_size"], scale=o["scale"], rotary=_rotary(make, o, lengths))
+    options |= _dropout(make, o)
     offsets = make.offsets("offsets", lengths)
 
     def function(q, k, v):
@@ -429,7 +438,7 @@ def block_diagonal_attention_packed(make: Maker, o: dict, lengths: list[list[int
     (lengths,) = lengths
     tensors = dict(qkv=make.tensor(sum(lengths), 3, o["heads"][0], o["head_dim"]))
     options, offsets = (
-        dict(block_size=o["block_size"], rotary=_rotary(make, o, lengths)),
+        dict(block_size=o["block_size"], rotary=_rotary(make, o, lengths)) | _dropout(make, o),
         make.offsets("offsets", lengths),
     )
 

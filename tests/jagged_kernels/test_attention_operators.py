@@ -27,8 +27,9 @@ def full_call(flag):
     """With a value of its own in each field, and tiles."""
     tables = tensors(8)
     params = AttentionParams(
-        0.5, "silu", MaskParams(*range(10)), 0.25, flag, "hopper", 7, not flag, *tables
-    )
+        0.5, "silu", MaskParams(*range(10)), 0.25, flag, "hopper", 7, not flag, *tables, 0.125,
+        *tensors(1),
+    )  # fmt: skip
     pages = Pages(torch.zeros(1, dtype=torch.int32), 128, 11)
     segments = Segments(*tensors(2), flag, not flag, flag, pages)
     call = AttentionCall(*tensors(3), segments, params)
@@ -50,7 +51,7 @@ def test_every_field_returns(flag):
     assert same(unpack(*pack(*given)), given)
     params = given[0].params
     assert None not in (*params, *given[0].segments, *given[1], *given[2])
-    assert len({id(x) for x in params if isinstance(x, torch.Tensor)}) == 8
+    assert len({id(x) for x in params if isinstance(x, torch.Tensor)}) == 9
 
 
 def test_what_is_left_out_returns():

@@ -63,6 +63,7 @@ BACKENDS = [  # what differs from long segments of head dim 128 in bf16 on an H1
     (dict(activation="gelu", head_dim=64, biased=True), "triton"),
     (dict(activation="gelu_tanh", head_dim=64, biased=True), "hopper"),
     (dict(masked=True), "hopper"),
+    (dict(dropout=True), "triton"),
     (sizes(1, 1), "hopper"),
     (sizes(32, 32) | dict(biased=True), "hopper"),
     (sizes(31, 33) | dict(biased=True), "triton"),
@@ -110,6 +111,7 @@ REFUSED = [
         ),
     ),
     (dict(v_dim=64), "head dims 128 and 64"),
+    (dict(dropout=True), "dropout of attention weights: use 'auto' or 'triton'"),
     (
         dict(misaligned=("q [8, 2, 64] with strides (130, 65, 1)",)),
         r"begin at 16-byte boundaries, .*got q \[8, 2, 64\] with strides",

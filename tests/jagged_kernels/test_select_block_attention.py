@@ -65,6 +65,14 @@ def test_triton(kernel, reason):
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd"])
+def test_hopper_drops_no_weights(kernel):
+    problem = TYPICAL._replace(dropout=True)
+    assert select_block_attention(kernel, problem, "auto").backend == "triton"
+    with pytest.raises(ValueError, match="'hopper' takes no dropout of attention weights"):
+        select_block_attention(kernel, problem, "hopper")
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "bwd"])
 def test_explicit_triton(kernel):
     assert select_block_attention(kernel, TYPICAL, "triton").backend == "triton"
 

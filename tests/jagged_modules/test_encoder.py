@@ -86,7 +86,7 @@ def test_attention_of_torch(bias):
     layer = jm.JaggedTargetAttention.from_torch(module)
     out, has_rows = layer(targets, rows_of(x)), LENGTHS > 0
     torch.testing.assert_close(out[has_rows], expected[has_rows])
-    assert layer.dropout.p == 0.2 and not layer.training
+    assert layer.attention_dropout == 0.2 and layer.dropout.p == 0 and not layer.training
     own = jm.JaggedGDPA.from_torch(module, jm.AttentionMask(causal=True))
     causal = nn.Transformer.generate_square_subsequent_mask(LONGEST, dtype=torch.float64)
     expected, _ = module(x, x, x, attn_mask=causal, need_weights=False)

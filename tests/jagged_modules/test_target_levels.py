@@ -261,6 +261,7 @@ def test_errors_of_compose():
         (dict(levels="all"), "levels must be one of"),
         (dict(mask=jm.AttentionMask(causal=True)), "mask must be None with several levels"),
         (dict(max_seqlen_q=5), "max_seqlen_q must be None with several levels, got int"),
+        (dict(dropout_seed=torch.tensor(1)), "dropout_seed must be None with several levels"),
         (dict(activation="tanh"), "activation must be one of"),
     ],
 )
@@ -288,6 +289,35 @@ def test_errors_name_the_level():
             case.q, case.k, case.v, case.maps, case.offsets,
             activation="silu", output_scale=torch.ones(3),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_of_weights(device):
+    """Values of ones: a result is the sum of the weights that are kept. A finite difference along
+    a direction is the gradient's."""
+    case = Case("two", rows=50)
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    case.v = [torch.ones_like(x) for x in case.v]
+
+    def run():
+        torch.manual_seed(3)
+        return case.run(dtype, device, dropout_p=0.5)
+
+    out, dq, *grads = run()
+    assert all(map(torch.equal, run(), (out, dq, *grads)))
+    has_keys = sum(x.diff()[m] for x, m in zip(case.offsets, case.maps)) > 0
+    assert abs(float(out[has_keys].mean()) - 1) < 0.05 and out[has_keys].std() > 0.1
+    for x, gradient in zip((case.q, *case.k, *case.v), (dq, *grads)):
+        generator = torch.Generator().manual_seed(5)
+        step = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+        values, size = [], 1e-5 if device == "cpu" else 1e-2
+        for sign in (1, -1):
+            x += sign * size * step
+            values.append((run()[0].double() * case.do).sum())
+            x -= sign * size * step
+        slope = float(values[0] - values[1]) / (2 * size)
+        expected = float((gradient.double() * step).sum())
+        assert slope == pytest.approx(expected, rel=1e-6 if device == "cpu" else 1e-2, abs=1e-2)
 
 
 def test_no_second_derivative():

@@ -244,6 +244,7 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
         biased=params.has_bias,
         timed=params.time_bias is not None,
         causal=params.mask is not None and params.mask.is_causal,
+        dropout=params.dropout_seed is not None,
         batch_invariant=params.batch_invariant,
         q_rows=q_rows,
         q_segments=q_offsets.shape[0] - 1,

@@ -65,7 +65,8 @@ def _batch(packed: PackedTiles, params: AttentionParams) -> Batch:
 
 def _scales(q: Tensor, params: AttentionParams) -> Scales:
     factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
-    return Scales(params.scale, *factors, params.output_scale)
+    dropout = params.dropout_seed, params.dropout_threshold
+    return Scales(params.scale, *factors, params.output_scale, *dropout)
 
 
 def _grid(config: LaunchConfig, packed: PackedTiles, x: Tensor) -> tuple[int]:

@@ -102,6 +102,8 @@ class AttentionParams(NamedTuple):
         position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift: the fields
             of `RelativeBias`. Tables are `[H or 1, entries]`, in fp32, or fp64 with fp64 operands.
             None without them.
+        dropout_p: probability with which a weight of P becomes 0, a multiple of 2^-16 below 1.
+        dropout_seed: int64 `[]`, on the operands' device; None if dropout_p is 0.
     """
 
     scale: float
@@ -120,6 +122,13 @@ class AttentionParams(NamedTuple):
     boundaries: Tensor | None = None
     query_timestamps: Tensor | None = None
     query_shift: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+
+    @property
+    def dropout_threshold(self) -> float | None:
+        """How many of 2^16 numbers drop a weight, as kernels take it; None without dropout."""
+        return None if self.dropout_seed is None else self.dropout_p * 2**16
 
     @property
     def has_bias(self) -> bool:
@@ -169,6 +178,7 @@ class SegmentTensors(NamedTuple):
     num_tiles: Tensor | None
     key_tiles: Tensor | None
     num_key_tiles: Tensor | None
+    dropout_seed: Tensor | None = None  # exported programs may hold lists without it
 
 
 class Options(NamedTuple):
@@ -194,7 +204,7 @@ class Arguments(NamedTuple):
         segments, options: the fields of `SegmentTensors` and of `Options`.
         bias: position_bias, time_bias, timestamps, boundaries, query_timestamps and query_shift.
         mask: the fields of `MaskParams`.
-        factors: scale and output_scale.
+        factors: scale, output_scale and dropout_p, which is left out where it is 0.
     """
 
     q: Tensor
@@ -235,7 +245,7 @@ def pack(
     tiles, num_tiles, tile_rows = queries
     key_tiles, num_key_tiles, key_tile_rows = keys
     of_rows = [q_offsets, kv_offsets, p.num_targets, p.segment_scale]
-    of_kernels = [table, tiles, num_tiles, key_tiles, num_key_tiles]
+    of_kernels = [table, tiles, num_tiles, key_tiles, num_key_tiles, p.dropout_seed]
     tables = [p.position_bias, p.time_bias]
     of_tables = [p.timestamps, p.boundaries, p.query_timestamps, p.query_shift]
     flags = [int(q_shared), int(kv_shared), int(has_tail)]
@@ -248,6 +258,7 @@ def pack(
         -1 if key_tile_rows is None else key_tile_rows,
     ]
     mask, factors = None if p.mask is None else list(p.mask), [p.scale, p.output_scale]
+    factors += [] if p.dropout_seed is None else [p.dropout_p]
     tensors, bias, options = of_rows + of_kernels, tables + of_tables, flags + sizes
     return Arguments(q, k, v, tensors, bias, mask, options, factors, p.activation, p.implementation)
 
@@ -263,7 +274,7 @@ def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
     workspace, rows, key_rows = (
         None if x < 0 else x for x in (o.workspace, o.tile_rows, o.key_tile_rows)
     )
-    scale, output_scale = factors
+    scale, output_scale, *dropout = factors
     params = AttentionParams(
         scale,
         activation,
@@ -276,6 +287,8 @@ def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
         t.num_targets,
         t.segment_scale,
         *bias,
+        *dropout,
+        dropout_seed=t.dropout_seed,
     )
     queries = TileList(t.tiles, t.num_tiles, rows)
     keys = TileList(t.key_tiles, t.num_key_tiles, key_rows)

@@ -64,6 +64,7 @@ class AttentionProblem(NamedTuple):
         activation: a public name. masked, biased, timed: whether there is a mask, a RelativeBias, a
             time table in it.
         causal: whether the mask hides exactly the later keys.
+        dropout: whether weights are dropped, which Hopper's kernels do not.
         batch_invariant: the choice does not depend on numbers of rows and segments, except for
             whether they are 0.
         q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each
@@ -88,6 +89,7 @@ class AttentionProblem(NamedTuple):
     biased: bool = False
     timed: bool = False
     causal: bool = False
+    dropout: bool = False
     batch_invariant: bool = False
     q_rows: int | None = None
     q_segments: int | None = None
@@ -373,7 +375,11 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
             f" dims of q and v both 40 to 64 or both 72 to 128, in multiples of 8; got {p.dtype} on"
             f" {gpu}, head dims {p.head_dim} and {p.v_dim}"
         )
-    if not supported or p.implementation == "triton":
+    if p.implementation == "hopper" and p.dropout:
+        raise ValueError(
+            "implementation 'hopper' takes no dropout of attention weights: use 'auto' or 'triton'"
+        )
+    if not supported or p.dropout or p.implementation == "triton":
         return False
     misaligned = p.misaligned and p.q_rows != 0 and p.kv_rows != 0  # without rows no kernel runs
     if p.implementation == "hopper" and misaligned:

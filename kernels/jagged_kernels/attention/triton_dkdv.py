@@ -8,6 +8,7 @@ import triton.language as tl
 from ..common.loads import Rows, load_rows, load_segment, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .bias import query_times
+from .dropout import Dropout, is_kept, kept_factor
 from .mask import (
     first_target_column,
     is_visible,
@@ -18,7 +19,7 @@ from .mask import (
 )
 from .scales import score_factor
 from .triton_bias import bias_block, bias_of_keys
-from .triton_tiles import load_call_tile, segment_factor
+from .triton_tiles import load_call_tile, segment_dropout, segment_factor
 
 
 class BackwardDkdv(NamedTuple):
@@ -45,14 +46,15 @@ class _KeyTile(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """What a tile of keys loops over: q and dO, with softmax the head's lse and delta, and the
-    head."""
+    """What a tile of keys loops over: q and dO, with softmax the head's lse and delta, the head,
+    and the dropout of its weights, or None."""
 
     q: Rows
     do: Rows
     lse_ptr: tl.tensor
     delta_ptr: tl.tensor
     head: tl.tensor
+    dropout: Dropout
 
 
 class _Starts(NamedTuple):
@@ -114,6 +116,10 @@ def _dkdv_block(
     )
     scores = _transposed_scores(keys, q, block, bias, OPTIONS)
     dp = tl.dot(keys.v, tl.trans(do), input_precision=OPTIONS.precision)
+    if queries.dropout is not None:
+        first = block.row if OPTIONS.kv_shared else block.first
+        kept = is_kept(queries.dropout, (first + rows)[None, :], keys.columns)
+        dp = tl.where(kept, dp * queries.dropout.factor, 0.0)
     if ACTIVATION is None:
         if MASKED:  # rows past the segment add nothing: exp2(0 - inf) = 0
             real = rows < num_rows
@@ -129,6 +135,8 @@ def _dkdv_block(
         ds = dact * dp
     if MASKED and OPTIONS.mask is not None:
         p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
+    if queries.dropout is not None:
+        p = tl.where(kept, p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=OPTIONS.precision)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=OPTIONS.precision)
     return dk, dv
@@ -224,7 +232,10 @@ def attention_bwd_dkdv_kernel(
                 if ACTIVATION is None:
                     of_head = head.to(tl.int64) * stride_lse
                     lse_head, delta_head = x.lse + of_head, x.delta + of_head
-                queries = _Queries(q_rows, do_rows, lse_head, delta_head, head)
+                dropout = None
+                if call.seed_ptr is not None:
+                    dropout = segment_dropout(call, head, q_start, OPTIONS)
+                queries = _Queries(q_rows, do_rows, lse_head, delta_head, head, dropout)
                 key_bias = None
                 if OPTIONS.bias is not None:
                     key_bias = bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
@@ -236,4 +247,6 @@ def attention_bwd_dkdv_kernel(
         dk *= call.scale * call.dact_factor * factor
         store_rows(dk_rows, row, tile.head, dk, num_rows, OPTIONS.head_dim, BLOCK_N, BLOCK_D)
         dv *= call.act_factor * factor
+        if call.seed_ptr is not None:
+            dv *= kept_factor(call.threshold)
         store_rows(dv_rows, row, tile.head, dv, num_rows, OPTIONS.v_dim, BLOCK_N, BLOCK_DV)

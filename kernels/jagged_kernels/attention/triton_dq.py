@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..common.loads import Rows, load_rows, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
+from .dropout import Dropout, is_kept
 from .mask import is_visible, masked_block, num_masked_blocks
 from .scales import score_factor
 from .triton_bias import add_to_tables, bias_of_rows, store_buckets, sums_of_tile
@@ -17,6 +18,7 @@ from .triton_tiles import (
     load_call_tile,
     load_keys,
     query_rows,
+    segment_dropout,
     segment_factor,
     visited_blocks,
 )
@@ -36,12 +38,14 @@ class BackwardDq(NamedTuple):
 
 
 class _QueryTile(NamedTuple):
-    """A tile's query rows in registers: q, dO, and with softmax the rows' log-sum-exp and delta."""
+    """A tile's query rows in registers: q, dO, and with softmax the rows' log-sum-exp and delta.
+    dropout: of their weights, or None."""
 
     q: tl.tensor
     do: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
+    dropout: Dropout
 
 
 @triton.jit
@@ -57,6 +61,11 @@ def _dq_block(
     k, v = load_keys(keys, block, OPTIONS, MASKED)
     scores = block_scores(queries.q, k, block, bias, OPTIONS)
     dp = tl.dot(queries.do, tl.trans(v), input_precision=OPTIONS.precision)
+    if queries.dropout is not None:
+        kept = is_kept(
+            queries.dropout, visible.places, block.column + tl.arange(0, BLOCK_N)[None, :]
+        )
+        dp = tl.where(kept, dp * queries.dropout.factor, 0.0)
     if ACTIVATION is None:
         ds = tl.exp2(scores * scale - queries.lse[:, None]) * (dp - queries.delta[:, None])
     else:
@@ -126,7 +135,10 @@ def attention_bwd_dq_kernel(
             delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
             tl.store(x.delta + offsets, delta, mask=lanes < num_rows)
 
-        queries = _QueryTile(q, do, lse, delta)
+        dropout = None
+        if call.seed_ptr is not None:
+            dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
+        queries = _QueryTile(q, do, lse, delta, dropout)
         row_bias, tile_sums = None, None
         if OPTIONS.bias is not None:
             row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)

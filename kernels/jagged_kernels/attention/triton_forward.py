@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..common.loads import Rows, key_row, load_page, load_rows, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
+from .dropout import is_kept
 from .mask import is_visible, masked_block, num_masked_blocks
 from .scales import score_factor
 from .triton_bias import bias_of_rows
@@ -17,6 +18,7 @@ from .triton_tiles import (
     load_call_tile,
     load_keys,
     query_rows,
+    segment_dropout,
     segment_factor,
     visited_blocks,
 )
@@ -32,7 +34,7 @@ class _State(NamedTuple):
 
 @triton.jit
 def _fwd_block(
-    q, keys, block, visible, state, scale, bias,
+    q, keys, block, visible, state, scale, bias, dropout,
     ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key block: scores, online softmax or activation, acc += P v. Returns the new state."""
@@ -63,6 +65,8 @@ def _fwd_block(
         p, _ = ACTIVATION(scores, scale)
         if MASKED and OPTIONS.mask is not None:
             p = tl.where(seen, p, 0.0)
+    if dropout is not None:
+        p = tl.where(is_kept(dropout, visible.places, block.column + columns), p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=OPTIONS.precision)
     return _State(acc, row_max, row_sum)
 
@@ -106,6 +110,9 @@ def attention_fwd_kernel(
         row_bias = None
         if OPTIONS.bias is not None:
             row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
+        dropout = None
+        if call.seed_ptr is not None:
+            dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
 
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
@@ -123,8 +130,9 @@ def attention_fwd_kernel(
             )
             page = load_page(tile, n + BLOCK_N, page_table_ptr, PAGE_ROWS)
             state = _fwd_block(
-                q, keys, key_block, visible, state, scale, row_bias, ACTIVATION, OPTIONS, False
-            )
+                q, keys, key_block, visible, state, scale, row_bias, dropout,
+                ACTIVATION, OPTIONS, False,
+            )  # fmt: skip
         page = load_page(tile, masked_block(0, blocks) * BLOCK_N, page_table_ptr, PAGE_ROWS)
         for number in tl.range(0, num_masked_blocks(blocks), num_stages=OPTIONS.masked_stages):
             n = masked_block(number, blocks) * BLOCK_N
@@ -135,8 +143,9 @@ def attention_fwd_kernel(
                 tile, masked_block(number + 1, blocks) * BLOCK_N, page_table_ptr, PAGE_ROWS
             )
             state = _fwd_block(
-                q, keys, key_block, visible, state, scale, row_bias, ACTIVATION, OPTIONS, True
-            )
+                q, keys, key_block, visible, state, scale, row_bias, dropout,
+                ACTIVATION, OPTIONS, True,
+            )  # fmt: skip
 
         acc, row_max, row_sum = state
         if ACTIVATION is None:
@@ -150,4 +159,6 @@ def attention_fwd_kernel(
             )
         else:
             acc = acc * (call.act_factor * segment_factor(call, tile))
+        if call.seed_ptr is not None:
+            acc *= dropout.factor
         store_rows(out_rows, row, tile.head, acc, num_rows, OPTIONS.v_dim, BLOCK_M, BLOCK_DV)

@@ -146,6 +146,8 @@ def _call(segments: TiledSegments, tiles: Tensor, q: Tensor, params: AttentionPa
         act_factor,
         dact_factor,
         params.output_scale,
+        params.dropout_seed,
+        params.dropout_threshold,
     )
 
 
@@ -161,6 +163,7 @@ def _constants(
     """The constants of a launch. options: fields of `Options` that not all kernels have."""
     q, k, v, _, _ = operands
     dims = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
+    options["local_rows"] = params.dropout_seed is not None and params.batch_invariant
     kind = params.activation, params.mask, params.bias_kind
     return _constants_of(config, dims, q.dtype, precision(q), kind, align, **options)
 

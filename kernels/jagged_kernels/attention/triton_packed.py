@@ -21,6 +21,7 @@ import triton.language as tl
 
 from ..common.loads import Rows
 from ..common.ptxas import safe_ptxas
+from .dropout import dropout_of_head, is_kept, kept_factor
 from .mask import is_visible, visible_columns
 from .packed_tiles import ROWS
 from .params import MaskParams
@@ -58,12 +59,15 @@ class Batch(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Factors of the scores, of P, of dS, and of the output."""
+    """Factors of the scores, of P, of dS, and of the output, and what dropout_of_head takes, None
+    without dropout."""
 
     scale: tl.tensor
     act_factor: tl.tensor
     dact_factor: tl.tensor
     output_scale: tl.tensor
+    seed_ptr: tl.tensor
+    threshold: tl.tensor
 
 
 class Backward(NamedTuple):
@@ -167,6 +171,18 @@ def _visible(queries, keys, batch, CROSS: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
+def _kept(queries, keys, batch, scales, head, CROSS: tl.constexpr):
+    """`[ROWS, ROWS]`: whether dropout keeps a weight."""
+    kv_offsets_ptr = batch.q_offsets_ptr
+    if CROSS:
+        kv_offsets_ptr = batch.kv_offsets_ptr
+    start = _load_of_segments(batch.q_offsets_ptr, queries).to(tl.int32)
+    key_start = _load_of_segments(kv_offsets_ptr, keys).to(tl.int32)
+    dropout = dropout_of_head(scales.seed_ptr, scales.threshold, head, start[:, None])
+    return is_kept(dropout, (queries.row - start)[:, None], (keys.row - key_start)[None, :])
+
+
+@triton.jit
 def _output_factors(batch, side, output_scale):
     """The output scale `[ROWS, 1]` of each row's segment."""
     if batch.segment_scale_ptr is None:
@@ -234,6 +250,9 @@ def packed_attention_fwd_kernel(
                 p, _ = ACTIVATION(scores, scale)
                 p = tl.where(visible, p, 0.0)
                 factor = scales.act_factor * _output_factors(batch, queries, scales.output_scale)
+            if scales.seed_ptr is not None:
+                p = tl.where(_kept(queries, keys, batch, scales, head, CROSS), p, 0.0)
+                factor = factor * kept_factor(scales.threshold)
             out = tl.dot(p.to(v.dtype), v, input_precision=OPTIONS.precision) * factor
             _store(out_rows, queries, head, out, V_DIM, BLOCK_DV)
             segment = _next_segment(queries, keys, segment, tl.sum(out), CROSS)
@@ -291,6 +310,9 @@ def packed_attention_bwd_kernel(
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 checksum += tl.sum(scores + dp)
                 dp = tl.where(visible, dp, 0.0)
+                if scales.seed_ptr is not None:
+                    kept = _kept(queries, keys, batch, scales, head, CROSS)
+                    dp = tl.where(kept, dp * kept_factor(scales.threshold), 0.0)
                 if ACTIVATION is None:
                     p, _, row_sum = _softmax(scores * score_scale, visible)
                     p = p * _reciprocal(row_sum)
@@ -298,6 +320,8 @@ def packed_attention_bwd_kernel(
                 else:
                     p, dact = ACTIVATION(scores, score_scale)
                     p, ds = tl.where(visible, p, 0.0), tl.where(visible, dact * dp, 0.0)
+                if scales.seed_ptr is not None:
+                    p = tl.where(kept, p * kept_factor(scales.threshold), 0.0)
                 ds = ds.to(q.dtype)
                 dq = tl.dot(ds, k, input_precision=PRECISION) * (
                     scales.scale * scales.dact_factor * factor

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from ..common.loads import Rows, load_rows, load_tile
 from .bias import key_times
+from .dropout import dropout_of_head
 from .mask import column_blocks, first_target_column, visible_columns
 from .params import BiasKind, MaskParams
 from .scales import output_factor
@@ -40,7 +41,8 @@ class Options(NamedTuple):
     group: query heads of a key head. tile, block: rows of a tile, and of the blocks that it loops
     over. block_d, block_dv: head dims padded to powers of 2. align: elements that strides count.
     page_rows: as in load_page. buckets: entries of the time table's sums;
-    0 if dS is not summed for the bias tables.
+    0 if dS is not summed for the bias tables. local_rows: dropout counts rows from their segment's
+    start, and does not know the segment.
     """
 
     group: int
@@ -60,10 +62,12 @@ class Options(NamedTuple):
     query_groups: int = 1
     page_rows: int | None = None
     buckets: int = 0
+    local_rows: bool = False
 
 
 class Call(NamedTuple):
-    """What the three kernels are given alike: the segments, the list of tiles, and factors."""
+    """What the three kernels are given alike: the segments, the list of tiles, factors, and what
+    dropout_of_head takes, None without dropout."""
 
     q_offsets_ptr: tl.tensor
     kv_offsets_ptr: tl.tensor
@@ -74,13 +78,17 @@ class Call(NamedTuple):
     act_factor: tl.tensor
     dact_factor: tl.tensor
     output_scale: tl.tensor
+    seed_ptr: tl.tensor
+    threshold: tl.tensor
 
 
 class Visible(NamedTuple):
-    """Columns `[BLOCK_M, 1]` of a tile's query rows, and what they see: visible_columns."""
+    """Columns `[BLOCK_M, 1]` of a tile's query rows, what they see: visible_columns, and their
+    places in the segment."""
 
     rows: tl.tensor
     bounds: tl.tensor
+    places: tl.tensor
 
 
 class Keys(NamedTuple):
@@ -130,10 +138,11 @@ def visited_blocks(call, tile, num_rows, OPTIONS: tl.constexpr):
     last = column + tl.minimum(num_rows, ROWS) - 1
     blocks = column_blocks(column, last, tile.kv_len, first_target, MASK, OPTIONS.block)
     rows = (column + tl.arange(0, ROWS))[:, None]
+    places = (tile.block * ROWS + tl.arange(0, ROWS))[:, None]
     if MASK is None:  # the bounds are not read
-        return blocks, Visible(rows, (rows, rows, rows))
+        return blocks, Visible(rows, (rows, rows, rows), places)
     else:
-        return blocks, Visible(rows, visible_columns(rows, first_target, MASK))
+        return blocks, Visible(rows, visible_columns(rows, first_target, MASK), places)
 
 
 @triton.jit
@@ -159,6 +168,15 @@ def block_scores(q, k, block, bias, OPTIONS: tl.constexpr):
             q.shape[0], OPTIONS.block, False, BIAS,
         )  # fmt: skip
         return tl.dot(q, tl.trans(k), start, input_precision=OPTIONS.precision)
+
+
+@triton.jit
+def segment_dropout(call, head, q_start, OPTIONS: tl.constexpr):
+    """The Dropout of a head and the segment of queries that starts at row q_start. The rows that
+    share keys are one segment, whose chunks a tile of keys may have."""
+    if OPTIONS.local_rows or OPTIONS.kv_shared:
+        q_start = q_start - q_start
+    return dropout_of_head(call.seed_ptr, call.threshold, head, q_start)
 
 
 @triton.jit

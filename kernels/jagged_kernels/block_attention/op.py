@@ -28,6 +28,7 @@ from .params import BlockAttentionParams, RotaryParams
 from .select import BlockAttentionProblem, select_block_attention
 from .triton_kernels import (
     Backward,
+    DropoutArguments,
     Forward,
     Options,
     block_attention_bwd_kernel,
@@ -37,10 +38,10 @@ from .triton_kernels import (
 
 def _pack(offsets, tables, rotation, *options) -> BlockAttentionParams:
     """The arguments of the operators after q, k and v, in their order."""
-    cos, sin, positions = tables
+    cos, sin, positions, *seed = tables
     rotate_v, linear, precise = rotation
     rotary = RotaryParams(cos, sin, positions, rotate_v and cos is not None, linear, precise)
-    return BlockAttentionParams(offsets, rotary, *options)
+    return BlockAttentionParams(offsets, rotary, *options, *seed)
 
 
 # -- forward ---------------------------------------------------------------------------------------
@@ -63,12 +64,14 @@ def triton_block_attention(
     implementation: str,
     batch_invariant: bool,
     clear_tail: bool = True,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Forward.
 
     Args:
         q: `[L, H, D]`, k, v: `[L, Hkv, D]`, fp32, fp16 or bf16, last dim contiguous.
-        tables, rotation: cos, sin and positions, and the other fields of `RotaryParams`.
+        tables, rotation: cos, sin and positions, with dropout the seed, and the other fields of
+            `RotaryParams`.
         Others: see `BlockAttentionParams`.
 
     Returns:
@@ -78,8 +81,9 @@ def triton_block_attention(
         ValueError: implementation "hopper", which does not support the operands.
     """
     params = _pack(
-        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail
-    )
+        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail,
+        dropout_p,
+    )  # fmt: skip
     return _forward(q, k, v, params)
 
 
@@ -94,13 +98,15 @@ def triton_block_attention_packed(
     implementation: str,
     batch_invariant: bool,
     clear_tail: bool = True,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Forward of q, k and v packed as `[L, 3, H, D]`, last dim contiguous. The backward writes
     their gradients as one tensor, which a projection's backward reads in place; autograd would copy
     three into one. Others: as `triton_block_attention`."""
     params = _pack(
-        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail
-    )
+        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail,
+        dropout_p,
+    )  # fmt: skip
     return _forward(*qkv.unbind(1), params)
 
 
@@ -149,12 +155,14 @@ def triton_block_attention_backward(
     implementation: str,
     batch_invariant: bool,
     clear_tail: bool = True,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the operands' shapes and dtype."""
     gradients = _backward_fake(do, q, k, v)
     params = _pack(
-        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail
-    )
+        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail,
+        dropout_p,
+    )  # fmt: skip
     _backward(do, q, k, v, *gradients, params)
     if clear_tail:
         zero_tails(*((x, offsets) for x in gradients))
@@ -177,12 +185,14 @@ def triton_block_attention_packed_backward(
     implementation: str,
     batch_invariant: bool,
     clear_tail: bool = True,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """The gradient `[L, 3, H, D]` of qkv, in its dtype."""
     gradient = _packed_backward_fake(do, qkv)
     params = _pack(
-        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail
-    )
+        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail,
+        dropout_p,
+    )  # fmt: skip
     _backward(do, *qkv.unbind(1), *gradient.unbind(1), params)
     if clear_tail:
         zero_tails((gradient, offsets))
@@ -229,7 +239,7 @@ def _select(
     (_, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     problem = BlockAttentionProblem(
         num_heads, num_kv_heads, head_dim, q.dtype, params.block_size, params.rotary.kind, aligned,
-        q.device.type, device_properties(q.device).capability,
+        q.device.type, device_properties(q.device).capability, params.dropout_seed is not None,
     )  # fmt: skip
     return select_block_attention(kernel, problem, implementation)
 
@@ -268,9 +278,13 @@ def _arguments(
         align=align,
         packed=x.q.element_size() == 2 and aligned,
         precision=precision(x.q),
+        local_rows=params.dropout_seed is not None and params.batch_invariant,
     )
+    dropout = None
+    if params.dropout_seed is not None:
+        dropout = DropoutArguments(params.dropout_seed, params.dropout_p * 2**16)
     tables, sizes = rotary[:3], (rotary.num_positions, num_segments, num_tiles)
-    arguments = x, params.offsets, tables, *sizes, params.scale, tuple(strides)
+    arguments = x, params.offsets, tables, *sizes, params.scale, tuple(strides), dropout
     launch = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     return arguments, dict(OPTIONS=options, **launch)
 
@@ -296,14 +310,14 @@ class _BlockAttention(torch.autograd.Function):
         # q, k and v or qkv, the offsets, the tables of angles, options
         tensors, (tables, *ctx.options) = inputs[: num_operands + 1], inputs[num_operands + 1 :]
         ctx.save_for_backward(*tensors, *tables)
-        ctx.backward_op = backward_op
+        ctx.backward_op, ctx.num_tensors = backward_op, len(tensors)
         with below_autograd():
             return op(*inputs)
 
     @staticmethod
     def backward(ctx, do):
-        *tensors, cos, sin, positions = ctx.saved_tensors
-        gradients = ctx.backward_op(do, *tensors, [cos, sin, positions], *ctx.options)
+        saved, count = ctx.saved_tensors, ctx.num_tensors
+        gradients = ctx.backward_op(do, *saved[:count], list(saved[count:]), *ctx.options)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         return None, None, None, *gradients, *(None,) * (2 + len(ctx.options))
 

@@ -43,8 +43,9 @@ class RotaryParams(NamedTuple):
 class BlockAttentionParams(NamedTuple):
     """offsets: `[B + 1]`. block_size: a power of two. implementation: "triton", "hopper", or
     "auto", which prefers Hopper's kernels. batch_invariant: "auto" chooses the same kernels for a
-    single row as for many. clear_tail: write 0 to the rows behind the last segment; False: there
-    are none."""
+    single row as for many, and dropout counts rows from their block's start. clear_tail: write 0 to
+    the rows behind the last segment; False: there are none. dropout_p, dropout_seed: of
+    `AttentionParams`; a block is a segment."""
 
     offsets: Tensor
     rotary: RotaryParams
@@ -53,3 +54,5 @@ class BlockAttentionParams(NamedTuple):
     implementation: str
     batch_invariant: bool
     clear_tail: bool
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None

@@ -16,7 +16,7 @@ class BlockAttentionProblem(NamedTuple):
     `[L, num_kv_heads, head_dim]`.
 
     rotary: "none", "relative" or "absolute" positions. aligned: rows of q, k and v start at 16-byte
-    boundaries.
+    boundaries. dropout: of weights, which Hopper's kernels do not have.
     """
 
     num_heads: int
@@ -28,6 +28,7 @@ class BlockAttentionProblem(NamedTuple):
     aligned: bool
     device_type: str
     capability: tuple[int, int]
+    dropout: bool = False
 
 
 @functools.cache
@@ -46,6 +47,10 @@ def select_block_attention(
     if implementation != "triton" and _hopper_is_supported(problem):
         return KernelChoice(
             "hopper", hopper_block_attention_config(kernel, num_heads, head_dim, block_size)
+        )
+    if implementation == "hopper" and problem.dropout:
+        raise ValueError(
+            "implementation 'hopper' takes no dropout of attention weights: use 'auto' or 'triton'"
         )
     if implementation == "hopper":
         raise ValueError(
@@ -78,6 +83,7 @@ def _hopper_is_supported(problem: BlockAttentionProblem) -> bool:
         and problem.dtype.itemsize == 2
         and problem.head_dim in range(8, 129, 8)
         and problem.aligned
+        and not problem.dropout
     )
 
 

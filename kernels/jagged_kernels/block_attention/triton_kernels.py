@@ -19,6 +19,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..attention.dropout import dropout_of_head, is_kept
 from ..common.activations import LOG2_E
 from ..common.loads import Rows, find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
 from ..common.ptxas import safe_ptxas
@@ -61,7 +62,7 @@ class Halves(NamedTuple):
 class Options(NamedTuple):
     """Constants of a launch. group: query heads of a key head. relative: positions are counted from
     a tile's first row. align: elements that strides count. packed: a pair of 16-bit elements is
-    loaded and stored as one word."""
+    loaded and stored as one word. local_rows: dropout counts rows from their block's start."""
 
     heads: int
     group: int
@@ -75,6 +76,14 @@ class Options(NamedTuple):
     align: int
     packed: bool
     precision: str
+    local_rows: bool = False
+
+
+class DropoutArguments(NamedTuple):
+    """What dropout_of_head takes."""
+
+    seed_ptr: tl.tensor
+    threshold: tl.tensor
 
 
 class Forward(NamedTuple):
@@ -248,13 +257,26 @@ def softmax_base_2(scores):
     return p * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
 
 
+@triton.jit
+def _drop(x, dropout, tile, head, OPTIONS: tl.constexpr):
+    """x [BLOCK_M, BLOCK_M], times 0 or 1 / (1 - p). Blocks are the segments of
+    attention/dropout.py. They begin at multiples of 16 rows of a tile."""
+    BLOCK_SIZE: tl.constexpr = OPTIONS.block_size
+    rows, start = tl.arange(0, OPTIONS.block_m)[:, None], tile.row
+    if OPTIONS.local_rows:
+        rows, start = rows % BLOCK_SIZE, start - start
+    of_head = dropout_of_head(dropout.seed_ptr, dropout.threshold, head, start)
+    kept = is_kept(of_head, rows, tl.arange(0, OPTIONS.block_m)[None, :] % BLOCK_SIZE)
+    return tl.where(kept, x * of_head.factor, 0.0)
+
+
 # -- kernels ---------------------------------------------------------------------------------------
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
 def block_attention_fwd_kernel(
-    x, offsets_ptr, tables, num_positions, num_segments, num_tiles, scale, strides,
+    x, offsets_ptr, tables, num_positions, num_segments, num_tiles, scale, strides, dropout,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """O of one tile and one head after the other. The heads of a tile follow one another, so rows
@@ -262,6 +284,7 @@ def block_attention_fwd_kernel(
 
     x: Forward, with the strides of rows and heads in turn in `strides`, in units of align elements
     (see `aligned_strides`). tables: cos, sin and positions. num_tiles: number of tile indices.
+    dropout: DropoutArguments, or None.
     """
     ALIGN: tl.constexpr = OPTIONS.align
     BLOCK_M: tl.constexpr = OPTIONS.block_m
@@ -291,6 +314,8 @@ def block_attention_fwd_kernel(
         v = _load(v_rows, tile, head // GROUP, angles, ROTATE_V, OPTIONS)
         scores = _mma_abt(q, k, ROTATE, PRECISION)
         p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, OPTIONS.block_size)
+        if dropout is not None:
+            p = _drop(p, dropout, tile, head, OPTIONS)
         zeros = _zeros(ROTATE_V, BLOCK_M, BLOCK_D)
         out = _mma_ab(p.to(v.even.dtype), v, zeros, ROTATE_V, PRECISION)
         _store(out_rows, tile, head, out, ROTATE_V, OPTIONS)
@@ -299,7 +324,7 @@ def block_attention_fwd_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
 def block_attention_bwd_kernel(
-    x, offsets_ptr, tables, num_positions, num_segments, num_tiles, scale, strides,
+    x, offsets_ptr, tables, num_positions, num_segments, num_tiles, scale, strides, dropout,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of one tile and one key head after the other, with the query heads of its
@@ -343,9 +368,13 @@ def block_attention_bwd_kernel(
             scores = _mma_abt(q, k, ROTATE, PRECISION)
             dp = _mma_abt(do, v, ROTATE_V, PRECISION)
             p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, OPTIONS.block_size)
+            if dropout is not None:
+                dp = _drop(dp, dropout, tile, head, OPTIONS)
             ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.even.dtype)
             dq = _mma_ab(ds, k, _zeros(ROTATE, BLOCK_M, BLOCK_D), ROTATE, PRECISION)
             _store_gradient(dq_rows, tile, head, dq, angles, ROTATE, OPTIONS)
+            if dropout is not None:
+                p = _drop(p, dropout, tile, head, OPTIONS)
             dv = _mma_ab(tl.trans(p.to(do.even.dtype)), do, dv, ROTATE_V, PRECISION)
             dk = _mma_ab(tl.trans(ds), q, dk, ROTATE, PRECISION)
         _store_gradient(dv_rows, tile, key_head, dv, angles, ROTATE_V, OPTIONS)

@@ -10,11 +10,8 @@ import triton
 import triton.language as tl
 
 from ..common.ptxas import safe_ptxas
+from ..common.random import philox
 
-# Philox-2x32: with 7 rounds or more it passes BigCrush (Salmon et al. 2011)
-ROUNDS = tl.constexpr(7)
-MULTIPLIER = tl.constexpr(0xD256D193)
-KEY_STEP = tl.constexpr(0x9E3779B9)
 # Dropout draws three numbers below it for an element, from 64 random bits.
 RANDOM_NUMBERS = tl.constexpr(2**21)
 
@@ -247,11 +244,7 @@ def _random_words(seed, row, column):
     key = seed.to(tl.uint32)
     low = zeros + row.to(tl.uint32)[:, None]
     high = zeros + (column.to(tl.uint32) ^ (seed >> 32).to(tl.uint32))[None, :]
-    for _ in tl.static_range(ROUNDS):
-        upper = tl.umulhi(low, MULTIPLIER)
-        low, high = upper ^ key ^ high, tl.mul(low, MULTIPLIER, sanitize_overflow=False)
-        key = tl.add(key, KEY_STEP, sanitize_overflow=False)
-    return low, high
+    return philox(low, high, key)
 
 
 @triton.jit

@@ -57,6 +57,15 @@ GROUPED = [  # query groups, activation, capability
     (3, "gelu_tanh", 80),
     (3, "gelu_tanh", 100),
 ]
+DROPPED = [  # head dim, dtype, capability, activation, mask
+    (64, "bf16", 90, "softmax", "none"),
+    (128, "fp16", 80, "silu", "hstu"),
+    (128, "bf16", 100, "softmax", "none"),
+    (128, "bf16", 90, "gelu_tanh", "none"),
+    (256, "bf16", 86, "softmax", "window"),
+    (64, "fp32", 90, "softmax", "semi-local"),
+    (128, "fp32", 86, "silu", "none"),
+]
 PAGED = [  # head dim, dtype, capability, activation, mask, bias
     (128, "bf16", 80, "softmax", "none", None),
     (64, "bf16", 90, "silu", "hstu", None),
@@ -80,10 +89,11 @@ def compile_attention(
     query_groups: int = 1,
     bias=None,
     page_rows: int | None = None,
+    dropout: bool = False,
 ):
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that
     capability. bias: a BiasKind, whose tables have gradients. page_rows: of the forward's keys;
-    None: they are not in pages."""
+    None: they are not in pages. dropout: weights are dropped."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize, divmod(capability, 10))
     config = getattr(
@@ -119,7 +129,8 @@ def compile_attention(
     constants |= {} if sums else dict(sums=None)
     constants |= {} if page_rows else dict(page_table_ptr=None)
     by_segment = ("*i64", "*fp32") if masked else ("constexpr", "constexpr")
-    call = Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4)
+    of_dropout = ("*i64", "fp32") if dropout else ("constexpr", "constexpr")
+    call = Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4, *of_dropout)
     operands = POINTERS[name]
     num_rows = sum(x not in ("lse", "delta") for x in operands._fields)
 
@@ -230,6 +241,25 @@ def test_the_forward_compiles_with_keys_in_pages(dim, dtype, capability, activat
         for rows in (256, None)
     )
     assert paged.metadata.shared == plain.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@slow_after(3, "name, dim, dtype, capability, activation, mask", diagonal_first(KERNELS, DROPPED))
+def test_attention_kernels_with_dropout_compile(name, dim, dtype, capability, activation, mask):
+    options = dict(tma=capability >= 90, activation=activation, mask=MASKS[mask], dropout=True)
+    options |= dict(precision="bf16x6" if dtype == "fp32" else "ieee")
+    compiled = compile_attention(name, dim, dtype, capability, **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@slow_after(1, "name", KERNELS)
+def test_four_weights_share_a_call_of_philox(name):
+    """Full and masked blocks each have a body, and a call has seven products."""
+    tile, dim = attention_tile(64, 2, (9, 0)), 64
+    config = getattr(attention_config(dim, 2, (9, 0), tile.query, False), name)
+    rows = tile.key if name == "dkdv" else config.tile or tile.query
+    weights = rows * config.block // (32 * config.num_warps)
+    ptx = compile_attention(name, dim, "bf16", 90, tma=True, dropout=True).asm["ptx"]
+    assert 0 < len(re.findall(r"mul\.hi\.u32", ptx)) <= 2 * 7 * weights / 4
 
 
 @slow_after(1, "name", KERNELS)

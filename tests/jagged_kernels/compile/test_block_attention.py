@@ -15,7 +15,16 @@ from .ahead_of_time import compile_for, gluon_descriptor
 
 
 def compile_block_attention(
-    name, capability, dtype, dim, block_size, rotate, relative=False, group=1, precision="bf16x6"
+    name,
+    capability,
+    dtype,
+    dim,
+    block_size,
+    rotate,
+    relative=False,
+    group=1,
+    precision="bf16x6",
+    dropout=False,
 ):
     """The compiled kernel with its launch configuration."""
     kernel, itemsize = (
@@ -48,11 +57,12 @@ def compile_block_attention(
         tables=(*["constexpr" if rotate is None else "*fp32"] * 2, "constexpr"),
         scale="fp32",
         strides=("i32",) * (2 * count),
+        dropout=triton_kernels.DropoutArguments("*i64", "fp32"),
     )
     return compile_for(
         capability,
         kernel,
-        dict(OPTIONS=options),
+        dict(OPTIONS=options) | ({} if dropout else dict(dropout=None)),
         types.get,
         aligned=("x", "offsets_ptr", "tables"),
         num_warps=config.num_warps,
@@ -88,6 +98,26 @@ def test_block_attention_kernels_compile(name, rotate, relative, fp32_dims):
                 assert "wgmma.mma_async" in compiled.asm["ptx"]
     for dim in fp32_dims:
         compile_block_attention(name, 90, "fp32", dim, 64, rotate, relative)
+
+
+DROPPED = [  # capability, dtype, head dim, block size, rotary, query heads of a key head
+    (90, "bf16", 128, 64, "qk", 1),
+    (80, "fp16", 64, 16, None, 2),
+    (100, "bf16", 128, 64, "qkv", 1),
+    (86, "fp32", 32, 32, None, 1),
+]
+
+
+@slow_after(
+    2,
+    "name, capability, dtype, dim, block_size, rotate, group",
+    diagonal_first(["fwd", "bwd"], DROPPED),
+    ids=str,
+)
+def test_kernels_with_dropout_compile(name, capability, dtype, dim, block_size, rotate, group):
+    sizes = dtype, dim, block_size, rotate
+    compiled = compile_block_attention(name, capability, *sizes, group=group, dropout=True)
+    assert compiled.metadata.shared <= {80: 163, 86: 99, 90: 227, 100: 227}[capability] * 1024
 
 
 @slow_after(1, "dtype, precision", [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")])

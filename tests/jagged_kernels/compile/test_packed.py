@@ -47,6 +47,20 @@ CASES = [
     ids=str,
 )
 def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, cross):
+    compile_packed(name, capability, dtype, dim, activation, mask, group, cross)
+
+
+@slow_after(
+    1,
+    "name, capability, dtype, dim, activation, mask, group, cross",
+    diagonal_first(KERNELS, CASES)[2:6],
+    ids=str,
+)
+def test_kernels_with_dropout_compile(name, capability, dtype, dim, activation, mask, group, cross):
+    compile_packed(name, capability, dtype, dim, activation, mask, group, cross, dropout=True)
+
+
+def compile_packed(name, capability, dtype, dim, activation, mask, group, cross, dropout=False):
     config, block = packed_config(name, dim), padded_dim(dim)
     options = dict(
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers
@@ -67,6 +81,7 @@ def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, 
     def given(type, there):
         return type if there else "constexpr"
 
+    of_dropout = ("*i64", "fp32") if dropout else ("constexpr", "constexpr")
     operands = [f"*{dtype}"] * (4 if name == "fwd" else 7)
     types = dict(
         x=Operands(*operands, "*fp32") if name == "fwd" else Backward(*operands),
@@ -78,7 +93,7 @@ def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, 
             given("*i64", mask not in ("none", "window")),
             given("*fp32", activation != "softmax"),
         ),
-        scales=Scales(*["fp32"] * 4),
+        scales=Scales(*["fp32"] * 4, *of_dropout),
         strides=("i32",) * (2 * len(operands)),
     )
     compiled = compile_for(
