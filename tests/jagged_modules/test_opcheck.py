@@ -49,6 +49,16 @@ def test_opcheck(q_shared, activation, masked, offsets_of):
     check_attention(AttentionCall(q, k, v, segments, params))
 
 
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_opcheck_with_dropout(activation, offsets_of):
+    q, k, v = (
+        torch.randn(n, h, d, requires_grad=True) for n, h, d in ((4, 4, 8), (7, 2, 8), (7, 2, 6))
+    )
+    params = AttentionParams(0.3, activation, dropout_p=0.25, dropout_seed=torch.tensor(7))
+    segments = Segments(offsets_of([3, 1]), offsets_of([2, 5]))
+    check_attention(AttentionCall(q, k, v, segments, params))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("tables", ["position", "time", "both"])
