@@ -110,7 +110,8 @@ def operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as the functions here take them."""
     dtype = compute_dtype(call.q)
     q, k, v = (x.to(dtype) for x in call[:3])
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
 
 
 def in_chunks(compute: Callable[[list[Chunk]], object], call: AttentionCall, threads: int) -> None:

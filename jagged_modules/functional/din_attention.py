@@ -178,6 +178,7 @@ def attend_by_mlp(
         mlp.normalize == "softmax",
         len(mlp.weights) - 1,
         kernels,
+        mlp.activation == "dice" and units is not None and units.uses_batch,
     )
     return weighted_events(tensors, call, units)
 

@@ -38,7 +38,8 @@ def operators(kernels: bool) -> DINOperators:
 
 
 class DINCall(NamedTuple):
-    """What the node computes, besides its tensors. layers: hidden ones."""
+    """What the node computes, besides its tensors. layers: hidden ones. uses_batch: whether Dice
+    takes the statistics of the batch, which have gradients."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
@@ -46,6 +47,7 @@ class DINCall(NamedTuple):
     softmax: bool
     layers: int
     kernels: bool
+    uses_batch: bool
 
 
 class DINTensors(NamedTuple):
@@ -153,12 +155,12 @@ class _Node(torch.autograd.Function):
             arguments = _arguments(tensors, tables, call)
             return run(do, lse, delta, *arguments, call.softmax, layer)
 
-        if call.activation == "dice":
+        if call.uses_batch:
             tables = _tables(tensors, statistics, ctx.eps)
             for layer in reversed(range(call.layers)):
                 count, table = statistics[layer][0], UnitTable(*tables[layer])
                 (sums,) = gradients(layer)
-                # without pairs the statistics are constants
+                # without pairs there are no statistics
                 factor = torch.where(count > 0, table.weight * table.rstd / count.clamp(min=1), 0)
                 pulls[layer] = -factor * sums[1:]
         found = gradients(-1)

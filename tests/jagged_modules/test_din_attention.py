@@ -41,6 +41,34 @@ def test_numbers_of_layers(activation, hidden):
     assert_as_defined(problem(activation, hidden=hidden))
 
 
+ONE_EACH = dict(candidates=[3, 0, 2, 4, 1], lengths=[3, 0, 7, 2, 1])
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@pytest.mark.parametrize("activation", ["relu", "dice"])
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_one_candidate_of_each_user(monkeypatch, activation, normalize, chunk):
+    """In chunks of segments of any lengths."""
+    monkeypatch.setattr(din, "CHUNK", chunk)
+    for v_width in (5, None):
+        case = problem(activation, normalize=normalize, v_width=v_width, **ONE_EACH)
+        assert_as_defined(case)
+    offsets = torch.arange(6), case.kv_offsets
+    assert all(isinstance(x, din.Single) for x in din._chunks(*offsets))
+
+
+@pytest.mark.parametrize("activation", ["relu", "prelu", "dice-eval"])
+@pytest.mark.parametrize("options", [{}, ONE_EACH], ids=["", "one-each"])
+def test_a_nan_stays_with_its_user(activation, options):
+    case = problem(activation, **options)
+    clean = case.results(case.call)
+    case.tensors["k"][1] = torch.nan  # of the first user
+    found, own = case.results(case.call), case.candidates == 0
+    for name, others in dict(out=~own, q=~own, k=slice(3, None), v=slice(3, None)).items():
+        assert torch.equal(found[name][others], clean[name][others])
+    assert found["out"][own].isnan().all()
+
+
 @pytest.mark.parametrize("n_q", [1, 3])
 def test_query_rows_of_a_candidate(n_q):
     assert_as_defined(problem(n_q=n_q, normalize="softmax"))
