@@ -74,9 +74,7 @@ class OneTransBlock(nn.Module):
         q, k, v = rows.unflatten(1, (3, self.num_heads, -1)).unbind(1)
         counts, lengths = token_offsets.diff(), updated_offsets.diff()
         q, q_offsets = F.jagged_last(q, offsets, lengths + counts)
-        mask = jm.AttentionMask(
-            causal=True, num_targets=counts, target_group_size=self.num_tokens
-        )
+        mask = jm.AttentionMask(causal=True, num_targets=counts, target_group_size=self.num_tokens)
         out = F.jagged_attention(q, k, v, q_offsets, offsets, mask=mask).flatten(1)
         (first, _), (rest, _) = F.jagged_split(out, q_offsets, lengths, total_first=num_rows)
         return first, rest

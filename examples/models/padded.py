@@ -82,9 +82,7 @@ class PaddedDIN(DIN):
     """A row for each pair of a candidate and an event or padding, of the four features."""
 
     def interest(self, history, targets, candidates):
-        k, real = (
-            per_candidate(x, candidates.offsets, len(targets)) for x in pad_history(history)
-        )
+        k, real = (per_candidate(x, candidates.offsets, len(targets)) for x in pad_history(history))
         q = targets[:, None].expand_as(k)
         *hidden, last = self.attention.linears
         h = torch.cat([q, k, q - k, q * k], dim=-1)
@@ -115,7 +113,9 @@ class PaddedTransAct(TransAct):
     """Each candidate's copy of its user's history is padded."""
 
     def pooled(self, events, targets, candidates):
-        rows, real = (per_candidate(x, candidates.offsets, len(targets)) for x in pad_history(events))
+        rows, real = (
+            per_candidate(x, candidates.offsets, len(targets)) for x in pad_history(events)
+        )
         x = torch.cat([rows, targets[:, None].expand(-1, rows.shape[1], -1)], dim=2)
         mask = visible(real)
         for layer in self.encoder.layers:

@@ -29,9 +29,7 @@ class SASRec(Head):
         num_item_features: int,
         device: torch.device | None = None,
     ):
-        super().__init__(
-            config, num_user_features, num_item_features, num_vectors=1, device=device
-        )
+        super().__init__(config, num_user_features, num_item_features, num_vectors=1, device=device)
         dim = config.embedding_dim
         self.positions = nn.Embedding(config.max_history, dim, device=device)
         layers = [

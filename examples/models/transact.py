@@ -39,9 +39,7 @@ class TransAct(Head):
         self.event_proj = nn.Linear(dim, dim // 2, device=device)
         self.target_proj = nn.Linear(dim, dim // 2, device=device)
         layers = [
-            jm.JaggedEncoderLayer(
-                dim, config.num_heads, dim, dropout=config.dropout, device=device
-            )
+            jm.JaggedEncoderLayer(dim, config.num_heads, dim, dropout=config.dropout, device=device)
             for _ in range(self.num_layers)
         ]
         self.encoder = jm.JaggedEncoder(layers)
@@ -66,11 +64,7 @@ class TransAct(Head):
     ) -> torch.Tensor:
         """[C, num_interests · E], from events [L, E / 2] and targets [C, E / 2]."""
         rows = histories_of(candidates, events, targets.shape[0])
-        fused = torch.cat(
-            [rows.values, per_candidate(targets, rows.offsets, rows.num_rows)], dim=1
-        )
+        fused = torch.cat([rows.values, per_candidate(targets, rows.offsets, rows.num_rows)], dim=1)
         encoded = self.encoder(rows.with_values(fused))
         newest = encoded.to_padded(self.num_newest, side="left", truncate="newest")
-        return torch.cat(
-            [newest.flatten(1), F.jagged_max(encoded.values, encoded.offsets)], dim=1
-        )
+        return torch.cat([newest.flatten(1), F.jagged_max(encoded.values, encoded.offsets)], dim=1)
