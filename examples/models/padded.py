@@ -125,7 +125,7 @@ class PaddedTransAct(TransAct):
         most = most.masked_fill(~real.any(1)[:, None], 0)
         missing = max(self.num_newest - x.shape[1], 0)
         newest = functional.pad(newest, (0, 0, missing, 0))
-        return torch.cat([newest.flatten(1), most], dim=1)
+        return torch.cat([newest.flatten(1), self.pool_proj(most)], dim=1)
 
 
 class PaddedBST(BST):

@@ -42,7 +42,7 @@ class TransAct(Head):
             jm.JaggedEncoderLayer(dim, config.num_heads, dim, dropout=config.dropout, device=device)
             for _ in range(self.num_layers)
         ]
-        self.encoder = jm.JaggedEncoder(layers)
+        self.encoder, self.pool_proj = jm.JaggedEncoder(layers), nn.Linear(dim, dim, device=device)
 
     def interest(
         self, history: jm.Jagged, targets: torch.Tensor, candidates: jm.CandidateIndex
@@ -67,4 +67,5 @@ class TransAct(Head):
         fused = torch.cat([rows.values, per_candidate(targets, rows.offsets, rows.num_rows)], dim=1)
         encoded = self.encoder(rows.with_values(fused))
         newest = encoded.to_padded(self.num_newest, side="left", truncate="newest")
-        return torch.cat([newest.flatten(1), F.jagged_max(encoded.values, encoded.offsets)], dim=1)
+        pooled = self.pool_proj(F.jagged_max(encoded.values, encoded.offsets))
+        return torch.cat([newest.flatten(1), pooled], dim=1)
