@@ -314,8 +314,8 @@ def jagged_select(
         x: `[L, ...]`, any dtype of the dtype table.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
         index: `[C]` int32 or int64, segments of x, on x's device or the host.
-        total: the number of rows of the result, the sum of the segments' lengths. Required if only
-            a device knows it, and under torch.compile. It may be larger there.
+        total: the number of rows of the result, at least the sum of the segments' lengths, which is
+            the default. Required if only a device knows that, and under torch.compile.
 
     Returns:
         Values `[total, ...]` and offsets `[C + 1]` on x's device. Rows behind the last segment are
@@ -324,7 +324,7 @@ def jagged_select(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: shapes, offsets or devices do not match; host indices are outside of [0, B);
-            total is required and None, or not the sum.
+            total is required and None, or below the sum.
 
     Example::
 
@@ -341,10 +341,11 @@ def jagged_select(
     if total is not None:
         check_size("total", total, at_least=0)
     if known:
-        found = int(given.diff().cpu()[index.cpu().long()].sum())
-        if total not in (None, found):
-            raise ValueError(f"total must be the sum of the lengths, {found}, got {total}")
-        total = found
+        least = int(given.diff().cpu()[index.cpu().long()].sum())
+        total = least if total is None else total
+        if total < least:
+            raise ValueError(f"total must be at least the sum of lengths, {least}, got {total}")
+        known = total == least
     elif total is None:
         raise ValueError(
             "total must be the number of rows of the result if the offsets or the index are on a"
@@ -355,7 +356,9 @@ def jagged_select(
     place, position = segments_and_positions(ends, total)
     begins = pad(offsets[index], (0, 1))  # the last one is that of rows behind the last segment
     absent = None if known else place >= index.shape[0]
-    return rows_or_zeros(x, begins[place] + position, absent), ends
+    is_summed = torch.is_grad_enabled() and x.requires_grad and x.element_size() == 2
+    wide = x.float() if is_summed else x  # sums of 16-bit gradients are in fp32
+    return rows_or_zeros(wide, begins[place] + position, absent).to(x.dtype), ends
 
 
 def _fbgemm_is_right(values: Tensor, padding_value: float) -> bool:
