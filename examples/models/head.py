@@ -72,6 +72,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
 
+@torch.compiler.disable  # the number of rows depends on lengths
 def histories_of(
     candidates: jm.CandidateIndex, history: jm.Jagged, num_candidates: int
 ) -> jm.Jagged:
