@@ -34,7 +34,8 @@ class MixedLinear(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, events: torch.Tensor, tokens: torch.Tensor):
-        return self.shared(events), torch.einsum("cti,tio->cto", tokens, self.weight) + self.bias
+        out = torch.einsum("cti,tio->cto", tokens, self.weight)
+        return self.shared(events), out + self.bias.to(out.dtype)
 
 
 class OneTransBlock(nn.Module):

@@ -26,6 +26,7 @@ def make_model(head, device=None, tables=TABLES):
 
 
 @functools.cache
+@torch.no_grad()
 def inputs(lengths):
     """The embeddings of a batch of `BATCHES`, in float64."""
     model, batch = make_model(MODELS["din"]), make_batch(*BATCHES[lengths])
@@ -123,6 +124,17 @@ def test_built_on_meta_and_initialised_module_by_module(name, forms):
     for buffer in head.buffers():
         assert buffer.isfinite().all()
     assert head(inputs("of all lengths").to(torch.float32)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("forms", [MODELS, PADDED], ids=["jagged", "padded"])
+def test_autocast_gives_nearly_the_same(name, forms):
+    head, x = make_model(forms[name]).eval().head, inputs("of all lengths").to(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(x)
+    # bf16 keeps 8 bits: 2**-8 relative per rounding, a few roundings of terms of size about 1.
+    torch.testing.assert_close(logits.float(), head(x), rtol=0, atol=0.05)
+    logits.sum().backward()
 
 
 def test_bst_is_that_of_a_sequence_for_each_candidate():
