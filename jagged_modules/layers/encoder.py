@@ -170,9 +170,8 @@ class JaggedEncoderLayer(nn.Module):
             projections = [nn.Linear(32, 32) for _ in "qkvo"]
             layer = jm.JaggedEncoderLayer.from_parts(projections, linears, norms, num_heads=4)
         """
-        is_torchs = isinstance(attention, nn.Module)
-        if is_torchs:
-            num_heads = checked_attention(attention).num_heads
+        if isinstance(attention, nn.Module):
+            num_heads = int(checked_attention(attention).num_heads)
         elif len(attention) != 4 or num_heads is None:
             raise ValueError(
                 "attention must be an nn.MultiheadAttention, or four linears with num_heads, got"
@@ -190,8 +189,10 @@ class JaggedEncoderLayer(nn.Module):
             **norm_of(norms),
             **place(linears[0]),
         )
-        load_own: Any = load_attention if is_torchs else load_projections
-        load_own(layer.attention, attention)
+        if isinstance(attention, nn.Module):
+            load_attention(layer.attention, attention)
+        else:
+            load_projections(layer.attention, attention)
         load(layer.linear1, up, up_bias)
         load(layer.linear2, *down)
         for own, given in zip((layer.norm1, layer.norm2), norms):
