@@ -166,9 +166,9 @@ class JaggedEncoderLayer(nn.Module):
 
         Example::
 
-            linears, norms = (nn.Linear(32, 64), nn.Linear(64, 32)), [nn.LayerNorm(32)] * 2
-            projections = [nn.Linear(32, 32) for _ in "qkvo"]
-            layer = jm.JaggedEncoderLayer.from_parts(projections, linears, norms, num_heads=4)
+            linear, norm = torch.nn.Linear, torch.nn.LayerNorm(32)
+            projections, ffn = [linear(32, 32) for _ in "qkvo"], (linear(32, 64), linear(64, 32))
+            layer = jm.JaggedEncoderLayer.from_parts(projections, ffn, (norm, norm), num_heads=4)
         """
         if isinstance(attention, nn.Module):
             num_heads = int(checked_attention(attention).num_heads)
