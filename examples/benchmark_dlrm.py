@@ -2,7 +2,8 @@
 python examples/benchmark_dlrm.py
 
 Both have the same parameters, batches and embeddings (TorchRec's; on a GPU with the optimizer fused
-into their backward). padded_layers.py says what "by hand" means. Prints samples/s (a sample is a
+into their backward). padded_layers.py says what "by hand" means; --model measures a published model
+of models/ and its padded form. Prints samples/s (a sample is a
 candidate), peak memory, time by stage and the model FLOP utilisation (MFU) of each layer, beside
 three published claims, and writes them as JSON.
 
@@ -26,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import torch
 from balanced_sampler import BalancedBatchSampler
@@ -39,7 +41,7 @@ from ranking_data import (
     keyed,
     make_chunks,
 )
-from ranking_model import JAGGED, PARTS, RankingConfig, RankingModel
+from ranking_model import JAGGED, PARTS, RankingConfig, RankingHead, RankingModel
 from step_profile import STAGES, profile_steps
 from torch import nn
 from torch.nn import functional
@@ -132,6 +134,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         ),
     )
     parser.add_argument(
+        "--model",
+        dest="head",
+        choices=("dlrm", *models.MODELS),
+        default="dlrm",
+        help="dlrm, with --parts, or a published model, without streams and MFU",
+    )
+    parser.add_argument(
         "--models",
         nargs="+",
         choices=MODELS,
@@ -155,6 +164,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     check_at_least_1(parser, options, (*COUNTS, "threads"))
     options.device = pick_device(options.device)
+    if options.head != "dlrm":
+        options.parts = []
     set_sizes(options, SIZES[options.device.type])
     return options
 
@@ -369,6 +380,14 @@ def make_config(options: argparse.Namespace) -> RankingConfig:
     return RankingConfig(**{name: getattr(options, name) for name in names}, **longest)
 
 
+def make_model(name: str, tables: TableSizes, options: argparse.Namespace) -> RankingModel:
+    """The model of the options in a form of `MODELS`."""
+    layers, _ = MODELS[name]
+    forms = models.PADDED if layers is PADDED else models.MODELS
+    head = forms.get(options.head)
+    return RankingModel(tables, make_config(options), layers, options.device, head)
+
+
 class Step:
     """A training step of a model with Adam, from the parameters `initial`.
 
@@ -383,9 +402,9 @@ class Step:
         options: argparse.Namespace,
         initial: dict[str, torch.Tensor],
     ):
-        layers, compiled = MODELS[name]
+        _, compiled = MODELS[name]
         device = options.device
-        self.model = RankingModel(tables, make_config(options), layers, device)
+        self.model = make_model(name, tables, options)
         parameters, on_gpu = self.model.parameters(), device.type == "cuda"
         if on_gpu and not options.plain_embeddings:
             self.model = fuse_embedding_optimizer(
@@ -428,8 +447,10 @@ def in_range(name: str, function: Callable) -> Callable:
 
 def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
     """FLOPs of the forward of each layer, on the rows that exist. A GEMM of [m, k] and [k, n] has 2
-    m k n."""
+    m k n. None of a published model."""
     head, config = model.head, model.head.config
+    if not isinstance(head, RankingHead):
+        return {}
     past, stream, targets = (
         batch.ids[key].lengths().long().cpu()
         for key in ("history_item", "stream_item", "target_item")
@@ -554,7 +575,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     lengths = length_statistics(batches)
     batches = [batch.to(device) for batch in batches]
     torch.manual_seed(options.seed)
-    initial, steps = RankingModel(tables, make_config(options), device=device).state_dict(), {}
+    initial, steps = make_model("jagged", tables, options).state_dict(), {}
     for name in options.models:
         begin = time.perf_counter()
         steps[name] = Step(name, tables, options, initial)
@@ -608,7 +629,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "gemm_tflops": peak / 1e12,
         "forward_gflops": {name: count / 1e9 for name, count in flops.items()},
         "results": results,
-        "claims": compare_with_claims(results),
+        "claims": compare_with_claims(results) if options.head == "dlrm" else [],
     }
 
 

@@ -119,6 +119,7 @@ class RankingModel(nn.Module):
         config: options; `RankingConfig()` if None.
         layers: implementation of the layers; `JAGGED` if None.
         device: device of the parameters; `torch.device("meta")` for DistributedModelParallel.
+        head: makes the dense part, as those of models/; a `RankingHead` of the layers if None.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class RankingModel(nn.Module):
         config: RankingConfig | None = None,
         layers: "Layers | None" = None,
         device: torch.device | None = None,
+        head: Callable[..., nn.Module] | None = None,
     ):
         super().__init__()
         config = RankingConfig() if config is None else config
@@ -150,9 +152,9 @@ class RankingModel(nn.Module):
         self.user_bags = embedding_bags(tables.user_features, config.embedding_dim, device)
         self.item_bags = embedding_bags(tables.item_features, config.embedding_dim, device)
         self.unpack = Unpack(list(tables.user_features), list(tables.item_features), stream)
-        self.head = RankingHead(
-            config, len(tables.user_features), len(tables.item_features), layers, device
-        )
+        features = len(tables.user_features), len(tables.item_features)
+        make_head = partial(RankingHead, layers=layers) if head is None else head
+        self.head = make_head(config, *features, device=device)
 
     def tables(self) -> list[nn.Parameter]:
         return [

@@ -1,8 +1,8 @@
 """Trains a DLRM-style ranking model on rating histories: python examples/train_dlrm.py [--data
-PATH] [--compare | --ablation]
+PATH] [--model NAME] [--compare | --ablation]
 
 --compare trains the model with each interaction, --ablation without each of its parts in turn. Both
-print a table.
+print a table. --model trains a published model of models/, with --compare beside its padded form.
 Without --data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained
 model into --out. A run continued with --resume has the same result as an uninterrupted run.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import trainer
 from generated_log import generate_log
+from models import MODELS, PADDED
 from movielens import read_log
 from ranking_data import (
     SPLITS,
@@ -41,10 +42,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument(
+        "--model",
+        dest="head",
+        choices=("dlrm", *MODELS),
+        default="dlrm",
+        help="dlrm, which the following three options are for, or a published model",
+    )
+    parser.add_argument(
         "--interaction",
         choices=INTERACTIONS,
-        default="attention",
-        help="how a candidate uses its user's history",
+        help="how a candidate uses its user's history; default attention",
     )
     parts = "; ".join(f"{name}: {text}" for name, text in PARTS.items())
     parser.add_argument(
@@ -74,7 +81,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=64,
         help="ratings of a stream that see one another",
     )
+    parser.set_defaults(padded=False)
     options = trainer.parse(parser, arguments, at_least_1=("max_stream", "chunk_size"))
+    if options.head != "dlrm":
+        for name in ("interaction", "parts", "ablation"):
+            if getattr(options, name):
+                parser.error(f"--{name} is an option of --model dlrm, not of {options.head}")
+        options.parts = []
+    options.interaction = options.interaction or "attention"
     if options.parts is None:
         options.parts = list(PARTS if options.ablation else DEFAULT_PARTS)
     if options.compare and options.ablation:
@@ -93,7 +107,8 @@ def make_model(
     config = RankingConfig(
         max_candidates=max_candidates, **{name: getattr(options, name) for name in names}
     )
-    return RankingModel(tables, config, device=device)
+    forms = PADDED if options.padded else MODELS
+    return RankingModel(tables, config, device=device, head=forms.get(options.head))
 
 
 class Trainer(trainer.Trainer):
@@ -157,6 +172,9 @@ def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
 
 def variants(options: argparse.Namespace) -> dict[str, argparse.Namespace]:
     """The options of each model to train, by the model's name."""
+    if options.head != "dlrm":
+        forms = {options.head: options, f"{options.head}-padded": variant(options, padded=True)}
+        return forms if options.compare else {options.head: options}
     if options.compare:
         return {name: variant(options, interaction=name) for name in INTERACTIONS}
     if options.ablation:

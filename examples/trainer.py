@@ -576,8 +576,9 @@ def print_table(metrics: dict[str, Any], columns: dict[str, str]) -> None:
     widths = {
         name: max(17 if deviates else 10, len(heading) + 2) for name, heading in columns.items()
     }
+    first = max(12, *map(len, metrics["results"]))
     print(
-        f"\n{'':>12}"
+        f"\n{'':>{first}}"
         + "".join(f"{heading:>{widths[name]}}" for name, heading in columns.items())
         + f"{'step ms':>10}{'peak MB':>10}"
     )
@@ -588,7 +589,7 @@ def print_table(metrics: dict[str, Any], columns: dict[str, str]) -> None:
         measured = (
             f"{result[key]:.1f}" if key in result else "-" for key in ("step_ms", "peak_memory_mb")
         )
-        print(f"{name:>12}{values}" + "".join(f"{value:>10}" for value in measured))
+        print(f"{name:>{first}}{values}" + "".join(f"{value:>10}" for value in measured))
 
 
 def format_metric(result: dict[str, Any], name: str) -> str:

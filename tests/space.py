@@ -713,6 +713,12 @@ OPERATORS = {
             **_rows,
         ),
     ),
+    "jagged_select": Operator(
+        axes=COMMON | dict(columns=WIDTHS),
+        data_axes=DATA,
+        indices=dict(offsets=INDICES, index=INDICES),
+        **_rows,
+    ),
     "jagged_to_padded": Operator(
         axes=COMMON
         | dict(

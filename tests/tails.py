@@ -171,6 +171,11 @@ ON_TORCH = {
     ),
     "max": Tailed(lambda t, o: F.jagged_max(t["x"], o["x"]), ("x:x",), (None,)),
     "last": Tailed(lambda t, o: F.jagged_last(t["x"], o["x"], 3)[0][:1], ("x:x",), (None,)),
+    "select": Tailed(
+        lambda t, o: F.jagged_select(t["x"], o["x"], o["x"][:1].long().repeat(2), 2 * 40)[0][:1],
+        ("x:x",),
+        (None,),
+    ),
     "to-padded": Tailed(lambda t, o: F.jagged_to_padded(t["x"], o["x"], 40), ("x:x",), (None,)),
 }
 

@@ -1,5 +1,5 @@
 """Operators that move rows by index arithmetic: padding, arithmetic with a dense tensor,
-concatenation, splitting.
+concatenation, splitting, selection.
 
 They do not loop over segments and do not synchronise with a device. They have gradients of any
 order. For arithmetic of two jagged tensors with the same segments, use torch on their values.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
 from ..containers.padding import KEPT, SIDES, padded
@@ -19,6 +20,7 @@ from ..scalars import check_choice, check_kind, check_size
 from ..segments import (
     check_dense,
     check_device,
+    check_index_values,
     check_integers,
     check_offsets,
     checked_offsets,
@@ -298,6 +300,65 @@ def jagged_split(
     rows, segment = rows_and_segments(rest, x.shape[0] - total_first)
     index = rows + first[(segment + 1).clamp(max=segments) if has_tail else segment + 1]
     return (head, first), (rows_or_zeros(x, index, segment >= segments if has_tail else None), rest)
+
+
+def jagged_select(
+    x: Tensor, offsets: Tensor, index: Tensor, total: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The segments `index[0]`, `index[1]`, ... of x, one after another, each as often as it occurs.
+
+    Reads a user's rows once per candidate, for models in which each candidate has a sequence of its
+    own. Layers that take candidates do not need it: they read a user's rows in place.
+
+    Args:
+        x: `[L, ...]`, any dtype of the dtype table.
+        offsets: `[B + 1]` int32 or int64, on x's device or the host.
+        index: `[C]` int32 or int64, segments of x, on x's device or the host.
+        total: the number of rows of the result, at least the sum of the segments' lengths, which is
+            the default. Required if only a device knows that, and under torch.compile.
+
+    Returns:
+        Values `[total, ...]` and offsets `[C + 1]` on x's device. Rows behind the last segment are
+        0.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, offsets or devices do not match; host indices are outside of [0, B);
+            total is required and None, or below the sum.
+
+    Example::
+
+        x, offsets = torch.arange(5.0), torch.tensor([0, 2, 5])
+        print(F.jagged_select(x, offsets, torch.tensor([1, 0, 1])))  # 2 3 4, 0 1, 2 3 4
+    """
+    check_rows("jagged_select", "x", x)
+    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's")
+    segments = offsets.shape[0] - 1
+    check_integers("index", index)
+    check_device("index", index, x.device, "x's")
+    check_index_values("index", index, segments, "B - 1 = {}")
+    known = values_are_checkable(given) and values_are_checkable(index)
+    if total is not None:
+        check_size("total", total, at_least=0)
+    if known:
+        least = int(given.diff().cpu()[index.cpu().long()].sum())
+        total = least if total is None else total
+        if total < least:
+            raise ValueError(f"total must be at least the sum of lengths, {least}, got {total}")
+        known = total == least
+    elif total is None:
+        raise ValueError(
+            "total must be the number of rows of the result if the offsets or the index are on a"
+            " device or in a traced graph, got None"
+        )
+    index = index.to(x.device, torch.int64, non_blocking=True)
+    ends = pad(offsets.diff()[index].cumsum(0, dtype=offsets.dtype), (1, 0))
+    place, position = segments_and_positions(ends, total)
+    begins = pad(offsets[index], (0, 1))  # the last one is that of rows behind the last segment
+    absent = None if known else place >= index.shape[0]
+    is_summed = torch.is_grad_enabled() and x.requires_grad and x.element_size() == 2
+    wide = x.float() if is_summed else x  # sums of 16-bit gradients are in fp32
+    return rows_or_zeros(wide, begins[place] + position, absent).to(x.dtype), ends
 
 
 def _fbgemm_is_right(values: Tensor, padding_value: float) -> bool:

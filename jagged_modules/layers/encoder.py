@@ -19,7 +19,16 @@ from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
 from ..tracing import call_of, one_module
 from .encoder_node import encoder_dtype, encoder_node
-from .from_torch import checked_attention, load, load_attention, place
+from .from_torch import (
+    checked_attention,
+    linear_of,
+    load,
+    load_attention,
+    load_norm,
+    load_projections,
+    norm_of,
+    place,
+)
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
 from .norms import RMSNorm, RowNorm
@@ -35,7 +44,7 @@ TORCH_ACTIVATIONS = {
     "gelu": (nnf.gelu, nn.GELU),
     "silu": (nnf.silu, nn.SiLU),
 }
-ACTIVATIONS = (*TORCH_ACTIVATIONS, "swiglu")
+ACTIVATIONS = (*TORCH_ACTIVATIONS, "leaky_relu", "swiglu")
 
 
 class JaggedEncoderLayer(nn.Module):
@@ -53,8 +62,8 @@ class JaggedEncoderLayer(nn.Module):
         norm_first: norms before the attention and the feed-forward network, not after the
             residuals.
         norm: "layer" or "rms".
-        activation: "relu", "gelu", "silu" or "swiglu" (Shazeer 2020), for which linear1 has
-            2 · ffn_dim outputs.
+        activation: "relu", "gelu", "silu", "leaky_relu" (slope 0.01), or "swiglu" (Shazeer 2020),
+            for which linear1 has 2 · ffn_dim outputs.
         mask: which rows each row sees; all of its segment if None.
         dropout: dropout probability, below 1: of the attention weights, within the feed-forward
             network, and of what is added to the rows, as of nn.TransformerEncoderLayer.
@@ -125,23 +134,78 @@ class JaggedEncoderLayer(nn.Module):
             TypeError, ValueError: another kind of module, or options that this layer does not have.
         """
         check_kind("module", module, nn.TransformerEncoderLayer, "an nn.TransformerEncoderLayer")
-        attention = checked_attention(module.self_attn)
-        layer = cls(
-            attention.embed_dim,
-            attention.num_heads,
-            module.linear1.out_features,
+        return cls.from_parts(
+            module.self_attn,
+            (module.linear1, module.linear2),
+            (module.norm1, module.norm2),
             norm_first=module.norm_first,
             activation=_activation_of(module),
             mask=mask,
             dropout=module.dropout.p,
-            norm_eps=module.norm1.eps,
-            **place(module),
+        ).train(module.training)
+
+    @classmethod
+    def from_parts(
+        cls,
+        attention: nn.Module | Sequence[nn.Module],
+        linears: Sequence[nn.Module],
+        norms: Sequence[nn.Module],
+        *,
+        num_heads: int | None = None,
+        norm_first: bool = False,
+        activation: str = "relu",
+        mask: AttentionMask | None = None,
+        dropout: float = 0,
+    ) -> Self:
+        """A layer with the weights of the modules of an encoder layer that is not torch's, in their
+        mode, on their device.
+
+        Args:
+            attention: an nn.MultiheadAttention, or four linears: of queries, keys, values and the
+                output.
+            linears: linear1 and linear2, each an nn.Linear, or an nn.Conv1d with kernel_size 1.
+            norms: norm1 and norm2, each an nn.LayerNorm or an nn.RMSNorm, with the same eps.
+            num_heads: attention heads, of four linears.
+            norm_first, activation, mask, dropout: as of the constructor.
+
+        Raises:
+            TypeError, ValueError: as the constructor; modules of another kind, or with options that
+                this layer does not have.
+
+        Example::
+
+            linear, norm = torch.nn.Linear, torch.nn.LayerNorm(32)
+            projections, ffn = [linear(32, 32) for _ in "qkvo"], (linear(32, 64), linear(64, 32))
+            layer = jm.JaggedEncoderLayer.from_parts(projections, ffn, (norm, norm), num_heads=4)
+        """
+        if isinstance(attention, nn.Module):
+            num_heads = int(checked_attention(attention).num_heads)
+        elif len(attention) != 4 or num_heads is None:
+            raise ValueError(
+                "attention must be an nn.MultiheadAttention, or four linears with num_heads, got"
+                f" {len(attention)} modules and num_heads {num_heads}"
+            )
+        (up, up_bias), down = (linear_of(f"linears[{i}]", linears[i]) for i in range(2))
+        layer = cls(
+            up.shape[1],
+            num_heads,
+            down[0].shape[1],
+            norm_first=norm_first,
+            activation=activation,
+            mask=mask,
+            dropout=dropout,
+            **norm_of(norms),
+            **place(linears[0]),
         )
-        load_attention(layer.attention, module.self_attn)
-        for name in ("linear1", "linear2", "norm1", "norm2"):
-            source = getattr(module, name)
-            load(getattr(layer, name), source.weight, source.bias)
-        return layer.train(module.training)
+        if isinstance(attention, nn.Module):
+            load_attention(layer.attention, attention)
+        else:
+            load_projections(layer.attention, attention)
+        load(layer.linear1, up, up_bias)
+        load(layer.linear2, *down)
+        for own, given in zip((layer.norm1, layer.norm2), norms):
+            load_norm(own, given)
+        return layer.train(linears[0].training)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,3 +53,48 @@ def load_attention(layer: nn.Module, module: Any) -> None:
     load(own.q_proj, q, q_bias)
     load(own.kv_proj, kv, kv_bias)
     load(own.out_proj, module.out_proj.weight, module.out_proj.bias)
+
+
+def load_projections(layer: nn.Module, linears: Sequence[Any]) -> None:
+    """Copy the linears of queries, keys, values and the output into a layer as above."""
+    own: Any = layer
+    q, k, v, out = (linear_of(f"attention[{i}]", linear) for i, linear in enumerate(linears))
+    load(own.q_proj, *q)
+    biases = [torch.zeros(len(w)).to(w) if b is None else b for w, b in (k, v)]
+    load(own.kv_proj, torch.cat([k[0], v[0]]), torch.cat(biases))
+    load(own.out_proj, *out)
+
+
+def linear_of(name: str, module: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of an nn.Linear, or of an nn.Conv1d that computes each row by itself."""
+    if isinstance(module, nn.Conv1d):
+        given = module.kernel_size, module.stride, module.padding, module.groups
+        if given != ((1,), (1,), (0,), 1):
+            raise ValueError(
+                f"{name} must have kernel_size 1, stride 1, padding 0 and groups 1, got {module}"
+            )
+        return module.weight[:, :, 0], module.bias
+    check_kind(name, module, nn.Linear, "an nn.Linear or an nn.Conv1d of single rows")
+    return module.weight, module.bias
+
+
+def norm_of(norms: Sequence[Any]) -> dict[str, Any]:
+    """The options `norm` and `norm_eps` of an encoder layer with these two norms."""
+    for i, norm in enumerate(norms, 1):
+        kinds = (nn.LayerNorm, nn.RMSNorm)
+        check_kind(f"norm{i}", norm, kinds, "an nn.LayerNorm or an nn.RMSNorm")
+    first, second = norms
+    if isinstance(first, nn.RMSNorm) != isinstance(second, nn.RMSNorm) or first.eps != second.eps:
+        raise ValueError(f"norm2 must be as norm1, {first}, got {second}")
+    if first.eps is None:
+        raise ValueError("norm1 must have an eps, which nn.RMSNorm's default is not, got None")
+    return dict(norm="rms" if isinstance(first, nn.RMSNorm) else "layer", norm_eps=first.eps)
+
+
+def load_norm(target: nn.Module, norm: Any) -> None:
+    """Copy the parameters of a norm; those that it does not have are 1 and 0."""
+    own: Any = target
+    with torch.no_grad():
+        nn.init.ones_(own.weight) if norm.weight is None else own.weight.copy_(norm.weight)
+        if isinstance(own, nn.LayerNorm):
+            nn.init.zeros_(own.bias) if norm.bias is None else own.bias.copy_(norm.bias)

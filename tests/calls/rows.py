@@ -239,6 +239,30 @@ def part(name: str) -> Callable:
     return build
 
 
+def jagged_select(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    offsets, segments = make.offsets("offsets", lengths), len(lengths)
+    chosen = list(range(segments - 1, -1, -2))
+    index = make.index("index", torch.tensor(chosen, dtype=torch.int64))
+    starts, taken = offsets_of(lengths).tolist(), [lengths[b] for b in chosen]
+    rows = [starts[b] + i for b in chosen for i in range(lengths[b])]
+    rows = torch.tensor(rows, dtype=torch.int64, device=make.device)
+
+    def model(inputs, gradients):
+        x, do, exact = inputs["x"], gradients["out"], accuracy.Bound.exact
+        out, dx = torch.zeros_like(do), torch.zeros_like(x)
+        out[: len(rows)] = x[rows]
+        dx[rows] = do[: len(rows)]
+        return dict(out=exact(out), dx=exact(dx), offsets=offsets_of(taken))
+
+    return Call(
+        dict(x=make.tensor(sum(lengths), o["columns"])),
+        lambda x: dict(zip(("out", "offsets"), F.jagged_select(x, offsets, index, len(rows)))),
+        model,
+        dict(x=make.segments(lengths)),
+    )
+
+
 def jagged_to_padded(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     offsets, width, index, rows = _padding(make, o, lengths)

@@ -168,6 +168,16 @@ def test_program_measures_the_lengths_of_a_log(tmp_path, capsys):
     assert report["settings"]["data"].endswith("u.data")
 
 
+def test_program_measures_a_published_model(tmp_path, capsys):
+    arguments = ["--model", "bst", "--num-batches", "1", "--models", "jagged", "padded"]
+    bench.main([*TINY, *arguments, "--out", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["claims"] == [] == list(report["forward_gflops"])
+    printed = capsys.readouterr().out
+    for result in report["results"].values():
+        assert result["peak_memory_mb"] > 0 and f"{result['step_ms']:.1f}" in printed
+
+
 @pytest.mark.slow
 def test_program_measures_compiled_models(tmp_path, capsys):
     # Compilations take nearly all of the time. Other parts have more of them, and batches of other
@@ -179,10 +189,11 @@ def test_program_measures_compiled_models(tmp_path, capsys):
     check_report(tmp_path / "report.json", list(bench.MODELS), capsys.readouterr().out, parts)
 
 
-def test_both_take_the_same_steps():
-    options = bench.parse_arguments([*TINY, "--dropout", "0"])
+@pytest.mark.parametrize("model", ["dlrm", "din", "onetrans"])
+def test_both_take_the_same_steps(model):
+    options = bench.parse_arguments([*TINY, "--dropout", "0", "--model", model])
     tables, batches = bench.random_batches(options)
-    initial = RankingModel(tables, bench.make_config(options)).state_dict()
+    initial = bench.make_model("jagged", tables, options).state_dict()
     steps = {name: bench.Step(name, tables, options, initial) for name in ("jagged", "padded")}
     losses = {
         name: [step(batch).item() for batch in batches for _ in range(2)]

@@ -54,7 +54,7 @@ def test_each_option_has_a_text_and_a_default(program, monkeypatch):
 
 @pytest.mark.parametrize(
     "program",
-    [EXAMPLES / "train_dlrm.py", EXAMPLES / "wukong.py", EXAMPLES / "benchmark_dlrm.py"],
+    [EXAMPLES / "train_dlrm.py", EXAMPLES / "benchmark_dlrm.py"],
     ids=lambda path: path.stem,
 )
 def test_a_negative_seed_ends_with_one_line(program, monkeypatch, capsys):
@@ -69,7 +69,6 @@ def test_programs_are_found():
         "train_dlrm",
         "train_hstu",
         "serve_ranking",
-        "wukong",
         "bench_attention",
         "compare",
         "schedule_picture",

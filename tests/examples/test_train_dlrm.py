@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import train_dlrm
+from models import MODELS
 from ranking_model import INTERACTIONS, PARTS
 
 from ..marks import PATIENCE
@@ -26,6 +27,8 @@ TINY = [
     "--num-heads",
     "2",
 ]
+
+SMALL = ["--users", "8", "--epochs", "1", "--max-history", "20"]
 
 
 def train(out, *arguments):
@@ -107,6 +110,21 @@ def test_a_run_with_another_seed_ends_elsewhere(tmp_path, without_speed):
     )
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_a_published_model(tmp_path, name):
+    metrics = train(tmp_path, "--model", name, *SMALL)
+    assert 0 < metrics["results"][name]["test"]["auc"] < 1 and (tmp_path / name).is_dir()
+
+
+def test_compare_of_a_published_model_has_a_row_of_its_padded_form(tmp_path, capsys):
+    metrics = train(tmp_path, "--model", "din", "--compare", *SMALL)
+    jagged, padded = (metrics["results"][name] for name in ("din", "din-padded"))
+    # equal but for what is dropped, and the order of sums
+    assert jagged["test"]["auc"] == pytest.approx(padded["test"]["auc"], abs=0.05)
+    assert padded["peak_memory_mb"] > 1.2 * jagged["peak_memory_mb"]
+    assert "din-padded" in capsys.readouterr().out
+
+
 def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
     metrics = train(tmp_path, "--compare", "--epochs", "1", "--parts")
     assert list(metrics["results"]) == list(INTERACTIONS)
@@ -170,6 +188,9 @@ def test_settings_of_the_checkpoint_must_agree(tmp_path):
         (["--timeout", "1e30"], "--timeout: must be below 2**31, not 1e+30"),
         (["--num-workers", "-1"], "--num-workers must be 0 to inf, not -1"),
         (["--compare", "--ablation"], "give one of them"),
+        (["--model", "din", "--parts", "gdpa"], "--parts is an option of --model dlrm, not of din"),
+        (["--model", "din", "--interaction", "mean"], "--interaction is an option of --model dlrm"),
+        (["--model", "bst", "--ablation"], "--ablation is an option of --model dlrm, not of bst"),
     ],
 )
 def test_bad_options(arguments, message, capsys):

@@ -430,6 +430,9 @@ JAGGED = {
     "jagged_mean": lambda x, w, offsets: F.jagged_mean(x, offsets) * w.sum(),
     "jagged_max": lambda x, w, offsets: F.jagged_max(x, offsets) * w.sum(),
     "jagged_last": lambda x, w, offsets: F.jagged_sum(*F.jagged_last(x, offsets, 2)) * w.sum(),
+    "jagged_select": lambda x, w, offsets: (
+        F.jagged_select(x, offsets, offsets[:1].repeat(2), 2 * x.shape[0])[0] * w.sum()
+    ),
     "jagged_to_padded": lambda x, w, offsets: F.jagged_to_padded(x, offsets, 100) * w.sum(),
     "padded_to_jagged": lambda x, w, offsets: (
         F.padded_to_jagged(w.repeat(1, 9, 1), offsets, x.shape[0]) * x.sum()

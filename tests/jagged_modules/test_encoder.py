@@ -76,6 +76,97 @@ def test_a_stack_of_torch(norm):
     assert_equal_on_rows(own, module, padded())
 
 
+class Projections(nn.Module):
+    """An encoder layer with four linears, as of BERT, after the residuals; or with convolutions of
+    single rows, before them, as of SASRec."""
+
+    def __init__(self, is_sasrec, bias=True):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in "qkvo")
+        make = (lambda *sizes: nn.Conv1d(*sizes, 1)) if is_sasrec else nn.Linear
+        self.up, self.down = make(WIDTH, FFN), make(FFN, WIDTH)
+        norm = nn.RMSNorm if is_sasrec else nn.LayerNorm
+        self.norm1, self.norm2 = (norm(WIDTH, eps=1e-3) for _ in range(2))
+        self.is_sasrec = is_sasrec
+
+    def attend(self, x, padding):
+        q, k, v = (linear(x).unflatten(2, (HEADS, -1)) for linear in (self.q, self.k, self.v))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, ~padding[:, None, None])
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def feed(self, x):
+        if self.is_sasrec:
+            return self.down(nn.functional.leaky_relu(self.up(x.mT))).mT
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    def forward(self, x, src_key_padding_mask):
+        if self.is_sasrec:
+            x = x + self.attend(self.norm1(x), src_key_padding_mask)
+            return x + self.feed(self.norm2(x))
+        x = self.norm1(x + self.attend(x, src_key_padding_mask))
+        return self.norm2(x + self.feed(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("is_sasrec", [True, False])
+def test_a_layer_of_other_modules(is_sasrec, bias):
+    module = Projections(is_sasrec, bias).double().eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    own = jm.JaggedEncoderLayer.from_parts(
+        (module.q, module.k, module.v, module.out),
+        (module.up, module.down),
+        (module.norm1, module.norm2),
+        num_heads=HEADS,
+        norm_first=is_sasrec,
+        activation="leaky_relu" if is_sasrec else "gelu",
+        dropout=0.1,
+    )
+    assert not own.training and own.dropout.p == 0.1
+    assert_equal_on_rows(own, module, padded())
+
+
+def test_parts_without_parameters():
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    norms = [nn.LayerNorm(WIDTH, elementwise_affine=False) for _ in range(2)]
+    linears = nn.Linear(WIDTH, FFN, bias=False), nn.Linear(FFN, WIDTH, bias=False)
+    own = jm.JaggedEncoderLayer.from_parts(attention, linears, norms)
+    assert own.norm1.weight.eq(1).all() and not own.norm1.bias.any() and not own.linear1.bias.any()
+    assert own.training
+
+
+PARTS = dict(
+    attention=[nn.Linear(WIDTH, WIDTH) for _ in "qkvo"],
+    linears=(nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)),
+    norms=[nn.LayerNorm(WIDTH)] * 2,
+    num_heads=HEADS,
+)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(num_heads=None), ValueError, "four linears with num_heads, got 4 modules and num_he"),
+        (dict(attention=PARTS["attention"][:3]), ValueError, "got 3 modules and num_heads 4"),
+        (dict(attention=nn.Linear(2, 2)), TypeError, "module must be an nn.MultiheadAttention"),
+        (
+            dict(linears=(nn.Conv1d(WIDTH, FFN, 3), PARTS["linears"][1])),
+            ValueError,
+            r"linears\[0\] must have kernel_size 1, stride 1, padding 0 and groups 1",
+        ),
+        (dict(attention=[nn.ReLU()] * 4), TypeError, r"attention\[0\] must be an nn.Linear"),
+        (dict(norms=[nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)]), ValueError, "norm2 must be as"),
+        (dict(norms=[nn.BatchNorm1d(WIDTH)] * 2), TypeError, "norm1 must be an nn.LayerNorm or"),
+        (dict(norms=[nn.RMSNorm(WIDTH)] * 2), ValueError, "norm1 must have an eps"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit(changes, error, message):
+    with pytest.raises(error, match=message):
+        jm.JaggedEncoderLayer.from_parts(**(PARTS | changes))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_of_torch(bias):
     module = nn.MultiheadAttention(

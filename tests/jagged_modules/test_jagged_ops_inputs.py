@@ -66,6 +66,12 @@ def calls(offsets_of):
         "jagged_max": (F.jagged_max, x, offsets),
         "jagged_first": (lambda x, o: F.jagged_first(x, o, 0), x, offsets),
         "jagged_last": (lambda x, o: F.jagged_last(x, o, 0), x, offsets),
+        "jagged_select": (
+            lambda x, o, i: F.jagged_select(x, o, i, 8),
+            x,
+            offsets,
+            torch.tensor([2, 0, 2]),
+        ),
         "jagged_to_padded": (lambda x, o: F.jagged_to_padded(x, o, 4), x, offsets),
         "padded_to_jagged": (lambda x, o: F.padded_to_jagged(x, o, 5), dense, offsets),
     }
@@ -363,6 +369,25 @@ BAD_CALLS = [
         ([X, X], [OFFSETS, OFFSETS[::2]]),
         ValueError,
         r"offsets\[1\] must have offsets\[0\]'s shape, \[3\], got \[2\]",
+    ),
+    (F.jagged_select, (X, OFFSETS, [0]), TypeError, "index must be a torch.Tensor, got list"),
+    (
+        F.jagged_select,
+        (X, OFFSETS, torch.tensor([1, 2])),
+        ValueError,
+        "index must be 0 to B - 1 = 1, got values 1 to 2",
+    ),
+    (
+        F.jagged_select,
+        (X, OFFSETS, torch.tensor([0]), 1),
+        ValueError,
+        "total must be at least the sum of lengths, 2, got 1",
+    ),
+    (
+        F.jagged_select,
+        (X.to("meta"), OFFSETS.to("meta"), torch.tensor([0])),
+        ValueError,
+        "total must be the number of rows of the result .* got None",
     ),
     (F.jagged_split, (X, None, 2), TypeError, "offsets must be a torch.Tensor, got NoneType"),
     (

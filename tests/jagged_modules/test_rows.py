@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagged_modules import functional as F
+from jagged_modules.functional import rows as jagged_rows
 
 from .segments import DTYPES, check_definition, joined, split
 
@@ -102,7 +103,6 @@ def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
     """Offsets on a device are not read. A long segment is truncated to N rows, and rows that a
     dense block does not have are 0."""
     from jagged_modules import segments as checks
-    from jagged_modules.functional import rows as jagged_rows
 
     for module in (checks, jagged_rows):
         monkeypatch.setattr(module, "values_are_checkable", lambda x: False)
@@ -181,6 +181,41 @@ def test_split(lengths, first, offsets_of):
     assert torch.equal(again, x) and torch.equal(again_offsets, offsets)
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "lengths, chosen",
+    [
+        ([3, 0, 2], [2, 0, 1, 0, 0]),
+        ([3, 0, 2], [1, 1]),
+        ([3, 0, 2], []),
+        ([0, 0], [1, 0]),
+        ([], []),
+    ],
+)
+def test_select(lengths, chosen, index, offsets_of, monkeypatch):
+    x, offsets = torch.randn(sum(lengths), 2), offsets_of(lengths, index)
+    parts = split(x, offsets)
+    expected = joined([parts[b] for b in chosen], x[:0])
+    picked = torch.tensor(chosen, dtype=index)
+    out, bounds = F.jagged_select(x, offsets, picked)
+    assert torch.equal(out, expected) and bounds.dtype == index
+    assert bounds.diff().tolist() == [lengths[b] for b in chosen]
+    for _ in range(2):
+        out, again = F.jagged_select(x, offsets, picked, len(expected) + 3)
+        assert torch.equal(again, bounds) and torch.equal(out[:-3], expected)
+        assert not out[-3:].any()
+        # as if only a device knew the lengths
+        monkeypatch.setattr(jagged_rows, "values_are_checkable", lambda x: False)
+
+
+def test_gradients_of_a_segment_that_is_selected_often_are_summed_in_fp32(offsets_of):
+    x = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    picked = torch.zeros(1000, dtype=torch.int64)
+    out, _ = F.jagged_select(x, offsets_of([1, 1]), picked)
+    out.backward(torch.ones_like(out))
+    assert out.dtype == torch.bfloat16 and x.grad.tolist() == [[1000.0] * 3, [0.0] * 3]
+
+
 def test_gradcheck_of_rows(offsets_of):
     offsets, others = offsets_of([2, 0, 3]), offsets_of([1, 2, 0])
     x, z, dense = (
@@ -192,6 +227,7 @@ def test_gradcheck_of_rows(offsets_of):
         (lambda dense: F.padded_to_jagged(dense, offsets), [dense]),
         (lambda x, dense: F.jagged_dense_mul(x, dense, offsets), [x, dense]),
         (lambda x, z: F.jagged_concat([x, z], [offsets, others])[0], [x, z]),
+        (lambda x: F.jagged_select(x, offsets, torch.tensor([2, 0, 2]))[0], [x]),
         (lambda x: F.jagged_split(x, offsets, torch.tensor([1, 0, 2]))[0][0], [x]),
         (lambda x: F.jagged_split(x, offsets, torch.tensor([1, 0, 2]))[1][0], [x]),
     ]
