@@ -1,6 +1,6 @@
 """Operators on a concatenation, written as a sum or a concatenation of operators on its parts.
 
-    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])
+    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])         also of x - y: terms.py
             the same for matmul with a weight on either side
     [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
     Σ [x | y]           = Σ x + Σ y
@@ -16,7 +16,6 @@ estimates.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,26 +29,9 @@ from .lineage import Lineage, shape_of
 from .own_operators import LINEAR_COMPRESS
 from .placement import PRODUCTS, VECTOR_BYTES, VIEWS, Cost, Costs
 from .rules import pointwise
-from .terms import costs_of_terms, groups_of, only_for, sum_of_terms
+from .terms import Part, costs_of_terms, groups_of, only_for, sum_of_terms
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a concatenation.
-
-    Attributes:
-        node: its value.
-        width: its number of columns.
-        lineage: of the value.
-        pieces: values that it is a concatenation of.
-    """
-
-    node: fx.Node
-    width: int
-    lineage: Lineage | None
-    pieces: int
 
 
 class Distributor:

@@ -26,6 +26,23 @@ aten = torch.ops.aten
 SIGNS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a concatenation.
+
+    Attributes:
+        node: its value.
+        width: its number of columns.
+        lineage: of the value.
+        pieces: values that it is a concatenation of.
+    """
+
+    node: fx.Node
+    width: int
+    lineage: Lineage | None
+    pieces: int
+
+
 @dataclass
 class Term:
     """A value, and the columns of the weight that multiply it.
