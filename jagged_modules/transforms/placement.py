@@ -241,7 +241,7 @@ class Costs:
         operands = {x for x in node.all_input_nodes if is_tensor(x)}
         moved = sum(self.bytes(x) * share(x) for x in operands) + self.bytes(node) * share(node)
         if node.target is not aten.cat.default:
-            computed = max((self.elements(first_of(x.meta["val"])) for x in (*operands, node)))
+            computed = max(self.elements(first_of(x.meta["val"])) for x in (*operands, node))
             return self.of(
                 node, self._flops(node) * share(node), moved, computed=computed * share(node)
             )

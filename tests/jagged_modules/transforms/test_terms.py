@@ -106,7 +106,9 @@ def test_results_and_gradients(name):
     torch.manual_seed(0)
     model = Scores(FEATURES[name])
     fused = fused_of(model)
-    assert any(site.decision == "moved" and site.operator == "linear" for site in fused.report.sites)
+    assert any(
+        site.decision == "moved" and site.operator == "linear" for site in fused.report.sites
+    )
     assert_same(fused, model)
 
 
