@@ -33,7 +33,7 @@ CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
 # share of the estimated cost of the whole model. Calls that save less take as long as the model, or
 # longer
-WORTHWHILE = 0.03
+WORTHWHILE = 0.01
 
 
 if TYPE_CHECKING:  # torch makes a class for each graph
@@ -56,7 +56,7 @@ def fuse_broadcasts(
     An operator moves to the users' rows if a rule proves that its result is the same there, and if
     it is clearly cheaper by the estimated bytes, FLOPs and kernels on the model's device. All
     others stay as they are. The model itself is not changed. A call with no fewer users than
-    candidates runs the model's own forward, and so does every call if less than 3 % of the
+    candidates runs the model's own forward, and so does every call if less than 1 % of the
     estimated cost is saved. Copies of the result and exported programs always run the new graph.
     `.report.gain` is the estimated speed-up, 1 if every call runs the model.
     train() does not change what the result computes. To save it, export it: it cannot be pickled.
