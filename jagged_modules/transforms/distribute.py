@@ -401,8 +401,8 @@ class Distributor:
         if compresses and len(parts) == 2:
             rows = sum(share * part.width / width for part, share in zip(parts, shares))
             after = [costs.of(node, whole.flops * rows, rows * costs.bytes(x) + of_weight + result)]
-        moved = [part.lineage for part in parts if part.lineage]
-        return self._pays(node, moved, whole.least + self._concatenation(x, parts), after)
+        lineages = [part.lineage for part in parts if part.lineage]
+        return self._pays(node, lineages, whole.least + self._concatenation(x, parts), after)
 
     def _saves_blocks(
         self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]

@@ -23,7 +23,7 @@ from .lineage import Lineage, product, shape_of
 from .placement import Cost, Costs
 
 aten = torch.ops.aten
-SIGNS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
+SIGNS: dict[Any, int] = {aten.add.Tensor: 1, aten.sub.Tensor: -1}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ above keeps it, as other allocators do. Otherwise page faults are a large part o
 """
 
 import argparse
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -62,7 +63,7 @@ class Public:
 class StandIn(types.ModuleType):
     """An empty module: each name is a class without anything."""
 
-    __path__: list[str] = []
+    __path__ = []
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -117,9 +118,9 @@ def histories(rows: int, seed: int = 0) -> Tensor:
 def fuxi(name: str, root: Path, user_fields: int = 8, history: bool = True, **options) -> Public:
     """A model of FuxiCTR's zoo, of ids of the user, of the item, and of two histories."""
     sys.path.insert(0, str(root))
-    from fuxictr.features import FeatureMap
-
-    fields = {f"user{i}": dict(type="categorical", source="user") for i in range(user_fields)}
+    fields: dict[str, dict[str, Any]] = {
+        f"user{i}": dict(type="categorical", source="user") for i in range(user_fields)
+    }
     fields |= {
         x: dict(type="categorical", source="item") for x in ("item_id", "cate_id", "seller_id")
     }
@@ -127,7 +128,7 @@ def fuxi(name: str, root: Path, user_fields: int = 8, history: bool = True, **op
     for field, target in targets.items():
         own = dict(max_len=EVENTS, share_embedding=target, padding_idx=0)
         fields[field] = dict(type="sequence", source="user", **own)
-    features = FeatureMap("public", str(root))
+    features = importlib.import_module("fuxictr.features").FeatureMap("public", str(root))
     features.features = {field: dict(x, vocab_size=IDS) for field, x in fields.items()}
     features.labels = ["click", "like"][: options.get("num_tasks", 1)]
     features.default_emb_dim, features.num_fields = WIDTH, features.get_num_fields()
@@ -163,17 +164,20 @@ class OfColumns(nn.Module):
 def deepctr_din(root: Path) -> Public:
     """Ids in floating point."""
     sys.path.insert(0, str(root))
-    from deepctr_torch.inputs import SparseFeat, VarLenSparseFeat
-    from deepctr_torch.models.din import DIN
-
-    fields = [SparseFeat(x, IDS, WIDTH) for x in (*(f"user{i}" for i in range(8)), "item", "cate")]
+    columns = importlib.import_module("deepctr_torch.inputs")
+    build = importlib.import_module("deepctr_torch.models.din").DIN
+    fields = [
+        columns.SparseFeat(x, IDS, WIDTH) for x in (*(f"user{i}" for i in range(8)), "item", "cate")
+    ]
     sequences = [
-        VarLenSparseFeat(
-            SparseFeat(f"hist_{x}", IDS, WIDTH, embedding_name=x), EVENTS, length_name="length"
+        columns.VarLenSparseFeat(
+            columns.SparseFeat(f"hist_{x}", IDS, WIDTH, embedding_name=x),
+            EVENTS,
+            length_name="length",
         )
         for x in ("item", "cate")
     ]
-    din = DIN([*fields, *sequences], ["item", "cate"], att_weight_normalization=True)
+    din = build([*fields, *sequences], ["item", "cate"], att_weight_normalization=True)
 
     def inputs(users: int, candidates: int) -> dict[str, Any]:
         items, lengths = histories(users, 1), (histories(users, 1) > 0).sum(1, keepdim=True)
