@@ -178,10 +178,7 @@ def test_the_gain_of_gemms_is_that_of_their_flops(depth):
         return torch.randn(rows, width), torch.randn(rows, width)
 
     fused = fuse_broadcasts(
-        OfUser(width, depth).eval(),
-        inputs(8),
-        request_only=["user"],
-        max_batch=(users, candidates),
+        OfUser(width, depth).eval(), inputs(8), request_only=["user"], max_batch=(users, candidates)
     )
     # of the head, the half that reads the item has a row for each candidate
     rows_before, rows_after = (depth + 2) * candidates, (depth + 1) * users + candidates
