@@ -36,6 +36,7 @@ def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
     """Do all in place. Nodes of `keep` stay as they are. Operands of views may have other strides,
     so emit.py writes views as reshapes."""
     _drop_identities(graph, keep)
+    _read_parts(graph, keep)
     _fold_views(graph, keep)
     _drop_duplicates(graph, keep)
     graph.eliminate_dead_code()
@@ -53,6 +54,64 @@ def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
         if is_spare_copy or _is_whole(node) or _clears_no_row(node):
             node.replace_all_uses_with(positional(node)[0])
             graph.erase_node(node)
+        elif node.target is aten.slice_scatter.default and _writes_all(node):
+            node.replace_all_uses_with(positional(node)[1])
+            graph.erase_node(node)
+
+
+def _writes_all(node: fx.Node) -> bool:
+    """Whether a write to a slice writes to all rows of a tensor of the same kind."""
+    x, source = (y.meta["val"] for y in positional(node)[:2])
+    same = x.dtype == source.dtype and shape_of(x) == shape_of(source)
+    return same and is_whole_slice(bind(node))
+
+
+def _read_parts(graph: fx.Graph, keep: Set[fx.Node]) -> None:
+    """Read indices of a concatenation from its part that has them: parts may have lineages, as the
+    columns of users in a matrix of all features."""
+    for node in _operators(graph, keep):
+        if node.target not in (aten.slice.Tensor, aten.select.int) or _is_handed_out(node):
+            continue
+        arguments = bind(node)
+        x, dim = arguments["self"], arguments["dim"]
+        if x.target is not aten.cat.default or x in keep:
+            continue
+        ndim, (parts, own) = x.meta["val"].dim(), (bind(x)["tensors"], bind(x)["dim"])
+        sizes = [shape_of(part.meta["val"])[dim] for part in parts]
+        if (
+            dim % ndim != own % ndim
+            or len({y.meta["val"].dtype for y in parts}) > 1
+            or not all(size.is_Integer for size in sizes)
+        ):
+            continue
+        found = _part_of(arguments, list(map(int, sizes)))
+        if found is None:
+            continue
+        part, numbers = found
+        with graph.inserting_before(node):
+            _replace(graph, node, call(graph, node.target, parts[part], dim, *numbers, like=node))
+
+
+def _part_of(arguments: dict[str, Any], sizes: list[int]) -> tuple[int, list[int]] | None:
+    """The part of a concatenation that has all indices of a slice or a select, and the arguments
+    behind `dim` of the same call on the part."""
+    total = sum(sizes)
+    names = ("index",) if "index" in arguments else ("start", "end")
+    given = [arguments[name] for name in names]
+    if given[0] is None:
+        given[0] = 0
+    if given[-1] is None:
+        given[-1] = total
+    if arguments.get("step", 1) != 1 or not all(isinstance(x, int) for x in given):
+        return None
+    numbers = [min(max(x + total if x < 0 else x, 0), total) for x in given]
+    last = numbers[-1] + (len(numbers) == 1)
+    start = 0
+    for part, size in enumerate(sizes):
+        if start <= numbers[0] < last <= start + size:
+            return part, [number - start for number in numbers]
+        start += size
+    return None
 
 
 def _is_whole(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """Operators on a concatenation, written as a sum or a concatenation of operators on its parts.
 
-    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])
+    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])         also of x - y: terms.py
             the same for matmul with a weight on either side
     [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
     Σ [x | y]           = Σ x + Σ y
@@ -16,7 +16,6 @@ estimates.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,25 +29,9 @@ from .lineage import Lineage, shape_of
 from .own_operators import LINEAR_COMPRESS
 from .placement import PRODUCTS, VECTOR_BYTES, VIEWS, Cost, Costs
 from .rules import pointwise
+from .terms import Part, costs_of_terms, groups_of, only_for, sum_of_terms
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a concatenation.
-
-    Attributes:
-        node: its value.
-        width: its number of columns.
-        lineage: of the value.
-        pieces: values that it is a concatenation of.
-    """
-
-    node: fx.Node
-    width: int
-    lineage: Lineage | None
-    pieces: int
 
 
 class Distributor:
@@ -90,7 +73,9 @@ class Distributor:
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
         call = Call(node, {})
         if node.target is aten.linear.default:
-            return self._sum_of_products(node, call["input"], -1, call["weight"], 1, call["bias"])
+            return self._sum_of_terms(node, call) or self._sum_of_products(
+                node, call["input"], -1, call["weight"], 1, call["bias"]
+            )
         if node.target in (aten.matmul.default, aten.bmm.default, aten.mm.default):
             left, right = map(self._unexpanded, positional(node)[:2])
             if self._is_weight(right):
@@ -304,6 +289,19 @@ class Distributor:
             bias = None
         return self._added(terms)
 
+    def _sum_of_terms(self, node: fx.Node, call: Call) -> fx.Node | None:
+        """terms.py: of sums and differences, and of values of fewer rows."""
+        x, weight = call["input"], call["weight"]
+        groups, replaced = groups_of(x, self.analysis, self.costs)
+        if not groups:
+            return None
+        whole = sum((self.costs.full(y) for y in only_for(replaced, node)), self.costs.full(node))
+        after = costs_of_terms(node, x, groups, self.costs)
+        moved = [group.lineage for group in groups if group.lineage]
+        if self._pays(node, moved, whole.least, after) is None:
+            return None
+        return sum_of_terms(groups, weight, call["bias"], self._new)
+
     def _added(self, terms: list[fx.Node]) -> fx.Node:
         total = terms[0]
         for term in terms[1:]:
@@ -403,7 +401,8 @@ class Distributor:
         if compresses and len(parts) == 2:
             rows = sum(share * part.width / width for part, share in zip(parts, shares))
             after = [costs.of(node, whole.flops * rows, rows * costs.bytes(x) + of_weight + result)]
-        return self._pays(node, parts, whole.least + self._concatenation(x, parts), after)
+        lineages = [part.lineage for part in parts if part.lineage]
+        return self._pays(node, lineages, whole.least + self._concatenation(x, parts), after)
 
     def _saves_blocks(
         self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]
@@ -441,18 +440,23 @@ class Distributor:
         )
         is_dropped = left.target is aten.cat.default and left.users.keys() == {node, right}
         return self._pays(
-            node, parts, whole.least + (costs.full(left).least if is_dropped else 0), after
+            node,
+            [part.lineage for part in parts if part.lineage],
+            whole.least + (costs.full(left).least if is_dropped else 0),
+            after,
         )
 
     def _pays(
-        self, node: fx.Node, parts: list[Part], whole: float, after: list[Cost]
+        self, node: fx.Node, moved: list[Lineage], whole: float, after: list[Cost]
     ) -> float | None:
-        """The cost in parts if it is less. whole: the least cost of the operator, and of operands
-        that it alone needs."""
+        """The cost in parts if it is less. moved: the lineages of parts. whole: the least cost of
+        the operator, and of operands that it alone needs."""
         total = sum(after, Cost()).total
         if total < whole:
             return total
-        self.whole[node] = next(part.lineage for part in parts if part.lineage)
+        if not moved:
+            return None
+        self.whole[node] = moved[0]
         self.reasons[node] = (
             f"in parts it costs {total / 1e6:.3g} MB, whole at least {whole / 1e6:.3g} MB"
         )

@@ -25,6 +25,7 @@ from .calls import Call, first_of, flat, is_operator, is_tensor, positional
 from .compress import Compression
 from .lineage import Lineage, Size, product, shape_of, size_of
 from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attention_flops
+from .processors import CPU, GPU, Processor
 
 Fusion = TargetAttention | SegmentAttention | Compression
 
@@ -35,30 +36,6 @@ ERROR = 0.25
 # multiple of it
 VECTOR_BYTES = 16
 
-
-@dataclass(frozen=True)
-class Processor:
-    """What work costs, in bytes that the processor reads or writes in the same time.
-
-    Attributes:
-        flops_16_bit, flops: FLOPs per byte of operators on elements of 16 bits, and on others.
-        kernel: bytes per call of an operator, however small.
-        element: bytes per element that is copied by itself, as torch's index_select, gather and cat
-            do on CUDA unless slices are vectors.
-    """
-
-    flops: float
-    flops_16_bit: float
-    kernel: float
-    element: float
-
-
-# CPU, one thread: 73 GFLOP/s of a GEMM, 3 µs a call of a small operator, 5 GB/s of a copy that
-# misses the caches. Its copies are by rows. GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32,
-# 4.24 TB/s of a copy, 2 µs a small kernel in a CUDA graph. Element by element, index_select copied
-# 8.4 million elements in 40 µs and cat 11.2 million in 34 µs: 3.8 ps each.
-CPU = Processor(flops=16, flops_16_bit=16, kernel=16e3, element=0)
-GPU = Processor(flops=16, flops_16_bit=170, kernel=8e6, element=16)
 
 ONE = sympy.Integer(1)
 aten = torch.ops.aten
@@ -145,19 +122,34 @@ class Costs:
         self.analysis, self.estimate = analysis, estimate
         self._counted: dict[fx.Node, float] = {}
 
-    def of(self, node: fx.Node, flops: float, bytes: float, one_by_one: float = 0) -> Cost:
+    def of(
+        self, node: fx.Node, flops: float, bytes: float, one_by_one: float = 0, computed: float = 0
+    ) -> Cost:
         """Of one kernel, on the device and in the dtype of a node. one_by_one: elements that are
-        copied by themselves."""
+        copied by themselves. computed: elements on which the node's operator computes."""
         value = flat(node.meta["val"])[0]
         processor = CPU if value.device.type == "cpu" else GPU
         rate = processor.flops_16_bit if value.element_size() == 2 else processor.flops
-        return Cost(
-            flops,
-            bytes,
-            1,
-            max(bytes, one_by_one * processor.element) + flops / rate,
-            processor.kernel,
-        )
+        if flops:
+            rate *= self._efficiency(node, processor)
+        work = max(bytes, one_by_one * processor.element) + flops / rate
+        work += computed * processor.elements.get(node.target, 0)
+        return Cost(flops, bytes, 1, work, processor.kernel)
+
+    def _efficiency(self, node: fx.Node, processor: Processor) -> float:
+        """Share of a GEMM's rate, by the smallest size of its matrices."""
+        shapes = [
+            list(map(self.estimate, shape_of(x.meta["val"])))
+            for x in (*[x for x in node.all_input_nodes if is_tensor(x)][:2], node)
+            if is_tensor(x) and x.meta["val"].dim() > 1
+        ]
+        if node.target not in (*PRODUCTS, aten.scaled_dot_product_attention.default) or not shapes:
+            return 1.0
+        of_weight = any(len(shape) == 2 for shape in shapes)
+        # the rows of a batch are one dimension of a product with a weight
+        sizes = [shape[-1] for shape in shapes] if of_weight else sum((x[-2:] for x in shapes), [])
+        smallest = min(sizes)
+        return smallest / (smallest + (processor.edge if of_weight else processor.batched_edge))
 
     def bytes(self, node: Any) -> float:
         value = node.meta.get("val")
@@ -249,7 +241,10 @@ class Costs:
         operands = {x for x in node.all_input_nodes if is_tensor(x)}
         moved = sum(self.bytes(x) * share(x) for x in operands) + self.bytes(node) * share(node)
         if node.target is not aten.cat.default:
-            return self.of(node, self._flops(node) * share(node), moved)
+            computed = max(self.elements(first_of(x.meta["val"])) for x in (*operands, node))
+            return self.of(
+                node, self._flops(node) * share(node), moved, computed=computed * share(node)
+            )
         value = node.meta["val"]
         dim = Call(node, {}).dim("dim", value.dim())
         vectors = all(self.is_vector(x.meta["val"], dim) for x in operands)

@@ -51,6 +51,8 @@ class Report:
             counts as any other.
         sizes: the sizes that the estimates are for.
         certificate: what was checked on the example inputs.
+        runs_model: whether every call runs the model itself, because the new graph would take about
+            as long, or longer.
     """
 
     sites: tuple[Site, ...]
@@ -58,6 +60,12 @@ class Report:
     after: Cost
     sizes: str
     certificate: str
+    runs_model: bool = False
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the model the result is estimated to be."""
+        return 1.0 if self.runs_model or not self.after.total else 1 / (1 - self.saved)
 
     @property
     def saved(self) -> float:
@@ -77,6 +85,11 @@ class Report:
             f" {self.before.kernels} → {self.after.kernels} kernels, cost"
             f" {_change(self.before.total, self.after.total)} MB (estimates; the cost has FLOPs,"
             " kernels and slow copies as bytes)"
+        )
+        lines.append(
+            "every call runs the model itself: the new graph would take about as long, or longer"
+            if self.runs_model
+            else f"estimate: {self.gain:.2f} times as fast as the model"
         )
         return "\n".join([*lines, f"certificate: {self.certificate}"])
 

@@ -25,11 +25,11 @@ BINARY = """add sub mul div remainder fmod eq ne lt le gt ge bitwise_and bitwise
 bitwise_xor""".split()
 SCALAR = [*BINARY, "rsub"]
 OTHERS = """maximum.default minimum.default fmax.default fmin.default atan2.default hypot.default
-logaddexp.default logical_and.default logical_or.default logical_xor.default where.self
-where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor
-clamp.Tensor clamp_min.default clamp_min.Tensor clamp_max.default clamp_max.Tensor
-lerp.Tensor lerp.Scalar addcmul.default addcdiv.default threshold.default
-pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode
+logaddexp.default __and__.Tensor __or__.Tensor __xor__.Tensor logical_and.default
+logical_or.default logical_xor.default where.self where.ScalarOther where.ScalarSelf where.Scalar
+masked_fill.Scalar masked_fill.Tensor clamp.Tensor clamp_min.default clamp_min.Tensor
+clamp_max.default clamp_max.Tensor lerp.Tensor lerp.Scalar addcmul.default addcdiv.default
+threshold.default pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode
 copysign.Tensor xlogy.Tensor heaviside.default floor_divide.default""".split()
 
 

@@ -6,6 +6,7 @@ the size of the rows' dimension becomes -1, which the operator infers from its o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -273,3 +274,44 @@ def scatter(call: Call) -> Moved | None:
         else None
     )
     return Moved(lineage) if lineage and call.dim("dim", len(call.shape())) != lineage.dim else None
+
+
+@rule("copy.default")
+def copy(call: Call) -> Moved | None:
+    """Values of `src`, broadcast to the shape of `self`."""
+    lineage = call.broadcast([call["self"], call["src"]])
+    return Moved(lineage) if lineage and call.lineage(call["self"]) else None
+
+
+@rule("select_scatter.default", "slice_scatter.default")
+def write_part(call: Call) -> Moved | None:
+    """Writes one or several indices of another dimension, row by row."""
+    own, part = call.lineage(call["self"]), call.lineage(call["src"])
+    dim = call.dim("dim", len(call.shape()))
+    if own is None or part is None or own.dim == dim:
+        return None
+    is_one = "index" in call.arguments  # then `src` lacks the dimension
+    lineage = common([own, part.at(part.dim + (is_one and dim <= part.dim))])
+    return lineage and Moved(lineage)
+
+
+@rule("index_put.default")
+def put_masked(call: Call) -> Moved | None:
+    """Writes one number where a mask is true, row by row."""
+    indices, own = call["indices"], call.lineage(call["self"])
+    used = [dim for dim, x in enumerate(indices) if x is not None]
+    if (
+        own is None
+        or call["accumulate"]
+        or len(used) != 1
+        or not _is_mask(indices[used[0]])
+        or math.prod(call.shape(call["values"])) != 1
+        or not call.only("self", "indices")
+    ):
+        return None
+    first, mask = used[0], indices[used[0]]
+    masked, last = call.lineage(mask), first + len(call.shape(mask))
+    if masked is None:  # the same for all rows
+        return None if first <= own.dim < last else Moved(own)
+    lineage = common([own, masked.at(masked.dim + first)])
+    return lineage and Moved(lineage)

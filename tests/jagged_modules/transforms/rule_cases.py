@@ -71,6 +71,10 @@ CASES |= {
     for name in "logical_and logical_or logical_xor".split()
 }
 CASES |= {
+    f"{name}.Tensor": lambda x, y, name=name: getattr(aten, name).Tensor(x > 0, y > 0)
+    for name in "__and__ __or__ __xor__".split()
+}
+CASES |= {
     "where.self": lambda x, y: aten.where.self(x > 0, x, y),
     "where.ScalarOther": lambda x, y: aten.where.ScalarOther(x > 0, x, 1.0),
     "where.ScalarSelf": lambda x, y: aten.where.ScalarSelf(x > 0, 1.0, x),
@@ -237,6 +241,22 @@ CASES |= {
         aten.scatter_add(x, 2, y.sign().long() + 1, y),
         aten.scatter_add(torch.zeros(x.shape[0], 4, 3).double(), 2, y.sign().long() + 1, x),
     ),
+    "copy.default": lambda x, y: (
+        aten.copy(x, y[:, :1]),
+        aten.copy(x[:, 0], VECTOR),
+        aten.copy(torch.zeros(x.shape[0], 4, 6).double(), x),
+    ),
+    "select_scatter.default": lambda x, y: (
+        aten.select_scatter(x, y[:, 0], 1, -1),
+        aten.select_scatter(x.transpose(0, 1), y[:, 1], 0, 2),
+        aten.select_scatter(x, torch.zeros(x.shape[0], 4).double(), 2, 1),
+    ),
+    "slice_scatter.default": lambda x, y: aten.slice_scatter(x, y[:, :2], 1, 1, 3),
+    "index_put.default": lambda x, y: (
+        aten.index_put(x, [y > 0], torch.tensor(2.0).double()),
+        aten.index_put(x, [y[:, 0, 0] > 0], torch.tensor(2.0).double()),
+        aten.index_put(x, [None, VECTOR[:4] > 0], torch.tensor(2.0).double()),
+    ),
     "bilinear.default": lambda x, y: aten.bilinear(x, y, BILINEAR, VECTOR[:5]),
     "bucketize.Tensor": lambda x, y: aten.bucketize.Tensor(x, VECTOR.sort()[0]),
     "isin.Tensor_Tensor": lambda x, y: aten.isin(x.sign(), VECTOR.sign()),
@@ -333,6 +353,20 @@ KEPT = {
     )[1],
     "pooled rows": lambda x, other, m: aten.avg_pool1d(x.permute(1, 2, 0), [1]),
     "scattered to rows": lambda x, other, m: aten.scatter_add(x, 0, torch.zeros_like(x).long(), x),
+    "written to rows": lambda x, other, m: aten.select_scatter(x, other[0], 0, 0),
+    "written from values per candidate": lambda x, other, m: aten.slice_scatter(
+        x, other[:, :2], 1, 0, 2
+    ),
+    "copied from values per candidate": lambda x, other, m: aten.copy(x, other),
+    "put where a candidate's mask is": lambda x, other, m: aten.index_put(
+        x, [other > 0], torch.tensor(2.0).double()
+    ),
+    "put several numbers": lambda x, other, m: aten.index_put(
+        x, [x.cumsum(0)[:, :, 0] > 0], VECTOR
+    ),
+    "added where a mask is": lambda x, other, m: aten.index_put(
+        x, [x > 0], torch.tensor(2.0).double(), True
+    ),
     "masked rows": lambda x, other, m: torch.where(other > 0, x, 0),
     "einsum with a value per candidate": lambda x, other, m: aten.einsum(
         "bij,bkj->bik", [x, other]

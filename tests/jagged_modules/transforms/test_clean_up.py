@@ -210,3 +210,45 @@ def test_shapes_of_products(left, right):
         assert _shape_of_product(aten.linear.default, (given[0], weight)) == tuple(
             nn.functional.linear(given[0], weight).shape
         )
+
+
+PARTS = {
+    "a slice of a part": (lambda x: torch.cat([x, x.sin()], 1)[:, 5:7].cos(), ["sin", "slice"]),
+    "a part": (lambda x: torch.cat([x, x.sin()], 1)[:, 4:].cos(), ["sin", "slice"]),
+    "from the end": (lambda x: torch.cat([x.sin(), x], 2)[:, :, -6:-2].cos(), ["slice"]),
+    "an index": (lambda x: torch.cat([x.sin(), x], 1)[:, 6].cos(), ["select"]),
+    "an index from the end": (lambda x: torch.cat([x.sin(), x], -1)[..., -1].cos(), ["select"]),
+    "of two parts": (lambda x: torch.cat([x, x.sin()], 1)[:, 3:5].cos(), ["sin", "cat", "slice"]),
+    "with a step": (lambda x: torch.cat([x, x.sin()], 1)[:, 4::2].cos(), ["sin", "cat", "slice"]),
+    "of rows": (lambda x: torch.cat([x, x.sin()], 0)[:2].cos(), ["sin", "cat", "slice"]),
+    "of another dimension": (
+        lambda x: torch.cat([x, x.sin()], 1)[:, :, :2].cos(),
+        ["sin", "cat", "slice"],
+    ),
+    "of parts that are converted": (
+        lambda x: torch.cat([x, x > 0], 1)[:, 4:].cos(),
+        ["gt", "cat", "slice"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_indices_of_a_concatenation(name):
+    function, expected = PARTS[name]
+    _, found = cleaned(function)
+    names = [x._schema.name.removeprefix("aten::") for x in found if x is not aten.cos.default]
+    assert [x for x in names if x != "slice" or "slice" in expected] == expected
+
+
+class Writes(nn.Module):
+    def forward(self, x):
+        x = x.sin()
+        x[:, 0] = 0
+        x[:] = x + 1
+        return x.cos()
+
+
+def test_a_write_to_all_rows_is_what_is_written():
+    _, found = cleaned(Writes())
+    assert aten.slice_scatter.default not in found
+    assert aten.select_scatter.default in found

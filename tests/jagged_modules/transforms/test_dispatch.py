@@ -40,7 +40,7 @@ def counted(model):
 def case():
     torch.manual_seed(0)
     model = Model().eval()
-    fused = fuse_broadcasts(model, inputs(32), request_only=["profile"])
+    fused = fuse_broadcasts(model, inputs(32), request_only=["profile"], max_batch=4096)
     return model, fused, counted(model)
 
 
@@ -74,7 +74,7 @@ def test_nothing_moved():
         inputs(3),
         torch.randn(4, 4),
     )
-    fused = fuse_broadcasts(model, inputs(32), request_only=["profile"])
+    fused = fuse_broadcasts(model, inputs(32), request_only=["profile"], max_batch=4096)
     rows = counted(model)
     given = dict(profile=profile, item=item, candidate_to_user=index)
     torch.testing.assert_close(fused(**given), model(dict(profile=profile["profile"][index]), item))

@@ -69,7 +69,10 @@ CHANGES = {
 def test_state_is_that_of_the_call(name):
     torch.manual_seed(0)
     fused = fuse_broadcasts(
-        Model().eval(), (torch.randn(32, 4), torch.randn(32, 4)), request_only=["profile"]
+        Model().eval(),
+        (torch.randn(32, 4), torch.randn(32, 4)),
+        request_only=["profile"],
+        max_batch=4096,
     )
     inputs, index = (torch.randn(3, 4), torch.randn(6, 4)), torch.tensor([2, 0, 1, 1, 0, 2])
     before = fused(*inputs, candidate_to_user=index)
@@ -86,7 +89,7 @@ def test_functional_call_and_gradients():
     torch.manual_seed(0)
     model = Model().eval()
     fused = fuse_broadcasts(
-        model, (torch.randn(32, 4), torch.randn(32, 4)), request_only=["profile"]
+        model, (torch.randn(32, 4), torch.randn(32, 4)), request_only=["profile"], max_batch=4096
     )
     profile, item, index = torch.randn(3, 4), torch.randn(6, 4), torch.tensor([2, 0, 1, 1, 0, 2])
     state = {name: torch.randn_like(x, requires_grad=True) for name, x in model.named_parameters()}

@@ -448,7 +448,7 @@ OTHER_CALLS = {
     ),
     "sizes that were equal": (
         dict(item=torch.randn(99, 8)),
-        r"item must have size 100|index must have size 99",
+        r"item must have size 2000|index must have size 99",
     ),
 }
 
@@ -458,8 +458,8 @@ def test_what_the_capture_takes_for_constant(name):
     """Another value would be ignored, so it is an error."""
     example = dict(
         history=torch.randn(3, 6, 8),
-        item=torch.randn(100, 8),
-        index=torch.arange(100) % 3,
+        item=torch.randn(2000, 8),
+        index=torch.arange(2000) % 3,
         power=2,
         bias=None,
     )
