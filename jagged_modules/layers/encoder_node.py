@@ -83,7 +83,7 @@ def encoder_node(
         return Residual(dtype, options, layer.norm_first, result, of_dropout, columns)
 
     around = residual(layer.norm1, bias_columns(dtype))
-    sides = layer.attention.sides(rows, None, num_targets, dtype)
+    sides = layer.attention._sides(rows, None, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
     *inputs, attention = node_arguments(layer.attention, x, layer.norm1, dtype, sides, around)
     linears = layer.linear1, layer.linear2
     parameters = (y for linear in linears for y in (linear.weight, linear.bias))

@@ -286,7 +286,7 @@ class JaggedGDPA(nn.Module):
         config, rows = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         dtype = gdpa_dtype(self, rows.values, bias)
         if dtype is not None:
-            sides = self.sides(rows, context, num_targets, dtype)
+            sides = self._sides(rows, context, num_targets, dtype)
             return rows.unwrap(gdpa_node(self, rows.values, None, dtype, sides))
         end = rows.end("x")
         values = entering(rows.values, end)
@@ -368,7 +368,7 @@ class JaggedGDPA(nn.Module):
         of_keys = None if config.num_weights else keys.parsed("context")
         return of_rows, of_keys, options
 
-    def sides(
+    def _sides(
         self, rows: Jagged, context: Any, num_targets: Tensor | None, dtype: torch.dtype
     ) -> Sides:
         """What a node takes besides the rows' values."""

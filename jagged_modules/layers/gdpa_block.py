@@ -97,7 +97,7 @@ class GDPABlock(nn.Module):
         is_plain = is_plain and attention.embedding_dim <= MAX_WIDTH
         dtype = gdpa_dtype(attention, jagged.values, bias, attention, norm) if is_plain else None
         if dtype is not None:
-            sides = attention.sides(jagged, context, num_targets, dtype)
+            sides = attention._sides(jagged, context, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
             return jagged.unwrap(gdpa_node(attention, jagged.values, norm, dtype, sides))
         end = jagged.end("x")
         rows = entering(jagged.values, end)

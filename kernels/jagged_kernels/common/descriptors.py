@@ -52,6 +52,12 @@ def has_descriptor(x: Tensor) -> bool:
     return aligned_rows and (heads == 1 or (stride_head > 0 and stride_head % unit == 0))
 
 
+def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+    """Descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have
+    any stride: 16 stands in for it."""
+    return fill(TensorDescriptor, x, *shape_and_strides(x), _box(x.dtype, *box))
+
+
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head; columns past
     D read as 0."""
