@@ -79,7 +79,7 @@ class NodeInputs(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What `JaggedGDPA.sides` gives: rows of a context `[M, E]`, or None; ends of the rows of x and
+    """What `JaggedGDPA._sides` gives: rows of a context `[M, E]`, or None; ends of the rows of x and
     of the context; segments and options of the attention."""
 
     context: Tensor | None
