@@ -46,12 +46,12 @@ class Level(NamedTuple):
     queries: RowSegments
     keys: RowSegments
 
-    def grouped(self, x: Tensor) -> Tensor:
+    def as_rows(self, x: Tensor) -> Tensor:
         """x `[num_candidates, n_q, ...]` as rows grouped by parent."""
         return self.candidates.grouped(x).flatten(0, 1)
 
-    def ungrouped(self, x: Tensor, like: Tensor) -> Tensor:
-        """Undo `grouped`, below autograd too. like: `[num_candidates, n_q, ...]`."""
+    def as_candidates(self, x: Tensor, like: Tensor) -> Tensor:
+        """Undo `as_rows`, below autograd too. like: `[num_candidates, n_q, ...]`."""
         x, inverse = torch.unflatten(x, 0, like.shape[:2]), self.candidates.inverse
         return x if inverse is None else x.index_select(0, inverse)
 
@@ -110,8 +110,8 @@ def attend_each(
     """The attention of q `[num_candidates, n_q, H, D]` to each level by itself."""
     results: list[Tensor] = []
     for level in levels:
-        call = parsed_call(level.grouped(q), level.k, level.v, level.queries, level.keys, options)
-        results.append(level.ungrouped(computed(call), q))
+        call = parsed_call(level.as_rows(q), level.k, level.v, level.queries, level.keys, options)
+        results.append(level.as_candidates(computed(call), q))
     return tuple(results)
 
 
@@ -154,10 +154,10 @@ class _Joint(torch.autograd.Function):
         saved: list[Tensor | None] = []
         of_levels: list[tuple[Any, ...]] = []
         for level, k, v in zip(levels, keys_and_values[::2], keys_and_values[1::2]):
-            call = parsed_call(level.grouped(q), k, v, level.queries, level.keys, options).call
+            call = parsed_call(level.as_rows(q), k, v, level.queries, level.keys, options).call
             out, lse, of_level = attention_forward(call, any(ctx.needs_input_grad))
-            outs.append(level.ungrouped(out, q))
-            sums.append(_sums_of_keys(level, level.ungrouped(_rows_of(lse), q)))
+            outs.append(level.as_candidates(out, q))
+            sums.append(_sums_of_keys(level, level.as_candidates(_rows_of(lse), q)))
             saved += *of_level[:3], *of_level.segments
             of_levels.append(of_level[4:])  # without tensors
             ctx.of_kernels = lse.dim() == 2
@@ -175,10 +175,10 @@ class _Joint(torch.autograd.Function):
         gradients: list[Tensor] = []
         for i, (level, options) in enumerate(zip(ctx.levels, ctx.options)):
             q, k, v, *segments = saved[i * count : (i + 1) * count]
-            do_rows, out_rows, lse_rows = (level.grouped(x) for x in (do.to(out.dtype), out, lse))
+            do_rows, out_rows, lse_rows = (level.as_rows(x) for x in (do.to(out.dtype), out, lse))
             results = [out_rows, _as_stored(lse_rows, ctx.of_kernels)]
             dq, dk, dv, *_ = attention_backward(do_rows, results, q, k, v, segments, *options)
-            dqs.append(level.ungrouped(dq, do))
+            dqs.append(level.as_candidates(dq, do))
             gradients += dk, dv
         return torch.stack(dqs).sum(0), *gradients, None, None
 

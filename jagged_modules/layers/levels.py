@@ -71,7 +71,7 @@ class LevelTargets(NamedTuple):
         end = torch.stack(ends).amax(0) if len(ends) == len(of_levels) else None
         return cls(of_levels[0].rows, end, of_levels, histories, name)
 
-    def attend(
+    def results_of(
         self,
         q: Tensor,
         keys_and_values: Sequence[Sequence[Tensor]],

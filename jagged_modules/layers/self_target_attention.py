@@ -158,7 +158,7 @@ class JaggedSelfTargetAttention(nn.Module):
             out = self.out_proj(attend(own, k, v, segments, segments, options).flatten(1))
             of_histories.append(level.unwrap(leaving(out, end)))
             keys_and_values.append((k, v))
-        (out,) = given.attend(q, keys_and_values, dropout_p=options.dropout_p)
+        (out,) = given.results_of(q, keys_and_values, dropout_p=options.dropout_p)
         return tuple(of_histories), leaving(self.target_out_proj(out.flatten(-2)), given.end)
 
     def _projected(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

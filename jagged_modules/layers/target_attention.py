@@ -317,7 +317,7 @@ class JaggedTargetAttention(nn.Module):
         q = self.q_proj(entering(given.rows, given.end))
         q = in_heads("q_proj", q, self.num_heads, self.head_dim)
         dropout_p = in_training(self, self.attention_dropout)
-        outs = given.attend(q, keys_and_values, self.levels, dropout_p)
+        outs = given.results_of(q, keys_and_values, self.levels, dropout_p)
         results = [self.out_proj(self.dropout(x.flatten(-2))) for x in outs]
         results = [leaving(x, given.end) for x in results]
         return results[0] if self.levels == "joint" else tuple(results)
