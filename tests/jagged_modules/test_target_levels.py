@@ -10,7 +10,7 @@ from tests import accuracy
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HIERARCHIES = {  # of each level: histories' lengths; candidates
     "two": ([[4, 0, 7], [2, 0, 3, 1, 9]], 13),
-    "three": ([[70, 3], [5, 1, 0, 129], [2, 2, 0, 1, 1]], 40),
+    "three": ([[70, 3], [5, 1, 0, 129], [2, 2, 0, 1, 1]], 16),
     "one to one": ([[3] * 6, [1, 5, 2, 0, 4, 8]], 6),
     "one user": ([[150], [6] * 20], 100),
     "empty level": ([[0, 0], [3, 0, 2]], 7),
