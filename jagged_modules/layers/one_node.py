@@ -79,7 +79,7 @@ def _has_global_hooks() -> bool:
 
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     """The parameters in the operands' dtype: copies in one buffer, by few launches."""
-    if {x.dtype for x in parameters} == {dtype}:
+    if all(x.dtype == dtype for x in parameters):
         return parameters
     rows = [-(-x.numel() // ALIGNMENT) for x in parameters]
     buffer = parameters[0].new_empty(sum(rows) * ALIGNMENT, dtype=dtype)
@@ -200,11 +200,13 @@ def node_dtype(
     a bias, and their parameters have one dtype, that of x or one that autocast casts to x's."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return None
-    if {type(module) for module in linears} != {nn.Linear}:
+    if any(type(module) is not nn.Linear for module in linears):
         return None
     parameters = parameters_of(*linears)
-    dtypes, dtype = {None if x is None else x.dtype for x in parameters}, autocast_dtype(x)
-    if len(dtypes) != 1 or None in dtypes or autocast_dtype(parameters[0]) != dtype:
+    if any(parameter is None for parameter in parameters):
+        return None
+    dtype, dtypes = autocast_dtype(x), {parameter.dtype for parameter in parameters}
+    if len(dtypes) != 1 or autocast_dtype(parameters[0]) != dtype:
         return None
     return dtype if dtype in dtypes_of("jagged_attention", x.device) else None
 
