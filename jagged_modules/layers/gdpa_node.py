@@ -79,8 +79,8 @@ class NodeInputs(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What `JaggedGDPA._sides` gives: rows of a context `[M, E]`, or None; ends of the rows of x and
-    of the context; segments and options of the attention."""
+    """What `JaggedGDPA._sides` gives: rows of a context `[M, E]`, or None; ends of the rows of x
+    and of the context; segments and options of the attention."""
 
     context: Tensor | None
     ends: tuple[Tensor | None, Tensor | None]
