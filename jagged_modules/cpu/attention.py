@@ -347,7 +347,9 @@ class _Group(NamedTuple):
     def dropout(self, params: AttentionParams) -> BlockDropout | None:
         """The dropout of these segments' weights."""
         dropout = Dropout.of(params)
-        return dropout and BlockDropout(dropout, torch.tensor(self.starts), self.first)
+        return dropout and BlockDropout(
+            dropout, torch.tensor(self.starts, device="cpu"), self.first
+        )
 
 
 def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:

@@ -92,6 +92,7 @@ def parsed_call(
         batch_invariant=is_batch_invariant(implementation),
         implementation=implementation,
         workspace=backward_workspace.current(),
+        dropout_p=0.0,  # as above
     )
     if options.dropout_p:
         p, seed = parse_dropout(options.dropout_p, options.dropout_seed, q)

@@ -60,7 +60,7 @@ def load_projections(layer: nn.Module, linears: Sequence[Any]) -> None:
     own: Any = layer
     q, k, v, out = (linear_of(f"attention[{i}]", linear) for i, linear in enumerate(linears))
     load(own.q_proj, *q)
-    biases = [torch.zeros(len(w)).to(w) if b is None else b for w, b in (k, v)]
+    biases = [w.new_zeros(len(w)) if b is None else b for w, b in (k, v)]
     load(own.kv_proj, torch.cat([k[0], v[0]]), torch.cat(biases))
     load(own.out_proj, *out)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,14 @@ from ..scalars import is_sequence
 from .targets import Targets, parse_targets
 
 LevelIndices = tuple[CandidateIndex | Tensor, ...] | list[CandidateIndex | Tensor]
+
+
+def are_levels(candidates: object) -> TypeGuard[LevelIndices]:
+    """Whether these are the indices of several levels. A list of users is not."""
+    if not is_sequence(candidates):
+        return False
+    given = cast("list[object]", candidates)
+    return all(isinstance(x, (CandidateIndex, Tensor)) for x in given)
 
 
 def histories_of_levels(

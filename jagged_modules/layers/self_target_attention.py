@@ -21,7 +21,7 @@ from ..scalars import check_size
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
-from .levels import LevelIndices, LevelTargets, histories_of_levels
+from .levels import LevelIndices, LevelTargets, are_levels, histories_of_levels
 from .one_node import in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .self_target_node import self_target_node
@@ -116,7 +116,7 @@ class JaggedSelfTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
-        if isinstance(candidates, (list, tuple)):
+        if are_levels(candidates):
             return self._attend_to_levels(history, targets, candidates)
         users = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         given = parse_targets(

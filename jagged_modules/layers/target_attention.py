@@ -27,7 +27,7 @@ from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
-from .levels import LevelIndices, LevelTargets, histories_of_levels
+from .levels import LevelIndices, LevelTargets, are_levels, histories_of_levels
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
@@ -201,7 +201,7 @@ class JaggedTargetAttention(nn.Module):
             width=2 * self.head_dim,
             projection=self.kv_proj,
         )
-        if isinstance(candidates, (list, tuple)):
+        if are_levels(candidates):
             histories = histories_of_levels("cache", cache, candidates, lambda _, x: layer(x))
             keys_and_values = [x.values.chunk(2, dim=2) for x in histories]
             return self._attend_to_levels(targets, candidates, "cache", histories, keys_and_values)
@@ -246,7 +246,7 @@ class JaggedTargetAttention(nn.Module):
                 match; the message names the argument.
         """
         linears = q_proj, kv_proj, _ = self.q_proj, self.kv_proj, self.out_proj
-        if isinstance(candidates, (list, tuple)):
+        if are_levels(candidates):
             wrap = partial(wrap_rows, width=self.embedding_dim, projection=kv_proj)
             histories = histories_of_levels("history", history, candidates, wrap)
             keys_and_values = [

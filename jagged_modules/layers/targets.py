@@ -63,7 +63,7 @@ class Targets(NamedTuple):
 
 def parse_targets(
     targets: Any,
-    candidates: CandidateIndex | Tensor | None,
+    candidates: Any,
     history: Jagged,
     projection: nn.Module,
     width: int,

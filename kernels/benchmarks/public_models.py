@@ -315,10 +315,16 @@ def row(name: str, folder: Path, compiled: bool, calls: int, print_report: bool)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("public_models"))
-    parser.add_argument("--only", type=re.compile, default="")
-    parser.add_argument("--calls", type=int, default=9)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("public_models"), help="of the repositories' clones"
+    )
+    parser.add_argument(
+        "--only", type=re.compile, default=".", help="models whose name this expression finds"
+    )
+    parser.add_argument("--calls", type=int, default=9, help="of which the shortest counts")
     parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
     parser.add_argument("--report", action="store_true", help="print each report")
     options = parser.parse_args()
