@@ -8,9 +8,8 @@ most rows, all of them are sorted by their segments' lengths first.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jagged_kernels.attention.autograd import (
@@ -35,19 +34,17 @@ from torch import Tensor, library
 from torch.nn.functional import pad
 
 from ..autocast import in_own_dtypes
-from ..dropout import Dropout
-from ..masks import AttentionMask
 from . import one_query
-from .attention_bias import BlockBias, BlockDropout, TableGradients
+from .attention_bias import TableGradients
 from .attention_math import (
-    SCORES_AT_A_TIME,
     dot_products_are_finite,
     softmax_backward,
     softmax_forward,
     unfused_backward,
     unfused_forward,
 )
-from .buckets import Rows, compute_dtype
+from .buckets import compute_dtype
+from .groups import Group, groups_of, put, take
 from .one_query import has_one_query_each
 from .order import Ordered, rows_back, rows_in_order
 from .shares import in_shares
@@ -108,14 +105,14 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
     ordered = Ordered.of(segments, params)
     queries, keys, values, results = _compute_operands(activation, *ordered.sorted(q, k, v), out)
     is_fused = _is_fused(params)
-    groups = list(_groups(q.shape[1], ordered))
+    groups = list(groups_of(q.shape[1], ordered))
     finite = (
         is_fused
         and (params.mask is not None or keys.numel() <= SMALL_GROUP * len(groups))
         and dot_products_are_finite(scale, queries, keys, values)
     )
 
-    def compute(groups: list[_Group]) -> None:
+    def compute(groups: list[Group]) -> None:
         for group in groups:
             operands = group.operands(queries, keys, values)
             if not is_fused:
@@ -126,8 +123,8 @@ def _attend(call: AttentionCall, threads: int) -> tuple[Tensor, Tensor]:
             else:
                 block, block_lse = softmax_forward(*operands, *group.mask, scale, finite)
             if block_lse is not None:
-                _put(lse, group.rows, block_lse[..., None])
-            _put(results, group.rows, block)
+                put(lse, group.rows, block_lse[..., None])
+            put(results, group.rows, block)
 
     in_shares(compute, groups, _cost(q, v), threads, is_fused and _is_one_call(params))
     results, lse = (rows_back(x, ordered.q_order, len(x)) for x in (results, lse))
@@ -201,16 +198,16 @@ def _gradients(
         and dot_products_are_finite(scale, grad, queries, keys, values)
     )
 
-    def compute(groups: list[_Group]) -> tuple[Tensor | None, TableGradients]:
+    def compute(groups: list[Group]) -> tuple[Tensor | None, TableGradients]:
         """Store or add the gradients of the groups' rows. Returns those of operands that all groups
         share."""
         shared_dq = torch.zeros_like(queries) if q_shared else None
         dtables = TableGradients.of(ordered.params)
         for group in groups:
-            operands = (_take(grad, group.rows), *group.operands(queries, keys, values))
+            operands = (take(grad, group.rows), *group.operands(queries, keys, values))
             found = None
             if lse is not None and (is_fused or not (params.mask or params.has_bias)):
-                block, block_lse = (_take(x, group.rows) for x in (*outs, lse))
+                block, block_lse = (take(x, group.rows) for x in (*outs, lse))
                 found = block, block_lse[..., 0]
             if is_fused and found is not None:
                 block_dq, block_dk, block_dv = softmax_backward(
@@ -224,12 +221,12 @@ def _gradients(
             if shared_dq is not None:
                 shared_dq += block_dq.sum(0).transpose(0, 1)
             else:
-                _put(dq, group.q_rows, block_dq)
+                put(dq, group.q_rows, block_dq)
             for dx, block_dx in ((dk, block_dk), (dv, block_dv)):
-                _put(
+                put(
                     dx,
                     group.kv_rows,
-                    block_dx if group.is_first else _take(dx, group.kv_rows) + block_dx,
+                    block_dx if group.is_first else take(dx, group.kv_rows) + block_dx,
                 )
         return shared_dq, dtables
 
@@ -237,7 +234,7 @@ def _gradients(
     divisible = is_fused and _is_one_call(params)
     threads = 1 if ordered.is_by_rows else threads  # rows of a segment add to the same keys
     for _, groups in itertools.groupby(
-        _groups(q.shape[1], ordered), key=lambda group: group.query_group
+        groups_of(q.shape[1], ordered), key=lambda group: group.query_group
     ):
         for shared_dq, share_dtables in in_shares(
             compute, list(groups), _cost(q, v), threads, divisible
@@ -299,117 +296,6 @@ def _are_all_stored(call: AttentionCall) -> bool:
     return torch.equal(q_offsets.diff() > 0, kv_offsets.diff() > 0)
 
 
-class _Group(NamedTuple):
-    """Segments with equal lengths and numbers of targets.
-
-    Attributes:
-        rows, q_rows, kv_rows: their rows of the output, of q, and of k and v.
-        mask: the mask, and the number of targets of each segment.
-        query_group: the query group that they belong to; those of one have different keys.
-        is_first: no other group of these keys comes before, so gradients of keys are stored, not
-            added.
-        shift: query_shift of each segment.
-        scores: the number of their scores, of all heads.
-        starts: where the segments of queries start, in the caller's order.
-        first: the place of the first query row in its segment.
-    """
-
-    rows: Rows
-    q_rows: Rows
-    kv_rows: Rows
-    mask: tuple[AttentionMask | None, int]
-    query_group: int
-    is_first: bool
-    shift: int
-    scores: int
-    starts: tuple[int, ...]
-    first: int
-
-    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a
-        copy."""
-        keys, values = (_take(x, self.kv_rows) for x in (k, v))
-        queries = _take(q, self.q_rows)
-        return (
-            queries if len(queries) == len(keys) else queries.expand(len(keys), -1, -1, -1),
-            keys,
-            values,
-        )
-
-    def bias(self, params: AttentionParams) -> BlockBias | None:
-        """The bias of these segments."""
-        if not params.has_bias:
-            return None
-        t = None if params.timestamps is None else self.kv_rows.take(params.timestamps)
-        u = None if params.query_timestamps is None else self.rows.take(params.query_timestamps)
-        return BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
-
-    def dropout(self, params: AttentionParams) -> BlockDropout | None:
-        """The dropout of these segments' weights."""
-        dropout = Dropout.of(params)
-        return dropout and BlockDropout(
-            dropout, torch.tensor(self.starts, device="cpu"), self.first
-        )
-
-
-def _groups(num_heads: int, ordered: Ordered) -> Iterator[_Group]:
-    """Groups of segments that have queries and keys, in the order of the query groups.
-
-    batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result
-    must not depend on the user's other candidates.
-    """
-    segments, params, starts_of_queries, _, _ = ordered
-    mask = (
-        None if params.mask is None else AttentionMask.from_params(params.mask, params.num_targets)
-    )
-    q_shared, batch_invariant = segments.q_shared, params.batch_invariant
-    q_bounds, kv_bounds = segments.q_offsets.tolist(), segments.kv_offsets.tolist()
-    num_segments = len(kv_bounds) - 1
-    by_rows = ordered.is_by_rows
-    targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
-    shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
-    own = starts_of_queries.tolist()
-    starts: defaultdict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)
-    for query_group in range((len(q_bounds) - 1) // max(1, num_segments)):
-        first = query_group * num_segments
-        bounds = q_bounds[first : first + num_segments + 1]
-        for q_start, q_end, kv_start, kv_end, start, *others in zip(
-            bounds, bounds[1:], kv_bounds, kv_bounds[1:], own[first:], targets, shifts
-        ):
-            if q_end > q_start and kv_end > kv_start:
-                lengths = 1 if by_rows else q_end - q_start, kv_end - kv_start
-                pairs = starts[(query_group, *lengths, *others)]
-                if by_rows:
-                    own_rows = range(q_start, q_end)
-                    pairs += ((row, kv_start, start, row - q_start) for row in own_rows)
-                else:
-                    pairs.append((q_start, kv_start, start, 0))
-    for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
-        at_a_time = (
-            1
-            if batch_invariant
-            else max(1, SCORES_AT_A_TIME // (num_heads * num_queries * num_keys))
-        )
-        for first in range(0, len(pairs), at_a_time):
-            q_starts, kv_starts, firsts, places = zip(*pairs[first : first + at_a_time])
-            rows = Rows.of(q_starts, num_queries, batch_invariant)
-            kv_rows = Rows.of(kv_starts, num_keys, batch_invariant)
-            q_rows = Rows.of((0,), num_queries) if q_shared else rows
-            scores = num_heads * num_queries * num_keys * len(q_starts)
-            yield _Group(
-                rows,
-                q_rows,
-                kv_rows,
-                (mask, t),
-                query_group,
-                query_group == 0 and not by_rows,
-                shift,
-                scores,
-                firsts,
-                places[0],
-            )
-
-
 def _is_fused(params: AttentionParams) -> bool:
     """Whether torch's fused attention computes it."""
     is_plain = not params.has_bias and params.dropout_seed is None
@@ -421,19 +307,9 @@ def _is_one_call(params: AttentionParams) -> bool:
     return params.mask is None or params.mask.is_causal
 
 
-def _cost(q: Tensor, v: Tensor) -> Callable[[_Group], int]:
+def _cost(q: Tensor, v: Tensor) -> Callable[[Group], int]:
     """The number of multiplications of a group."""
     return lambda group: group.scores * (q.shape[2] + v.shape[2])
-
-
-def _take(x: Tensor, rows: Rows) -> Tensor:
-    """The rows of x `[rows, heads, dim]` as a block `[segments, heads, length, dim]`."""
-    return rows.take(x).transpose(1, 2)
-
-
-def _put(x: Tensor, rows: Rows, block: Tensor) -> None:
-    """Undo `_take`: write a block to its rows of x."""
-    rows.put(x, block.transpose(1, 2))
 
 
 def _compute_operands(activation: str, *tensors: Tensor) -> Iterator[Tensor]:

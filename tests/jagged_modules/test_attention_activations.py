@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.activations import ACTIVATIONS
-from jagged_modules.cpu import attention as cpu
 from jagged_modules.cpu import attention_math as cpu_blocks
+from jagged_modules.cpu import groups as cpu
 
 from .attention_cases import DTYPES, check, make_qkv, mask_of
 

@@ -129,8 +129,7 @@ def test_operators_pass_opcheck():
         (op.triton_din_backward, (q, rows, rows, *given, offsets, offsets, "dice", True, -1)),
         (op.triton_din_backward, (q, rows, rows, *given, offsets, offsets, "dice", True, 0)),
     ):
-        checks = dict(test_utils=("test_schema", "test_faketensor"))
-        torch.library.opcheck(operator, arguments, **checks)
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_sizes_that_the_kernels_do_not_take():

@@ -1,0 +1,139 @@
+"""Segments of equal lengths, which the CPU's attention computes together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jagged_kernels.attention.params import AttentionParams
+from torch import Tensor
+
+from ..dropout import Dropout
+from ..masks import AttentionMask
+from .attention_bias import BlockBias, BlockDropout
+from .attention_math import SCORES_AT_A_TIME
+from .buckets import Rows
+from .order import Ordered
+
+
+class Group(NamedTuple):
+    """Segments with equal lengths and numbers of targets.
+
+    Attributes:
+        rows, q_rows, kv_rows: their rows of the output, of q, and of k and v.
+        mask: the mask, and the number of targets of each segment.
+        query_group: the query group that they belong to; those of one have different keys.
+        is_first: no other group of these keys comes before, so gradients of keys are stored, not
+            added.
+        shift: query_shift of each segment.
+        scores: the number of their scores, of all heads.
+        starts: where the segments of queries start, in the caller's order.
+        first: the place of the first query row in its segment.
+    """
+
+    rows: Rows
+    q_rows: Rows
+    kv_rows: Rows
+    mask: tuple[AttentionMask | None, int]
+    query_group: int
+    is_first: bool
+    shift: int
+    scores: int
+    starts: tuple[int, ...]
+    first: int
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a
+        copy."""
+        keys, values = (take(x, self.kv_rows) for x in (k, v))
+        queries = take(q, self.q_rows)
+        return (
+            queries if len(queries) == len(keys) else queries.expand(len(keys), -1, -1, -1),
+            keys,
+            values,
+        )
+
+    def bias(self, params: AttentionParams) -> BlockBias | None:
+        """The bias of these segments."""
+        if not params.has_bias:
+            return None
+        t = None if params.timestamps is None else self.kv_rows.take(params.timestamps)
+        u = None if params.query_timestamps is None else self.rows.take(params.query_timestamps)
+        return BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
+
+    def dropout(self, params: AttentionParams) -> BlockDropout | None:
+        """The dropout of these segments' weights."""
+        dropout = Dropout.of(params)
+        return dropout and BlockDropout(
+            dropout, torch.tensor(self.starts, device="cpu"), self.first
+        )
+
+
+def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
+    """Groups of segments that have queries and keys, in the order of the query groups.
+
+    batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result
+    must not depend on the user's other candidates.
+    """
+    segments, params, starts_of_queries, _, _ = ordered
+    mask = (
+        None if params.mask is None else AttentionMask.from_params(params.mask, params.num_targets)
+    )
+    q_shared, batch_invariant = segments.q_shared, params.batch_invariant
+    q_bounds, kv_bounds = segments.q_offsets.tolist(), segments.kv_offsets.tolist()
+    num_segments = len(kv_bounds) - 1
+    by_rows = ordered.is_by_rows
+    targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
+    shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
+    own = starts_of_queries.tolist()
+    starts: defaultdict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for query_group in range((len(q_bounds) - 1) // max(1, num_segments)):
+        first = query_group * num_segments
+        bounds = q_bounds[first : first + num_segments + 1]
+        for q_start, q_end, kv_start, kv_end, start, *others in zip(
+            bounds, bounds[1:], kv_bounds, kv_bounds[1:], own[first:], targets, shifts
+        ):
+            if q_end > q_start and kv_end > kv_start:
+                lengths = 1 if by_rows else q_end - q_start, kv_end - kv_start
+                pairs = starts[(query_group, *lengths, *others)]
+                if by_rows:
+                    own_rows = range(q_start, q_end)
+                    pairs += ((row, kv_start, start, row - q_start) for row in own_rows)
+                else:
+                    pairs.append((q_start, kv_start, start, 0))
+    for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
+        at_a_time = (
+            1
+            if batch_invariant
+            else max(1, SCORES_AT_A_TIME // (num_heads * num_queries * num_keys))
+        )
+        for first in range(0, len(pairs), at_a_time):
+            q_starts, kv_starts, firsts, places = zip(*pairs[first : first + at_a_time])
+            rows = Rows.of(q_starts, num_queries, batch_invariant)
+            kv_rows = Rows.of(kv_starts, num_keys, batch_invariant)
+            q_rows = Rows.of((0,), num_queries) if q_shared else rows
+            scores = num_heads * num_queries * num_keys * len(q_starts)
+            yield Group(
+                rows,
+                q_rows,
+                kv_rows,
+                (mask, t),
+                query_group,
+                query_group == 0 and not by_rows,
+                shift,
+                scores,
+                firsts,
+                places[0],
+            )
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    """The rows of x `[rows, heads, dim]` as a block `[segments, heads, length, dim]`."""
+    return rows.take(x).transpose(1, 2)
+
+
+def put(x: Tensor, rows: Rows, block: Tensor) -> None:
+    """Undo `_take`: write a block to its rows of x."""
+    rows.put(x, block.transpose(1, 2))
