@@ -29,8 +29,8 @@ from .mlp_node import (
     kernels_activation,
 )
 from .norms import NormOptions, RMSNorm, RowNorm, norm_parameters
-from .one_node import bias_columns, node_dtype, parameters_of
-from .residual_node import Around, Residual, probability, residual_gradients, with_residual
+from .one_node import bias_columns, in_training, node_dtype, parameters_of
+from .residual_node import Around, Residual, residual_gradients, with_residual
 
 if TYPE_CHECKING:
     from .encoder import JaggedEncoderLayer
@@ -74,7 +74,7 @@ def encoder_node(
     layer: JaggedEncoderLayer, rows: Jagged, num_targets: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The layer's result `[L, E]`, in the dtype that its modules give."""
-    x, of_dropout = rows.values, probability(layer.dropout)
+    x, of_dropout = rows.values, in_training(layer.dropout, layer.dropout.p)
 
     def residual(norm: nn.Module, columns: int) -> Residual:
         is_wide = torch.is_autocast_enabled(x.device.type) and type(norm) is RowNorm
@@ -86,7 +86,7 @@ def encoder_node(
     sides = layer.attention._sides(rows, None, num_targets, dtype)  # pyright: ignore[reportPrivateUsage]
     *inputs, attention = node_arguments(layer.attention, x, layer.norm1, dtype, sides, around)
     linears = layer.linear1, layer.linear2
-    parameters = (y for linear in linears for y in (linear.weight, linear.bias))
+    parameters = parameters_of(*linears)
     network = FeedForward(*kernels_activation(layer.activation), of_dropout)
     call = EncoderCall(attention, network, residual(layer.norm2, 0))
     result: Tensor = apply(_Node, *inputs, *norm_parameters(layer.norm2), *parameters, call)

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
-from .one_node import LinearGradients, cast, dropout_gradient, dropped, linear, linear_gradients
+from .one_node import (
+    LinearGradients,
+    cast,
+    dropout_gradient,
+    dropped,
+    linear,
+    linear_gradients,
+    parameters_of,
+)
 
 if TYPE_CHECKING:
     from .mlp import JaggedMLP
@@ -46,8 +54,7 @@ def kernels_activation(name: str) -> tuple[str, bool]:
 def mlp_node(layer: JaggedMLP, x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The layer's result for x `[L, dims[0]]`, in the operands' dtype."""
     call = MLPCall(end, dtype, *kernels_activation(layer.activation))
-    parameters = (y for linear in layer.layers for y in (linear.weight, linear.bias))
-    result: Tensor = apply(_Node, x, call, *parameters)
+    result: Tensor = apply(_Node, x, call, *parameters_of(*layer.layers))
     return result
 
 

@@ -93,7 +93,7 @@ def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
 
 
 def in_training(layer: nn.Module, probability: float) -> float:
-    """A layer's probability of dropout: 0 outside of training."""
+    """The probability of dropout of a layer, or of an nn.Dropout: 0 outside of training."""
     return as_constant(probability) if layer.training else 0
 
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..functional.tail import cleared, residual_sum
-from ..tracing import as_constant
 from .norms import NormOptions
 from .one_node import dropout_gradient, dropped, gemm_rows
 
@@ -60,11 +59,6 @@ class Around(NamedTuple):
         """From the first of these, and the others."""
         count = len(cls._fields)
         return cls(*saved[:count]), saved[count:]
-
-
-def probability(dropout: nn.Dropout) -> float:
-    """With which an element becomes 0."""
-    return as_constant(dropout.p) if dropout.training else 0.0
 
 
 def with_residual(

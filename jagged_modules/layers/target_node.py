@@ -26,7 +26,6 @@ from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, with_zero_tail
 from ..segments import RowSegments, values_are_checkable
-from ..tracing import as_constant
 from .one_node import (
     cast,
     dropout_gradient,
@@ -81,7 +80,7 @@ def target_node(
 ) -> Tensor:
     """The layer's result for these targets, in their form, in the operands' dtype. linears: its
     projections."""
-    dropout = as_constant(layer.dropout.p) if layer.dropout.training else 0.0
+    dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)
     keys, end = history.parsed("history"), history.end("history")
     call = TargetCall(given, keys, end, layer.num_heads, dtype, schedule, dropout, of_weights)
