@@ -24,11 +24,12 @@ class Dropout(NamedTuple):
         """segments: the rows of each segment of queries."""
         if seed is None or round(p * 2**16) == 0:
             return None
-        starts, places = torch.zeros((2, rows), dtype=torch.int64, device=seed.device)
+        device = segments[0].device if segments else seed.device
+        starts, places = torch.zeros((2, rows), dtype=torch.int64, device=device)
         for segment in segments:
             if len(segment):
                 starts[segment], places[segment] = segment[0], segment - segment[0]
-        return cls(p, seed, starts, places)
+        return cls(p, seed.to(device), starts, places)
 
     def factors(self, rows: Tensor, num_keys: int, heads: int, kv_heads: int) -> Tensor:
         """0 or 1 / (1 - p) for rows `[segments, length]` of the output:
