@@ -301,6 +301,10 @@ class CandidateIndex(Queries):
                 f"x must have a row for each of the {self.order.shape[0]} candidates, got shape"
                 f" {list(x.shape)}"
             )
+        return self.as_given(x)
+
+    def as_given(self, x: Tensor) -> Tensor:
+        """`ungrouped` without checks, which torch.compile would not trace in a backward."""
         if self.order is None or self.inverse is None:
             return x
         if torch.compiler.is_compiling():  # one kernel, which needs no `inverse`
