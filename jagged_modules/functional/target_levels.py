@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
+from ..containers.jagged import Jagged
 from ..scalars import is_sequence, to_ints
 from ..segments import RowSegments, check_device, check_offsets, parse_segments
 from ..validation import check_implementation, check_tensor
@@ -39,12 +41,34 @@ class Level(NamedTuple):
         queries: the query rows, grouped by history. keys: the histories.
         candidates: the parent of each candidate, on q's device; None where rows have another form.
         shape: the first two dimensions of targets in a dense tensor; None for rows of a container.
+        container: whose values the targets are. history: that of the histories; a layer has it.
     """
 
     queries: RowSegments
     keys: RowSegments
     candidates: CandidateIndex | None = None
     shape: Sequence[int] | None = None
+    container: Jagged | None = None
+    history: Jagged | None = None
+
+    @property
+    def end(self) -> Tensor | None:
+        """Where the history's rows may have to be cleared, see `tail.py`."""
+        return None if self.history is None or self.history.is_clean else self.keys.end
+
+    def schedule(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> TileSchedule | None:
+        """The attention's schedule, which the history keeps; None without a history."""
+        if self.history is None:
+            return None
+        queries = self.container if self.candidates is None else self.candidates
+        rows = 1 if self.shape is None else self.shape[1]
+        return self.history.schedule(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            queries=rows if queries is None else queries,
+            rows_per_candidate=1 if self.candidates is None else rows,
+        )
 
     def grouped(self, x: Tensor) -> Tensor:
         """x `[*shape, ...]` as rows grouped by history."""
@@ -61,6 +85,9 @@ class Level(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """The attention of q `[*shape, H, D]` to this level."""
+        if self.history is not None:
+            schedule = self.schedule(q.shape[-2], q.shape[-1], k.dtype)
+            options = options._replace(schedule=schedule)
         call = parsed_call(self.grouped(q), k, v, self.queries, self.keys, options)
         return self.ungrouped(computed(call))
 

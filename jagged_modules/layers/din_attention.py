@@ -232,7 +232,7 @@ class JaggedDINAttention(nn.Module):
         """
         jagged = self._wrapped("history", history)
         given = self._parsed(targets, candidates, "history", jagged)
-        k = entering(autocast(jagged.values), given.history_end())
+        k = entering(autocast(jagged.values), given.levels[0].end)
         return self._attend(given, k, event_part(k, self._mlp()))
 
     if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ..containers.jagged import wrap_rows
 from ..dropout import check_dropout
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
-from ..functional.tail import leaving
+from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
 from ..functional.target_levels import attend_to_levels
 from ..scalars import check_size
@@ -126,15 +126,16 @@ class JaggedSelfTargetAttention(nn.Module):
         if not given.of_levels:
             dtype = node_dtype(given.rows, linears, on_cpu=True)
             if dtype is not None:
-                return self_target_node(self, linears, given, dtype)
+                return self_target_node(self, linears, given, histories["history"], dtype)
         q = self.target_proj(given.entering())
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
-        operands = [self._projected(x) for x in given.entering_histories()]
+        levels = list(zip(histories.values(), given.levels))
+        operands = [self._projected(entering(x.values, level.end)) for x, level in levels]
         options = AttentionOptions(dropout_p=in_training(self, self.attention_dropout))
         own, of_targets = self._attend(given, q, operands, options)
         users = tuple(
-            x.unwrap(leaving(self.out_proj(y.flatten(1)), given.history_end(i)))
-            for i, (x, y) in enumerate(zip(given.histories, own))
+            x.unwrap(leaving(self.out_proj(y.flatten(1)), level.end))
+            for (x, level), y in zip(levels, own)
         )
         of_users: Any = users if given.of_levels else users[0]
         return of_users, given.unwrap(self.target_out_proj(of_targets.flatten(-2)))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..containers.jagged import Jagged
 from ..cpu.order import rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
@@ -54,11 +55,11 @@ def self_target_node(
     layer: JaggedSelfTargetAttention,
     linears: Sequence[nn.Linear],
     given: Targets,
+    history: Jagged,
     dtype: torch.dtype,
 ) -> tuple[Any, Any]:
     """The layer's results for the history and for the targets of one level, in their form, in the
     operands' dtype. linears: its projections."""
-    (history,) = given.histories
     dropout = in_training(layer, layer.attention_dropout)
     call = TargetCall(given, layer.num_heads, dtype, attention_dropout=dropout)
     values, results = apply(_Node, given.rows, history.values, *parameters_of(*linears), call)
@@ -96,7 +97,7 @@ class _Node(torch.autograd.Function):
         values = rows_back(linear(h[:rows], *of_output[:2]), order.history_rows, rows)
         results = in_order(linear(h[rows:], *of_output[2:]), order.inverse)
         results = with_zero_tail(torch.unflatten(results, 0, shape), call.given.end)
-        return with_zero_tail(values, call.given.history_end()), results
+        return with_zero_tail(values, call.given.levels[0].end), results
 
     @staticmethod
     @differentiable_once
@@ -178,7 +179,7 @@ def _attended(
     if not torch.compiler.is_compiling():  # torch.compile does not know it, and gives zeros
         ctx.set_materialize_grads(False)
     given, dtype, heads = call.given, call.dtype, call.num_heads
-    end = given.history_end()
+    end = given.levels[0].end
     q_weight, q_bias, kv_weight, kv_bias, *of_targets_and_output = cast(dtype, *inputs[2:])
     target_weight, target_bias, *of_output = of_targets_and_output
     qkv_weight, qkv_bias = torch.cat([q_weight, kv_weight]), torch.cat([q_bias, kv_bias])

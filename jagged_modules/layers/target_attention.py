@@ -192,11 +192,10 @@ class JaggedTargetAttention(nn.Module):
         """
         histories = parse_histories("cache", cache, candidates, self._layer_of_cache)
         given = parse_targets(targets, candidates, histories, self.q_proj, self.target_dim)
-        first, *others = given.histories
+        first, *others = histories.values()
         values, pages = (first.values, None) if others else paged_operands(first)
         rows = [values, *[x.values for x in others]]
-        keys_and_values = [x.chunk(2, dim=2) for x in rows]
-        return self._attend(given, keys_and_values, pages)
+        return self._attend(given, [x.chunk(2, dim=2) for x in rows], pages)
 
     def _layer_of_cache(self, _name: str, cache: Any) -> Jagged:
         width = 2 * self.head_dim
@@ -241,9 +240,9 @@ class JaggedTargetAttention(nn.Module):
         if not given.of_levels:
             dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
             if dtype is not None:
-                return target_node(self, linears, given, dtype)
-        keys_and_values = [self._keys_and_values(x) for x in given.entering_histories()]
-        return self._attend(given, keys_and_values)
+                return target_node(self, linears, given, histories["history"].values, dtype)
+        rows = [entering(x.values, level.end) for x, level in zip(histories.values(), given.levels)]
+        return self._attend(given, [self._keys_and_values(x) for x in rows])
 
     if TYPE_CHECKING:
 
@@ -260,8 +259,7 @@ class JaggedTargetAttention(nn.Module):
         q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
         q = in_heads("q_proj", q_proj(given.entering()), self.num_heads, self.head_dim)
         dropout = in_training(self, self.attention_dropout)
-        schedule = given.schedule(self.num_heads, self.head_dim, keys_and_values[0][0].dtype)
-        options = AttentionOptions(schedule=schedule, pages=pages, dropout_p=dropout)
+        options = AttentionOptions(pages=pages, dropout_p=dropout)
         jointly = self.levels == "joint"
         outs = attend_to_levels(q, keys_and_values, given.levels, options, jointly)
         results = [given.unwrap(out_proj(self.dropout(x.flatten(-2)))) for x in outs]

@@ -68,16 +68,19 @@ class TargetCall(NamedTuple):
 
 
 def target_node(
-    layer: JaggedTargetAttention, linears: Sequence[nn.Linear], given: Targets, dtype: torch.dtype
+    layer: JaggedTargetAttention,
+    linears: Sequence[nn.Linear],
+    given: Targets,
+    history: Tensor,
+    dtype: torch.dtype,
 ) -> Any:
     """The layer's result for these targets of one level, in their form, in the operands' dtype.
-    linears: its projections."""
-    schedule = given.schedule(layer.num_heads, layer.head_dim, dtype)
+    linears: its projections. history: `[L, E]`."""
+    schedule = given.levels[0].schedule(layer.num_heads, layer.head_dim, dtype)
     dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)
     call = TargetCall(given, layer.num_heads, dtype, schedule, dropout, of_weights)
-    values = given.histories[0].values
-    return given.wrapped(apply(_Node, given.rows, values, *parameters_of(*linears), call))
+    return given.wrapped(apply(_Node, given.rows, history, *parameters_of(*linears), call))
 
 
 class _Saved(NamedTuple):
@@ -121,7 +124,7 @@ class Order(NamedTuple):
     @classmethod
     def of(cls, given: Targets) -> Order:
         (level,) = given.levels
-        queries, keys, index, _ = level
+        queries, keys, index = level.queries, level.keys, level.candidates
         order, inverse = (None, None) if index is None else (index.order, index.inverse)
         found = None
         offsets = queries.offsets, keys.offsets
@@ -186,7 +189,7 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     queries, keys, order, inverse, history_rows = Order.of(call.given)
     targets = inputs.targets.flatten(0, -2) if end is None else inputs.targets
     targets = in_order(gemm_rows(targets, end, dtype).flatten(0, -2), order)
-    history = in_order(gemm_rows(inputs.history, call.given.history_end(), dtype), history_rows)
+    history = in_order(gemm_rows(inputs.history, call.given.levels[0].end, dtype), history_rows)
     q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
     kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)

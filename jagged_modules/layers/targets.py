@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
-from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
 from ..containers.candidates import CandidateIndex
@@ -26,47 +25,21 @@ class Targets(NamedTuple):
 
     Attributes:
         rows: `[N, E_t]` of a container, `[B, T, E_t]`, or `[num_candidates, n_q, E_t]`, as given.
-        levels: their segments, and those of the histories. There are several levels only where
-            candidates are indices of several.
-        histories: of each level.
+        levels: their segments and histories. There are several only where candidates are indices of
+            several.
         end: where the rows may have to be cleared, see `functional/tail.py`: those behind it have
             no history in any level.
-        container: whose values the rows are, or None.
         of_levels: whether the caller gave indices of levels, which may be one.
     """
 
     rows: Tensor
     levels: Sequence[Level]
-    histories: Sequence[Jagged]
     end: Tensor | None = None
-    container: Jagged | None = None
     of_levels: bool = False
 
     def entering(self) -> Tensor:
         """The rows, cleared."""
         return entering(self.rows, self.end)
-
-    def history_end(self, level: int = 0) -> Tensor | None:
-        """Where the rows of a history may have to be cleared."""
-        return None if self.histories[level].is_clean else self.levels[level].keys.end
-
-    def entering_histories(self) -> list[Tensor]:
-        """The rows of each level, cleared."""
-        return [entering(x.values, self.history_end(i)) for i, x in enumerate(self.histories)]
-
-    def schedule(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> TileSchedule | None:
-        """That of the attention; None with several levels, each of which makes its own."""
-        if len(self.levels) > 1:
-            return None
-        (level,), (history,), shape = self.levels, self.histories, self.rows.shape
-        queries = self.container if level.candidates is None else level.candidates
-        return history.schedule(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            queries=shape[1] if queries is None else queries,
-            rows_per_candidate=1 if level.candidates is None else shape[1],
-        )
 
     def unwrap(self, x: Tensor) -> Any:
         """Results, cleared, in the form of the targets."""
@@ -74,7 +47,8 @@ class Targets(NamedTuple):
 
     def wrapped(self, x: Tensor) -> Any:
         """`unwrap` of results that are cleared."""
-        return x if self.container is None else self.container.unwrap(x)
+        container = self.levels[0].container
+        return x if container is None else container.unwrap(x)
 
 
 def are_levels(candidates: object) -> TypeGuard[LevelIndices]:
@@ -137,12 +111,14 @@ def parse_targets(
             )
         keys = history.parsed(name)
         queries = RowSegments.equal(rows.shape[1], num_segments, keys.offsets)
-        return Targets(rows, (Level(queries, keys, None, rows.shape[:2]),), (history,))
+        level = Level(queries, keys, shape=rows.shape[:2], history=history)
+        return Targets(rows, (level,))
     container = Jagged.wrap(targets, name="targets")
     check_same_segments("targets", container, name, history)
     rows = _checked(container.values, projection, width, 2, "[N, E_t]")
-    level = Level(container.parsed("targets"), history.parsed(name))
-    return Targets(rows, (level,), (history,), container.end("targets"), container)
+    queries, keys = container.parsed("targets"), history.parsed(name)
+    level = Level(queries, keys, container=container, history=history)
+    return Targets(rows, (level,), container.end("targets"))
 
 
 def _with_candidates(
@@ -162,7 +138,7 @@ def _with_candidates(
     ends: list[Tensor] = []
     for index, (name, history) in zip(indices, histories.items()):
         index = index.matched(rows, history.num_segments, "targets")
-        level = Level(index.parsed(*shape), history.parsed(name), index, shape)
+        level = Level(index.parsed(*shape), history.parsed(name), index, shape, None, history)
         levels.append(level)
         # A map has one entry for each candidate, so no row is behind them.
         if level.queries.has_tail and index.order is None:
@@ -170,7 +146,7 @@ def _with_candidates(
     end = ends[0] if len(ends) == len(levels) else None
     if end is not None and len(ends) > 1:
         end = torch.stack([x[-1:] for x in ends]).amax(0)
-    return Targets(rows, levels, list(histories.values()), end, of_levels=of_levels)
+    return Targets(rows, levels, end, of_levels)
 
 
 def _checked(targets: Any, projection: nn.Module, width: int, dim: int, shape: str) -> Tensor:
