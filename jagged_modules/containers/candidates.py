@@ -14,7 +14,6 @@ from ..segments import (
     Queries,
     RowSegments,
     Segmentation,
-    check_dense,
     check_device,
     check_index_values,
     check_integers,
@@ -26,7 +25,7 @@ from ..segments import (
     values_are_checkable,
 )
 from ..tracing import is_recording, one_call
-from ..validation import transforms_are_active
+from ..validation import check_dense, transforms_are_active
 from .jagged import Jagged
 from .offsets import rows_and_segments
 

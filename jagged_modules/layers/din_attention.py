@@ -265,7 +265,7 @@ class JaggedDINAttention(nn.Module):
             raise ValueError("JaggedDINAttention has no batch-invariant form on the CPU")
         q = level.grouped(entering(autocast(given.rows), given.end))
         out = attend_by_mlp(q, k, k, b, level.queries, level.keys, self._mlp(), kernels)
-        return given.unwrap(level.ungrouped(out))
+        return given.unwrap(leaving(level.ungrouped(out), given.end))
 
     def _mlp(self) -> DINMlp:
         linears: Any = self.linears

@@ -127,7 +127,7 @@ class JaggedSelfTargetAttention(nn.Module):
             dtype = node_dtype(given.rows, linears, on_cpu=True)
             if dtype is not None:
                 return self_target_node(self, linears, given, histories["history"], dtype)
-        q = self.target_proj(given.entering())
+        q = self.target_proj(entering(given.rows, given.end))
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
         levels = list(zip(histories.values(), given.levels))
         operands = [self._projected(entering(x.values, level.end)) for x, level in levels]
@@ -138,7 +138,8 @@ class JaggedSelfTargetAttention(nn.Module):
             for (x, level), y in zip(levels, own)
         )
         of_users: Any = users if given.of_levels else users[0]
-        return of_users, given.unwrap(self.target_out_proj(of_targets.flatten(-2)))
+        results = leaving(self.target_out_proj(of_targets.flatten(-2)), given.end)
+        return of_users, given.unwrap(results)
 
     @staticmethod
     def _attend(

@@ -63,7 +63,7 @@ def self_target_node(
     dropout = in_training(layer, layer.attention_dropout)
     call = TargetCall(given, layer.num_heads, dtype, attention_dropout=dropout)
     values, results = apply(_Node, given.rows, history.values, *parameters_of(*linears), call)
-    return history.unwrap(values), given.wrapped(results)
+    return history.unwrap(values), given.unwrap(results)
 
 
 class _Saved(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,7 @@ from .targets import LevelIndices, Targets, parse_histories, parse_targets
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Projection = Callable[[Tensor], Tensor]
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
@@ -195,7 +196,9 @@ class JaggedTargetAttention(nn.Module):
         first, *others = histories.values()
         values, pages = (first.values, None) if others else paged_operands(first)
         rows = [values, *[x.values for x in others]]
-        return self._attend(given, [x.chunk(2, dim=2) for x in rows], pages)
+        keys_and_values = [x.chunk(2, dim=2) for x in rows]
+        q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
+        return self._attend(given, keys_and_values, q_proj, out_proj, pages)
 
     def _layer_of_cache(self, _name: str, cache: Any) -> Jagged:
         width = 2 * self.head_dim
@@ -233,16 +236,18 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
-        linears = q_proj, kv_proj, _ = self.q_proj, self.kv_proj, self.out_proj
+        linears = q_proj, kv_proj, out_proj = self.q_proj, self.kv_proj, self.out_proj
         wrap = partial(wrap_rows, width=self.embedding_dim, projection=kv_proj)
         histories = parse_histories("history", history, candidates, wrap)
         given = parse_targets(targets, candidates, histories, q_proj, self.target_dim)
         if not given.of_levels:
             dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
             if dtype is not None:
-                return target_node(self, linears, given, histories["history"].values, dtype)
+                values = histories["history"].values
+                return given.unwrap(target_node(self, linears, given, values, dtype))
         rows = [entering(x.values, level.end) for x, level in zip(histories.values(), given.levels)]
-        return self._attend(given, [self._keys_and_values(x) for x in rows])
+        keys_and_values = [self._keys_and_values(x) for x in rows]
+        return self._attend(given, keys_and_values, q_proj, out_proj)
 
     if TYPE_CHECKING:
 
@@ -253,16 +258,19 @@ class JaggedTargetAttention(nn.Module):
         self,
         given: Targets,
         keys_and_values: Sequence[Sequence[Tensor]],
+        q_proj: Projection,
+        out_proj: Projection,
         pages: Pages | None = None,
     ) -> Any:
         """Attend from the targets to the keys and values of each level."""
-        q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
-        q = in_heads("q_proj", q_proj(given.entering()), self.num_heads, self.head_dim)
+        q = q_proj(entering(given.rows, given.end))
+        q = in_heads("q_proj", q, self.num_heads, self.head_dim)
         dropout = in_training(self, self.attention_dropout)
         options = AttentionOptions(pages=pages, dropout_p=dropout)
         jointly = self.levels == "joint"
         outs = attend_to_levels(q, keys_and_values, given.levels, options, jointly)
-        results = [given.unwrap(out_proj(self.dropout(x.flatten(-2)))) for x in outs]
+        results = [out_proj(self.dropout(x.flatten(-2))) for x in outs]
+        results = [given.unwrap(leaving(x, given.end)) for x in results]
         return tuple(results) if given.of_levels and not jointly else results[0]
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:

@@ -73,14 +73,15 @@ def target_node(
     given: Targets,
     history: Tensor,
     dtype: torch.dtype,
-) -> Any:
-    """The layer's result for these targets of one level, in their form, in the operands' dtype.
+) -> Tensor:
+    """The layer's result for the rows of these targets of one level, in the operands' dtype.
     linears: its projections. history: `[L, E]`."""
     schedule = given.levels[0].schedule(layer.num_heads, layer.head_dim, dtype)
     dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)
     call = TargetCall(given, layer.num_heads, dtype, schedule, dropout, of_weights)
-    return given.wrapped(apply(_Node, given.rows, history, *parameters_of(*linears), call))
+    result: Tensor = apply(_Node, given.rows, history, *parameters_of(*linears), call)
+    return result
 
 
 class _Saved(NamedTuple):

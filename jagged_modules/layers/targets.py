@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from ..containers.candidates import CandidateIndex
 from ..containers.conversions import wait_for
 from ..containers.jagged import Jagged, check_same_segments
-from ..functional.tail import entering, leaving
 from ..functional.target_levels import Level
 from ..scalars import is_sequence
-from ..segments import RowSegments, check_dense
-from ..validation import check_layer_input
+from ..segments import RowSegments
+from ..validation import check_dense, check_layer_input
 
 LevelIndices = tuple[CandidateIndex | Tensor, ...] | list[CandidateIndex | Tensor]
 
@@ -37,16 +36,8 @@ class Targets(NamedTuple):
     end: Tensor | None = None
     of_levels: bool = False
 
-    def entering(self) -> Tensor:
-        """The rows, cleared."""
-        return entering(self.rows, self.end)
-
     def unwrap(self, x: Tensor) -> Any:
-        """Results, cleared, in the form of the targets."""
-        return self.wrapped(leaving(x, self.end))
-
-    def wrapped(self, x: Tensor) -> Any:
-        """`unwrap` of results that are cleared."""
+        """Results, in the form of the targets."""
         container = self.levels[0].container
         return x if container is None else container.unwrap(x)
 
