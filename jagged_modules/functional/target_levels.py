@@ -162,7 +162,9 @@ def attend_to_levels(
     if options.activation != "softmax":
         return (torch.stack(attend_to_levels(q, operands, levels, options, False)).sum(0),)
     keys_and_values = [x for k_and_v in operands for x in k_and_v]
-    return (apply(_Joint, q, *keys_and_values, tuple(levels), options),)
+    # the node must not keep the values of histories
+    alone = tuple(x._replace(container=None, history=None) for x in levels)
+    return (apply(_Joint, q, *keys_and_values, alone, options),)
 
 
 def _joint_by_definition(

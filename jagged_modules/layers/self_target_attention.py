@@ -126,20 +126,21 @@ class JaggedSelfTargetAttention(nn.Module):
         if not given.of_levels:
             dtype = node_dtype(given.rows, linears, on_cpu=True)
             if dtype is not None:
-                return self_target_node(self, linears, given, histories["history"], dtype)
+                users: Any = histories["history"]
+                results = self_target_node(self, linears, given, users.values, dtype)
+                return users.unwrap(results[0]), given.unwrap(results[1])
         q = self.target_proj(entering(given.rows, given.end))
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
         levels = list(zip(histories.values(), given.levels))
         operands = [self._projected(entering(x.values, level.end)) for x, level in levels]
         options = AttentionOptions(dropout_p=in_training(self, self.attention_dropout))
         own, of_targets = self._attend(given, q, operands, options)
-        users = tuple(
+        of_users: Any = tuple(
             x.unwrap(leaving(self.out_proj(y.flatten(1)), level.end))
             for (x, level), y in zip(levels, own)
         )
-        of_users: Any = users if given.of_levels else users[0]
-        results = leaving(self.target_out_proj(of_targets.flatten(-2)), given.end)
-        return of_users, given.unwrap(results)
+        of_targets = leaving(self.target_out_proj(of_targets.flatten(-2)), given.end)
+        return of_users if given.of_levels else of_users[0], given.unwrap(of_targets)
 
     @staticmethod
     def _attend(

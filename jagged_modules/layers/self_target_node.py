@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..containers.jagged import Jagged
 from ..cpu.order import rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
@@ -55,15 +54,15 @@ def self_target_node(
     layer: JaggedSelfTargetAttention,
     linears: Sequence[nn.Linear],
     given: Targets,
-    history: Jagged,
+    history: Tensor,
     dtype: torch.dtype,
-) -> tuple[Any, Any]:
-    """The layer's results for the history and for the targets of one level, in their form, in the
-    operands' dtype. linears: its projections."""
+) -> tuple[Tensor, Tensor]:
+    """The layer's results for the history `[L, E]` and for the rows of these targets of one level,
+    in the operands' dtype. linears: its projections."""
     dropout = in_training(layer, layer.attention_dropout)
     call = TargetCall(given, layer.num_heads, dtype, attention_dropout=dropout)
-    values, results = apply(_Node, given.rows, history.values, *parameters_of(*linears), call)
-    return history.unwrap(values), given.unwrap(results)
+    values, results = apply(_Node, given.rows, history, *parameters_of(*linears), call)
+    return values, results
 
 
 class _Saved(NamedTuple):
