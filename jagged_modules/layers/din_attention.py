@@ -17,7 +17,7 @@ from ..containers.jagged import Jagged, wrap_rows
 from ..functional.din_attention import DINMlp, attend_by_mlp, checked_features, event_part
 from ..functional.operands import runs_kernels
 from ..functional.tail import entering, leaving
-from ..scalars import check_choice, check_kind, check_number, check_size, is_sequence
+from ..scalars import check_choice, check_number, check_size, is_sequence
 from ..settings import is_batch_invariant
 from ..tracing import call_of, one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
@@ -178,7 +178,6 @@ class JaggedDINAttention(nn.Module):
             TypeError, ValueError: as `forward`; the cache has another number of segments or another
                 shape.
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")
         jagged = self._wrapped("events", events)
         self._layer_of(cache, "events", jagged)
         return None, self._cached("events", jagged)

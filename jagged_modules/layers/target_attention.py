@@ -19,7 +19,7 @@ from ..dropout import check_dropout
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_levels import LEVELS, attend_to_levels
-from ..scalars import check_choice, check_kind, check_number, check_size
+from ..scalars import check_choice, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
@@ -157,9 +157,8 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: as `forward`; the cache has another number of segments or another
                 shape.
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")
         jagged = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
-        layer_of_cache(cache, "events", jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
+        self._layer_of(cache, "events", jagged)
         return None, self._cached("events", jagged)
 
     @through_call
@@ -191,7 +190,9 @@ class JaggedTargetAttention(nn.Module):
             # [4, 1, 32]
             out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))
         """
-        histories = parse_histories("cache", cache, candidates, self._layer_of_cache)
+        histories = parse_histories(
+            "cache", cache, candidates, lambda _, x: self._layer_of(x, "targets", None)
+        )
         given = parse_targets(targets, candidates, histories, self.q_proj, self.target_dim)
         first, *others = histories.values()
         values, pages = (first.values, None) if others else paged_operands(first)
@@ -200,9 +201,8 @@ class JaggedTargetAttention(nn.Module):
         q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
         return self._attend(given, keys_and_values, q_proj, out_proj, pages)
 
-    def _layer_of_cache(self, _name: str, cache: Any) -> Jagged:
-        width = 2 * self.head_dim
-        return layer_of_cache(cache, "targets", None, self.num_heads, width, self.kv_proj)
+    def _layer_of(self, cache: Any, name: str, x: Jagged | None) -> Jagged:
+        return layer_of_cache(cache, name, x, self.num_heads, 2 * self.head_dim, self.kv_proj)
 
     append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
 
