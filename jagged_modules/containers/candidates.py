@@ -303,7 +303,7 @@ class CandidateIndex(Queries):
         return self.as_given(x)
 
     def as_given(self, x: Tensor) -> Tensor:
-        """`ungrouped` without checks, which torch.compile would not trace in a backward."""
+        """`ungrouped` without checks of x, which torch.compile would not trace in a backward."""
         if self.order is None or self.inverse is None:
             return x
         if torch.compiler.is_compiling():  # one kernel, which needs no `inverse`
