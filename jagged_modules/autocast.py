@@ -34,7 +34,7 @@ def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     """`autocast` of each. They nearly always have one dtype and one device, for which one look at
     the setting is enough."""
     dtype, device = autocast_dtype(q), q.device
-    q, k, v = (x if x.dtype == dtype and x.device == device else autocast(x) for x in (q, k, v))
+    q, k, v = [x if x.dtype == dtype and x.device == device else autocast(x) for x in (q, k, v)]
     return q, k, v
 
 

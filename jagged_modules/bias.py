@@ -13,8 +13,8 @@ from torch.types import Device
 
 from .dtypes import WrongDtype
 from .scalars import check_size
-from .segments import check_dense, check_integers, values_are_checkable
-from .validation import check_tensor
+from .segments import check_integers, values_are_checkable
+from .validation import check_dense, check_tensor
 
 LOG_STEP = decimal.Decimal("0.301")  # HSTU's published rule: bucket(d) = floor(ln(d) / 0.301)
 LARGEST = torch.iinfo(torch.int64).max

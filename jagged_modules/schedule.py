@@ -140,12 +140,12 @@ def device_schedule(
         num_targets,
         head_dim,
     )
-    schedule = TileSchedule(*of_queries, tile.query, tile.key, num_heads, ascending=params is None)
-    if not backward:
-        return schedule
-    ascending = params is None or (problem.causal and _causal_keys_ascend(problem, head_dim))
-    keys = TileSchedule(*of_keys[0], tile.key, tile.query, num_kv_heads, ascending=ascending)
-    return dataclasses.replace(schedule, backward=keys)
+    ascending, keys = params is None, None
+    if backward:
+        ascend = ascending or (problem.causal and _causal_keys_ascend(problem, head_dim))
+        keys = TileSchedule(*of_keys[0], tile.key, tile.query, num_kv_heads, ascending=ascend)
+    sizes_of_tiles = tile.query, tile.key, num_heads
+    return TileSchedule(*of_queries, *sizes_of_tiles, backward=keys, ascending=ascending)
 
 
 def _causal_keys_ascend(problem: AttentionProblem, head_dim: int) -> bool:

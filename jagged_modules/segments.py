@@ -24,6 +24,7 @@ from .dtypes import WrongDtype
 from .scalars import check_size
 from .settings import debug_checks
 from .tracing import is_recording
+from .validation import check_dense
 
 MAX_SCHEDULES = 16  # that a segmentation keeps
 
@@ -40,14 +41,6 @@ def values_are_checkable(x: Tensor) -> bool:
     if device != "cpu" and (device == "meta" or not debug_checks.current()):
         return False
     return not isinstance(x, FakeTensor)
-
-
-def check_dense(name: str, x: Tensor) -> None:
-    """ValueError for a sparse or nested tensor."""
-    if x.is_nested or x.layout != torch.strided:
-        raise ValueError(
-            f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}"
-        )
 
 
 def check_integers(name: str, x: object) -> None:

@@ -12,10 +12,17 @@ from torch.autograd import forward_ad
 from .autocast import autocast_dtype
 from .dtypes import DTYPES, EVERYWHERE, FLOATS, WrongDtype, dtypes_of, names, uses_kernels
 from .scalars import check_choice, check_size
-from .segments import check_dense
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 MAX_HEAD_DIM = 256  # of attention
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """ValueError for a sparse or nested tensor."""
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(
+            f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}"
+        )
 
 
 def check_tensor(

@@ -14,7 +14,6 @@ from ..segments import (
     Queries,
     RowSegments,
     Segmentation,
-    check_dense,
     check_device,
     check_index_values,
     check_integers,
@@ -26,7 +25,7 @@ from ..segments import (
     values_are_checkable,
 )
 from ..tracing import is_recording, one_call
-from ..validation import transforms_are_active
+from ..validation import check_dense, transforms_are_active
 from .jagged import Jagged
 from .offsets import rows_and_segments
 
@@ -301,6 +300,10 @@ class CandidateIndex(Queries):
                 f"x must have a row for each of the {self.order.shape[0]} candidates, got shape"
                 f" {list(x.shape)}"
             )
+        return self.as_given(x)
+
+    def as_given(self, x: Tensor) -> Tensor:
+        """`ungrouped` without checks of x, which torch.compile would not trace in a backward."""
         if self.order is None or self.inverse is None:
             return x
         if torch.compiler.is_compiling():  # one kernel, which needs no `inverse`

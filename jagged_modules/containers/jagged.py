@@ -15,7 +15,6 @@ from ..segments import (
     Queries,
     RowSegments,
     Segmentation,
-    check_dense,
     check_device,
     check_integers,
     check_offsets,
@@ -26,7 +25,7 @@ from ..segments import (
     values_are_checkable,
 )
 from ..tracing import is_recording, one_call, recorded_call
-from ..validation import check_layer_input
+from ..validation import check_dense, check_layer_input
 from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
 from .padding import real_rows
 from .schedules import Sizes, kept_schedule

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..scalars import check_choice, check_kind, to_ints
-from ..segments import check_dense, check_device, check_integers, values_are_checkable
+from ..segments import check_device, check_integers, values_are_checkable
+from ..validation import check_dense
 from .offsets import segments_and_positions
 
 SIDES = ("right", "left")

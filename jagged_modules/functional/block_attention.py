@@ -102,9 +102,10 @@ def _block_attention(
         from jagged_kernels.block_attention.op import triton_block_attention
 
         q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
-        options = block_size, scale, implementation, is_batch_invariant(), has_tail, p
         tables, rotation = kernel_arguments(rotary, q.device)
-        return triton_block_attention(q, k, v, offsets, tables + seed, rotation, *options)
+        flags = [*rotation, is_batch_invariant(), has_tail]
+        options = block_size, scale, implementation, p
+        return triton_block_attention(q, k, v, offsets, tables + seed, flags, *options)
 
     dtype = q.dtype
     if rotary is not None:
@@ -205,9 +206,10 @@ def packed_arguments(
         q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation
     )
     p, seed = _parse_dropout(dropout_p, dropout_seed, q)
-    options = block_size, q.shape[2] ** -0.5, implementation, is_batch_invariant(), has_tail, p
+    options = block_size, q.shape[2] ** -0.5, implementation, p
     tables, rotation = kernel_arguments(rotary, qkv.device)
-    return contiguous_last_dim(qkv), offsets, tables + seed, rotation, *options
+    flags = [*rotation, is_batch_invariant(), has_tail]
+    return contiguous_last_dim(qkv), offsets, tables + seed, flags, *options
 
 
 def _has_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:

@@ -63,50 +63,52 @@ def jagged_linear(
     variant = "jagged_linear (one weight)" if shared else "jagged_linear (weight per segment)"
     x, weight, *others = checked_operands(variant, implementation, **named)
     bias = others[0] if others else None
-    function = POINTWISE["identity" if activation is None else activation].function
-    batch_invariant = is_batch_invariant(implementation)
     if max_seqlen is not None:
         check_size("max_seqlen", max_seqlen, at_least=0)
-    if shared:
-        end = None
-        if offsets is not None:
-            checked, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
-            end = checked if has_tail else None
-        if weight.shape[1] != x.shape[1]:
-            raise ValueError(
-                f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}"
-            )
-        if bias is not None and bias.shape[0] != weight.shape[0]:
-            raise ValueError(
-                f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}"
-            )
-        # the rows behind it must reach neither the weight's gradient nor the result
-        if end is not None:
-            x = without_tail(x, end, clears_gradient=False)
-        if batch_invariant:
-            out = _fixed_linear(x, weight, bias, activation, implementation)
-        else:
-            out = function(nnf.linear(x, weight, bias))
-        return out if end is None else with_clean_tail(out, end)
+    if not shared:
+        return _by_segment(x, weight, bias, offsets, activation, max_seqlen, implementation)
+    end = None
+    if offsets is not None:
+        checked, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
+        end = checked if has_tail else None
+    if weight.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape[0] != weight.shape[0]:
+        raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
+    # the rows behind it must reach neither the weight's gradient nor the result
+    if end is not None:
+        x = without_tail(x, end, clears_gradient=False)
+    if is_batch_invariant(implementation):
+        out = _fixed_linear(x, weight, bias, activation, implementation)
+    else:
+        out = _activated(nnf.linear(x, weight, bias), activation, False)
+    return out if end is None else with_clean_tail(out, end)
+
+
+def _by_segment(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    activation: str | None,
+    max_seqlen: int | None,
+    implementation: str,
+) -> Tensor:
+    """`jagged_linear` with a weight `[B, D, T]`."""
     offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(
             f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}"
         )
+    batch_invariant = is_batch_invariant(implementation)
     if implementation != "reference" and runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(
-            contiguous_last_dim(x),
-            offsets,
-            weight,
-            bias,
-            activation,
-            max_seqlen,
-            batch_invariant,
-            has_tail,
-        )
+        x, options = contiguous_last_dim(x), (max_seqlen, batch_invariant, has_tail)
+        return triton_jagged_dense_bmm(x, offsets, weight, bias, activation, *options)
     dtype = x.dtype
     # the sum with the bias is rounded once, at the end
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))
@@ -118,11 +120,16 @@ def jagged_linear(
         segments = rows_and_segments(offsets, x.shape[0])[1]
         segments = segments.clamp(max=bias.shape[0] - 1) if has_tail else segments
         out = out + bias.to(out.dtype).index_select(0, segments)
-    if batch_invariant and activation is not None:
-        out = pointwise_rows_cpu(out, activation)
-    else:
-        out = function(out)
+    out = _activated(out, activation, batch_invariant)
     return (without_tail(out, offsets) if has_tail else out).to(dtype)
+
+
+def _activated(x: Tensor, activation: str | None, batch_invariant: bool) -> Tensor:
+    if activation is None:
+        return x
+    if batch_invariant:
+        return pointwise_rows_cpu(x, activation)
+    return POINTWISE[activation].function(x)
 
 
 def _fixed_linear(
@@ -142,4 +149,4 @@ def _fixed_linear(
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))
     out = batched_matmul_cpu(weight, x[:, :, None]).squeeze(2)
     out = out if bias is None else out + bias.to(out.dtype)
-    return (out if activation is None else pointwise_rows_cpu(out, activation)).to(dtype)
+    return _activated(out, activation, True).to(dtype)

@@ -18,7 +18,6 @@ from ..containers.offsets import concatenated_rows, rows_and_segments, segments_
 from ..containers.padding import KEPT, SIDES, padded
 from ..scalars import check_choice, check_kind, check_size
 from ..segments import (
-    check_dense,
     check_device,
     check_index_values,
     check_integers,
@@ -28,7 +27,7 @@ from ..segments import (
     normal_form,
     values_are_checkable,
 )
-from ..validation import check_dtype, check_tensor, transforms_are_active
+from ..validation import check_dense, check_dtype, check_tensor, transforms_are_active
 from .tail import padded_to, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)

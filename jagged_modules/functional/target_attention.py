@@ -21,7 +21,7 @@ from .attention import attend, computed
 from .attention_arguments import Side, check_shared, parse_arguments
 from .attention_call import AttentionOptions, check_operands, check_output_scale
 from .joined_rows import joined_rows
-from .target_levels import LEVELS, attend_each, attend_jointly, parse_levels
+from .target_levels import LEVELS, attend_to_levels, parse_levels
 
 
 @overload
@@ -131,8 +131,9 @@ def target_attention(
     if is_sequence(k):
         given = dict(k=k, v=v, candidates=candidates, kv_offsets=kv_offsets)
         longest = dict(max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv)
-        q, of_levels = parse_levels(q, given, longest, options)
-        return (attend_jointly if levels == "joint" else attend_each)(q, of_levels, options)
+        parsed = parse_levels(q, given, longest, options)
+        results = attend_to_levels(*parsed, options, levels == "joint")
+        return results[0] if levels == "joint" else results
     for name, x, shape in (
         ("q", q, "[num_candidates, n_q, H, D]"),
         ("k", k, "[L, Hkv, D]"),

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
+from ..containers.jagged import Jagged
 from ..scalars import is_sequence, to_ints
 from ..segments import RowSegments, check_device, check_offsets, parse_segments
 from ..validation import check_implementation, check_tensor
@@ -29,37 +31,76 @@ from .attention_call import AttentionOptions, check_operands, parsed_call
 from .nodes import apply, differentiable_once
 
 LEVELS = ("joint", "each")
+Operands = Sequence[Tensor]  # k `[L, Hkv, D]` and v `[L, Hkv, Dv]` of a level
 
 
 class Level(NamedTuple):
-    """The histories of one level.
+    """Targets and their histories of one level, parsed.
 
     Attributes:
-        k, v: `[L, Hkv, D]` and `[L, Hkv, Dv]`.
-        candidates: the parent of each candidate, on q's device.
-        queries: the query rows, grouped by parent. keys: the histories.
+        queries: the query rows, grouped by history. keys: the histories.
+        candidates: the parent of each candidate, on q's device; None where rows have another form.
+        shape: the first two dimensions of targets in a dense tensor; None for rows of a container.
+        container: whose values the targets are. history: that of the histories; a layer has it.
     """
 
-    k: Tensor
-    v: Tensor
-    candidates: CandidateIndex
     queries: RowSegments
     keys: RowSegments
+    candidates: CandidateIndex | None = None
+    shape: Sequence[int] | None = None
+    container: Jagged | None = None
+    history: Jagged | None = None
 
-    def as_rows(self, x: Tensor) -> Tensor:
-        """x `[num_candidates, n_q, ...]` as rows grouped by parent."""
-        return self.candidates.grouped(x).flatten(0, 1)
+    @property
+    def end(self) -> Tensor | None:
+        """Where the history's rows may have to be cleared, see `tail.py`."""
+        return None if self.history is None or self.history.is_clean else self.keys.end
 
-    def as_candidates(self, x: Tensor, like: Tensor) -> Tensor:
-        """Undo `as_rows`, below autograd too. like: `[num_candidates, n_q, ...]`."""
-        x, inverse = torch.unflatten(x, 0, like.shape[:2]), self.candidates.inverse
-        return x if inverse is None else x.index_select(0, inverse)
+    def schedule(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> TileSchedule | None:
+        """The attention's schedule, which the history keeps; None without a history."""
+        if self.history is None:
+            return None
+        queries = self.container if self.candidates is None else self.candidates
+        rows = 1 if self.shape is None else self.shape[1]
+        return self.history.schedule(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            queries=rows if queries is None else queries,
+            rows_per_candidate=1 if self.candidates is None else rows,
+        )
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """x `[*shape, ...]` as rows grouped by history."""
+        if self.candidates is not None:
+            x = self.candidates.grouped(x)
+        return x if self.shape is None else x.flatten(0, 1)
+
+    def ungrouped(self, x: Tensor) -> Tensor:
+        """Undo `grouped`."""
+        if self.shape is None:
+            return x
+        x = torch.unflatten(x, 0, self.shape)
+        return x if self.candidates is None else self.candidates.as_given(x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """The attention of q `[*shape, H, D]` to this level."""
+        if self.history is not None:
+            schedule = self.schedule(q.shape[-2], q.shape[-1], k.dtype)
+            options = options._replace(schedule=schedule)
+        call = parsed_call(self.grouped(q), k, v, self.queries, self.keys, options)
+        return self.ungrouped(computed(call))
+
+    def parents(self, num_candidates: int) -> Tensor:
+        """`[num_candidates]`; behind the last history for a candidate without one."""
+        assert self.candidates is not None
+        return self.candidates.users(num_candidates)
 
 
 def parse_levels(
     q: Tensor, given: dict[str, Any], max_seqlens: dict[str, Any], options: AttentionOptions
-) -> tuple[Tensor, list[Level]]:
-    """q in the dtype of autocast, and the levels.
+) -> tuple[Tensor, list[Operands], list[Level]]:
+    """q in the dtype of autocast, and k and v of the levels, and the levels.
 
     Args:
         given: k, v, candidates and kv_offsets by their names in errors; k is a list or a tuple.
@@ -85,6 +126,7 @@ def parse_levels(
     check_tensor("q", q, 4, "[num_candidates, n_q, H, D]", "target_attention", implementation)
     check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
     q = autocast(q)
+    operands: list[Operands] = []
     levels: list[Level] = []
     for i, (k, v, candidates, offsets) in enumerate(zip(*given.values())):
         for name, x, shape in ((f"k[{i}]", k, "[L, Hkv, D]"), (f"v[{i}]", v, "[L, Hkv, Dv]")):
@@ -96,48 +138,48 @@ def parse_levels(
         parents = offsets.shape[0] - 1
         index = CandidateIndex.wrap(candidates, parents).matched(q, parents)
         keys = parse_segments(name, offsets, k.shape[0], q.device)
-        levels.append(Level(k, v, index, index.parsed(*q.shape[:2]), keys))
-    of_values = {level.v.shape[1:] for level in levels}
-    if len(of_values) != 1:
-        shapes = [list(level.v.shape) for level in levels]
+        operands.append((k, v))
+        levels.append(Level(index.parsed(*q.shape[:2]), keys, index, q.shape[:2]))
+    if len({v.shape[1:] for _, v in operands}) != 1:
+        shapes = [list(v.shape) for _, v in operands]
         raise ValueError(f"v must have the same heads and head dim in each level, got {shapes}")
-    return q, levels
+    return q, operands, levels
 
 
-def attend_each(
-    q: Tensor, levels: Sequence[Level], options: AttentionOptions
+def attend_to_levels(
+    q: Tensor,
+    operands: Sequence[Operands],
+    levels: Sequence[Level],
+    options: AttentionOptions,
+    jointly: bool,
 ) -> tuple[Tensor, ...]:
-    """The attention of q `[num_candidates, n_q, H, D]` to each level by itself."""
-    results: list[Tensor] = []
-    for level in levels:
-        call = parsed_call(level.as_rows(q), level.k, level.v, level.queries, level.keys, options)
-        results.append(level.as_candidates(computed(call), q))
-    return tuple(results)
-
-
-def attend_jointly(q: Tensor, levels: Sequence[Level], options: AttentionOptions) -> Tensor:
-    """The attention of q `[num_candidates, n_q, H, D]` to the keys of all levels, as if they were
-    one segment."""
+    """The attention of q `[*shape, H, D]` to each level by itself, or one to the keys of all levels
+    as if they were one segment."""
+    if not jointly or len(levels) == 1:
+        return tuple(x.attend(q, k, v, options) for x, (k, v) in zip(levels, operands))
     if options.implementation == "reference":
-        return _joint_by_definition(q, levels, options)
+        return (_joint_by_definition(q, operands, levels, options),)
     if options.activation != "softmax":
-        return torch.stack(attend_each(q, levels, options)).sum(0)
-    keys_and_values = [x for level in levels for x in (level.k, level.v)]
-    result: Tensor = apply(_Joint, q, *keys_and_values, tuple(levels), options)
-    return result
+        return (torch.stack(attend_to_levels(q, operands, levels, options, False)).sum(0),)
+    keys_and_values = [x for k_and_v in operands for x in k_and_v]
+    # the node must not keep the values of histories
+    alone = tuple(x._replace(container=None, history=None) for x in levels)
+    return (apply(_Joint, q, *keys_and_values, alone, options),)
 
 
-def _joint_by_definition(q: Tensor, levels: Sequence[Level], options: AttentionOptions) -> Tensor:
+def _joint_by_definition(
+    q: Tensor, operands: Sequence[Operands], levels: Sequence[Level], options: AttentionOptions
+) -> Tensor:
     """With a copy of the keys of all levels for each candidate."""
-    parents = [to_ints(level.candidates.users(q.shape[0])) for level in levels]
+    parents = [to_ints(level.parents(q.shape[0])) for level in levels]
     bounds = [to_ints(level.keys.offsets) for level in levels]
-    keys, values, ends = [levels[0].k[:0]], [levels[0].v[:0]], [0]
+    keys, values, ends = [operands[0][0][:0]], [operands[0][1][:0]], [0]
     for of_candidate in zip(*parents):
         ends.append(ends[-1])
-        for level, parent, rows in zip(levels, of_candidate, bounds):
+        for (of_keys, of_values), parent, rows in zip(operands, of_candidate, bounds):
             first, last = rows[parent : parent + 2] if parent < len(rows) - 1 else (0, 0)
-            keys.append(level.k[first:last])
-            values.append(level.v[first:last])
+            keys.append(of_keys[first:last])
+            values.append(of_values[first:last])
             ends[-1] += last - first
     k, v, offsets = torch.cat(keys), torch.cat(values), torch.tensor(ends, device=q.device)
     queries = RowSegments.equal(q.shape[1], q.shape[0], offsets)
@@ -154,10 +196,10 @@ class _Joint(torch.autograd.Function):
         saved: list[Tensor | None] = []
         of_levels: list[tuple[Any, ...]] = []
         for level, k, v in zip(levels, keys_and_values[::2], keys_and_values[1::2]):
-            call = parsed_call(level.as_rows(q), k, v, level.queries, level.keys, options).call
+            call = parsed_call(level.grouped(q), k, v, level.queries, level.keys, options).call
             out, lse, of_level = attention_forward(call, any(ctx.needs_input_grad))
-            outs.append(level.as_candidates(out, q))
-            sums.append(_sums_of_keys(level, level.as_candidates(_rows_of(lse), q)))
+            outs.append(level.ungrouped(out))
+            sums.append(_sums_of_keys(level, level.ungrouped(_rows_of(lse))))
             saved += *of_level[:3], *of_level.segments
             of_levels.append(of_level[4:])  # without tensors
             ctx.of_kernels = lse.dim() == 2
@@ -175,10 +217,10 @@ class _Joint(torch.autograd.Function):
         gradients: list[Tensor] = []
         for i, (level, options) in enumerate(zip(ctx.levels, ctx.options)):
             q, k, v, *segments = saved[i * count : (i + 1) * count]
-            do_rows, out_rows, lse_rows = (level.as_rows(x) for x in (do.to(out.dtype), out, lse))
+            do_rows, out_rows, lse_rows = (level.grouped(x) for x in (do.to(out.dtype), out, lse))
             results = [out_rows, _as_stored(lse_rows, ctx.of_kernels)]
             dq, dk, dv, *_ = attention_backward(do_rows, results, q, k, v, segments, *options)
-            dqs.append(level.as_candidates(dq, do))
+            dqs.append(level.ungrouped(dq))
             gradients += dk, dv
         return torch.stack(dqs).sum(0), *gradients, None, None
 
@@ -199,7 +241,7 @@ def _as_stored(lse: Tensor, of_kernels: bool) -> Tensor:
 def _sums_of_keys(level: Level, lse: Tensor) -> Tensor:
     """lse `[num_candidates, n_q, H]`, -infinity for candidates without keys in this level."""
     lengths = pad(level.keys.offsets.diff(), (0, 1))  # a candidate may have no parent
-    has_keys = lengths.index_select(0, level.candidates.users(lse.shape[0])) > 0
+    has_keys = lengths.index_select(0, level.parents(lse.shape[0])) > 0
     return lse.where(has_keys[:, None, None], float("-inf"))
 
 

@@ -17,7 +17,7 @@ from ..containers.jagged import Jagged, wrap_rows
 from ..functional.din_attention import DINMlp, attend_by_mlp, checked_features, event_part
 from ..functional.operands import runs_kernels
 from ..functional.tail import entering, leaving
-from ..scalars import check_choice, check_kind, check_number, check_size, is_sequence
+from ..scalars import check_choice, check_number, check_size, is_sequence
 from ..settings import is_batch_invariant
 from ..tracing import call_of, one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
@@ -178,7 +178,6 @@ class JaggedDINAttention(nn.Module):
             TypeError, ValueError: as `forward`; the cache has another number of segments or another
                 shape.
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")
         jagged = self._wrapped("events", events)
         self._layer_of(cache, "events", jagged)
         return None, self._cached("events", jagged)
@@ -203,9 +202,9 @@ class JaggedDINAttention(nn.Module):
             TypeError, ValueError: as `forward`; the cache does not fit the layer.
         """
         history = self._layer_of(cache, "targets", None)
-        given = self._parsed(targets, candidates, history, "cache")
+        given = self._parsed(targets, candidates, "cache", history)
         k, b = torch.split(history.values.squeeze(1), [self.embedding_dim, self.hidden[0]], 1)
-        return self._attend(given, k, b, history, "cache")
+        return self._attend(given, k, b)
 
     @one_module
     def forward(
@@ -231,9 +230,9 @@ class JaggedDINAttention(nn.Module):
                 take.
         """
         jagged = self._wrapped("history", history)
-        given = self._parsed(targets, candidates, jagged, "history")
-        k = entering(autocast(jagged.values), jagged.end("history"))
-        return self._attend(given, k, event_part(k, self._mlp()), jagged, "history")
+        given = self._parsed(targets, candidates, "history", jagged)
+        k = entering(autocast(jagged.values), given.levels[0].end)
+        return self._attend(given, k, event_part(k, self._mlp()))
 
     if TYPE_CHECKING:
 
@@ -243,11 +242,10 @@ class JaggedDINAttention(nn.Module):
     def _wrapped(self, name: str, x: Any) -> Jagged:
         return wrap_rows(name, x, self.embedding_dim, self.linears[0])
 
-    def _parsed(self, targets: Any, candidates: Any, history: Jagged, history_name: str) -> Targets:
-        width = self.embedding_dim
-        return parse_targets(
-            targets, candidates, history, self.linears[0], width, history_name=history_name
-        )
+    def _parsed(self, targets: Any, candidates: Any, name: str, history: Jagged) -> Targets:
+        """Targets of the history, which errors call `name`."""
+        projection = self.linears[0]
+        return parse_targets(targets, candidates, {name: history}, projection, self.embedding_dim)
 
     def _layer_of(self, cache: HistoryCache, name: str, x: Jagged | None) -> Jagged:
         width = self.embedding_dim + self.hidden[0]
@@ -259,13 +257,14 @@ class JaggedDINAttention(nn.Module):
         values = torch.cat([k, event_part(k, self._mlp())], 1).unsqueeze(1)
         return HistoryCache((rows.with_values(leaving(values, end)),))
 
-    def _attend(self, given: Targets, k: Tensor, b: Tensor, history: Jagged, name: str) -> Any:
+    def _attend(self, given: Targets, k: Tensor, b: Tensor) -> Any:
+        (level,) = given.levels
         kernels = runs_kernels("auto", k)
         if is_batch_invariant() and not kernels:
             raise ValueError("JaggedDINAttention has no batch-invariant form on the CPU")
-        q = given.grouped(entering(autocast(given.rows), given.end))
-        out = attend_by_mlp(q, k, k, b, given.segments, history.parsed(name), self._mlp(), kernels)
-        return given.unwrap(leaving(given.ungrouped(out), given.end))
+        q = level.grouped(entering(autocast(given.rows), given.end))
+        out = attend_by_mlp(q, k, k, b, level.queries, level.keys, self._mlp(), kernels)
+        return given.unwrap(leaving(level.ungrouped(out), given.end))
 
     def _mlp(self) -> DINMlp:
         linears: Any = self.linears

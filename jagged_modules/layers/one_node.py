@@ -79,7 +79,7 @@ def _has_global_hooks() -> bool:
 
 def cast(dtype: torch.dtype, *parameters: Tensor) -> Sequence[Tensor]:
     """The parameters in the operands' dtype: copies in one buffer, by few launches."""
-    if all(x.dtype == dtype for x in parameters):
+    if all([x.dtype == dtype for x in parameters]):
         return parameters
     rows = [-(-x.numel() // ALIGNMENT) for x in parameters]
     buffer = parameters[0].new_empty(sum(rows) * ALIGNMENT, dtype=dtype)
@@ -200,10 +200,11 @@ def node_dtype(
     a bias, and their parameters have one dtype, that of x or one that autocast casts to x's."""
     if not may_be_one_node(x, *linears, *others, on_cpu=on_cpu) or runs_transforms():
         return None
-    if any(type(module) is not nn.Linear for module in linears):
+    # Lists here, and in `cast`: a generator costs the host a call for each element.
+    if any([type(module) is not nn.Linear for module in linears]):
         return None
     parameters = parameters_of(*linears)
-    if any(parameter is None for parameter in parameters):
+    if any([parameter is None for parameter in parameters]):
         return None
     dtype, dtypes = autocast_dtype(x), {parameter.dtype for parameter in parameters}
     if len(dtypes) != 1 or autocast_dtype(parameters[0]) != dtype:

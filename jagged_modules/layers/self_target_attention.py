@@ -3,6 +3,7 @@ launch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,15 +18,15 @@ from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
+from ..functional.target_levels import attend_to_levels
 from ..scalars import check_size
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
-from .levels import LevelIndices, LevelTargets, are_levels, histories_of_levels
 from .one_node import in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .self_target_node import self_target_node
-from .targets import parse_targets
+from .targets import LevelIndices, Targets, parse_histories, parse_targets
 
 C = TypeVar("C")  # the container of the history
 T = TypeVar("T")  # the container of the targets
@@ -116,50 +117,49 @@ class JaggedSelfTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
-        if are_levels(candidates):
-            return self._attend_to_levels(history, targets, candidates)
-        users = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        wrap = partial(wrap_rows, width=self.embedding_dim, projection=self.kv_proj)
+        histories = parse_histories("history", history, candidates, wrap)
         given = parse_targets(
-            targets, candidates, users, self.target_proj, self.target_dim, may_be_equal=False
+            targets, candidates, histories, self.target_proj, self.target_dim, may_be_equal=False
         )
         linears = self.q_proj, self.kv_proj, self.target_proj, self.out_proj, self.target_out_proj
-        dtype = node_dtype(given.rows, linears, on_cpu=True)
-        if dtype is not None:
-            values, results = self_target_node(self, given, users, dtype)
-            return users.unwrap(values), given.unwrap(results)
+        if not given.of_levels:
+            dtype = node_dtype(given.rows, linears, on_cpu=True)
+            if dtype is not None:
+                users: Any = histories["history"]
+                results = self_target_node(self, linears, given, users.values, dtype)
+                return users.unwrap(results[0]), given.unwrap(results[1])
         q = self.target_proj(entering(given.rows, given.end))
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
-        end = users.end("history")
-        own, k, v = self._projected(entering(users.values, end))
-        segments = users.parsed("history"), given.segments
+        levels = list(zip(histories.values(), given.levels))
+        operands = [self._projected(entering(x.values, level.end)) for x, level in levels]
         options = AttentionOptions(dropout_p=in_training(self, self.attention_dropout))
-        of_users, of_targets = attend_users_and_candidates(
-            (own, given.grouped(q)), k, v, *segments, options
+        own, of_targets = self._attend(given, q, operands, options)
+        of_users: Any = tuple(
+            x.unwrap(leaving(self.out_proj(y.flatten(1)), level.end))
+            for (x, level), y in zip(levels, own)
         )
-        values = leaving(self.out_proj(of_users.flatten(1)), end)
-        results = self.target_out_proj(given.ungrouped(of_targets).flatten(-2))
-        return users.unwrap(values), given.unwrap(leaving(results, given.end))
+        of_targets = leaving(self.target_out_proj(of_targets.flatten(-2)), given.end)
+        return of_users if given.of_levels else of_users[0], given.unwrap(of_targets)
 
-    def _attend_to_levels(self, histories: Any, targets: Any, candidates: LevelIndices) -> Any:
-        """Each level's own rows attend to it alone, the targets to all levels."""
-        wrap = partial(wrap_rows, width=self.embedding_dim, projection=self.kv_proj)
-        parsed = histories_of_levels("history", histories, candidates, wrap)
-        given = LevelTargets.parse(
-            targets, candidates, parsed, self.target_proj, self.target_dim, "history"
-        )
-        q = self.target_proj(entering(given.rows, given.end))
-        q = in_heads("target_proj", q, self.num_heads, self.head_dim)
-        options = AttentionOptions(dropout_p=in_training(self, self.attention_dropout))
-        keys_and_values: list[tuple[Tensor, Tensor]] = []
-        of_histories: list[Any] = []
-        for i, level in enumerate(parsed):
-            end, segments = level.end(f"history[{i}]"), level.parsed(f"history[{i}]")
-            own, k, v = self._projected(entering(level.values, end))
-            out = self.out_proj(attend(own, k, v, segments, segments, options).flatten(1))
-            of_histories.append(level.unwrap(leaving(out, end)))
-            keys_and_values.append((k, v))
-        (out,) = given.results_of(q, keys_and_values, dropout_p=options.dropout_p)
-        return tuple(of_histories), leaving(self.target_out_proj(out.flatten(-2)), given.end)
+    @staticmethod
+    def _attend(
+        given: Targets, q: Tensor, operands: Sequence[Sequence[Tensor]], options: AttentionOptions
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """The attention of each history to itself, and that of the targets' q to all histories.
+        operands: q, k and v of each history. There is one launch for one history."""
+        if len(operands) == 1:
+            ((own, k, v),), (level,) = operands, given.levels
+            of_users, of_targets = attend_users_and_candidates(
+                (own, level.grouped(q)), k, v, level.keys, level.queries, options
+            )
+            return [of_users], level.ungrouped(of_targets)
+        outs = [
+            attend(own, k, v, level.keys, level.keys, options)
+            for (own, k, v), level in zip(operands, given.levels)
+        ]
+        keys_and_values = [x[1:] for x in operands]
+        return outs, attend_to_levels(q, keys_and_values, given.levels, options, True)[0]
 
     def _projected(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a history's rows, in heads."""

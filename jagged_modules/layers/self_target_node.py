@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..containers.jagged import Jagged
 from ..cpu.order import rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
@@ -52,16 +51,17 @@ class SelfTargetInputs(NamedTuple):
 
 
 def self_target_node(
-    layer: JaggedSelfTargetAttention, given: Targets, history: Jagged, dtype: torch.dtype
+    layer: JaggedSelfTargetAttention,
+    linears: Sequence[nn.Linear],
+    given: Targets,
+    history: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The layer's results for the history `[L, E]` and for the targets, in their form, in the
-    operands' dtype."""
-    linears = layer.q_proj, layer.kv_proj, layer.target_proj, layer.out_proj, layer.target_out_proj
-    keys, end = history.parsed("history"), history.end("history")
+    """The layer's results for the history `[L, E]` and for the rows of these targets of one level,
+    in the operands' dtype. linears: its projections."""
     dropout = in_training(layer, layer.attention_dropout)
-    call = TargetCall(given, keys, end, layer.num_heads, dtype, attention_dropout=dropout)
-    parameters = parameters_of(*linears)
-    values, results = apply(_Node, given.rows, history.values, *parameters, call)
+    call = TargetCall(given, layer.num_heads, dtype, attention_dropout=dropout)
+    values, results = apply(_Node, given.rows, history, *parameters_of(*linears), call)
     return values, results
 
 
@@ -96,7 +96,7 @@ class _Node(torch.autograd.Function):
         values = rows_back(linear(h[:rows], *of_output[:2]), order.history_rows, rows)
         results = in_order(linear(h[rows:], *of_output[2:]), order.inverse)
         results = with_zero_tail(torch.unflatten(results, 0, shape), call.given.end)
-        return with_zero_tail(values, call.end), results
+        return with_zero_tail(values, call.given.levels[0].end), results
 
     @staticmethod
     @differentiable_once
@@ -178,13 +178,14 @@ def _attended(
     if not torch.compiler.is_compiling():  # torch.compile does not know it, and gives zeros
         ctx.set_materialize_grads(False)
     given, dtype, heads = call.given, call.dtype, call.num_heads
+    end = given.levels[0].end
     q_weight, q_bias, kv_weight, kv_bias, *of_targets_and_output = cast(dtype, *inputs[2:])
     target_weight, target_bias, *of_output = of_targets_and_output
     qkv_weight, qkv_bias = torch.cat([q_weight, kv_weight]), torch.cat([q_bias, kv_bias])
-    order = Order.of(given, call.keys)
+    order = Order.of(given)
     targets = inputs.targets.flatten(0, -2) if given.end is None else inputs.targets
     targets = in_order(gemm_rows(targets, given.end, dtype).flatten(0, -2), order.order)
-    history = in_order(gemm_rows(inputs.history, call.end, dtype), order.history_rows)
+    history = in_order(gemm_rows(inputs.history, end, dtype), order.history_rows)
     rows, width = (history.shape[0], targets.shape[0]), q_weight.shape[0]
     qkv = history.new_empty(sum(rows), 3 * width)
     own = history[:, : qkv_weight.shape[1]]
@@ -199,7 +200,7 @@ def _attended(
     out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)
     saved = _Saved(
         targets, history, qkv_weight, target_weight, q, k, v, out, lse, of_output[0],
-        of_output[2], call.end, given.end, order.order, order.inverse, order.history_rows,
+        of_output[2], end, given.end, order.order, order.inverse, order.history_rows,
     )  # fmt: skip
     ctx.save_for_backward(*saved, *segments)
     ctx.shape = inputs.targets.shape[:-1]

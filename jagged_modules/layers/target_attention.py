@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jagged_kernels.attention.pages import Pages
-from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 from torch.types import Device
 
@@ -17,25 +16,24 @@ from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
 from ..containers.pages import paged_operands
 from ..dropout import check_dropout
-from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
-from ..functional.target_levels import LEVELS
-from ..scalars import check_choice, check_kind, check_number, check_size
+from ..functional.target_levels import LEVELS, attend_to_levels
+from ..scalars import check_choice, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
-from .levels import LevelIndices, LevelTargets, are_levels, histories_of_levels
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
-from .targets import Targets, parse_targets
+from .targets import LevelIndices, Targets, parse_histories, parse_targets
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Projection = Callable[[Tensor], Tensor]
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
@@ -159,9 +157,8 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: as `forward`; the cache has another number of segments or another
                 shape.
         """
-        check_kind("cache", cache, HistoryCache, "a HistoryCache")
         jagged = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
-        layer_of_cache(cache, "events", jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
+        self._layer_of(cache, "events", jagged)
         return None, self._cached("events", jagged)
 
     @through_call
@@ -193,25 +190,19 @@ class JaggedTargetAttention(nn.Module):
             # [4, 1, 32]
             out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))
         """
-        layer: Any = partial(
-            layer_of_cache,
-            name="targets",
-            x=None,
-            heads=self.num_heads,
-            width=2 * self.head_dim,
-            projection=self.kv_proj,
+        histories = parse_histories(
+            "cache", cache, candidates, lambda _, x: self._layer_of(x, "targets", None)
         )
-        if are_levels(candidates):
-            histories = histories_of_levels("cache", cache, candidates, lambda _, x: layer(x))
-            keys_and_values = [x.values.chunk(2, dim=2) for x in histories]
-            return self._attend_to_levels(targets, candidates, "cache", histories, keys_and_values)
-        history = layer(cache)
-        given = parse_targets(
-            targets, candidates, history, self.q_proj, self.target_dim, history_name="cache"
-        )
-        values, pages = paged_operands(history)
-        k, v = values.chunk(2, dim=2)
-        return self._attend(given, k, v, history, "cache", pages)
+        given = parse_targets(targets, candidates, histories, self.q_proj, self.target_dim)
+        first, *others = histories.values()
+        values, pages = (first.values, None) if others else paged_operands(first)
+        rows = [values, *[x.values for x in others]]
+        keys_and_values = [x.chunk(2, dim=2) for x in rows]
+        q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
+        return self._attend(given, keys_and_values, q_proj, out_proj, pages)
+
+    def _layer_of(self, cache: Any, name: str, x: Jagged | None) -> Jagged:
+        return layer_of_cache(cache, name, x, self.num_heads, 2 * self.head_dim, self.kv_proj)
 
     append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
 
@@ -245,34 +236,18 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
                 match; the message names the argument.
         """
-        linears = q_proj, kv_proj, _ = self.q_proj, self.kv_proj, self.out_proj
-        if are_levels(candidates):
-            wrap = partial(wrap_rows, width=self.embedding_dim, projection=kv_proj)
-            histories = histories_of_levels("history", history, candidates, wrap)
-            keys_and_values = [
-                self._keys_and_values(entering(x.values, x.end(f"history[{i}]")))
-                for i, x in enumerate(histories)
-            ]
-            return self._attend_to_levels(
-                targets, candidates, "history", histories, keys_and_values
-            )
-        history = wrap_rows("history", history, self.embedding_dim, kv_proj)
-        given = parse_targets(targets, candidates, history, q_proj, self.target_dim)
-        dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
-        if dtype is not None:
-            schedule = self._schedule(given, history, dtype)
-            return given.unwrap(target_node(self, linears, given, history, dtype, schedule))
-        k, v = self._keys_and_values(entering(history.values, history.end("history")))
-        return self._attend(given, k, v, history, "history")
-
-    def _schedule(self, given: Targets, history: Jagged, dtype: torch.dtype) -> TileSchedule | None:
-        return history.schedule(
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            dtype=dtype,
-            queries=given.queries,
-            rows_per_candidate=given.rows_per_candidate,
-        )
+        linears = q_proj, kv_proj, out_proj = self.q_proj, self.kv_proj, self.out_proj
+        wrap = partial(wrap_rows, width=self.embedding_dim, projection=kv_proj)
+        histories = parse_histories("history", history, candidates, wrap)
+        given = parse_targets(targets, candidates, histories, q_proj, self.target_dim)
+        if not given.of_levels:
+            dtype = node_dtype(given.rows, linears, self.dropout, on_cpu=True)
+            if dtype is not None:
+                values = histories["history"].values
+                return given.unwrap(target_node(self, linears, given, values, dtype))
+        rows = [entering(x.values, level.end) for x, level in zip(histories.values(), given.levels)]
+        keys_and_values = [self._keys_and_values(x) for x in rows]
+        return self._attend(given, keys_and_values, q_proj, out_proj)
 
     if TYPE_CHECKING:
 
@@ -282,45 +257,21 @@ class JaggedTargetAttention(nn.Module):
     def _attend(
         self,
         given: Targets,
-        k: Tensor,
-        v: Tensor,
-        history: Jagged,
-        history_name: str,
+        keys_and_values: Sequence[Sequence[Tensor]],
+        q_proj: Projection,
+        out_proj: Projection,
         pages: Pages | None = None,
     ) -> Any:
-        """Attend from the targets to the history's keys and values. Errors call it
-        `history_name`."""
-        q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
+        """Attend from the targets to the keys and values of each level."""
         q = q_proj(entering(given.rows, given.end))
         q = in_heads("q_proj", q, self.num_heads, self.head_dim)
         dropout = in_training(self, self.attention_dropout)
-        schedule = self._schedule(given, history, k.dtype)
-        options = AttentionOptions(schedule=schedule, pages=pages, dropout_p=dropout)
-        keys = history.parsed(history_name)
-        out = given.ungrouped(attend(given.grouped(q), k, v, given.segments, keys, options))
-        out = out_proj(self.dropout(out.flatten(-2)))
-        return given.unwrap(leaving(out, given.end))
-
-    def _attend_to_levels(
-        self,
-        targets: Any,
-        candidates: Sequence[Any],
-        name: str,
-        histories: Sequence[Jagged],
-        keys_and_values: Sequence[Sequence[Tensor]],
-    ) -> Any:
-        """Attend from the targets to the keys and values of the levels' histories, which errors
-        call `name`."""
-        given = LevelTargets.parse(
-            targets, candidates, histories, self.q_proj, self.target_dim, name
-        )
-        q = self.q_proj(entering(given.rows, given.end))
-        q = in_heads("q_proj", q, self.num_heads, self.head_dim)
-        dropout_p = in_training(self, self.attention_dropout)
-        outs = given.results_of(q, keys_and_values, self.levels, dropout_p)
-        results = [self.out_proj(self.dropout(x.flatten(-2))) for x in outs]
-        results = [leaving(x, given.end) for x in results]
-        return results[0] if self.levels == "joint" else tuple(results)
+        options = AttentionOptions(pages=pages, dropout_p=dropout)
+        jointly = self.levels == "joint"
+        outs = attend_to_levels(q, keys_and_values, given.levels, options, jointly)
+        results = [out_proj(self.dropout(x.flatten(-2))) for x in outs]
+        results = [given.unwrap(leaving(x, given.end)) for x in results]
+        return tuple(results) if given.of_levels and not jointly else results[0]
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""

@@ -18,7 +18,6 @@ import torch
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
-from ..containers.jagged import Jagged
 from ..cpu.one_query import are_single
 from ..cpu.order import by_length, rows_back
 from ..functional.attention import attention_forward, packed_gradients
@@ -57,12 +56,10 @@ class TargetInputs(NamedTuple):
 
 
 class TargetCall(NamedTuple):
-    """What a node of targets computes. dtype: of the GEMMs' operands. end: of the history's rows.
-    dropout, attention_dropout: probabilities, 0 outside of training."""
+    """What a node of targets computes. dtype: of the GEMMs' operands. dropout, attention_dropout:
+    probabilities, 0 outside of training."""
 
     given: Targets
-    keys: RowSegments
-    end: Tensor | None
     num_heads: int
     dtype: torch.dtype
     schedule: TileSchedule | None = None
@@ -74,17 +71,16 @@ def target_node(
     layer: JaggedTargetAttention,
     linears: Sequence[nn.Linear],
     given: Targets,
-    history: Jagged,
+    history: Tensor,
     dtype: torch.dtype,
-    schedule: TileSchedule | None,
 ) -> Tensor:
-    """The layer's result for these targets, in their form, in the operands' dtype. linears: its
-    projections."""
+    """The layer's result for the rows of these targets of one level, in the operands' dtype.
+    linears: its projections. history: `[L, E]`."""
+    schedule = given.levels[0].schedule(layer.num_heads, layer.head_dim, dtype)
     dropout = in_training(layer.dropout, layer.dropout.p)
     of_weights = in_training(layer, layer.attention_dropout)
-    keys, end = history.parsed("history"), history.end("history")
-    call = TargetCall(given, keys, end, layer.num_heads, dtype, schedule, dropout, of_weights)
-    result: Tensor = apply(_Node, given.rows, history.values, *parameters_of(*linears), call)
+    call = TargetCall(given, layer.num_heads, dtype, schedule, dropout, of_weights)
+    result: Tensor = apply(_Node, given.rows, history, *parameters_of(*linears), call)
     return result
 
 
@@ -127,17 +123,19 @@ class Order(NamedTuple):
     history_rows: Tensor | None = None
 
     @classmethod
-    def of(cls, given: Targets, keys: RowSegments) -> Order:
-        index, n_q = given.candidates, given.rows_per_candidate
+    def of(cls, given: Targets) -> Order:
+        (level,) = given.levels
+        queries, keys, index = level.queries, level.keys, level.candidates
         order, inverse = (None, None) if index is None else (index.order, index.inverse)
         found = None
-        offsets = given.segments.offsets, keys.offsets
+        offsets = queries.offsets, keys.offsets
         if given.rows.is_cpu and values_are_checkable(keys.offsets) and not are_single(*offsets):
             found = by_length(*offsets)
         if found is None:
-            return cls(given.segments, keys, order, inverse)
+            return cls(queries, keys, order, inverse)
         rows = found.q_rows
         if order is not None:
+            n_q = given.rows.shape[1]
             rows = (order[:, None] * n_q + torch.arange(n_q, device="cpu")).flatten()[rows]
         places = torch.arange(len(rows), device="cpu")
         inverse = torch.empty_like(rows).index_copy_(0, rows, places)
@@ -189,10 +187,10 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     projections are free when this returns."""
     end, dtype, heads = call.given.end, call.dtype, call.num_heads
     q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
-    queries, keys, order, inverse, history_rows = Order.of(call.given, call.keys)
+    queries, keys, order, inverse, history_rows = Order.of(call.given)
     targets = inputs.targets.flatten(0, -2) if end is None else inputs.targets
     targets = in_order(gemm_rows(targets, end, dtype).flatten(0, -2), order)
-    history = in_order(gemm_rows(inputs.history, call.end, dtype), history_rows)
+    history = in_order(gemm_rows(inputs.history, call.given.levels[0].end, dtype), history_rows)
     q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
     kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)

@@ -1,8 +1,9 @@
-"""The targets of a layer, parsed: query rows and their segments, from each form they come in."""
+"""The targets of a layer, parsed: query rows, the histories of each level, and their segments."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,12 @@ from torch import Tensor, nn
 from ..containers.candidates import CandidateIndex
 from ..containers.conversions import wait_for
 from ..containers.jagged import Jagged, check_same_segments
-from ..segments import Queries, RowSegments, check_dense
-from ..validation import check_layer_input
+from ..functional.target_levels import Level
+from ..scalars import is_sequence
+from ..segments import RowSegments
+from ..validation import check_dense, check_layer_input
+
+LevelIndices = tuple[CandidateIndex | Tensor, ...] | list[CandidateIndex | Tensor]
 
 
 class Targets(NamedTuple):
@@ -19,63 +24,65 @@ class Targets(NamedTuple):
 
     Attributes:
         rows: `[N, E_t]` of a container, `[B, T, E_t]`, or `[num_candidates, n_q, E_t]`, as given.
-        segments: of the query rows, grouped by user.
-        end: where the rows may have to be cleared, see `functional/tail.py`.
-        candidates: their index, on the rows' device, or None.
-        container: whose values the rows are, or None.
+        levels: their segments and histories. There are several only where candidates are indices of
+            several.
+        end: where the rows may have to be cleared, see `functional/tail.py`: those behind it have
+            no history in any level.
+        of_levels: whether the caller gave indices of levels, which may be one.
     """
 
     rows: Tensor
-    segments: RowSegments
+    levels: Sequence[Level]
     end: Tensor | None = None
-    candidates: CandidateIndex | None = None
-    container: Jagged | None = None
-
-    @property
-    def queries(self) -> Queries | int:
-        """What `Jagged.schedule` calls queries."""
-        if self.candidates is not None:
-            return self.candidates
-        return self.rows.shape[1] if self.container is None else self.container
-
-    @property
-    def rows_per_candidate(self) -> int:
-        """n_q; 1 without candidates."""
-        return 1 if self.candidates is None else self.rows.shape[1]
-
-    def grouped(self, x: Tensor) -> Tensor:
-        """x, with heads `[..., H, D]`, as queries `[rows, H, D]` grouped by user."""
-        if self.candidates is not None:
-            x = self.candidates.grouped(x)
-        return x if self.container is not None else x.flatten(0, 1)
-
-    def ungrouped(self, x: Tensor) -> Tensor:
-        """Undo `grouped` for results `[rows, ...]`."""
-        if self.container is not None:
-            return x
-        x = torch.unflatten(x, 0, self.rows.shape[:2])
-        return x if self.candidates is None else self.candidates.ungrouped(x)
+    of_levels: bool = False
 
     def unwrap(self, x: Tensor) -> Any:
         """Results, in the form of the targets."""
-        return x if self.container is None else self.container.unwrap(x)
+        container = self.levels[0].container
+        return x if container is None else container.unwrap(x)
+
+
+def are_levels(candidates: object) -> TypeGuard[LevelIndices]:
+    """Whether these are the indices of several levels. A list of users is not."""
+    if not is_sequence(candidates):
+        return False
+    given = cast("list[object]", candidates)
+    return all(isinstance(x, (CandidateIndex, Tensor)) for x in given)
+
+
+def parse_histories(
+    name: str, x: Any, candidates: object, parse: Callable[[str, Any], Jagged]
+) -> dict[str, Jagged]:
+    """The history of each level by its name in errors, of which `parse` makes it.
+
+    Raises:
+        ValueError: candidates are of several levels, and x is not a tuple of as many entries.
+    """
+    if not are_levels(candidates):
+        return {name: parse(name, x)}
+    if not is_sequence(x) or len(x) != len(candidates) or not candidates:
+        got = f"{len(x)}" if is_sequence(x) else type(x).__name__
+        raise ValueError(
+            f"{name} must be a tuple with an entry for each level, as candidates, which have"
+            f" {len(candidates)}, got {got}"
+        )
+    return {f"{name}[{i}]": parse(f"{name}[{i}]", entry) for i, entry in enumerate(x)}
 
 
 def parse_targets(
     targets: Any,
     candidates: Any,
-    history: Jagged,
+    histories: Mapping[str, Jagged],
     projection: nn.Module,
     width: int,
     *,
-    history_name: str = "history",
     may_be_equal: bool = True,
 ) -> Targets:
-    """The targets of the users whose histories these are.
+    """The targets of these histories.
 
     Args:
+        histories: of `parse_histories`.
         projection, width: that of the targets, and E_t.
-        history_name: what errors call the history.
         may_be_equal: whether a dense tensor `[B, T, E_t]` without candidates is taken.
 
     Raises:
@@ -83,28 +90,54 @@ def parse_targets(
     """
     targets = wait_for(targets)
     if candidates is not None:
-        index = CandidateIndex.wrap(candidates, history.num_segments)
-        shape = "[num_candidates, n_q, E_t]"
-        rows = _checked(targets, projection, width, 3, shape)
-        index = index.matched(rows, history.num_segments, "targets")
-        segments = index.parsed(*rows.shape[:2])
-        # A map has one entry for each candidate, so no row is behind them.
-        ends = segments.has_tail and index.order is None
-        return Targets(rows, segments, index.offsets.contiguous() if ends else None, index)
+        return _with_candidates(targets, candidates, histories, projection, width)
+    ((name, history),) = histories.items()
+    num_segments = history.num_segments
     if may_be_equal and isinstance(targets, Tensor) and not targets.is_nested:
         rows = _checked(targets, projection, width, 3, "[B, T, E_t]")
-        if rows.shape[0] != history.num_segments:
+        if rows.shape[0] != num_segments:
             raise ValueError(
                 "targets without candidates must be one per history segment,"
-                f" {history.num_segments}, got {rows.shape[0]}"
+                f" {num_segments}, got {rows.shape[0]}"
             )
-        like = history.parsed(history_name).offsets
-        return Targets(rows, RowSegments.equal(rows.shape[1], history.num_segments, like))
+        keys = history.parsed(name)
+        queries = RowSegments.equal(rows.shape[1], num_segments, keys.offsets)
+        level = Level(queries, keys, shape=rows.shape[:2], history=history)
+        return Targets(rows, (level,))
     container = Jagged.wrap(targets, name="targets")
-    check_same_segments("targets", container, history_name, history)
+    check_same_segments("targets", container, name, history)
     rows = _checked(container.values, projection, width, 2, "[N, E_t]")
-    end = container.end("targets")
-    return Targets(rows, container.parsed("targets"), end, container=container)
+    queries, keys = container.parsed("targets"), history.parsed(name)
+    level = Level(queries, keys, container=container, history=history)
+    return Targets(rows, (level,), container.end("targets"))
+
+
+def _with_candidates(
+    targets: Any,
+    candidates: Any,
+    histories: Mapping[str, Jagged],
+    projection: nn.Module,
+    width: int,
+) -> Targets:
+    """Of one index, or of as many as there are histories."""
+    of_levels = are_levels(candidates)
+    given = candidates if of_levels else (candidates,)
+    indices = [CandidateIndex.wrap(x, y.num_segments) for x, y in zip(given, histories.values())]
+    rows = _checked(targets, projection, width, 3, "[num_candidates, n_q, E_t]")
+    shape = rows.shape[:2]
+    levels: list[Level] = []
+    ends: list[Tensor] = []
+    for index, (name, history) in zip(indices, histories.items()):
+        index = index.matched(rows, history.num_segments, "targets")
+        level = Level(index.parsed(*shape), history.parsed(name), index, shape, None, history)
+        levels.append(level)
+        # A map has one entry for each candidate, so no row is behind them.
+        if level.queries.has_tail and index.order is None:
+            ends.append(index.offsets.contiguous())
+    end = ends[0] if len(ends) == len(levels) else None
+    if end is not None and len(ends) > 1:
+        end = torch.stack([x[-1:] for x in ends]).amax(0)
+    return Targets(rows, levels, end, of_levels)
 
 
 def _checked(targets: Any, projection: nn.Module, width: int, dim: int, shape: str) -> Tensor:

@@ -271,9 +271,8 @@ def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
     segments = Segments(
         t.q_offsets, t.kv_offsets, bool(o.q_shared), bool(o.kv_shared), bool(o.has_tail), pages
     )
-    workspace, rows, key_rows = (
-        None if x < 0 else x for x in (o.workspace, o.tile_rows, o.key_tile_rows)
-    )
+    optional = o.workspace, o.tile_rows, o.key_tile_rows
+    workspace, rows, key_rows = [None if x < 0 else x for x in optional]
     scale, output_scale, *dropout = factors
     params = AttentionParams(
         scale,

@@ -36,12 +36,14 @@ from .triton_kernels import (
 )
 
 
-def _pack(offsets, tables, rotation, *options) -> BlockAttentionParams:
+def _pack(offsets, tables, flags, block_size, scale, implementation, p) -> BlockAttentionParams:
     """The arguments of the operators after q, k and v, in their order."""
     cos, sin, positions, *seed = tables
-    rotate_v, linear, precise = rotation
+    rotate_v, linear, precise, *others = flags
     rotary = RotaryParams(cos, sin, positions, rotate_v and cos is not None, linear, precise)
-    return BlockAttentionParams(offsets, rotary, *options, *seed)
+    return BlockAttentionParams(
+        offsets, rotary, block_size, scale, implementation, *others, p, *seed
+    )
 
 
 # -- forward ---------------------------------------------------------------------------------------
@@ -58,20 +60,18 @@ def triton_block_attention(
     v: Tensor,
     offsets: Tensor,
     tables: list[Tensor | None],
-    rotation: list[bool],
+    flags: list[bool],
     block_size: int,
     scale: float,
     implementation: str,
-    batch_invariant: bool,
-    clear_tail: bool = True,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Forward.
 
     Args:
         q: `[L, H, D]`, k, v: `[L, Hkv, D]`, fp32, fp16 or bf16, last dim contiguous.
-        tables, rotation: cos, sin and positions, with dropout the seed, and the other fields of
-            `RotaryParams`.
+        tables: cos, sin and positions; with dropout the seed.
+        flags: the other fields of `RotaryParams`, then batch_invariant and clear_tail.
         Others: see `BlockAttentionParams`.
 
     Returns:
@@ -80,10 +80,7 @@ def triton_block_attention(
     Raises:
         ValueError: implementation "hopper", which does not support the operands.
     """
-    params = _pack(
-        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail,
-        dropout_p,
-    )  # fmt: skip
+    params = _pack(offsets, tables, flags, block_size, scale, implementation, dropout_p)
     return _forward(q, k, v, params)
 
 
@@ -92,21 +89,16 @@ def triton_block_attention_packed(
     qkv: Tensor,
     offsets: Tensor,
     tables: list[Tensor | None],
-    rotation: list[bool],
+    flags: list[bool],
     block_size: int,
     scale: float,
     implementation: str,
-    batch_invariant: bool,
-    clear_tail: bool = True,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Forward of q, k and v packed as `[L, 3, H, D]`, last dim contiguous. The backward writes
     their gradients as one tensor, which a projection's backward reads in place; autograd would copy
     three into one. Others: as `triton_block_attention`."""
-    params = _pack(
-        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail,
-        dropout_p,
-    )  # fmt: skip
+    params = _pack(offsets, tables, flags, block_size, scale, implementation, dropout_p)
     return _forward(*qkv.unbind(1), params)
 
 
@@ -149,22 +141,17 @@ def triton_block_attention_backward(
     v: Tensor,
     offsets: Tensor,
     tables: list[Tensor | None],
-    rotation: list[bool],
+    flags: list[bool],
     block_size: int,
     scale: float,
     implementation: str,
-    batch_invariant: bool,
-    clear_tail: bool = True,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the operands' shapes and dtype."""
     gradients = _backward_fake(do, q, k, v)
-    params = _pack(
-        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail,
-        dropout_p,
-    )  # fmt: skip
+    params = _pack(offsets, tables, flags, block_size, scale, implementation, dropout_p)
     _backward(do, q, k, v, *gradients, params)
-    if clear_tail:
+    if params.clear_tail:
         zero_tails(*((x, offsets) for x in gradients))
     return gradients
 
@@ -179,22 +166,17 @@ def triton_block_attention_packed_backward(
     qkv: Tensor,
     offsets: Tensor,
     tables: list[Tensor | None],
-    rotation: list[bool],
+    flags: list[bool],
     block_size: int,
     scale: float,
     implementation: str,
-    batch_invariant: bool,
-    clear_tail: bool = True,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """The gradient `[L, 3, H, D]` of qkv, in its dtype."""
     gradient = _packed_backward_fake(do, qkv)
-    params = _pack(
-        offsets, tables, rotation, block_size, scale, implementation, batch_invariant, clear_tail,
-        dropout_p,
-    )  # fmt: skip
+    params = _pack(offsets, tables, flags, block_size, scale, implementation, dropout_p)
     _backward(do, *qkv.unbind(1), *gradient.unbind(1), params)
-    if clear_tail:
+    if params.clear_tail:
         zero_tails((gradient, offsets))
     return gradient
 

@@ -161,7 +161,7 @@ def test_operators_pass_opcheck(form, rotary, offsets):
     qkv, grad, segments = torch.randn(43, 3, 2, 16), torch.randn(43, 2, 16), offsets([3, 0, 40])
     rotary = rotary and jm.Rotary.from_frequencies(16, 40, rotary)
     tables = [None] * 3 if rotary is None else [rotary.cos, rotary.sin, None]
-    options = tables, [False, rotary is not None, False], 32, 0.25, "triton", False
+    options = tables, [False, rotary is not None, False, False, True], 32, 0.25, "triton"
     packed = "_packed" if form == "packed" else ""
     op, backward_op = (
         getattr(kernels, f"triton_block_attention{packed}{suffix}") for suffix in ("", "_backward")
