@@ -45,6 +45,7 @@ WITHOUT_TENSORS = {
     "batch_invariant",
     "debug_checks",
     "graphed",
+    "load_kernels",
     "zigzag_schedule",
 }
 

@@ -101,7 +101,6 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
     kernels = pytest.importorskip("jagged_kernels.attention.op")
     pytest.importorskip("triton")
     from jagged_kernels.attention.params import unpack
-
     from jagged_kernels.precompile.recorder import recorded_launches
 
     seen, operator = [], kernels.triton_attention

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -46,9 +46,9 @@ def build(launches: Iterable[Launch], out: Path, jobs: int) -> str:
     # two keys of Triton's may be one variant: it describes the options of launches as given
     _launches[:] = {entry_name(x.source, x.target, x.options): x for x in launches}.values()
     with tempfile.TemporaryDirectory() as temporary, _triton_builds_into(Path(temporary)) as folder:
-        _build_extension(folder, partial(driver.CudaUtils.__init__, SimpleNamespace()))
+        _build_extension(folder, functools.partial(driver.CudaUtils.__init__, SimpleNamespace()))
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
-            pool.map(partial(_compile, folder), range(len(_launches)), chunksize=1)
+            pool.map(functools.partial(_compile, folder), range(len(_launches)), chunksize=1)
         targets = sorted({x.target.arch for x in _launches})
         capabilities = [f"{arch // 10}.{arch % 10}" for arch in targets]
         manifest = dict(versions=versions(), capabilities=capabilities)
@@ -72,14 +72,19 @@ def _compile(folder: Path, number: int) -> None:
     metadata = kernel.metadata._asdict()
     del metadata["extern_libs"]  # a path of this machine
     file.with_suffix(".json").write_text(json.dumps(metadata, default=vars))
-    _build_extension(folder, partial(driver.CudaLauncher, kernel.src, kernel.metadata))
+    _build_extension(folder, functools.partial(driver.CudaLauncher, kernel.src, kernel.metadata))
 
 
 def _build_extension(folder: Path, make: Callable) -> None:
-    """Lets Triton build a C extension as it does for a launch, with the folder for its cache."""
-    with knobs.cache.scope():
-        knobs.cache.dir = str(folder)
-        make()
+    """Lets Triton build a C extension as it does for a launch, with the folder for its cache: once
+    for machines with the program `file` and once for those without, since Triton's key has what
+    that program says about Python."""
+    *machine, _ = c_extensions.platform_key().split(",")
+    for linkage in ("ELF", ""):
+        key = functools.partial(",".join, [*machine, linkage])
+        with knobs.cache.scope(), mock.patch.object(c_extensions, "platform_key", key):
+            knobs.cache.dir = str(folder)
+            make()
 
 
 @contextlib.contextmanager
