@@ -29,9 +29,9 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ BATCHES = [
 ]
 
 
-Arguments = tuple | dict[str, Any]  # positional, or by name
+Arguments = tuple[Any, ...] | dict[str, Any]  # positional, or by name
 
 
 def inputs_of(
@@ -74,8 +74,8 @@ def inputs_of(
         TypeError: the layer needs arguments of its own.
     """
     dtype, of = next(layer.parameters()).dtype, users * candidates
-    dims = (x.embedding_dim for x in layer.modules() if hasattr(x, "embedding_dim"))
-    dim = next(dims, 0) or getattr(layer, "dims", [0])[0]
+    dims: Iterator[Any] = (getattr(x, "embedding_dim", 0) for x in layer.modules())
+    dim = next(filter(None, dims), 0) or getattr(layer, "dims", [0])[0]
 
     def rows(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype, requires_grad=True)
@@ -83,7 +83,7 @@ def inputs_of(
     for index in (torch.int64, torch.int32):
         starts = torch.arange(users + 1, dtype=index)
         history = jm.Jagged(rows(users * events, dim), starts * events)
-        indices = [
+        indices: list[dict[str, Any]] = [
             {"candidates": jm.CandidateIndex.from_offsets(starts * candidates)},
             {"candidates": starts[:-1].repeat(candidates)},
         ]
@@ -105,8 +105,8 @@ def inputs_of(
                 length = events + candidates
                 x = jm.Jagged(rows(users * length, dim), starts * length)
                 times = torch.arange(users * length) if layer.config.relative_time else None
-                for targets in (None, torch.full((users,), candidates, dtype=index)):
-                    yield dict(x=x, num_targets=targets, timestamps=times)
+                for count in (None, torch.full((users,), candidates, dtype=index)):
+                    yield dict(x=x, num_targets=count, timestamps=times)
             case (
                 jm.JaggedMLP()
                 | jm.JaggedGDPA()
@@ -120,7 +120,7 @@ def inputs_of(
                 raise TypeError(f"give the arguments of {type(layer).__name__} beside it")
 
 
-def calls_of(entry: Any) -> Iterator[tuple[Callable, Arguments]]:
+def calls_of(entry: Any) -> Iterator[tuple[Callable[..., Any], Arguments]]:
     """A callable and its arguments, for each call of an entry of FUNCTION."""
     if isinstance(entry, nn.Module):
         entry = entry, functools.partial(inputs_of, entry)
@@ -129,12 +129,12 @@ def calls_of(entry: Any) -> Iterator[tuple[Callable, Arguments]]:
         yield function, arguments
         return
     for batch in BATCHES:
-        found = arguments(*batch)
-        for each in [found] if isinstance(found, (tuple, dict)) else found:
-            yield function, each
+        found: Any = arguments(*batch)
+        calls: list[Any] = [found] if isinstance(found, (tuple, dict)) else list(found)
+        yield from ((function, each) for each in calls)
 
 
-def run(function: Callable, arguments: Arguments) -> None:
+def run(function: Callable[..., Any], arguments: Arguments) -> None:
     """Call in training mode with a backward, and in evaluation mode without gradients."""
     options = arguments if isinstance(arguments, dict) else {}
     positional = () if options else arguments
@@ -144,7 +144,7 @@ def run(function: Callable, arguments: Arguments) -> None:
     if results:
         # gradients as they come from another layer, and from a sum
         torch.autograd.backward(results, list(map(torch.empty_like, results)), retain_graph=True)
-        torch.autograd.backward(results, [torch.empty(()).expand(x.shape).to(x) for x in results])
+        torch.autograd.backward(results, [x.new_empty(()).expand(x.shape) for x in results])
     if isinstance(function, nn.Module):
         function.eval()
         function.zero_grad()
@@ -156,19 +156,19 @@ def _has_grad(x: object) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def entries_of(specification: str) -> list:
+def entries_of(specification: str) -> list[Any]:
     """What FILE.py:FUNCTION returns."""
     file, _, function = specification.rpartition(":")
     sys.path.insert(0, str(Path(file).resolve().parent))
-    found = runpy.run_path(file)[function]()
+    found: Any = runpy.run_path(file)[function]()
     if isinstance(found, dict):
-        return list(found.values())
-    return found if isinstance(found, list) else [found]
+        return list(cast(dict[str, Any], found).values())
+    return [found] if isinstance(found, (tuple, nn.Module)) else list(found)
 
 
-def configured(file: str) -> list:
+def configured(file: str) -> list[Any]:
     """The layers of a file of configurations."""
-    entries = []
+    entries: list[Any] = []
     for case in json.loads(Path(file).read_text()):
         layer_class, arguments = getattr(jm, case["layer"]), dict(case["arguments"])
         if "config" in arguments:
@@ -181,7 +181,7 @@ def configured(file: str) -> list:
 
 
 @contextlib.contextmanager
-def _autocast(dtype: str | None) -> Iterator[None]:
+def _autocast(dtype: str | None) -> Generator[None, None, None]:
     """Autocast as on a GPU: torch does not enable that where there is none. torch's own operators
     run on host tensors."""
     if dtype is None:
@@ -223,7 +223,7 @@ def main(argv: Iterable[str] | None = None) -> None:
     from jagged_kernels.precompile.build import build
     from jagged_kernels.precompile.recorder import recorded_launches
 
-    launches = []
+    launches: list[Any] = []
     for capability in options.capability:
         with recorded_launches(capability) as recorded, _autocast(options.autocast):
             entries = [x for layers in options.layers for x in entries_of(layers)]

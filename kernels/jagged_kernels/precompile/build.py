@@ -92,7 +92,8 @@ def _triton_builds_into(temporary: Path) -> Iterator[Path]:
     """A folder for the C extensions that Triton builds. They are linked with a library that has the
     name and the functions of CUDA's driver, and are not imported: there is no driver here."""
     folder, stub = temporary / "kernels", temporary / "stub"
-    folder.mkdir(), stub.mkdir()
+    folder.mkdir()
+    stub.mkdir()
     text = "".join(Path(driver.dirname, name).read_text() for name in ("driver.c", "driver.py"))
     functions = sorted(set(re.findall(r"\bcu[A-Z]\w+", text)))
     source = stub / "libcuda.c"

@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -161,7 +162,9 @@ def _reported_gpu(device: torch.device, capability: tuple[int, int], num_sms: in
 @contextlib.contextmanager
 def _made_on_the_host():
     """What would make or move tensors to a device leaves them on the host."""
-    functions = {name: _on_the_host(getattr(torch, name)) for name in FACTORIES + FACTORIES_LIKE}
+    functions: dict[str, Any] = {
+        name: _on_the_host(getattr(torch, name)) for name in FACTORIES + FACTORIES_LIKE
+    }
     functions["bmm"] = _without(torch.bmm, "out_dtype")
     methods = {name: _on_the_host(getattr(torch.Tensor, name)) for name in METHODS}
     with _replaced(torch, functions), _replaced(torch.Tensor, methods):
@@ -184,7 +187,7 @@ def _no_products():
 
 
 @contextlib.contextmanager
-def _replaced(owner, attributes: dict[str, object]):
+def _replaced(owner: Any, attributes: Mapping[str, Any]):
     with contextlib.ExitStack() as stack:
         for name, attribute in attributes.items():
             stack.enter_context(mock.patch.object(owner, name, attribute, create=True))
