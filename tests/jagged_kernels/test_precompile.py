@@ -1,5 +1,6 @@
 """Kernels that were compiled before are found by a process that cannot compile any."""
 
+import copy
 import json
 import os
 import shutil
@@ -116,10 +117,24 @@ def test_names_tell_apart_what_triton_tells_apart():
     layers = jm.JaggedTargetAttention(64, 2).bfloat16(), jm.JaggedMLP([16, 16], "relu")
     launches = [x for layer in layers for x in launches_of(layer)]
     launches += launches_of(layers[1], (8, 0))
-    ours = [precompiled.entry_name(x.source, x.target, x.options) for x in launches]
+    ours = [precompiled.entry_name(x.source, x.options) for x in launches]
     options = [sorted(x.options.items()) for x in launches]
     triton = [(x.source.hash(), x.target.arch, str(o)) for x, o in zip(launches, options)]
     assert len(set(ours)) == len(set(triton)) == len(set(zip(ours, triton)))
+
+
+@pytest.mark.parametrize("part", ["signature", "constants", "attrs", "options"])
+def test_a_name_depends_on(part):
+    (launch, *_) = launches_of(jm.JaggedMLP([16, 16], "relu"))
+    source, options = copy.copy(launch.source), launch.options
+    if part == "options":
+        options = options | {"num_warps": 2 * options["num_warps"]}
+    else:
+        changed = dict(getattr(source, part))
+        assert changed.popitem()
+        setattr(source, part, changed)
+    before = precompiled.entry_name(launch.source, launch.options)
+    assert precompiled.entry_name(source, options) != before
 
 
 def test_other_versions_are_named_and_not_used(made, tmp_path, unloaded):

@@ -67,7 +67,7 @@ def find(source, target: GPUTarget, options: dict) -> CompiledKernel | None:
     compiled though there are such folders."""
     if not _folders or knobs.compilation.always_compile:
         return None
-    name = entry_name(source, target, options)
+    name = entry_name(source, options)
     for folder in _folders:
         files = [folder / f"{name}.json", folder / f"{name}.cubin"]
         if files[0].exists():
@@ -80,12 +80,13 @@ def find(source, target: GPUTarget, options: dict) -> CompiledKernel | None:
     return None
 
 
-def entry_name(source, target: GPUTarget, options: dict) -> str:
-    """Name of a kernel's files, by all that it is compiled for except `versions`."""
+def entry_name(source, options: dict) -> str:
+    """Name of a kernel's files, by all that it is compiled for except `versions`. The options of a
+    launch have the compute capability."""
     # the path of a library in Triton's own folder
     options = {name: x for name, x in options.items() if name != "extern_libs"}
     parts = source.signature, source.constants, source.attrs, options
-    described = repr((source.fn, target.arch, [sorted(part.items()) for part in parts]))
+    described = repr((source.fn, [sorted(part.items()) for part in parts]))
     return f"{source.name}-{hashlib.sha256(described.encode()).hexdigest()[:32]}"
 
 

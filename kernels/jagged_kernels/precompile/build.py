@@ -44,7 +44,7 @@ def build(launches: Iterable[Launch], out: Path, jobs: int) -> str:
     if out.exists():
         raise FileExistsError(f"{out} exists")
     # two keys of Triton's may be one variant: it describes the options of launches as given
-    _launches[:] = {entry_name(x.source, x.target, x.options): x for x in launches}.values()
+    _launches[:] = {entry_name(x.source, x.options): x for x in launches}.values()
     with tempfile.TemporaryDirectory() as temporary, _triton_builds_into(Path(temporary)) as folder:
         _build_extension(folder, functools.partial(driver.CudaUtils.__init__, SimpleNamespace()))
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
@@ -67,7 +67,7 @@ def _compile(folder: Path, number: int) -> None:
     with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True  # two thirds of a cubin
         kernel = launch.compile()
-    file = folder / entry_name(launch.source, launch.target, launch.options)
+    file = folder / entry_name(launch.source, launch.options)
     file.with_suffix(".cubin").write_bytes(kernel.asm["cubin"])
     metadata = kernel.metadata._asdict()
     del metadata["extern_libs"]  # a path of this machine
