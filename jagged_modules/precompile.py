@@ -215,10 +215,13 @@ def main(argv: Iterable[str] | None = None) -> None:
     parser.add_argument("--configs", action="append", default=[], metavar="FILE.json")
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="call under autocast")
     parser.add_argument("--out", required=True, type=Path, help="a new folder, or a .zip file")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: all cores")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, help="processes (default: all cores)")
     options = parser.parse_args(argv if argv is None else list(argv))
     if not (options.layers or options.configs):
         parser.error("give --layers or --configs")
+    if options.out.exists():
+        parser.error(f"{options.out} exists")
 
     from jagged_kernels.precompile.build import build
     from jagged_kernels.precompile.recorder import recorded_launches

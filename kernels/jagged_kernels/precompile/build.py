@@ -29,7 +29,7 @@ def build(launches: Iterable[Launch], out: Path, jobs: int) -> str:
     """Compile launches, and what launches them, into a folder or a zip.
 
     Args:
-        out: a new folder, or a file name that ends with ".zip".
+        out: does not exist: a folder, or a file whose name ends with ".zip".
         jobs: number of processes.
 
     Returns:
@@ -37,12 +37,9 @@ def build(launches: Iterable[Launch], out: Path, jobs: int) -> str:
 
     Raises:
         RuntimeError: the release of Triton is not 3.6.
-        FileExistsError: out exists.
     """
     if not triton.__version__.startswith("3.6."):
         raise RuntimeError(f"needs Triton 3.6, this is {triton.__version__}")
-    if out.exists():
-        raise FileExistsError(f"{out} exists")
     # two keys of Triton's may be one variant: it describes the options of launches as given
     _launches[:] = {entry_name(x.source, x.options): x for x in launches}.values()
     with tempfile.TemporaryDirectory() as temporary, _triton_builds_into(Path(temporary)) as folder:
