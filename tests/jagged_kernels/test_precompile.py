@@ -15,6 +15,7 @@ import jagged_modules as jm
 
 pytest.importorskip("triton")
 
+from benchmarks.training_steps import training_steps
 from jagged_kernels.common import precompiled
 from jagged_kernels.precompile import build
 from jagged_kernels.precompile.recorder import recorded_launches
@@ -22,7 +23,11 @@ from triton import knobs
 
 from jagged_modules import precompile as program
 
+from .batches import FIRST_BATCHES, LATER_BATCHES
+
 ROOT = Path(__file__).parents[2]
+# users, events and candidates of each, for which kernels are chosen that are rare
+OTHER_SIZES = [(1, 6000, 1), (5, 2500, 300), (3000, 1, 15), (64, 1900, 35), (100, 1500, 90)]
 MODEL = """
 import torch
 import jagged_modules as jm
@@ -137,6 +142,35 @@ def test_a_name_depends_on(part):
     assert precompiled.entry_name(source, options) != before
 
 
+@pytest.mark.parametrize(
+    "name, layer",
+    [
+        ("JaggedTargetAttention(256, 4)", lambda: jm.JaggedTargetAttention(256, 4)),
+        (
+            "HSTUStack(128, 2, num_layers=2)",
+            lambda: jm.HSTUStack(128, 2, 2, jm.HSTUConfig(scaling_seqlen=512)),
+        ),
+    ],
+    ids=["target attention", "HSTU"],
+)
+def test_the_batches_reach_each_choice_of_kernels(name, layer):
+    """Training steps with batches of other sizes launch no other kernels."""
+
+    def names(launches):
+        return {(x.kernel, precompiled.entry_name(x.source, x.options)) for x in launches}
+
+    batches = [([events] * users, [n] * users) for users, events, n in OTHER_SIZES]
+    with recorded_launches() as launches:
+        for call in program.calls_of(layer().bfloat16()):
+            program.run(*call)
+        compiled = names(launches)
+        step = training_steps("cuda", torch.bfloat16)[name]()
+        launches.clear()
+        for batch in FIRST_BATCHES + LATER_BATCHES + batches:
+            step(*batch)
+    assert launches and names(launches) - compiled == set()
+
+
 def test_other_versions_are_named_and_not_used(made, tmp_path, unloaded):
     shutil.unpack_archive(made / "kernels.zip", tmp_path)
     manifest = tmp_path / precompiled.MANIFEST
@@ -170,8 +204,6 @@ def test_other_folders_are_refused(tmp_path, unloaded):
 
 def test_configurations(tmp_path):
     """The benchmark's file names the layers of its training steps."""
-    from benchmarks.training_steps import training_steps
-
     entries = program.configured(str(ROOT / "kernels" / "benchmarks" / "first_call.json"))
     names = {name.partition("(")[0] for name in training_steps("cpu", torch.float32)}
     assert {type(layer).__name__ for layer, _ in entries} == names
