@@ -1,5 +1,5 @@
 """Settings of the calling thread or task: `debug_checks`, `backward_workspace` and
-`batch_invariant`.
+`batch_invariant`; and `load_kernels`, for the process.
 
 An operator reads a setting in its forward and passes it to its backward as a plain argument: on a
 GPU autograd runs backwards in its own threads, which do not see the caller's settings.
@@ -8,6 +8,7 @@ GPU autograd runs backwards in its own threads, which do not see the caller's se
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
@@ -228,3 +229,25 @@ def is_batch_invariant(implementation: str = "auto") -> bool:
             f" {implementation!r}"
         )
     return enabled
+
+
+def load_kernels(path: str | os.PathLike[str]) -> None:
+    """Take compiled kernels from `path` before Triton compiles any or looks into its own cache.
+    The environment variable JAGGED_KERNELS does the same.
+
+    Kernels of other versions of Triton, Python or this package are not used: a RuntimeWarning says
+    which versions differ. So does one for each kernel that the layers launch and that is not there;
+    Triton compiles it.
+
+    Args:
+        path: a folder or zip, the output of ``python -m jagged_modules.precompile``. Nothing is
+            written to it. A zip is unpacked into the folder for temporary files, from which
+            programs must be allowed to load libraries.
+
+    Raises:
+        FileNotFoundError: there is no such output.
+        ImportError: Triton is not installed.
+    """
+    from jagged_kernels.common.precompiled import load
+
+    load(path)

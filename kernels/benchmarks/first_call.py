@@ -6,7 +6,14 @@ time.
     python kernels/benchmarks/first_call.py --only "HSTU.*bfloat16"
 
 Each layer is measured in two processes: one starts with an empty Triton cache, the other with the
-cache of the first. Writes <date>-first_call.json and .md among the runs. Exit status 1: a later
+cache of the first. With --kernels, in a third, which reads kernels compiled before, without a C
+compiler and without a cache that can be written:
+
+    python -m jagged_modules.precompile --capability 9.0 \\
+        --configs kernels/benchmarks/first_call.json --out kernels.zip
+    python kernels/benchmarks/first_call.py --kernels kernels.zip
+
+Writes <date>-first_call.json and .md among the runs. Exit status 1: a later
 step compiled a kernel. Needs a GPU.
 """
 
@@ -69,11 +76,11 @@ def _seconds(step) -> float:
     return time.perf_counter() - start
 
 
-def measure_in_two_processes(name: str, dtype: str) -> dict:
-    """A row of the table."""
+def measure_in_processes(name: str, dtype: str, compiled: Path | None) -> dict:
+    """A row of the table. compiled: kernels compiled before."""
     with tempfile.TemporaryDirectory() as cache:
-        empty, warm = (_in_a_process(name, dtype, cache) for _ in range(2))
-    return {
+        empty, warm = (_in_a_process(name, dtype, TRITON_CACHE_DIR=cache) for _ in range(2))
+    row = {
         "layer": name,
         "dtype": dtype,
         "kernels": empty["kernels"],
@@ -83,16 +90,21 @@ def measure_in_two_processes(name: str, dtype: str) -> dict:
         "later step ms": empty["later_ms"],
         "compiled in later steps": empty["compiled_later"],
     }
+    if compiled is not None:
+        environment = dict(JAGGED_KERNELS=str(compiled.resolve()), PATH="")
+        # no folder can be made below a device
+        found = _in_a_process(name, dtype, TRITON_CACHE_DIR="/dev/null/cache", **environment)
+        row |= {
+            "first step s, compiled before": found["first_seconds"],
+            "compiled then": found["compiled"] + found["compiled_later"],
+        }
+    return row
 
 
-def _in_a_process(name: str, dtype: str, cache: str) -> dict:
+def _in_a_process(name: str, dtype: str, **environment: str) -> dict:
     command = [sys.executable, __file__, "--layer", name, "--dtype", dtype]
     process = subprocess.run(
-        command,
-        env=os.environ | {"TRITON_CACHE_DIR": cache},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
     )
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -111,6 +123,9 @@ def main(argv: list[str] | None = None) -> int:
         "--out",
         type=Path,
         help="folder for the results (default: results/<device>/runs/ beside this file)",
+    )
+    parser.add_argument(
+        "--kernels", type=Path, help="kernels compiled before (default: no third process)"
     )
     parser.add_argument("--layer", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=argparse.SUPPRESS)
@@ -133,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     stem = runner.free_stem(folder, results["environment"]["date"][:10], "first_call")
     for case in cases.values():
-        rows.append(measure_in_two_processes(*case))
+        rows.append(measure_in_processes(*case, options.kernels))
         results |= dict(
             complete=len(rows) == len(cases),
             seconds=time.perf_counter() - start,

@@ -42,6 +42,7 @@ class _Steps:
             forward(layer, history, candidates).sum().backward()
             optimizer.step()
 
+        step.layer = layer  # for tests
         return step
 
     def target_attention(self, dim: int, heads: int) -> Step:

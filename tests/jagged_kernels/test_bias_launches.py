@@ -11,7 +11,7 @@ from jagged_modules import functional as F
 
 pytest.importorskip("triton")
 
-from .launches import recorded_launches
+from jagged_kernels.precompile.recorder import recorded_launches
 
 # Operators that run nothing, or are part of another: zeros calls zero_, and that fill_ where memory
 # is small and on the host.

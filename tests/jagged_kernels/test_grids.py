@@ -6,9 +6,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from jagged_modules import functional as F
+from jagged_kernels.precompile.recorder import recorded_launches
 
-from .launches import recorded_launches
+from jagged_modules import functional as F
 
 
 @pytest.mark.parametrize("implementation", ["auto", "triton"])

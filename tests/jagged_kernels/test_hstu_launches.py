@@ -12,7 +12,7 @@ import jagged_modules as jm
 
 pytest.importorskip("triton")
 
-from .launches import recorded_launches
+from jagged_kernels.precompile.recorder import recorded_launches
 
 ROWS = {"row_norm_fwd_kernel", "row_norm_bwd_kernel", "gate_fwd_kernel", "gate_bwd_kernel"}
 

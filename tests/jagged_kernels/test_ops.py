@@ -15,9 +15,8 @@ from jagged_kernels.attention.params import (
     pack,
 )
 from jagged_kernels.common import ops
+from jagged_kernels.precompile.recorder import recorded_launches
 from jagged_kernels.schedule.host import TileSchedule
-
-from .launches import recorded_launches
 
 
 class Subclass(torch.Tensor):

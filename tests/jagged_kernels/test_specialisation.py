@@ -14,9 +14,9 @@ import jagged_modules as jm
 pytest.importorskip("triton")
 
 from benchmarks.training_steps import training_steps
+from jagged_kernels.precompile.recorder import recorded_launches
 
 from .batches import FIRST_BATCHES, LATER_BATCHES
-from .launches import recorded_launches
 
 LAYERS = list(training_steps("cpu", torch.float32))
 

@@ -13,7 +13,7 @@ from jagged_modules.segments import Segmentation, remember
 
 pytest.importorskip("triton")
 
-from .launches import recorded_launches
+from jagged_kernels.precompile.recorder import recorded_launches
 
 TO_CLEAR = "zero_tails_kernel", "keep_rows_kernel"
 COSTS = {  # of a layer: launches of each kernel in the forward, and in the backward

@@ -101,8 +101,7 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
     kernels = pytest.importorskip("jagged_kernels.attention.op")
     pytest.importorskip("triton")
     from jagged_kernels.attention.params import unpack
-
-    from ..jagged_kernels.launches import recorded_launches
+    from jagged_kernels.precompile.recorder import recorded_launches
 
     seen, operator = [], kernels.triton_attention
 
@@ -139,7 +138,7 @@ def test_a_training_step_lists_the_tiles_of_both_sides_at_once(
 ):
     """The backward takes the forward's lists. Without a backward, there is no list of key tiles."""
     pytest.importorskip("triton")
-    from ..jagged_kernels.launches import recorded_launches
+    from jagged_kernels.precompile.recorder import recorded_launches
 
     q = torch.zeros((800, 2, head_dim), dtype=torch.bfloat16, requires_grad=True)
     with recorded_launches(capability) as launches:
@@ -208,7 +207,7 @@ def test_the_one_pass_backward_gets_no_list_in_another_order(offsets_of, made_fo
     """A schedule for another head dim or mask: the backward then lists its own tiles. Another order
     of tiles would be a deadlock."""
     pytest.importorskip("triton")
-    from ..jagged_kernels.launches import recorded_launches
+    from jagged_kernels.precompile.recorder import recorded_launches
 
     made_for = dict(head_dim=128, mask=AttentionMask(causal=True)) | made_for
     lengths, options = torch.tensor([2048, 2048]), made_for | change

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
 from triton.runtime.jit import JITFunction
 
+from . import precompiled
 from .launch import CachedLaunches
 
 FIRST_SOUND_RELEASE = (12, 9)
@@ -46,7 +47,11 @@ def _compiled_safely(kind: type[JITFunction]) -> type[JITFunction]:
 
 
 def compile_kernel(source, target: GPUTarget, options: dict, **kwargs):
-    """`triton.compile`, on compute capability 9.0 with `hopper_ptxas`."""
+    """`triton.compile`, on compute capability 9.0 with `hopper_ptxas`; nothing is compiled that
+    `precompiled` finds."""
+    found = precompiled.find(source, target, options)
+    if found is not None:
+        return found
     if target.backend != "cuda" or target.arch // 10 != 9:
         return compiler.compile(source, target=target, options=options, **kwargs)
     with _lock:

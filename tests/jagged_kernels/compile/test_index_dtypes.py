@@ -14,9 +14,8 @@ pytest.importorskip("triton")
 from calls import build
 from cases import Case
 from index_calls import FUNCTIONS, arguments_of, function_case
+from jagged_kernels.precompile.recorder import Launch, recorded_launches
 from space import OPERATORS
-
-from ..launches import Launch, recorded_launches
 
 OF_SCHEDULES = {
     "_pack_kernel",

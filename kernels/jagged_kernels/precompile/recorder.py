@@ -1,5 +1,4 @@
-"""Records the launches of Triton kernels that would be made on a Hopper GPU, on a machine without
-one.
+"""Records the launches of Triton kernels that would be made on a GPU, on a machine without one.
 
 Host tensors report a CUDA device, so that the library takes its GPU paths. A launch computes the
 key by which Triton compiles and caches kernels, and runs nothing. Results are uninitialised memory.
@@ -13,17 +12,21 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
-from jagged_kernels.common.ptxas import compile_kernel
 from torch import library
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
+
+from ..common import launch as launches_of_kernels
+from ..common import ops as operators
+from ..common.ptxas import compile_kernel
 
 FACTORIES = [
     "arange",
@@ -49,12 +52,18 @@ class Launch:
     """A kernel's name, and Triton's key of the compiled variant: types of the arguments and
     properties of their values.
 
-    compile: compiles the variant ahead of time, without a GPU.
+    source, target, options: what `triton.compile` takes.
     """
 
     kernel: str
     specialisation: str
-    compile: Callable[[], CompiledKernel] = dataclasses.field(compare=False, repr=False)
+    source: ASTSource = dataclasses.field(compare=False, repr=False)
+    target: GPUTarget = dataclasses.field(compare=False, repr=False)
+    options: dict = dataclasses.field(compare=False, repr=False)
+
+    def compile(self) -> CompiledKernel:
+        """Compiles the variant ahead of time, without a GPU."""
+        return compile_kernel(self.source, self.target, self.options)
 
 
 @contextlib.contextmanager
@@ -76,7 +85,9 @@ def recorded_launches(
     with _reported_gpu(device, capability, num_sms), _made_on_the_host(), _no_products():
         with (
             mock.patch.object(JITFunction, "run", run),
-            mock.patch.object(_launch(), "driver", SimpleNamespace(active=recorder.driver)),
+            mock.patch.object(
+                launches_of_kernels, "driver", SimpleNamespace(active=recorder.driver)
+            ),
         ):
             yield recorder.launches
 
@@ -92,7 +103,7 @@ class _Recorder:
         self.backend = make_backend(self.target)
         self.launches: list[Launch] = []
         self.of_keys: dict[tuple, str] = {}  # the library's key of a launch → Triton's
-        self.compilations: dict[tuple[str, str], Callable] = {}
+        self.variants: dict[tuple[str, str], Launch] = {}
         self.binder = functools.cache(self._binder)
 
     def _binder(self, kernel):
@@ -107,17 +118,15 @@ class _Recorder:
         bind, keys = self.binder(kernel)
         bound, specialisation, all_options = bind(*args, **kwargs)
         variant = kernel.__name__, compute_cache_key(keys, specialisation, all_options)
-        if variant not in self.compilations:
+        if variant not in self.variants:
             all_options, signature, constants, attributes = kernel._pack_args(
                 self.backend, kwargs, bound, specialisation, all_options
             )
             source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
                 kernel, signature, constants, attributes
             )
-            self.compilations[variant] = functools.partial(
-                compile_kernel, source, self.target, all_options.__dict__
-            )
-        launch = Launch(*variant, self.compilations[variant])
+            self.variants[variant] = Launch(*variant, source, self.target, all_options.__dict__)
+        launch = self.variants[variant]
         key = kernel.__name__, *kernel._cache_key(self.device.index, args, options)
         # one key, one compiled kernel
         assert self.of_keys.setdefault(key, launch.specialisation) == launch.specialisation
@@ -145,7 +154,7 @@ def _reported_gpu(device: torch.device, capability: tuple[int, int], num_sms: in
     with (
         _replaced(torch.Tensor, of_tensors),
         _replaced(torch.cuda, of_cuda),
-        _replaced(_operators(), of_operators),
+        _replaced(operators, of_operators),
     ):
         yield
 
@@ -153,7 +162,9 @@ def _reported_gpu(device: torch.device, capability: tuple[int, int], num_sms: in
 @contextlib.contextmanager
 def _made_on_the_host():
     """What would make or move tensors to a device leaves them on the host."""
-    functions = {name: _on_the_host(getattr(torch, name)) for name in FACTORIES + FACTORIES_LIKE}
+    functions: dict[str, Any] = {
+        name: _on_the_host(getattr(torch, name)) for name in FACTORIES + FACTORIES_LIKE
+    }
     functions["bmm"] = _without(torch.bmm, "out_dtype")
     methods = {name: _on_the_host(getattr(torch.Tensor, name)) for name in METHODS}
     with _replaced(torch, functions), _replaced(torch.Tensor, methods):
@@ -170,12 +181,13 @@ def _no_products():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for name in PRODUCTS:
                 overrides.impl(name, _uninitialised_product, "CPU", allow_override=True)
+                overrides.impl(f"{name}.out", _product_left_out, "CPU", allow_override=True)
         overrides.impl("mm.dtype", _uninitialised_fp32_product, "CPU")
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner, attributes: dict[str, object]):
+def _replaced(owner: Any, attributes: Mapping[str, Any]):
     with contextlib.ExitStack() as stack:
         for name, attribute in attributes.items():
             stack.enter_context(mock.patch.object(owner, name, attribute, create=True))
@@ -187,20 +199,12 @@ def _uninitialised_product(*operands, **factors):
     return x.new_empty(*x.shape[:-1], y.shape[-1])
 
 
+def _product_left_out(*operands, out, **factors):
+    return out
+
+
 def _uninitialised_fp32_product(x, y, dtype):
     return x.new_empty(x.shape[0], y.shape[1], dtype=dtype)
-
-
-def _operators():
-    from jagged_kernels.common import ops as operators
-
-    return operators
-
-
-def _launch():
-    from jagged_kernels.common import launch
-
-    return launch
 
 
 def _on_the_host(function):
