@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
 
 from .analysis import Analysis
 from .bags import select_rows
 from .capture import MAP_NAME, Captured, is_keyed_jagged, map_named, named
-from .eager import with_eager_form
 from .lineage import Size, shape_of
 from .ranges import Guard
 from .sources import INDEX_DTYPES
@@ -103,63 +100,6 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward
-
-
-def with_guard(
-    fused: fx.GraphModule, other: fx.GraphModule, guard: Guard, arguments: list[str], shared: str
-) -> None:
-    """Let `fused` run the graph of `other`, with its own parameters, where the guard holds.
-    Exported programs have both graphs and a `torch.cond`, unless one side of it is all of their
-    ranges.
-
-    arguments: names of forward's arguments. shared: an input of the users.
-    """
-    other = _sharing_state(other, fused)
-    with_eager_form(other)
-    vars(fused)["_other"] = other
-    of_graph = type(fused).forward
-
-    @functools.wraps(of_graph)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        other, given = vars(self).get("_other"), named(dict(zip(arguments, args)) | kwargs)
-        users, index = _num_users(given.get(shared)), given.get(MAP_NAME)
-        if other is None or users is None or not isinstance(index, Tensor) or not index.dim():
-            return of_graph(self, *args, **kwargs)
-        takes_other = guard(users, index.shape[0])
-        if _is_exporting() and not isinstance(takes_other, bool):
-            if not statically_known_true(takes_other) and not statically_known_true(~takes_other):
-                return _either(takes_other, other, partial(of_graph, self), args, kwargs)
-            takes_other = statically_known_true(takes_other)
-        return other(*args, **kwargs) if takes_other else of_graph(self, *args, **kwargs)
-
-    type(fused).forward = forward
-
-
-def _either(
-    condition: Any, first: Any, second: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """One of two calls, in an exported program."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
-
-    def called(function: Any, tensors: tuple[Tensor, ...]) -> Any:
-        rest = iter(tensors)
-        filled = [next(rest) if other is None else other[0] for other in others]
-        args, kwargs = pytree.tree_unflatten(filled, spec)
-        # both results must have the same strides
-        return pytree.tree_map(lambda x: x.contiguous(), function(*args, **kwargs))
-
-    return torch.cond(
-        condition, lambda *x: called(first, x), lambda *x: called(second, x), tuple(tensors)
-    )
-
-
-def _num_users(x: Any) -> Any:
-    """The number of rows of a tensor, or of samples of a KeyedJaggedTensor; else None."""
-    if is_keyed_jagged(x):
-        return x.lengths().shape[0] // len(x.keys())
-    return x.shape[0] if isinstance(x, Tensor) and x.dim() else None
 
 
 def _is_exporting() -> bool:

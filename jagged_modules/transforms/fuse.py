@@ -20,10 +20,11 @@ from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate, is_key
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
-from .dispatch import Replication, own_replication, with_fallback, with_guard
+from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
 from .emit import Batch, Emitter
+from .guarded import guarded
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, Fusion, by_cost
@@ -131,12 +132,12 @@ def fuse_broadcasts(
         x.module.report = x.report(certificate, arguments, limits)
     first, *others = chosen
     module, guard = first.module, None
-    with_eager_form(module)
     for other in others:
         guard = guard_between(first.costs, other.costs, limits)
         module.report = replace(module.report, guard=guard, other=other.module.report)
-        with_guard(module, other.module, guard, list(arguments), names[0])
+        module.graph = guarded(module.graph, other.module.graph, guard, *first.users())
         guard = guard if other.runs_model else None
+    with_eager_form(module)
     with_checked_entries(module, given, names, list(arguments))
     replication = _replication(first, names, keyed, guard)
     if replication is not None:
@@ -249,6 +250,15 @@ class Placement:
     def nothing_moved(self) -> bool:
         moved = self.decisions.moved
         return not self.decisions.fused and moved <= self.plan.analysis.sources.keys()
+
+    def users(self) -> tuple[str, int]:
+        """The name of an input of the graph, and how many of its rows are of one user."""
+        assert self.plan.batch is not None
+        if self.plan.batch.users:
+            return next(iter(self.plan.batch.users)).name, 1
+        assert self.plan.batch.bags is not None
+        lengths, keys = self.plan.batch.bags.lengths
+        return lengths.name, keys
 
     def report(
         self, certificate: str, arguments: Mapping[str, Any], limits: Mapping[str, Limits]
