@@ -231,15 +231,11 @@ class Placement:
     def __init__(
         self, captured: Captured, batch: Batch | None, point: Point, points: Iterable[Point]
     ) -> None:
-        def hints(point: Point) -> dict[Size, int]:
-            own = _batch_hints(captured, batch, point) if batch is not None else {}
-            return captured.hints | own
-
-        self.point, self.runs_model, self._hints = point, False, hints(point)
+        self.point, self.runs_model = point, False
         self.eps = coarsest_eps(captured.graph)
-        self.plan = make_plan(captured, batch, self._hints)
+        self.plan = make_plan(captured, batch, _hints(captured, batch, point))
         self.module, self.decisions = self.plan.apply()
-        self.costs = {x: self.plan.cost(self.decisions, hints(x)).total for x in points}
+        self.costs = {x: self.cost(x) for x in points}
         for name in ("train", "eval"):  # torch.export's, which raise
             vars(self.module).pop(name, None)
         self.module.eval()
@@ -250,6 +246,12 @@ class Placement:
     def nothing_moved(self) -> bool:
         moved = self.decisions.moved
         return not self.decisions.fused and moved <= self.plan.analysis.sources.keys()
+
+    def cost(self, point: Point) -> float:
+        """Of the fused model for other numbers of users and candidates."""
+        plan = self.plan
+        hints = _hints(plan.captured, plan.batch, point)
+        return plan.cost(self.decisions, hints).total
 
     def users(self) -> tuple[str, int]:
         """The name of an input of the graph, and how many of its rows are of one user."""
@@ -265,6 +267,7 @@ class Placement:
     ) -> Report:
         """arguments: the example's, by name. limits: of users and candidates."""
         plan, labels = self.plan, self.plan.captured.labels
+        hints = _hints(plan.captured, plan.batch, self.point)
         sizes = Sizes(plan.captured, plan.batch, plan.analysis, self.decisions)
         report = make_report(
             plan.captured.graph,
@@ -272,7 +275,7 @@ class Placement:
             plan.costs,
             self.decisions,
             plan.before,
-            ", ".join(f"{labels.get(x, x)} = {value}" for x, value in self._hints.items()),
+            ", ".join(f"{labels.get(x, x)} = {value}" for x, value in hints.items()),
             certificate,
             sizes.ranges(arguments, limits),
         )
@@ -453,6 +456,11 @@ def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) ->
         and rows.intersection(shape_of(x.meta["val"])[:1])
     }
     return Batch(map_node, shared, others, bags, shape_of(first.meta["val"])[0])
+
+
+def _hints(captured: Captured, batch: Batch | None, point: Point) -> dict[Size, int]:
+    """The sizes to estimate costs for."""
+    return captured.hints | (_batch_hints(captured, batch, point) if batch is not None else {})
 
 
 def _batch_hints(captured: Captured, batch: Batch, point: Point) -> dict[Size, int]:
