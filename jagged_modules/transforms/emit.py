@@ -202,7 +202,10 @@ class Emitter:
         bases = {x: self._bases[x] for x in self.moved if x in self._bases}
         new = self._plain | self._of_users | bases
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
-        gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
+        gathered: dict[fx.Node, list[int]] = {}
+        for (x, levels), node in self._advanced.items():
+            if levels and node in alive:
+                gathered.setdefault(x, []).append(levels)
         fused: dict[fx.Node, Fusion] = {}
         for node, match in self.fusions.items():
             fused[node] = match

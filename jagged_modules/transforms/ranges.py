@@ -17,7 +17,7 @@ from .analysis import Analysis
 from .calls import first_of, is_operator, is_tensor
 from .capture import MAP_NAME, Captured, dims_of, named
 from .emit import Batch
-from .lineage import USERS, Size, shape_of
+from .lineage import USERS, Lineage, Size, shape_of
 from .placement import VIEWS
 from .report import RANGED, Decisions, OperatorSizes, Ranges, line_of, operator_name
 
@@ -156,13 +156,12 @@ class Sizes:
     ) -> None:
         self.captured, self.batch, self.analysis = captured, batch, analysis
         self.decisions = decisions
-        self._bags = batch.bags.nodes if batch is not None and batch.bags is not None else ()
-        self._rows: dict[Size, Size] = {}
+        self._users: dict[Size, Size] = {}
         labels: dict[Size, str] = dict(captured.labels)
         if batch is not None:
             inputs = batch.map, *batch.users, *batch.candidates
             rows = {batch.rows, *(shape_of(x.meta["val"])[0] for x in inputs)}
-            self._rows = dict.fromkeys(rows, USERS)
+            self._users = dict.fromkeys(rows, USERS)
             labels |= dict.fromkeys(rows, "candidates")
         self._named: dict[Any, Any] = {
             symbol: sympy.Symbol(label, integer=True, positive=True)
@@ -180,14 +179,15 @@ class Sizes:
         )
 
     def _operators(self) -> Iterator[OperatorSizes]:
-        gathers = self.decisions.gathered
         for node in self.captured.graph.nodes:
             if self._is_launched(node):
                 yield self._operator(node)
             lineage = self.analysis.lineages.get(node)
-            if node in gathers and lineage is not None and not lineage.is_uniform:
-                operands = [self._shape(node, True)]
-                yield self._sizes(node, "gather", self._shape(node, False), operands)
+            if lineage is not None and not lineage.is_uniform:
+                base = self._shape(node, lineage.base_rows)
+                for levels in self.decisions.gathered.get(node, ()):
+                    gathered = self._shape(node, lineage.maps[levels - 1].rows_out)
+                    yield self._sizes(node, "gather", gathered, [base])
 
     def _is_launched(self, node: fx.Node) -> bool:
         decisions = self.decisions
@@ -203,38 +203,51 @@ class Sizes:
         return node not in decisions.dead and not is_source
 
     def _operator(self, node: fx.Node) -> OperatorSizes:
-        fusion = self.decisions.fused.get(node)
+        fusion, lineage = self.decisions.fused.get(node), self.analysis.lineages.get(node)
         moved = node in self.decisions.moved
         if fusion is not None:
-            name, read, bases = fusion.name, fusion.inputs, set(fusion.operands)
+            name, read, bases, lineage = fusion.name, fusion.inputs, fusion.operands, fusion.lineage
         else:
             name, read = operator_name(node), node.all_input_nodes
-            bases = set(self.analysis.operands(node)) if moved else set()
-        in_bags = set(read) if node in self._bags else set()
-        operands = [self._shape(x, x in bases | in_bags) for x in read if is_tensor(x)]
-        return self._sizes(node, name, self._shape(node, moved), operands)
+            bases = self.analysis.operands(node) if moved else ()
+        operands = [
+            self._shape(x, self._rows(x, lineage) if x in bases else None)
+            for x in read
+            if is_tensor(x)
+        ]
+        result = self._shape(node, lineage.base_rows if moved and lineage is not None else None)
+        return self._sizes(node, name, result, operands)
 
-    def _shape(self, x: fx.Node, of_base: bool) -> list[Size]:
-        """Of a value, or of its base. Sizes have the names of the report."""
+    def _rows(self, x: fx.Node, lineage: Lineage | None) -> Size:
+        """Of the base of x as an operator with a lineage reads it: of nested levels, its own."""
+        own = self.analysis.lineages[x]
+        mine = lineage is None or lineage.is_uniform or own.is_uniform
+        return own.base_rows if mine else lineage.base_rows
+
+    def _shape(self, x: fx.Node, rows: Size | None) -> list[Size]:
+        """Of a value, if `rows` is given with this number of rows along its lineage. Sizes have
+        the names of the report."""
         sizes = list(shape_of(first_of(x.meta["val"])))
         lineage, bags = self.analysis.lineages.get(x), self.batch and self.batch.bags
-        if of_base and lineage is not None:
+        if rows is not None and lineage is not None:
             move = self.analysis.moves.get(x)
             dim = move.dims[0] if move is not None and move.dims else lineage.dim
-            sizes[dim] = lineage.pre * lineage.base_rows * lineage.post
-        elif bags is not None and (x in bags.nodes or x in bags.leaves):
-            sizes = [size.xreplace(self._rows) for size in sizes]
+            sizes[dim] = lineage.pre * rows * lineage.post
+        elif lineage is None and bags is not None and (x in bags.nodes or x in bags.leaves):
+            sizes = [size.xreplace(self._users) for size in sizes]
         return [size.xreplace(self._named) for size in sizes]
 
     def _sizes(
         self, node: fx.Node, name: str, result: list[Size], operands: list[list[Size]]
     ) -> OperatorSizes:
-        symbols = {x for shape in (result, *operands) for size in shape for x in size.free_symbols}
-        known = {*map(str, self._named.values()), *RANGED}
-        names = sorted(map(str, symbols), key=lambda x: (x not in RANGED, x not in known, x))
-        # sizes that no input has depend on data
-        own = dict.fromkeys((x if x in known else "data") for x in names)
-        return OperatorSizes(node.name, name, line_of(node), tuple(map(str, result)), tuple(own))
+        symbols = {
+            str(x) for shape in (result, *operands) for size in shape for x in size.free_symbols
+        }
+        known = [*RANGED, *sorted({*map(str, self._named.values())}.difference(RANGED))]
+        own = [x for x in known if x in symbols]
+        # sizes that no input has
+        data = ["data"] if symbols.difference(known) else []
+        return OperatorSizes(node.name, name, line_of(node), tuple(map(str, result)), (*own, *data))
 
     # -- inputs ------------------------------------------------------------------------------------
 
@@ -252,5 +265,5 @@ class Sizes:
     def _dims(self, node: fx.Node, users: set[fx.Node]) -> dict[int, Size] | None:
         if not is_tensor(node):
             return None
-        shape = self._shape(node, node in users)
+        shape = self._shape(node, USERS if node in users else None)
         return {dim: size for dim, size in enumerate(shape) if not size.is_Integer} or None

@@ -92,16 +92,18 @@ class Ranges:
         Raises:
             ValueError: no input has a size of this name.
         """
-        auto, dims = torch.export.Dim.AUTO, dict[str, Any]()
-        for name, (least, most) in self.limits.items():
-            given = name in RANGED
-            # torch.export takes a size of one value for a number
-            of_range = least if least == most else torch.export.Dim(name, min=least, max=most)
-            dims[name] = of_range if given else auto
-        if unknown := {*(others or ())} - {*self.limits} | {*(others or ())} & {*RANGED}:
+        auto, dims = torch.export.Dim.AUTO, dict.fromkeys(self.limits, torch.export.Dim.AUTO)
+        for name in RANGED:
+            if name in self.limits:
+                least, most = self.limits[name]
+                # torch.export takes a size of one value for a number
+                same = least == most
+                dims[name] = least if same else torch.export.Dim(name, min=least, max=most)
+        free = [name for name in self.limits if name not in (*RANGED, "data")]
+        if unknown := {*(others or ())}.difference(free):
             raise ValueError(
-                "others must have names of sizes other than users and candidates,"
-                f" {[name for name in self.limits if name not in RANGED]}, got {sorted(unknown)}"
+                f"others must have names of sizes other than users and candidates, {free}, got"
+                f" {sorted(unknown)}"
             )
         dims |= others or {}
 
@@ -193,13 +195,13 @@ class Decisions:
         moved: operators and sources on the smaller side.
         fused: operators that a fusion replaces.
         dead: operators without a use in the new graph.
-        gathered: values that are gathered from their bases.
+        gathered: values that are gathered from their bases, by how many of their maps.
     """
 
     moved: set[fx.Node]
     fused: dict[fx.Node, Fusion]
     dead: set[fx.Node]
-    gathered: set[fx.Node]
+    gathered: dict[fx.Node, list[int]]
 
 
 def make_report(
