@@ -120,6 +120,38 @@ def test_a_model_that_replicates_rows_itself_has_sizes_of_its_inputs():
     assert report.ranges.dynamic_shapes()["index"] == {0: torch.export.Dim.AUTO}
 
 
+def test_operators_of_nested_levels_have_the_sizes_of_their_level():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.of_vendor, self.of_user = nn.Linear(32, 32), nn.Linear(64, 32)
+            self.head = nn.Linear(64, 8)
+
+        def forward(self, vendors, users, items, vendor_of_user, user_of_item):
+            vendor = self.of_vendor(vendors)[vendor_of_user]
+            user = self.of_user(torch.cat([vendor, users], 1))
+            vendor = vendors.tanh()[vendor_of_user[user_of_item]]
+            return self.head(torch.cat([user[user_of_item] * vendor, items], 1))
+
+    torch.manual_seed(0)
+    rows = [torch.randn(count, 32) for count in (3, 100, 2000)]
+    maps = torch.randint(3, (100,)), torch.randint(100, (2000,))
+    report = fuse_broadcasts(Nested().eval(), (*rows, *maps)).report
+    sizes = {(x.operator, x.sizes) for x in report.ranges.operators}
+    vendors, users, items = "vendors[0]", "users[0]", "items[0]"
+    assert sizes == {
+        ("linear", (vendors,)),
+        ("tanh", (vendors,)),
+        ("gather", (users, vendors)),
+        ("cat", (users,)),
+        ("linear", (users,)),
+        ("mul.Tensor", (users,)),
+        ("gather", (items, users)),
+        ("linear", (items,)),
+        ("add.Tensor", (items,)),
+    }
+
+
 # -- the guard -------------------------------------------------------------------------------------
 
 
@@ -272,12 +304,18 @@ def test_bags_of_users(monkeypatch):
     shapes = fused.report.ranges.dynamic_shapes()
     lengths = next(x[0] for x in shapes["features"] if x and x[0] is not torch.export.Dim.AUTO)
     assert lengths.__name__ == f"{len(FEATURES)}*users"
+    taken, holds = [], ranges.Guard.__call__
+    monkeypatch.setattr(
+        ranges.Guard, "__call__", lambda *args: taken.append(args[1:]) or holds(*args)
+    )
     for users, candidates in [(1, 64), (63, 64), (3, 900)]:
         features, item = sparse(users), torch.randn(candidates, 16)
         index = torch.randint(users, (candidates,))
         for module in (fused, copy.deepcopy(fused)):
             found = module(features, item, candidate_to_user=index)
             torch.testing.assert_close(found, model(select_rows(features, index), item))
+        assert set(taken) == {(users, candidates)}
+        taken.clear()
 
 
 # -- compiled and exported -------------------------------------------------------------------------
