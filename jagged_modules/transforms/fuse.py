@@ -25,6 +25,7 @@ from .distribute import Distributor
 from .eager import with_eager_form
 from .emit import Batch, Emitter
 from .guarded import guarded
+from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, Fusion, by_cost
@@ -299,6 +300,10 @@ def make_plan(
     analysis = analyse(captured.graph, inputs, estimate, known)
     costs = Costs(analysis, estimate)
     before = costs.whole(captured.graph)
+    if split_levels(captured.graph, analysis, estimate):
+        clean_up(captured.graph, bags)
+        analysis = analyse(captured.graph, inputs, estimate, known)
+        costs = Costs(analysis, estimate)
     distributor = Distributor(captured.graph, analysis, costs)
     if distributor.run():
         clean_up(captured.graph, bags)
@@ -308,6 +313,7 @@ def make_plan(
     analysis.whole = distributor.whole
     fusions: dict[fx.Node, Fusion] = {
         **find_attentions(captured.graph, analysis, estimate),
+        **find_level_attentions(captured.graph, analysis, estimate),
         **find_compressions(captured.graph, analysis),
     }
     fusions |= find_segment_attentions(captured.graph, analysis, estimate)

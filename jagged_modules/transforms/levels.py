@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from .analysis import Analysis, analyse
 from .attention import TargetAttention, find_unmasked
-from .calls import Call, first_of, is_tensor, positional, unbind
+from .calls import Call, positional, unbind
 from .clean_up import aten, call
 from .lineage import Lineage, Map, Size, shape_of
 
@@ -65,7 +65,7 @@ def find_level_attentions(
     for match in find_unmasked(graph, estimate):
         keys, values = (_parts(x) for x in (match.key, match.value))
         maps = [_levels(x, analysis, estimate) for x in (keys, values)]
-        if maps[0] is None or maps[0] != maps[1]:
+        if maps[0] is None or maps[0] != maps[1] or match.node in analysis.lineages:
             continue
         ndim, post = match.key.meta["val"].dim(), analysis.lineages[keys[0]].post
         dims = [Call(x, {}).dim("dim", ndim) for x in (match.key, match.value)]
@@ -110,7 +110,9 @@ def split_levels(graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size],
             continue
         if _levels(parts, analysis, estimate) is None:
             continue
-        map_ = Map("index", joined, 0, sympy.Symbol("rows", integer=True, positive=True), shape[dim])
+        map_ = Map(
+            "index", joined, 0, sympy.Symbol("rows", integer=True, positive=True), shape[dim]
+        )
         rows = analyse(graph, {joined: Lineage((map_,), dim)}, estimate, set())
         for match in find_unmasked(graph, estimate):
             changed |= _split(graph, match, joined, rows)
@@ -141,7 +143,8 @@ class _Copy:
     """The operators between `joined` and keys and values, on a part of `joined`."""
 
     def __init__(self, graph: fx.Graph, joined: fx.Node, part: fx.Node, rows: Analysis) -> None:
-        self.graph, self.rows, self._new = graph, rows, {joined: part}
+        self.graph, self.joined, self.rows = graph, joined, rows
+        self._new = {joined: part}
 
     def of(self, x: fx.Node) -> fx.Node:
         if x not in self.rows.lineages:
@@ -154,9 +157,12 @@ class _Copy:
     def _copied(self, x: fx.Node) -> fx.Node:
         if x.target is operator.getitem:
             parent, item = positional(x)
-            return call(self.graph, operator.getitem, self.of(parent), item, like=x)
-        moved = self.rows.moves[x]
-        target = moved.target or x.target
-        arguments: Any = map_arg(Call(x, {}).arguments | moved.edits, self.of)
-        args, kwargs = unbind(target, arguments)
-        return call(self.graph, target, *args, like=x, **kwargs)
+            args, kwargs, target = (self.of(parent), item), {}, x.target
+        else:
+            moved = self.rows.moves[x]
+            target = moved.target or x.target
+            arguments: Any = map_arg(Call(x, {}).arguments | moved.edits, self.of)
+            args, kwargs = unbind(target, arguments)
+        new = call(self.graph, target, *args, like=self.joined, **kwargs)
+        new.meta["stack_trace"] = x.meta.get("stack_trace")
+        return new

@@ -23,11 +23,12 @@ from .analysis import Analysis
 from .attention import TargetAttention
 from .calls import Call, first_of, flat, is_operator, is_tensor, positional
 from .compress import Compression
+from .levels import LevelAttention
 from .lineage import Lineage, Size, product, shape_of, size_of
 from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attention_flops
 from .processors import CPU, GPU, Processor
 
-Fusion = TargetAttention | SegmentAttention | Compression
+Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression
 
 # of estimates of work, at least: values that were just written are read from a cache. A smaller
 # gain may be a loss
@@ -187,7 +188,12 @@ class Costs:
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
         read = sum(
-            self.bytes(x) * (self.share(fusion.lineage) if x in fusion.operands else 1.0)
+            self.bytes(x)
+            * (
+                self.share(fusion.lineage or self.analysis.lineages.get(x))
+                if x in fusion.operands
+                else 1.0
+            )
             for x in fusion.inputs
         )
         return self.of(
