@@ -64,7 +64,8 @@ def find_level_attentions(
     found: dict[fx.Node, LevelAttention] = {}
     for match in find_unmasked(graph, estimate):
         keys, values = (_parts(x) for x in (match.key, match.value))
-        maps = [_levels(x, analysis, estimate) for x in (keys, values)]
+        lineages = [[analysis.lineages.get(x) for x in own] for own in (keys, values)]
+        maps = [_levels(own, estimate) for own in lineages]
         if maps[0] is None or maps[0] != maps[1] or match.node in analysis.lineages:
             continue
         ndim, post = match.key.meta["val"].dim(), analysis.lineages[keys[0]].post
@@ -83,17 +84,14 @@ def _parts(x: fx.Node) -> list[fx.Node]:
     return list(positional(x)[0]) if x.target is aten.cat.default else []
 
 
-def _levels(
-    parts: list[fx.Node], analysis: Analysis, estimate: Callable[[Size], int]
-) -> list[Any] | None:
-    """The maps of the parts, if they are of levels of which each has fewer than half as many rows
-    as the next finer one; else None."""
-    lineages = [analysis.lineages.get(x) for x in parts]
-    real = [x for x in lineages if x is not None and not x.is_uniform and (x.dim, x.pre) == (0, 1)]
-    if len(real) < len(parts) or len({x.maps for x in real}) < 2 or len({x.post for x in real}) > 1:
+def _levels(lineages: list[Lineage | None], estimate: Callable[[Size], int]) -> list[Any] | None:
+    """The maps of parts with these lineages, if they are of levels of which each has at most half
+    as many rows as the next finer one; else None."""
+    real = [x for x in lineages if x is not None and _is_of_rows(x)]
+    if len(real) < len(lineages) or len({x.maps for x in real}) < 2:
         return None
     rows = sorted({estimate(size) for x in real for size in (x.base_rows, x.rows)})
-    if any(2 * x > y for x, y in zip(rows, rows[1:])):
+    if len({x.post for x in real}) > 1 or any(2 * x > y for x, y in zip(rows, rows[1:])):
         return None
     return [x.maps for x in real]
 
@@ -102,40 +100,94 @@ def split_levels(graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size],
     """Write keys and values of concatenated histories as concatenations. Whether there were some.
     `analysis` is that of the graph before."""
     changed = False
-    for joined in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts, shape = _parts(joined), shape_of(joined.meta["val"])
-        dim = Call(joined, {}).dim("dim", len(shape))
-        sizes = [shape_of(x.meta["val"])[dim] for x in parts]
-        if dim == 0 or not all(x.is_Integer and x > 0 for x in sizes):
+    for node in list(graph.nodes):
+        joined = _joined(node, analysis)
+        if joined is None or _levels(joined.lineages, estimate) is None:
             continue
-        if _levels(parts, analysis, estimate) is None:
-            continue
-        map_ = Map(
-            "index", joined, 0, sympy.Symbol("rows", integer=True, positive=True), shape[dim]
-        )
-        rows = analyse(graph, {joined: Lineage((map_,), dim)}, estimate, set())
+        dim, shape = joined.dim, shape_of(node.meta["val"])
+        any_rows = sympy.Symbol("rows", integer=True, positive=True)
+        rows = Lineage((Map("index", node, 0, any_rows, shape[dim]),), dim)
+        of_rows = analyse(graph, {node: rows}, estimate, set())
         for match in find_unmasked(graph, estimate):
-            changed |= _split(graph, match, joined, rows)
+            changed |= _split(graph, match, joined, of_rows)
     return changed
 
 
-def _split(graph: fx.Graph, match: TargetAttention, joined: fx.Node, rows: Analysis) -> bool:
+@dataclass
+class _Joined:
+    """Histories behind one another.
+
+    Attributes:
+        node: their concatenation, or rows of it.
+        parts: what is concatenated.
+        whole: the concatenation, if `node` is rows of it.
+        dim: of the concatenation.
+        lineages: of the parts, or of these rows of them.
+    """
+
+    node: fx.Node
+    parts: list[fx.Node]
+    whole: fx.Node | None
+    dim: int
+    lineages: list[Lineage | None]
+
+    def part(self, graph: fx.Graph, x: fx.Node) -> fx.Node:
+        """A part with the rows of `node`."""
+        if self.whole is None:
+            return x
+        args, kwargs = map_arg(
+            (self.node.args, self.node.kwargs), lambda y: x if y is self.whole else y
+        )
+        return call(graph, self.node.target, *args, like=self.node, **kwargs)
+
+
+def _joined(node: fx.Node, analysis: Analysis) -> _Joined | None:
+    """None if the node is no such concatenation. Rows of one are those of its parts:
+    cat([x, y])[n] = cat([x[n], y[n]])."""
+    source = analysis.sources.get(node)
+    nested = source is not None and source.lineage.dim == 0 and len(source.lineage.maps) == 1
+    whole = source.operand if source is not None and nested else node
+    parts = _parts(whole)
+    if not parts:
+        return None
+    dim = Call(whole, {}).dim("dim", whole.meta["val"].dim())
+    sizes = [shape_of(x.meta["val"])[dim] for x in parts]
+    if dim == 0 or not all(x.is_Integer and x > 0 for x in sizes):
+        return None
+    lineages = [analysis.lineages.get(x) for x in parts]
+    if source is None or whole is node:
+        return _Joined(node, parts, None, dim, lineages)
+    outer = [() if x is None else x.maps for x in lineages if x is None or _is_of_rows(x)]
+    if len(outer) < len(parts):
+        return None
+    of_rows = [Lineage((*maps, *source.lineage.maps), 0) for maps in outer]
+    return _Joined(node, parts, whole, dim, list(of_rows))
+
+
+def _is_of_rows(lineage: Lineage) -> bool:
+    return not lineage.is_uniform and (lineage.dim, lineage.pre) == (0, 1)
+
+
+def _split(graph: fx.Graph, match: TargetAttention, joined: _Joined, rows: Analysis) -> bool:
     """Split key and value of an attention if they are computed from rows of `joined` one by one."""
     ndim = match.key.meta["val"].dim()
     dims = {match.key: ndim - 1 if match.transposed else ndim - 2, match.value: ndim - 2}
     for x, dim in dims.items():
         own = rows.lineages.get(x)
-        if x is joined or own is None or own.is_folded or own.dim != dim:
+        if own is None or own.is_folded or own.dim != dim:
             return False
-        if any(map_.node is not joined for map_ in own.maps):
+        if any(map_.node is not joined.node for map_ in own.maps):
             return False
-    with graph.inserting_before(match.node):
-        copies = [_Copy(graph, joined, part, rows) for part in _parts(joined)]
-        for x, reader in match.reads:
-            pieces = [copy.of(x) for copy in copies]
-            with graph.inserting_before(reader):
-                new = call(graph, aten.cat.default, pieces, dims[x], like=x)
-            reader.replace_input_with(x, new)
+    with graph.inserting_after(joined.node):
+        parts = [joined.part(graph, part) for part in joined.parts]
+    copies = [_Copy(graph, joined.node, part, rows) for part in parts]
+    for x, reader in match.reads:
+        if x is joined.node and joined.whole is None:
+            continue  # a concatenation already
+        pieces = [copy.of(x) for copy in copies]
+        with graph.inserting_before(reader):
+            new = call(graph, aten.cat.default, pieces, dims[x], like=joined.node)
+        reader.replace_input_with(x, new)
     return True
 
 
