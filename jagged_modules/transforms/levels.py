@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 from torch import fx
 from torch.fx.node import map_arg
 
@@ -104,12 +103,14 @@ def split_levels(graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size],
         joined = _joined(node, analysis)
         if joined is None or _levels(joined.lineages, estimate) is None:
             continue
-        dim, shape = joined.dim, shape_of(node.meta["val"])
-        any_rows = sympy.Symbol("rows", integer=True, positive=True)
-        rows = Lineage((Map("index", node, 0, any_rows, shape[dim]),), dim)
-        of_rows = analyse(graph, {node: rows}, estimate, set())
+        dim, size = joined.dim, shape_of(node.meta["val"])[joined.dim]
+        rows = [
+            Lineage((Map("index", node, 0, shape_of(x.meta["val"])[dim], size),), dim)
+            for x in joined.parts
+        ]
+        of_parts = [analyse(graph, {node: x}, estimate, set()) for x in rows]
         for match in find_unmasked(graph, estimate):
-            changed |= _split(graph, match, joined, of_rows)
+            changed |= _split(graph, match, joined, of_parts)
     return changed
 
 
@@ -168,19 +169,19 @@ def _is_of_rows(lineage: Lineage) -> bool:
     return not lineage.is_uniform and (lineage.dim, lineage.pre) == (0, 1)
 
 
-def _split(graph: fx.Graph, match: TargetAttention, joined: _Joined, rows: Analysis) -> bool:
+def _split(graph: fx.Graph, match: TargetAttention, joined: _Joined, rows: list[Analysis]) -> bool:
     """Split key and value of an attention if they are computed from rows of `joined` one by one."""
     ndim = match.key.meta["val"].dim()
     dims = {match.key: ndim - 1 if match.transposed else ndim - 2, match.value: ndim - 2}
     for x, dim in dims.items():
-        own = rows.lineages.get(x)
+        own = rows[0].lineages.get(x)
         if own is None or own.is_folded or own.dim != dim:
             return False
         if any(map_.node is not joined.node for map_ in own.maps):
             return False
     with graph.inserting_after(joined.node):
         parts = [joined.part(graph, part) for part in joined.parts]
-    copies = [_Copy(graph, joined.node, part, rows) for part in parts]
+    copies = [_Copy(graph, joined.node, part, own) for part, own in zip(parts, rows)]
     for x, reader in match.reads:
         if x is joined.node and joined.whole is None:
             continue  # a concatenation already
