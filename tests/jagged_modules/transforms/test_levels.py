@@ -3,7 +3,6 @@ computed at their own level, and no row is copied to a finer one."""
 
 import copy
 
-import pytest
 import torch
 from marks import slow_after
 from torch import nn
@@ -175,6 +174,17 @@ def test_an_exported_program_has_any_sizes():
         torch.testing.assert_close(module(*given), model(*given))
 
 
+def unchanged(joined, attention):
+    """That an attention reads no levels in place, and its results are the model's."""
+    torch.manual_seed(0)
+    model = Model(joined, attention).double().eval()
+    fused = fuse_broadcasts(model, inputs(*SIZES[0]))
+    assert not any(x.target is attend_levels_in_place for x in fused.graph.nodes)
+    for sizes in SIZES:
+        given = inputs(*sizes)
+        torch.testing.assert_close(copy.deepcopy(fused)(*given), model(*given))
+
+
 class Mixing(Fused):
     """Keys that mix the rows of a history."""
 
@@ -182,20 +192,40 @@ class Mixing(Fused):
         return super().forward(query, history + history.cumsum(1))
 
 
-class Masked(Fused):
-    def forward(self, query, history):
-        key = self.kv(history)[..., :WIDTH]
-        mask = torch.arange(history.shape[1]) > 2
-        return nn.functional.scaled_dot_product_attention(query, key, key, mask)
-
-
-@pytest.mark.parametrize("attention", [Mixing, Masked])
 @torch.no_grad()
-def test_other_attentions_stay_as_they_are(attention):
-    torch.manual_seed(0)
-    model = Model(JOINED["nested"], attention()).double().eval()
-    fused = fuse_broadcasts(model, inputs(*SIZES[0]))
-    assert not any(x.target is attend_levels_in_place for x in fused.graph.nodes)
-    for sizes in SIZES:
-        given = inputs(*sizes)
-        torch.testing.assert_close(copy.deepcopy(fused)(*given), model(*given))
+def test_keys_that_mix_rows_stay_as_they_are():
+    unchanged(JOINED["nested"], Mixing())
+
+
+class Across(nn.Module):
+    """The rows of a history are the columns of its keys."""
+
+    def forward(self, query, history):
+        rows = history.shape[1]
+        key = history.mT
+        return nn.functional.scaled_dot_product_attention(query[..., :rows], key, key)
+
+
+@torch.no_grad()
+def test_keys_along_another_dimension_stay_as_they_are():
+    class Padded(Across):
+        def forward(self, query, history):
+            return nn.functional.pad(super().forward(query, history), (0, 2))
+
+    assert OF_USER + OF_VENDOR == WIDTH - 2
+    unchanged(JOINED["nested"], Padded())
+
+
+class Masked(Fused):
+    """Keys of even rows are hidden, by a mask of each item."""
+
+    def forward(self, query, history):
+        key = self.kv(history)[:, None, :, :WIDTH]
+        hidden = (torch.arange(history.shape[1]) % 2 == 0).expand(history.shape[0], -1)
+        mask = ~hidden[:, None, None]
+        return nn.functional.scaled_dot_product_attention(query[:, None], key, key, mask)[:, 0]
+
+
+@torch.no_grad()
+def test_hidden_keys_stay_hidden():
+    unchanged(JOINED["nested"], Masked())
