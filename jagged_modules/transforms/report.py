@@ -225,8 +225,14 @@ def cost_after(graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Dec
     computed = (
         _after(node, costs, decisions) for node in graph.nodes if node not in analysis.sources
     )
-    gathered = (costs.gather(node) for node in decisions.gathered)
+    gathered = (_gathers(node, costs, decisions) for node in decisions.gathered)
     return sum((*computed, *gathered), Cost())
+
+
+def _gathers(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
+    """Of the gathers of a value, none if there are none."""
+    levels = decisions.gathered.get(node, ())
+    return sum((costs.gather(node, number) for number in levels), Cost())
 
 
 def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
@@ -274,13 +280,7 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     before = costs.gather(node) if source else costs.full(node)
     if decision == "fused" and node is decisions.fused[node].node:
         before = sum(map(costs.full, decisions.fused[node].products), before)
-    after = (
-        costs.gather(node)
-        if source and node in decisions.gathered
-        else Cost()
-        if source
-        else _after(node, costs, decisions)
-    )
+    after = _gathers(node, costs, decisions) if source else _after(node, costs, decisions)
     return Site(
         node.name,
         name,
