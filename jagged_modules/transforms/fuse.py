@@ -118,32 +118,35 @@ def fuse_broadcasts(
     check_max_batch(max_batch, names)
     if names:
         args, kwargs = _several_rows(args, kwargs)
-    arguments = bound_inputs(model, args, kwargs)
+    arguments, limits = bound_inputs(model, args, kwargs), limits_of(max_batch)
     given, points = named(arguments), corners_of(max_batch)
     placements: list[Placement] = []
     for point in points:  # each changes the graph that it is made of
-        captured = capture(model, args, kwargs, dynamic_shapes, names)
-        _check_outputs(captured)
+        captured = _checked_capture(model, args, kwargs, dynamic_shapes, names)
         batch = _batch(captured, names, given) if names else None
         placements.append(Placement(captured, batch, point, points))
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
-    chosen, limits = _chosen(placements, bool(keyed)), limits_of(max_batch)
+    chosen = _chosen(placements, bool(keyed))
     for x in chosen:
         certificate = certify(model, x.module, args, kwargs, names, x.eps)
         x.module.report = x.report(certificate, arguments, limits)
-    first, *others = chosen
-    module, guard = first.module, None
-    for other in others:
-        guard = guard_between(first.costs, other.costs, limits)
-        module.report = replace(module.report, guard=guard, other=other.module.report)
-        module.graph = guarded(module.graph, other.module.graph, guard, *first.users())
-        guard = guard if other.runs_model else None
+    module, guard = chosen[0].module, _join(chosen, limits)
     with_eager_form(module)
     with_checked_entries(module, given, names, list(arguments))
-    replication = _replication(first, names, keyed, guard)
-    if replication is not None:
+    if (replication := _replication(chosen, names, keyed, guard)) is not None:
         with_fallback(module, model, replication)
     return module
+
+
+def _join(chosen: list[Placement], limits: Mapping[str, Limits]) -> Guard | None:
+    """Make the first placement's graph that of both, if there are two. The guard."""
+    if len(chosen) < 2:
+        return None
+    first, second = chosen
+    module, guard = first.module, guard_between(first.costs, second.costs, limits)
+    module.graph = guarded(module.graph, second.module.graph, guard, *first.users())
+    module.report = replace(module.report, guard=guard, other=second.module.report)
+    return guard
 
 
 def _chosen(placements: list[Placement], keyed: bool) -> list[Placement]:
@@ -159,13 +162,14 @@ def _chosen(placements: list[Placement], keyed: bool) -> list[Placement]:
 
 
 def _replication(
-    placement: Placement, names: tuple[str, ...], keyed: frozenset[str], guard: Guard | None
+    chosen: list[Placement], names: tuple[str, ...], keyed: frozenset[str], guard: Guard | None
 ) -> Replication | None:
-    """How the model gets the rows that the placement's graph does not need."""
-    plan, for_all_calls = placement.plan, placement.runs_model
+    """How the model gets the rows that the graph does not need."""
+    plan, for_all_calls = chosen[0].plan, chosen[0].runs_model
     if plan.batch is not None:
         candidates = tuple(plan.batch.candidates.values())
-        return Replication(names, candidates, keyed, (), for_all_calls, guard)
+        own = guard if chosen[-1].runs_model else None
+        return Replication(names, candidates, keyed, (), for_all_calls, own)
     if for_all_calls:
         return Replication(for_all_calls=True)
     return own_replication(plan.captured, plan.analysis)
@@ -425,13 +429,21 @@ def _several_rows(
     )
 
 
-def _check_outputs(captured: Captured) -> None:
+def _checked_capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Any,
+    names: Sequence[str],
+) -> Captured:
+    captured = capture(model, args, kwargs, shapes, names)
     (output,) = captured.graph.find_nodes(op="output")
     for position, x in enumerate(output.args[0]):
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
             raise ValueError(
                 f"model must return tensors, got {type(x).__name__} {x} as output {position}"
             )
+    return captured
 
 
 # -- replication by the caller ---------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Choice:
             takes_second = always
         return (self.second if takes_second else self.first)(*inputs)
 
-    def _both(self, takes_second: torch.SymBool, inputs: tuple[Any, ...]) -> Any:
+    def _both(self, takes_second: Any, inputs: tuple[Any, ...]) -> Any:
         tensors = tuple(x for x in inputs if isinstance(x, Tensor))
         others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 

@@ -221,13 +221,14 @@ class Sizes:
     def _rows(self, x: fx.Node, lineage: Lineage | None) -> Size:
         """Of the base of x as an operator with a lineage reads it: of nested levels, its own."""
         own = self.analysis.lineages[x]
-        mine = lineage is None or lineage.is_uniform or own.is_uniform
-        return own.base_rows if mine else lineage.base_rows
+        if lineage is None or lineage.is_uniform or own.is_uniform:
+            return own.base_rows
+        return lineage.base_rows
 
     def _shape(self, x: fx.Node, rows: Size | None) -> list[Size]:
         """Of a value, if `rows` is given with this number of rows along its lineage. Sizes have
         the names of the report."""
-        sizes = list(shape_of(first_of(x.meta["val"])))
+        sizes: list[Any] = list(shape_of(first_of(x.meta["val"])))
         lineage, bags = self.analysis.lineages.get(x), self.batch and self.batch.bags
         if rows is not None and lineage is not None:
             move = self.analysis.moves.get(x)

@@ -92,7 +92,8 @@ class Ranges:
         Raises:
             ValueError: no input has a size of this name.
         """
-        auto, dims = torch.export.Dim.AUTO, dict.fromkeys(self.limits, torch.export.Dim.AUTO)
+        auto: Any = torch.export.Dim.AUTO
+        dims: dict[str, Any] = dict.fromkeys(self.limits, auto)
         for name in RANGED:
             if name in self.limits:
                 least, most = self.limits[name]
