@@ -31,6 +31,8 @@ MADE_BY_OTHERS |= {
     "Pages",
     "PaddedComparison",
     "functional.ScorePlan",
+    "transforms.OperatorSizes",
+    "transforms.Ranges",
     "transforms.Report",
     "transforms.Site",
 }

@@ -1,6 +1,6 @@
 """Graph passes: transformations of whole models."""
 
 from .fuse import fuse_broadcasts
-from .report import Report, Site
+from .report import OperatorSizes, Ranges, Report, Site
 
-__all__ = ["Report", "Site", "fuse_broadcasts"]
+__all__ = ["OperatorSizes", "Ranges", "Report", "Site", "fuse_broadcasts"]

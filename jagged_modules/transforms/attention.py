@@ -96,17 +96,27 @@ def _is_supported(match: TargetAttention, analysis: Analysis) -> bool:
     key, value, *hidden = [x for x in lineages if x is not None]
     if key.post != value.post or not key.post.is_Integer or any(x.is_folded for x in hidden):
         return False
-    # softmax can convert
-    if len({x.meta["val"].dtype for x in (match.node, match.query, match.key, match.value)}) > 1:
+    if not _is_plain(match):
         return False
-    operands = match.query, match.key, match.value
-    queries, keys, values = (shape_of(x.meta["val"])[:-2] for x in operands)
-    if len(queries) == 2 and key.post != 1:
-        return False
-    if keys != values or keys not in (queries, (*queries[:1], 1)):  # torch would broadcast
+    if len(match.query.meta["val"].shape) == 4 and key.post != 1:
         return False
     match.lineage = common([Lineage(x.maps, 0) for x in (key, value, *hidden)])
     return match.lineage is not None
+
+
+def _is_plain(match: TargetAttention) -> bool:
+    """Whether the operands have one dtype (softmax can convert) and batches that torch does not
+    broadcast."""
+    operands = match.query, match.key, match.value
+    queries, keys, values = (shape_of(x.meta["val"])[:-2] for x in operands)
+    dtypes = {x.meta["val"].dtype for x in (match.node, *operands)}
+    return len(dtypes) == 1 and keys == values and keys in (queries, (*queries[:1], 1))
+
+
+def find_unmasked(graph: fx.Graph, estimate: Callable[[Size], int]) -> list[TargetAttention]:
+    """All attentions without masks, whatever their keys are."""
+    matches = (_operator(node, estimate) or _softmax(node, estimate) for node in graph.nodes)
+    return [x for x in matches if x is not None and x.hidden is None and _is_plain(x)]
 
 
 def _operator(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention | None:

@@ -204,32 +204,33 @@ def _first_dims(
     """dynamic_shapes in which the first dimension of each tensor is dynamic. KeyedJaggedTensors of
     `replicated` have one batch."""
     inputs = bound_inputs(model, args, kwargs)
-    of_users = [x for name, x in named(inputs).items() if name in replicated and is_keyed_jagged(x)]
-    return {name: _dims(x, of_users) for name, x in inputs.items()}
+    # by identity: the lengths are tensors of their own
+    keys = {
+        id(x.lengths()): len(x.keys())
+        for name, x in named(inputs).items()
+        if name in replicated and is_keyed_jagged(x)
+    }
+
+    def dims(x: Any) -> Any:
+        if id(x) in keys:
+            return {0: keys[id(x)] * torch.export.Dim("batch", min=2)}
+        return {0: torch.export.Dim.AUTO} if isinstance(x, torch.Tensor) and x.dim() else None
+
+    return {name: dims_of(x, dims) for name, x in inputs.items()}
 
 
-def _dims(x: Any, of_users: Sequence[Any]) -> Any:
-    """dynamic_shapes of an input. Containers other than Python's are given as lists of their
-    entries."""
-    if isinstance(x, torch.Tensor):
-        return {0: torch.export.Dim.AUTO} if x.dim() else None
+def dims_of(x: Any, dims: Callable[[Any], Any]) -> Any:
+    """dynamic_shapes of an input, from those of its leaves, in the order of the leaves. Containers
+    other than Python's are given as lists of their entries."""
     if isinstance(x, Mapping):
-        return {key: _dims(entry, of_users) for key, entry in x.items()}
+        return {key: dims_of(entry, dims) for key, entry in x.items()}
     if isinstance(x, (list, tuple)):
-        entries = [_dims(entry, of_users) for entry in x]
+        entries = [dims_of(entry, dims) for entry in x]
         return type(x)(*entries) if hasattr(x, "_fields") else type(x)(entries)
-    container = pytree.SUPPORTED_NODES.get(type(x))
+    container = None if isinstance(x, torch.Tensor) else pytree.SUPPORTED_NODES.get(type(x))
     if container is None:
-        return None
-    shapes, leaves = [], container.flatten_fn(x)[0]
-    for leaf in leaves:
-        is_lengths = any(x is other for other in of_users) and leaf is x.lengths()
-        shapes.append(
-            {0: len(x.keys()) * torch.export.Dim("batch", min=2)}
-            if is_lengths
-            else _dims(leaf, of_users)
-        )
-    return shapes
+        return dims(x)
+    return [dims_of(leaf, dims) for leaf in container.flatten_fn(x)[0]]
 
 
 def _with_one_batch(model: nn.Module, replicated: Sequence[str]) -> nn.Module:

@@ -22,6 +22,7 @@ from .analysis import Analysis
 from .bags import select_rows
 from .capture import MAP_NAME, Captured, is_keyed_jagged, map_named, named
 from .lineage import Size, shape_of
+from .ranges import Guard
 from .sources import INDEX_DTYPES
 
 Rows = tuple[str, int]  # the name of an entry of forward's inputs, and a dimension of it
@@ -37,6 +38,7 @@ class Replication:
         keyed: those of `shared` that are KeyedJaggedTensors.
         pairs: where the model replicates rows itself: the sizes of an input before and after.
         for_all_calls: whether the model is as good as the graph for any number of users.
+        guard: for which numbers of users and candidates the model is as good, None for no others.
     """
 
     shared: tuple[str, ...] = ()
@@ -44,6 +46,14 @@ class Replication:
     keyed: frozenset[str] = frozenset()
     pairs: tuple[tuple[Rows, Rows], ...] = ()
     for_all_calls: bool = False
+    guard: Guard | None = None
+
+    def runs_model(self, users: int, candidates: int) -> bool:
+        return (
+            users >= candidates
+            or self.for_all_calls
+            or (self.guard is not None and self.guard(users, candidates))
+        )
 
 
 def own_replication(captured: Captured, analysis: Analysis) -> Replication | None:
@@ -125,12 +135,10 @@ def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any]
             _samples(entries.get(name)) if name in replication.keyed else _rows(entries.get(name))
         )
         num_users = num_users or rows
-        if (
-            rows < 1
-            or rows != num_users
-            or (rows < num_candidates and not replication.for_all_calls)
-        ):
+        if rows < 1 or rows != num_users:
             return None
+    if not replication.runs_model(num_users, num_candidates):
+        return None
     for name in replication.per_candidate:
         if _rows(entries.get(name)) != num_candidates:
             return None

@@ -20,12 +20,14 @@ from .attention import TargetAttention
 from .bags import Bags
 from .calls import Call, first_of, flat, is_tensor, positional, unbind
 from .compress import Compression
+from .levels import LevelAttention
 from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
 from .own_operators import SegmentAttention
 from .placement import Fusion
 from .report import Decisions
 from .runtime import (
     attend_in_place,
+    attend_levels_in_place,
     attend_segments_in_place,
     check_inputs,
     checked_map,
@@ -202,7 +204,10 @@ class Emitter:
         bases = {x: self._bases[x] for x in self.moved if x in self._bases}
         new = self._plain | self._of_users | bases
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
-        gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
+        gathered: dict[fx.Node, list[int]] = {}
+        for (x, levels), node in self._advanced.items():
+            if levels and node in alive:
+                gathered.setdefault(x, []).append(levels)
         fused: dict[fx.Node, Fusion] = {}
         for node, match in self.fusions.items():
             fused[node] = match
@@ -317,9 +322,19 @@ class Emitter:
     def _fused(self, match: Fusion) -> fx.Node:
         if isinstance(match, TargetAttention):
             return self._attention(match)
+        if isinstance(match, LevelAttention):
+            return self._level_attention(match)
         if isinstance(match, SegmentAttention):
             return self._segment_attention(match)
         return self._compression(match)
+
+    def _level_attention(self, match: LevelAttention) -> fx.Node:
+        """The attention on the bases of each level's keys and values."""
+        keys, values = ([self._bases[x] for x in own] for own in (match.keys, match.values))
+        maps = [self._row_numbers(self.analysis.lineages[x].maps, x) for x in match.keys]
+        options = match.transposed, match.heads, match.scale
+        query = self.value(match.query)
+        return self.call(attend_levels_in_place, query, keys, values, maps, *options)
 
     def _segment_attention(self, match: SegmentAttention) -> fx.Node:
         """As `_attention`, of this project's operator."""

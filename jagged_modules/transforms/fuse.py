@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..scalars import check_kind, check_size
+from ..scalars import check_kind
 from .analysis import Analysis, analyse
 from .attention import find_attentions
 from .bags import find_bags, num_rows, with_checked_entries
@@ -24,10 +24,24 @@ from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .eager import with_eager_form
 from .emit import Batch, Emitter
+from .guarded import guarded
+from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, Fusion, by_cost
-from .report import Decisions, Report, make_report
+from .ranges import (
+    Guard,
+    Limits,
+    MaxBatch,
+    Point,
+    Sizes,
+    cheapest,
+    check_max_batch,
+    corners_of,
+    guard_between,
+    limits_of,
+)
+from .report import Decisions, Report, cost_after, make_report
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
@@ -47,7 +61,7 @@ def fuse_broadcasts(
     example_inputs: Any = None,
     *,
     request_only: Sequence[str] | None = None,
-    max_batch: int | tuple[int, int] | None = None,
+    max_batch: MaxBatch = None,
     dynamic_shapes: Any = None,
 ) -> FusedModel:
     """The model with everything that depends only on a user computed once per user instead of once
@@ -75,8 +89,11 @@ def fuse_broadcasts(
             by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
             C >= 1 afterwards.
         max_batch: sizes that the estimates are for, with request_only: the number of candidates C,
-            or (U, C), where U <= C. By default C is the example's and U = C / 16. Without
-            request_only, sizes are the example's, and max_batch must be None.
+            or (U, C), where U <= C, or ranges of both, ((U_min, U_max), (C_min, C_max)). By default
+            C is the example's and U = C / 16. Without request_only, sizes are the example's, and
+            max_batch must be None. With ranges, one placement serves all if it is the cheapest at
+            their ends, within 1 %. Else there are two, and each call takes one by its numbers of
+            users and candidates, as `.report.guard` says.
         dynamic_shapes: as in torch.export. By default the first dimension of each tensor is
             dynamic. Calls with other sizes of constant dimensions, or other values of inputs that
             are no tensors, are an error, unless they run the model.
@@ -84,63 +101,78 @@ def fuse_broadcasts(
     Returns:
         A GraphModule with the parameters and buffers of the model under the same names. They are
         shared with the model. Buffers that are replaced later are not, as by to(): convert the
-        model first, or fuse it again. `.report` is a printable `Report`.
+        model first, or fuse it again. `.report` is a printable `Report`, of which `.ranges` tells
+        the sizes of each operator and makes dynamic_shapes for torch.export.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an unknown name in request_only; inputs without rows; max_batch with U > C, or
-            without request_only; a model in training mode, that torch.export cannot capture, that
-            branches on sizes, that writes to its buffers or inputs, or that returns something other
-            than tensors; with request_only, a model that takes variadic arguments; a
-            KeyedJaggedTensor with another use; the result differs from the model on the example
-            inputs.
+        ValueError: an unknown name in request_only; inputs without rows; max_batch with U > C, with
+            an empty range, or without request_only; a model in training mode, that torch.export
+            cannot capture, that branches on sizes, that writes to its buffers or inputs, or that
+            returns something other than tensors; with request_only, a model that takes variadic
+            arguments; a KeyedJaggedTensor with another use; the result differs from the model on
+            the example inputs.
     """
     args, kwargs = _contiguous(_checked_inputs(model, example_inputs))
     names = _checked_names(model, args, kwargs, request_only)
-    _check_max_batch(max_batch, names)
+    check_max_batch(max_batch, names)
     if names:
         args, kwargs = _several_rows(args, kwargs)
-    captured = capture(model, args, kwargs, dynamic_shapes, names)
-    _check_outputs(captured)
-    arguments = bound_inputs(model, args, kwargs)
-    given = named(arguments)
-    hints, batch = dict(captured.hints), None
-    if names:
-        batch = _batch(captured, names, given)
-        hints |= _batch_hints(captured, batch, max_batch)
-    eps = coarsest_eps(captured.graph)
-    plan = make_plan(captured, batch, hints)
-    module, decisions = plan.apply()
-    for name in ("train", "eval"):  # torch.export's, which raise
-        vars(module).pop(name, None)
-    module.eval()
-    own_class: Any = type(module)  # torch makes one for each graph
-    own_class.__reduce__ = _refuse_to_pickle
+    arguments, limits = bound_inputs(model, args, kwargs), limits_of(max_batch)
+    given, points = named(arguments), corners_of(max_batch)
+    placements: list[Placement] = []
+    for point in points:  # each changes the graph that it is made of
+        captured = _checked_capture(model, args, kwargs, dynamic_shapes, names)
+        batch = _batch(captured, names, given) if names else None
+        placements.append(Placement(captured, batch, point, points))
+    keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
+    chosen = _chosen(placements, bool(keyed))
+    for x in chosen:
+        certificate = certify(model, x.module, args, kwargs, names, x.eps)
+        x.module.report = x.report(certificate, arguments, limits)
+    module, guard = chosen[0].module, _join(chosen, limits)
     with_eager_form(module)
     with_checked_entries(module, given, names, list(arguments))
-    certificate = certify(model, module, args, kwargs, names, eps)
-    sizes = ", ".join(
-        f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items()
-    )
-    module.report = plan.report(decisions, sizes, certificate)
-    nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()
-    keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
-    # the model's KeyedJaggedTensors take longer to replicate
-    runs_model = nothing_moved or (module.report.saved < WORTHWHILE and not keyed)
-    module.report = replace(module.report, runs_model=runs_model)
-    if batch is None:
-        replication = (
-            Replication(for_all_calls=True)
-            if runs_model
-            else own_replication(captured, plan.analysis)
-        )
-    else:
-        replication = Replication(
-            names, tuple(batch.candidates.values()), keyed, for_all_calls=runs_model
-        )
-    if replication is not None:
+    if (replication := _replication(chosen, names, keyed, guard)) is not None:
         with_fallback(module, model, replication)
     return module
+
+
+def _join(chosen: list[Placement], limits: Mapping[str, Limits]) -> Guard | None:
+    """Make the first placement's graph that of both, if there are two. The guard."""
+    if len(chosen) < 2:
+        return None
+    first, second = chosen
+    module, guard = first.module, guard_between(first.costs, second.costs, limits)
+    module.graph = guarded(module.graph, second.module.graph, guard, *first.users())
+    module.report = replace(module.report, guard=guard, other=second.module.report)
+    return guard
+
+
+def _chosen(placements: list[Placement], keyed: bool) -> list[Placement]:
+    """The placements that calls take, and which of them the model itself replaces. keyed: whether
+    the model's replicated inputs are KeyedJaggedTensors, which take longer to replicate."""
+    before = {x.point: x.plan.before.total for x in placements}
+    chosen = [placements[i] for i in cheapest([x.costs for x in placements], WORTHWHILE)]
+    for x in chosen:
+        taken = [p for p, cost in x.costs.items() if cost == min(y.costs[p] for y in chosen)]
+        saves = keyed or any(x.costs[p] < (1 - WORTHWHILE) * before[p] for p in taken)
+        x.runs_model = not saves or x.nothing_moved
+    return sorted(chosen, key=lambda x: x.runs_model)
+
+
+def _replication(
+    chosen: list[Placement], names: tuple[str, ...], keyed: frozenset[str], guard: Guard | None
+) -> Replication | None:
+    """How the model gets the rows that the graph does not need."""
+    plan, for_all_calls = chosen[0].plan, chosen[0].runs_model
+    if plan.batch is not None:
+        candidates = tuple(plan.batch.candidates.values())
+        own = guard if chosen[-1].runs_model else None
+        return Replication(names, candidates, keyed, (), for_all_calls, own)
+    if for_all_calls:
+        return Replication(for_all_calls=True)
+    return own_replication(plan.captured, plan.analysis)
 
 
 def _refuse_to_pickle(self: fx.GraphModule) -> Any:
@@ -178,16 +210,81 @@ class Plan:
         self.captured.module.graph = emitter.emit()
         return cast("FusedModel", self.captured.module), emitter.decisions()
 
-    def report(self, decisions: Decisions, sizes: str, certificate: str) -> Report:
-        return make_report(
-            self.captured.graph,
-            self.analysis,
-            self.costs,
-            decisions,
-            self.before,
-            sizes,
+    def cost(self, decisions: Decisions, hints: Mapping[Size, int]) -> Cost:
+        """Of the fused model for other sizes."""
+
+        def estimate(size: Size) -> int:
+            return evaluate(size, hints, UNKNOWN_SIZE)
+
+        costs = Costs(self.analysis, estimate)
+        return cost_after(self.captured.graph, self.analysis, costs, decisions)
+
+
+class Placement:
+    """A plan for numbers of users and candidates, carried out.
+
+    Attributes:
+        point: these numbers.
+        plan: for them.
+        module: the fused model.
+        decisions: what was done.
+        eps: of the coarsest dtype that the model computes in.
+        costs: of the fused model at each of `points`.
+        runs_model: whether the model itself is as good where this is the best placement.
+    """
+
+    def __init__(
+        self, captured: Captured, batch: Batch | None, point: Point, points: Iterable[Point]
+    ) -> None:
+        self.point, self.runs_model = point, False
+        self.eps = coarsest_eps(captured.graph)
+        self.plan = make_plan(captured, batch, _hints(captured, batch, point))
+        self.module, self.decisions = self.plan.apply()
+        self.costs = {x: self.cost(x) for x in points}
+        for name in ("train", "eval"):  # torch.export's, which raise
+            vars(self.module).pop(name, None)
+        self.module.eval()
+        own_class: Any = type(self.module)  # torch makes one for each graph
+        own_class.__reduce__ = _refuse_to_pickle
+
+    @property
+    def nothing_moved(self) -> bool:
+        moved = self.decisions.moved
+        return not self.decisions.fused and moved <= self.plan.analysis.sources.keys()
+
+    def cost(self, point: Point) -> float:
+        """Of the fused model for other numbers of users and candidates."""
+        plan = self.plan
+        hints = _hints(plan.captured, plan.batch, point)
+        return plan.cost(self.decisions, hints).total
+
+    def users(self) -> tuple[str, int]:
+        """The name of an input of the graph, and how many of its rows are of one user."""
+        assert self.plan.batch is not None
+        if self.plan.batch.users:
+            return next(iter(self.plan.batch.users)).name, 1
+        assert self.plan.batch.bags is not None
+        lengths, keys = self.plan.batch.bags.lengths
+        return lengths.name, keys
+
+    def report(
+        self, certificate: str, arguments: Mapping[str, Any], limits: Mapping[str, Limits]
+    ) -> Report:
+        """arguments: the example's, by name. limits: of users and candidates."""
+        plan, labels = self.plan, self.plan.captured.labels
+        hints = _hints(plan.captured, plan.batch, self.point)
+        sizes = Sizes(plan.captured, plan.batch, plan.analysis, self.decisions)
+        report = make_report(
+            plan.captured.graph,
+            plan.analysis,
+            plan.costs,
+            self.decisions,
+            plan.before,
+            ", ".join(f"{labels.get(x, x)} = {value}" for x, value in hints.items()),
             certificate,
+            sizes.ranges(arguments, limits),
         )
+        return replace(report, runs_model=self.runs_model)
 
 
 def make_plan(
@@ -207,6 +304,10 @@ def make_plan(
     analysis = analyse(captured.graph, inputs, estimate, known)
     costs = Costs(analysis, estimate)
     before = costs.whole(captured.graph)
+    if split_levels(captured.graph, analysis, estimate):
+        clean_up(captured.graph, bags)
+        analysis = analyse(captured.graph, inputs, estimate, known)
+        costs = Costs(analysis, estimate)
     distributor = Distributor(captured.graph, analysis, costs)
     if distributor.run():
         clean_up(captured.graph, bags)
@@ -216,6 +317,7 @@ def make_plan(
     analysis.whole = distributor.whole
     fusions: dict[fx.Node, Fusion] = {
         **find_attentions(captured.graph, analysis, estimate),
+        **find_level_attentions(captured.graph, analysis, estimate),
         **find_compressions(captured.graph, analysis),
     }
     fusions |= find_segment_attentions(captured.graph, analysis, estimate)
@@ -314,31 +416,6 @@ def _checked_names(
     return tuple(names)
 
 
-def _check_max_batch(max_batch: int | tuple[int, int] | None, names: tuple[str, ...]) -> None:
-    if max_batch is None:
-        return
-    if not names:
-        raise ValueError(
-            "max_batch needs request_only: without it, sizes are those of example_inputs. Got"
-            f" max_batch={max_batch!r}"
-        )
-    if not isinstance(max_batch, tuple):
-        return check_size("max_batch", max_batch)
-    if len(max_batch) != 2:
-        raise ValueError(
-            "max_batch must be a number of candidates or a pair (users, candidates), got"
-            f" {max_batch}"
-        )
-    for position, size in enumerate(max_batch):
-        check_size(f"max_batch[{position}]", size)
-    users, candidates = max_batch
-    if users > candidates:
-        raise ValueError(
-            f"max_batch must be (users, candidates) with no more users than candidates, got {users}"
-            f" users and {candidates} candidates"
-        )
-
-
 def _several_rows(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -352,13 +429,21 @@ def _several_rows(
     )
 
 
-def _check_outputs(captured: Captured) -> None:
+def _checked_capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Any,
+    names: Sequence[str],
+) -> Captured:
+    captured = capture(model, args, kwargs, shapes, names)
     (output,) = captured.graph.find_nodes(op="output")
     for position, x in enumerate(output.args[0]):
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
             raise ValueError(
                 f"model must return tensors, got {type(x).__name__} {x} as output {position}"
             )
+    return captured
 
 
 # -- replication by the caller ---------------------------------------------------------------------
@@ -391,12 +476,15 @@ def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) ->
     return Batch(map_node, shared, others, bags, shape_of(first.meta["val"])[0])
 
 
-def _batch_hints(
-    captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None
-) -> dict[Size, int]:
+def _hints(captured: Captured, batch: Batch | None, point: Point) -> dict[Size, int]:
+    """The sizes to estimate costs for."""
+    return captured.hints | (_batch_hints(captured, batch, point) if batch is not None else {})
+
+
+def _batch_hints(captured: Captured, batch: Batch, point: Point) -> dict[Size, int]:
     """The numbers of users and candidates to estimate costs for."""
     rows = {batch.rows, *(shape_of(x.meta["val"])[0] for x in (*batch.users, *batch.candidates))}
-    users, candidates = max_batch if isinstance(max_batch, tuple) else (None, max_batch)
+    users, candidates = point
     candidates = candidates or max(captured.hints.get(size, 1) for size in rows)
     users = users or -(-candidates // CANDIDATES_PER_USER)
     return dict.fromkeys(rows, candidates) | {USERS: users}

@@ -23,11 +23,12 @@ from .analysis import Analysis
 from .attention import TargetAttention
 from .calls import Call, first_of, flat, is_operator, is_tensor, positional
 from .compress import Compression
+from .levels import LevelAttention
 from .lineage import Lineage, Size, product, shape_of, size_of
 from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attention_flops
 from .processors import CPU, GPU, Processor
 
-Fusion = TargetAttention | SegmentAttention | Compression
+Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression
 
 # of estimates of work, at least: values that were just written are read from a cache. A smaller
 # gain may be a loss
@@ -187,7 +188,12 @@ class Costs:
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
         read = sum(
-            self.bytes(x) * (self.share(fusion.lineage) if x in fusion.operands else 1.0)
+            self.bytes(x)
+            * (
+                self.share(fusion.lineage or self.analysis.lineages.get(x))
+                if x in fusion.operands
+                else 1.0
+            )
             for x in fusion.inputs
         )
         return self.of(
@@ -198,18 +204,23 @@ class Costs:
         """On the base, if there is one."""
         return self._flops(node) * self.share(self.analysis.lineages.get(node))
 
-    def gather(self, node: fx.Node) -> Cost:
-        """Of the gather from a base to the value."""
+    def gather(self, node: fx.Node, levels: int | None = None) -> Cost:
+        """Of the gather from a base to the value, or by the first `levels` of its maps."""
         lineage = self.analysis.lineages[node]
-        # an expansion: a view, or the model copies it too
-        return Cost() if lineage.is_uniform else self.gather_along(node, lineage)
+        if lineage.is_uniform:  # an expansion: a view, or the model copies it too
+            return Cost()
+        rows = lineage.rows if levels is None else lineage.maps[levels - 1].rows_out
+        share = self.estimate(rows) / max(self.estimate(lineage.rows), 1)
+        return self.gather_along(node, lineage, share)
 
-    def gather_along(self, node: fx.Node, lineage: Lineage) -> Cost:
-        """Of a gather of the rows of a value, whose position the lineage tells."""
+    def gather_along(self, node: fx.Node, lineage: Lineage, share: float = 1.0) -> Cost:
+        """Of a gather of the rows of a value, whose position the lineage tells. share: of the
+        rows."""
         value = flat(node.meta["val"])[0]
         outer = product(shape_of(value)[: lineage.dim]) * lineage.pre
         vectors = outer == 1 and self.is_vector(value, lineage.dim + 1, lineage.post)
-        return self.of(node, 0, 2 * self.bytes(node), 0 if vectors else self.elements(value))
+        elements = 0 if vectors else self.elements(value)
+        return self.of(node, 0, 2 * self.bytes(node) * share, elements * share)
 
     def is_vector(self, value: torch.Tensor, dim: int, times: Size = ONE) -> bool:
         """Whether slices over the dimensions from `dim` on are contiguous and whole vectors. times:

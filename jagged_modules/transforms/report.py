@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from .analysis import Analysis
 from .calls import first_of, is_operator
+from .lineage import Size
 from .placement import VIEWS, Cost, Costs, Fusion
 
+if TYPE_CHECKING:
+    from .ranges import Guard
+
+RANGED = "users", "candidates"  # the sizes that max_batch is of
 HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB", "cost, MB")
 
 
@@ -41,6 +49,87 @@ class Site:
 
 
 @dataclass(frozen=True)
+class OperatorSizes:
+    """The sizes of an operator of the new graph.
+
+    Attributes:
+        node: its name in the captured graph.
+        operator: "gather" for those that replicate rows.
+        line: where the model calls it.
+        shape: of its result, or of the first of several.
+        sizes: names of the sizes that vary and that its result and its operands have: "users",
+            "candidates", an input's dimension as "history[1]", or "data" if no input has it.
+    """
+
+    node: str
+    operator: str
+    line: str
+    shape: tuple[str, ...]
+    sizes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Printable. Which sizes each operator of the new graph has.
+
+    Attributes:
+        limits: the least and the most of each size, None for any.
+        operators: in the order of the graph, views left out.
+        inputs: symbols of the inputs' dimensions that vary.
+    """
+
+    limits: dict[str, tuple[int, int | None]]
+    operators: tuple[OperatorSizes, ...]
+    inputs: dict[str, Any]
+
+    def dynamic_shapes(self, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """For torch.export.export of the fused model with the arguments of the example.
+
+        Users and candidates have the ranges of max_batch. others: dimensions of other sizes, by
+        their names, for instance {"history[1]": torch.export.Dim("events", max=500)}. By default
+        they are Dim.AUTO.
+
+        Raises:
+            ValueError: no input has a size of this name.
+        """
+        auto: Any = torch.export.Dim.AUTO
+        dims: dict[str, Any] = dict.fromkeys(self.limits, auto)
+        for name in RANGED:
+            if name in self.limits:
+                least, most = self.limits[name]
+                # torch.export takes a size of one value for a number
+                same = least == most
+                dims[name] = least if same else torch.export.Dim(name, min=least, max=most)
+        free = [name for name in self.limits if name not in (*RANGED, "data")]
+        if unknown := {*(others or ())}.difference(free):
+            raise ValueError(
+                f"others must have names of sizes other than users and candidates, {free}, got"
+                f" {sorted(unknown)}"
+            )
+        dims |= others or {}
+
+        def dim_of(size: Size | None) -> Any:
+            if size is None:
+                return None
+            times, symbol = size.as_coeff_Mul()
+            dim = dims[str(symbol)]
+            return dim if times == 1 or dim is auto else int(times) * dim
+
+        return pytree.tree_map(dim_of, self.inputs)
+
+    def __str__(self) -> str:
+        ranges = {
+            name: name if most is None else f"{name} {least} to {most}"
+            for name, (least, most) in self.limits.items()
+        }
+        rows = [("operator", "line", "result", "sizes")]
+        for x in self.operators:
+            sizes = ", ".join(ranges[name] for name in x.sizes) or "constant"
+            rows.append((x.operator, x.line, f"[{', '.join(x.shape)}]", sizes))
+        return "\n".join(_table(rows))
+
+
+@dataclass(frozen=True)
 class Report:
     """Printable. The sites in the order of the graph, the whole model's estimated costs, and the
     certificate.
@@ -53,6 +142,10 @@ class Report:
         certificate: what was checked on the example inputs.
         runs_model: whether every call runs the model itself, because the new graph would take about
             as long, or longer.
+        ranges: the sizes of each operator, and dynamic_shapes for torch.export.
+        guard: where the placement of `other` runs instead. None if one is the cheapest over all
+            ranges of max_batch.
+        other: the report of the second placement.
     """
 
     sites: tuple[Site, ...]
@@ -60,7 +153,10 @@ class Report:
     after: Cost
     sizes: str
     certificate: str
+    ranges: Ranges
     runs_model: bool = False
+    guard: Guard | None = None
+    other: Report | None = None
 
     @property
     def gain(self) -> float:
@@ -73,12 +169,7 @@ class Report:
         return 1 - self.after.total / self.before.total if self.before.total else 0.0
 
     def __str__(self) -> str:
-        rows = [HEADER, *(_cells(site) for site in self.sites)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-            for row in rows
-        ]
+        lines = _table([HEADER, *(_cells(site) for site in self.sites)])
         lines.append(
             f"whole model, {self.sizes}: {_change(self.before.flops, self.after.flops)} MFLOP,"
             f" {_change(self.before.bytes, self.after.bytes)} MB read and written,"
@@ -91,7 +182,10 @@ class Report:
             if self.runs_model
             else f"estimate: {self.gain:.2f} times as fast as the model"
         )
-        return "\n".join([*lines, f"certificate: {self.certificate}"])
+        lines.append(f"certificate: {self.certificate}")
+        if self.other is not None:
+            lines += [f"second placement, if {self.guard}:", str(self.other)]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -102,13 +196,13 @@ class Decisions:
         moved: operators and sources on the smaller side.
         fused: operators that a fusion replaces.
         dead: operators without a use in the new graph.
-        gathered: values that are gathered from their bases.
+        gathered: values that are gathered from their bases, by how many of their maps.
     """
 
     moved: set[fx.Node]
     fused: dict[fx.Node, Fusion]
     dead: set[fx.Node]
-    gathered: set[fx.Node]
+    gathered: dict[fx.Node, list[int]]
 
 
 def make_report(
@@ -119,14 +213,27 @@ def make_report(
     before: Cost,
     sizes: str,
     certificate: str,
+    ranges: Ranges,
 ) -> Report:
     """The report on a captured graph. `before` is the cost of the model as it was."""
     sites = [site for node in graph.nodes if (site := _site(node, analysis, costs, decisions))]
+    after = cost_after(graph, analysis, costs, decisions)
+    return Report(tuple(sites), before, after, sizes, certificate, ranges)
+
+
+def cost_after(graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions) -> Cost:
+    """Of the new graph."""
     computed = (
         _after(node, costs, decisions) for node in graph.nodes if node not in analysis.sources
     )
-    gathered = (costs.gather(node) for node in decisions.gathered)
-    return Report(tuple(sites), before, sum((*computed, *gathered), Cost()), sizes, certificate)
+    gathered = (_gathers(node, costs, decisions) for node in decisions.gathered)
+    return sum((*computed, *gathered), Cost())
+
+
+def _gathers(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
+    """Of the gathers of a value, none if there are none."""
+    levels = decisions.gathered.get(node, ())
+    return sum((costs.gather(node, number) for number in levels), Cost())
 
 
 def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
@@ -170,21 +277,15 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
         reason = "an operator reads it per candidate"
     elif node in decisions.moved:
         decision, reason = "moved", ""
-    name = "gather" if source else str(node.target).removeprefix("aten.").removesuffix(".default")
+    name = "gather" if source else operator_name(node)
     before = costs.gather(node) if source else costs.full(node)
     if decision == "fused" and node is decisions.fused[node].node:
         before = sum(map(costs.full, decisions.fused[node].products), before)
-    after = (
-        costs.gather(node)
-        if source and node in decisions.gathered
-        else Cost()
-        if source
-        else _after(node, costs, decisions)
-    )
+    after = _gathers(node, costs, decisions) if source else _after(node, costs, decisions)
     return Site(
         node.name,
         name,
-        _line(node),
+        line_of(node),
         decision,
         reason,
         full,
@@ -203,7 +304,11 @@ def _not_worth_it(node: fx.Node, costs: Costs) -> str:
     )
 
 
-def _line(node: fx.Node) -> str:
+def operator_name(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").removesuffix(".default")
+
+
+def line_of(node: fx.Node) -> str:
     """The innermost line outside of torch that called the operator, else the innermost one."""
     frames = [
         line.strip()
@@ -216,6 +321,14 @@ def _line(node: fx.Node) -> str:
     path, line, function = own[-1].removeprefix("File ").split(", ", 2)
     file = path.strip('"').rsplit("/")[-1]
     return f"{file}:{line.removeprefix('line ')} {function}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of cells under one another."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    ]
 
 
 def _cells(site: Site) -> tuple[str, ...]:

@@ -213,6 +213,38 @@ def attend_in_place(
     return out.flatten(0, 1) if num_heads else out
 
 
+def attend_levels_in_place(
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    maps: list[Tensor],
+    transposed: bool,
+    num_heads: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention of each candidate to its rows' keys of several levels, as one history.
+
+    Args:
+        query: as of `attend_in_place`.
+        keys, values: `[U, H, T, D]` or `[U · H, T, D]` of each level; keys `[..., D, T]` if
+            transposed.
+        maps: `[C]` of each level: the row of the level for each candidate.
+
+    Returns:
+        In the shape of query.
+    """
+    if num_heads:
+        query = query.unflatten(0, (-1, num_heads))
+        keys, values = ([x.unflatten(0, (-1, num_heads)) for x in own] for own in (keys, values))
+    if transposed:
+        keys = [x.mT for x in keys]
+    offsets = tuple(_equal_segments(x.shape[0], x.shape[2], x.device) for x in keys)
+    k, v = (tuple(x.transpose(1, 2).flatten(0, 1) for x in own) for own in (keys, values))
+    out = target_attention(query.transpose(1, 2), k, v, tuple(maps), offsets, scale=scale)
+    out = out.transpose(1, 2)
+    return out.flatten(0, 1) if num_heads else out
+
+
 def attend_equal_segments(
     q: Tensor,
     k: Tensor,

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .calls import Call, Moved, flat, is_tensor, rule
-from .lineage import Lineage, common, refold
+from .lineage import Lineage, Size, common, refold
 
 WHOLE = 2**62  # an end of a slice that no dimension reaches
 
@@ -27,22 +27,27 @@ def view(call: Call) -> Moved | None:
     after = lineage and refold(lineage, call.shape(call["self"]), call.shape())
     if after is None or any(size == 0 for size in call.shape()):  # -1 would be any size
         return None
-    sizes = _sizes(call, call["shape"] if "shape" in call.arguments else call["size"], after.dim)
+    given = call["shape"] if "shape" in call.arguments else call["size"]
+    sizes = _sizes(call, given, after.dim, after.pre * after.base_rows * after.post)
     if sizes is None:
         return None
     return Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
 
 
-def _sizes(call: Call, sizes: Any, dim: int) -> list[Any] | None:
-    """The sizes of a view with -1 for the dimension `dim`; None if another size is unknown."""
+def _sizes(call: Call, sizes: Any, dim: int, rows: Size) -> list[Any] | None:
+    """The sizes of a view with -1 for the dimension `dim`, or `rows` if another size is unknown;
+    None if both are."""
     result = list(sizes)
-    for other, size in enumerate(result):
+    result[dim] = -1
+    for other, size in enumerate(sizes):
         if isinstance(size, int) and size == -1 and other != dim:
             known = call.shape()[other]
-            if not known.is_Integer:
+            if known.is_Integer:
+                result[other] = int(known)
+            elif rows.is_Integer:
+                result[dim] = int(rows)
+            else:
                 return None
-            result[other] = int(known)
-    result[dim] = -1
     return result
 
 

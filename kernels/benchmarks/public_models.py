@@ -49,6 +49,7 @@ FOR_TRAINING = (
 ).split()
 USERS, CANDIDATES, EVENTS, WIDTH, IDS = 16, 800, 100, 32, 1000
 EXAMPLE_ROWS = 32
+RANGES = (1, 64), (64, 4096)  # of users and candidates, for --ranges
 
 
 @dataclass(frozen=True)
@@ -283,35 +284,63 @@ def measured(public: Public, fused: nn.Module, compiled: bool, calls: int) -> tu
     return first, second
 
 
-def row(name: str, folder: Path, compiled: bool, calls: int, print_report: bool) -> list[str]:
-    """The cells of a model."""
+def built(name: str, folder: Path) -> tuple[Public, str]:
+    """A model in eval mode, and its repository's name and commit."""
     repository, build = MODELS[name]
+    path, commit = cloned(folder, repository)
+    public = build(path)
+    public.model.eval()
+    for module in public.model.modules():  # some start at 1e-4, where results hardly differ
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            nn.init.normal_(module.weight, std=0.3)
+    return public, f"{repository} {commit}"
+
+
+def fused_for(public: Public, max_batch: Any) -> Any:
+    example = public.inputs(EXAMPLE_ROWS, EXAMPLE_ROWS)
+    return jm.transforms.fuse_broadcasts(
+        public.model, example, request_only=public.shared, max_batch=max_batch
+    )
+
+
+def timed_cells(name: str, options: argparse.Namespace) -> list[str]:
+    """The cells of a model: estimated and measured gains."""
+    public, source = built(name, options.folder)
+    fused = fused_for(public, (USERS, CANDIDATES))
+    report = fused.report
+    if options.report:
+        print(f"{name}\n{report}\n")
+    cells = [name.strip(), source, f"{report.gain:.2f}"]
+    for mode in [False, True][: 1 + options.compiled]:
+        torch.compiler.reset()
+        before, after = measured(public, fused, mode, options.calls)
+        cells += [f"{before / after:.2f}", f"{before:.1f} → {after:.1f}"]
+    return [*cells, "the model runs" if report.runs_model else ""]
+
+
+def ranges_cells(name: str, options: argparse.Namespace) -> list[str]:
+    """The cells of a model: the numbers of its operators by the sizes that they have."""
+    public, source = built(name, options.folder)
+    report = fused_for(public, RANGES).report
+    cells = [name.strip(), source]
+    for own in filter(None, (report, report.other)):
+        if options.report:
+            print(f"{name}\n{own.ranges}\n")
+        operators = own.ranges.operators
+        sides = [{*x.sizes} & {"users", "candidates"} for x in operators]
+        numbers = [sides.count(x) for x in ({"users"}, {"candidates"}, {"users", "candidates"})]
+        cells.append(" / ".join(map(str, numbers)) + " (the model runs)" * own.runs_model)
+    return [*cells, str(report.guard)] if report.guard else [*cells, "–", "–"]
+
+
+def row(name: str, options: argparse.Namespace, columns: int) -> list[str]:
+    """The cells of a model, or its error."""
     try:
-        path, commit = cloned(folder, repository)
-        public = build(path)
-        public.model.eval()
-        for module in public.model.modules():  # some start at 1e-4, where results hardly differ
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                nn.init.normal_(module.weight, std=0.3)
-        fused = jm.transforms.fuse_broadcasts(
-            public.model,
-            public.inputs(EXAMPLE_ROWS, EXAMPLE_ROWS),
-            request_only=public.shared,
-            max_batch=(USERS, CANDIDATES),
-        )
-        report = fused.report
-        if print_report:
-            print(f"{name}\n{report}\n")
-        cells = [name.strip(), f"{repository} {commit}", f"{report.gain:.2f}"]
-        for mode in [False, True][: 1 + compiled]:
-            torch.compiler.reset()
-            before, after = measured(public, fused, mode, calls)
-            cells += [f"{before / after:.2f}", f"{before:.1f} → {after:.1f}"]
-        return [*cells, "the model runs" if report.runs_model else ""]
+        return (ranges_cells if options.ranges else timed_cells)(name, options)
     except Exception as error:
         what = getattr(error, "stderr", None) or error
         text = re.sub(r"\s+", " ", f"{type(error).__name__}: {what}").strip()
-        return [name.strip(), repository, "–", *["–"] * (4 if compiled else 2), text[:200]]
+        return [name.strip(), MODELS[name][0], *["–"] * (columns - 3), text[:200]]
 
 
 def main() -> None:
@@ -327,6 +356,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=9, help="of which the shortest counts")
     parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
     parser.add_argument("--report", action="store_true", help="print each report")
+    parser.add_argument(
+        "--ranges", action="store_true", help="the sizes of operators, for ranges; no times"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -334,11 +366,16 @@ def main() -> None:
     add_stand_ins()
     head = ["model", "repository", "estimated gain", "gain", "ms, left in → fused"]
     head += ["gain, compiled", "ms, compiled"] * options.compiled + ["note"]
-    print(f"{USERS} users, {CANDIDATES} candidates, {EVENTS} events, torch {torch.__version__}\n")
+    sizes = f"{USERS} users, {CANDIDATES} candidates"
+    if options.ranges:
+        head = ["model", "repository", "operators of users / candidates / both"]
+        head += ["the same, second placement", "guard"]
+        sizes = "users {} to {}, candidates {} to {}".format(*RANGES[0], *RANGES[1])
+    print(f"{sizes}, {EVENTS} events, torch {torch.__version__}\n")
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     for name, (repository, _) in MODELS.items():
         if re.search(options.only, f"{name.strip()} of {repository}"):
-            cells = row(name, options.folder, options.compiled, options.calls, options.report)
+            cells = row(name, options, len(head))
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

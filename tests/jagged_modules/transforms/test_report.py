@@ -189,6 +189,24 @@ def test_the_gain_of_gemms_is_that_of_their_flops(depth):
     assert f"estimate: {report.gain:.2f} times as fast as the model" in str(report)
 
 
+def test_a_gather_to_an_inner_level_has_the_rows_of_this_level():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16, bias=False)
+
+        def forward(self, vendors, users, items, vendor_of_user, user_of_item):
+            user = (self.layer(vendors)[vendor_of_user] + users).exp()
+            return user[user_of_item] * items
+
+    vendors, users, items = 3, 100, 2000
+    rows = [torch.randn(count, 16) for count in (vendors, users, items)]
+    maps = torch.randint(vendors, (users,)), torch.randint(users, (items,))
+    report = fuse_broadcasts(Nested().eval(), (*rows, *maps)).report
+    of_layer, gathers, others = 2 * vendors + 16, 2 * users + 2 * items, 5 * users + 3 * items
+    assert report.after.bytes == 4 * 16 * (of_layer + gathers + others)
+
+
 def test_a_report_says_that_the_model_runs():
     class Product(nn.Module):
         def forward(self, user, item):
