@@ -210,7 +210,8 @@ class _Copy:
     def _copied(self, x: fx.Node) -> fx.Node:
         if x.target is operator.getitem:
             parent, item = positional(x)
-            args, kwargs, target = (self.of(parent), item), {}, x.target
+            target: Any = x.target
+            args, kwargs = (self.of(parent), item), dict[str, Any]()
         else:
             moved = self.rows.moves[x]
             target = moved.target or x.target

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
@@ -209,7 +210,7 @@ class Sizes:
             name, read, bases, lineage = fusion.name, fusion.inputs, fusion.operands, fusion.lineage
         else:
             name, read = operator_name(node), node.all_input_nodes
-            bases = self.analysis.operands(node) if moved else ()
+            bases = self.analysis.operands(node) if moved else []
         operands = [
             self._shape(x, self._rows(x, lineage) if x in bases else None)
             for x in read
@@ -229,7 +230,8 @@ class Sizes:
         """Of a value, if `rows` is given with this number of rows along its lineage. Sizes have
         the names of the report."""
         sizes: list[Any] = list(shape_of(first_of(x.meta["val"])))
-        lineage, bags = self.analysis.lineages.get(x), self.batch and self.batch.bags
+        lineage = self.analysis.lineages.get(x)
+        bags = None if self.batch is None else self.batch.bags
         if rows is not None and lineage is not None:
             move = self.analysis.moves.get(x)
             dim = move.dims[0] if move is not None and move.dims else lineage.dim
@@ -257,8 +259,9 @@ class Sizes:
         users = set(self.batch.users) if self.batch is not None else set()
         found: dict[str, Any] = {}
         for name, x in given.items():
-            nodes = (node for entry in named({name: x}) for node in self.captured.inputs[entry])
-            found[name] = dims_of(x, lambda _, nodes=nodes: self._dims(next(nodes), users))
+            nodes = [node for entry in named({name: x}) for node in self.captured.inputs[entry]]
+            dims = iter([self._dims(node, users) for node in nodes])
+            found[name] = dims_of(x, partial(_next, dims))
         if self.batch is not None:
             found[MAP_NAME] = {0: sympy.Symbol("candidates", integer=True, positive=True)}
         return found
@@ -268,3 +271,7 @@ class Sizes:
             return None
         shape = self._shape(node, USERS if node in users else None)
         return {dim: size for dim, size in enumerate(shape) if not size.is_Integer} or None
+
+
+def _next(dims: Iterator[Any], _: Any) -> Any:
+    return next(dims)
