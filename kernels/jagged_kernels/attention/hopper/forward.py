@@ -510,7 +510,7 @@ def attention_fwd_hopper_kernel(
     )
     q = make_rings(q_desc, OPTIONS.row_stages, CONSUMERS)
     rings = Rings(q=q, k=k, v=v, tail=make_barriers(1, CONSUMERS))
-    buffers = make_epilogue_buffers(q_desc, CONSUMERS)
+    buffers = make_epilogue_buffers(out_desc, CONSUMERS)
     queue = make_tile_queue(CONSUMERS)
     kernel = Kernel(
         args, schedule, rings, queue,

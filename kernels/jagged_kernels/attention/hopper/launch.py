@@ -29,6 +29,7 @@ from .dq_sums import DqSums
 from .forward import attention_fwd_hopper_kernel
 from .one_pass import attention_bwd_hopper_kernel
 from .short_queries import attention_bwd_short_queries_hopper_kernel
+from .wide_dkdv import attention_bwd_wide_dkdv_hopper_kernel
 
 WORKSPACE = 2**31  # bytes of the sums of dq at most, unless the gradients take more
 
@@ -40,6 +41,7 @@ def config_constants(config: HopperConfig) -> dict:
     return dict(
         consumers=config.consumers,
         stages=config.stages,
+        v_stages=config.v_stages or config.stages,
         row_stages=config.row_stages,
         registers=config.registers,
         q_in_registers=config.rows_in_registers,
@@ -52,7 +54,7 @@ def _constants(config: HopperConfig, activation: str, bfloat16: bool, *options: 
     return dict(
         ACTIVATION=activation_function(activation, bfloat16),
         CONSTANTS=Options(*options, **config_constants(config)),
-        num_warps=4,
+        num_warps=config.warps,
         maxnreg=config.launch_registers,
     )
 
@@ -124,7 +126,7 @@ def forward(
             head_descriptor(q, 64),
             head_descriptor(k, config.block),
             head_descriptor(v, config.block),
-            _result_descriptor(out),
+            head_descriptor(out, 64, 128),
             num_tiles,
             table,
             segments.segments_per_group,
@@ -228,7 +230,9 @@ class _Backward:
         config = self.selection.dkdv
         tiles, num_tiles = self._key_tiles(keys, config)
         if blocks := _grid(tiles, config):
-            attention_bwd_dkdv_hopper_kernel[blocks](
+            wide = config.warps == 8
+            kernel = attention_bwd_wide_dkdv_hopper_kernel if wide else attention_bwd_dkdv_hopper_kernel
+            kernel[blocks](
                 *self._rows(config.block),
                 *self.key_descs,
                 self.dk_desc,
@@ -236,7 +240,7 @@ class _Backward:
                 num_tiles,
                 keys.segments_per_group,
                 self._arguments(keys, tiles),
-                self.bias,
+                *(() if wide else (self.bias,)),
                 **self._constants(config, self.kv_shared, keys.query_groups),
             )
 
