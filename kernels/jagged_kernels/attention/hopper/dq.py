@@ -250,8 +250,8 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,
         )  # fmt: skip
         if STORES_FROM_Q:
-            wait_for_stores()
             fence_async_shared()
+            wait_for_stores()
             release(rings.q, wave)
     else:
         skip_stage(rings.q, wave)

@@ -150,8 +150,8 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     store_epilogue(
         dk, outputs.dk, buffer, 1, row, tile.head, num_keys, OPTIONS.dk_stride, OPTIONS.head_dim
     )
-    wait_for_stores()
     fence_async_shared()
+    wait_for_stores()
     release(rings.k, wave)
     release(rings.v, wave)
     return step + visited.count, tail_phase
