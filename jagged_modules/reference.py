@@ -146,12 +146,20 @@ def din_attention_reference(
     for layer, (weight, bias) in enumerate(zip(weights[:-1], biases)):
         z = linear(h, weight, bias)
         h = unit_activation(z, activation, _unit_table(z, activation, units, layer))
-    p = linear(h, weights[-1], biases[-1]).squeeze(1)
-    if normalize == "softmax":
-        top = p.new_zeros(q.shape[0]).scatter_reduce(0, i, p.detach(), "amax", include_self=False)
-        total = p.new_zeros(q.shape[0]).index_add(0, i, (p - top[i]).exp())
-        p = (p - (top + total.log())[i]).exp()  # of the log-sum-exp, which the backward keeps
-    return q.new_zeros(q.shape[0], v.shape[1]).index_add(0, i, p[:, None] * v[j])
+    s = linear(h, weights[-1], biases[-1]).squeeze(1)
+    p = _softmax_of_rows(s, i, q.shape[0]) if normalize == "softmax" else s
+    return _weighted_sums(p, v[j], i, q.shape[0])
+
+
+def _softmax_of_rows(s: Tensor, i: Tensor, num_rows: int) -> Tensor:
+    """exp(s - lse) of scores of rows i: the log-sum-exp is what the backward keeps."""
+    top = s.new_zeros(num_rows).scatter_reduce(0, i, s.detach(), "amax", include_self=False)
+    total = s.new_zeros(num_rows).index_add(0, i, (s - top[i]).exp())
+    return (s - (top + total.log())[i]).exp()
+
+
+def _weighted_sums(p: Tensor, v: Tensor, i: Tensor, num_rows: int) -> Tensor:
+    return v.new_zeros(num_rows, v.shape[1]).index_add(0, i, p[:, None] * v)
 
 
 def _unit_table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from unittest import mock
 
@@ -131,9 +132,11 @@ def problem(
     )
 
 
-def linear_by_feature(width):
-    """The first linear as a sum of its features' parts, each of which is rounded: near a kink their
-    rounding errors are larger than z."""
+@contextlib.contextmanager
+def roundings_of_kernels(width: int):
+    """The definition rounds what kernels round: the part of each feature in the first linear, so
+    near a kink errors are larger than z; and the two sums of a score's gradient,
+    p (v · do - out · do), so where p is nearly 1 errors are larger than their difference."""
 
     def by_feature(x, weight, bias):
         if x.shape[1] <= width:
@@ -141,4 +144,35 @@ def linear_by_feature(width):
         parts = zip(x.split(width, 1), weight.split(width, 1))
         return sum((linear(*part) for part in parts), bias)
 
-    return mock.patch.object(reference, "linear", by_feature)
+    def softmax_of_rows(s, i, num_rows):
+        return s, softmax(s.detach(), i, num_rows)
+
+    def weighted_sums(p, v, i, num_rows):
+        if isinstance(p, Tensor):
+            return sums(p, v, i, num_rows)
+        return _SoftmaxSums.apply(*p, v, i, num_rows)
+
+    softmax, sums = reference._softmax_of_rows, reference._weighted_sums
+    with (
+        mock.patch.object(reference, "linear", by_feature),
+        mock.patch.object(reference, "_softmax_of_rows", softmax_of_rows),
+        mock.patch.object(reference, "_weighted_sums", weighted_sums),
+    ):
+        yield
+
+
+class _SoftmaxSums(torch.autograd.Function):
+    """Sums of rows v with the softmax p of scores s."""
+
+    @staticmethod
+    def forward(ctx, s, p, v, i, num_rows):
+        out = v.new_zeros(num_rows, v.shape[1]).index_add(0, i, p[:, None] * v)
+        ctx.save_for_backward(p, v, i, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, do):
+        p, v, i, out = ctx.saved_tensors
+        delta = (out * do).sum(1)
+        ds = p * ((v * do[i]).sum(1) - delta[i])
+        return ds, None, p[:, None] * do[i], None, None

@@ -107,7 +107,7 @@ class _RandomErrors(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self._eps = torch.finfo(dtype).eps
+        self._eps, self._smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
         self._sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -130,7 +130,9 @@ class _RandomErrors(TorchDispatchMode):
                 or x.untyped_storage().data_ptr() in given
             ):
                 return x
-            error = RMS_OF_ROUNDING * self._eps * torch.randn_like(x) * x
+            # below the smallest normal number, spacing does not shrink; 0 is exact
+            size = torch.where(x == 0, x, x.abs().clamp(min=self._smallest))
+            error = RMS_OF_ROUNDING * self._eps * torch.randn_like(x) * size
             return (
                 x + error if sizes is None else x + error + self._sums * torch.randn_like(x) * sizes
             )

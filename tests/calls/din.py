@@ -7,7 +7,7 @@ from unittest import mock
 
 import accuracy
 import torch
-from din_problem import Problem, linear_by_feature
+from din_problem import Problem, roundings_of_kernels
 from torch import Tensor
 
 from jagged_modules import reference
@@ -51,7 +51,7 @@ def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         host = {key: x.detach().cpu() for key, x in (inputs | fixed).items()}
         case = problem(host, users.cpu(), torch.tensor([0, *keys]).cumsum(0))
         do = gradients["out"].cpu()
-        with linear_by_feature(width):
+        with roundings_of_kernels(width):
             bounds = accuracy.definition(case.definition, host, do, samples=32)
         bounds = {x: bounds[x] for x in ("out", *(f"d{x}" for x in inputs))}
         if name in KINKED and _is_near_a_kink(case, host, do.dtype):

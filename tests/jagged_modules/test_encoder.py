@@ -1,5 +1,7 @@
 """Transformer encoders, and weights of torch's modules."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +76,23 @@ def test_a_stack_of_torch(norm):
     own = jm.JaggedEncoder.from_torch(module)
     assert len(own.layers) == 2 and own.layers[0].dropout.p == 0.1
     assert_equal_on_rows(own, module, padded())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layers", [0, 2], ids=["a layer", "a stack of nested tensors"])
+def test_the_fast_path_of_torch(layers):
+    """Without gradients, torch runs a kernel for a whole layer."""
+    module, x = encoder_layer(), padded()
+    own = jm.JaggedEncoderLayer.from_torch(module)
+    if layers:
+        module = nn.TransformerEncoder(module, layers, enable_nested_tensor=True).eval()
+        own = jm.JaggedEncoder.from_torch(module)
+    kernel = mock.Mock(wraps=torch._transformer_encoder_layer_fwd)
+    with torch.no_grad(), mock.patch.object(torch, "_transformer_encoder_layer_fwd", kernel):
+        expected = module(x, src_key_padding_mask=PADDING)[~PADDING]
+        out = own(rows_of(x)).values
+    assert kernel.call_count == max(1, layers)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
 class Projections(nn.Module):
