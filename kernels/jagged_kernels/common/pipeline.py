@@ -80,13 +80,26 @@ def vector_layout(width, warps=4):
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def num_mmas_abt(width, dim):
+    """How many MMAs mma_abt starts for operands of `width` columns, of which those from dim on
+    are 0."""
+    return 2 if width == 256 and dim <= 192 else 1
+
+
 @gluon.jit
-def mma_abt(a, b, start=None, GROUPS: gl.constexpr = 1):
+def mma_abt(a, b, start=None, GROUPS: gl.constexpr = 1, DIM: gl.constexpr = 256):
     """Start the asynchronous MMA a bᵀ + start, `[64, rows of b]`; `a` in shared memory or
-    registers, `b` in shared memory. GROUPS: of mma_layout."""
+    registers, `b` in shared memory. GROUPS: of mma_layout. DIM: columns from DIM on are 0; of 256
+    columns, the last 64 are not read if they are."""
     COLUMNS: gl.constexpr = b.shape[0]
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS, GROUPS)
-    if start is None:
+    if num_mmas_abt(b.shape[1], DIM) == 2:
+        left = mma_abt(a.slice(0, 128, 1), b.slice(0, 128, 1), start, GROUPS)
+        return warpgroup_mma(
+            a.slice(128, 64, 1), b.slice(128, 64, 1).permute((1, 0)), left, is_async=True
+        )
+    elif start is None:
         zeros = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
         return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:

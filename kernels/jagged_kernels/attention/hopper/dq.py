@@ -54,6 +54,7 @@ from ...common.pipeline import (
     make_rings,
     mma_abt,
     mma_layout,
+    num_mmas_abt,
     opaque_rows,
     producer_load,
     release,
@@ -130,9 +131,9 @@ def _dq_block(
     block_bias, buckets = None, None
     if OPTIONS.bias is not None:
         block_bias, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
-    scores = mma_abt(rows.q, k, block_bias)
-    dp = mma_abt(rows.do, consumer_wait(rings.v, step))
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = mma_abt(rows.q, k, block_bias, 1, OPTIONS.head_dim)
+    dp = mma_abt(rows.do, consumer_wait(rings.v, step), None, 1, OPTIONS.v_dim)
+    scores = warpgroup_mma_wait(num_mmas_abt(k.shape[1], OPTIONS.v_dim), deps=(scores,))
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)

@@ -180,7 +180,7 @@ def _start_scores(q, k, start, OPTIONS: gl.constexpr):
             gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, k.shape[0]), 2),
             assert_trivial=True,
         )
-    return mma_abt(q, k, start)
+    return mma_abt(q, k, start, 1, OPTIONS.head_dim)
 
 
 @gluon.constexpr_function

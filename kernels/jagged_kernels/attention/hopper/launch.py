@@ -117,6 +117,8 @@ def forward(
     pages = segments.pages
     looped = LoopedSide(segments.num_keys(k), k.shape[1], q.shape[2])
     rows, heads, _ = out.shape
+    # of mma_abt: up to 128, a kernel does not depend on it
+    head_dim = -(-q.shape[2] // 64) * 64 if q.shape[2] > 128 else None
     tiles, num_tiles = kernel_tiles(segments, config, rows, heads, params, looped=looped)
     if blocks := _grid(tiles, config):
         dynamic = config.dynamic_tiles and pages is None
@@ -134,7 +136,7 @@ def forward(
                 segments, tiles, params, _factors(params, q.dtype), out, lse, next_tile=next_tile
             ),
             kernel_bias(params, segments, q.shape[0]),
-            **_launch_constants(config, operands, params, segments.q_shared, None, page_rows),
+            **_launch_constants(config, operands, params, segments.q_shared, head_dim, page_rows),
         )
 
 

@@ -47,6 +47,7 @@ from ...common.pipeline import (
     make_rings,
     mma_abt,
     mma_layout,
+    num_mmas_abt,
     opaque_rows,
     release,
     store_epilogue,
@@ -84,10 +85,10 @@ def _block(
             zero_tails(rings, step, rows.num_rows, tail_phase, 0, 1)
         tail_phase += has_tail.to(gl.int32)
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, q.shape[0], GROUPS)
-    scores = mma_abt(keys.k, q, None, GROUPS)
+    scores = mma_abt(keys.k, q, None, GROUPS, OPTIONS.head_dim)
     do = consumer_wait(rings.do, step)
-    dp = mma_abt(keys.v, do, None, GROUPS)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    dp = mma_abt(keys.v, do, None, GROUPS, OPTIONS.v_dim)
+    scores = warpgroup_mma_wait(num_mmas_abt(do.shape[1], OPTIONS.v_dim), deps=(scores,))
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
     _share(p, operands.index(0))
     dv = warpgroup_mma(operands.index(0), do, dv, is_async=True)
