@@ -135,6 +135,8 @@ class HopperConfig:
         launch_registers, registers: registers per thread at launch, and of consumers.
         rows_in_registers: the forward holds q in registers.
         ctas_per_sm: thread blocks that run on a multiprocessor at a time.
+        v_stages: buffers of the values in dq; 0: as many as `stages`.
+        warps: of a consumer.
         dynamic_tiles: in the forward, thread blocks take tiles through a counter; otherwise the
             zigzag assigns them.
     """
@@ -148,6 +150,8 @@ class HopperConfig:
     rows_in_registers: bool = False
     ctas_per_sm: int = 1
     dynamic_tiles: bool = False
+    v_stages: int = 0
+    warps: int = 4
 
     @property
     def tile(self) -> int:
@@ -177,6 +181,11 @@ def hopper_attention_config(
     softmax = activation == "softmax"
     two = functools.partial(HopperConfig, consumers=2, launch_registers=168, registers=240)
     three = functools.partial(HopperConfig, consumers=3, launch_registers=128, registers=160)
+    if padded_dim(head_dim) == 256:
+        if kernel == "dkdv":  # two warpgroups share a tile
+            one = functools.partial(two, consumers=1, warps=8)
+            return one(block=64, stages=2, row_stages=1)
+        return two(block=64, stages=2, row_stages=1, v_stages=1 if kernel == "dq" else 0)
     if kernel == "dkdv":
         if padded_dim(head_dim) == 128:
             return two(block=64, stages=3, row_stages=1)

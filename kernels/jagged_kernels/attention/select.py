@@ -214,9 +214,9 @@ def hopper_is_supported(
     """Whether the kernels for compute capability 9.0 run these, where rows begin at 16-byte
     boundaries."""
     if capability == HOPPER and dtype.itemsize == 2:  # torch 2.11 does not trace != of tuples
-        narrow = 40 <= head_dim <= 64 and 40 <= v_dim <= 64
-        wide = 72 <= head_dim <= 128 and 72 <= v_dim <= 128
-        return (narrow or wide) and head_dim % 8 == v_dim % 8 == 0
+        alike = padded_dim(head_dim) == padded_dim(v_dim)
+        sizes = 40 <= min(head_dim, v_dim) and max(head_dim, v_dim) <= 256
+        return alike and sizes and head_dim % 8 == v_dim % 8 == 0
     return False
 
 
@@ -224,14 +224,16 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
     """Whether the kernels for compute capability 9.0 are faster, forward and backward together.
     Lengths are means; None: long segments.
 
-    "gelu_taylor" has many instructions, which leave too few registers above head dim 64: the
-    portable kernels took 8 to 16 % less time. With a bias, very short segments and GELU at head
+    Above head dim 128, dq and the bias tables' sums take more than the shared memory of a
+    multiprocessor. "gelu_taylor" has many instructions, which leave too few registers above head
+    dim 64: the portable kernels took 8 to 16 % less time. With a bias, very short segments and GELU at head
     dims up to 64 have not been measured with small tiles.
     """
     narrow = padded_dim(p.head_dim) <= 64
     if not p.biased:
         return p.activation != "gelu_taylor" or narrow
     long = q_seqlen is None or kv_seqlen is None or q_seqlen * kv_seqlen >= 1024
+    long = long and p.head_dim <= 128
     return long and p.activation != "gelu_taylor" and (p.activation != "gelu" or not narrow)
 
 
@@ -281,12 +283,12 @@ def small_tiles_are_faster(
     those with query tiles, and the one with key tiles. docs/decisions/short-segments.md has
     figures.
 
-    Above head dim 64, two thread blocks of the kernel with key tiles have too few registers. Up to
-    it, the long arithmetic of GELU and its polynomial takes less time with small query tiles at all
+    Above head dim 64, two thread blocks of the kernel with key tiles have too few registers, and
+    above 128 those of all kernels. Up to 64, the long arithmetic of GELU and its polynomial takes less time with small query tiles at all
     lengths.
     """
     narrow = padded_dim(p.head_dim) <= 64
-    longest = SMALL_TILES[64 if narrow else 128]
+    longest = SMALL_TILES.get(padded_dim(p.head_dim), 0)
     if p.timed:
         longest = FEW_ROWS
     elif p.masked and not p.biased:
@@ -342,6 +344,7 @@ def short_query_consumers(
     supported = not (p.masked or p.biased or p.q_shared or p.kv_shared or p.self_attention)
     if (
         not supported
+        or p.head_dim > 128
         or p.q_segments != p.kv_segments
         or p.num_heads != p.num_kv_heads
         or q_seqlen is None
@@ -372,12 +375,17 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
         gpu = "no GPU" if p.capability is None else "compute capability {}.{}".format(*p.capability)
         raise ValueError(
             "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head"
-            f" dims of q and v both 40 to 64 or both 72 to 128, in multiples of 8; got {p.dtype} on"
-            f" {gpu}, head dims {p.head_dim} and {p.v_dim}"
+            f" dims of q and v both 40 to 64, 72 to 128 or 136 to 256, in multiples of 8; got"
+            f" {p.dtype} on {gpu}, head dims {p.head_dim} and {p.v_dim}"
         )
     if p.implementation == "hopper" and p.dropout:
         raise ValueError(
             "implementation 'hopper' takes no dropout of attention weights: use 'auto' or 'triton'"
+        )
+    if p.implementation == "hopper" and p.biased and p.head_dim > 128:
+        raise ValueError(
+            "implementation 'hopper' takes a bias at head dims up to 128: use 'auto' or 'triton';"
+            f" got {p.head_dim}"
         )
     if not supported or p.dropout or p.implementation == "triton":
         return False

@@ -68,24 +68,39 @@ class Tail(NamedTuple):
 
 
 @gluon.constexpr_function
-def mma_layout(rows, columns):
-    """Layout of an MMA's result in registers: 16 rows per warp."""
-    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
+def mma_layout(rows, columns, groups=1):
+    """Layout of an MMA's result in registers: 16 rows per warp. groups: of warps, which share the
+    columns."""
+    return gl.NVMMADistributedLayout([3, 0], [rows // 16, groups], [16, columns // groups, 16])
 
 
 @gluon.constexpr_function
-def vector_layout(width):
-    """Layout of 16-bit rows that a warpgroup reads or writes 16 bytes per thread at a time."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+def vector_layout(width, warps=4):
+    """Layout of 16-bit rows that warps read or write 16 bytes per thread at a time."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def num_mmas_abt(width, dim):
+    """How many MMAs mma_abt starts for operands of `width` columns, of which those from dim on
+    are 0."""
+    return 2 if width == 256 and dim <= 192 else 1
 
 
 @gluon.jit
-def mma_abt(a, b, start=None):
+def mma_abt(a, b, start=None, GROUPS: gl.constexpr = 1, DIM: gl.constexpr = 256):
     """Start the asynchronous MMA a bᵀ + start, `[64, rows of b]`; `a` in shared memory or
-    registers, `b` in shared memory."""
+    registers, `b` in shared memory. GROUPS: of mma_layout. DIM: columns from DIM on are 0; of 256
+    columns, the last 64 are not read if they are."""
     COLUMNS: gl.constexpr = b.shape[0]
-    if start is None:
-        zeros = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, mma_layout(WARPGROUP_ROWS, COLUMNS))
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS, GROUPS)
+    if num_mmas_abt(b.shape[1], DIM) == 2:
+        left = mma_abt(a.slice(0, 128, 1), b.slice(0, 128, 1), start, GROUPS)
+        return warpgroup_mma(
+            a.slice(128, 64, 1), b.slice(128, 64, 1).permute((1, 0)), left, is_async=True
+        )
+    elif start is None:
+        zeros = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
         return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
     else:
         return warpgroup_mma(a, b.permute((1, 0)), start, is_async=True)
@@ -235,7 +250,7 @@ def zero_rows(buffer, num_rows, share: gl.constexpr, SHARES: gl.constexpr):
     """Write 0 to this warpgroup's share of a buffer's rows from num_rows on. They are rows of
     another segment, and 0 · NaN is NaN."""
     CHUNK: gl.constexpr = 16
-    L: gl.constexpr = vector_layout(buffer.shape[1])
+    L: gl.constexpr = vector_layout(buffer.shape[1], gl.num_warps())
     rows = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None]
     for chunk in gl.static_range(share, buffer.shape[0] // CHUNK, SHARES):
         if num_rows < CHUNK * (chunk + 1):
@@ -277,7 +292,7 @@ def skip_key_block(
 
 @gluon.jit
 def make_epilogue_buffers(desc, NUMBER: gl.constexpr):
-    """Buffers of 64 rows, from which TMA stores results."""
+    """Buffers of 64 rows, from which TMA stores results as boxes of a descriptor."""
     box: gl.constexpr = desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, [NUMBER, 1, WARPGROUP_ROWS, box[2]], desc.layout)
 
@@ -298,19 +313,36 @@ class Output(NamedTuple):
 
 
 @gluon.jit
+def halves(x):
+    """The left and the right half of an MMA's columns. Both are registers of the same thread, so
+    nothing moves."""
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, x.shape[1] // 2)
+    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(
+        right, L, assert_trivial=True
+    )
+
+
+@gluon.jit
 def store_epilogue(
     acc, output, buffer, PENDING: gl.constexpr, row, head, num_rows,
-    STRIDE: gl.constexpr, DIM: gl.constexpr,
+    STRIDE: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr = 0,
 ):  # fmt: skip
     """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output with heads of
-    DIM and rows of STRIDE elements.
+    DIM and rows of STRIDE elements, from column FIRST of the head on.
 
-    TMA stores 64 rows from shared memory. Fewer are stored by 16 bytes per thread, as another
-    segment's rows follow. fp32 is stored from registers. PENDING: how many later TMA stores may be
-    under way when the buffer is reused; None: `wait_for_stores` has been called.
+    TMA stores 64 rows from shared memory, in halves if the buffer has half as many columns. Fewer
+    are stored by 16 bytes per thread, as another segment's rows follow. fp32 is stored from
+    registers. PENDING: how many later TMA stores may be under way when the buffer is reused; None:
+    `wait_for_stores` has been called.
     """
     if output.desc is None:
-        _store_rows(acc, output.ptr, row, head, num_rows, STRIDE, DIM)
+        _store_rows(acc, output.ptr, row, head, num_rows, STRIDE, DIM, FIRST)
+    elif acc.shape[1] > buffer.shape[2]:
+        left, right = halves(acc)
+        RIGHT: gl.constexpr = FIRST + left.shape[1]
+        store_epilogue(left, output, buffer, PENDING, row, head, num_rows, STRIDE, DIM, FIRST)
+        store_epilogue(right, output, buffer, 0, row, head, num_rows, STRIDE, DIM, RIGHT)
     else:
         full = num_rows >= WARPGROUP_ROWS
         if PENDING is not None:
@@ -324,22 +356,25 @@ def store_epilogue(
         if full:
             fence_async_shared()
             thread_barrier()
-            store_tile(output.desc, [head, row.to(gl.int32), 0], buffer)
+            store_tile(output.desc, [head, row.to(gl.int32), FIRST], buffer)
         else:
             thread_barrier()
-            _store_rows(
-                rows.load(vector_layout(acc.shape[1])), output.ptr, row, head, num_rows, STRIDE, DIM
-            )
+            x = rows.load(vector_layout(acc.shape[1], gl.num_warps()))
+            _store_rows(x, output.ptr, row, head, num_rows, STRIDE, DIM, FIRST)
 
 
 @gluon.jit
-def _store_rows(x, ptr, row, head, num_rows, STRIDE: gl.constexpr, DIM: gl.constexpr):
+def _store_rows(
+    x, ptr, row, head, num_rows, STRIDE: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr
+):
     L: gl.constexpr = x.type.layout
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))
+    if FIRST > 0:
+        columns += FIRST
     ptrs = ptr + row * STRIDE + head * DIM + rows[:, None] * STRIDE + columns[None, :]
     mask = (rows < num_rows)[:, None]
-    if DIM < x.shape[1]:
+    if DIM < FIRST + x.shape[1]:
         mask = mask & (columns < DIM)[None, :]
     gl.store(ptrs, x, mask=mask)
 
@@ -396,15 +431,16 @@ def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
     return fill(TensorDescriptor, x, *shape_and_strides(x), _box(x.dtype, *box))
 
 
-def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head; columns
-    past D read as 0."""
-    return fill(TensorDescriptor, x, *heads_first(x), _head_box(x.dtype, rows, x.shape[2]))
+def head_descriptor(x: Tensor, rows: int, columns: int = 256) -> TensorDescriptor:
+    """TMA descriptor of `[rows, H, D]`, as `heads_first`: a box is `rows` rows of a head, or at
+    most `columns` columns of them; columns past D read as 0."""
+    box = _head_box(x.dtype, rows, min(columns, x.shape[2]))
+    return fill(TensorDescriptor, x, *heads_first(x), box)
 
 
 @functools.cache
 def _head_box(dtype: torch.dtype, rows: int, dim: int) -> Box:
-    """Swizzles of 64 or 128 columns."""
+    """Swizzles of 64 columns."""
     return _box(dtype, 1, rows, max(64, padded_dim(dim)))
 
 

@@ -149,6 +149,8 @@ def one_pass_may_run(
 
     causal: whether the mask is the causal one.
     """
+    if padded_dim(queries.head_dim) > 128:
+        return False
     minimum, segments = one_pass_minimum(queries.head_dim, masked), max(1, num_segments)
     long = queries.rows >= segments * minimum.queries and num_keys >= segments * minimum.keys
     long = long and queries.rows * num_keys >= segments * segments * minimum.scores

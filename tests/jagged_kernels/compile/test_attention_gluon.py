@@ -22,6 +22,7 @@ from jagged_kernels.attention.hopper import (
     forward,
     one_pass,
     short_queries,
+    wide_dkdv,
 )
 from jagged_kernels.attention.hopper.args import Arguments, Options
 from jagged_kernels.attention.hopper.launch import config_constants
@@ -118,7 +119,8 @@ def compile_hopper_attention(
         "dkdv": dkdv.attention_bwd_dkdv_hopper_kernel,
         "one_pass": one_pass.attention_bwd_hopper_kernel,
         "short_queries": short_queries.attention_bwd_short_queries_hopper_kernel,
-    }[name]
+        "wide dkdv": wide_dkdv.attention_bwd_wide_dkdv_hopper_kernel,
+    }["wide dkdv" if name == "dkdv" and dim > 128 else name]
     timed = bias is not None and bias.boundaries > 0
     config = config or hopper_attention_config(
         name, dim, activation, mask is not None, bias is not None, long, timed
@@ -159,7 +161,8 @@ def compile_hopper_attention(
         if arg.endswith("_desc"):
             looped = ("q_desc", "do_desc") if name in ("dkdv", "one_pass") else ("k_desc", "v_desc")
             rows = config.block if arg in looped else 64
-            return gluon_descriptor(dtype, [1, rows, padded_dim(dim)])
+            columns = min(padded_dim(dim), 128 if arg == "out_desc" else 256)
+            return gluon_descriptor(dtype, [1, rows, columns])
         default = (
             "*i64"
             if arg.endswith("offsets_ptr")
@@ -171,7 +174,13 @@ def compile_hopper_attention(
 
     aligned = []
     return compile_for(
-        90, kernel, constants, type_of, aligned, num_warps=4, maxnreg=config.launch_registers
+        90,
+        kernel,
+        constants,
+        type_of,
+        aligned,
+        num_warps=config.warps,
+        maxnreg=config.launch_registers,
     )
 
 

@@ -99,6 +99,7 @@ class Options(NamedTuple):
     has_sums: bool = False
     consumers: int = 1
     stages: int = 1
+    v_stages: int = 1
     row_stages: int = 1
     registers: int = 24
     q_in_registers: bool = False

@@ -86,7 +86,7 @@ from .tile_source import (
 )
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """A consumer's keys of a tile: k and v in shared memory, and the column of the first key."""
 
     k: gl.shared_memory_descriptor
@@ -133,7 +133,7 @@ def _tile_of_group(schedule, tile, query_group):
 
 
 @gluon.jit
-def _visited_blocks(schedule, tile, OPTIONS: gl.constexpr):
+def visited_blocks(schedule, tile, OPTIONS: gl.constexpr):
     """The _Visited blocks of a tile of keys."""
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
     GROUPS: gl.constexpr = OPTIONS.query_groups
@@ -150,7 +150,7 @@ def _visited_blocks(schedule, tile, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _visited_rows(schedule, tile, number, visited, OPTIONS: gl.constexpr):
+def visited_rows(schedule, tile, number, visited, OPTIONS: gl.constexpr):
     """The number-th visited block: first row and number of rows of its query segment, its head in
     the group, and the block."""
     blocks, q_start, q_len = visited.blocks, tile.q_start, tile.q_len
@@ -190,7 +190,7 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
     until the previous tile ends."""
     schedule, rings = kernel.schedule, kernel.rings
     lanes = lanes_of_block(OPTIONS.block)
-    visited = _visited_blocks(schedule, tile, OPTIONS)
+    visited = visited_blocks(schedule, tile, OPTIONS)
     key_row = tile.kv_start + tile.block * (OPTIONS.consumers * WARPGROUP_ROWS)
     if OPTIONS.kv_shared:
         key_row -= tile.kv_start
@@ -198,7 +198,7 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
         if number == gl.minimum(visited.count, rings.q.buffers.shape[0]):
             load_keys(kernel, tile, wave, key_row, OPTIONS.consumers)
         if number < visited.count:
-            q_start, q_len, group_head, block = _visited_rows(
+            q_start, q_len, group_head, block = visited_rows(
                 schedule, tile, number, visited, OPTIONS
             )
             head = tile.head * OPTIONS.group + group_head
@@ -215,7 +215,7 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _dkdv_produce(kernel, OPTIONS: gl.constexpr):
+def produce(kernel, OPTIONS: gl.constexpr):
     produce_waves(_load_tile, kernel, OPTIONS)
 
 
@@ -299,7 +299,7 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
     first_target = first_target_of(tile, OPTIONS.mask)
-    visited = _visited_blocks(schedule, tile, OPTIONS)
+    visited = visited_blocks(schedule, tile, OPTIONS)
     first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
     num_keys = tile.kv_len - first
     scale = score_factor(scales.scale, OPTIONS.activation)
@@ -308,9 +308,9 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         consumer_wait(rings.v, wave)
         dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
         dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
-        keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
+        keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
         for number in range(visited.masked):
-            _, q_len, group_head, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
+            _, q_len, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
             row = block * BLOCK
             bias = None
             if OPTIONS.bias is not None:
@@ -325,11 +325,11 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
                 tail_phase = _skip_rows(
                     rings, step + number, q_len - row, tail_phase, consumer, CONSUMERS
                 )
-        keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
+        keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
         for number in range(visited.masked, visited.count):
             bias, row = None, 0
             if OPTIONS.bias is not None:
-                _, _, group_head, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
+                _, _, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
                 row = block * BLOCK
                 bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
             rows = QueryBlock(row, 0, BLOCK, first_target)
@@ -353,7 +353,7 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         )
     else:
         for number in range(visited.count):
-            _, q_len, _, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
+            _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
             left = q_len - block * BLOCK
             tail_phase = _skip_rows(rings, step + number, left, tail_phase, consumer, CONSUMERS)
         skip_stage(rings.k, wave)
@@ -398,4 +398,4 @@ def attention_bwd_dkdv_hopper_kernel(
         q_desc=q_desc, do_desc=do_desc, k_desc=k_desc, v_desc=v_desc,
         bias=bias, ranges=make_ranges(CONSUMERS, OPTIONS.bias),
     )  # fmt: skip
-    launch_specialised(_dkdv_consume, _dkdv_produce, kernel, OPTIONS)
+    launch_specialised(_dkdv_consume, produce, kernel, OPTIONS)

@@ -36,7 +36,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ...common.pipeline import (
     WARPGROUP_ROWS,
@@ -50,6 +54,7 @@ from ...common.pipeline import (
     make_rings,
     mma_abt,
     mma_layout,
+    num_mmas_abt,
     opaque_rows,
     producer_load,
     release,
@@ -57,6 +62,7 @@ from ...common.pipeline import (
     skip_stage,
     store_epilogue,
     to_mma_operand,
+    wait_for_stores,
     wait_for_tail,
     wait_until_full,
     zero_tail,
@@ -125,9 +131,9 @@ def _dq_block(
     block_bias, buckets = None, None
     if OPTIONS.bias is not None:
         block_bias, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
-    scores = mma_abt(rows.q, k, block_bias)
-    dp = mma_abt(rows.do, consumer_wait(rings.v, step))
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = mma_abt(rows.q, k, block_bias, 1, OPTIONS.head_dim)
+    dp = mma_abt(rows.do, consumer_wait(rings.v, step), None, 1, OPTIONS.v_dim)
+    scores = warpgroup_mma_wait(num_mmas_abt(k.shape[1], OPTIONS.v_dim), deps=(scores,))
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
@@ -145,6 +151,18 @@ def _dq_block(
     acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
     release(rings.k, step)
     return acc
+
+
+@gluon.jit
+def _rows_of_block(rows, rings, wave):
+    """The rows for a block of keys. At head dims above 128, 64 registers would hold addresses of q
+    and dO through a loop: each block computes them."""
+    if rings.q.buffers.shape[3] > 128:
+        return QueryRows(
+            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), rows.lse, rows.delta
+        )
+    else:
+        return rows
 
 
 @gluon.jit
@@ -171,6 +189,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     WIDTH: gl.constexpr = rings.k.buffers.shape[3]
     STATS: gl.constexpr = gl.SliceLayout(1, mma_layout(WARPGROUP_ROWS, BLOCK))
+    STORES_FROM_Q: gl.constexpr = outputs.buffers is None
     first_target = first_target_of(tile, OPTIONS.mask)
     blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
     masked = num_masked_blocks(blocks)
@@ -204,7 +223,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             if consumer_visits(tile, key_block, key_blocks, consumer, OPTIONS, BLOCK):
                 position = Position(row, column, num_left, first_target)
                 acc = _dq_block(
-                    rows, rings, step + number, number + 1 < visited, acc, position, scale,
+                    _rows_of_block(rows, rings, wave), rings, step + number, number + 1 < visited, acc, position, scale,
                     tables, tail, consumer, OPTIONS, True,
                 )  # fmt: skip
             else:
@@ -216,17 +235,25 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
                 column = visited_block(number, blocks) * BLOCK
             position = Position(row, column, BLOCK, first_target)
             acc = _dq_block(
-                rows, rings, step + number, number + 1 < visited, acc, position, scale,
+                _rows_of_block(rows, rings, wave), rings, step + number, number + 1 < visited, acc, position, scale,
                 tables, tail, consumer, OPTIONS, False,
             )  # fmt: skip
-        release(rings.q, wave)
         release(rings.do, wave)
+        if not STORES_FROM_Q:
+            release(rings.q, wave)
+            buffer = outputs.buffers.index(consumer)
+        else:
+            buffer = rings.q.buffers.index(wave % rings.q.buffers.shape[0])
         factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
         acc = acc * (scales.scale * scales.dact_factor * factor)
         store_epilogue(
-            acc, outputs.dq, outputs.buffers.index(consumer), 0,
+            acc, outputs.dq, buffer, 0,
             tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,
         )  # fmt: skip
+        if STORES_FROM_Q:
+            fence_async_shared()
+            wait_for_stores()
+            release(rings.q, wave)
     else:
         skip_stage(rings.q, wave)
         skip_stage(rings.do, wave)
@@ -258,9 +285,11 @@ def attention_bwd_dq_hopper_kernel(
     q = make_rings(q_desc, OPTIONS.row_stages, CONSUMERS)
     do = make_rings(do_desc, OPTIONS.row_stages, CONSUMERS)
     k = make_ring(k_desc, OPTIONS.stages, CONSUMERS)
-    v = make_ring(v_desc, OPTIONS.stages, CONSUMERS)
+    v = make_ring(v_desc, OPTIONS.v_stages, CONSUMERS)
     rings = Rings(q=q, do=do, k=k, v=v, tail=make_barriers(1, CONSUMERS))
-    buffers = make_epilogue_buffers(q_desc, CONSUMERS)
+    buffers = None
+    if q_desc.block_type.shape[2] <= 128:
+        buffers = make_epilogue_buffers(q_desc, CONSUMERS)
     queue = make_tile_queue(CONSUMERS)
     scratch = None
     if OPTIONS.has_sums:

@@ -180,7 +180,7 @@ def _start_scores(q, k, start, OPTIONS: gl.constexpr):
             gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, k.shape[0]), 2),
             assert_trivial=True,
         )
-    return mma_abt(q, k, start)
+    return mma_abt(q, k, start, 1, OPTIONS.head_dim)
 
 
 @gluon.constexpr_function
@@ -510,7 +510,7 @@ def attention_fwd_hopper_kernel(
     )
     q = make_rings(q_desc, OPTIONS.row_stages, CONSUMERS)
     rings = Rings(q=q, k=k, v=v, tail=make_barriers(1, CONSUMERS))
-    buffers = make_epilogue_buffers(q_desc, CONSUMERS)
+    buffers = make_epilogue_buffers(out_desc, CONSUMERS)
     queue = make_tile_queue(CONSUMERS)
     kernel = Kernel(
         args, schedule, rings, queue,

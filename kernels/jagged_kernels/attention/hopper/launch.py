@@ -29,6 +29,7 @@ from .dq_sums import DqSums
 from .forward import attention_fwd_hopper_kernel
 from .one_pass import attention_bwd_hopper_kernel
 from .short_queries import attention_bwd_short_queries_hopper_kernel
+from .wide_dkdv import attention_bwd_wide_dkdv_hopper_kernel
 
 WORKSPACE = 2**31  # bytes of the sums of dq at most, unless the gradients take more
 
@@ -40,6 +41,7 @@ def config_constants(config: HopperConfig) -> dict:
     return dict(
         consumers=config.consumers,
         stages=config.stages,
+        v_stages=config.v_stages or config.stages,
         row_stages=config.row_stages,
         registers=config.registers,
         q_in_registers=config.rows_in_registers,
@@ -52,7 +54,7 @@ def _constants(config: HopperConfig, activation: str, bfloat16: bool, *options: 
     return dict(
         ACTIVATION=activation_function(activation, bfloat16),
         CONSTANTS=Options(*options, **config_constants(config)),
-        num_warps=4,
+        num_warps=config.warps,
         maxnreg=config.launch_registers,
     )
 
@@ -115,6 +117,8 @@ def forward(
     pages = segments.pages
     looped = LoopedSide(segments.num_keys(k), k.shape[1], q.shape[2])
     rows, heads, _ = out.shape
+    # of mma_abt: up to 128, a kernel does not depend on it
+    head_dim = -(-q.shape[2] // 64) * 64 if q.shape[2] > 128 else None
     tiles, num_tiles = kernel_tiles(segments, config, rows, heads, params, looped=looped)
     if blocks := _grid(tiles, config):
         dynamic = config.dynamic_tiles and pages is None
@@ -124,7 +128,7 @@ def forward(
             head_descriptor(q, 64),
             head_descriptor(k, config.block),
             head_descriptor(v, config.block),
-            _result_descriptor(out),
+            head_descriptor(out, 64, 128),
             num_tiles,
             table,
             segments.segments_per_group,
@@ -132,7 +136,7 @@ def forward(
                 segments, tiles, params, _factors(params, q.dtype), out, lse, next_tile=next_tile
             ),
             kernel_bias(params, segments, q.shape[0]),
-            **_launch_constants(config, operands, params, segments.q_shared, None, page_rows),
+            **_launch_constants(config, operands, params, segments.q_shared, head_dim, page_rows),
         )
 
 
@@ -228,7 +232,9 @@ class _Backward:
         config = self.selection.dkdv
         tiles, num_tiles = self._key_tiles(keys, config)
         if blocks := _grid(tiles, config):
-            attention_bwd_dkdv_hopper_kernel[blocks](
+            wide = config.warps == 8
+            kernel = attention_bwd_wide_dkdv_hopper_kernel if wide else attention_bwd_dkdv_hopper_kernel
+            kernel[blocks](
                 *self._rows(config.block),
                 *self.key_descs,
                 self.dk_desc,
@@ -236,7 +242,7 @@ class _Backward:
                 num_tiles,
                 keys.segments_per_group,
                 self._arguments(keys, tiles),
-                self.bias,
+                *(() if wide else (self.bias,)),
                 **self._constants(config, self.kv_shared, keys.query_groups),
             )
 

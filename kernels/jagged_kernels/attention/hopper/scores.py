@@ -88,7 +88,7 @@ def weights_of_keys(
     lse = stats_of_step(rings.lse, step, L, OPTIONS)
     p, dact = weights(scores, lse, scale, OPTIONS)
     if MASKED and OPTIONS.mask is not None:
-        visible = visible_rows(column, rows, OPTIONS.mask, scores.shape[1])
+        visible = visible_rows(column, rows, OPTIONS.mask, scores.shape[1], L)
         p, dact = gl.where(visible, p, 0.0), gl.where(visible, dact, 0.0)
     return p, dact
 
@@ -110,10 +110,9 @@ def visible_keys(position, MASK: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def visible_rows(column, rows, MASK: gl.constexpr, BLOCK: gl.constexpr):
-    """Which query rows of a block see the consumer's keys from `column` on, `[64, BLOCK]`:
-    transposed, as the scores are."""
-    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
+def visible_rows(column, rows, MASK: gl.constexpr, BLOCK: gl.constexpr, L: gl.constexpr):
+    """Which query rows of a block see the consumer's keys from `column` on, `[64, BLOCK]` in
+    layout L: transposed, as the scores are."""
     key_columns = column + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
     row_columns = rows.column + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))[None, :]
     seen = visible_columns(row_columns, rows.first_target, MASK)

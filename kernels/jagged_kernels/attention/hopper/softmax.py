@@ -6,7 +6,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.pipeline import WARPGROUP_ROWS, mma_layout
+from ...common.pipeline import WARPGROUP_ROWS, halves, mma_layout
 from .scores import visible_keys
 
 # partial sums of a row until its tile ends: two for each of the four threads that hold it
@@ -32,24 +32,13 @@ def _mask_scores(x, value, position, MASK: gl.constexpr):
 
 
 @gluon.jit
-def _halves(x):
-    """The left and the right half of an MMA's columns. Both are registers of the same thread, so
-    nothing moves."""
-    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, x.shape[1] // 2)
-    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(
-        right, L, assert_trivial=True
-    )
-
-
-@gluon.jit
 def _fold(x, MAXIMUM: gl.constexpr):
     """Maxima or sums `[64, SUMS]` of the columns that are SUMS apart: within a thread, as a tree
     instead of one long chain."""
     if x.shape[1] == SUMS:
         return x
     else:
-        left, right = _halves(x)
+        left, right = halves(x)
         left, right = _fold(left, MAXIMUM), _fold(right, MAXIMUM)
         if MAXIMUM:
             return gl.maximum(left, right)
