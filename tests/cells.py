@@ -128,6 +128,37 @@ def hopper_cells() -> Iterator[Cell]:
         )
 
 
+def wide_cells() -> Iterator[Cell]:
+    """Hopper's kernels at head dims above 128: others for up to 192 and above."""
+    two = [(q, [n // 2 for n in q], kv) for q, kv in PAIRS]
+    table = (  # dtype, head dims, activation, mask, other options
+        ("bfloat16", (192, 192), "softmax", "causal", dict(operands="cross")),
+        ("float16", (160, 224), "softmax", "causal-window", dict(operands="cross")),
+        ("bfloat16", (256, 256), "silu", "hstu", dict(operands="cross")),
+        ("float16", (136, 136), "gelu_tanh", None, dict(operands="cross")),
+        ("bfloat16", (224, 192), "softmax", None, dict(operands="cross")),
+        ("bfloat16", (256, 256), "silu", None, dict(operands="2 groups", output_scale="tensor")),
+        ("float16", (192, 192), "softmax", None, dict(operands="q shared", shared_rows=70)),
+        ("bfloat16", (256, 256), "gelu", None, dict(operands="kv shared", shared_rows=70)),
+    )
+    for i, (dtype, (dim, v_dim), activation, mask, others) in enumerate(table):
+        options = dict(
+            activation=activation, mask=mask, head_dim=dim, v_dim=v_dim, heads=list(HEADS[i % 3])
+        )
+        operands = others["operands"]
+        lengths = {"cross": PAIRS + HOPPER_PAIRS, "2 groups": two}.get(operands, LENGTHS)
+        yield cell(
+            "jagged_attention",
+            dtype,
+            f"D{dim} Dv{v_dim}",
+            f"{operands} {activation} {mask or 'full'} hopper",
+            lengths,
+            implementation="hopper",
+            **options,
+            **others,
+        )
+
+
 def bias_cells() -> Iterator[Cell]:
     """Hopper's kernels with a time table take ten seconds to compile: few cells, which differ in
     all options."""
@@ -414,6 +445,7 @@ CELLS = [
     cell
     for table in (
         hopper_cells,
+        wide_cells,
         attention_cells,
         bias_cells,
         operand_cells,

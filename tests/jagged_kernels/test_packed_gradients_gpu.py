@@ -40,6 +40,7 @@ BATCHES = {  # those of `select` with kernels of their own, and others
             (40, "silu", "causal"),
             (128, "silu", "causal"),
             (24, "softmax", None),
+            (192, "softmax", "causal"),
         )
         for batch in BATCHES
     ],

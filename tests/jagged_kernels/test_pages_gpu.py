@@ -12,7 +12,14 @@ import jagged_modules as jm
 pytestmark = pytest.mark.gpu
 # mean lengths for which the Hopper forward has blocks of 128 keys
 LONG = [5, 700, 130, 0, 64], [3000, 1000, 129, 70, 128]
-KERNELS = [("triton", 64), ("triton", 128), ("triton", 256), ("hopper", 64), ("hopper", 128)]
+KERNELS = [
+    ("triton", 64),
+    ("triton", 128),
+    ("triton", 256),
+    ("hopper", 64),
+    ("hopper", 128),
+    ("hopper", 192),
+]
 
 
 @pytest.fixture(autouse=True)
