@@ -11,7 +11,7 @@
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
 #   make mutants [ARGS=...]             apply one-line bugs, one at a time, to a copy of the project: the tests named for each must fail
 #   make mutants-sample                 apply 8 of them, others for each commit
-#   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
+#   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU; the report is runs/test-gpu.txt
 #   make test-newer-tritons             compile Hopper's own kernels under the newer Tritons too
 #   make test-newer-tritons-sample      compile each of them once under each of the newer Tritons
 #   make notebooks                      execute the notebooks and keep their outputs
@@ -103,8 +103,9 @@ mutants mutants-sample: $(ENV)
 # One test at a time to each worker, in the order of tests/gpu_suite.py. Inductor compiles in the workers, not in processes of its own.
 test-gpu: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make test-gpu needs an NVIDIA GPU: none was found" >&2; exit 1; }
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest tests --gpu-suite -n $(GPU_WORKERS) --dist load --maxschedchunk 1 \
-		--max-worker-restart 30 --durations=25 -q -rf $(ARGS)
+	mkdir -p runs
+	set -o pipefail; OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest tests --gpu-suite -n $(GPU_WORKERS) --dist load \
+		--maxschedchunk 1 --max-worker-restart 30 --durations=25 -q -rf $(ARGS) 2>&1 | tee runs/test-gpu.txt
 
 # Gluon, in which they are written, changes between versions of Triton. The sample is for one process, which knows what it compiled.
 test-newer-tritons-sample: ARGS = --each-kernel-once

@@ -57,9 +57,11 @@ def test_a_dead_link_is_found(tmp_path):
 
 
 def test_each_page_is_in_the_documentation():
-    """The table of contents of docs/index.md, and of the reference, names each page."""
+    """The table of contents of docs/index.md, of the reference or of the decisions names each
+    page."""
     listed = set()
-    for index in (ROOT / "docs" / "index.md", ROOT / "docs" / "api" / "index.md"):
+    docs = ROOT / "docs"
+    for index in (docs / "index.md", docs / "api" / "index.md", docs / "decisions" / "README.md"):
         listed.add(index)
         for entries in re.findall(r"```\{toctree\}\n(.*?)```", index.read_text(), re.DOTALL):
             for entry in (

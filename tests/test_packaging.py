@@ -256,17 +256,14 @@ def test_import_needs_torch_alone():
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-GUIDES = [
-    "hstu-gdpa",
-    "serving",
-    "linear-compression",
-    "broadcast",
-    "block-attention",
-    "multihead-attention",
-]
+GUIDES = ["hstu-gdpa", "linear-compression", "broadcast", "block-attention", "multihead-attention"]
 WITH_TORCH_ALONE = {
     "README": ["README.md"],
-    "others": ["docs/operators.md", *(f"docs/guides/{name}.md" for name in GUIDES)],
+    "others": [
+        "docs/operators.md",
+        "docs/serving.md",
+        *(f"docs/guides/{name}.md" for name in GUIDES),
+    ],
 }
 
 
