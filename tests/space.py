@@ -293,7 +293,7 @@ def _fix_attention(dtype: str, o: dict) -> None:
         ):
             o["implementation"] = "triton"
             return
-        o["head_dim"] = min(_hopper_dim(o["head_dim"]), 128 if o["bias"] else 256)
+        o["head_dim"] = min(_hopper_dim(o["head_dim"]), 128 if o.get("bias") else 256)
         v_dim = o["head_dim"] if o["v_dim"] is None else _hopper_dim(o["v_dim"])
         o["v_dim"] = None if padded_dim(v_dim) != padded_dim(o["head_dim"]) else v_dim
         _align(o)

@@ -51,7 +51,12 @@ BACKENDS = [  # what differs from long segments of head dim 128 in bf16 on an H1
     (dict(head_dim=64, v_dim=40), "hopper"),
     (dict(head_dim=64, v_dim=72), "triton"),
     (dict(head_dim=64, v_dim=60), "triton"),
-    (dict(head_dim=136), "triton"),
+    (dict(head_dim=136), "hopper"),
+    (dict(head_dim=256, v_dim=200), "hopper"),
+    (dict(head_dim=128, v_dim=136), "triton"),
+    (dict(head_dim=140), "triton"),
+    (dict(head_dim=136, biased=True), "triton"),
+    (dict(head_dim=136, activation="gelu_taylor"), "triton"),
     (dict(misaligned=("q",)), "triton"),
     (dict(activation="gelu_taylor"), "triton"),
     (dict(activation="gelu_taylor", head_dim=72), "triton"),
@@ -106,8 +111,8 @@ REFUSED = [
     (
         dict(head_dim=32),
         (
-            "head dims of q and v both 40 to 64 or both 72 to 128, in multiples of 8; got .* head"
-            " dims 32 and 32"
+            "head dims of q and v both 40 to 64, 72 to 128 or 136 to 256, in multiples of 8; got .*"
+            " head dims 32 and 32"
         ),
     ),
     (dict(v_dim=64), "head dims 128 and 64"),

@@ -226,8 +226,8 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
 
     Above head dim 128, dq and the bias tables' sums take more than the shared memory of a
     multiprocessor. "gelu_taylor" has many instructions, which leave too few registers above head
-    dim 64: the portable kernels took 8 to 16 % less time. With a bias, very short segments and GELU at head
-    dims up to 64 have not been measured with small tiles.
+    dim 64: the portable kernels took 8 to 16 % less time. With a bias, very short segments and GELU
+    at head dims up to 64 have not been measured with small tiles.
     """
     narrow = padded_dim(p.head_dim) <= 64
     if not p.biased:
@@ -284,8 +284,8 @@ def small_tiles_are_faster(
     figures.
 
     Above head dim 64, two thread blocks of the kernel with key tiles have too few registers, and
-    above 128 those of all kernels. Up to 64, the long arithmetic of GELU and its polynomial takes less time with small query tiles at all
-    lengths.
+    above 128 those of all kernels. Up to 64, the long arithmetic of GELU and its polynomial takes
+    less time with small query tiles at all lengths.
     """
     narrow = padded_dim(p.head_dim) <= 64
     longest = SMALL_TILES.get(padded_dim(p.head_dim), 0)

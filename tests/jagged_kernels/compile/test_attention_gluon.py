@@ -56,6 +56,9 @@ BUFFERS = {
     ("dq", 128): 224,
     ("dkdv", 64): 160,
     ("dkdv", 128): 224,
+    ("fwd", 256): 224,
+    ("dq", 256): 224,
+    ("dkdv", 256): 208,
     ("one_pass", 64): 224,
     ("one_pass", 128): 224,
     ("short queries 1", 64): 104,
@@ -206,8 +209,31 @@ def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, gr
     assert_shared_memory(
         compiled, name, dim, {64: 2.0, 128: 1.5}[padded_dim(dim)] if stats else 0.0
     )
+    assert_warp_specialised(compiled)
+
+
+def assert_warp_specialised(compiled):
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
+
+
+@slow_after(
+    3,
+    "name, dim, dtype, activation, mask, group",
+    [
+        ("fwd", 256, "bf16", "softmax", "window", 1),
+        ("dq", 256, "bf16", "silu", "hstu", 1),
+        ("dkdv", 192, "bf16", "softmax", "none", 2),
+        ("fwd", 136, "fp16", "gelu_tanh", "none", 2),
+        ("dq", 192, "fp16", "softmax", "semi-local", 2),
+        ("dkdv", 256, "fp16", "silu", "hstu", 1),
+    ],
+)
+def test_hopper_attention_kernels_of_wide_heads_compile(name, dim, dtype, activation, mask, group):
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group)
+    assert_shared_memory(compiled, name, dim, 1.0 * (name == "dkdv" and activation == "softmax"))
+    assert_warp_specialised(compiled)
+    assert spilled_bytes(compiled.asm["cubin"]) <= 160
 
 
 @slow_after(

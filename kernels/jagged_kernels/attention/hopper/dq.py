@@ -4,7 +4,7 @@ deterministic. With a RelativeBias, it also sums dS for the gradients of the tab
 
     S = scale · q kᵀ + bias,  dP = dO vᵀ,  dQ = scale · dS k              dS: scores.py
 
-Roles, at head dim 128 | 64:
+Roles, at head dim 128 and above | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, dS, epilogue
     warp 8 | 12                       producer: tiles and TMA loads
 Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
@@ -27,6 +27,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
     with a bias, 17 more per consumer, for sums of dS. At head dim 128, q and dO then have one
     buffer instead of two: 194; at 64: 219
     with a time table, .125 more per consumer, for ranges of buckets; at 64, two consumers: 178.25
+    head dim 256: 224 = q 2 × 32 + dO 2 × 32 + k 2 × 32 + v 32; roles, registers and tile of 128. dQ
+    is stored through the buffer of q, which the producer fills again only then
 
 dS stays in registers, as the first operand of the next MMA. One consumer's arithmetic overlaps with
 the MMAs of the others.
@@ -223,7 +225,8 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             if consumer_visits(tile, key_block, key_blocks, consumer, OPTIONS, BLOCK):
                 position = Position(row, column, num_left, first_target)
                 acc = _dq_block(
-                    _rows_of_block(rows, rings, wave), rings, step + number, number + 1 < visited, acc, position, scale,
+                    _rows_of_block(rows, rings, wave), rings, step + number,
+                    number + 1 < visited, acc, position, scale,
                     tables, tail, consumer, OPTIONS, True,
                 )  # fmt: skip
             else:
@@ -235,8 +238,8 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
                 column = visited_block(number, blocks) * BLOCK
             position = Position(row, column, BLOCK, first_target)
             acc = _dq_block(
-                _rows_of_block(rows, rings, wave), rings, step + number, number + 1 < visited, acc, position, scale,
-                tables, tail, consumer, OPTIONS, False,
+                _rows_of_block(rows, rings, wave), rings, step + number, number + 1 < visited,
+                acc, position, scale, tables, tail, consumer, OPTIONS, False,
             )  # fmt: skip
         release(rings.do, wave)
         if not STORES_FROM_Q:

@@ -6,7 +6,7 @@ schedule.
         l' = l · exp2(m − m') + Σ P,  O' = O · exp2(m − m') + P v
     at the end of a tile:  O / l,  lse = m + log2 l
 
-Roles, at head dim 128 | 64:
+Roles, at head dim 128 and above | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, softmax or activation, epilogue
     warp 8 | 12                       producer: tiles and TMA loads, as far ahead as rings have room
 Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
@@ -27,6 +27,8 @@ per consumer, its share of v's rows past the segment is 0. queue: tile_source.py
 Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16
                   blocks of 128 keys: k 2 × 32 + v 2 × 32
+    head dim 256: 224 = q 2 × 32 + k 2 × 32 + v 2 × 32 + epilogue 2 × 16, half of the columns at a
+                  time; roles, registers and tile of 128
     head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8
                   blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
     small tiles:  96 = q 16 + k 2 × 16 + v 2 × 16 + epilogue 16

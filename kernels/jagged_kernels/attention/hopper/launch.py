@@ -233,7 +233,9 @@ class _Backward:
         tiles, num_tiles = self._key_tiles(keys, config)
         if blocks := _grid(tiles, config):
             wide = config.warps == 8
-            kernel = attention_bwd_wide_dkdv_hopper_kernel if wide else attention_bwd_dkdv_hopper_kernel
+            kernel = (
+                attention_bwd_wide_dkdv_hopper_kernel if wide else attention_bwd_dkdv_hopper_kernel
+            )
             kernel[blocks](
                 *self._rows(config.block),
                 *self.key_descs,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.pipeline import WARPGROUP_ROWS, halves, mma_layout
+from ...common.pipeline import halves
 from .scores import visible_keys
 
 # partial sums of a row until its tile ends: two for each of the four threads that hold it
