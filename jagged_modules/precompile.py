@@ -74,15 +74,16 @@ def inputs_of(
     Raises:
         TypeError: the layer needs arguments of its own.
     """
-    dtype, of = next(layer.parameters()).dtype, users * candidates
+    parameter, of = next(layer.parameters()), users * candidates
+    dtype, device = parameter.dtype, parameter.device
     dims: Iterator[Any] = (getattr(x, "embedding_dim", 0) for x in layer.modules())
     dim = next(filter(None, dims), 0) or getattr(layer, "dims", [0])[0]
 
     def rows(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, requires_grad=True)
+        return torch.empty(*shape, dtype=dtype, device=device, requires_grad=True)
 
     for index in (torch.int64, torch.int32):
-        starts = torch.arange(users + 1, dtype=index)
+        starts = torch.arange(users + 1, dtype=index, device=device)
         history = jm.Jagged(rows(users * events, dim), starts * events)
         indices: list[dict[str, Any]] = [
             {"candidates": jm.CandidateIndex.from_offsets(starts * candidates)},
@@ -105,8 +106,11 @@ def inputs_of(
             case jm.HSTULayer() | jm.HSTUStack():
                 length = events + candidates
                 x = jm.Jagged(rows(users * length, dim), starts * length)
-                times = torch.arange(users * length) if layer.config.relative_time else None
-                for count in (None, torch.full((users,), candidates, dtype=index)):
+                times = None
+                if layer.config.relative_time:
+                    times = torch.arange(users * length, device=device)
+                counts = torch.full((users,), candidates, dtype=index, device=device)
+                for count in (None, counts):
                     yield dict(x=x, num_targets=count, timestamps=times)
             case (
                 jm.JaggedMLP()
