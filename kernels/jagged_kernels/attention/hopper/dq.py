@@ -241,12 +241,12 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
                 _rows_of_block(rows, rings, wave), rings, step + number, number + 1 < visited,
                 acc, position, scale, tables, tail, consumer, OPTIONS, False,
             )  # fmt: skip
-        release(rings.do, wave)
-        if not STORES_FROM_Q:
+        if STORES_FROM_Q:
+            buffer = rings.q.buffers.index(wave % rings.q.buffers.shape[0])
+        else:
             release(rings.q, wave)
             buffer = outputs.buffers.index(consumer)
-        else:
-            buffer = rings.q.buffers.index(wave % rings.q.buffers.shape[0])
+        release(rings.do, wave)
         factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
         acc = acc * (scales.scale * scales.dact_factor * factor)
         store_epilogue(
