@@ -4,6 +4,7 @@ import pytest
 import torch
 from din_problem import ACTIVATIONS, problem
 from marks import slow_after
+from torch import library
 
 FP32, FP16 = torch.float32, torch.float16
 
@@ -129,7 +130,7 @@ def test_operators_pass_opcheck():
         (op.triton_din_backward, (q, rows, rows, *given, offsets, offsets, "dice", True, -1)),
         (op.triton_din_backward, (q, rows, rows, *given, offsets, offsets, "dice", True, 0)),
     ):
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+        library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_sizes_that_the_kernels_do_not_take():
