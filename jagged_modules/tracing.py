@@ -53,6 +53,12 @@ def is_recording(device: torch.device) -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which torch.compile traces as True in torch 2.11 whether or
+    not it exports."""
+    return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
+
+
 def is_symbolic(x: float) -> bool:
     """Whether torch.compile records x as an expression, for example of sizes, whose value changes
     from call to call.

@@ -22,7 +22,7 @@ from ..dtypes import dtypes_of
 from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
 from ..settings import is_batch_invariant
-from ..tracing import as_constant
+from ..tracing import as_constant, is_exporting
 from ..validation import runs_transforms
 
 ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
@@ -40,9 +40,7 @@ def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> boo
     """
     if not (x.is_cuda or (on_cpu and x.is_cpu and not _is_recorded())):
         return False
-    # what is_exporting() returns, which torch.compile of torch 2.11 takes for True
-    is_exporting = torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
-    if is_exporting or is_batch_invariant() or _has_global_hooks():
+    if is_exporting() or is_batch_invariant() or _has_global_hooks():
         return False
     return all(map(_is_plain, modules))
 

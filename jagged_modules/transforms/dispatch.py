@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..tracing import is_exporting
 from .analysis import Analysis
 from .bags import select_rows
 from .capture import MAP_NAME, Captured, is_keyed_jagged, map_named, named
@@ -90,7 +91,7 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
     @functools.wraps(of_graph)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = vars(self).get("_model")
-        if model is not None and len(args) <= len(by_position) and not _is_exporting():
+        if model is not None and len(args) <= len(by_position) and not is_exporting():
             given = kwargs.copy()
             if args:  # `dict(zip(...)) | kwargs` takes 3 µs more where all are given by name
                 given.update(zip(by_position, args))
@@ -100,12 +101,6 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward
-
-
-def _is_exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which torch.compile traces as True in torch 2.11 whether or
-    not it exports."""
-    return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
 
 
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:

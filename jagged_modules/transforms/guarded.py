@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..tracing import is_exporting
 from .capture import MAP_NAME
 from .eager import FUNCTIONS
 from .ranges import Guard
@@ -33,7 +34,7 @@ class Choice:
         if not all(isinstance(x, Tensor) and x.dim() for x in (index, users)):
             return self.first(*inputs)  # which raises an error
         takes_second = self.guard(users.shape[0] // self.per_user, index.shape[0])
-        if torch.compiler._is_exporting_flag and isinstance(takes_second, torch.SymBool):
+        if is_exporting() and isinstance(takes_second, torch.SymBool):
             always = statically_known_true(takes_second)
             if not always and not statically_known_true(torch.sym_not(takes_second)):
                 return self._both(takes_second, inputs)
