@@ -174,7 +174,9 @@ def linear_gradients(
         if wanted[1]:
             dweight = weight_gradient(dy, x, dtype)
         if dweight is not None and x.shape[1] > width:
-            dweight, dbias = dweight[:, :width].contiguous(), dweight[:, width].contiguous()
+            # Views: where autograd keeps a gradient, it copies them, and where it adds them to one
+            # that is there, it need not.
+            dweight, dbias = dweight[:, :width], dweight[:, width]
         if frees_x or x.dtype != x_dtype:  # then x is a copy of the node's input
             release(x)
     dx = input_gradient(dy, weight, x_dtype) if wanted[0] else None
