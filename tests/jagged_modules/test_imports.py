@@ -33,6 +33,22 @@ assert all(p.grad is not None for module in (layer, compress, blocks, mlp) for p
 """  # noqa: E501
 
 
+FIRST_STEP_ON_A_GPU = """
+import sys
+import torch
+import jagged_modules as jm
+from jagged_kernels.precompile.recorder import recorded_launches
+history = torch.randn(9, 64), torch.tensor([0, 3, 9])
+with recorded_launches() as launches:
+    jm.JaggedTargetAttention(64, 2)(torch.randn(2, 1, 64), history).sum().backward()
+    jm.BlockDiagonalSelfAttention(64, 2)(history)[0].sum().backward()
+    jm.JaggedGDPA(64, 2)(history)[0].sum().backward()
+assert launches
+slow = {"torch._dynamo", "torch._inductor", "sympy", "torch.distributed.tensor"}
+assert not slow & sys.modules.keys(), slow & sys.modules.keys()
+"""
+
+
 def modules() -> dict[str, Path]:
     files = [(ROOT, file) for file in (ROOT / "jagged_modules").rglob("*.py")]
     files += [
@@ -80,8 +96,15 @@ def test_no_import_cycles():
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_training_with_torch_alone():
+def run(program: str) -> None:
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "PATH": "/usr/bin:/bin"}
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TRAIN_WITHOUT_EXTRAS], check=True, env=environment
-    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, env=environment)
+
+
+def test_training_with_torch_alone():
+    run(TRAIN_WITHOUT_EXTRAS)
+
+
+def test_what_a_first_step_imports():
+    """torch._dynamo takes seconds: only a trace needs it."""
+    run(FIRST_STEP_ON_A_GPU)

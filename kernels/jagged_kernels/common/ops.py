@@ -27,13 +27,13 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None
 _launchers: dict[Callable, Callable] = {}  # of operators, on CUDA tensors
 
 
-@torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability, a constant for torch.compile. (Functions that take sizes cannot be
-    constants: sizes may be symbolic.)
+    """Compute capability, a constant for torch.compile."""
+    if torch.compiler.is_compiling():
+        from .traced import traced_capability
 
-    Not in device.py, which jagged_modules imports: the decorator imports torch._dynamo.
-    """
+        found: tuple[int, int] = traced_capability(device)
+        return found
     return device_properties(device).capability
 
 
