@@ -40,7 +40,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -56,17 +55,21 @@ from ...common.pipeline import (
     make_rings,
     mma_abt,
     mma_layout,
-    num_mmas_abt,
+    mma_parts,
+    num_parts,
     opaque_rows,
     producer_load,
     release,
+    scale_parts,
     skip_key_block,
     skip_stage,
     store_epilogue,
     to_mma_operand,
+    wait_for_parts,
     wait_for_stores,
     wait_for_tail,
     wait_until_full,
+    zero_parts,
     zero_tail,
 )
 from ...common.ptxas import safe_ptxas
@@ -135,7 +138,7 @@ def _dq_block(
         block_bias, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
     scores = mma_abt(rows.q, k, block_bias, 1, OPTIONS.head_dim)
     dp = mma_abt(rows.do, consumer_wait(rings.v, step), None, 1, OPTIONS.v_dim)
-    scores = warpgroup_mma_wait(num_mmas_abt(k.shape[1], OPTIONS.v_dim), deps=(scores,))
+    scores = warpgroup_mma_wait(num_parts(k.shape[1], OPTIONS.v_dim), deps=(scores,))
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
@@ -147,10 +150,10 @@ def _dq_block(
         if has_tail:
             wait_for_tail(tail)
     operand = to_mma_operand(ds, k.dtype, k.shape[1])
-    acc = warpgroup_mma(operand, k, acc, is_async=True)
+    acc = mma_parts(operand, k, acc)
     if OPTIONS.has_sums:
         add_to_tables(ds, buckets, position.column, bias, sums, OPTIONS.bias)
-    acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
+    acc, _ = wait_for_parts(acc, (operand,))
     release(rings.k, step)
     return acc
 
@@ -208,7 +211,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             gl.store(kernel.args.delta_ptr + offsets, delta, mask=real)
         consumer_wait(rings.q, wave)
         consumer_wait(rings.do, wave)
-        acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
+        acc = zero_parts(WIDTH, OPTIONS.head_dim)
         row = first + tile.kv_len - tile.q_len
         scale = score_factor(scales.scale, OPTIONS.activation)
         rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
@@ -248,7 +251,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             buffer = outputs.buffers.index(consumer)
         release(rings.do, wave)
         factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
-        acc = acc * (scales.scale * scales.dact_factor * factor)
+        acc = scale_parts(acc, scales.scale * scales.dact_factor * factor)
         store_epilogue(
             acc, outputs.dq, buffer, 0,
             tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,

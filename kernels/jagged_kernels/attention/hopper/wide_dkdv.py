@@ -32,7 +32,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -47,11 +46,15 @@ from ...common.pipeline import (
     make_rings,
     mma_abt,
     mma_layout,
-    num_mmas_abt,
+    mma_parts,
+    num_parts,
     opaque_rows,
     release,
+    scale_parts,
     store_epilogue,
+    wait_for_parts,
     wait_for_stores,
+    zero_parts,
 )
 from ...common.ptxas import safe_ptxas
 from ..scales import output_factor, score_factor
@@ -88,15 +91,15 @@ def _block(
     scores = mma_abt(keys.k, q, None, GROUPS, OPTIONS.head_dim)
     do = consumer_wait(rings.do, step)
     dp = mma_abt(keys.v, do, None, GROUPS, OPTIONS.v_dim)
-    scores = warpgroup_mma_wait(num_mmas_abt(do.shape[1], OPTIONS.v_dim), deps=(scores,))
+    scores = warpgroup_mma_wait(num_parts(do.shape[1], OPTIONS.v_dim), deps=(scores,))
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
     _share(p, operands.index(0))
-    dv = warpgroup_mma(operands.index(0), do, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
+    dv = mma_parts(operands.index(0), do, dv)
+    dp = warpgroup_mma_wait(len(dv), deps=(dp,))
     dp = minus_delta(dp, stats_of_step(rings.delta, step, L, OPTIONS), OPTIONS)
     _share(dact * dp, operands.index(1))
-    dk = warpgroup_mma(operands.index(1), q, dk, is_async=True)
-    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+    dk = mma_parts(operands.index(1), q, dk)
+    dv, dk = wait_for_parts(dv, dk)
     thread_barrier()
     release(rings.q, step)
     release(rings.do, step)
@@ -114,15 +117,14 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     )  # fmt: skip
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, WIDTH, GROUPS)
     first_target = first_target_of(tile, OPTIONS.mask)
     visited = visited_blocks(schedule, tile, OPTIONS)
     first = tile.block * WARPGROUP_ROWS
     scale = score_factor(scales.scale, OPTIONS.activation)
     consumer_wait(rings.k, wave)
     consumer_wait(rings.v, wave)
-    dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, L)
-    dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, L)
+    dk = zero_parts(WIDTH, OPTIONS.head_dim, GROUPS)
+    dv = zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
     for number in range(visited.masked):
         _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
@@ -141,12 +143,12 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
         )  # fmt: skip
     factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
     row, num_keys = tile.kv_start + first, tile.kv_len - first
-    dv *= scales.act_factor * factor
+    dv = scale_parts(dv, scales.act_factor * factor)
     buffer = rings.v.buffers.index(wave % rings.v.buffers.shape[0])
     store_epilogue(
         dv, outputs.dv, buffer, 0, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
     )
-    dk *= scales.scale * scales.dact_factor * factor
+    dk = scale_parts(dk, scales.scale * scales.dact_factor * factor)
     buffer = rings.k.buffers.index(wave % rings.k.buffers.shape[0])
     store_epilogue(
         dk, outputs.dk, buffer, 1, row, tile.head, num_keys, OPTIONS.dk_stride, OPTIONS.head_dim
