@@ -148,9 +148,10 @@ def _of_part(a, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_parts(parts, others):
-    """Wait for all MMAs. others: a tuple of their other results, and of operands in registers."""
-    done = warpgroup_mma_wait(0, deps=parts + others)
+def wait_for_parts(parts, others, PENDING: gl.constexpr = 0):
+    """Wait for all MMAs but the last PENDING. others: a tuple of their other results, and of
+    operands in registers."""
+    done = warpgroup_mma_wait(PENDING, deps=parts + others)
     return done[: len(parts)], done[len(parts) :]
 
 
