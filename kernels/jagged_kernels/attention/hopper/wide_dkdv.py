@@ -32,6 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -50,7 +51,6 @@ from ...common.pipeline import (
     num_parts,
     opaque_rows,
     release,
-    ring_rows,
     scale_parts,
     store_epilogue,
     wait_for_parts,
@@ -76,136 +76,45 @@ def _share(x, buffer):
 
 
 @gluon.jit
-def _start(
-    keys, rings, step, num_rows, tail_phase, OPTIONS: gl.constexpr, MAY_END: gl.constexpr
-):
-    """Start Sᵀ and dPᵀ of a query block; returns them and the next tail phase. MAY_END: whether the
-    block may have fewer rows than its buffer. Those past the segment are set to 0 and add nothing
-    to dk and dv."""
-    q = consumer_wait(rings.q, step)
-    if MAY_END:
-        has_tail = num_rows < q.shape[0]
-        if has_tail:
-            zero_tails(rings, step, num_rows, tail_phase, 0, 1)
-        tail_phase += has_tail.to(gl.int32)
-    scores = mma_abt(keys.k, q, None, GROUPS, OPTIONS.head_dim)
-    dp = mma_abt(keys.v, consumer_wait(rings.do, step), None, GROUPS, OPTIONS.v_dim)
-    return scores, dp, tail_phase
-
-
-@gluon.jit
-def _add(
-    scores, dp, keys, rings, operands, step, dk, dv, rows, scale,
+def _block(
+    keys, rings, operands, step, follows, dk, dv, rows, scale, tail_phase,
     OPTIONS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Start dv += Pᵀ dO and dk += dSᵀ q of the query block whose scores and dp have been started
-    last. operands: buffers of Pᵀ and dSᵀ."""
-    STAGES: gl.constexpr = rings.q.buffers.shape[0]
-    q, do = ring_rows(rings.q, step % STAGES), ring_rows(rings.do, step % STAGES)
+    """One query block: dv += Pᵀ dO, dk += dSᵀ q. Rows past the segment are 0 and add nothing to
+    either. operands: buffers of Pᵀ and dSᵀ. follows: whether the tile has a previous block, whose
+    MMAs this one waits for and whose buffers it releases. Returns dk, dv, under way, and the next
+    tail phase."""
+    q = consumer_wait(rings.q, step)
+    if MASKED:
+        has_tail = rows.num_rows < q.shape[0]
+        if has_tail:
+            zero_tails(rings, step, rows.num_rows, tail_phase, 0, 1)
+        tail_phase += has_tail.to(gl.int32)
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, q.shape[0], GROUPS)
-    scores = warpgroup_mma_wait(num_parts(do.shape[1], OPTIONS.v_dim), deps=(scores,))
+    scores = mma_abt(keys.k, q, None, GROUPS, OPTIONS.head_dim)
+    do = consumer_wait(rings.do, step)
+    dp = mma_abt(keys.v, do, None, GROUPS, OPTIONS.v_dim)
+    PENDING: gl.constexpr = num_parts(do.shape[1], OPTIONS.v_dim)
+    if OPTIONS.overlaps:
+        sums, others = wait_for_parts(dv + dk, (scores,), PENDING)
+        dv, dk, scores = sums[: len(dv)], sums[len(dv) :], others[0]
+        thread_barrier()
+        release(rings.q, step - 1, follows)
+        release(rings.do, step - 1, follows)
+    else:
+        scores = warpgroup_mma_wait(PENDING, deps=(scores,))
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
     _share(p, operands.index(0))
     dv = mma_parts(operands.index(0), do, dv)
     dp = warpgroup_mma_wait(len(dv), deps=(dp,))
     dp = minus_delta(dp, stats_of_step(rings.delta, step, L, OPTIONS), OPTIONS)
     _share(dact * dp, operands.index(1))
-    return mma_parts(operands.index(1), q, dk), dv
-
-
-@gluon.jit
-def _end(rings, step, dk, dv, PENDING: gl.constexpr = 0):
-    """Wait for dk and dv of a query block, but not for the last PENDING MMAs, and release it."""
-    dv, dk = wait_for_parts(dv, dk, PENDING)
-    thread_barrier()
-    release(rings.q, step)
-    release(rings.do, step)
-    return dk, dv
-
-
-@gluon.jit
-def _rows(tile, number, visited, first_target, kernel, OPTIONS: gl.constexpr):
-    """QueryBlock of the number-th visited block."""
-    _, q_len, _, block = visited_rows(kernel.schedule, tile, number, visited, OPTIONS)
-    row = block * OPTIONS.block
-    return QueryBlock(row, row + tile.kv_len - q_len, q_len - row, first_target)
-
-
-@gluon.jit
-def _blocks(tile, wave, step, tail_phase, visited, rings, kernel, OPTIONS: gl.constexpr):
-    """dk and dv over a tile's query blocks, one after another."""
-    first_target = first_target_of(tile, OPTIONS.mask)
-    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    dk = zero_parts(WIDTH, OPTIONS.head_dim, GROUPS)
-    dv = zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)
-    scale, first = score_factor(kernel.args.scale, OPTIONS.activation), tile.block * WARPGROUP_ROWS
-    keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
-    for number in range(visited.masked):
-        rows = _rows(tile, number, visited, first_target, kernel, OPTIONS)
-        scores, dp, tail_phase = _start(
-            keys, rings, step + number, rows.num_rows, tail_phase, OPTIONS, True
-        )
-        dk, dv = _add(
-            scores, dp, keys, rings, kernel.exchange, step + number, dk, dv, rows, scale,
-            OPTIONS, True,
-        )  # fmt: skip
-        dk, dv = _end(rings, step + number, dk, dv)
-    keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
-    rows = QueryBlock(0, 0, OPTIONS.block, first_target)
-    for number in range(visited.masked, visited.count):
-        scores, dp, tail_phase = _start(
-            keys, rings, step + number, rows.num_rows, tail_phase, OPTIONS, False
-        )
-        dk, dv = _add(
-            scores, dp, keys, rings, kernel.exchange, step + number, dk, dv, rows, scale,
-            OPTIONS, False,
-        )  # fmt: skip
-        dk, dv = _end(rings, step + number, dk, dv)
-    return dk, dv, tail_phase
-
-
-@gluon.jit
-def _overlapped_blocks(tile, wave, step, tail_phase, visited, rings, kernel, OPTIONS: gl.constexpr):
-    """As _blocks, but Sᵀ and dPᵀ of a block are started before dk and dv of the previous one are
-    complete."""
-    first_target = first_target_of(tile, OPTIONS.mask)
-    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    STARTED: gl.constexpr = num_parts(WIDTH, OPTIONS.head_dim) + num_parts(WIDTH, OPTIONS.v_dim)
-    dk = zero_parts(WIDTH, OPTIONS.head_dim, GROUPS)
-    dv = zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)
-    scale, first = score_factor(kernel.args.scale, OPTIONS.activation), tile.block * WARPGROUP_ROWS
-    count, buffers = visited.count, kernel.exchange
-    if count > 0:
-        keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
-        rows = _rows(tile, 0, visited, first_target, kernel, OPTIONS)
-        scores, dp, tail_phase = _start(
-            keys, rings, step, rows.num_rows, tail_phase, OPTIONS, True
-        )
-        for number in range(1, gl.minimum(visited.masked + 1, count)):
-            done = step + number - 1
-            dk, dv = _add(
-                scores, dp, keys, rings, buffers, done, dk, dv, rows, scale, OPTIONS, True
-            )
-            rows = _rows(tile, number, visited, first_target, kernel, OPTIONS)
-            scores, dp, tail_phase = _start(
-                keys, rings, step + number, rows.num_rows, tail_phase, OPTIONS, True
-            )
-            dk, dv = _end(rings, done, dk, dv, STARTED)
-        keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
-        rows = QueryBlock(0, 0, OPTIONS.block, first_target)
-        for number in range(gl.maximum(visited.masked + 1, 1), count):
-            done = step + number - 1
-            dk, dv = _add(
-                scores, dp, keys, rings, buffers, done, dk, dv, rows, scale, OPTIONS, False
-            )
-            scores, dp, tail_phase = _start(
-                keys, rings, step + number, rows.num_rows, tail_phase, OPTIONS, False
-            )
-            dk, dv = _end(rings, done, dk, dv, STARTED)
-        last = step + count - 1
-        rows = _rows(tile, count - 1, visited, first_target, kernel, OPTIONS)
-        dk, dv = _add(scores, dp, keys, rings, buffers, last, dk, dv, rows, scale, OPTIONS, True)
-        dk, dv = _end(rings, last, dk, dv)
+    dk = mma_parts(operands.index(1), q, dk)
+    if not OPTIONS.overlaps:
+        dv, dk = wait_for_parts(dv, dk)
+        thread_barrier()
+        release(rings.q, step)
+        release(rings.do, step)
     return dk, dv, tail_phase
 
 
@@ -218,18 +127,40 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
         q=shared.q, do=shared.do, k=shared.k[0], v=shared.v[0],
         lse=shared.lse, delta=shared.delta, tail=shared.tail,
     )  # fmt: skip
+    BLOCK: gl.constexpr = rings.q.buffers.shape[2]
+    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
+    first_target = first_target_of(tile, OPTIONS.mask)
     visited = visited_blocks(schedule, tile, OPTIONS)
     first = tile.block * WARPGROUP_ROWS
+    scale = score_factor(scales.scale, OPTIONS.activation)
     consumer_wait(rings.k, wave)
     consumer_wait(rings.v, wave)
+    dk = zero_parts(WIDTH, OPTIONS.head_dim, GROUPS)
+    dv = zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)
     if OPTIONS.overlaps:
-        dk, dv, tail_phase = _overlapped_blocks(
-            tile, wave, step, tail_phase, visited, rings, kernel, OPTIONS
-        )
-    else:
-        dk, dv, tail_phase = _blocks(
-            tile, wave, step, tail_phase, visited, rings, kernel, OPTIONS
-        )
+        dk = [warpgroup_mma_init(x) for x in dk]
+        dv = [warpgroup_mma_init(x) for x in dv]
+    keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
+    for number in range(visited.masked):
+        _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+        row = block * BLOCK
+        rows = QueryBlock(row, row + tile.kv_len - q_len, q_len - row, first_target)
+        dk, dv, tail_phase = _block(
+            keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale, tail_phase,
+            OPTIONS, True,
+        )  # fmt: skip
+    keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
+    rows = QueryBlock(0, 0, BLOCK, first_target)
+    for number in range(visited.masked, visited.count):
+        dk, dv, tail_phase = _block(
+            keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale, tail_phase,
+            OPTIONS, False,
+        )  # fmt: skip
+    if OPTIONS.overlaps:
+        dv, dk = wait_for_parts(dv, dk)
+        thread_barrier()
+        release(rings.q, step + visited.count - 1, visited.count > 0)
+        release(rings.do, step + visited.count - 1, visited.count > 0)
     factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
     row, num_keys = tile.kv_start + first, tile.kv_len - first
     dv = scale_parts(dv, scales.act_factor * factor)
