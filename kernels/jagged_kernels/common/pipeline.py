@@ -83,8 +83,8 @@ def vector_layout(width, warps=4):
 
 @gluon.constexpr_function
 def num_parts(width, dim):
-    """How many MMAs compute `width` columns, of which those from dim on are 0: of 256 columns, the
-    last 64 are left out if they are 0, and the others are 128 and 64."""
+    """Number of MMAs for `width` columns, of which those from dim on are 0. Of 256 columns, the
+    last 64 are left out if they are 0: two MMAs take 128 and 64."""
     return 2 if width == 256 and dim <= 192 else 1
 
 
@@ -118,7 +118,8 @@ def to_mma_operand(x, DTYPE: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def zero_parts(WIDTH: gl.constexpr, DIM: gl.constexpr, GROUPS: gl.constexpr = 1):
-    """A result of an MMA that is 0, `[64, WIDTH]`, as a tuple of its num_parts parts."""
+    """A result of an MMA that is 0, as a tuple of num_parts parts `[64, columns]`. Functions below
+    take tuples alone: Triton does not tell a tuple of one tensor from the tensor."""
     if num_parts(WIDTH, DIM) == 2:
         return zero_parts(128, 128, GROUPS) + zero_parts(64, 64, GROUPS)
     else:
@@ -128,7 +129,8 @@ def zero_parts(WIDTH: gl.constexpr, DIM: gl.constexpr, GROUPS: gl.constexpr = 1)
 
 @gluon.jit
 def mma_parts(a, b, parts):
-    """Start the asynchronous MMAs a b + parts. `a`: of to_mma_operand, or in shared memory."""
+    """Start the asynchronous MMAs a b + parts, `[64, columns of b]`; `a` in shared memory or of
+    to_mma_operand."""
     if len(parts) == 1:
         return (warpgroup_mma(a, b, parts[0], is_async=True),)
     else:
@@ -140,6 +142,7 @@ def mma_parts(a, b, parts):
 
 @gluon.jit
 def _of_part(a, WIDTH: gl.constexpr):
+    """The first operand of an MMA, for one of WIDTH columns."""
     if isinstance(a, gl.tensor):
         L: gl.constexpr = gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, WIDTH), 2)
         return gl.convert_layout(a, L, assert_trivial=True)
@@ -153,11 +156,6 @@ def wait_for_parts(parts, others, PENDING: gl.constexpr = 0):
     operands in registers."""
     done = warpgroup_mma_wait(PENDING, deps=parts + others)
     return done[: len(parts)], done[len(parts) :]
-
-
-@gluon.jit
-def scale_parts(parts, factor):
-    return [part * factor for part in parts]
 
 
 # -- rings -----------------------------------------------------------------------------------------
@@ -376,18 +374,17 @@ def store_epilogue(
     """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output with heads of
     DIM and rows of STRIDE elements, from column FIRST of the head on.
 
-    parts: of the result, a tuple. TMA stores 64 rows from shared memory, in two steps
-    if the buffer has fewer columns. Fewer are stored by 16 bytes per thread, as another segment's
-    rows follow. fp32 is stored from registers. PENDING: how many later TMA stores may be under way
-    when the buffer is reused; None: `wait_for_stores` has been called.
+    parts: of the result. TMA stores 64 rows from shared memory, in two steps if the buffer has
+    fewer columns; if it has more, the others lie past the head's. Fewer rows are stored by 16 bytes
+    per thread, as another segment's rows follow. fp32 is stored from registers. PENDING: how many
+    later TMA stores may be under way when the buffer is reused; None: `wait_for_stores` has been
+    called.
     """
     COLUMNS: gl.constexpr = parts[0].shape[1] if len(parts) == 1 else 192
     if output.desc is None:
         _store_rows(parts[0], output.ptr, row, head, num_rows, STRIDE, DIM, FIRST)
         if len(parts) == 2:
-            _store_rows(
-                parts[1], output.ptr, row, head, num_rows, STRIDE, DIM, FIRST + parts[0].shape[1]
-            )
+            _store_rows(parts[1], output.ptr, row, head, num_rows, STRIDE, DIM, FIRST + 128)
     elif COLUMNS > buffer.shape[2]:
         left, right = parts if len(parts) == 2 else halves(parts[0])
         RIGHT: gl.constexpr = FIRST + left.shape[1]
@@ -402,7 +399,9 @@ def store_epilogue(
                 tma.store_wait(0)
             thread_barrier()
         rows = buffer.reshape([WARPGROUP_ROWS, buffer.shape[2]])
-        _write(parts, rows)
+        rows.slice(0, parts[0].shape[1], 1).store(parts[0].to(buffer.dtype))
+        if len(parts) == 2:
+            rows.slice(128, 64, 1).store(parts[1].to(buffer.dtype))
         if full:
             fence_async_shared()
             thread_barrier()
@@ -411,17 +410,6 @@ def store_epilogue(
             thread_barrier()
             x = rows.load(vector_layout(buffer.shape[2], gl.num_warps()))
             _store_rows(x, output.ptr, row, head, num_rows, STRIDE, DIM, FIRST)
-
-
-@gluon.jit
-def _write(parts, rows):
-    """Write a result in parts to a buffer's rows. Columns past it are past the head's."""
-    if len(parts) == 1 and parts[0].shape[1] == rows.shape[1]:
-        rows.store(parts[0].to(rows.dtype))
-    else:
-        rows.slice(0, parts[0].shape[1], 1).store(parts[0].to(rows.dtype))
-        if len(parts) == 2:
-            rows.slice(128, 64, 1).store(parts[1].to(rows.dtype))
 
 
 @gluon.jit

@@ -38,10 +38,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from ...common.pipeline import (
     WARPGROUP_ROWS,
@@ -60,7 +57,6 @@ from ...common.pipeline import (
     opaque_rows,
     producer_load,
     release,
-    scale_parts,
     skip_key_block,
     skip_stage,
     store_epilogue,
@@ -251,7 +247,8 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             buffer = outputs.buffers.index(consumer)
         release(rings.do, wave)
         factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
-        acc = scale_parts(acc, scales.scale * scales.dact_factor * factor)
+        factor *= scales.scale * scales.dact_factor
+        acc = [x * factor for x in acc]
         store_epilogue(
             acc, outputs.dq, buffer, 0,
             tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,

@@ -66,7 +66,6 @@ from ...common.pipeline import (
     producer_load,
     release,
     ring_rows,
-    scale_parts,
     skip_stage,
     store_epilogue,
     to_mma_operand,
@@ -445,7 +444,7 @@ def _fwd_tile(
             next_tile = pop_tile(queue, wave + 1, more)
             acc = rescale_rows(acc, row_factor)
         else:
-            acc = scale_parts(acc, factor)
+            acc = [x * factor for x in acc]
         buffer, row = outputs.buffers.index(consumer), tile.q_start + first
         STRIDE: gl.constexpr = OPTIONS.heads * OPTIONS.v_dim
         store_epilogue(

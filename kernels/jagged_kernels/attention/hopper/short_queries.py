@@ -208,7 +208,9 @@ def _finish_key_gradients(
         release(shared, step)
         acc *= scales.scale * scales.dact_factor * factor
         DIM: gl.constexpr = OPTIONS.head_dim
-        store_epilogue((acc,), outputs.dk, buffer, 0, row, tile.head, num_keys, OPTIONS.dk_stride, DIM)
+        store_epilogue(
+            (acc,), outputs.dk, buffer, 0, row, tile.head, num_keys, OPTIONS.dk_stride, DIM
+        )
 
 
 @gluon.jit

@@ -51,7 +51,6 @@ from ...common.pipeline import (
     num_parts,
     opaque_rows,
     release,
-    scale_parts,
     store_epilogue,
     wait_for_parts,
     wait_for_stores,
@@ -146,15 +145,15 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
         row = block * BLOCK
         rows = QueryBlock(row, row + tile.kv_len - q_len, q_len - row, first_target)
         dk, dv, tail_phase = _block(
-            keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale, tail_phase,
-            OPTIONS, True,
+            keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
+            tail_phase, OPTIONS, True,
         )  # fmt: skip
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
     rows = QueryBlock(0, 0, BLOCK, first_target)
     for number in range(visited.masked, visited.count):
         dk, dv, tail_phase = _block(
-            keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale, tail_phase,
-            OPTIONS, False,
+            keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
+            tail_phase, OPTIONS, False,
         )  # fmt: skip
     if OPTIONS.overlaps:
         dv, dk = wait_for_parts(dv, dk)
@@ -163,12 +162,12 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
         release(rings.do, step + visited.count - 1, visited.count > 0)
     factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
     row, num_keys = tile.kv_start + first, tile.kv_len - first
-    dv = scale_parts(dv, scales.act_factor * factor)
+    dv = [x * (scales.act_factor * factor) for x in dv]
     buffer = rings.v.buffers.index(wave % rings.v.buffers.shape[0])
     store_epilogue(
         dv, outputs.dv, buffer, 0, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
     )
-    dk = scale_parts(dk, scales.scale * scales.dact_factor * factor)
+    dk = [x * (scales.scale * scales.dact_factor * factor) for x in dk]
     buffer = rings.k.buffers.index(wave % rings.k.buffers.shape[0])
     store_epilogue(
         dk, outputs.dk, buffer, 1, row, tile.head, num_keys, OPTIONS.dk_stride, OPTIONS.head_dim
