@@ -28,7 +28,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
     head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16
                   blocks of 128 keys: k 2 × 32 + v 2 × 32
     head dim 256: 224 = q 2 × 32 + k 2 × 32 + v 2 × 32 + epilogue 2 × 16, half of the columns at a
-                  time; roles, registers and tile of 128
+                  time; roles, registers and tile of 128. Up to 192, O is two tensors, of 128 and
+                  64 columns: 96 registers instead of 128
     head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8
                   blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
     small tiles:  96 = q 16 + k 2 × 16 + v 2 × 16 + epilogue 16

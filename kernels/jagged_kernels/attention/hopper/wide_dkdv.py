@@ -8,7 +8,8 @@ Roles:
     warps 0–7   consumer: MMA, P and dS, epilogue. Of Sᵀ and dPᵀ, warps 0–3 have the first half of
                 the query rows; of dK and dV, the first half of the columns. Warps 4–7 the others.
     warp 8      producer: tiles, TMA loads, lse and delta
-Registers per thread: consumer 240, of which dK and dV 64 each; producer 24.
+Registers per thread: consumer 240, of which dK and dV 64 each, and up to head dim 192, where each
+is two tensors, of 128 and 64 columns, 48; producer 24.
 
 Tile: 64 keys, by blocks of 64 query rows.
 
@@ -23,7 +24,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
 
 Each warpgroup needs Pᵀ and dSᵀ of all rows of a block: they pass through shared memory, as first
 operands of the next MMAs. Order of a block: start Sᵀ and dPᵀ; wait for Sᵀ; write Pᵀ while dPᵀ runs;
-start dV; wait for dPᵀ; write dSᵀ while dV runs; start dK; wait for both.
+start dV; wait for dPᵀ; write dSᵀ while dV runs; start dK; wait for both. With HopperConfig.overlaps
+this wait comes in the next block, with that for its Sᵀ: Sᵀ and dPᵀ follow dK without a pause.
 """
 
 from __future__ import annotations
