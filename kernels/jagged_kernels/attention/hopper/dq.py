@@ -248,8 +248,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             buffer = outputs.buffers.index(consumer)
         release(rings.do, wave)
         factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
-        factor *= scales.scale * scales.dact_factor
-        acc = [x * factor for x in acc]
+        acc = [x * (scales.scale * scales.dact_factor * factor) for x in acc]
         store_epilogue(
             acc, outputs.dq, buffer, 0,
             tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,
