@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia import hopper
 
@@ -81,20 +82,20 @@ def vector_layout(width, warps=4):
 
 
 @gluon.constexpr_function
-def num_mmas_abt(width, dim):
-    """How many MMAs mma_abt starts for operands of `width` columns, of which those from dim on
-    are 0."""
+def num_parts(width, dim):
+    """Number of MMAs for `width` columns, of which those from dim on are 0. Of 256 columns, the
+    last 64 are left out if they are 0: two MMAs take 128 and 64."""
     return 2 if width == 256 and dim <= 192 else 1
 
 
 @gluon.jit
 def mma_abt(a, b, start=None, GROUPS: gl.constexpr = 1, DIM: gl.constexpr = 256):
     """Start the asynchronous MMA a bᵀ + start, `[64, rows of b]`; `a` in shared memory or
-    registers, `b` in shared memory. GROUPS: of mma_layout. DIM: columns from DIM on are 0; of 256
-    columns, the last 64 are not read if they are."""
+    registers, `b` in shared memory. GROUPS: of mma_layout. DIM: columns from DIM on are 0. It
+    starts num_parts MMAs."""
     COLUMNS: gl.constexpr = b.shape[0]
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS, GROUPS)
-    if num_mmas_abt(b.shape[1], DIM) == 2:
+    if num_parts(b.shape[1], DIM) == 2:
         left = mma_abt(a.slice(0, 128, 1), b.slice(0, 128, 1), start, GROUPS)
         return warpgroup_mma(
             a.slice(128, 64, 1), b.slice(128, 64, 1).permute((1, 0)), left, is_async=True
@@ -113,6 +114,48 @@ def to_mma_operand(x, DTYPE: gl.constexpr, WIDTH: gl.constexpr):
     return gl.convert_layout(
         x.to(DTYPE), gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, WIDTH), 2)
     )
+
+
+@gluon.jit
+def zero_parts(WIDTH: gl.constexpr, DIM: gl.constexpr, GROUPS: gl.constexpr = 1):
+    """A result of an MMA that is 0, as a tuple of num_parts parts `[64, columns]`. Functions below
+    take tuples alone: Triton does not tell a tuple of one tensor from the tensor."""
+    if num_parts(WIDTH, DIM) == 2:
+        return zero_parts(128, 128, GROUPS) + zero_parts(64, 64, GROUPS)
+    else:
+        L: gl.constexpr = mma_layout(WARPGROUP_ROWS, WIDTH, GROUPS)
+        return (gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, L),)
+
+
+@gluon.jit
+def mma_parts(a, b, parts):
+    """Start the asynchronous MMAs a b + parts, `[64, columns of b]`; `a` in shared memory or of
+    to_mma_operand."""
+    if len(parts) == 1:
+        return (warpgroup_mma(a, b, parts[0], is_async=True),)
+    else:
+        return (
+            warpgroup_mma(_of_part(a, 128), b.slice(0, 128, 1), parts[0], is_async=True),
+            warpgroup_mma(_of_part(a, 64), b.slice(128, 64, 1), parts[1], is_async=True),
+        )
+
+
+@gluon.jit
+def _of_part(a, WIDTH: gl.constexpr):
+    """The first operand of an MMA, for one of WIDTH columns."""
+    if isinstance(a, gl.tensor):
+        L: gl.constexpr = gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, WIDTH), 2)
+        return gl.convert_layout(a, L, assert_trivial=True)
+    else:
+        return a
+
+
+@gluon.jit
+def wait_for_parts(parts, others, PENDING: gl.constexpr = 0):
+    """Wait for all MMAs but the last PENDING. others: a tuple of their other results, and of
+    operands in registers."""
+    done = warpgroup_mma_wait(PENDING, deps=parts + others)
+    return done[: len(parts)], done[len(parts) :]
 
 
 # -- rings -----------------------------------------------------------------------------------------
@@ -325,24 +368,28 @@ def halves(x):
 
 @gluon.jit
 def store_epilogue(
-    acc, output, buffer, PENDING: gl.constexpr, row, head, num_rows,
+    parts, output, buffer, PENDING: gl.constexpr, row, head, num_rows,
     STRIDE: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr = 0,
 ):  # fmt: skip
     """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output with heads of
     DIM and rows of STRIDE elements, from column FIRST of the head on.
 
-    TMA stores 64 rows from shared memory, in halves if the buffer has half as many columns. Fewer
-    are stored by 16 bytes per thread, as another segment's rows follow. fp32 is stored from
-    registers. PENDING: how many later TMA stores may be under way when the buffer is reused; None:
-    `wait_for_stores` has been called.
+    parts: of the result. TMA stores 64 rows from shared memory, in two steps if the buffer has
+    fewer columns; if it has more, the others lie past the head's. Fewer rows are stored by 16 bytes
+    per thread, as another segment's rows follow. fp32 is stored from registers. PENDING: how many
+    later TMA stores may be under way when the buffer is reused; None: `wait_for_stores` has been
+    called.
     """
+    COLUMNS: gl.constexpr = parts[0].shape[1] if len(parts) == 1 else 192
     if output.desc is None:
-        _store_rows(acc, output.ptr, row, head, num_rows, STRIDE, DIM, FIRST)
-    elif acc.shape[1] > buffer.shape[2]:
-        left, right = halves(acc)
+        _store_rows(parts[0], output.ptr, row, head, num_rows, STRIDE, DIM, FIRST)
+        if len(parts) == 2:
+            _store_rows(parts[1], output.ptr, row, head, num_rows, STRIDE, DIM, FIRST + 128)
+    elif COLUMNS > buffer.shape[2]:
+        left, right = parts if len(parts) == 2 else halves(parts[0])
         RIGHT: gl.constexpr = FIRST + left.shape[1]
-        store_epilogue(left, output, buffer, PENDING, row, head, num_rows, STRIDE, DIM, FIRST)
-        store_epilogue(right, output, buffer, 0, row, head, num_rows, STRIDE, DIM, RIGHT)
+        store_epilogue((left,), output, buffer, PENDING, row, head, num_rows, STRIDE, DIM, FIRST)
+        store_epilogue((right,), output, buffer, 0, row, head, num_rows, STRIDE, DIM, RIGHT)
     else:
         full = num_rows >= WARPGROUP_ROWS
         if PENDING is not None:
@@ -351,15 +398,17 @@ def store_epilogue(
             else:
                 tma.store_wait(0)
             thread_barrier()
-        rows = buffer.reshape([WARPGROUP_ROWS, acc.shape[1]])
-        rows.store(acc.to(buffer.dtype))
+        rows = buffer.reshape([WARPGROUP_ROWS, buffer.shape[2]])
+        rows.slice(0, parts[0].shape[1], 1).store(parts[0].to(buffer.dtype))
+        if len(parts) == 2:
+            rows.slice(128, 64, 1).store(parts[1].to(buffer.dtype))
         if full:
             fence_async_shared()
             thread_barrier()
             store_tile(output.desc, [head, row.to(gl.int32), FIRST], buffer)
         else:
             thread_barrier()
-            x = rows.load(vector_layout(acc.shape[1], gl.num_warps()))
+            x = rows.load(vector_layout(buffer.shape[2], gl.num_warps()))
             _store_rows(x, output.ptr, row, head, num_rows, STRIDE, DIM, FIRST)
 
 

@@ -344,12 +344,20 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         dv *= scales.act_factor * factor
         buffer = outputs.buffers.index(consumer)
         store_epilogue(
-            dv, outputs.dv, buffer, 1, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
+            (dv,), outputs.dv, buffer, 1, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
         )
         dk *= scales.scale * scales.dact_factor * factor
         buffer = outputs.buffers.index(CONSUMERS + consumer)
         store_epilogue(
-            dk, outputs.dk, buffer, 1, row, tile.head, num_keys, OPTIONS.dk_stride, OPTIONS.head_dim
+            (dk,),
+            outputs.dk,
+            buffer,
+            1,
+            row,
+            tile.head,
+            num_keys,
+            OPTIONS.dk_stride,
+            OPTIONS.head_dim,
         )
     else:
         for number in range(visited.count):

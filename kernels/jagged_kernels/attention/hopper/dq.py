@@ -28,7 +28,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
     buffer instead of two: 194; at 64: 219
     with a time table, .125 more per consumer, for ranges of buckets; at 64, two consumers: 178.25
     head dim 256: 224 = q 2 × 32 + dO 2 × 32 + k 2 × 32 + v 32; roles, registers and tile of 128. dQ
-    is stored through the buffer of q, which the producer fills again only then
+    is stored through the buffer of q, which the producer fills again only then. Up to 192, dQ is
+    two tensors, of 128 and 64 columns: 96 registers instead of 128
 
 dS stays in registers, as the first operand of the next MMA. One consumer's arithmetic overlaps with
 the MMAs of the others.
@@ -38,11 +39,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from ...common.pipeline import (
     WARPGROUP_ROWS,
@@ -56,7 +53,8 @@ from ...common.pipeline import (
     make_rings,
     mma_abt,
     mma_layout,
-    num_mmas_abt,
+    mma_parts,
+    num_parts,
     opaque_rows,
     producer_load,
     release,
@@ -64,9 +62,11 @@ from ...common.pipeline import (
     skip_stage,
     store_epilogue,
     to_mma_operand,
+    wait_for_parts,
     wait_for_stores,
     wait_for_tail,
     wait_until_full,
+    zero_parts,
     zero_tail,
 )
 from ...common.ptxas import safe_ptxas
@@ -135,7 +135,7 @@ def _dq_block(
         block_bias, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
     scores = mma_abt(rows.q, k, block_bias, 1, OPTIONS.head_dim)
     dp = mma_abt(rows.do, consumer_wait(rings.v, step), None, 1, OPTIONS.v_dim)
-    scores = warpgroup_mma_wait(num_mmas_abt(k.shape[1], OPTIONS.v_dim), deps=(scores,))
+    scores = warpgroup_mma_wait(num_parts(k.shape[1], OPTIONS.v_dim), deps=(scores,))
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
@@ -147,10 +147,10 @@ def _dq_block(
         if has_tail:
             wait_for_tail(tail)
     operand = to_mma_operand(ds, k.dtype, k.shape[1])
-    acc = warpgroup_mma(operand, k, acc, is_async=True)
+    acc = mma_parts(operand, k, acc)
     if OPTIONS.has_sums:
         add_to_tables(ds, buckets, position.column, bias, sums, OPTIONS.bias)
-    acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
+    acc, _ = wait_for_parts(acc, (operand,))
     release(rings.k, step)
     return acc
 
@@ -208,7 +208,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             gl.store(kernel.args.delta_ptr + offsets, delta, mask=real)
         consumer_wait(rings.q, wave)
         consumer_wait(rings.do, wave)
-        acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
+        acc = zero_parts(WIDTH, OPTIONS.head_dim)
         row = first + tile.kv_len - tile.q_len
         scale = score_factor(scales.scale, OPTIONS.activation)
         rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
@@ -248,7 +248,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             buffer = outputs.buffers.index(consumer)
         release(rings.do, wave)
         factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
-        acc = acc * (scales.scale * scales.dact_factor * factor)
+        acc = [x * (scales.scale * scales.dact_factor * factor) for x in acc]
         store_epilogue(
             acc, outputs.dq, buffer, 0,
             tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,

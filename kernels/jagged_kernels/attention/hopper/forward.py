@@ -28,7 +28,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
     head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16
                   blocks of 128 keys: k 2 × 32 + v 2 × 32
     head dim 256: 224 = q 2 × 32 + k 2 × 32 + v 2 × 32 + epilogue 2 × 16, half of the columns at a
-                  time; roles, registers and tile of 128
+                  time; roles, registers and tile of 128. Up to 192, O is two tensors, of 128 and
+                  64 columns: 96 registers instead of 128
     head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8
                   blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
     small tiles:  96 = q 16 + k 2 × 16 + v 2 × 16 + epilogue 16
@@ -46,7 +47,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from ...common.loads import key_row, load_page
 from ...common.pipeline import (
@@ -61,6 +62,7 @@ from ...common.pipeline import (
     make_rings,
     mma_abt,
     mma_layout,
+    mma_parts,
     opaque_rows,
     producer_load,
     release,
@@ -68,9 +70,11 @@ from ...common.pipeline import (
     skip_stage,
     store_epilogue,
     to_mma_operand,
+    wait_for_parts,
     wait_for_stores,
     wait_for_tail,
     wait_until_full,
+    zero_parts,
     zero_tail,
 )
 from ...common.ptxas import safe_ptxas
@@ -249,18 +253,17 @@ def _next_block(
     if OPTIONS.bias is not None:
         block_bias, _ = bias_block(visit.bias, position.column, k.shape[0], False, OPTIONS.bias)
     scores = _start_scores(q, k, block_bias, OPTIONS)
-    acc = warpgroup_mma(
-        p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc, is_async=True
-    )
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    acc = mma_parts(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc)
+    scores = warpgroup_mma_wait(len(acc), deps=(scores,))
     release(rings.k, step)
     new_p, state, rescale = attention_weights(scores, position, state, visit.scale, OPTIONS, MASKED)
-    new_p = to_mma_operand(new_p, k.dtype, state.acc.shape[1])
+    new_p = to_mma_operand(new_p, k.dtype, rings.v.buffers.shape[3])
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
-        acc, p, new_p = warpgroup_mma_wait(0, deps=(acc, p, new_p))
+        acc, operands = wait_for_parts(acc, (p, new_p))
+        new_p = operands[1]
     else:
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        acc, _ = wait_for_parts(acc, (p,))
     release(rings.v, step - 1)
     if OPTIONS.activation is None:
         acc = rescale_rows(acc, rescale)
@@ -271,9 +274,7 @@ def _next_block(
 def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
     """acc + P v of a tile's last block, and with softmax the factor and log-sum-exp, base 2, of
     each row, computed while the MMA runs. Also waits until the epilogue buffer is free."""
-    acc = warpgroup_mma(
-        p, consumer_wait(rings.v, step).slice(0, p.shape[1]), state.acc, is_async=True
-    )
+    acc = mma_parts(p, consumer_wait(rings.v, step).slice(0, p.shape[1]), state.acc)
     # not earlier: loads of q into registers are complete once an MMA has read them
     release(rings.q, wave)
     wait_for_stores()
@@ -284,7 +285,7 @@ def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
         # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
         factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
         lse = row_max + log2_approx(row_sum)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    acc, _ = wait_for_parts(acc, (p,))
     release(rings.v, step)
     return acc, factor, lse
 
@@ -310,7 +311,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     state = SoftmaxState(
         gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS),
         gl.zeros([WARPGROUP_ROWS, SUMS], gl.float32, mma_layout(WARPGROUP_ROWS, SUMS)),
-        gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH)),
+        zero_parts(WIDTH, OPTIONS.v_dim),
     )
     acc, factor, lse = state.acc, state.row_max, state.row_max
     count = gl.maximum(visit.visited, 1)
@@ -444,7 +445,7 @@ def _fwd_tile(
             next_tile = pop_tile(queue, wave + 1, more)
             acc = rescale_rows(acc, row_factor)
         else:
-            acc = acc * factor
+            acc = [x * factor for x in acc]
         buffer, row = outputs.buffers.index(consumer), tile.q_start + first
         STRIDE: gl.constexpr = OPTIONS.heads * OPTIONS.v_dim
         store_epilogue(

@@ -46,6 +46,7 @@ def config_constants(config: HopperConfig) -> dict:
         registers=config.registers,
         q_in_registers=config.rows_in_registers,
         block=config.block,
+        overlaps=config.overlaps,
     )
 
 

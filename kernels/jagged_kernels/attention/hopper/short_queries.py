@@ -198,7 +198,7 @@ def _finish_key_gradients(
             release(shared, step)
         dv = acc * (scales.act_factor * factor)
         store_epilogue(
-            dv, outputs.dv, buffer, 0, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
+            (dv,), outputs.dv, buffer, 0, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
         )
     if CONSUMERS == 1:
         acc = _start_sum(shared.ds, slot, rings.q, wave, CONSUMERS)
@@ -208,7 +208,9 @@ def _finish_key_gradients(
         release(shared, step)
         acc *= scales.scale * scales.dact_factor * factor
         DIM: gl.constexpr = OPTIONS.head_dim
-        store_epilogue(acc, outputs.dk, buffer, 0, row, tile.head, num_keys, OPTIONS.dk_stride, DIM)
+        store_epilogue(
+            (acc,), outputs.dk, buffer, 0, row, tile.head, num_keys, OPTIONS.dk_stride, DIM
+        )
 
 
 @gluon.jit
@@ -321,7 +323,7 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
             dq = _block(kernel, rows, dq, visit, step + number, block, consumer, OPTIONS, False)
         dq *= scales.scale * scales.dact_factor * factor
         store_epilogue(
-            dq, outputs.dq, outputs.buffers.index(consumer), 0,
+            (dq,), outputs.dq, outputs.buffers.index(consumer), 0,
             tile.q_start + first, tile.head, num_rows, OPTIONS.dq_stride, OPTIONS.head_dim,
         )  # fmt: skip
     else:

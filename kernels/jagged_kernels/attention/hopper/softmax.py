@@ -15,7 +15,7 @@ SUMS = gl.constexpr(8)
 
 class SoftmaxState(NamedTuple):
     """Softmax's running maximum `[64]` and partial sums `[64, SUMS]` of the rows, and acc = P v
-    `[64, width]`."""
+    `[64, width]`, a tuple of parts."""
 
     row_max: gl.tensor
     row_sum: gl.tensor
@@ -82,8 +82,8 @@ def attention_weights(scores, position, state, scale, OPTIONS: gl.constexpr, MAS
 
 @gluon.jit
 def rescale_rows(acc, factor):
-    """acc times a factor per row."""
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    """acc, a tuple of parts, times a factor per row."""
+    return [x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None] for x in acc]
 
 
 @gluon.jit

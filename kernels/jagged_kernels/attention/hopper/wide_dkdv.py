@@ -8,7 +8,8 @@ Roles:
     warps 0–7   consumer: MMA, P and dS, epilogue. Of Sᵀ and dPᵀ, warps 0–3 have the first half of
                 the query rows; of dK and dV, the first half of the columns. Warps 4–7 the others.
     warp 8      producer: tiles, TMA loads, lse and delta
-Registers per thread: consumer 240, of which dK and dV 64 each; producer 24.
+Registers per thread: consumer 240, of which dK and dV 64 each, and up to head dim 192, where each
+is two tensors, of 128 and 64 columns, 48; producer 24.
 
 Tile: 64 keys, by blocks of 64 query rows.
 
@@ -23,7 +24,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
 
 Each warpgroup needs Pᵀ and dSᵀ of all rows of a block: they pass through shared memory, as first
 operands of the next MMAs. Order of a block: start Sᵀ and dPᵀ; wait for Sᵀ; write Pᵀ while dPᵀ runs;
-start dV; wait for dPᵀ; write dSᵀ while dV runs; start dK; wait for both.
+start dV; wait for dPᵀ; write dSᵀ while dV runs; start dK; wait for both. With HopperConfig.overlaps
+this wait comes in the next block, with that for its Sᵀ: Sᵀ and dPᵀ follow dK without a pause.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -47,11 +49,14 @@ from ...common.pipeline import (
     make_rings,
     mma_abt,
     mma_layout,
-    num_mmas_abt,
+    mma_parts,
+    num_parts,
     opaque_rows,
     release,
     store_epilogue,
+    wait_for_parts,
     wait_for_stores,
+    zero_parts,
 )
 from ...common.ptxas import safe_ptxas
 from ..scales import output_factor, score_factor
@@ -73,11 +78,13 @@ def _share(x, buffer):
 
 @gluon.jit
 def _block(
-    keys, rings, operands, step, dk, dv, rows, scale, tail_phase,
+    keys, rings, operands, step, follows, dk, dv, rows, scale, tail_phase,
     OPTIONS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """One query block: dv += Pᵀ dO, dk += dSᵀ q. Rows past the segment are 0 and add nothing to
-    either. operands: buffers of Pᵀ and dSᵀ. Returns dk, dv and the next tail phase."""
+    either. operands: buffers of Pᵀ and dSᵀ. follows: whether the tile has a previous block, whose
+    MMAs this one waits for and whose buffers it releases. Returns dk, dv, under way, and the next
+    tail phase."""
     q = consumer_wait(rings.q, step)
     if MASKED:
         has_tail = rows.num_rows < q.shape[0]
@@ -88,18 +95,27 @@ def _block(
     scores = mma_abt(keys.k, q, None, GROUPS, OPTIONS.head_dim)
     do = consumer_wait(rings.do, step)
     dp = mma_abt(keys.v, do, None, GROUPS, OPTIONS.v_dim)
-    scores = warpgroup_mma_wait(num_mmas_abt(do.shape[1], OPTIONS.v_dim), deps=(scores,))
+    PENDING: gl.constexpr = num_parts(do.shape[1], OPTIONS.v_dim)
+    if OPTIONS.overlaps:
+        sums, others = wait_for_parts(dv + dk, (scores,), PENDING)
+        dv, dk, scores = sums[: len(dv)], sums[len(dv) :], others[0]
+        thread_barrier()
+        release(rings.q, step - 1, follows)
+        release(rings.do, step - 1, follows)
+    else:
+        scores = warpgroup_mma_wait(PENDING, deps=(scores,))
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
     _share(p, operands.index(0))
-    dv = warpgroup_mma(operands.index(0), do, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
+    dv = mma_parts(operands.index(0), do, dv)
+    dp = warpgroup_mma_wait(len(dv), deps=(dp,))
     dp = minus_delta(dp, stats_of_step(rings.delta, step, L, OPTIONS), OPTIONS)
     _share(dact * dp, operands.index(1))
-    dk = warpgroup_mma(operands.index(1), q, dk, is_async=True)
-    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-    thread_barrier()
-    release(rings.q, step)
-    release(rings.do, step)
+    dk = mma_parts(operands.index(1), q, dk)
+    if not OPTIONS.overlaps:
+        dv, dk = wait_for_parts(dv, dk)
+        thread_barrier()
+        release(rings.q, step)
+        release(rings.do, step)
     return dk, dv, tail_phase
 
 
@@ -114,39 +130,46 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     )  # fmt: skip
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, WIDTH, GROUPS)
     first_target = first_target_of(tile, OPTIONS.mask)
     visited = visited_blocks(schedule, tile, OPTIONS)
     first = tile.block * WARPGROUP_ROWS
     scale = score_factor(scales.scale, OPTIONS.activation)
     consumer_wait(rings.k, wave)
     consumer_wait(rings.v, wave)
-    dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, L)
-    dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, L)
+    dk = zero_parts(WIDTH, OPTIONS.head_dim, GROUPS)
+    dv = zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)
+    if OPTIONS.overlaps:
+        dk = [warpgroup_mma_init(x) for x in dk]
+        dv = [warpgroup_mma_init(x) for x in dv]
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
     for number in range(visited.masked):
         _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
         row = block * BLOCK
         rows = QueryBlock(row, row + tile.kv_len - q_len, q_len - row, first_target)
         dk, dv, tail_phase = _block(
-            keys, rings, kernel.exchange, step + number, dk, dv, rows, scale, tail_phase,
-            OPTIONS, True,
+            keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
+            tail_phase, OPTIONS, True,
         )  # fmt: skip
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
     rows = QueryBlock(0, 0, BLOCK, first_target)
     for number in range(visited.masked, visited.count):
         dk, dv, tail_phase = _block(
-            keys, rings, kernel.exchange, step + number, dk, dv, rows, scale, tail_phase,
-            OPTIONS, False,
+            keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
+            tail_phase, OPTIONS, False,
         )  # fmt: skip
+    if OPTIONS.overlaps:
+        dv, dk = wait_for_parts(dv, dk)
+        thread_barrier()
+        release(rings.q, step + visited.count - 1, visited.count > 0)
+        release(rings.do, step + visited.count - 1, visited.count > 0)
     factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
     row, num_keys = tile.kv_start + first, tile.kv_len - first
-    dv *= scales.act_factor * factor
+    dv = [x * (scales.act_factor * factor) for x in dv]
     buffer = rings.v.buffers.index(wave % rings.v.buffers.shape[0])
     store_epilogue(
         dv, outputs.dv, buffer, 0, row, tile.head, num_keys, OPTIONS.dv_stride, OPTIONS.v_dim
     )
-    dk *= scales.scale * scales.dact_factor * factor
+    dk = [x * (scales.scale * scales.dact_factor * factor) for x in dk]
     buffer = rings.k.buffers.index(wave % rings.k.buffers.shape[0])
     store_epilogue(
         dk, outputs.dk, buffer, 1, row, tile.head, num_keys, OPTIONS.dk_stride, OPTIONS.head_dim
