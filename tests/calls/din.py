@@ -45,7 +45,7 @@ def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         case = problem(host, users.cpu(), torch.tensor([0, *keys]).cumsum(0))
         do = gradients["out"].cpu()
         with roundings_of_kernels(case):
-            bounds = accuracy.definition(case.definition, host, do, samples=64)
+            bounds = accuracy.definition(case.definition, host, do, samples=32)
         device = gradients["out"].device
         return {
             x: bounds[x].map(lambda z: z.to(device)) for x in ("out", *(f"d{x}" for x in inputs))
