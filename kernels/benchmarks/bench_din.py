@@ -156,10 +156,8 @@ class Problem:
         name, units = self.sizes.activation, None
         if name in WITH_PARAMETERS:
             slopes = [self.inputs["slope1"], self.inputs["slope2"]]
-            units = UnitParameters(slopes)
-        if name == "dice":
             statistics = ([torch.full_like(x, y) for x in slopes] for y in STATISTICS)
-            units = UnitParameters(slopes, None, None, *statistics)
+            units = UnitParameters(slopes, None, None, *(statistics if name == "dice" else ()))
 
         def forward(x: dict[str, Tensor]) -> Tensor:
             weights, biases = ([x[f"{kind}{n}"] for n in "123"] for kind in "wb")
