@@ -156,8 +156,11 @@ class Problem:
         name, units = self.sizes.activation, None
         if name in WITH_PARAMETERS:
             slopes = [self.inputs["slope1"], self.inputs["slope2"]]
-            statistics = ([torch.full_like(x, y) for x in slopes] for y in STATISTICS)
-            units = UnitParameters(slopes, None, None, *(statistics if name == "dice" else ()))
+            mean, variance = (
+                [torch.full_like(x, y, dtype=torch.float32) for x in slopes] for y in STATISTICS
+            )
+            statistics = dict(running_means=mean, running_vars=variance) if name == "dice" else {}
+            units = UnitParameters(slopes, **statistics)
 
         def forward(x: dict[str, Tensor]) -> Tensor:
             weights, biases = ([x[f"{kind}{n}"] for n in "123"] for kind in "wb")
