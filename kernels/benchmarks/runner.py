@@ -5,8 +5,8 @@ For each case, the runner
 
 1. builds every implementation, calls it once (compilation), fills its outputs with NaN and frees
    them, calls it again and compares output and gradients with a float64 reference on the sampled
-   rows; a wrong implementation is not timed;
-2. measures the implementations in turn (``PROTOCOL`` in protocol.py);
+   rows; a wrong implementation is not timed; prints the times of a first round;
+2. measures the implementations in turn in the other rounds (``PROTOCOL`` in protocol.py);
 3. saves the results, so that a killed run keeps every case it finished.
 """
 
@@ -405,33 +405,51 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
         if implementation_filter.search(name)
     }
     rows = {name: {**blank, "implementation": name} for name in chosen}
-    ready = {
-        name: build_and_check(build, rows[name], expected, bounds, protocol.device)
-        for name, build in chosen.items()
-    }
+    ready: dict[str, dict[str, Implementation]] = {}
+    # The first round follows the check of each: what is slow to compile holds up none before it.
+    for name, build in chosen.items():
+        ready[name] = build_and_check(build, rows[name], expected, bounds, protocol.device)
+        if case.timed and protocol.rounds:
+            measure_round(case, protocol, ready[name], rows[name])
+            tqdm.write(progress(rows[name]), file=sys.stderr)
     del expected
-
-    for number in range(protocol.rounds if case.timed else 0):
+    for number in range(1, protocol.rounds if case.timed else 0):
         for name in list(ready)[:: -1 if number % 2 else 1]:
-            try:
-                for checked, implementation in ready[name].items():
-                    key = checked.removeprefix("forward_") if case.backward_alone else checked
-                    ms, host_ms = measure_ms(implementation.measured_call(key), protocol, case.wall)
-                    rows[name].setdefault(f"{key}_rounds_ms", []).append(ms)
-                    if host_ms is not None:
-                        rows[name].setdefault(f"{key}_host_rounds_ms", []).append(host_ms)
-            except Exception as error:  # noqa: BLE001 any exception is reported in its row
-                rows[name] |= failure(error, "timing")
-                del ready[name]
-    baseline = rows[setup.baseline] if setup.baseline in ready else {}
+            measure_round(case, protocol, ready[name], rows[name])
+    baseline = rows[setup.baseline] if ready.get(setup.baseline) else {}
     for name, checked in ready.items():
-        derive(
-            rows[name],
-            setup,
-            baseline,
-            all(implementation.whole for implementation in checked.values()),
-        )
+        if checked:
+            whole = all(implementation.whole for implementation in checked.values())
+            derive(rows[name], setup, baseline, whole)
     return list(rows.values())
+
+
+def measure_round(
+    case: Case, protocol: Protocol, checked: dict[str, Implementation], row: dict
+) -> None:
+    """Adds a round of the passes to the row. Empties ``checked`` if one fails."""
+    try:
+        for name, implementation in checked.items():
+            key = name.removeprefix("forward_") if case.backward_alone else name
+            ms, host_ms = measure_ms(implementation.measured_call(key), protocol, case.wall)
+            row.setdefault(f"{key}_rounds_ms", []).append(ms)
+            if host_ms is not None:
+                row.setdefault(f"{key}_host_rounds_ms", []).append(host_ms)
+    except Exception as error:  # noqa: BLE001 any exception is reported in its row
+        row |= failure(error, "timing")
+        checked.clear()
+
+
+def progress(row: dict) -> str:
+    """A line about the first round."""
+    times = {
+        key.removesuffix("_rounds_ms").replace("_", "+"): f"{report.number(value[0])} ms"
+        for key, value in row.items()
+        if key.endswith("_rounds_ms") and "_host_" not in key
+    }
+    status = [row["status"]] if row["status"] != "ok" else []
+    found = [*(f"{key} {value}" for key, value in times.items()), *status]
+    return f"{row['case']}: {row['implementation']}: {', '.join(found)}"
 
 
 def derive(row: dict, setup: Setup, baseline: dict, whole: bool) -> None:

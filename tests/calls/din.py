@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from unittest import mock
-
 import accuracy
 import torch
 from din_problem import Problem, roundings_of_kernels
 from torch import Tensor
 
-from jagged_modules import reference
-
 from .attention import candidate_index
 from .maker import Call, Maker
-
-KINKED = ("relu", "prelu")  # their derivatives jump
 
 
 def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
@@ -51,13 +44,12 @@ def din_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         host = {key: x.detach().cpu() for key, x in (inputs | fixed).items()}
         case = problem(host, users.cpu(), torch.tensor([0, *keys]).cumsum(0))
         do = gradients["out"].cpu()
-        with roundings_of_kernels(width):
+        with roundings_of_kernels(case):
             bounds = accuracy.definition(case.definition, host, do, samples=32)
-        bounds = {x: bounds[x] for x in ("out", *(f"d{x}" for x in inputs))}
-        if name in KINKED and _is_near_a_kink(case, host, do.dtype):
-            bounds |= {x: _any_number(y) for x, y in bounds.items() if x != "out"}
         device = gradients["out"].device
-        return {x: y.map(lambda z: z.to(device)) for x, y in bounds.items()}
+        return {
+            x: bounds[x].map(lambda z: z.to(device)) for x in ("out", *(f"d{x}" for x in inputs))
+        }
 
     segments = dict(q=users, out=users) | dict.fromkeys("kv", make.segments(keys))
     if o["activation"] == "dice":  # its statistics are those of all pairs
@@ -82,25 +74,3 @@ def _mlp(make: Maker, o: dict) -> tuple[dict[str, Tensor], dict[str, list[Tensor
         return parameters, {}
     means = [make.values(size, factor=0.3).float() for size in hidden]
     return parameters, dict(running_means=means, running_vars=[x.exp() for x in means])
-
-
-def _is_near_a_kink(case: Problem, tensors: dict[str, Tensor], dtype: torch.dtype) -> bool:
-    """Whether rounding may move a hidden unit of a pair over 0, where the derivative jumps."""
-    found, function = [], reference.unit_activation
-
-    def unit_activation(z: Tensor, *others) -> Tensor:
-        found.append(
-            bool((z.abs() <= 64 * torch.finfo(dtype).eps * z.abs().max()).any())
-            if z.numel()
-            else False
-        )
-        return function(z, *others)
-
-    with mock.patch.object(reference, "unit_activation", unit_activation):
-        case.definition(*(x.double() for x in tensors.values()))
-    return any(found)
-
-
-def _any_number(bound: accuracy.Bound) -> accuracy.Bound:
-    unbounded = torch.full_like(bound.value, math.inf)
-    return bound._replace(error=unbounded, rms=unbounded)

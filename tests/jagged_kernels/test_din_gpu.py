@@ -11,7 +11,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 SEGMENTS = dict(
     candidates=[0, 3, 1, 3, 0] + [4] * 35 + [6] * 3, lengths=[1, 64, 3, 65, 128, 0, 300]
 )
-CROWDED = dict(candidates=[1, 0] * 40, lengths=[65, 128])
 DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 
 
@@ -20,9 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 def test_activations(check_din, activation, dtype):
     normalize = "softmax" if dtype == FP16 else None
     options = dict(width=64, v_width=None, hidden=(80, 40), normalize=normalize)
-    # In 16 bits a z near the kink may have either slope: a bound knows how often in sums of many.
-    kinked = activation in ("relu", "prelu") and dtype != FP32
-    check_din(activation, dtype, "cuda", **options, **(CROWDED if kinked else SEGMENTS))
+    check_din(activation, dtype, "cuda", **options, **SEGMENTS)
 
 
 @DTYPES

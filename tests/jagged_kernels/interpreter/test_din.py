@@ -19,7 +19,7 @@ def test_forward_and_gradients(check_din, activation, normalize):
     check_din(activation, FP32, "cpu", normalize=normalize, width=10, **SEGMENTS)
 
 
-@slow_after(1, "activation", ["sigmoid", "dice"])
+@slow_after(2, "activation", ["sigmoid", "prelu", "dice", "relu"])
 def test_half_precision(check_din, activation):
     check_din(activation, FP16, "cpu", width=16, v_width=None, hidden=(40, 36), **SEGMENTS)
 
