@@ -43,6 +43,15 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     )
 
 
+def table_by_gpu(header: list[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table whose rows end with a cell for each GPU. GPUs with equal cells share a column."""
+    columns = list(zip(*rows))
+    labels, shared = columns[: len(header)], {}
+    for name, column in zip(GPU_COLUMNS, columns[len(header) :]):
+        shared.setdefault(column, []).append(name)
+    return table([*header, *map(", ".join, shared.values())], zip(*labels, *shared))
+
+
 def _rows(queries: int, keys: int, segments: int = 64) -> dict[str, int]:
     """Segments of so many rows."""
     sizes = dict(q_rows=segments * queries, kv_rows=segments * keys)
@@ -109,7 +118,7 @@ and the other kernels take longer segments.
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
-{table(["dtype", "head dim", *GPU_COLUMNS], by_gpu)}
+{table_by_gpu(["dtype", "head dim"], by_gpu)}
 
 On an H100, bf16, head dim 128:
 
@@ -172,7 +181,7 @@ kernels of jagged attention run, with a segment for each block.
 
 Blocks of 64 rows, no rotary, as many key heads as query heads:
 
-{table(["dtype", "head dim", *GPU_COLUMNS], by_gpu)}
+{table_by_gpu(["dtype", "head dim"], by_gpu)}
 
 On an H100, bf16, head dim 128:
 
@@ -246,7 +255,7 @@ def linear_compress() -> str:
 `linear_compress/hopper.py`, "triton": `linear_compress/triton_kernels.py`) and its largest tiles, M
 × N × K.
 
-{table(["dtype", "N", *GPU_COLUMNS], by_gpu)}
+{table_by_gpu(["dtype", "N"], by_gpu)}
 
 On an H100, bf16, N = 256:
 
@@ -257,7 +266,7 @@ the GPU has multiprocessors, or with `jm.batch_invariant`; else cuBLAS, also in 
 backward, cuBLAS computes the embeddings' gradients, and "triton" with `jm.batch_invariant`. The
 Triton GEMM for a weight's gradient `[M, K]` has tiles of M × K, and sums over N in blocks:
 
-{table(["dtype", "M × K", *GPU_COLUMNS], gradients)}
+{table_by_gpu(["dtype", "M × K"], gradients)}
 """
 
 
