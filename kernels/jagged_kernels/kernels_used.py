@@ -17,7 +17,7 @@ import torch
 
 from .attention.select import AttentionProblem, Selection, select
 from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
-from .din.configs import GROUP, din_config, pieces
+from .din.configs import GROUP, din_config
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
 from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, rows_config
@@ -82,9 +82,7 @@ def attention() -> str:
         "head dim 36, no multiple of 8": dict(head_dim=36, v_dim=36),
         "head dim 64, value head dim 128": dict(head_dim=64),
         "rows that do not begin at 16-byte boundaries": dict(misaligned=("q",)),
-        "segments of 25 by 25 rows": _rows(25, 25),
         "segments of 10 by 200 rows": _rows(10, 200),
-        "segments of 1 by 200 rows": _rows(1, 200),
         "1024 segments of 10 by 300 rows, 4 heads": _rows(10, 300, 1024) | four_heads,
         "4096 segments of 5 by 20 rows, 4 heads": _rows(5, 20, 4096) | four_heads,
         "2048 segments of 55 rows, 4 heads, self-attention": (
@@ -92,15 +90,12 @@ def attention() -> str:
         ),
         "segments of 25 by 25 rows, batch-invariant": _rows(25, 25) | dict(batch_invariant=True),
         'activation "gelu_taylor"': dict(activation="gelu_taylor"),
-        'activation "gelu"': dict(activation="gelu"),
-        'activation "gelu", head dim 64': dict(activation="gelu", head_dim=64, v_dim=64),
         "a mask": dict(masked=True),
         "dropout of weights": dict(dropout=True),
         "segments of 4096 rows": _rows(4096, 4096),
         "segments of 4096 rows, head dim 64, causal": (
             _rows(4096, 4096) | dict(head_dim=64, v_dim=64, masked=True, causal=True)
         ),
-        'implementation="triton"': dict(implementation="triton"),
     }
     on_h100 = [
         [case, _kernels(select(AttentionProblem(**(h100 | change))))]
@@ -166,10 +161,7 @@ def block_attention() -> str:
         "head dim 36, no multiple of 8": dict(head_dim=36),
         "rows that do not begin at 16-byte boundaries": dict(aligned=False),
         "two query heads per key head": dict(num_kv_heads=2),
-        "blocks of 16 rows": dict(block_size=16),
-        "blocks of 128 rows": dict(block_size=128),
         "blocks of 128 rows, head dim 256": dict(block_size=128, head_dim=256),
-        'implementation="triton"': dict(implementation="triton"),
     }
     on_h100 = [[case, _block_kernels(problem, **change)] for case, change in cases.items()]
     return f"""## Block attention
@@ -231,10 +223,8 @@ def linear_compress() -> str:
     cases = {
         "as above": {},
         "N = 250, no multiple of 8": dict(n=250),
-        "N = 64": dict(n=64),
         'N = 64, implementation="hopper"': dict(n=64, implementation="hopper"),
         "embeddings whose rows do not begin at 16-byte boundaries": dict(aligned=False),
-        'implementation="triton"': dict(implementation="triton"),
     }
     on_h100 = [[case, _gemm(problem, **change)] for case, change in cases.items()]
     gradients = [
@@ -375,17 +365,12 @@ def din() -> str:
         for dtype, kind in DTYPES.items()
         for name, kernel in kernels.items()
     ]
-    units = [[str(n), " + ".join(str(size) for _, size in pieces(n))] for n in (16, 40, 80, 200)]
     return f"""## DIN's attention
 
 `jagged_kernels.din.configs` decides, alike for all GPUs. There is one backend, `din/triton_*.py`.
 Events of a block, and warps. A program of the forward has {GROUP} candidates.
 
 {table(["dtype", "kernel", *sizes], rows)}
-
-A hidden layer's units are computed in pieces:
-
-{table(["units", "pieces"], units)}
 """
 
 
