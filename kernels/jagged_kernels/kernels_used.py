@@ -103,13 +103,10 @@ def attention() -> str:
     ]
     return f"""## Attention
 
-`jagged_kernels.attention.select` decides. A cell names the kernels ("hopper":
-`attention/hopper/`, "triton": `attention/triton_*.py`) and their tiles: rows of a tile ×
-rows of the blocks that it loops over, for the forward, for dq, and for dk and dv. One kernel for
-all three gradients has one entry. If segments with few queries have such a kernel beside the
-others, its entry follows the forward's. "packed": segments of at most 64 queries and 64 keys share
-tiles (`attention/triton_packed.py`) in the forward and in the backward, or in the backward alone,
-and the other kernels take longer segments.
+`jagged_kernels.attention.select` decides. A cell has the kernels ("hopper": `attention/hopper/`,
+"triton": `attention/triton_*.py`) and their tiles, rows × rows of the blocks, for the forward, dq,
+and dk and dv. One kernel for all three gradients has one entry; that of segments with few queries
+follows the forward's. "packed": short segments share tiles (`attention/triton_packed.py`).
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
@@ -166,10 +163,9 @@ def block_attention() -> str:
     on_h100 = [[case, _block_kernels(problem, **change)] for case, change in cases.items()]
     return f"""## Block attention
 
-`jagged_kernels.block_attention.select` decides. A cell names the kernels ("hopper":
-`block_attention/hopper.py`, "triton": `block_attention/triton_kernels.py`) and their tiles, rows ×
-columns, for the forward and for the backward. "attention": shared memory is too small, so the
-kernels of jagged attention run, with a segment for each block.
+`jagged_kernels.block_attention.select` decides. Tiles are rows × columns, for the forward and the
+backward. "attention": shared memory is too small, so jagged attention runs, with a segment for each
+block.
 
 Blocks of 64 rows, no rotary, as many key heads as query heads:
 
@@ -241,9 +237,7 @@ def linear_compress() -> str:
     ]
     return f"""## Linear compression
 
-`jagged_kernels.linear_compress.select` decides. A cell names the forward's kernel ("hopper":
-`linear_compress/hopper.py`, "triton": `linear_compress/triton_kernels.py`) and its largest tiles, M
-× N × K.
+`jagged_kernels.linear_compress.select` decides. The forward's largest tiles are M × N × K.
 
 {table_by_gpu(["dtype", "N"], by_gpu)}
 
@@ -294,9 +288,8 @@ def matmul() -> str:
     ]
     return f"""## Jagged matrix multiplications
 
-`jagged_kernels.matmul.configs` decides. There is one backend, `matmul/triton_kernels.py`. Tiles, M
-× N × K, on an H100, by feature dimension. "fp32 with tf32": after
-`torch.set_float32_matmul_precision("high")`.
+`jagged_kernels.matmul.configs` decides. Tiles, M × N × K, on an H100, by feature dimension. "fp32
+with tf32": after `torch.set_float32_matmul_precision("high")`.
 
 {table(["operator", "dtype", "16", "64", "128", "256"], rows)}
 """
@@ -316,9 +309,8 @@ def softmax() -> str:
     over_rows, over_columns = (jagged2_softmax_config(columns) for columns in (False, True))
     return f"""## Jagged softmax
 
-`jagged_kernels.softmax.configs` decides, alike for all GPUs. There is one backend,
-`softmax/triton_kernels.py`. Tiles of `jagged_softmax`, rows of a segment × columns, by the number
-of columns:
+`jagged_kernels.softmax.configs` decides, alike for all GPUs. Tiles of `jagged_softmax`, rows of a
+segment × columns, by the number of columns:
 
 {table(["dtype", "1", "16", "32", "64"], rows)}
 
@@ -343,9 +335,8 @@ def rows() -> str:
     lines.append(["activation", *(_row_tile(activation_config(width)) for width in widths)])
     return f"""## Rows
 
-`jagged_kernels.rows.configs` decides, alike for all GPUs and dtypes. There is one backend,
-`rows/triton_kernels.py` and, of activations, `rows/activation_kernels.py`. Rows × columns of a
-tile, and warps, by the number of columns of a group:
+`jagged_kernels.rows.configs` decides, alike for all GPUs and dtypes. Rows × columns of a tile, and
+warps, by the number of columns of a group:
 
 {table(["kernel", *map(str, widths)], lines)}
 """
@@ -367,8 +358,7 @@ def din() -> str:
     ]
     return f"""## DIN's attention
 
-`jagged_kernels.din.configs` decides, alike for all GPUs. There is one backend, `din/triton_*.py`.
-Events of a block, and warps. A program of the forward has {GROUP} candidates.
+`jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A program of the forward has {GROUP} candidates.
 
 {table(["dtype", "kernel", *sizes], rows)}
 """
