@@ -35,9 +35,18 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "docs/_build", "build", "dist", "runs", "**/runs"]
 html_theme = "furo"
-html_title = "jagged-modules"
+html_title = f"jagged-modules {release}"
 html_static_path, html_css_files = ["static"], ["site.css"]
 html_baseurl = os.environ.get("DOCS_URL", "").rstrip("/")  # where a workflow publishes the site
+if html_baseurl:  # links to torch's types need the internet when the site is built
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable/", None)}
+if os.environ.get("GITHUB_REPOSITORY"):  # as in setup.py: workflows set it
+    html_theme_options = {
+        "source_repository": f"https://github.com/{os.environ['GITHUB_REPOSITORY']}/",
+        "source_branch": "main",
+        "source_directory": "",
+    }
 # A server shows 404.html in place of a page in any folder, so its links are absolute.
 templates_path, html_additional_pages, html_context = (
     ["templates"],

@@ -95,5 +95,6 @@ def dtype_table() -> str:
         functions = ", ".join(
             f"`{function}`" for function, taken in DTYPES.items() if taken == dtypes
         )
-        lines.append(f"| {functions} | {names(dtypes[0])} | {names(dtypes[1])} |")
+        on_cuda = "the same" if dtypes[1] == dtypes[0] else names(dtypes[1])
+        lines.append(f"| {functions} | {names(dtypes[0])} | {on_cuda} |")
     return "\n".join(lines)

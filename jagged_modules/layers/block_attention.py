@@ -22,12 +22,14 @@ from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_rows
+from .keywords import name_keywords
 from .one_node import in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 
 C = TypeVar("C")  # a container
 
 
+@name_keywords
 class BlockDiagonalSelfAttention(nn.Module):
     """Multi-head softmax attention within blocks of rows, with rotary positions. Blocks are counted
     from the start of each segment.

@@ -23,12 +23,14 @@ from ..tracing import call_of, one_module, through_call
 from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
 from .cached_projections import layer_of_cache
 from .din_weights import read_mlp
+from .keywords import name_keywords
 from .parameters import check_parameter_dtype, reset_all
 from .targets import Targets, parse_targets
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
+@name_keywords
 class JaggedDINAttention(nn.Module):
     """Target attention of DIN (Zhou et al. 2018, arXiv:1706.06978): the weight of each event is an
     MLP's score of the features of target and event. No tensor has a row for each pair.

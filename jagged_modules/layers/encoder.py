@@ -31,6 +31,7 @@ from .from_torch import (
 )
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
+from .keywords import name_keywords
 from .norms import RMSNorm, RowNorm
 from .parameters import check_parameter_dtype, reset_all
 
@@ -47,6 +48,7 @@ TORCH_ACTIVATIONS = {
 ACTIVATIONS = (*TORCH_ACTIVATIONS, "leaky_relu", "swiglu")
 
 
+@name_keywords
 class JaggedEncoderLayer(nn.Module):
     """A transformer encoder layer: softmax self-attention within each segment, then a feed-forward
     network of each row, both with a residual and a norm.

@@ -29,6 +29,7 @@ from .from_torch import checked_attention, load_attention, place
 from .gdpa_config import GDPAConfig
 from .gdpa_node import Sides, gdpa_dtype, gdpa_node
 from .invariant import fixed_rows
+from .keywords import name_keywords
 from .layer_bias import check_layer_bias
 from .norms import RMSNorm
 from .one_node import cast_linears, in_training
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 C = TypeVar("C")  # a container
 
 
+@name_keywords
 class JaggedGDPA(nn.Module):
     """Generalised dot-product attention within each segment: any activation may replace softmax. It
     adds no norm and no residual.

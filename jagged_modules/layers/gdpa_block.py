@@ -17,12 +17,14 @@ from ..tracing import call_of, one_module
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
 from .gdpa_node import gdpa_dtype, gdpa_node
+from .keywords import name_keywords
 from .norms import RMSNorm
 from .parameters import reset_all
 
 C = TypeVar("C")  # a container
 
 
+@name_keywords
 class GDPABlock(nn.Module):
     """A residual block: x + JaggedGDPA(RMSNorm(x), context).
 

@@ -32,6 +32,7 @@ from .hstu_config import (
 from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
 from .hstu_rows import Keys, Rows, joined, updated_container
 from .invariant import fixed_rows
+from .keywords import name_keywords
 from .norms import NORM_KINDS, make_norm
 from .one_node import cast_linears, in_training
 from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
@@ -40,6 +41,7 @@ C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
 
+@name_keywords
 class HSTULayer(nn.Module):
     """One layer of an HSTU (Zhai et al. 2024, arXiv:2402.17152), as implemented in Meta's
     generative-recommenders.

@@ -23,11 +23,13 @@ from .hstu_config import (
     check_times,
     rows_seen_by_targets,
 )
+from .keywords import name_keywords
 from .parameters import reset_all
 
 C = TypeVar("C")  # a container
 
 
+@name_keywords
 class HSTUStack(nn.Module):
     """A sequence of `HSTULayer`s.
 

@@ -23,6 +23,7 @@ from ..scalars import check_size
 from ..tracing import call_of, one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
+from .keywords import name_keywords
 from .one_node import in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .self_target_node import self_target_node
@@ -32,6 +33,7 @@ C = TypeVar("C")  # the container of the history
 T = TypeVar("T")  # the container of the targets
 
 
+@name_keywords
 class JaggedSelfTargetAttention(nn.Module):
     """Multi-head softmax attention of each event of a history to the whole history, and of targets
     to the same history.

@@ -25,6 +25,7 @@ from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .cached_projections import layer_of_cache, projected_in_heads
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
+from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .target_node import target_node
@@ -37,6 +38,7 @@ Projection = Callable[[Tensor], Tensor]
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
+@name_keywords
 class JaggedTargetAttention(nn.Module):
     """Multi-head softmax attention of targets (queries) to each user's history (keys and values).
 

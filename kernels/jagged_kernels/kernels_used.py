@@ -17,7 +17,7 @@ import torch
 
 from .attention.select import AttentionProblem, Selection, select
 from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
-from .din.configs import GROUP, din_config, pieces
+from .din.configs import GROUP, din_config
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
 from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, rows_config
@@ -41,6 +41,15 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(
         "| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)
     )
+
+
+def table_by_gpu(header: list[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table whose rows end with a cell for each GPU. GPUs with equal cells share a column."""
+    columns = list(zip(*rows))
+    labels, shared = columns[: len(header)], {}
+    for name, column in zip(GPU_COLUMNS, columns[len(header) :]):
+        shared.setdefault(column, []).append(name)
+    return table([*header, *map(", ".join, shared.values())], zip(*labels, *shared))
 
 
 def _rows(queries: int, keys: int, segments: int = 64) -> dict[str, int]:
@@ -73,9 +82,7 @@ def attention() -> str:
         "head dim 36, no multiple of 8": dict(head_dim=36, v_dim=36),
         "head dim 64, value head dim 128": dict(head_dim=64),
         "rows that do not begin at 16-byte boundaries": dict(misaligned=("q",)),
-        "segments of 25 by 25 rows": _rows(25, 25),
         "segments of 10 by 200 rows": _rows(10, 200),
-        "segments of 1 by 200 rows": _rows(1, 200),
         "1024 segments of 10 by 300 rows, 4 heads": _rows(10, 300, 1024) | four_heads,
         "4096 segments of 5 by 20 rows, 4 heads": _rows(5, 20, 4096) | four_heads,
         "2048 segments of 55 rows, 4 heads, self-attention": (
@@ -83,15 +90,12 @@ def attention() -> str:
         ),
         "segments of 25 by 25 rows, batch-invariant": _rows(25, 25) | dict(batch_invariant=True),
         'activation "gelu_taylor"': dict(activation="gelu_taylor"),
-        'activation "gelu"': dict(activation="gelu"),
-        'activation "gelu", head dim 64': dict(activation="gelu", head_dim=64, v_dim=64),
         "a mask": dict(masked=True),
         "dropout of weights": dict(dropout=True),
         "segments of 4096 rows": _rows(4096, 4096),
         "segments of 4096 rows, head dim 64, causal": (
             _rows(4096, 4096) | dict(head_dim=64, v_dim=64, masked=True, causal=True)
         ),
-        'implementation="triton"': dict(implementation="triton"),
     }
     on_h100 = [
         [case, _kernels(select(AttentionProblem(**(h100 | change))))]
@@ -99,17 +103,14 @@ def attention() -> str:
     ]
     return f"""## Attention
 
-`jagged_kernels.attention.select` decides. A cell names the kernels ("hopper":
-`attention/hopper/`, "triton": `attention/triton_*.py`) and their tiles: rows of a tile ×
-rows of the blocks that it loops over, for the forward, for dq, and for dk and dv. One kernel for
-all three gradients has one entry. If segments with few queries have such a kernel beside the
-others, its entry follows the forward's. "packed": segments of at most 64 queries and 64 keys share
-tiles (`attention/triton_packed.py`) in the forward and in the backward, or in the backward alone,
-and the other kernels take longer segments.
+`jagged_kernels.attention.select` decides. A cell has the kernels ("hopper": `attention/hopper/`,
+"triton": `attention/triton_*.py`) and their tiles, rows × rows of the blocks, for the forward, dq,
+and dk and dv. One kernel for all three gradients has one entry; that of segments with few queries
+follows the forward's. "packed": short segments share tiles (`attention/triton_packed.py`).
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
-{table(["dtype", "head dim", *GPU_COLUMNS], by_gpu)}
+{table_by_gpu(["dtype", "head dim"], by_gpu)}
 
 On an H100, bf16, head dim 128:
 
@@ -157,22 +158,18 @@ def block_attention() -> str:
         "head dim 36, no multiple of 8": dict(head_dim=36),
         "rows that do not begin at 16-byte boundaries": dict(aligned=False),
         "two query heads per key head": dict(num_kv_heads=2),
-        "blocks of 16 rows": dict(block_size=16),
-        "blocks of 128 rows": dict(block_size=128),
         "blocks of 128 rows, head dim 256": dict(block_size=128, head_dim=256),
-        'implementation="triton"': dict(implementation="triton"),
     }
     on_h100 = [[case, _block_kernels(problem, **change)] for case, change in cases.items()]
     return f"""## Block attention
 
-`jagged_kernels.block_attention.select` decides. A cell names the kernels ("hopper":
-`block_attention/hopper.py`, "triton": `block_attention/triton_kernels.py`) and their tiles, rows ×
-columns, for the forward and for the backward. "attention": shared memory is too small, so the
-kernels of jagged attention run, with a segment for each block.
+`jagged_kernels.block_attention.select` decides. Tiles are rows × columns, for the forward and the
+backward. "attention": shared memory is too small, so jagged attention runs, with a segment for each
+block.
 
 Blocks of 64 rows, no rotary, as many key heads as query heads:
 
-{table(["dtype", "head dim", *GPU_COLUMNS], by_gpu)}
+{table_by_gpu(["dtype", "head dim"], by_gpu)}
 
 On an H100, bf16, head dim 128:
 
@@ -222,10 +219,8 @@ def linear_compress() -> str:
     cases = {
         "as above": {},
         "N = 250, no multiple of 8": dict(n=250),
-        "N = 64": dict(n=64),
         'N = 64, implementation="hopper"': dict(n=64, implementation="hopper"),
         "embeddings whose rows do not begin at 16-byte boundaries": dict(aligned=False),
-        'implementation="triton"': dict(implementation="triton"),
     }
     on_h100 = [[case, _gemm(problem, **change)] for case, change in cases.items()]
     gradients = [
@@ -242,11 +237,9 @@ def linear_compress() -> str:
     ]
     return f"""## Linear compression
 
-`jagged_kernels.linear_compress.select` decides. A cell names the forward's kernel ("hopper":
-`linear_compress/hopper.py`, "triton": `linear_compress/triton_kernels.py`) and its largest tiles, M
-× N × K.
+`jagged_kernels.linear_compress.select` decides. The forward's largest tiles are M × N × K.
 
-{table(["dtype", "N", *GPU_COLUMNS], by_gpu)}
+{table_by_gpu(["dtype", "N"], by_gpu)}
 
 On an H100, bf16, N = 256:
 
@@ -257,7 +250,7 @@ the GPU has multiprocessors, or with `jm.batch_invariant`; else cuBLAS, also in 
 backward, cuBLAS computes the embeddings' gradients, and "triton" with `jm.batch_invariant`. The
 Triton GEMM for a weight's gradient `[M, K]` has tiles of M × K, and sums over N in blocks:
 
-{table(["dtype", "M × K", *GPU_COLUMNS], gradients)}
+{table_by_gpu(["dtype", "M × K"], gradients)}
 """
 
 
@@ -295,9 +288,8 @@ def matmul() -> str:
     ]
     return f"""## Jagged matrix multiplications
 
-`jagged_kernels.matmul.configs` decides. There is one backend, `matmul/triton_kernels.py`. Tiles, M
-× N × K, on an H100, by feature dimension. "fp32 with tf32": after
-`torch.set_float32_matmul_precision("high")`.
+`jagged_kernels.matmul.configs` decides. Tiles, M × N × K, on an H100, by feature dimension. "fp32
+with tf32": after `torch.set_float32_matmul_precision("high")`.
 
 {table(["operator", "dtype", "16", "64", "128", "256"], rows)}
 """
@@ -317,9 +309,8 @@ def softmax() -> str:
     over_rows, over_columns = (jagged2_softmax_config(columns) for columns in (False, True))
     return f"""## Jagged softmax
 
-`jagged_kernels.softmax.configs` decides, alike for all GPUs. There is one backend,
-`softmax/triton_kernels.py`. Tiles of `jagged_softmax`, rows of a segment × columns, by the number
-of columns:
+`jagged_kernels.softmax.configs` decides, alike for all GPUs. Tiles of `jagged_softmax`, rows of a
+segment × columns, by the number of columns:
 
 {table(["dtype", "1", "16", "32", "64"], rows)}
 
@@ -344,9 +335,8 @@ def rows() -> str:
     lines.append(["activation", *(_row_tile(activation_config(width)) for width in widths)])
     return f"""## Rows
 
-`jagged_kernels.rows.configs` decides, alike for all GPUs and dtypes. There is one backend,
-`rows/triton_kernels.py` and, of activations, `rows/activation_kernels.py`. Rows × columns of a
-tile, and warps, by the number of columns of a group:
+`jagged_kernels.rows.configs` decides, alike for all GPUs and dtypes. Rows × columns of a tile, and
+warps, by the number of columns of a group:
 
 {table(["kernel", *map(str, widths)], lines)}
 """
@@ -366,17 +356,11 @@ def din() -> str:
         for dtype, kind in DTYPES.items()
         for name, kernel in kernels.items()
     ]
-    units = [[str(n), " + ".join(str(size) for _, size in pieces(n))] for n in (16, 40, 80, 200)]
     return f"""## DIN's attention
 
-`jagged_kernels.din.configs` decides, alike for all GPUs. There is one backend, `din/triton_*.py`.
-Events of a block, and warps. A program of the forward has {GROUP} candidates.
+`jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A program of the forward has {GROUP} candidates.
 
 {table(["dtype", "kernel", *sizes], rows)}
-
-A hidden layer's units are computed in pieces:
-
-{table(["units", "pieces"], units)}
 """
 
 

@@ -40,7 +40,7 @@ class Note(NamedTuple):
     message: str = ""
 
 
-SAME = "Results and gradients equal those of the plain layer."
+SAME = "Results and gradients are the same."
 SAME_PARAMETERS = (
     "Results and parameters after three steps equal those of the unsharded model on the batches of"
     " both."
@@ -156,9 +156,9 @@ FEATURES = {  # by the file of their tests
         Feature(
             "DDP, unused parameters",
             "`find_unused_parameters=True`, the model's result in a `jm.Jagged`, and"
-            " `static_graph=True`, in a JaggedTensor. With `find_unused_parameters` DDP does not"
-            " look into TorchRec's containers, and the backward says that a variable is marked"
-            " ready twice: return `jm.Jagged.wrap(out)`, or the values.",
+            " `static_graph=True`, in a JaggedTensor. With the former DDP does not look into"
+            " TorchRec's containers (a variable is marked ready twice): return"
+            " `jm.Jagged.wrap(out)`.",
         ),
         Feature("FSDP2", "`fully_shard` of the layer and of the model. Gradients are the mean."),
         Feature(
@@ -166,8 +166,7 @@ FEATURES = {  # by the file of their tests
             "`parallelize_module` shards each Linear's weight:"
             " `ColwiseParallel(output_layouts=Replicate())`, and for each `out_proj`"
             f" `RowwiseParallel(input_layouts=Replicate())`. {SAME} Columns that are not gathered"
-            " are an error, because no shard of a packed projection, such as that of keys and"
-            " values, has whole heads.",
+            " are an error.",
         ),
         Feature(
             "torch.distributed.checkpoint",
@@ -199,12 +198,7 @@ FEATURES = {  # by the file of their tests
             "Row-wise tables in two processes. Results equal those of the unsharded model.",
         ),
         *(
-            Feature(
-                name,
-                "Row-wise tables in one process on a GPU, because it needs CUDA streams. Checked in"
-                " the same way.",
-                gpu=True,
-            )
+            Feature(name, "The same, in one process on a GPU.", gpu=True)
             for name in (
                 "TrainPipelineFusedSparseDist",
                 "TrainPipelineSemiSync",
@@ -330,9 +324,8 @@ def document() -> str:
 
 What works with {", ".join(f"`{layer}`" for layer in layers)}.
 
-Each row has a test, in the linked file, which runs for all of these layers. "yes": it works, on the CPU too. "GPU": it works, and needs a
-GPU, as its test does. "no": it does not work, and the test checks the error. A layer is named where it
-differs from most. Numbers in brackets refer to the notes.
+Each row has a test, in the linked file, for all of these layers. "GPU": it works, and needs one, as its test does. "no": the test checks the
+error. A layer is named where it differs from most. Numbers in brackets refer to the notes.
 
 {table(["feature", "works", "what the test checks"], rows)}
 

@@ -24,10 +24,7 @@ def test_the_page_is_up_to_date():
             ),
         ),
         ("DIN's attention", "| fp16, bf16 | forward | 64, 4 | 64, 4 | 64, 8 |"),
-        (
-            "Linear compression",
-            "| fp16, bf16 | 128 | triton 128×128×32 | triton 128×128×32 | hopper 192×128×64 | ",
-        ),
+        ("Linear compression", "| fp16, bf16 | 128 | triton 128×128×32 | hopper 192×128×64 | "),
         (
             "Jagged matrix multiplications",
             "| `jagged_jagged_bmm` | fp16, bf16 | 16×16×64 | 64×64×64 | 128×128×32 | 128×128×32 |",

@@ -314,7 +314,7 @@ def one_pass_is_faster(p: AttentionProblem) -> bool:
 
 def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:
     """Whether large tiles of Hopper's forward are assigned dynamically.
-    docs/decisions/dynamic-tiles.md has figures.
+    docs/decisions/zigzag-schedule.md has figures.
 
     Masks with limits, time biases, and above head dim 64 pointwise activations without a mask were
     not faster. Shared operands and several query groups have not been measured. With keys in pages,

@@ -204,7 +204,7 @@ def grouping(
     needs.
 
     Key tiles of the one-pass backward are in groups with and without a mask, none in reverse order:
-    a tile waits for its predecessors. docs/decisions/tiles-in-groups.md has figures.
+    a tile waits for its predecessors. docs/decisions/zigzag-schedule.md has figures.
 
     Args:
         rows, num_heads: of the tiled side.
