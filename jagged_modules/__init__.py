@@ -22,6 +22,8 @@ from .layers.gdpa_config import GDPAConfig
 from .layers.hstu import HSTULayer
 from .layers.hstu_config import HSTUConfig
 from .layers.hstu_stack import HSTUStack
+from .layers.interformer import InterFormerConfig, JaggedInterFormer, JaggedPFFN
+from .layers.kunlun import JaggedKunlun, JaggedSeedPooling, KunlunConfig
 from .layers.linear_compress import LinearCompressEmbedding
 from .layers.mlp import JaggedMLP
 from .layers.self_target_attention import JaggedSelfTargetAttention
@@ -50,14 +52,20 @@ __all__ = [
     "HSTULayer",
     "HSTUStack",
     "HistoryCache",
+    "InterFormerConfig",
     "Jagged",
     "JaggedDINAttention",
     "JaggedEncoder",
     "JaggedEncoderLayer",
     "JaggedGDPA",
+    "JaggedInterFormer",
+    "JaggedKunlun",
     "JaggedMLP",
+    "JaggedPFFN",
+    "JaggedSeedPooling",
     "JaggedSelfTargetAttention",
     "JaggedTargetAttention",
+    "KunlunConfig",
     "LinearCompressEmbedding",
     "PagedHistoryCache",
     "PaddedComparison",

@@ -12,8 +12,8 @@ from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..containers.jagged import Jagged, check_same_segments, wrap_rows
-from ..functional.rows import jagged_concat, jagged_split, jagged_to_padded
+from ..containers.jagged import Jagged, wrap_rows
+from ..functional.rows import jagged_concat, jagged_split, rows_or_zeros
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, check_number, check_size
 from ..tracing import call_of, one_module
@@ -106,8 +106,8 @@ class JaggedPFFN(nn.Module):
         attention = self.block.attention
         rows = wrap_rows("x", x, attention.embedding_dim, attention.out_proj)
         check_features(features, rows, self.num_features, self.norm)
-        weights = self.norm(self.compress(features))
-        return rows.unwrap(self.block(_own(rows), equal_segments(weights)).values)
+        weights = equal_segments(self.norm(self.compress(features)), rows.offsets)
+        return rows.unwrap(self.block(own(rows), weights).values)
 
     if TYPE_CHECKING:
 
@@ -215,9 +215,8 @@ class JaggedInterFormer(nn.Module):
         check_kind("config", config, InterFormerConfig, "an InterFormerConfig")
         self.embedding_dim, self.num_features, self.config = embedding_dim, num_features, config
         sizes = embedding_dim, num_heads, num_features, config
-        self.layers = nn.ModuleList(
-            InterFormerLayer(*sizes, device=device, dtype=dtype) for _ in range(num_layers)
-        )
+        where: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.layers = nn.ModuleList(InterFormerLayer(*sizes, **where) for _ in range(num_layers))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of layers built on the meta
@@ -239,16 +238,13 @@ class JaggedInterFormer(nn.Module):
         Raises:
             TypeError, ValueError: as `JaggedPFFN.forward`.
         """
-        first: Any = self.layers[0]
-        rows = wrap_rows("history", history, self.embedding_dim, first.summary.attention.out_proj)
-        check_features(features, rows, self.num_features, first.summary.attention.out_proj)
-        summary = first.summarise(features)
-        tokens = equal_segments(summary)
-        values = rows.values.to(summary.dtype)
-        joined = jagged_concat([tokens.values, values], [tokens.offsets, rows.offsets])
-        state = Jagged(*joined)
-        for layer in self.layers:
-            state, features, summary = layer(state, features, summary)
+        layers: Any = self.layers
+        projection = layers[0].pool.out_proj
+        rows = wrap_rows("history", history, self.embedding_dim, projection)
+        check_features(features, rows, self.num_features, projection)
+        state = own(rows)
+        for i, layer in enumerate(layers):
+            state, features = layer(state, features, begins=i == 0)
         _, (values, _) = jagged_split(state.values, state.offsets, self.config.num_cls)
         return rows.unwrap(values), features
 
@@ -256,3 +252,160 @@ class JaggedInterFormer(nn.Module):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
+
+    def extra_repr(self) -> str:
+        return f"config={self.config}"
+
+
+class InterFormerLayer(nn.Module):
+    """A layer of `JaggedInterFormer`, whose arguments these are."""
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        num_features: int,
+        config: InterFormerConfig,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.config, cls = config, config.num_cls
+        self.compress = LinearCompressEmbedding(num_features, cls, **where)
+        self.features_gate = SelfGate(embedding_dim, **where)
+        gdpa = GDPAConfig(num_seeds=config.num_pma, dropout=config.dropout)
+        self.pool = JaggedGDPA(embedding_dim, num_heads, "softmax", config=gdpa, **where)
+        self.history_gate = SelfGate(embedding_dim, **where)
+        num_vectors = num_features + cls + config.num_pma + config.num_recent
+        self.interaction = FeatureInteraction(
+            embedding_dim, num_vectors, num_features, config.interaction_dim, config.rank, **where
+        )
+        num_weights = embedding_dim if config.num_weights is None else config.num_weights
+        gdpa = GDPAConfig(qk_norm=True, dropout=config.dropout)
+        sizes = embedding_dim, num_heads, cls, num_weights, config.activation, gdpa
+        self.pffn = JaggedPFFN(*sizes, **where)
+        mask = None
+        if config.window is not None:  # of the events alone
+            near = dict(max_attn_len=config.window, contextual_seqlen=cls, global_prefix=cls)
+            mask = AttentionMask(**near)
+        self.attention = GDPABlock(
+            embedding_dim, num_heads, "softmax", mask, GDPAConfig(dropout=config.dropout), **where
+        )
+
+    def reset_parameters(self) -> None:
+        reset_all(self.children())
+
+    def forward(self, history: Jagged, features: Tensor, begins: bool) -> tuple[Jagged, Tensor]:
+        """The new history, whose segments begin with the CLS tokens, and the new features `[B, F,
+        E]`. begins: the history does not have the CLS tokens yet."""
+        of_features = self.features_gate(self.compress(features))
+        if begins:
+            history = behind_tokens(of_features, history)
+        of_history = self.history_gate(torch.cat(self._summaries(history), 1))
+        features = self.interaction(torch.cat([features.to(of_history.dtype), of_history], 1))
+        return self.attention(self.pffn(history, of_features)), features
+
+    def _summaries(self, history: Jagged) -> list[Tensor]:
+        """CLS tokens, PMA tokens and the most recent events, each `[B, ..., E]`."""
+        config, values = self.config, history.values
+        first, ends = history.offsets[:-1, None], history.offsets[1:, None]
+
+        def tokens(index: Tensor, absent: Tensor | None) -> Tensor:
+            absent = None if absent is None else absent.flatten()
+            return rows_or_zeros(values, index.flatten(), absent).unflatten(0, index.shape)
+
+        cls = first + torch.arange(config.num_cls, device=values.device)
+        recent = ends - torch.arange(config.num_recent, 0, -1, device=values.device)
+        of_last = tokens(recent, recent < first + config.num_cls)
+        pooled = self.pool(history)
+        return [x.to(pooled.dtype) for x in (tokens(cls, None), pooled, of_last)]
+
+
+class SelfGate(nn.Module):
+    """silu(x · MLP(x)) of each vector: InterFormer's gate."""
+
+    def __init__(
+        self, embedding_dim: int, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.linear1, self.linear2 = (
+            nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype) for _ in range(2)
+        )
+
+    def reset_parameters(self) -> None:
+        reset_all(self.children())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nnf.silu(x * self.linear2(nnf.silu(self.linear1(x))))
+
+
+class FeatureInteraction(nn.Module):
+    """RMSNorm(MLP(X (W X)ᵀ) + W' X): M embeddings from the inner products of N, compressed to
+    `rank` columns, and from a linear compression, as in a layer of Wukong (arXiv:2403.02545)."""
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_embeddings: int,
+        num_outputs: int,
+        hidden: int | None,
+        rank: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.sizes, products = [rank, num_outputs], num_embeddings * rank
+        hidden = 2 * embedding_dim if hidden is None else hidden
+        self.compress = LinearCompressEmbedding(num_embeddings, sum(self.sizes), **where)
+        self.products_norm = nn.LayerNorm(products, **where)
+        self.linear1 = nn.Linear(products, hidden, **where)
+        self.linear2 = nn.Linear(hidden, num_outputs * embedding_dim, **where)
+        self.norm = RMSNorm(embedding_dim, **where)
+
+    def reset_parameters(self) -> None:
+        reset_all(self.children())
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns, shortcut = self.compress(x).split(self.sizes, 1)
+        products = self.products_norm((x @ columns.mT).flatten(1))
+        out = self.linear2(nnf.silu(self.linear1(products)))
+        return self.norm(torch.unflatten(out, 1, (self.sizes[1], -1)) + shortcut)
+
+
+def check_features(features: Tensor, rows: Jagged, count: int, projection: nn.Module) -> None:
+    """Raise unless features are `[B, count, E]` of the users of these rows."""
+    check_kind("features", features, Tensor, "a torch.Tensor [B, F, E]")
+    check_dense("features", features)
+    expected = rows.num_segments, count, rows.values.shape[1]
+    if features.shape != expected:
+        raise ValueError(
+            f"features must have shape [B, F, E] = {list(expected)}, got {list(features.shape)}"
+        )
+    check_layer_input("features", features, projection)
+
+
+def own(rows: Jagged) -> Jagged:
+    """These rows as a Jagged, whatever container they came in."""
+    return rows.with_values(rows.values)
+
+
+def equal_segments(x: Tensor, like: Tensor) -> Jagged:
+    """x `[B, N, E]` as B segments of N rows, with offsets of `like`'s dtype."""
+    count, rows = x.shape[:2]
+    offsets = torch.arange(count + 1, dtype=like.dtype, device=x.device) * rows
+    lengths = torch.full((count,), rows, device="cpu")
+    return Jagged(x.flatten(0, 1), offsets, rows, host_lengths=lengths)
+
+
+def behind_tokens(tokens: Tensor, rows: Jagged) -> Jagged:
+    """Segments that begin with the tokens `[B, N, E]` of a user, before its rows."""
+    first, lengths, longest = equal_segments(tokens, rows.offsets), rows.host_lengths, None
+    values = rows.values.to(tokens.dtype)
+    joined = jagged_concat([first.values, values], [first.offsets, rows.offsets])
+    if rows.max_seqlen is not None:
+        longest = rows.max_seqlen + tokens.shape[1]
+    return Jagged(
+        *joined, longest, host_lengths=None if lengths is None else lengths + tokens.shape[1]
+    )
