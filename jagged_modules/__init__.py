@@ -22,10 +22,12 @@ from .layers.gdpa_config import GDPAConfig
 from .layers.hstu import HSTULayer
 from .layers.hstu_config import HSTUConfig
 from .layers.hstu_stack import HSTUStack
-from .layers.interformer import InterFormerConfig, JaggedInterFormer, JaggedPFFN
-from .layers.kunlun import JaggedKunlun, JaggedSeedPooling, KunlunConfig
+from .layers.interformer import InterFormerConfig, JaggedInterFormer
+from .layers.kunlun import JaggedKunlun, KunlunConfig
 from .layers.linear_compress import LinearCompressEmbedding
 from .layers.mlp import JaggedMLP
+from .layers.pffn import JaggedPFFN
+from .layers.seed_pooling import JaggedSeedPooling
 from .layers.self_target_attention import JaggedSelfTargetAttention
 from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
