@@ -216,7 +216,7 @@ class InterFormerLayer(nn.Module):
         if begins:
             history = behind_tokens(of_features, history)
         of_history = self.history_gate(torch.cat(self._summaries(history), 1))
-        features = self.interaction(torch.cat([features.to(of_history.dtype), of_history], 1))
+        features = self.interaction(torch.cat([features, of_history], 1))
         return self.attention(self.pffn(history, of_features)), features
 
     def _summaries(self, history: Jagged) -> list[Tensor]:
@@ -231,8 +231,7 @@ class InterFormerLayer(nn.Module):
         cls = first + torch.arange(config.num_cls, device=values.device)
         recent = ends - torch.arange(config.num_recent, 0, -1, device=values.device)
         of_last = tokens(recent, recent < first + config.num_cls)
-        pooled = self.pool(history)
-        return [x.to(pooled.dtype) for x in (tokens(cls, None), pooled, of_last)]
+        return [tokens(cls, None), self.pool(history), of_last]
 
 
 class SelfGate(nn.Module):
@@ -289,9 +288,9 @@ class FeatureInteraction(nn.Module):
 
 def behind_tokens(tokens: Tensor, rows: Jagged) -> Jagged:
     """Segments that begin with the tokens `[B, N, E]` of a user, before its rows."""
-    first, lengths, longest = equal_segments(tokens, rows.offsets), rows.host_lengths, None
-    values = rows.values.to(tokens.dtype)
-    joined = jagged_concat([first.values, values], [first.offsets, rows.offsets])
+    first = equal_segments(tokens.to(rows.values.dtype), rows.offsets)
+    lengths, longest = rows.host_lengths, None
+    joined = jagged_concat([first.values, rows.values], [first.offsets, rows.offsets])
     if rows.max_seqlen is not None:
         longest = rows.max_seqlen + tokens.shape[1]
     return Jagged(

@@ -1,4 +1,5 @@
-"""JaggedKunlun: layers that alternate between a user's features and its events (Kunlun, Hou et al. 2026, arXiv:2602.10016)."""
+"""JaggedKunlun: layers that alternate between a user's features and its events (Kunlun, Hou et al.
+2026, arXiv:2602.10016)."""
 
 from __future__ import annotations
 
