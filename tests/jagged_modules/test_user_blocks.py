@@ -88,12 +88,14 @@ def reference(layer, x, *features):
     return [first, *map(torch.stack, others)]
 
 
-def step(function, layer, arguments):
-    """The results, and the gradients of inputs and parameters."""
+def step(function, layer, arguments, change=lambda x: x):
+    """The results, and the gradients of inputs and parameters, for gradients of the results that
+    are changed first."""
     leaves = [x.detach().requires_grad_() for x in arguments]
     out = function(layer, *leaves)
     torch.manual_seed(1)
-    grads = [torch.randn(x.shape, dtype=torch.float64).to(x.dtype) for x in out]
+    grads = [torch.randn(x.shape, dtype=torch.float64) for x in out]
+    grads = [change(x.float().double()).to(y) for x, y in zip(grads, out)]
     wanted = [*leaves, *layer.parameters()]
     return [*out, *torch.autograd.grad(out, wanted, grads)]
 
@@ -110,9 +112,12 @@ def rms(x):
 
 
 def assert_rounded(actual, name, layer, arguments, eps):
-    """The results are those of float64, up to what ROUNDINGS independent errors of `eps` in each
-    input and parameter change in them: what one does is measured, in float64."""
+    """The results are those of float64, up to what ROUNDINGS times an independent error of `eps` in
+    each input, parameter and gradient changes in them, which is measured in float64."""
     layer, arguments = copy.deepcopy(layer).double().cpu(), [x.double().cpu() for x in arguments]
+    for module in layer.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.eps = torch.finfo(torch.float32).eps  # torch's default where it computes in fp32
     exact = step(reference, layer, arguments)
 
     def changed(x):
@@ -121,7 +126,7 @@ def assert_rounded(actual, name, layer, arguments, eps):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(changed(parameter))
-    other = step(reference, layer, [changed(x) for x in arguments])
+    other = step(reference, layer, [changed(x) for x in arguments], changed)
     for x, y, z in zip(actual, exact, other, strict=True):
         assert rms(x.cpu() - y) <= ROUNDINGS * rms(z - y), (name, rms(x.cpu() - y), rms(z - y))
 
@@ -147,35 +152,6 @@ def test_a_user_does_not_see_another(name):
     torch.testing.assert_close(first[begin:], expected[0][begin:], rtol=1e-12, atol=1e-12)
     for y, own in zip(others, expected[1:], strict=True):
         torch.testing.assert_close(y[1:], own[1:], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_compiled(name):
-    layer, arguments = make(name, torch.float32), inputs(name, torch.float32)
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    for x, y in zip(step(compiled, layer, arguments), step(run, layer, arguments), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-
-
-class OfTensors(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, offsets, *features):
-        return run(self.layer, x, *features, offsets=offsets)
-
-
-@pytest.mark.parametrize("name", ["pffn", "hsp", "interformer-window", "kunlun"])
-def test_exported(name):
-    model, (x, *features) = OfTensors(make(name).eval()), inputs(name)
-    dynamic = {0: torch.export.Dim.DYNAMIC}
-    shapes = {"x": dynamic, "offsets": dynamic, "features": tuple(dynamic for _ in features)}
-    program = torch.export.export(model, (x, OFFSETS, *features), dynamic_shapes=shapes).module()
-    others = torch.randn(12, WIDTH).double(), torch.tensor([0, 5, 12])
-    features = [torch.randn(2, FEATURES, WIDTH).double() for _ in features]
-    for y, expected in zip(program(*others, *features), model(*others, *features), strict=True):
-        torch.testing.assert_close(y, expected)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -303,7 +279,7 @@ def test_rows_behind_the_end(only_the_device_knows):
         layer, (x, *features) = make(name), inputs(name)
         expected = run(layer, x, *features)
         tailed = torch.cat([x, x.new_full((5, WIDTH), torch.nan)])
-        first, *others = run(layer, tailed, *features)
+        first, *others = run(layer, tailed, *features, offsets=OFFSETS.clone())
         if not is_pooling(layer):
             assert not first[len(x) :].any()
             first = first[: len(x)]
@@ -336,7 +312,11 @@ X, Y = (torch.randn(sum(LENGTHS), WIDTH), OFFSETS), torch.randn(USERS, FEATURES,
         (lambda: jm.JaggedInterFormer(*STACK, 0), ValueError, "num_layers must be"),
         (lambda: jm.JaggedInterFormer(*STACK, config=3), TypeError, "config must be"),
         (lambda: jm.JaggedKunlun(*STACK, config=3), TypeError, "config must be"),
-        (lambda: interformer()((X[0][:, :5], OFFSETS), Y), ValueError, "history values must have"),
+        (
+            lambda: interformer()((X[0][:, :5], OFFSETS), Y),
+            ValueError,
+            "history's values must have",
+        ),
         (lambda: kunlun()(X, Y[:, :2]), ValueError, "features must have shape"),
     ],
 )
