@@ -123,6 +123,7 @@ class JaggedInterFormer(nn.Module):
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
+        check_size("num_features", num_features)
         check_size("num_layers", num_layers)
         config = InterFormerConfig() if config is None else config
         check_kind("config", config, InterFormerConfig, "an InterFormerConfig")

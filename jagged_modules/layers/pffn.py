@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.jagged import Jagged, wrap_rows
-from ..scalars import check_kind
+from ..scalars import check_kind, check_size
 from ..tracing import call_of, one_module
 from ..validation import check_dense, check_layer_input
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import reset_all
+from .parameters import check_parameter_dtype, reset_all
 
 C = TypeVar("C")  # a container
 
@@ -65,6 +65,9 @@ class JaggedPFFN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
+        check_size("num_features", num_features)
+        check_size("num_weights", num_weights)
         where: dict[str, Any] = dict(device=device, dtype=dtype)
         config = GDPAConfig(qk_norm=True) if config is None else config
         self.block = GDPABlock(embedding_dim, num_heads, activation, None, config, **where)
