@@ -65,7 +65,8 @@ class Exchanged(OnUsers):
 
     def forward(self, values: Tensor, offsets: Tensor, features: Tensor) -> Tensor:
         (rows, _), vectors = self.layer((values, offsets), features)
-        return torch.cat([rows, vectors.flatten(0, 1)])
+        # without a gate, a mean square after the last norm would have no gradient
+        return torch.cat([rows, vectors.flatten(0, 1).relu()])
 
 
 class OnCandidates(OnRows):

@@ -107,7 +107,7 @@ class Model(nn.Module):
             out = self.layer(embedded["history"], torch.stack(pooled, dim=1))
             if self.kind is Exchanged:
                 history, vectors = out
-                out = torch.cat([history.values(), vectors.flatten(0, 1)])
+                out = torch.cat([history.values(), vectors.flatten(0, 1).relu()])
             else:
                 out = out.values()
         else:
