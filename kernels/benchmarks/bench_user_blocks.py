@@ -124,7 +124,9 @@ class Both(nn.Module):
 
     def __init__(self, layer: nn.Module, features: Tensor, plain: Callable | None = None) -> None:
         super().__init__()
-        self.layer, self.features, self.plain = layer, nn.Parameter(features), plain
+        self.layer, self.plain = layer, plain
+        pools = isinstance(layer, jm.JaggedSeedPooling)
+        self.features = None if pools else nn.Parameter(features)
 
     def forward(self, x: Tensor, segments: jm.Jagged, users: Tensor, seen: Tensor) -> Tensor:
         if self.plain is not None:
@@ -166,9 +168,13 @@ def of_layer(device: str, make: Callable, plain: Callable, lengths: Tensor, widt
     def reference(exact: torch.dtype) -> dict[str, Tensor]:
         layer = Both(make().to(device), features, plain).to(exact)
         layer.load_state_dict({name: y.to(exact) for name, y in own.state_dict().items()})
+        for module in layer.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.eps = torch.finfo(torch.float32).eps  # torch's default in fp32
         options = dict(dtype=exact, autocast=False, valid=seen)
         form = of(Form(partial(call, layer), dict(layer.named_parameters()), **options))
-        return {f"{name}/all": y for name, y in form.run(backward=True).items()}
+        results = form.run(backward=True).items()
+        return {f"{name}/all": y[seen] if name in ("out", "dx") else y for name, y in results}
 
     implementations = {
         OURS: lambda: of(Form(partial(call, own), dict(own.named_parameters()))),
