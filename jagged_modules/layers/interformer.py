@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
@@ -17,11 +16,11 @@ from ..functional.rows import jagged_concat, jagged_split, rows_or_zeros
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, check_number, check_size
 from ..tracing import call_of, one_module
+from .feature_interaction import FeatureInteraction, SelfGate
 from .gdpa import JaggedGDPA
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
 from .linear_compress import LinearCompressEmbedding
-from .norms import RMSNorm
 from .parameters import check_parameter_dtype, reset_all
 from .pffn import JaggedPFFN, check_features, equal_segments, own
 
@@ -233,58 +232,6 @@ class InterFormerLayer(nn.Module):
         recent = ends - torch.arange(config.num_recent, 0, -1, device=values.device)
         of_last = tokens(recent, recent < first + config.num_cls)
         return [tokens(cls, None), self.pool(history), of_last]
-
-
-class SelfGate(nn.Module):
-    """silu(x · MLP(x)) of each vector: InterFormer's gate."""
-
-    def __init__(
-        self, embedding_dim: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self.linear1, self.linear2 = (
-            nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype) for _ in range(2)
-        )
-
-    def reset_parameters(self) -> None:
-        reset_all(self.children())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nnf.silu(x * self.linear2(nnf.silu(self.linear1(x))))
-
-
-class FeatureInteraction(nn.Module):
-    """RMSNorm(MLP(X (W X)ᵀ) + W' X): M embeddings from the inner products of N, compressed to
-    `rank` columns, and from a linear compression, as in a layer of Wukong (arXiv:2403.02545)."""
-
-    def __init__(
-        self,
-        embedding_dim: int,
-        num_embeddings: int,
-        num_outputs: int,
-        hidden: int | None,
-        rank: int,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.sizes, products = [rank, num_outputs], num_embeddings * rank
-        hidden = 2 * embedding_dim if hidden is None else hidden
-        self.compress = LinearCompressEmbedding(num_embeddings, sum(self.sizes), **where)
-        self.products_norm = nn.LayerNorm(products, **where)
-        self.linear1 = nn.Linear(products, hidden, **where)
-        self.linear2 = nn.Linear(hidden, num_outputs * embedding_dim, **where)
-        self.norm = RMSNorm(embedding_dim, **where)
-
-    def reset_parameters(self) -> None:
-        reset_all(self.children())
-
-    def forward(self, x: Tensor) -> Tensor:
-        columns, shortcut = self.compress(x).split(self.sizes, 1)
-        products = self.products_norm((x @ columns.mT).flatten(1))
-        out = self.linear2(nnf.silu(self.linear1(products)))
-        return self.norm(torch.unflatten(out, 1, (self.sizes[1], -1)) + shortcut)
 
 
 def behind_tokens(tokens: Tensor, rows: Jagged) -> Jagged:

@@ -16,9 +16,9 @@ from ..containers.jagged import Jagged, wrap_rows
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
 from ..tracing import call_of, one_module
+from .feature_interaction import FeatureInteraction
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
-from .interformer import FeatureInteraction
 from .linear_compress import LinearCompressEmbedding
 from .parameters import check_parameter_dtype, reset_all
 from .pffn import JaggedPFFN, check_features, own
