@@ -170,7 +170,7 @@ class InterFormer(jm.JaggedInterFormer):
             of_history = layer.history_gate(torch.cat(vectors, dim=1))
             users = layer.interaction(torch.cat([users, of_history], dim=1))
             pffn = layer.pffn
-            history = update(pffn.block, history, pffn.norm(pffn.compress(of_users)))
+            history = update(pffn.block, history, pffn.compress(pffn.norm(of_users)))
             history = update(layer.attention, history)
         return Padded(history.values[:, cls:], history.lengths - cls), users
 

@@ -25,12 +25,13 @@ class JaggedPFFN(nn.Module):
     """A personalised feed-forward network: each user's rows take weights that are made of this
     user's features.
 
-        [k | v] = W_kv RMSNorm(W features)                  num_weights rows for each user
+        [k | v] = W_kv W RMSNorm(features)                  num_weights rows for each user
         x + W_o · activation(scale · (W_q RMSNorm(x)) kᵀ) v
 
     This is the PFFN of InterFormer, f(features) x, as Kunlun (arXiv:2602.10016) and GDPA compute
     it: k and v are the weights of the two linear layers, so it is attention of the rows to a few
-    keys of their user. W is InterFormer's X_sum W. With activation="identity" it is linear in x.
+    keys of their user. W is that of InterFormer's weights X_sum W. InterFormer's f(features) x is
+    linear in x: activation="identity" without qk_norm, of the normed rows.
 
     Args:
         embedding_dim: width E of the rows and of the features; a multiple of num_heads.
@@ -102,7 +103,7 @@ class JaggedPFFN(nn.Module):
         attention = self.block.attention
         rows = wrap_rows("x", x, attention.embedding_dim, attention.out_proj)
         check_features(features, rows, self.num_features, self.norm)
-        weights = equal_segments(self.norm(self.compress(features)), rows.offsets)
+        weights = equal_segments(self.compress(self.norm(features)), rows.offsets)
         return rows.unwrap(self.block(own(rows), weights).values)
 
     if TYPE_CHECKING:

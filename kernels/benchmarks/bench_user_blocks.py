@@ -59,7 +59,7 @@ def compress(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def pffn(layer: nn.Module, x: Tensor, seen: Tensor, features: Tensor) -> tuple[Tensor]:
-    return (block(layer.block, x, None, layer.norm(compress(layer.compress, features))),)
+    return (block(layer.block, x, None, compress(layer.compress, layer.norm(features))),)
 
 
 def pooling(layer: nn.Module, x: Tensor, seen: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ def block(layer, x, context=None, seen=None):
 
 
 def pffn(layer, x, features):
-    return block(layer.block, x, rms_norm(layer.norm, compress(layer.compress, features)))
+    return block(layer.block, x, compress(layer.compress, rms_norm(layer.norm, features)))
 
 
 def seed_pooling(layer, x, features=None):
