@@ -94,8 +94,9 @@ def step(function, layer, arguments, change=lambda x: x):
     leaves = [x.detach().requires_grad_() for x in arguments]
     out = function(layer, *leaves)
     torch.manual_seed(1)
-    grads = [torch.randn(x.shape, dtype=torch.float64) for x in out]
-    grads = [change(x.float().double()).to(y) for x, y in zip(grads, out)]
+    # in any of the dtypes without an error
+    grads = [torch.randn(x.shape).bfloat16().double() for x in out]
+    grads = [change(x).to(y) for x, y in zip(grads, out)]
     wanted = [*leaves, *layer.parameters()]
     return [*out, *torch.autograd.grad(out, wanted, grads)]
 
