@@ -200,8 +200,9 @@ class InterFormerLayer(nn.Module):
         self.pffn = JaggedPFFN(*sizes, **where)
         mask = None
         if config.window is not None:  # of the events alone
-            near = dict(max_attn_len=config.window, contextual_seqlen=cls, global_prefix=cls)
-            mask = AttentionMask(**near)
+            mask = AttentionMask(
+                max_attn_len=config.window, contextual_seqlen=cls, global_prefix=cls
+            )
         self.attention = GDPABlock(
             embedding_dim, num_heads, "softmax", mask, GDPAConfig(dropout=config.dropout), **where
         )
@@ -226,12 +227,13 @@ class InterFormerLayer(nn.Module):
 
         def tokens(index: Tensor, absent: Tensor | None) -> Tensor:
             absent = None if absent is None else absent.flatten()
-            return rows_or_zeros(values, index.flatten(), absent).unflatten(0, index.shape)
+            return torch.unflatten(rows_or_zeros(values, index.flatten(), absent), 0, index.shape)
 
         cls = first + torch.arange(config.num_cls, device=values.device)
         recent = ends - torch.arange(config.num_recent, 0, -1, device=values.device)
         of_last = tokens(recent, recent < first + config.num_cls)
-        return [tokens(cls, None), self.pool(history), of_last]
+        pooled: Any = self.pool(history)
+        return [tokens(cls, None), pooled, of_last]
 
 
 def behind_tokens(tokens: Tensor, rows: Jagged) -> Jagged:

@@ -218,7 +218,8 @@ class KunlunLayer(nn.Module):
         of_features = self.linear2(nnf.silu(self.linear1(self.compress(features))))
         if self.pool is not None:
             summary = self.pool(history)
-        features = self.interaction(torch.cat([of_features, summary], 1))
+        vectors: Any = of_features, summary  # the first layer makes a summary
+        features = self.interaction(torch.cat(vectors, 1))
         if self.pffn is not None:
             history = self.pffn(history, of_features)
         if self.attention is not None:

@@ -112,7 +112,7 @@ class JaggedPFFN(nn.Module):
         def __call__(self) -> Any: ...
 
 
-def check_features(features: Tensor, rows: Jagged, count: int, projection: nn.Module) -> None:
+def check_features(features: Any, rows: Jagged, count: int, projection: nn.Module) -> None:
     """Raise unless features are `[B, count, E]` of the users of these rows."""
     check_kind("features", features, Tensor, "a torch.Tensor [B, F, E]")
     check_dense("features", features)

@@ -103,15 +103,16 @@ class JaggedSeedPooling(nn.Module):
             TypeError, ValueError: x has another type, shape, dtype or device; features do not match
                 x or num_features.
         """
-        projection = self.attention.out_proj
+        attention: Any = self.attention
+        projection = attention.out_proj
         rows = own(wrap_rows("x", x, self.embedding_dim, projection))
         if not self.num_features:
             if features is not None:
                 raise ValueError("features must be None with learned seeds, got a tensor")
-            pooled = self.attention(rows)
+            pooled = attention(rows)
         else:
             check_features(features, rows, self.num_features, projection)
-            pooled = self.attention(self.norm(self.seeds(features)), rows)
+            pooled = attention(self.norm(self.seeds(features)), rows)
         if self.compress is None:
             return pooled
         # rows of Z are ordered by token, so that the products of a token are adjacent

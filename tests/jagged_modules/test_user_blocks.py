@@ -132,12 +132,13 @@ def assert_rounded(actual, name, layer, arguments, eps):
         assert rms(x.cpu() - y) <= ROUNDINGS * rms(z - y), (name, rms(x.cpu() - y), rms(z - y))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
-def test_fp32_against_float64(name):
-    layer, arguments = make(name, torch.float32), inputs(name, torch.float32)
+def test_against_float64(name, dtype):
+    layer, arguments = make(name, dtype), inputs(name, dtype)
     actual = step(run, layer, arguments)
-    assert all(x.dtype == torch.float32 for x in actual)
-    assert_rounded(actual, name, layer, arguments, 2**-24)
+    assert all(x.dtype == dtype for x in actual)
+    assert_rounded(actual, name, layer, arguments, torch.finfo(dtype).eps / 2)
 
 
 @pytest.mark.parametrize("name", LAYERS)
