@@ -72,7 +72,7 @@ class FeatureInteraction(nn.Module):
         reset_all(self.children())
 
     def forward(self, x: Tensor) -> Tensor:
-        columns, shortcut = self.compress(x).split(self.sizes, 1)
+        columns, shortcut = torch.split_with_sizes(self.compress(x), self.sizes, 1)
         products = self.products_norm((x @ columns.mT).flatten(1))
         out = self.linear2(nnf.silu(self.linear1(products)))
         return self.norm(torch.unflatten(out, 1, (self.sizes[1], -1)) + shortcut)
