@@ -472,9 +472,7 @@ def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
             projections(targets.sum() + past.sum(), 2) + attention((targets * past).sum())
         ),
         "gdpa": config.num_layers * (projections(past.sum(), 4) + attention((past**2).sum())),
-        "interformer": (
-            projections(past.sum() + users * num_users, 4) + 2 * attention(past.sum() * num_users)
-        ),
+        "interformer": interformer_flops(past, num_users, dim),
         "compress": (
             2 * config.num_compressed * dim * (users * num_users + targets.sum() * num_candidates)
         ),
@@ -485,6 +483,22 @@ def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
         ),
     }
     return {name: int(count) for name, count in flops.items() if getattr(head, name) is not None}
+
+
+def interformer_flops(past: torch.Tensor, num_users: int, dim: int) -> Any:
+    """Of one layer with the default options, for histories of these lengths."""
+    options, users = jm.InterFormerConfig(), len(past)
+    rows, pooled = past + options.num_cls, options.num_pma
+    vectors = options.num_cls + pooled + options.num_recent  # of the history's summary
+    inputs, weights = num_users + vectors, dim
+    # projections of E to E: of events, by attention, pooling and the feed-forward; of users, by
+    # their outputs, the weights' keys and values, and the gates
+    projected = 8 * rows.sum() + users * (pooled + 2 * weights + 2 * (options.num_cls + vectors))
+    pairs = (rows**2).sum() + rows.sum() * (weights + pooled)
+    compressed = num_users * options.num_cls + options.num_cls * weights
+    compressed += inputs * (2 * options.rank + num_users)  # with inner products
+    mlp = 2 * dim * (inputs * options.rank + num_users * dim)
+    return 2 * projected * dim**2 + 4 * pairs * dim + 2 * users * (compressed * dim + mlp)
 
 
 def captured_inputs(step: Step, batch: RankingBatch, names: Iterable[str]) -> dict[str, tuple]:

@@ -20,7 +20,7 @@ torch.compile.
 from dataclasses import dataclass
 
 import torch
-from ranking_model import InterFormerBlock, Layers, RankingConfig, StreamEncoder, per_candidate
+from ranking_model import Layers, RankingConfig, StreamEncoder, per_candidate
 from torch.nn import functional
 from torchrec import EmbeddingBagCollection  # noqa: F401  (loads FBGEMM's operators)
 
@@ -89,10 +89,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def gdpa(
     layer: jm.JaggedGDPA, x: torch.Tensor, context: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """GELU attention of the rows of x [B, N, E] to those of context [B, M, E] that are `seen` [B,
-    M]; all if None."""
+    """GELU or softmax attention of the rows of x [B, N, E] to those of context [B, M, E] that are
+    `seen` [B, M]; all if None."""
     q = split_heads(layer.q_proj(x), layer.head_dim)
     k, v = (split_heads(rows, layer.head_dim) for rows in layer.kv_proj(context).chunk(2, dim=-1))
+    if layer.activation == "softmax":
+        return layer.out_proj(layer.dropout(merge_heads(attend(q, k, v, seen))))
     if seen is not None:
         v = v * seen[:, None, :, None].to(v.dtype)
     scores = layer.q_norm(q).to(v.dtype) @ layer.k_norm(k).to(v.dtype).mT * layer.head_dim**-0.5
@@ -100,15 +102,25 @@ def gdpa(
     return layer.out_proj(layer.dropout(merge_heads(weights @ v)))
 
 
+def pool(layer: jm.JaggedGDPA, x: Padded) -> torch.Tensor:
+    """[B, seeds, E]: softmax attention of the layer's seeds to the rows of x."""
+    k, v = (split_heads(rows, layer.head_dim) for rows in layer.kv_proj(x.values).chunk(2, dim=-1))
+    # [B, H, seeds, D]
+    seeds = layer.seeds.transpose(0, 1).to(k.dtype).expand(k.shape[0], -1, -1, -1)
+    return layer.out_proj(layer.dropout(merge_heads(attend(seeds, k, v, x.seen))))
+
+
+def update(block: jm.GDPABlock, x: Padded, context: torch.Tensor | None = None) -> Padded:
+    """The block's result for the rows of x, which attend to those of x that exist, or to those of
+    context [B, M, E]."""
+    normed = block.norm(x.values)
+    rows, seen = (normed, x.seen) if context is None else (context, None)
+    return Padded(x.values + gdpa(block.attention, normed, rows, seen), x.lengths)
+
+
 class GDPABlock(jm.GDPABlock):
-    def forward(self, x: Padded, context: torch.Tensor | None = None) -> Padded:
-        normed = self.norm(x.values)
-        update = (
-            gdpa(self.attention, normed, normed, x.seen)
-            if context is None
-            else gdpa(self.attention, normed, context)
-        )
-        return Padded(x.values + update, x.lengths)
+    def forward(self, x: Padded) -> Padded:
+        return update(self, x)
 
 
 class TargetAttention(jm.JaggedTargetAttention):
@@ -136,22 +148,31 @@ def make_interaction(
     return TargetAttention(embedding_dim, num_heads, device=device)
 
 
-class InterFormer(InterFormerBlock):
-    def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
-        super().__init__(embedding_dim, num_heads, device)
-        self.feed_forward = GDPABlock(
-            embedding_dim,
-            num_heads,
-            "gelu_tanh",
-            config=self.feed_forward.attention.config,
-            device=device,
-        )
-        self.summary = TargetAttention(embedding_dim, num_heads, device=device)
+class InterFormer(jm.JaggedInterFormer):
+    def __init__(self, *sizes: int, device: torch.device | None = None):
+        super().__init__(*sizes, device=device)
+        for module in self.modules():
+            if type(module) is jm.LinearCompressEmbedding:
+                module.__class__ = LinearCompress
 
     def forward(self, history: Padded, users: torch.Tensor) -> tuple[Padded, torch.Tensor]:
-        normed = self.users_norm(users)
-        history = self.feed_forward(history, normed)
-        return history, users + self.summary.attend(normed, history)
+        config, cls = self.config, self.config.num_cls
+        last = torch.arange(-config.num_recent, 0, device=users.device)
+        for i, layer in enumerate(self.layers):
+            of_users = layer.features_gate(layer.compress(users))
+            if i == 0:
+                values = torch.cat([of_users.to(history.values.dtype), history.values], dim=1)
+                history = Padded(values, history.lengths + cls)
+            recent = history.lengths[:, None] + last  # [B, num_recent]
+            index = recent.clamp(min=0)[..., None].expand(-1, -1, self.embedding_dim)
+            events = history.values.gather(1, index) * (recent >= cls)[..., None]
+            vectors = [history.values[:, :cls], pool(layer.pool, history), events]
+            of_history = layer.history_gate(torch.cat(vectors, dim=1))
+            users = layer.interaction(torch.cat([users, of_history], dim=1))
+            pffn = layer.pffn
+            history = update(pffn.block, history, pffn.compress(pffn.norm(of_users)))
+            history = update(layer.attention, history)
+        return Padded(history.values[:, cls:], history.lengths - cls), users
 
 
 class Stream(StreamEncoder):
@@ -164,14 +185,7 @@ class Stream(StreamEncoder):
             stream.values + self._attend_in_blocks(self.norm(stream.values), stream.lengths),
             stream.lengths,
         )
-        pool = self.pool
-        k, v = (
-            split_heads(rows, pool.head_dim)
-            for rows in pool.kv_proj(stream.values).chunk(2, dim=-1)
-        )
-        # [B, H, seeds, D]
-        seeds = pool.seeds.transpose(0, 1).to(k.dtype).expand(k.shape[0], -1, -1, -1)
-        return pool.out_proj(merge_heads(attend(seeds, k, v, stream.seen)))
+        return pool(self.pool, stream)
 
     def _attend_in_blocks(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Block attention of x [B, N, E], as a batch of B · num_blocks blocks."""
@@ -198,12 +212,16 @@ class Stream(StreamEncoder):
 
 class LinearCompress(jm.LinearCompressEmbedding):
     def forward(
-        self, candidates: torch.Tensor, users: torch.Tensor, index: jm.CandidateIndex
+        self,
+        candidates: torch.Tensor,
+        users: torch.Tensor | None = None,
+        index: jm.CandidateIndex | None = None,
     ) -> torch.Tensor:
-        of_users, of_candidates = self.weights
-        return of_candidates @ candidates + per_candidate(
-            of_users @ users, index.offsets, candidates.shape[0]
-        )
+        *shared, of_candidates = self.weights
+        compressed = of_candidates @ candidates
+        for weight in shared:
+            compressed += per_candidate(weight @ users, index.offsets, candidates.shape[0])
+        return compressed
 
 
 PADDED = Layers(pad, make_interaction, Stream, GDPABlock, InterFormer, LinearCompress)

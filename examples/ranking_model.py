@@ -3,7 +3,7 @@
     user features ──────────────────────────────┐
     stream of events ── stream: block attention, ┴─ user's vectors ─┬─────────────┐
                         pooled by learned queries                   │             │
-    history of events ── gdpa: self-attention ── interformer: PFFN ─┴─ history    ├─ compress ── ...
+    history of events ── gdpa: self-attention ── interformer ───────┴─ history    ├─ compress ── ...
                                                                        │          │
     candidates ─────────────────────────── interaction: target attention ─────────┘
 
@@ -40,8 +40,8 @@ PARTS = {
     ),
     "gdpa": "GDPABlock, GELU self-attention of the events of the history",
     "interformer": (
-        "InterFormerBlock: a feed-forward on the history, personalised by the user's vectors, and"
-        " their update from the history"
+        "JaggedInterFormer: the history and the user's vectors update one another, by a"
+        " personalised feed-forward, self-attention, and summaries of both"
     ),
     "compress": (
         "LinearCompressEmbedding of the vectors of users and candidates; without it, users' vectors"
@@ -259,7 +259,7 @@ class RankingHead(nn.Module):
             ]
             self.gdpa = blocks[0] if len(blocks) == 1 else nn.Sequential(*blocks)
         if "interformer" in parts:
-            self.interformer = layers.interformer(dim, heads, device)
+            self.interformer = layers.interformer(dim, heads, num_users, device=device)
         self.interaction = layers.interaction(config.interaction, dim, heads, device=device)
         num_vectors = num_users + num_candidates
         if "compress" in parts:
@@ -368,30 +368,6 @@ class StreamEncoder(nn.Module):
     def forward(self, stream: jm.Jagged) -> torch.Tensor:
         update = self.attention(stream.with_values(self.norm(stream.values)))
         return self.pool(stream.with_values(stream.values + update.values))
-
-
-class InterFormerBlock(nn.Module):
-    """Events of the history and the user's vectors update one another (InterFormer,
-    arXiv:2411.09852; Kunlun, arXiv:2602.10016).
-
-    events + GELU(q(events) k(users)ᵀ) v(users)    a feed-forward (PFFN) with the user's weights
-    users + attention(users → events)              target attention: users' vectors are queries
-    """
-
-    def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
-        super().__init__()
-        self.users_norm = nn.RMSNorm(embedding_dim, device=device)
-        self.feed_forward = jm.GDPABlock(
-            embedding_dim, num_heads, "gelu_tanh", config=jm.GDPAConfig(qk_norm=True), device=device
-        )
-        self.summary = jm.JaggedTargetAttention(embedding_dim, num_heads, device=device)
-
-    def forward(self, history: jm.Jagged, users: torch.Tensor) -> tuple[jm.Jagged, torch.Tensor]:
-        """The new history [L, E] and the new vectors of the users [B, K, E]."""
-        normed, (batch, count, _) = self.users_norm(users), users.shape
-        offsets = torch.arange(batch + 1, dtype=history.offsets.dtype, device=users.device) * count
-        history = self.feed_forward(history, jm.Jagged(normed.flatten(0, 1), offsets, count))
-        return history, users + self.summary(normed, history)
 
 
 # -- interactions of a candidate with its user's history -------------------------------------------
@@ -524,7 +500,7 @@ JAGGED = Layers(
     make_interaction,
     StreamEncoder,
     jm.GDPABlock,
-    InterFormerBlock,
+    jm.JaggedInterFormer,
     jm.LinearCompressEmbedding,
 )
 

@@ -22,8 +22,12 @@ from .layers.gdpa_config import GDPAConfig
 from .layers.hstu import HSTULayer
 from .layers.hstu_config import HSTUConfig
 from .layers.hstu_stack import HSTUStack
+from .layers.interformer import InterFormerConfig, JaggedInterFormer
+from .layers.kunlun import JaggedKunlun, KunlunConfig
 from .layers.linear_compress import LinearCompressEmbedding
 from .layers.mlp import JaggedMLP
+from .layers.pffn import JaggedPFFN
+from .layers.seed_pooling import JaggedSeedPooling
 from .layers.self_target_attention import JaggedSelfTargetAttention
 from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
@@ -50,14 +54,20 @@ __all__ = [
     "HSTULayer",
     "HSTUStack",
     "HistoryCache",
+    "InterFormerConfig",
     "Jagged",
     "JaggedDINAttention",
     "JaggedEncoder",
     "JaggedEncoderLayer",
     "JaggedGDPA",
+    "JaggedInterFormer",
+    "JaggedKunlun",
     "JaggedMLP",
+    "JaggedPFFN",
+    "JaggedSeedPooling",
     "JaggedSelfTargetAttention",
     "JaggedTargetAttention",
+    "KunlunConfig",
     "LinearCompressEmbedding",
     "PagedHistoryCache",
     "PaddedComparison",

@@ -12,7 +12,11 @@ from .conftest import run_tiny
 
 BENCHMARKS = sorted(Path(runner.__file__).parent.glob("bench_*.py"))
 # whole models and layers take long to compile
-OPTIONS = {"bench_broadcast": ["--impl", "eager"], "bench_layers": ["--impl", "modules|floor"]}
+OPTIONS = {
+    "bench_broadcast": ["--impl", "eager"],
+    "bench_layers": ["--impl", "modules|floor"],
+    "bench_user_blocks": ["--impl", "jagged_modules$"],
+}
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import jagged_modules as jm
 
-WIDTH, HEADS = 32, 2
+WIDTH, HEADS, USER_FEATURES = 32, 2, 2
 FEATURES = ["history", "candidates"]  # of the batches of sharded models
 # users, history rows, candidates; no two sizes of a batch are equal
 SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37)]
@@ -47,6 +47,26 @@ class Pooled(OnRows):
 
     def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
         return self.layer((values, offsets))
+
+
+class OnUsers(OnRows):
+    """The layer maps rows and users' features to rows."""
+
+    @staticmethod
+    def inputs(users: int, rows: int, candidates: int) -> tuple[Tensor, ...]:
+        return *OnRows.inputs(users, rows, candidates), torch.randn(users, USER_FEATURES, WIDTH)
+
+    def forward(self, values: Tensor, offsets: Tensor, features: Tensor) -> Tensor:
+        return self.layer((values, offsets), features)[0]
+
+
+class Exchanged(OnUsers):
+    """The layer maps rows and users' features to both."""
+
+    def forward(self, values: Tensor, offsets: Tensor, features: Tensor) -> Tensor:
+        (rows, _), vectors = self.layer((values, offsets), features)
+        # without a gate, a mean square after the last norm would have no gradient
+        return torch.cat([rows, vectors.flatten(0, 1).relu()])
 
 
 class OnCandidates(OnRows):
@@ -114,6 +134,8 @@ def compress(**options):
 
 
 HSTU = jm.HSTUConfig(scaling_seqlen=30)
+INTERFORMER = jm.InterFormerConfig(num_weights=24, window=9)
+KUNLUN = jm.KunlunConfig(num_seeds=8, num_tokens=3, rank=2, num_weights=24, window=9)
 CASES = {  # the last ones consist of the others, or vary them
     case.name: case
     for case in (
@@ -160,6 +182,30 @@ CASES = {  # the last ones consist of the others, or vary them
                         WIDTH, HEADS, 24, norm_first=True, activation="swiglu", **options
                     )
                 ]
+            ),
+        ),
+        Case(
+            "JaggedPFFN",
+            OnUsers,
+            lambda **options: jm.JaggedPFFN(WIDTH, HEADS, USER_FEATURES, 24, **options),
+        ),
+        Case(
+            "JaggedSeedPooling",
+            Pooled,
+            lambda **options: jm.JaggedSeedPooling(WIDTH, HEADS, 8, 3, rank=2, **options),
+        ),
+        Case(
+            "JaggedInterFormer",
+            Exchanged,
+            lambda **options: jm.JaggedInterFormer(
+                WIDTH, HEADS, USER_FEATURES, config=INTERFORMER, **options
+            ),
+        ),
+        Case(
+            "JaggedKunlun",
+            Exchanged,
+            lambda **options: jm.JaggedKunlun(
+                WIDTH, HEADS, USER_FEATURES, config=KUNLUN, **options
             ),
         ),
         Case("HSTUStack", OnRows, lambda **options: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, **options)),

@@ -12,10 +12,14 @@ from torch.nn.utils import parametrize
 
 from .cases import (
     SIZES,
+    USER_FEATURES,
+    WIDTH,
     Compressed,
+    Exchanged,
     OnCandidates,
     OnHistoryAndCandidates,
     OnRows,
+    OnUsers,
     Pooled,
     assert_same_distribution,
     make,
@@ -182,6 +186,10 @@ def test_nested_tensors(case):
         assert out.is_nested and torch.equal(of_targets, theirs)
     elif case.model is Compressed:
         out, expected = model.layer(rows, *inputs[1:]), None
+    elif issubclass(case.model, OnUsers):
+        others = torch.randn(len(offsets) - 1, USER_FEATURES, WIDTH)
+        out, expected = model.layer(rows, others), model.layer((values, offsets), others)
+        out, (expected, _) = (out[0], expected[0]) if case.model is Exchanged else (out, expected)
     else:
         out, expected = model.layer(rows), model(values, offsets)
         assert out.is_nested == (case.model is not Pooled)

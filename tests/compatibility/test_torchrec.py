@@ -11,7 +11,17 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import jagged_modules as jm
 
-from .cases import CASES, FEATURES, WIDTH, Compressed, OnCandidates, OnHistoryAndCandidates, Pooled
+from .cases import (
+    CASES,
+    FEATURES,
+    WIDTH,
+    Compressed,
+    Exchanged,
+    OnCandidates,
+    OnHistoryAndCandidates,
+    OnUsers,
+    Pooled,
+)
 from .table import NOTES, feature
 
 torchrec = pytest.importorskip("torchrec")
@@ -89,6 +99,17 @@ class Model(nn.Module):
                 jm.CandidateIndex.from_jagged(candidates),
             )
             out = torch.cat([history.values(), out[:, 0]])
+        elif issubclass(self.kind, OnUsers):
+            pooled = [
+                jm.functional.jagged_mean(embedded[key].values(), embedded[key].offsets())
+                for key in FEATURES
+            ]
+            out = self.layer(embedded["history"], torch.stack(pooled, dim=1))
+            if self.kind is Exchanged:
+                history, vectors = out
+                out = torch.cat([history.values(), vectors.flatten(0, 1).relu()])
+            else:
+                out = out.values()
         else:
             out = self.layer(embedded["history"])
             out = out if self.kind is Pooled else out.values()
