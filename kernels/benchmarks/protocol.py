@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser, implementations: str = "") -> N
         help="regular expression: tables and cases to run, as 'table: case' (default: all)",
     )
     text = f"regular expression: implementations to run (default: {implementations or 'all'})"
-    parser.add_argument("--impl", default=implementations, type=re.compile, help=text)
+    parser.add_argument("--impl", "--peers", default=implementations, type=re.compile, help=text)
     parser.add_argument(
         "--rounds",
         type=int,

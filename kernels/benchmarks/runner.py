@@ -543,6 +543,7 @@ def main(
     summary: Callable[[list[dict]], list[str]] = lambda rows: [],
     other_tables: Mapping[str, Callable[[str, bool], list[dict]]] | None = None,
     own_options: Sequence[argparse.ArgumentParser] = (),
+    run: Callable[[Case, Protocol, re.Pattern], list[dict]] = run_case,
 ) -> int:
     """Runs a benchmark from its command line.
 
@@ -554,6 +555,7 @@ def main(
         other_tables: tables with columns of their own by title, ``table(device, tiny)`` -> rows,
             ``{heading: text or number}``.
         own_options: parsers, without help, of options that the benchmark has read itself.
+        run: measures a case, as run_case does.
 
     Returns:
         The exit status: 1 if an implementation gave a wrong result, else 0.
@@ -596,7 +598,7 @@ def main(
     for name, case in tqdm(todo.items(), desc=op, unit="case"):
         release_memory(options.device)
         if isinstance(case, Case):
-            results["rows"] += run_case(case, protocol, options.impl)
+            results["rows"] += run(case, protocol, options.impl)
         else:
             results["other_tables"][name] = other_table(case, options.device, options.tiny)
         results |= {"summary": summary(results["rows"]), "seconds": time.perf_counter() - begin}
