@@ -214,8 +214,7 @@ class Peer:
 
     def __init__(self, name: str, tiny: bool, protocol: Protocol, left: float):
         self.name, self.left, self.missing = name, left, ""
-        options = dict(name=name, tiny=tiny, protocol=dataclasses.asdict(protocol))
-        self.command = [sys.executable, __file__, "--serve", json.dumps(options)]
+        self.command = command(name, tiny, protocol)
         self.start()
 
     def start(self) -> None:
@@ -242,8 +241,7 @@ class Peer:
 
     def measure(self, case: Case) -> list[dict]:
         """Its row of the case; none if it cannot compute what the case asks for."""
-        row = {"table": case.table, "case": case.name, "picture": case.picture}
-        row["implementation"] = self.name
+        row = blank(case, self.name)
         if self.missing or self.left <= 0:
             return [{**row, "status": self.missing or "unavailable: its time is spent"}]
         if self.process is None:
@@ -254,7 +252,7 @@ class Peer:
             is_there, _, _ = select.select([self.process.stdout], [], [], self.left)
             answer = self.process.stdout.readline() if is_there else ""
         except BrokenPipeError:
-            is_there, answer = True, ""
+            is_there, answer = [self], ""
         self.left -= time.monotonic() - begin
         if answer:
             rows = json.loads(answer)
@@ -268,6 +266,11 @@ class Peer:
         if self.process is not None and any(x["status"] != "ok" for x in rows):
             self.stop()  # after an error of the device, a process cannot go on
         return rows
+
+
+def command(name: str, tiny: bool, protocol: Protocol) -> list[str]:
+    options = dict(name=name, tiny=tiny, protocol=dataclasses.asdict(protocol))
+    return [sys.executable, __file__, "--serve", json.dumps(options)]
 
 
 def serve(name: str, tiny: bool, protocol: dict) -> None:
@@ -287,26 +290,21 @@ def serve(name: str, tiny: bool, protocol: dict) -> None:
 
 
 class Board:
-    """The peers of a run."""
+    """The peers of a run. limit: seconds for each."""
 
-    def __init__(self, limit: float):
-        self.limit, self.tiny = limit, False
-        self.peers: dict[tuple[str, str], Peer] = {}
-
-    def cases(self, device: str, tiny: bool) -> list[Case]:
-        self.tiny = tiny
-        return make_cases(device, tiny)
+    def __init__(self, tiny: bool, limit: float):
+        self.tiny, self.limit, self.peers = tiny, limit, {}
 
     def run(self, case: Case, protocol: Protocol, chosen: re.Pattern) -> list[dict]:
-        keys = [(case.table, name) for name in PEERS[case.table] if chosen.search(name)]
-        for key in keys:  # all begin at once
-            if key not in self.peers:
-                self.peers[key] = Peer(key[1], self.tiny, protocol, self.limit)
-        rows = []
-        for row in published(case, chosen):
-            rows.append(show(row))
-        for key in keys:
-            rows += [show(row) for row in self.peers[key].measure(case)]
+        names = [name for name in PEERS[case.table] if chosen.search(name)]
+        for name in names:  # all begin at once
+            if (case.table, name) not in self.peers:
+                self.peers[case.table, name] = Peer(name, self.tiny, protocol, self.limit)
+        rows = published(case) if chosen.search(NVIDIA) else []
+        for name in names:
+            rows += self.peers[case.table, name].measure(case)
+            if rows:
+                show(rows[-1])
         return rows
 
     def close(self) -> None:
@@ -315,44 +313,41 @@ class Board:
                 peer.stop()
 
 
-def published(case: Case, chosen: re.Pattern) -> list[dict]:
+def blank(case: Case, implementation: str) -> dict:
+    return dict(
+        table=case.table, case=case.name, picture=case.picture, implementation=implementation
+    )
+
+
+def published(case: Case) -> list[dict]:
     shapes = {f"B{b} N{n} D{d}": times for (b, n, d), times in PUBLISHED.items()}
-    if case.table != ATTENTION or case.name not in shapes or not chosen.search(NVIDIA):
+    if case.table != ATTENTION or case.name not in shapes:
         return []
-    row = {"table": case.table, "case": case.name, "picture": case.picture, "status": "ok"}
     times = dict(zip(("forward_ms", "forward_backward_ms"), shapes[case.name]))
-    return [{**row, "implementation": NVIDIA, "note": "not measured here", **times}]
+    return [{**blank(case, NVIDIA), "status": "ok", "note": "not measured here", **times}]
 
 
-SHOWN = ("case", "implementation", "forward ms", "fwd+bwd ms", "fwd+bwd peak MB", "remarks")
-
-
-def show(row: dict) -> dict:
-    print(" | ".join([row["table"], *(report.COLUMNS[x](row) for x in SHOWN)]), flush=True)
-    return row
+def show(row: dict) -> None:
+    columns = ("case", "implementation", "forward ms", "fwd+bwd ms", "fwd+bwd peak MB", "remarks")
+    cells = [report.COLUMNS[column](row) for column in columns]
+    print(" | ".join([row["table"], *cells]), flush=True)
 
 
 def summary(rows: list[dict]) -> list[str]:
-    """Each case: our time over that of the fastest peer that computes the same on this device."""
-    lines = []
-    for case in dict.fromkeys((row["table"], row["case"]) for row in rows):
-        measured = [x for x in rows if (x["table"], x["case"]) == case and x["status"] == "ok"]
-        for column in ("forward_ms", "forward_backward_ms"):
-            own, others = (
-                {
-                    x["implementation"]: x[column]
-                    for x in measured
-                    if column in x
-                    and x["implementation"].startswith(OURS) == is_own
-                    and x["implementation"] not in (bench_layers.FLOOR, NVIDIA)
-                    and not x.get("note", "").startswith(SOFTMAX_NOTE)
-                }
-                for is_own in (True, False)
-            )
-            if own and others:
-                first, second = min(own, key=own.get), min(others, key=others.get)
-                ratio = others[second] / own[first]
-                lines.append(f"{': '.join(case)}: {column}: {first} {ratio:.2f} × {second}")
+    """Each case: the time of the fastest peer that computes the same here over our shortest."""
+    lines, chosen = [], [row for row in rows if row["status"] == "ok"]
+    chosen = [row for row in chosen if row["implementation"] not in (bench_layers.FLOOR, NVIDIA)]
+    chosen = [row for row in chosen if not row.get("note", "").startswith(SOFTMAX_NOTE)]
+    for table, case in dict.fromkeys((row["table"], row["case"]) for row in chosen):
+        of_case = [row for row in chosen if (row["table"], row["case"]) == (table, case)]
+        for key in ("forward_ms", "forward_backward_ms"):
+            times: tuple[dict, dict] = {}, {}
+            for row in of_case:
+                if key in row:
+                    times[row["implementation"].startswith(OURS)][row["implementation"]] = row[key]
+            if all(times):
+                (peer, theirs), (own, ms) = (min(x.items(), key=lambda y: y[1]) for x in times)
+                lines.append(f"{table}: {case}: {key}: {own} is {theirs / ms:.2f} × {peer}")
     return lines
 
 
@@ -360,10 +355,10 @@ def run_board(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(add_help=False)
     text = "seconds that each implementation of a table may take (default: %(default)s)"
     parser.add_argument("--limit", type=float, default=600.0, help=text)
-    own, _ = parser.parse_known_args(argv)
-    board = Board(own.limit)
+    own, others = parser.parse_known_args(argv)
+    board = Board("--tiny" in others, own.limit)
     try:
-        return main("leaderboard", board.cases, argv, summary, own_options=[parser], run=board.run)
+        return main("leaderboard", make_cases, argv, summary, own_options=[parser], run=board.run)
     finally:
         board.close()
 
