@@ -19,6 +19,7 @@ NVIDIA's figures are read off the plots of recsys-examples.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -32,6 +33,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import bench_layers
 import peers
@@ -48,8 +50,8 @@ from torch import Tensor
 META, META_TMA = "Meta HSTU attention (Triton)", "Meta HSTU attention (Triton), TMA"
 HELION = "Helion's example"
 NVIDIA = "NVIDIA CUTLASS, published for an H100"
-ATTENTION = "HSTU attention"
-LAYER = "HSTU layer"
+ATTENTION, LAYER = "HSTU attention", "HSTU layer"
+SPENT = "unavailable: its time is spent"
 # table -> its implementations, each of which is a process
 PEERS = {
     ATTENTION: [OURS, META, META_TMA, HELION, FLEX, FA2, *peers.FLASH_ATTENTION],
@@ -160,9 +162,8 @@ def compile_before_tuning() -> None:
         return configs
 
     Autotuner.prune_configs = prune_and_compile
-    triton.testing.do_bench = lambda call, **options: bench(
-        call, **{**options, "warmup": 5, "rep": 20}
-    )
+    shorter = dict(warmup=5, rep=20)
+    triton.testing.do_bench = lambda call, **options: bench(call, **(options | shorter))
 
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -219,13 +220,8 @@ class Peer:
 
     def start(self) -> None:
         self.errors = tempfile.TemporaryFile("w+")
-        self.process: subprocess.Popen | None = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-        )
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+        self.process: Any = subprocess.Popen(self.command, text=True, **pipes)
 
     def stop(self) -> str:
         """How its process ended."""
@@ -235,36 +231,33 @@ class Peer:
         self.process = None
         with self.errors:
             self.errors.seek(0)
-            lines = [line for line in self.errors.read().splitlines() if line.strip()]
-        last = lines[-1].strip() if lines else "nothing on stderr"
-        return f"unavailable: its process ended with {code}: {last}"
+            *_, last = ["nothing on stderr", *self.errors.read().split("\n\n")]
+        return f"its process ended with {code}: {' '.join(last.split())[-200:]}"
 
     def measure(self, case: Case) -> list[dict]:
         """Its row of the case; none if it cannot compute what the case asks for."""
-        row = blank(case, self.name)
         if self.missing or self.left <= 0:
-            return [{**row, "status": self.missing or "unavailable: its time is spent"}]
+            return [blank(case, self.name, self.missing or SPENT)]
         if self.process is None:
             self.start()
         begin = time.monotonic()
-        try:
+        with contextlib.suppress(BrokenPipeError):
             print(f"{case.table}: {case.name}", file=self.process.stdin, flush=True)
-            is_there, _, _ = select.select([self.process.stdout], [], [], self.left)
-            answer = self.process.stdout.readline() if is_there else ""
-        except BrokenPipeError:
-            is_there, answer = [self], ""
+        ready, _, _ = select.select([self.process.stdout], [], [], self.left)
+        answer = self.process.stdout.readline() if ready else ""
         self.left -= time.monotonic() - begin
         if answer:
             rows = json.loads(answer)
+        elif ready:  # the end of its output
+            self.process.wait()
+            rows = [blank(case, self.name, f"unavailable: {self.stop()}")]
         else:
-            if is_there:
-                self.process.wait()
-            ended = self.stop()
-            rows = [{**row, "status": ended if is_there else "unavailable: its time is spent"}]
-        if any(x["status"].startswith("unavailable: ModuleNotFoundError") for x in rows):
-            self.missing = rows[0]["status"]
-        if self.process is not None and any(x["status"] != "ok" for x in rows):
-            self.stop()  # after an error of the device, a process cannot go on
+            rows = [blank(case, self.name, SPENT)]
+        for row in rows:
+            if row["status"].startswith("unavailable: ModuleNotFoundError"):
+                self.missing = row["status"]
+            if row["status"] != "ok" and self.process is not None:
+                self.stop()  # after an error of the device, a process cannot go on
         return rows
 
 
@@ -313,10 +306,9 @@ class Board:
                 peer.stop()
 
 
-def blank(case: Case, implementation: str) -> dict:
-    return dict(
-        table=case.table, case=case.name, picture=case.picture, implementation=implementation
-    )
+def blank(case: Case, implementation: str, status: str = "ok") -> dict:
+    row = dict(table=case.table, case=case.name, picture=case.picture)
+    return {**row, "implementation": implementation, "status": status}
 
 
 def published(case: Case) -> list[dict]:
@@ -324,7 +316,7 @@ def published(case: Case) -> list[dict]:
     if case.table != ATTENTION or case.name not in shapes:
         return []
     times = dict(zip(("forward_ms", "forward_backward_ms"), shapes[case.name]))
-    return [{**blank(case, NVIDIA), "status": "ok", "note": "not measured here", **times}]
+    return [{**blank(case, NVIDIA), "note": "not measured here", **times}]
 
 
 def show(row: dict) -> None:

@@ -78,7 +78,7 @@ def test_a_peer_that_hangs_is_stopped(peer):
     one = peer("import time; time.sleep(60)", 0.1)
     for _ in range(2):
         (row,) = one.measure(CASE)
-        assert row["status"] == "unavailable: its time is spent" and one.process is None
+        assert row["status"] == leaderboard.SPENT and one.process is None
 
 
 def test_a_process_ends_after_an_error(peer):
