@@ -143,5 +143,15 @@ def markdown(headline: Headline, measured: Mapping[Key, Mapping]) -> list[str]:
     headings = ["", *(column.heading for column in headline.columns)]
     lines += [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
     return lines + [
-        f"| {row.what} | {' | '.join(cells(headline, row, measured))} |" for row in headline.rows
+        f"| {row.what}{mark(headline, row, measured)} |"
+        f" {' | '.join(cells(headline, row, measured))} |"
+        for row in headline.rows
     ]
+
+
+def mark(headline: Headline, row: Row, measured: Mapping[Key, Mapping]) -> str:
+    """Of a row that shows figures of a run of other kernels than now."""
+    case = headline.op, row.table or headline.table, row.case
+    shown = {row.implementation, *(column.implementation for column in headline.columns)}
+    keys = ((*case, implementation) for implementation in shown)
+    return " †" if any(measured.get(key, {}).get("outdated") for key in keys) else ""

@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import report
+import sources
 import torch
 from protocol import WALL_FACTOR, Protocol, add_options, choose, named, parse
 from torch import Tensor
@@ -489,9 +490,10 @@ def device_name(device: str) -> str:
 
 
 def environment(device: str) -> dict:
-    """Date, command, device and versions: what a figure depends on besides the code."""
+    """Date, commit, command, device and versions: what a figure depends on besides the code."""
     facts = {
         "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "commit": sources.commit(),
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device_name(device),
         "python": platform.python_version(),
@@ -577,7 +579,7 @@ def main(
     chosen = choose(
         parser, options, named(make_cases(options.device, options.tiny)) | dict(other_tables or {})
     )
-    start = environment(options.device)
+    start = environment(options.device) | {"kernels": sources.state(op)}
     done = measured_today(folder, start["date"][:10], op) if options.resume else set()
     todo = {name: case for name, case in chosen.items() if name not in done}
     if not todo:
