@@ -77,6 +77,11 @@ def microseconds(key: str) -> Callable[[Mapping], float | None]:
     return lambda row: None if row.get(key) is None else 1e3 * row[key]
 
 
+def peak_mb(row: Mapping) -> float | None:
+    peak = row.get("forward_backward_peak_bytes")
+    return None if peak is None else peak / 1e6
+
+
 def megaflop(row: Mapping) -> float | None:
     """FLOPs of the forward in the row's note; a padded implementation's include the padding."""
     noted = re.search(r"(\d+) MFLOP", row.get("note", ""))
@@ -86,6 +91,7 @@ def megaflop(row: Mapping) -> float | None:
 DERIVED = {
     "forward_us": microseconds("forward_ms"),
     "forward_backward_us": microseconds("forward_backward_ms"),
+    "forward_backward_peak_mb": peak_mb,
     "mflop": megaflop,
 }
 

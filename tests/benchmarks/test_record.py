@@ -14,6 +14,7 @@ import bench_gdpa
 import bench_jagged_ops
 import bench_linear_compress
 import headline
+import leaderboard
 import pytest
 import record
 import record_pictures
@@ -31,6 +32,7 @@ BENCHES = {
     "block_attention": bench_block_attention,
     "gdpa": bench_gdpa,
     "jagged_ops": bench_jagged_ops,
+    "leaderboard": leaderboard,
     "linear_compress": bench_linear_compress,
 }
 DATE = "2026-11-21"
