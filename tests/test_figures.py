@@ -1,6 +1,7 @@
 """Each factor (as 5.4×) of README.md and of docs/results.md is that of a record, in a table of the
 record of its row. Each record notes when, where and how it was measured."""
 
+import importlib
 import json
 import re
 
@@ -53,7 +54,7 @@ def factors_between(own: dict, peer: dict, measures: tuple[str, ...]) -> set[flo
 
 
 def factors(source: str | tuple) -> set[float]:
-    """None if nothing was measured. source: a file, an entry of ROWS, or several of these."""
+    """Empty if nothing was measured. source: a file, an entry of ROWS, or several of these."""
     if source[0] == SCALING:
         return set.union(*map(factors, source))
     if source == SCALING:
@@ -90,15 +91,15 @@ def is_one_of(text: str, known: set[float]) -> bool:
     return any(abs(factor - float(text)) <= 0.5001 * step for factor in known)
 
 
-def rows_of(page: str) -> list[tuple[str, set[float]]]:
-    """The rows of the table of what is faster, and the factors of what each is measured by."""
+def rows_of(page: str) -> list[tuple[str, str | tuple]]:
+    """The rows of the table of what is faster, and what each is measured by."""
     text = (ROOT / page).read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| (?:what|from) \|.*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
     rows, source = [], None
     for line in table.splitlines()[2:]:
         what = line.strip("| ").partition(" | ")[0] if not line.startswith("| |") else ""
         source = next((x for start, x in ROWS.items() if re.match(start, what)), source)
-        rows.append((line, factors(source)))
+        rows.append((line, source))
     return rows
 
 
@@ -106,7 +107,10 @@ def rows_of(page: str) -> list[tuple[str, set[float]]]:
 def test_factors_of_the_table_are_those_of_the_record(page):
     rows = rows_of(page)
     assert len(rows) >= 7 and sum(len(stated(line)) for line, _ in rows) >= 12
-    wrong = {line: [x for x in stated(line) if not is_one_of(x, known)] for line, known in rows}
+    wrong = {
+        line: [x for x in stated(line) if not is_one_of(x, factors(source))]
+        for line, source in rows
+    }
     assert {line: texts for line, texts in wrong.items() if texts} == {}
 
 
@@ -115,6 +119,17 @@ def test_factors_of_the_text_are_those_of_a_record(page):
     known = set().union(*map(factors, ROWS.values()))
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [x for x in stated(text) if not is_one_of(x, known)] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_a_page_says_that_rows_are_older_than_their_kernels(page, monkeypatch):
+    """Each such row has a †, or the page says it of all rows."""
+    monkeypatch.syspath_prepend(ROOT / "kernels" / "benchmarks")
+    sources = importlib.import_module("sources")
+    old = {run["op"] for run in read(H200)["runs"] if not sources.is_current(run)}
+    says = "before the last change of the kernels" in (ROOT / page).read_text(encoding="utf-8")
+    rows = [(line, source) for line, source in rows_of(page) if source[0] in old]
+    assert says or [line for line, _ in rows if "†" not in line] == []
 
 
 def test_a_wrong_factor_is_found():
