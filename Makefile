@@ -158,8 +158,8 @@ bench: $(ENV)
 
 leaderboard: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make leaderboard needs an NVIDIA GPU: none was found" >&2; exit 1; }
-	$(PY) kernels/benchmarks/leaderboard.py --pause 0.15 --rep 40 $(if $(OUT),--out $(OUT)/runs) $(ARGS)
-	$(MAKE) record
+	status=0; $(PY) kernels/benchmarks/leaderboard.py --pause 0.15 --rep 40 $(if $(OUT),--out $(OUT)/runs) $(ARGS) || status=1; \
+	$(MAKE) record && exit $$status
 
 profile: $(ENV)
 	$(PY) kernels/benchmarks/profile_kernels.py $(if $(OUT),--out $(OUT)/runs)

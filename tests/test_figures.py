@@ -43,7 +43,7 @@ MEASURES = ("forward_ms", "backward_ms", "forward_backward_ms", "forward_peak_by
 MEASURES += ("forward_backward_peak_bytes",)
 
 
-def read(name: str) -> dict:
+def read(name) -> dict:
     return json.loads((ROOT / name).read_text(encoding="utf-8"))
 
 
@@ -53,7 +53,7 @@ def factors_between(own: dict, peer: dict, measures: tuple[str, ...]) -> set[flo
     return {y / x for x, y in pairs} | {x / y for x, y in pairs}
 
 
-def factors(source: str | tuple) -> set[float]:
+def factors(source) -> set[float]:
     """Empty if nothing was measured. source: a file, an entry of ROWS, or several of these."""
     if source[0] == SCALING:
         return set.union(*map(factors, source))
@@ -91,7 +91,7 @@ def is_one_of(text: str, known: set[float]) -> bool:
     return any(abs(factor - float(text)) <= 0.5001 * step for factor in known)
 
 
-def rows_of(page: str) -> list[tuple[str, str | tuple]]:
+def rows_of(page: str) -> list[tuple]:
     """The rows of the table of what is faster, and what each is measured by."""
     text = (ROOT / page).read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| (?:what|from) \|.*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)

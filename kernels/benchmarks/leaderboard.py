@@ -9,9 +9,8 @@ Each implementation is checked and measured in a process of its own, so that one
 hangs is a row with its error. All measure a case before the next one begins. A row is printed as
 soon as it is measured. Peers are imported from where their users have them, on PYTHONPATH:
 
-- Meta's `generative_recommenders`, and `torchrec`, which it imports. Its kernels try many
-  configurations; those of a kernel are compiled in parallel before the first is timed. It times
-  each for about 20 ms after 5 ms of warm-up, a fifth of its default.
+- Meta's `generative_recommenders`, and `torchrec`, which it imports. The configurations that a
+  kernel tries are compiled in parallel, then timed for a fifth of its default.
 - Helion's `examples/jagged_hstu_attn.py`, by its folder. It has no targets and no backward.
 - `flash_attn`. FlashAttention and flex_attention compute softmax: another function.
 
@@ -22,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import re
@@ -52,6 +52,7 @@ HELION = "Helion's example"
 NVIDIA = "NVIDIA CUTLASS, published for an H100"
 ATTENTION, LAYER = "HSTU attention", "HSTU layer"
 SPENT = "unavailable: its time is spent"
+SHOWN = ("case", "implementation", "forward ms", "fwd+bwd ms", "fwd+bwd peak MB", "remarks")
 # table -> its implementations, each of which is a process
 PEERS = {
     ATTENTION: [OURS, META, META_TMA, HELION, FLEX, FA2, *peers.FLASH_ATTENTION],
@@ -140,8 +141,7 @@ def flash(problem: Problem) -> dict[str, Callable[[], Implementation]]:
 
 
 def compile_before_tuning() -> None:
-    """Triton's autotuner compiles all configurations of a kernel in parallel before it times the
-    first, and times each for a fifth of its default."""
+    """Triton's autotuner compiles a kernel's configurations in parallel, then times them."""
     import triton.testing
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.autotuner import Autotuner
@@ -216,12 +216,13 @@ class Peer:
     def __init__(self, name: str, tiny: bool, protocol: Protocol, left: float):
         self.name, self.left, self.missing = name, left, ""
         self.command = command(name, tiny, protocol)
+        self.process: Any = None  # after it has ended
         self.start()
 
     def start(self) -> None:
         self.errors = tempfile.TemporaryFile("w+")
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
-        self.process: Any = subprocess.Popen(self.command, text=True, **pipes)
+        self.process = subprocess.Popen(self.command, text=True, **pipes)
 
     def stop(self) -> str:
         """How its process ended."""
@@ -246,13 +247,10 @@ class Peer:
         ready, _, _ = select.select([self.process.stdout], [], [], self.left)
         answer = self.process.stdout.readline() if ready else ""
         self.left -= time.monotonic() - begin
-        if answer:
-            rows = json.loads(answer)
-        elif ready:  # the end of its output
+        rows = json.loads(answer) if answer else [blank(case, self.name, SPENT)]
+        if ready and not answer:  # the end of its output
             self.process.wait()
             rows = [blank(case, self.name, f"unavailable: {self.stop()}")]
-        else:
-            rows = [blank(case, self.name, SPENT)]
         for row in rows:
             if row["status"].startswith("unavailable: ModuleNotFoundError"):
                 self.missing = row["status"]
@@ -267,8 +265,8 @@ def command(name: str, tiny: bool, protocol: Protocol) -> list[str]:
 
 
 def serve(name: str, tiny: bool, protocol: dict) -> None:
-    """Measures the cases that are named on stdin. A line of stdout has a case's rows; what a peer
-    prints goes to stderr."""
+    """Measures the cases named on stdin. A line of stdout has a case's rows; a peer prints to
+    stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     device = protocol["device"]
@@ -293,11 +291,11 @@ class Board:
         for name in names:  # all begin at once
             if (case.table, name) not in self.peers:
                 self.peers[case.table, name] = Peer(name, self.tiny, protocol, self.limit)
-        rows = published(case) if chosen.search(NVIDIA) else []
-        for name in names:
-            rows += self.peers[case.table, name].measure(case)
-            if rows:
-                show(rows[-1])
+        found = (self.peers[case.table, name].measure(case) for name in names)
+        rows = []
+        for row in itertools.chain(published(case, chosen), itertools.chain.from_iterable(found)):
+            rows.append(row)
+            print(" | ".join([row["table"], *(report.COLUMNS[x](row) for x in SHOWN)]), flush=True)
         return rows
 
     def close(self) -> None:
@@ -311,24 +309,18 @@ def blank(case: Case, implementation: str, status: str = "ok") -> dict:
     return {**row, "implementation": implementation, "status": status}
 
 
-def published(case: Case) -> list[dict]:
+def published(case: Case, chosen: re.Pattern) -> list[dict]:
     shapes = {f"B{b} N{n} D{d}": times for (b, n, d), times in PUBLISHED.items()}
-    if case.table != ATTENTION or case.name not in shapes:
+    if case.table != ATTENTION or case.name not in shapes or not chosen.search(NVIDIA):
         return []
     times = dict(zip(("forward_ms", "forward_backward_ms"), shapes[case.name]))
     return [{**blank(case, NVIDIA), "note": "not measured here", **times}]
 
 
-def show(row: dict) -> None:
-    columns = ("case", "implementation", "forward ms", "fwd+bwd ms", "fwd+bwd peak MB", "remarks")
-    cells = [report.COLUMNS[column](row) for column in columns]
-    print(" | ".join([row["table"], *cells]), flush=True)
-
-
 def summary(rows: list[dict]) -> list[str]:
     """Each case: the time of the fastest peer that computes the same here over our shortest."""
-    lines, chosen = [], [row for row in rows if row["status"] == "ok"]
-    chosen = [row for row in chosen if row["implementation"] not in (bench_layers.FLOOR, NVIDIA)]
+    others, lines = (bench_layers.FLOOR, NVIDIA), []
+    chosen = [row for row in rows if row["status"] == "ok" and row["implementation"] not in others]
     chosen = [row for row in chosen if not row.get("note", "").startswith(SOFTMAX_NOTE)]
     for table, case in dict.fromkeys((row["table"], row["case"]) for row in chosen):
         of_case = [row for row in chosen if (row["table"], row["case"]) == (table, case)]

@@ -81,6 +81,13 @@ def test_a_peer_that_hangs_is_stopped(peer):
         assert row["status"] == leaderboard.SPENT and one.process is None
 
 
+def test_a_peer_that_cannot_begin_has_a_row_for_each_case(peer):
+    one = peer("raise SystemExit('no device')", 60)
+    for _ in range(2):
+        (row,) = one.measure(CASE)
+        assert row["status"] == "unavailable: its process ended with 1: no device"
+
+
 def test_a_process_ends_after_an_error(peer):
     row = {"status": "unavailable: forward: AcceleratorError"}
     one = peer(f"import json; input(); print(json.dumps([{row}])); input()", 60)
