@@ -21,6 +21,8 @@
 #   make dist                           build the source distribution and the wheel into dist/
 #   make smoke                          install the wheel of dist/ into an empty environment, and run README's example
 #   make bench [ARGS=...] [OUT=folder]  measure the kernels on a GPU and write the record; ARGS=--resume goes on with the day's
+#   make leaderboard [ARGS=...] [OUT=folder]   measure HSTU's attention and layer beside what else computes them, each in a process of
+#                                       its own; ARGS="--only D128 --peers Meta --limit 60", peers on PYTHONPATH
 #   make profile [OUT=folder]           profile the main kernels under ncu, for the record
 #   make environments                   make .venv and whatever else the targets above install
 #   make clean                          remove .venv and whatever was built
@@ -36,7 +38,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := test
 .PHONY: train serve test test-slow test-all test-interpreter test-compile test-others test-slow-interpreter test-slow-compile \
 	test-slow-others test-all-interpreter test-all-compile test-all-others fuzz mutants mutants-sample test-gpu test-newer-tritons \
-	test-newer-tritons-sample notebooks lint docs links dist smoke bench profile record environments clean
+	test-newer-tritons-sample notebooks lint docs links dist smoke bench leaderboard profile record \
+	environments clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -151,6 +154,11 @@ bench: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make bench needs an NVIDIA GPU: none was found" >&2; exit 1; }
 	status=0; \
 	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench --pause 0.15 --rep 40 $(if $(OUT),--out $(OUT)/runs) $(ARGS) || status=1; done; \
+	$(MAKE) record && exit $$status
+
+leaderboard: $(ENV)
+	@nvidia-smi -L >/dev/null || { echo "make leaderboard needs an NVIDIA GPU: none was found" >&2; exit 1; }
+	status=0; $(PY) kernels/benchmarks/leaderboard.py --pause 0.15 --rep 40 $(if $(OUT),--out $(OUT)/runs) $(ARGS) || status=1; \
 	$(MAKE) record && exit $$status
 
 profile: $(ENV)

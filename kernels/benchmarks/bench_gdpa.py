@@ -80,7 +80,7 @@ class Problem:
     segments.
 
     q and k are ``magnitude``·N(0,1). With ``num_targets`` ``[B]``, the mask is causal, and each
-    segment ends with that many targets.
+    segment ends with that many targets; without any targets it is causal alone.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Problem:
         self.max_q, self.max_kv = int(q_lengths.max()), int(kv_lengths.max())
         host_offsets = [offsets_of(lengths) for lengths in self.lengths]
         self.q_offsets, self.kv_offsets = (offsets.to(device) for offsets in host_offsets)
-        self.mask = (
-            None
-            if num_targets is None
-            else jm.AttentionMask(causal=True, num_targets=num_targets.to(device))
-        )
+        self.num_targets = self.mask = None
+        if num_targets is not None:
+            self.num_targets = num_targets.to(device)
+            some = self.num_targets if num_targets.any() else None
+            self.mask = jm.AttentionMask(causal=True, num_targets=some)
         q_shape, kv_shape = ((int(lengths.sum()), num_heads, head_dim) for lengths in self.lengths)
         q, k, v, self.grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
         self.inputs = leaves(q=magnitude * q, k=magnitude * k, v=v)
@@ -115,7 +115,7 @@ class Problem:
     @cached_property
     def keep(self) -> Tensor:
         """``[B, max_q, max_kv]``: True for the keys that a query sees, False in the padding."""
-        sizes = list(zip(*(x.tolist() for x in (*self.lengths, self.mask.num_targets))))
+        sizes = list(zip(*(x.tolist() for x in (*self.lengths, self.num_targets))))
         keep = torch.zeros(
             len(sizes), self.max_q, self.max_kv, dtype=torch.bool, device=self.device
         )
@@ -255,7 +255,7 @@ class Problem:
         host_lengths, _ = self.lengths
         lengths, total = host_lengths.to(self.device), int(host_lengths.sum())
         segment = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
-        first_target = (self.q_offsets[1:] - self.mask.num_targets).repeat_interleave(lengths)
+        first_target = (self.q_offsets[1:] - self.num_targets).repeat_interleave(lengths)
 
         def sees(batch, head, i, j):
             return (segment[i] == segment[j]) & ((i == j) | (j < i) & (j < first_target[i]))

@@ -16,6 +16,9 @@ targets after a new event. Either the event is appended to the cached history, w
 read in its pages, or the history is encoded anew, with event and targets in one forward; speed-ups
 are over that. Times are those of host and device together. Containers are made in each call, as a
 server has to, so that no schedule of an earlier call fits.
+
+"DLRMv3-like stack" is the same with the sizes of MLPerf's recommender: 5 layers of width 512, 2,048
+candidates for each of 32 users. Embeddings, the item tower and the heads are not part of it.
 """
 
 import copy
@@ -67,16 +70,18 @@ def pages_of(lengths: Tensor, device: str) -> tuple[jm.Pages, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """num_targets: of each user. histories: longest ones; lengths are 0.4 to 1 of it."""
+    """num_targets: of each user. histories: longest ones; lengths are ``shortest`` to 1 of it."""
 
     num_users: int
     histories: tuple[int, ...]
     num_targets: tuple[int, ...]
     num_heads: int
     head_dims: tuple[int, ...]
+    num_layers: int = LAYERS
+    shortest: float = 0.4
 
     def lengths(self, history: int) -> Tensor:
-        return uniform_lengths(self.num_users, int(0.4 * history), history)
+        return uniform_lengths(self.num_users, int(self.shortest * history), history)
 
 
 FULL = Sizes(
@@ -90,6 +95,7 @@ SCORES = dataclasses.replace(FULL, head_dims=(128,))
 STACK = Sizes(
     num_users=32, histories=(1024, 4096, 8192), num_targets=(10,), num_heads=4, head_dims=(64, 128)
 )
+DLRM_V3 = Sizes(32, (1024, 4096), (2048,), 4, (128,), num_layers=5, shortest=1.0)
 TINY = Sizes(num_users=3, histories=(150,), num_targets=(2,), num_heads=2, head_dims=(16,))
 
 
@@ -252,7 +258,8 @@ def hstu_stack(
     lengths = sizes.lengths(history)
     counts = torch.full_like(lengths, num_targets)
     config = jm.HSTUConfig(scaling_seqlen=history)
-    stack = jm.HSTUStack(width, sizes.num_heads, LAYERS, config, device=device, dtype=dtype).eval()
+    sizes_of_stack = width, sizes.num_heads, sizes.num_layers
+    stack = jm.HSTUStack(*sizes_of_stack, config, device=device, dtype=dtype).eval()
     (rows,) = random_tensors(device, dtype, (int((lengths + 1 + counts).sum()), width))
     parts = torch.stack([lengths, torch.ones_like(lengths), counts], dim=1).flatten().tolist()
     known, events, targets = (torch.cat(rows.split(parts)[part::3]) for part in range(3))
@@ -265,7 +272,7 @@ def hstu_stack(
     def appended() -> Implementation:
         cache = jm.PagedHistoryCache(
             stack,
-            int((lengths + 1 + PAGE_ROWS).sum()) * LAYERS * 2 * width * dtype.itemsize,
+            int((lengths + 1 + PAGE_ROWS).sum()) * sizes.num_layers * 2 * width * dtype.itemsize,
             PAGE_ROWS,
         )
         cache.put(users, batch_of(known, lengths))
@@ -302,6 +309,7 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
         ("attention to histories in pages", attention, FULL, False),
         ("scores of cached histories", scores, SCORES, True),
         ("HSTU stack", hstu_stack, STACK, True),
+        ("DLRMv3-like stack", hstu_stack, DLRM_V3, True),
     ):
         sizes = TINY if tiny else full
         for history in sizes.histories:

@@ -77,6 +77,11 @@ def microseconds(key: str) -> Callable[[Mapping], float | None]:
     return lambda row: None if row.get(key) is None else 1e3 * row[key]
 
 
+def peak_mb(row: Mapping) -> float | None:
+    peak = row.get("forward_backward_peak_bytes")
+    return None if peak is None else peak / 1e6
+
+
 def megaflop(row: Mapping) -> float | None:
     """FLOPs of the forward in the row's note; a padded implementation's include the padding."""
     noted = re.search(r"(\d+) MFLOP", row.get("note", ""))
@@ -86,6 +91,7 @@ def megaflop(row: Mapping) -> float | None:
 DERIVED = {
     "forward_us": microseconds("forward_ms"),
     "forward_backward_us": microseconds("forward_backward_ms"),
+    "forward_backward_peak_mb": peak_mb,
     "mflop": megaflop,
 }
 
@@ -143,5 +149,15 @@ def markdown(headline: Headline, measured: Mapping[Key, Mapping]) -> list[str]:
     headings = ["", *(column.heading for column in headline.columns)]
     lines += [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
     return lines + [
-        f"| {row.what} | {' | '.join(cells(headline, row, measured))} |" for row in headline.rows
+        f"| {row.what}{mark(headline, row, measured)} |"
+        f" {' | '.join(cells(headline, row, measured))} |"
+        for row in headline.rows
     ]
+
+
+def mark(headline: Headline, row: Row, measured: Mapping[Key, Mapping]) -> str:
+    """Of a row that shows figures of a run of other kernels than now."""
+    case = headline.op, row.table or headline.table, row.case
+    shown = {row.implementation, *(column.implementation for column in headline.columns)}
+    keys = ((*case, implementation) for implementation in shown)
+    return " †" if any(measured.get(key, {}).get("outdated") for key in keys) else ""

@@ -22,6 +22,7 @@ import headline
 import profile_kernels
 import record_pictures
 import report
+import sources
 import torch
 from headline import Key
 from published import HEADLINES
@@ -31,7 +32,8 @@ PREAMBLE = """\
 Measurements of this project and its peers on this device, beside the figures that the sources publish for other devices: compare ratios.
 "missing": no run measured it. "not installed": the peer is not installed. "unavailable": it does not run here. "% of floor": the shortest
 time in which the device could do the counted work or move the counted bytes, over the measured time. The rates of long GEMMs and
-large copies define the floor, so that a short call may exceed 100. A run that "did not finish" was stopped; its completed cases count."""  # noqa: E501
+large copies define the floor, so that a short call may exceed 100. A run that "did not finish" was stopped; its completed cases count.
+"†": measured before the last change of a file of the operator's kernels, or by a run that did not note their state."""  # noqa: E501
 RUN_FACTS = ("op", "environment", "protocol", "complete", "seconds")
 NO_RECORD = {"runs": [], "rows": [], "profile": []}
 
@@ -134,6 +136,11 @@ def make_record(folder: Path, date: str | None = None) -> dict:
     }
 
 
+def outdated(record: Mapping) -> set[tuple[str, str]]:
+    """The runs of other kernels than those of this checkout."""
+    return {identity(run) for run in record["runs"] if not sources.is_current(run)}
+
+
 def by_key(rows: Iterable[dict]) -> dict[Key, dict]:
     return {(row["op"], row["table"], row["case"], row["implementation"]): row for row in rows}
 
@@ -148,7 +155,7 @@ def markdown(record: dict, pictures: Iterable[str]) -> str:
     facts = ", ".join(
         f"{name} {value}"
         for name, value in newest.items()
-        if name not in ("command", "device", "date")
+        if name not in ("command", "commit", "kernels", "device", "date")
     )
     lines = [
         f"# The record of {record['device']}, {record['date']}",
@@ -164,13 +171,15 @@ def markdown(record: dict, pictures: Iterable[str]) -> str:
         "",
         "## Runs",
         "",
-        "| benchmark | begun | command | seconds | |",
-        "|---|---|---|---|---|",
+        "| benchmark | begun | commit | command | seconds | |",
+        "|---|---|---|---|---|---|",
     ]
     for run in record["runs"]:
         environment = run["environment"]
         command = environment["command"].replace("|", r"\|")  # which would end the cell
-        cells = [run["op"], environment["date"], f"`{command}`", report.number(run["seconds"])]
+        begun = environment["date"] + (" †" if identity(run) in outdated(record) else "")
+        commit = environment.get("commit", "not noted")
+        cells = [run["op"], begun, commit, f"`{command}`", report.number(run["seconds"])]
         lines.append(f"| {' | '.join([*cells, '' if run['complete'] else 'did not finish'])} |")
     for protocol in dict.fromkeys(run["protocol"]["text"] for run in record["runs"]):
         lines += ["", protocol]
@@ -179,7 +188,9 @@ def markdown(record: dict, pictures: Iterable[str]) -> str:
 
 def tables_of_gpu(record: dict, pictures: Iterable[str]) -> list[str]:
     """The published headlines beside ours, and the tables without published figures."""
-    measured = by_key(record["rows"])
+    old = outdated(record)
+    rows = ({**row, "outdated": (row["date"], row["op"]) in old} for row in record["rows"])
+    measured = by_key(rows)
     lines = ["", PREAMBLE, "", *(f"![{Path(name).stem}]({name})\n" for name in pictures)]
     for table in (*HEADLINES, *TABLES):
         lines += headline.markdown(table, measured)

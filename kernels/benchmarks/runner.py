@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import report
+import sources
 import torch
 from protocol import WALL_FACTOR, Protocol, add_options, choose, named, parse
 from torch import Tensor
@@ -507,9 +508,10 @@ def device_name(device: str) -> str:
 
 
 def environment(device: str) -> dict:
-    """Date, command, device and versions: what a figure depends on besides the code."""
+    """Date, commit, command, device and versions: what a figure depends on besides the code."""
     facts = {
         "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "commit": sources.commit(),
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device_name(device),
         "python": platform.python_version(),
@@ -561,6 +563,7 @@ def main(
     summary: Callable[[list[dict]], list[str]] = lambda rows: [],
     other_tables: Mapping[str, Callable[[str, bool], list[dict]]] | None = None,
     own_options: Sequence[argparse.ArgumentParser] = (),
+    run: Callable[[Case, Protocol, re.Pattern], list[dict]] = run_case,
 ) -> int:
     """Runs a benchmark from its command line.
 
@@ -572,6 +575,7 @@ def main(
         other_tables: tables with columns of their own by title, ``table(device, tiny)`` -> rows,
             ``{heading: text or number}``.
         own_options: parsers, without help, of options that the benchmark has read itself.
+        run: measures a case, as run_case does.
 
     Returns:
         The exit status: 1 if an implementation gave a wrong result, else 0.
@@ -593,7 +597,7 @@ def main(
     chosen = choose(
         parser, options, named(make_cases(options.device, options.tiny)) | dict(other_tables or {})
     )
-    start = environment(options.device)
+    start = environment(options.device) | {"kernels": sources.state(op)}
     done = measured_today(folder, start["date"][:10], op) if options.resume else set()
     todo = {name: case for name, case in chosen.items() if name not in done}
     if not todo:
@@ -614,7 +618,7 @@ def main(
     for name, case in tqdm(todo.items(), desc=op, unit="case"):
         release_memory(options.device)
         if isinstance(case, Case):
-            results["rows"] += run_case(case, protocol, options.impl)
+            results["rows"] += run(case, protocol, options.impl)
         else:
             results["other_tables"][name] = other_table(case, options.device, options.tiny)
         results |= {"summary": summary(results["rows"]), "seconds": time.perf_counter() - begin}

@@ -1,14 +1,78 @@
 """Tables of the record without published figures: this project's own operators and settings."""
 
+import bench_layers
+import leaderboard
+import stu
+from bench_gdpa import FLEX
 from headline import Column, Headline, Row
-from names import INVARIANT, OURS, PORTABLE
+from names import FA2, INVARIANT, OURS, PORTABLE
 
 MS = "forward_ms/forward_backward_ms"
 TFLOPS = "forward_tflops/backward_tflops"
 ALL_PASSES = "forward_{0}/forward_backward_{0}/backward_{0}"
 SOURCE = "this project"
 
+PEAK = "forward_backward_peak_mb"
+BOARD = leaderboard.make_cases("cuda", False)
+
+
+def board(key: str, table: str, caveat: str, columns: dict[str, str], peaks: dict[str, str]):
+    """A table of the leaderboard. columns, peaks: heading -> implementation."""
+    rows = [Row(case.name, case.name) for case in BOARD if case.table == table]
+    return Headline(
+        key=key,
+        title=f"Leaderboard: {table}",
+        source=SOURCE,
+        published=(
+            "ms, forward / forward + backward; MB, the peak of forward + backward. H=4, bf16,"
+            " causal."
+        ),
+        caveat=caveat,
+        op="leaderboard",
+        table=table,
+        columns=[
+            *(Column(heading, MS, name) for heading, name in columns.items()),
+            *(Column(f"MB, {heading}", PEAK, name) for heading, name in peaks.items()),
+        ],
+        rows=rows,
+    )
+
+
 TABLES = [
+    board(
+        "board_attention",
+        leaderboard.ATTENTION,
+        "FlashAttention and flex_attention compute softmax under the same mask, as they have no"
+        " SiLU; Helion's example has no backward. NVIDIA's figures are read off its plots for an"
+        " H100.",
+        {
+            "Meta": leaderboard.META,
+            "Meta, TMA": leaderboard.META_TMA,
+            "Helion": leaderboard.HELION,
+            "NVIDIA, published": leaderboard.NVIDIA,
+            "FA2, softmax": FA2,
+            "FA4, softmax": "FlashAttention-4",
+            "flex, softmax": FLEX,
+            "this project": OURS,
+        },
+        {"Meta": leaderboard.META, "this project": OURS},
+    ),
+    board(
+        "board_layer",
+        leaderboard.LAYER,
+        "Without dropout. Meta's layer keeps its rows in bf16, and runs without TMA, with which its"
+        " gradients are NaN. The floor is the layer's GEMMs and attention alone.",
+        {
+            "Meta": stu.STU,
+            "Meta, no recompute": f"{stu.STU}, no recompute",
+            "a user's, compiled": bench_layers.USER,
+            "floor": bench_layers.FLOOR,
+            "this project": OURS,
+            "compiled": bench_layers.COMPILED,
+            "bf16 rows": bench_layers.BF16_ROWS,
+        },
+        {"Meta": stu.STU, "this project": OURS, "bf16 rows": bench_layers.BF16_ROWS},
+    ),
     Headline(
         key="hstu",
         title="HSTU's attention: SiLU, causal, 20 targets per segment",

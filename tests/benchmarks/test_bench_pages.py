@@ -7,7 +7,7 @@ BENCHMARK = bench.__file__
 
 def test_all_forms_are_right_and_measured(tiny_run):
     results, _ = tiny_run
-    assert results["complete"] and len({row["table"] for row in results["rows"]}) == 3
+    assert results["complete"] and len({row["table"] for row in results["rows"]}) == 4
     for row in results["rows"]:
         assert row["status"] == "ok" and row["forward_ms"] > 0
     names = {row["implementation"] for row in results["rows"]}

@@ -14,10 +14,12 @@ import bench_gdpa
 import bench_jagged_ops
 import bench_linear_compress
 import headline
+import leaderboard
 import pytest
 import record
 import record_pictures
 import runner
+import sources
 from headline import Column, Headline, Row
 from names import INPUT_REPLICATED, OURS, PORTABLE
 from published import HEADLINES
@@ -30,6 +32,7 @@ BENCHES = {
     "block_attention": bench_block_attention,
     "gdpa": bench_gdpa,
     "jagged_ops": bench_jagged_ops,
+    "leaderboard": leaderboard,
     "linear_compress": bench_linear_compress,
 }
 DATE = "2026-11-21"
@@ -63,6 +66,7 @@ def save_run(
         "command": "python bench_op.py --out /somewhere --pause 0",
         "device": device,
         "torch": "2",
+        "kernels": sources.state(op),
     }
     run = {
         "op": op,
@@ -317,9 +321,41 @@ def test_the_readme_has_every_headline_and_the_measured_rows_beside_it(tmp_path)
         in text
     )
     assert "missing: profile_kernels.py was not run" in text
-    assert "| gdpa | 2026-11-21T00:00:00+00:00 | `python bench_op.py --pause 0` | – |  |" in text
+    assert (
+        "| gdpa | 2026-11-21T00:00:00+00:00 | not noted | `python bench_op.py --pause 0` |" in text
+    )
     for name in record_pictures.PICTURES:
         assert f"({name})" in text and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_older_than_a_change_of_their_kernels_are_marked(tmp_path, monkeypatch):
+    for name in ("attention", "common", "din", "schedule"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text("1")
+    monkeypatch.setattr(sources, "KERNELS", tmp_path)
+    table, case = "GDPA (gelu_tanh)", "q and kv full L=2048"
+    rows = [{**result(case=case, forward_tflops=682.0), "table": table}]
+    save_run(tmp_path, rows, op="gdpa", device="NVIDIA H200")
+    made = record.make_record(tmp_path)
+    (tmp_path / "din" / "a.py").write_text("2")
+    assert "| q and kv full L=2048 | 453 / 345 |" in record.markdown(made, [])
+    (tmp_path / "common" / "a.py").write_text("2")
+    text = record.markdown(made, [])
+    assert "| q and kv full L=2048 † | 453 / 345 |" in text
+    assert (
+        "| q jagged, kv full L=512 | " in text and "| gdpa | 2026-11-21T00:00:00+00:00 † |" in text
+    )
+    assert '"†": measured before the last change' in text
+
+
+def test_a_run_notes_its_commit_and_the_state_of_its_kernels(monkeypatch):
+    assert re.fullmatch("[0-9a-f]{40}[+]?|unknown", sources.commit())
+    monkeypatch.setenv("COMMIT", "abc")
+    assert runner.environment("cpu")["commit"] == "abc"
+    states = {sources.state(op) for op in ("attention", "din", "layers")}
+    assert len(states) == 3 and sources.state("gdpa") == sources.state("attention")
+    folders = {path.name for path in sources.KERNELS.iterdir()}
+    assert {folder for of_op in sources.FOLDERS.values() for folder in of_op} <= folders
 
 
 def test_the_record_of_a_cpu_has_the_tables_as_they_are(tmp_path):

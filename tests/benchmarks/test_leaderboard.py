@@ -1,0 +1,137 @@
+"""The leaderboard: each implementation runs in a process of its own, which may crash or hang."""
+
+import json
+import sys
+import textwrap
+
+import bench_layers
+import leaderboard
+import pytest
+import runner
+import stu
+
+# stands in for Meta's package: computes the definition, and crashes with TMA
+PACKAGE = {
+    "common.py": """
+        static = []
+
+        def set_static_max_seq_lens(lengths):
+            static[:] = lengths
+    """,
+    "ops/triton/triton_hstu_attention.py": """
+        import os
+        import torch
+        from generative_recommenders import common
+
+        def triton_hstu_mha(N, alpha, q, k, v, seq_offsets, num_targets, enable_tma):
+            if enable_tma:
+                os.abort()
+            assert common.static == [N] and num_targets is None
+            outs = []
+            for q, k, v in zip(*(x.split(seq_offsets.diff().tolist()) for x in (q, k, v))):
+                scores = torch.einsum("qhd,khd->hqk", q, k) * alpha
+                weights = (torch.nn.functional.silu(scores) / N).tril()
+                outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+            print("a peer may print")
+            return torch.cat(outs)
+    """,
+}
+CASE = leaderboard.make_cases("cpu", True)[0]
+FAST = ["--rounds", "1", "--pause", "0", "--warmup", "0", "--rep", "0.1"]
+
+
+def test_a_crash_is_a_row(tmp_path, monkeypatch, capsys):
+    for name, text in PACKAGE.items():
+        path = tmp_path / "generative_recommenders" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    only = f"^{CASE.table}: {CASE.name}$"
+    arguments = ["--tiny", "--device", "cpu", "--only", only, "--peers", "HSTU attention", *FAST]
+    assert leaderboard.run_board([*arguments, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*-leaderboard.json")
+    rows = {row["implementation"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == [leaderboard.META, leaderboard.META_TMA]
+    right, crashed = rows.values()
+    assert right["status"] == "ok" and right["forward_ms"] and right["forward_backward_ms"]
+    assert crashed["status"].startswith("unavailable: its process ended with -6")
+    assert f"{CASE.table} | {CASE.name} | {leaderboard.META} |" in capsys.readouterr().out
+
+
+@pytest.fixture
+def peer(monkeypatch):
+    """Makes one whose process runs the given code."""
+    peers = []
+
+    def make(code: str, left: float) -> leaderboard.Peer:
+        monkeypatch.setattr(leaderboard, "command", lambda *_: [sys.executable, "-c", code])
+        peers.append(leaderboard.Peer("a peer", True, runner.Protocol("cpu"), left))
+        return peers[-1]
+
+    yield make
+    for one in peers:
+        if one.process is not None:
+            one.stop()
+
+
+def test_a_peer_that_hangs_is_stopped(peer):
+    one = peer("import time; time.sleep(60)", 0.1)
+    for _ in range(2):
+        (row,) = one.measure(CASE)
+        assert row["status"] == leaderboard.SPENT and one.process is None
+
+
+def test_a_peer_that_cannot_begin_has_a_row_for_each_case(peer):
+    one = peer("raise SystemExit('no device')", 60)
+    for _ in range(2):
+        (row,) = one.measure(CASE)
+        assert row["status"] == "unavailable: its process ended with 1: no device"
+
+
+def test_a_process_ends_after_an_error(peer):
+    row = {"status": "unavailable: forward: AcceleratorError"}
+    one = peer(f"import json; input(); print(json.dumps([{row}])); input()", 60)
+    first = one.process
+    assert one.measure(CASE) == one.measure(CASE) == [row]
+    assert first.poll() is not None and one.process is None
+
+
+def test_a_missing_peer_is_not_started_again(peer):
+    row = {"status": "unavailable: ModuleNotFoundError: No module named 'x'"}
+    one = peer(f"import json; input(); print(json.dumps([{row}]))", 60)
+    assert one.measure(CASE) == [row]
+    (again,) = one.measure(leaderboard.make_cases("cpu", True)[1])
+    assert again["status"] == row["status"] and one.process is None
+
+
+def test_every_implementation_has_a_process():
+    for case in leaderboard.make_cases("cpu", True):
+        assert set(case.setup().implementations) - {bench_layers.MODULES} <= set(
+            leaderboard.PEERS[case.table]
+        )
+
+
+def test_the_summary_compares_with_the_fastest_that_computes_the_same():
+    def row(implementation: str, ms: float, **columns) -> dict:
+        return {
+            **leaderboard.blank(CASE, implementation),
+            "status": "ok",
+            "forward_ms": ms,
+            **columns,
+        }
+
+    rows = [
+        row(leaderboard.OURS, 2.0),
+        row(leaderboard.META, 3.0),
+        row(leaderboard.META_TMA, 2.5),
+        row(leaderboard.FA2, 1.0, note=leaderboard.SOFTMAX_NOTE),
+        row(leaderboard.NVIDIA, 1.0),
+        row(stu.STU, 1.0, status="wrong: forward"),
+    ]
+    (line,) = leaderboard.summary(rows)
+    assert line.endswith(f"forward_ms: {leaderboard.OURS} is 1.25 × {leaderboard.META_TMA}")
+
+
+def test_published_rows_have_cases():
+    names = {case.name for case in leaderboard.make_cases("cpu", False)}
+    assert {f"B{b} N{n} D{d}" for b, n, d in leaderboard.PUBLISHED} <= names

@@ -1,0 +1,159 @@
+"""Each factor (as 5.4×) of README.md and of docs/results.md is that of a record, in a table of the
+record of its row. Each record notes when, where and how it was measured."""
+
+import importlib
+import json
+import re
+
+import pytest
+from readme import ROOT
+
+H200 = "kernels/benchmarks/results/nvidia-h200/record.json"
+CPU = "kernels/benchmarks/results/cpu/record.json"
+MOVE = "docs/guides/should-i-move.md"
+SCALING, MOVIELENS = (
+    f"examples/results/{name}.json" for name in ("ranking-scaling", "movielens-100k")
+)
+OURS = tuple(
+    f"jagged_modules{form}" for form in ("", ", backward_workspace(0)", ", triton", ", softmax")
+)
+# beginning of a row's first cell -> what it is measured by: operator, table and case in a record.
+# The first that fits counts; a row without an entry continues the row above.
+ROWS = {
+    r"\[?a whole ranking model": SCALING,
+    "target attention": ("attention", "target attention", "history 1024"),
+    "jagged self-attention, forward \\+ backward, on 2 CPU": CPU,
+    "the same, head dim 64": ("attention", "jagged self-attention", "B64 N2048 H4 D64"),
+    "(jagged )?self-attention": ("attention", "jagged self-attention", "B64 N2048 H4 D(64|128)"),
+    "GDPA": ("gdpa", r"GDPA \(gelu_tanh\)", "q and kv jagged L=1024"),
+    "HSTU's attention": ("gdpa", "HSTU .*", "B128 N2048 D64"),
+    "linear compression": ("linear_compress", "batch size.*", "B=1024"),
+    "block-diagonal attention": ("block_attention", "block attention.*|with rotary.*", "1609731.*"),
+    "the same with rotary": ("block_attention", "with rotary.*", "1609731.*"),
+    r"\[operators\]": ("jagged_ops", "Table 1.*", ".*"),
+    "ranking model of": MOVIELENS,
+    # of the page for those who consider to move
+    "padded layers": (SCALING, ("attention", "jagged self-attention", "B64 N2048 H4 D128")),
+    "FlashAttention": ("attention", "jagged self-attention", "B64 N2048 H4 D(64|128)"),
+    "FlexAttention": ("gdpa", "HSTU .*", "B128 N2048 D64"),
+    "Meta's GDPA": ("gdpa", r"GDPA \(gelu_tanh\)", "q and kv jagged L=1024"),
+    "generative-recommenders|recsys-examples|TorchEasyRec": ("leaderboard", ".*", ".*"),
+}
+MEASURES = ("forward_ms", "backward_ms", "forward_backward_ms", "forward_peak_bytes")
+MEASURES += ("forward_backward_peak_bytes",)
+
+
+def read(name) -> dict:
+    return json.loads((ROOT / name).read_text(encoding="utf-8"))
+
+
+def factors_between(own: dict, peer: dict, measures: tuple[str, ...]) -> set[float]:
+    """How many times less a form of ours takes, and how many times more."""
+    pairs = [(own[x], peer[x]) for x in measures if own.get(x) and peer.get(x)]
+    return {y / x for x, y in pairs} | {x / y for x, y in pairs}
+
+
+def factors(source) -> set[float]:
+    """Empty if nothing was measured. source: a file, an entry of ROWS, or several of these."""
+    if source[0] == SCALING:
+        return set.union(*map(factors, source))
+    if source == SCALING:
+        results = read(source)["results"]
+        own, peer = results["jagged-compiled"], results["padded-compiled"]
+        return factors_between(own, peer, ("samples_per_s", "peak_memory_mb"))
+    if source == MOVIELENS:
+        (ranking,) = (x for name, x in read(source).items() if name.startswith("ranking:"))
+        results = [seed["results"] for seed in ranking.values()]
+        pairs = [(x["attention"], x["padded"]) for x in results]
+        return set.union(*(factors_between(*x, ("step_ms", "peak_memory_mb")) for x in pairs))
+    fits = (".*",) * 3 if source == CPU else source
+    cases: dict = {}
+    for row in read(CPU if source == CPU else H200)["rows"]:
+        case = tuple(row[key] for key in ("op", "table", "case"))
+        if all(re.fullmatch(pattern, text) for pattern, text in zip(fits, case, strict=True)):
+            cases.setdefault(case, {})[row["implementation"]] = row
+    return {
+        factor
+        for rows in cases.values()
+        for own in OURS
+        for peer in rows.keys() - set(OURS)
+        for factor in factors_between(rows.get(own, {}), rows[peer], MEASURES)
+    }
+
+
+def stated(text: str) -> list[str]:
+    return re.findall(r"(\d*\.?\d+)(?=×| to [\d.]+×)", text)
+
+
+def is_one_of(text: str, known: set[float]) -> bool:
+    """Whether a factor rounds to the text, to its last digit."""
+    step = 10.0 ** -len(text.partition(".")[2])
+    return any(abs(factor - float(text)) <= 0.5001 * step for factor in known)
+
+
+def rows_of(page: str) -> list[tuple]:
+    """The rows of the table of what is faster, and what each is measured by."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| (?:what|from) \|.*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
+    rows, source = [], None
+    for line in table.splitlines()[2:]:
+        what = line.strip("| ").partition(" | ")[0] if not line.startswith("| |") else ""
+        source = next((x for start, x in ROWS.items() if re.match(start, what)), source)
+        rows.append((line, source))
+    return rows
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", MOVE])
+def test_factors_of_the_table_are_those_of_the_record(page):
+    rows = rows_of(page)
+    assert len(rows) >= 7 and sum(len(stated(line)) for line, _ in rows) >= 12
+    wrong = {
+        line: [x for x in stated(line) if not is_one_of(x, factors(source))]
+        for line, source in rows
+    }
+    assert {line: texts for line, texts in wrong.items() if texts} == {}
+
+
+@pytest.mark.parametrize("page", [MOVE, "README.md", "docs/index.md", "docs/results.md"])
+def test_factors_of_the_text_are_those_of_a_record(page):
+    known = set().union(*map(factors, ROWS.values()))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [x for x in stated(text) if not is_one_of(x, known)] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_a_page_says_that_rows_are_older_than_their_kernels(page, monkeypatch):
+    """Each such row has a †, or the page says it of all rows."""
+    monkeypatch.syspath_prepend(ROOT / "kernels" / "benchmarks")
+    sources = importlib.import_module("sources")
+    old = {run["op"] for run in read(H200)["runs"] if not sources.is_current(run)}
+    says = "before the last change of the kernels" in (ROOT / page).read_text(encoding="utf-8")
+    rows = [(line, source) for line, source in rows_of(page) if source[0] in old]
+    assert says or [line for line, _ in rows if "†" not in line] == []
+
+
+def test_a_wrong_factor_is_found():
+    known = factors(ROWS["HSTU's attention"])
+    assert is_one_of("29", known) and not is_one_of("30", known)
+    assert stated("**1.5× / 3.6× faster**, .91×, 1.3 to 7.4×, 64 × 2048") == [
+        "1.5",
+        "3.6",
+        ".91",
+        "1.3",
+        "7.4",
+    ]
+
+
+@pytest.mark.parametrize("name", [H200, CPU])
+def test_a_record_notes_when_where_and_how(name):
+    """Runs of 24 November and later also note the commit and the state of their kernels."""
+    record = read(name)
+    for run in record["runs"]:
+        facts = run["environment"]
+        needed = {"date", "device", "command", "torch", "python"}
+        if facts["date"] >= "2026-11-24":
+            needed |= {"commit", "kernels"}
+        assert needed <= facts.keys() and run["protocol"]["text"]
+    begun = {(run["op"], run["environment"]["date"]) for run in record["runs"]}
+    assert {(row["op"], row["date"]) for row in record["rows"]} <= begun
+    assert {"date", "commit", "device", "command"} <= read(SCALING).keys()
