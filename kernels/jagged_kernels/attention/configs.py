@@ -137,8 +137,6 @@ class HopperConfig:
         ctas_per_sm: thread blocks that run on a multiprocessor at a time.
         v_stages: buffers of the values in dq; 0: as many as `stages`.
         warps: of a consumer.
-        overlaps: dk, dv at head dims above 128 starts the scores of a block before the gradients of
-            the previous one are complete.
         dynamic_tiles: in the forward, thread blocks take tiles through a counter; otherwise the
             zigzag assigns them.
     """
@@ -154,7 +152,6 @@ class HopperConfig:
     dynamic_tiles: bool = False
     v_stages: int = 0
     warps: int = 4
-    overlaps: bool = False
 
     @property
     def tile(self) -> int:
@@ -186,8 +183,7 @@ def hopper_attention_config(
     three = functools.partial(HopperConfig, consumers=3, launch_registers=128, registers=160)
     if padded_dim(head_dim) == 256:
         if kernel == "dkdv":  # two warpgroups share a tile
-            one = functools.partial(two, consumers=1, warps=8, overlaps=head_dim <= 192)
-            return one(block=64, stages=2, row_stages=1)
+            return two(consumers=1, warps=8, block=64, stages=2, row_stages=1)
         return two(block=64, stages=2, row_stages=1, v_stages=1 if kernel == "dq" else 0)
     if kernel == "dkdv":
         if padded_dim(head_dim) == 128:

@@ -104,7 +104,6 @@ class Options(NamedTuple):
     registers: int = 24
     q_in_registers: bool = False
     block: int = 64
-    overlaps: bool = False
     activation: object = None
 
 

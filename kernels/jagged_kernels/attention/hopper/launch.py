@@ -46,7 +46,6 @@ def config_constants(config: HopperConfig) -> dict:
         registers=config.registers,
         q_in_registers=config.rows_in_registers,
         block=config.block,
-        overlaps=config.overlaps,
     )
 
 

@@ -24,8 +24,8 @@ Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments 
 
 Each warpgroup needs Pᵀ and dSᵀ of all rows of a block: they pass through shared memory, as first
 operands of the next MMAs. Order of a block: start Sᵀ and dPᵀ; wait for Sᵀ; write Pᵀ while dPᵀ runs;
-start dV; wait for dPᵀ; write dSᵀ while dV runs; start dK; wait for both. With HopperConfig.overlaps
-this wait comes in the next block, with that for its Sᵀ: Sᵀ and dPᵀ follow dK without a pause.
+start dV; wait for dPᵀ; write dSᵀ while dV runs; start dK. The wait for both is in the next block,
+with that for its Sᵀ: Sᵀ and dPᵀ follow dK without a pause.
 """
 
 from __future__ import annotations
@@ -96,14 +96,11 @@ def _block(
     do = consumer_wait(rings.do, step)
     dp = mma_abt(keys.v, do, None, GROUPS, OPTIONS.v_dim)
     PENDING: gl.constexpr = num_parts(do.shape[1], OPTIONS.v_dim)
-    if OPTIONS.overlaps:
-        sums, others = wait_for_parts(dv + dk, (scores,), PENDING)
-        dv, dk, scores = sums[: len(dv)], sums[len(dv) :], others[0]
-        thread_barrier()
-        release(rings.q, step - 1, follows)
-        release(rings.do, step - 1, follows)
-    else:
-        scores = warpgroup_mma_wait(PENDING, deps=(scores,))
+    sums, others = wait_for_parts(dv + dk, (scores,), PENDING)
+    dv, dk, scores = sums[: len(dv)], sums[len(dv) :], others[0]
+    thread_barrier()
+    release(rings.q, step - 1, follows)
+    release(rings.do, step - 1, follows)
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
     _share(p, operands.index(0))
     dv = mma_parts(operands.index(0), do, dv)
@@ -111,11 +108,6 @@ def _block(
     dp = minus_delta(dp, stats_of_step(rings.delta, step, L, OPTIONS), OPTIONS)
     _share(dact * dp, operands.index(1))
     dk = mma_parts(operands.index(1), q, dk)
-    if not OPTIONS.overlaps:
-        dv, dk = wait_for_parts(dv, dk)
-        thread_barrier()
-        release(rings.q, step)
-        release(rings.do, step)
     return dk, dv, tail_phase
 
 
@@ -136,11 +128,8 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     scale = score_factor(scales.scale, OPTIONS.activation)
     consumer_wait(rings.k, wave)
     consumer_wait(rings.v, wave)
-    dk = zero_parts(WIDTH, OPTIONS.head_dim, GROUPS)
-    dv = zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)
-    if OPTIONS.overlaps:
-        dk = [warpgroup_mma_init(x) for x in dk]
-        dv = [warpgroup_mma_init(x) for x in dv]
+    dk = [warpgroup_mma_init(x) for x in zero_parts(WIDTH, OPTIONS.head_dim, GROUPS)]
+    dv = [warpgroup_mma_init(x) for x in zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)]
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
     for number in range(visited.masked):
         _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
@@ -157,11 +146,10 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
             keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
             tail_phase, OPTIONS, False,
         )  # fmt: skip
-    if OPTIONS.overlaps:
-        dv, dk = wait_for_parts(dv, dk)
-        thread_barrier()
-        release(rings.q, step + visited.count - 1, visited.count > 0)
-        release(rings.do, step + visited.count - 1, visited.count > 0)
+    dv, dk = wait_for_parts(dv, dk)
+    thread_barrier()
+    release(rings.q, step + visited.count - 1, visited.count > 0)
+    release(rings.do, step + visited.count - 1, visited.count > 0)
     factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
     row, num_keys = tile.kv_start + first, tile.kv_len - first
     dv = [x * (scales.act_factor * factor) for x in dv]
