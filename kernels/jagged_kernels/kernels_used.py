@@ -358,7 +358,8 @@ def din() -> str:
     ]
     return f"""## DIN's attention
 
-`jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A program of the forward has {GROUP} candidates.
+`jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A program
+of the forward has {GROUP} candidates.
 
 {table(["dtype", "kernel", *sizes], rows)}
 """
