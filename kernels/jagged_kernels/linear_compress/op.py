@@ -14,6 +14,7 @@ hopper.py are the two backends.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -181,7 +182,8 @@ def _all_levels(
         strides,
         firsts,
         OPTIONS=options[-1],
-        SHARED=tuple(options[:-1]),
+        DEPTHS=tuple(x.k for x in options[:-1]),
+        ALIGNS=tuple(x.align for x in options[:-1]),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -310,18 +312,21 @@ def triton_linear_compress_backward(
         _problem(embeddings[-1]), do.shape[1], tuple(x.shape[1] for x in weights), batch_invariant
     )
     gradients: list[Tensor | None] = [None] * len(wanted)
-    for level in reversed(range(levels)):  # the longest kernels first, so that the host runs ahead
-        weight, embedding = weights[level], embeddings[level]
-        if not wanted[level] and not wanted[levels + level]:
-            continue
-        gradient = do
+    # the longest kernels first, so that the host runs ahead
+    chosen = [x for x in reversed(range(levels)) if wanted[x] or wanted[levels + x]]
+    shared, sums = [x for x in chosen if x < levels - 1], []
+    for level in chosen:
+        weight, embedding, gradient = weights[level], embeddings[level], do
         if level < levels - 1:
-            grouped = (
-                (orders[level], offsets[level])
-                if offsets[level] is not None
-                else _group(indices[level], embedding.shape[0])
-            )
-            gradient = _sum_groups(do, *grouped, batch_invariant)
+            if not sums:
+                groups = [
+                    (orders[x], offsets[x])
+                    if offsets[x] is not None
+                    else _group(indices[x], embeddings[x].shape[0])
+                    for x in shared
+                ]
+                sums = _sum_groups(do, groups, batch_invariant)
+            gradient = sums[shared.index(level)]
         if wanted[level]:
             gradients[level] = _weight_gradient(
                 gradient, embedding, choice.weights[level], dtypes[level]
@@ -387,23 +392,25 @@ def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_groups(
-    x: Tensor, order: Tensor | None, offsets: Tensor, batch_invariant: bool = False
-) -> Tensor:
-    """Sums of groups of x's first dimension, with one rounding. x is contiguous."""
-    groups = offsets.shape[0] - 1
-    out = x.new_empty((groups, *x.shape[1:]))
-    if out.numel() == 0 or x.numel() == 0:
-        return out.zero_()
-    # not x's: a dimension of size 1 may have any stride in a contiguous tensor
-    size = out.stride(0)
+    x: Tensor, groups: Sequence[tuple[Tensor | None, Tensor]], batch_invariant: bool = False
+) -> list[Tensor]:
+    """Sums of groups of x's first dimension, with one rounding, for each level: its order and its
+    offsets. One launch. x is contiguous."""
+    orders, offsets = zip(*groups)
+    outs = [x.new_empty((len(y) - 1, *x.shape[1:])) for y in offsets]
+    firsts = tuple(itertools.accumulate((len(out) for out in outs), initial=0))
+    if firsts[-1] == 0 or x.numel() == 0:
+        return [out.zero_() for out in outs]
+    # not x's stride: a dimension of size 1 may have any in a contiguous tensor
+    size = math.prod(x.shape[1:])
     small_blocks = (
-        batch_invariant or groups * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
+        batch_invariant or firsts[-1] * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
     )
     block, rows = (256, 16) if small_blocks else (1024, 8)
-    sum_groups_kernel[(groups * cdiv(size, block),)](
-        x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4
+    sum_groups_kernel[(firsts[-1] * cdiv(size, block),)](
+        x, orders, offsets, tuple(outs), firsts, size, ROWS=rows, BLOCK=block, num_warps=4
     )
-    return out
+    return outs
 
 
 # -- autograd --------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def linear_compress_fwd_kernel(
 @triton.jit(do_not_specialize=["firsts"])
 def linear_compress_levels_fwd_kernel(
     w_ptr, e_ptr, out_ptr, shared, indices_ptr, state_ptr, w_desc, w_tail_desc, e_desc, strides,
-    firsts, OPTIONS: tl.constexpr, SHARED: tl.constexpr,
+    firsts, OPTIONS: tl.constexpr, DEPTHS: tl.constexpr, ALIGNS: tl.constexpr,
 ):  # fmt: skip
     """`linear_compress_fwd_kernel` that computes the shared levels' results too. Persistent.
 
@@ -192,8 +192,8 @@ def linear_compress_levels_fwd_kernel(
     for a tile cannot deadlock: a running program has taken it, and tiles of shared levels wait for
     nothing.
 
-    shared: a SharedLevel for each, and SHARED its options: their k and align differ. Shared levels
-    are few rows, and read without descriptors, which Triton does not take in a tuple. firsts: the
+    shared: a SharedLevel for each, DEPTHS and ALIGNS their k and align. Shared levels are few rows,
+    and read without descriptors, which Triton does not take in a tuple. firsts: the
     first batch row of each level, the candidates' too, and the end. state_ptr: int32 zeros, the
     counter, then a flag for each tile of the shared levels.
     """
@@ -221,21 +221,25 @@ def linear_compress_levels_fwd_kernel(
             for level in tl.static_range(LEVELS):
                 if (b >= firsts[level]) & (b < firsts[level + 1]):
                     tile = Tile(b - firsts[level], row, column)
-                    _shared_tile(shared[level], tile, SHARED[level])
+                    _shared_tile(shared[level], tile, OPTIONS, DEPTHS[level], ALIGNS[level])
             tl.debug_barrier()  # all threads have stored before one of them sets the flag
             tl.atomic_xchg(flags_ptr + number, 1, sem="release")
         number = tl.atomic_add(state_ptr, 1, sem="relaxed")
 
 
+@triton.constexpr_function
+def _with_depth(options, depth):
+    return Options(options[0], depth, *options[2:])  # the interpreter passes a plain tuple
+
+
 @triton.jit
-def _shared_tile(level, tile, OPTIONS: tl.constexpr):
+def _shared_tile(level, tile, OPTIONS: tl.constexpr, DEPTH: tl.constexpr, ALIGN: tl.constexpr):
     """A tile of a shared level's result."""
-    w = Matrices(level.w_ptr, None, 0, level.strides[0] * OPTIONS.align)
-    e = Matrices(
-        level.e_ptr, None, level.strides[1] * OPTIONS.align, level.strides[2] * OPTIONS.align
-    )
+    OF_LEVEL: tl.constexpr = _with_depth(OPTIONS, DEPTH)
+    w = Matrices(level.w_ptr, None, 0, level.strides[0] * ALIGN)
+    e = Matrices(level.e_ptr, None, level.strides[1] * ALIGN, level.strides[2] * ALIGN)
     nothing = Addends((), (), None, ())
-    _tile_or_tail(w, w, e, nothing, level.result_ptr, tile, OPTIONS)
+    _tile_or_tail(w, w, e, nothing, level.result_ptr, tile, OF_LEVEL)
 
 
 @safe_ptxas
@@ -279,23 +283,37 @@ def linear_compress_bwd_dw_kernel(
 
 
 @safe_ptxas
-@triton.jit
+@triton.jit(do_not_specialize=["firsts"])
 def sum_groups_kernel(
-    x_ptr, order_ptr, offsets_ptr, out_ptr, size, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, orders_ptr, offsets_ptr, outs_ptr, firsts, size, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """out[g] = Σ x[order[i]] over i from offsets[g] to offsets[g + 1], rows of `size`, in fp32 and
-    in that order.
+    in that order, for each of several levels.
 
-    Grid: groups, blocks of a row, which follow one another. In one dimension, as the others have at
-    most 65,535 programs.
+    Grid: groups of all levels, blocks of a row, which follow one another. In one dimension, as the
+    others have at most 65,535 programs. firsts: the first group of each level, and the end.
     """
     blocks = tl.cdiv(size, BLOCK)
     group, lanes = (
         tl.program_id(0) // blocks,
         tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK),
     )
+    LEVELS: tl.constexpr = len(outs_ptr)
+    for level in tl.static_range(LEVELS):
+        if LEVELS == 1:
+            _sum_group(x_ptr, orders_ptr[0], offsets_ptr[0], outs_ptr[0], group, lanes, size, ROWS)
+        elif (group >= firsts[level]) & (group < firsts[level + 1]):
+            of_level = group - firsts[level]
+            _sum_group(
+                x_ptr, orders_ptr[level], offsets_ptr[level], outs_ptr[level], of_level, lanes,
+                size, ROWS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sum_group(x_ptr, order_ptr, offsets_ptr, out_ptr, group, lanes, size, ROWS: tl.constexpr):
     start, end = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    acc = tl.zeros([ROWS, lanes.shape[0]], tl.float32)
     for first in range(start, end, ROWS):
         rows = first + tl.arange(0, ROWS)
         mask = (rows < end)[:, None] & (lanes < size)[None, :]

@@ -95,7 +95,11 @@ def test_sums_of_few_and_of_many_groups(groups):
 
     x, index = torch.randn(50, 7, 40), torch.randint(0, groups, (50,))
     expected = torch.zeros(groups, 7, 40).index_add(0, index, x)
-    torch.testing.assert_close(_sum_groups(x, *_group(index, groups)), expected)
+    other = torch.randint(0, 3, (50,))
+    of_other = torch.zeros(3, 7, 40).index_add(0, other, x)
+    sums = _sum_groups(x, [_group(index, groups), _group(other, 3)])
+    torch.testing.assert_close(sums, [expected, of_other])
+    torch.testing.assert_close(_sum_groups(x, [_group(index, groups)]), [expected])
 
 
 def test_only_the_gradients_asked_for(compress_inputs):
