@@ -12,7 +12,7 @@ from jagged_modules.functional.linear_compress import COMPRESS_IMPLEMENTATIONS
 BENCHMARK, AS_PROGRAM = bench.__file__, True
 
 PLAIN = {"replicated", bench.INPUT_REPLICATED, "decomposed", "padded", "padded, torch.matmul"}
-STAGES = {f"{bench.OURS}, reference"}
+STAGES = {f"{bench.OURS}, reference", bench.THREE_LEVELS}
 
 
 @pytest.mark.slow
