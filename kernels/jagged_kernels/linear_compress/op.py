@@ -35,7 +35,7 @@ from .triton_kernels import (
     align_rows_kernel,
     linear_compress_bwd_dw_kernel,
     linear_compress_fwd_kernel,
-    linear_compress_levels_fwd_kernel,
+    linear_compress_fwd_levels_kernel,
     sum_groups_kernel,
 )
 
@@ -171,7 +171,7 @@ def _all_levels(
     results = [out.new_empty((x.shape[0], m, n), dtype=torch.float32) for x in embeddings[:-1]]
     shared = [SharedLevel(*level, result) for level, result in zip(shared, results)]
     workers = device_properties(out.device).num_sms * config.ctas_per_sm
-    linear_compress_levels_fwd_kernel[(min(firsts[-1] * tiles, workers),)](
+    linear_compress_fwd_levels_kernel[(min(firsts[-1] * tiles, workers),)](
         weight,
         embedding,
         out,

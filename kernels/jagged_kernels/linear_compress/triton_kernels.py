@@ -182,7 +182,7 @@ def linear_compress_fwd_kernel(
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["firsts"])
-def linear_compress_levels_fwd_kernel(
+def linear_compress_fwd_levels_kernel(
     w_ptr, e_ptr, out_ptr, shared, indices_ptr, state_ptr, w_desc, w_tail_desc, e_desc, strides,
     firsts, OPTIONS: tl.constexpr, DEPTHS: tl.constexpr, ALIGNS: tl.constexpr,
 ):  # fmt: skip

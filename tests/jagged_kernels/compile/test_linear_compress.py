@@ -159,7 +159,7 @@ def test_kernel_of_three_shared_levels_compiles(dtype, capability, shared_memory
     else:
         constants |= dict.fromkeys(descriptors)
     compiled = compile_for(
-        capability, linear_compress_kernels.linear_compress_levels_fwd_kernel, constants, types.get,
+        capability, linear_compress_kernels.linear_compress_fwd_levels_kernel, constants, types.get,
         ("w_ptr", "e_ptr", "out_ptr", "state_ptr"),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
