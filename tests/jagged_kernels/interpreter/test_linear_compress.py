@@ -29,7 +29,7 @@ def test_several_shared_levels_of_many_tiles(check_linear_compress, num_compress
     check_linear_compress(batches, depths, num_compressed, width, torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("batches", [[3, 3, 3], [1, 1, 10_000]], ids=["1:1", "10,000:1"])
+@pytest.mark.parametrize("batches", [[3, 3, 3], [1, 1, 60]], ids=["1:1", "60:1"])
 def test_ratios_of_three_levels(check_linear_compress, batches):
     check_linear_compress(batches, [3, 5, 4], 2, 4, torch.float32, "cpu", grouped=True)
 
