@@ -408,7 +408,15 @@ def _sum_groups(
     )
     block, rows = (256, 16) if small_blocks else (1024, 8)
     sum_groups_kernel[(firsts[-1] * cdiv(size, block),)](
-        x, orders, offsets, tuple(outs), firsts, size, ROWS=rows, BLOCK=block, num_warps=4
+        x,
+        orders,
+        offsets,
+        tuple(outs),
+        firsts if len(outs) > 1 else (),
+        size,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=4,
     )
     return outs
 

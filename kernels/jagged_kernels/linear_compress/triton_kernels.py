@@ -291,7 +291,8 @@ def sum_groups_kernel(
     in that order, for each of several levels.
 
     Grid: groups of all levels, blocks of a row, which follow one another. In one dimension, as the
-    others have at most 65,535 programs. firsts: the first group of each level, and the end.
+    others have at most 65,535 programs. firsts: the first group of each level, and the end; not
+    used with one level.
     """
     blocks = tl.cdiv(size, BLOCK)
     group, lanes = (

@@ -286,7 +286,7 @@ def test_align_rows_kernel_compiles(capability):
 def test_sum_groups_kernel_compiles(capability, levels):
     types = dict(x_ptr="*bf16", orders_ptr="*i64", offsets_ptr="*i64", outs_ptr="*bf16")
     types |= {arg: (types[arg],) * levels for arg in ("orders_ptr", "offsets_ptr", "outs_ptr")}
-    types |= dict(firsts=("i32",) * (levels + 1), size="i32")
+    types |= dict(firsts=("i32",) * (levels + 1 if levels > 1 else 0), size="i32")
     constants = dict(ROWS=8, BLOCK=1024)
     assert compile_for(
         capability, linear_compress_kernels.sum_groups_kernel, constants, types.get, aligned=()
