@@ -139,11 +139,16 @@ def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, OPTIONS: tl.
 
 
 @triton.jit
-def _tile_or_tail(w, w_tail, e, addends, out_ptr, tile, OPTIONS: tl.constexpr):
-    """A tile of out. w_tail: of the last M tile, which has tail_m rows."""
+def _tile_or_tail(
+    w_ptr, w_desc, w_tail_desc, stride, e, addends, out_ptr, tile, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """A tile of out. w_tail_desc: of the last M tile, which has tail_m rows. stride: of w's
+    rows."""
     if OPTIONS.tail_m == OPTIONS.block_m or tile.row + OPTIONS.block_m <= OPTIONS.m:
+        w = Matrices(w_ptr, w_desc, 0, stride * OPTIONS.align)
         _gemm_tile(w, e, addends, out_ptr, tile, OPTIONS.block_m, OPTIONS)
     else:
+        w_tail = Matrices(w_ptr, w_tail_desc, 0, stride * OPTIONS.align)
         _gemm_tile(w_tail, e, addends, out_ptr, tile, OPTIONS.tail_m, OPTIONS)
 
 
@@ -168,8 +173,6 @@ def linear_compress_fwd_kernel(
     BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
     e = Matrices(e_ptr, e_desc, strides[1] * ALIGN, strides[2] * ALIGN)
-    w = Matrices(w_ptr, w_desc, 0, strides[0] * ALIGN)
-    w_tail = Matrices(w_ptr, w_tail_desc, 0, strides[0] * ALIGN)
     addends = Addends(addends_ptr, indices_ptr, None, ())
     # No pipelining: where one block spans K, Triton would pipeline the loop over tiles and exceed
     # shared memory.
@@ -177,7 +180,7 @@ def linear_compress_fwd_kernel(
         b = index // TILES
         part = (index + b * TILES // tl.num_programs(0)) % TILES
         tile = Tile(b, part // BLOCKS_N * BLOCK_M, part % BLOCKS_N * BLOCK_N)
-        _tile_or_tail(w, w_tail, e, addends, out_ptr, tile, OPTIONS)
+        _tile_or_tail(w_ptr, w_desc, w_tail_desc, strides[0], e, addends, out_ptr, tile, OPTIONS)
 
 
 @safe_ptxas
@@ -205,8 +208,6 @@ def linear_compress_fwd_levels_kernel(
     results = ()
     for level in tl.static_range(LEVELS):
         results = results + (shared[level].result_ptr,)
-    w = Matrices(w_ptr, w_desc, 0, strides[0] * ALIGN)
-    w_tail = Matrices(w_ptr, w_tail_desc, 0, strides[0] * ALIGN)
     e = Matrices(e_ptr, e_desc, strides[1] * ALIGN, strides[2] * ALIGN)
     addends = Addends(results, indices_ptr, flags_ptr, firsts)
     number = tl.atomic_add(state_ptr, 1, sem="relaxed")
@@ -216,7 +217,9 @@ def linear_compress_fwd_levels_kernel(
         column = number % BLOCKS_N * OPTIONS.block_n
         if b >= firsts[LEVELS]:
             tile = Tile(b - firsts[LEVELS], row, column)
-            _tile_or_tail(w, w_tail, e, addends, out_ptr, tile, OPTIONS)
+            _tile_or_tail(
+                w_ptr, w_desc, w_tail_desc, strides[0], e, addends, out_ptr, tile, OPTIONS
+            )
         else:
             for level in tl.static_range(LEVELS):
                 if (b >= firsts[level]) & (b < firsts[level + 1]):
@@ -228,18 +231,21 @@ def linear_compress_fwd_levels_kernel(
 
 
 @triton.constexpr_function
-def _with_depth(options, depth):
-    return Options(options[0], depth, *options[2:])  # the interpreter passes a plain tuple
+def _of_level(o, depth, align):
+    """The options with another k and align; the interpreter passes them as a plain tuple."""
+    m, _, n, block_m, block_n, block_k, _, *others = o
+    return Options(m, depth, n, block_m, block_n, block_k, align, *others)
 
 
 @triton.jit
 def _shared_tile(level, tile, OPTIONS: tl.constexpr, DEPTH: tl.constexpr, ALIGN: tl.constexpr):
     """A tile of a shared level's result."""
-    OF_LEVEL: tl.constexpr = _with_depth(OPTIONS, DEPTH)
-    w = Matrices(level.w_ptr, None, 0, level.strides[0] * ALIGN)
+    OF_LEVEL: tl.constexpr = _of_level(OPTIONS, DEPTH, ALIGN)
     e = Matrices(level.e_ptr, None, level.strides[1] * ALIGN, level.strides[2] * ALIGN)
     nothing = Addends((), (), None, ())
-    _tile_or_tail(w, w, e, nothing, level.result_ptr, tile, OF_LEVEL)
+    _tile_or_tail(
+        level.w_ptr, None, None, level.strides[0], e, nothing, level.result_ptr, tile, OF_LEVEL
+    )
 
 
 @safe_ptxas
