@@ -519,6 +519,30 @@ def keep_implementations(
     return dataclasses.replace(whole, implementations=kept)
 
 
+def many_candidates(device: str, dtype: torch.dtype) -> list[Case]:
+    """10,000 candidates of 1 to 1,000 users, of 1 to 64 query rows. Histories are short, so that
+    their copies for all candidates fit."""
+    users, rows = (1000, 100, 10, 1), (1, 8, 64)
+    return [
+        Case(
+            "target attention, 10,000 candidates",
+            f"{10_000 // count} per user, {queries} query rows",
+            partial(
+                target_attention,
+                device,
+                dtype,
+                torch.full((count,), 10_000 // count),
+                torch.full((count,), 128),
+                queries,
+                num_heads=2,
+                head_dim=64,
+            ),
+        )
+        for queries in rows
+        for count in users
+    ]
+
+
 def make_cases(device: str, tiny: bool) -> list[Case]:
     """CUDA: both tables, the memory sweep and the ladder, bf16. CPU: the table of the CPU path,
     fp32. ``tiny``: everything, small."""
@@ -608,6 +632,8 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
                 setup,
             )
         )
+    if not tiny:
+        cases += many_candidates(device, dtype)
     for candidates in sizes.sweep:
         setup = target(
             equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history)

@@ -4,6 +4,7 @@ published ablation.
     # on a CUDA device, fp16
     python kernels/benchmarks/bench_linear_compress.py
     python kernels/benchmarks/bench_linear_compress.py --only "B=1024: 10 "   # one case
+    python kernels/benchmarks/bench_linear_compress.py --only "many candidates"
     # the CPU path, smaller shapes
     python kernels/benchmarks/bench_linear_compress.py --device cpu
     python kernels/benchmarks/bench_linear_compress.py --tiny --device cpu
@@ -30,6 +31,7 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 
 REPLICATED = "replicated"
+THREE_LEVELS = f"{OURS}, users as two levels"
 CUBLAS = "cuBLAS candidate GEMM alone"
 # bytes/s of the data sheet, FLOP/s of long fp16 GEMMs
 ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}
@@ -119,6 +121,15 @@ class Problem:
             "de_user": (some_users, slice(sizes.k_user)),
             "de_cand": (some_candidates, slice(sizes.k_cand)),
         }
+        self.sampled |= {f"d{part}": self.sampled[f"d{part[0]}_user"] for part in self.halves}
+
+    @cached_property
+    def halves(self) -> dict[str, Tensor]:
+        """The users' weight and embeddings as those of two levels of half of K each: the same work,
+        and the same result."""
+        half, names = self.inputs["w_user"].shape[1] // 2, ("first", "second")
+        split = {x: self.inputs[f"{x}_user"].split([half, half], 1) for x in "we"}
+        return leaves(**{f"{x}_{name}": y for x in "we" for name, y in zip(names, split[x])})
 
     def setup(self, note: str) -> Setup:
         stages = our_kernels(self.device)
@@ -131,6 +142,7 @@ class Problem:
             "padded, torch.matmul": partial(self.plain, torch.matmul),
         }
         implementations |= {name: partial(self.ours, stage) for name, stage in stages.items()}
+        implementations[THREE_LEVELS] = self.three_levels
         if self.device == "cuda":
             implementations |= {CUBLAS: self.candidate_gemm, peers.IKBO: self.ikbo}
         else:
@@ -180,6 +192,10 @@ class Problem:
             "dw/sampled": torch.cat([dw_user, dw_cand], dim=1),
             "de_user/sampled": de_user,
             "de_cand/sampled": de_cand,
+        } | {
+            f"d{x}_{name}/sampled": half
+            for x, whole in (("w", dw_user), ("e", de_user))
+            for name, half in zip(("first", "second"), whole.chunk(2, 1))
         }
 
     def implementation(
@@ -216,6 +232,14 @@ class Problem:
             )
 
         return self.implementation(forward, self.inputs, note=note)
+
+    def three_levels(self) -> Implementation:
+        def forward(w_first, w_second, e_first, e_second, w_cand, e_cand):
+            weights, embeddings = [w_first, w_second, w_cand], [e_first, e_second, e_cand]
+            return F.linear_compress(weights, embeddings, [self.candidates] * 2)
+
+        own = {name: self.inputs[name] for name in ("w_cand", "e_cand")}
+        return self.implementation(forward, self.halves | own)
 
     def replicated(self) -> Implementation:
         def forward(w, e_user, e_cand):
@@ -297,6 +321,30 @@ TINY = Sizes(
 )
 
 
+# many candidates: smaller matrices, so that replicated users fit
+MANY = Sizes(
+    m=128, n=128, k_user=256, k_cand=128, batches=[], ratio=0, ratios=[], ratio_batch=10_000
+)  # fmt: skip
+MANY_RATIOS = [(10_000, 10), (10_000, 100), (10_000, 1000), (10_000, 10_000), (30_000, 10_000)]
+
+
+def many_cases(device: str, dtype: torch.dtype) -> list[Case]:
+    """From 1 to 1,000 users. The name of the table is what --only matches."""
+
+    def setup(batch: int, ratio: int) -> Setup:
+        return Problem(device, dtype, MANY, batch, ratio).setup("")
+
+    return [
+        Case(
+            "many candidates",
+            f"{ratio} per user, B={batch}",
+            partial(setup, batch, ratio),
+            picture="ms",
+        )
+        for batch, ratio in MANY_RATIOS
+    ]
+
+
 def make_cases(device: str, tiny: bool) -> list[Case]:
     """CUDA: fp16. CPU: fp32 and smaller shapes. ``tiny``: everything, small."""
     sizes = TINY if tiny else FULL if device == "cuda" else CPU
@@ -312,11 +360,16 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
         f"batch size, {sizes.ratio} candidates per user",
         f"candidates per user, B={sizes.ratio_batch}",
     )
+    many = many_cases(device, dtype) if device == "cuda" else []
     cases = [case(by_batch, f"B={batch}", batch, sizes.ratio, "ms") for batch in sizes.batches]
-    return cases + [
-        case(by_ratio, f"{ratio} per user", sizes.ratio_batch, ratio, "speedup")
-        for ratio in sizes.ratios
-    ]
+    return (
+        cases
+        + [
+            case(by_ratio, f"{ratio} per user", sizes.ratio_batch, ratio, "speedup")
+            for ratio in sizes.ratios
+        ]
+        + many
+    )
 
 
 if __name__ == "__main__":

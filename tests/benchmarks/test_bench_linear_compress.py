@@ -12,7 +12,7 @@ from jagged_modules.functional.linear_compress import COMPRESS_IMPLEMENTATIONS
 BENCHMARK, AS_PROGRAM = bench.__file__, True
 
 PLAIN = {"replicated", bench.INPUT_REPLICATED, "decomposed", "padded", "padded, torch.matmul"}
-STAGES = {f"{bench.OURS}, reference"}
+STAGES = {f"{bench.OURS}, reference", bench.THREE_LEVELS}
 
 
 @pytest.mark.slow
@@ -38,12 +38,11 @@ def test_every_implementation_is_right_and_measured_in_both_tables(tiny_run):
                     and "forward_backward_ms" not in row
                 )
                 continue
-            weights = {"dw"} if name == "replicated" else {"dw_user", "dw_cand"}
+            levels = ("first", "second") if name == bench.THREE_LEVELS else ("user",)
+            weights = {f"dw_{x}" for x in (*levels, "cand")}
             assert {key.split("/")[0] for key in row["forward_backward_errors"]} == {
-                "out",
-                "de_user",
-                "de_cand",
-            } | weights
+                "out", *(f"de_{x}" for x in (*levels, "cand")),
+            } | ({"dw"} if name == "replicated" else weights)  # fmt: skip
             for key in ("forward", "forward_backward"):
                 assert row[f"{key}_speedup"] == pytest.approx(
                     rows["replicated"][f"{key}_ms"] / row[f"{key}_ms"]

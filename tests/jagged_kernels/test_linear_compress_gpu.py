@@ -41,6 +41,7 @@ def applies(kernels="triton", dtype=torch.bfloat16, width=8, depths=(), **_):
         ([3, 70], [1178, 866]),
         ([40, 200], [99, 40]),
         ([2, 30, 50], [40, 331, 170]),
+        ([2, 9, 30, 80], [40, 331, 65, 170]),
         ([1, 1], [1, 70]),
     ],
     ids=str,
@@ -112,6 +113,17 @@ def test_weights_of_any_stride(check_linear_compress, kernels, strides):
     check_linear_compress(
         [2, 9], [33, 33], 33, 256, torch.bfloat16, "cuda", change=strided, kernels=kernels
     )
+
+
+@pytest.mark.parametrize("width", [256, 64])
+@pytest.mark.parametrize(
+    "batches", [[3, 20, 7, 150, 200], [1, 1, 10_000], [300, 300, 300], [1, 400, 5]], ids=str
+)
+def test_several_shared_levels(check_linear_compress, kernels, batches, width):
+    """More than one launch of Hopper's kernel takes, 10,000 to 1, 1 to 1, and rows without
+    candidates."""
+    depths = [33, 8, 130, 64, 24][-len(batches) :]
+    check_linear_compress(batches, depths, 130, width, torch.float16, "cuda", kernels=kernels)
 
 
 @pytest.mark.parametrize("candidates", [1, 8, 16, 131, 1000])
@@ -224,9 +236,11 @@ def test_more_than_two_to_the_31_elements(kernels):
         assert ((actual[-50:] - expected).float().norm() / expected.float().norm()).item() < 2e-3
 
 
-def test_twenty_runs_agree_bit_for_bit(compress_inputs, kernels):
+@pytest.mark.parametrize("batches", [[7, 300], [7, 40, 3, 300]], ids=str)
+def test_twenty_runs_agree_bit_for_bit(compress_inputs, kernels, batches):
+    depths = [331, 65, 200, 170][-len(batches) :]
     weights, embeddings, indices = compress_inputs(
-        [7, 300], [331, 170], 433, 256, torch.bfloat16, "cuda"
+        batches, depths, 433, 256, torch.bfloat16, "cuda"
     )
     inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
     grad = torch.randn(300, 433, 256, device="cuda", dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Linear compression for Hopper: one persistent launch for a shared level and the candidates.
+"""Linear compression for Hopper: one persistent launch for shared levels and the candidates.
 
-    shared[u] = W' @ E'[u]                              a shared level, kept in fp32
-    out[b]    = W @ E[b] + Σ_l addends_l[index_l[b]]    the candidates; shared may be an addend
+    shared_l[u] = W_l @ E_l[u]                        up to three shared levels, kept in fp32
+    out[b]      = W @ E[b] + Σ_l addends_l[index_l[b]]    the candidates; each shared_l is an addend
 
 Warps           0-3 and 4-7: consumers (MMA and epilogue); 8: producer (TMA loads, tile queue)
 Tiles           up to three M tiles of 64 rows x BLOCK_N columns of one batch row. Each consumer
@@ -23,8 +23,9 @@ Shared memory   BLOCK_N = 256: W 3 stages x 24 + E 3 stages x 32 + staging 2 con
 Registers       240 for consumers, of which accumulators take 192 (BLOCK_N = 256); 24 for the
                 producer
 
-Tile numbers come from an atomic counter, those of the shared level first. Waiting for a flag cannot
-deadlock: a running thread block has taken the tile that sets it, and shared tiles wait for nothing.
+Tile numbers come from an atomic counter, those of the shared levels first. Waiting for a flag
+cannot deadlock: a running thread block has taken the tile that sets it, and shared tiles wait for
+nothing.
 hopper_gemm.py has the consumers' GEMM.
 """
 
@@ -63,41 +64,42 @@ class TileQueue(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The shared result that this launch stores (or None), and int32 zeros: the tile counter and
-    from FLAGS on the flags of the result."""
+    """The first shared result that this launch stores (or None), and int32 zeros: the tile counter
+    and from FLAGS on the flags of the result."""
 
     result_ptr: gl.tensor
     state_ptr: gl.tensor
 
 
 class Shared(NamedTuple):
-    """Shared results that candidates add, their indices, the result that this launch stores (or
-    None), and its flags (None if none reads them)."""
+    """Shared results that candidates add, and their indices; the results that this launch stores,
+    which are the first of them, and the flags of each (none if none reads them)."""
 
     addends_ptr: gl.tuple
     indices_ptr: gl.tuple
-    result_ptr: gl.tensor
-    flags_ptr: gl.tensor
+    results_ptr: gl.tuple
+    flags_ptr: gl.tuple
 
 
 class Schedule(NamedTuple):
-    """Tile numbers below shared_tiles are the shared level's, those below tiles the candidates'.
-    Batch rows below shared_tall and tall have tiles as tall as possible; later ones have one tile
-    for each M tile."""
+    """Tile numbers below shared_tiles[l] are those of shared levels up to l, those below tiles the
+    candidates'. Batch rows below shared_tall[l] and tall have tiles as tall as possible; later ones
+    have one tile for each M tile."""
 
-    shared_tiles: gl.tensor
+    shared_tiles: gl.tuple
     tiles: gl.tensor
-    shared_tall: gl.tensor
+    shared_tall: gl.tuple
     tall: gl.tensor
 
 
 class Options(NamedTuple):
-    """Constants of a launch. k, shared_k: 0 for a level that is not computed. n_tiles: of block_n
-    columns. stages: of the ring. buffers: for the epilogue of each consumer."""
+    """Constants of a launch. k: 0 where candidates are not computed. shared_k: one for each shared
+    level that is. n_tiles: of block_n columns. stages: of the ring. buffers: for the epilogue of
+    each consumer."""
 
     m: int
     k: int
-    shared_k: int
+    shared_k: tuple
     n_tiles: int
     block_n: int
     block_k: int
@@ -113,8 +115,8 @@ class Kernel(NamedTuple):
 
     w_desc: gl.tensor
     e_desc: gl.tensor
-    shared_w_desc: gl.tensor
-    shared_e_desc: gl.tensor
+    shared_w_descs: gl.tuple
+    shared_e_descs: gl.tuple
     out_desc: gl.tensor
     staging: gl.tuple
     shared: Shared
@@ -219,9 +221,9 @@ def _acquire(ptr):
 
 
 @gluon.jit
-def _load_tile(w_desc, e_desc, ring, step, tile, flag_ptr, N_TILES: gl.constexpr, K: gl.constexpr):
-    """Load the blocks of a tile's K steps as stages become empty. flag_ptr: flag of the first M
-    tile of the shared result that is added, or None; the producer waits for the flags before it
+def _load_tile(w_desc, e_desc, ring, step, tile, flags, N_TILES: gl.constexpr, K: gl.constexpr):
+    """Load the blocks of a tile's K steps as stages become empty. flags: pointers to the flag of
+    the first M tile of each shared result that is added; the producer waits for the flags before it
     loads the steps between which the consumers add."""
     STAGES: gl.constexpr = ring.e_bufs.shape[0]
     BLOCK_K: gl.constexpr = ring.e_bufs.shape[2]
@@ -231,9 +233,10 @@ def _load_tile(w_desc, e_desc, ring, step, tile, flag_ptr, N_TILES: gl.constexpr
     FREE: gl.constexpr = free_steps(K, BLOCK_K, 3 * BLOCK_N // 2 // PART_N)
     for k in range(0, K, BLOCK_K):
         stage = step % STAGES
-        if flag_ptr is not None:
+        if len(flags) > 0:
             if k == FREE * BLOCK_K:
-                _wait_for_flags(flag_ptr, tile.height, N_TILES)
+                for level in gl.static_range(len(flags)):
+                    _wait_for_flags(flags[level], tile.height, N_TILES)
         wait_until_empty(ring, step)
         full = ring.full.index(stage)
         for i in gl.static_range(3):
@@ -247,30 +250,52 @@ def _load_tile(w_desc, e_desc, ring, step, tile, flag_ptr, N_TILES: gl.constexpr
 
 
 @gluon.jit
+def _is_of(number, schedule, LEVEL: gl.constexpr, LEVELS: gl.constexpr):
+    """Whether a shared tile is of this level: constant where there is one level."""
+    if LEVELS == 1:
+        return True
+    elif LEVEL == 0:
+        return number < schedule.shared_tiles[0]
+    else:
+        return (number >= schedule.shared_tiles[LEVEL - 1]) & (
+            number < schedule.shared_tiles[LEVEL]
+        )
+
+
+@gluon.jit
+def _shared_tile_of(number, schedule, LEVEL: gl.constexpr, OPTIONS: gl.constexpr):
+    """The tile of a shared level with a number."""
+    if LEVEL > 0:
+        number -= schedule.shared_tiles[LEVEL - 1]
+    return _tile(number, schedule.shared_tall[LEVEL], OPTIONS)
+
+
+@gluon.jit
 def _produce(kernel, OPTIONS: gl.constexpr):
     ring, schedule, shared = kernel.ring, kernel.schedule, kernel.shared
+    LEVELS: gl.constexpr = len(kernel.shared_w_descs)
     step = gl.to_tensor(0)
     queue_step = gl.to_tensor(0)
     number = _push_tile(kernel.state_ptr, kernel.queue, queue_step)
     while number < schedule.tiles:
-        if number < schedule.shared_tiles:
-            if kernel.shared_w_desc is not None:
-                tile = _tile(number, schedule.shared_tall, OPTIONS)
-                step = _load_tile(
-                    kernel.shared_w_desc, kernel.shared_e_desc, ring, step, tile, None,
-                    OPTIONS.n_tiles, OPTIONS.shared_k,
-                )  # fmt: skip
+        if number < schedule.shared_tiles[-1]:
+            for level in gl.static_range(LEVELS):
+                if _is_of(number, schedule, level, LEVELS):
+                    tile = _shared_tile_of(number, schedule, level, OPTIONS)
+                    step = _load_tile(
+                        kernel.shared_w_descs[level], kernel.shared_e_descs[level], ring, step,
+                        tile, (), OPTIONS.n_tiles, OPTIONS.shared_k[level],
+                    )  # fmt: skip
         else:
             if kernel.w_desc is not None:
-                tile = _tile(number - schedule.shared_tiles, schedule.tall, OPTIONS)
-                flag_ptr = None
-                if shared.flags_ptr is not None:
-                    index = gl.load(shared.indices_ptr[0] + tile.batch).to(gl.int32)
-                    flag_ptr = shared.flags_ptr + _shared_index(
-                        index, tile.m_tile, tile.n_tile, OPTIONS
-                    )
+                tile = _tile(number - schedule.shared_tiles[-1], schedule.tall, OPTIONS)
+                flags = ()
+                for level in gl.static_range(len(shared.flags_ptr)):
+                    index = gl.load(shared.indices_ptr[level] + tile.batch).to(gl.int32)
+                    flag = _shared_index(index, tile.m_tile, tile.n_tile, OPTIONS)
+                    flags = flags + (shared.flags_ptr[level] + flag,)
                 step = _load_tile(
-                    kernel.w_desc, kernel.e_desc, ring, step, tile, flag_ptr,
+                    kernel.w_desc, kernel.e_desc, ring, step, tile, flags,
                     OPTIONS.n_tiles, OPTIONS.k,
                 )  # fmt: skip
         queue_step += 1
@@ -308,23 +333,25 @@ def _store_epilogue(acc, out_desc, staging, batch, row, column, NUM_BEFORE: gl.c
 
 
 @gluon.jit
-def _shared_tile(ring, step, shared, tile, role, OPTIONS: gl.constexpr):
-    """Compute a tile of the shared level, store it in fp32 and set its flags."""
+def _shared_tile(ring, step, shared, tile, role, LEVEL: gl.constexpr, OPTIONS: gl.constexpr):
+    """Compute a tile of a shared level, store it in fp32 and set its flags."""
+    result_ptr = shared.results_ptr[LEVEL]
     SIZE: gl.constexpr = M_TILE * ring.e_bufs.shape[3]
-    step, accs = gemm(ring, step, Addends((), ()), role, OPTIONS.shared_k)
+    step, accs = gemm(ring, step, Addends((), ()), role, OPTIONS.shared_k[LEVEL])
     wide_index = _shared_index(tile.batch, tile.m_tile + role.CONSUMER, tile.n_tile, OPTIONS)
     half_index = _shared_index(tile.batch, tile.m_tile + 2 * role.WIDE, tile.n_tile, OPTIONS)
     if role.WIDE:
-        store_fragments(shared.result_ptr + wide_index.to(gl.int64) * SIZE, accs.wide)
+        store_fragments(result_ptr + wide_index.to(gl.int64) * SIZE, accs.wide)
     if role.HALF:
-        half_ptr = shared.result_ptr + half_index.to(gl.int64) * SIZE
+        half_ptr = result_ptr + half_index.to(gl.int64) * SIZE
         store_fragments(half_ptr + role.CONSUMER * (SIZE // 2), accs.half)
-    if shared.flags_ptr is not None:
+    if len(shared.flags_ptr) > 0:
+        flags_ptr = shared.flags_ptr[LEVEL]
         thread_barrier()  # all warps have stored their rows before one thread releases them
         if role.WIDE:
-            gl.atomic_add(shared.flags_ptr + wide_index, 2, sem="release", scope="gpu")
+            gl.atomic_add(flags_ptr + wide_index, 2, sem="release", scope="gpu")
         if role.HALF:
-            gl.atomic_add(shared.flags_ptr + half_index, 1, sem="release", scope="gpu")
+            gl.atomic_add(flags_ptr + half_index, 1, sem="release", scope="gpu")
     return step
 
 
@@ -358,21 +385,25 @@ def _candidate_tile(ring, step, kernel, tile, role, OPTIONS: gl.constexpr):
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     ring, queue, schedule = kernel.ring, kernel.queue, kernel.schedule
+    LEVELS: gl.constexpr = len(kernel.shared_w_descs)
     step = gl.to_tensor(0)
     queue_step = gl.to_tensor(0)
     number = _pop_tile(queue, queue_step)
     while number < schedule.tiles:
-        if number < schedule.shared_tiles:
-            if kernel.shared.result_ptr is not None:
-                tile = _tile(number, schedule.shared_tall, OPTIONS)
-                for h in gl.static_range(1, 4):
-                    if has_height(OPTIONS.m, h):
-                        if tile.height == h:
-                            role: gl.constexpr = Role(CONSUMER, h > 1, h != 2)
-                            step = _shared_tile(ring, step, kernel.shared, tile, role, OPTIONS)
+        if number < schedule.shared_tiles[-1]:
+            for level in gl.static_range(LEVELS):
+                if _is_of(number, schedule, level, LEVELS):
+                    tile = _shared_tile_of(number, schedule, level, OPTIONS)
+                    for h in gl.static_range(1, 4):
+                        if has_height(OPTIONS.m, h):
+                            if tile.height == h:
+                                role: gl.constexpr = Role(CONSUMER, h > 1, h != 2)
+                                step = _shared_tile(
+                                    ring, step, kernel.shared, tile, role, level, OPTIONS
+                                )
         else:
             if kernel.out_desc is not None:
-                tile = _tile(number - schedule.shared_tiles, schedule.tall, OPTIONS)
+                tile = _tile(number - schedule.shared_tiles[-1], schedule.tall, OPTIONS)
                 for h in gl.static_range(1, 4):
                     if has_height(OPTIONS.m, h):
                         if tile.height == h:
@@ -392,13 +423,15 @@ def _make_staging(desc, OPTIONS: gl.constexpr):
 @gluon.jit(do_not_specialize=["shared_tiles", "tiles", "shared_tall", "tall"])
 def linear_compress_fwd_hopper_kernel(
     w_desc, e_desc, out_desc, shared_w_desc, shared_e_desc, addends, memory,
-    shared_tiles, tiles, shared_tall, tall, OPTIONS: gl.constexpr,
+    shared_tiles, tiles, shared_tall, tall, second_w_desc, second_e_desc, third_w_desc,
+    third_e_desc, more_flags, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """The candidates' level, the shared level (see the file's head), or both; a level without
-    descriptors is not computed.
+    """The candidates' level, up to three shared levels (see the file's head), or both; a level
+    without descriptors is not computed. Triton takes no descriptors in a tuple.
 
-    addends: the shared results that candidates add, then as many tensors of indices. memory:
-    Memory. Others: see Schedule.
+    addends: the shared results that candidates add, those of this launch first, then as many
+    tensors of indices. memory: Memory. more_flags: of the second and third shared level, int32
+    zeros. Others: see Schedule.
     """
     STAGES: gl.constexpr = OPTIONS.stages
     BLOCK_K: gl.constexpr = OPTIONS.block_k
@@ -413,15 +446,23 @@ def linear_compress_fwd_hopper_kernel(
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = Ring(w_bufs, e_bufs, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     queue = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, 2))
-    staging, flags_ptr = (), None
+    w_descs, e_descs = (), ()
+    if shared_w_desc is not None:
+        w_descs, e_descs = (shared_w_desc,), (shared_e_desc,)
+    if second_w_desc is not None:
+        w_descs, e_descs = w_descs + (second_w_desc,), e_descs + (second_e_desc,)
+    if third_w_desc is not None:
+        w_descs, e_descs = w_descs + (third_w_desc,), e_descs + (third_e_desc,)
+    staging, flags_ptr = (), ()
     if out_desc is not None:
         if memory.result_ptr is not None:
-            flags_ptr = memory.state_ptr + FLAGS
+            flags_ptr = (memory.state_ptr + FLAGS,) + more_flags
         staging = _make_staging(out_desc, OPTIONS), _make_staging(out_desc, OPTIONS)
     LEVELS: gl.constexpr = len(addends) // 2
-    shared = Shared(addends[:LEVELS], addends[LEVELS:], memory.result_ptr, flags_ptr)
+    results_ptr = (memory.result_ptr,) + addends[1 : len(w_descs)]
+    shared = Shared(addends[:LEVELS], addends[LEVELS:], results_ptr, flags_ptr)
     kernel = Kernel(
-        w_desc, e_desc, shared_w_desc, shared_e_desc, out_desc, staging, shared, memory.state_ptr,
+        w_desc, e_desc, w_descs, e_descs, out_desc, staging, shared, memory.state_ptr,
         ring, queue, Schedule(shared_tiles, tiles, shared_tall, tall),
     )  # fmt: skip
     launch_specialised(_consume, _produce, kernel, OPTIONS)

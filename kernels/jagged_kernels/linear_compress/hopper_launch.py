@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from ..common.device import cdiv, device_properties
 from ..common.pipeline import descriptor
 from .configs import HopperGemmConfig
 from .hopper import FLAGS, Memory, Options, linear_compress_fwd_hopper_kernel
+
+MOST_SHARED = 3  # shared levels of a launch: the kernel has an argument for each descriptor
 
 
 class Level(NamedTuple):
@@ -52,10 +55,16 @@ def tiling(m: int, n: int, config: HopperGemmConfig) -> Tiling:
 
 
 def state_size(embeddings: Sequence[Tensor], tiling: Tiling) -> int:
-    """Number of int32 zeros that the launches of `forward` need: FLAGS for each, and the last one's
-    flags."""
-    flags = tiling.shared_tiles(embeddings[-2]) if len(embeddings) > 1 else 0
-    return FLAGS.value * max(len(embeddings) - 1, 1) + flags
+    """Number of int32 zeros that the launches of `forward` need: FLAGS for each, and the flags of
+    the shared levels of the last."""
+    *shared, _ = embeddings
+    launches = 1 + max(len(shared) - MOST_SHARED, 0)
+    return FLAGS.value * launches + sum(_flags(x, tiling) for x in shared[-MOST_SHARED:])
+
+
+def _flags(embedding: Tensor, tiling: Tiling) -> int:
+    """The flags of a shared level, to 16 bytes."""
+    return cdiv(tiling.shared_tiles(embedding), 4) * 4
 
 
 def forward(
@@ -65,22 +74,23 @@ def forward(
     tiling: Tiling,
     batch_invariant: bool,
 ) -> Tensor:
-    """`[B, M, N]`: one launch for up to two levels, and one for each further level.
+    """`[B, M, N]`: one launch for the candidates and up to MOST_SHARED shared levels, and one for
+    each further level.
 
     levels: weights with rows at 16-byte boundaries. state: int32 zeros, `state_size` of them.
     """
     *shared_levels, candidates = levels
     out = candidates.embedding.new_empty((candidates.embedding.shape[0], tiling.m, tiling.n))
     shared = []
-    for level in shared_levels:
+    for level in reversed(shared_levels):
         size = tiling.shared_tiles(level.embedding), 64 * tiling.config.block_n
         shared.append(SharedLevel(level, out.new_empty(size, dtype=torch.float32)))
-    for i, level in enumerate(shared[:-1]):
-        _launch(tiling, state[FLAGS.value * i :], None, level, batch_invariant)
-    results = tuple(level.result for level in shared[::-1])
-    last_state = state[FLAGS.value * max(len(shared) - 1, 0) :]
+    for level in shared[MOST_SHARED:]:
+        _launch(tiling, state, None, [level], batch_invariant)
+        state = state[FLAGS.value :]
+    results = tuple(level.result for level in shared)
     last = Candidates(candidates, out, (*results, *indices[::-1]))
-    _launch(tiling, last_state, last, shared[-1] if shared else None, batch_invariant)
+    _launch(tiling, state, last, shared[:MOST_SHARED], batch_invariant)
     return out
 
 
@@ -88,10 +98,10 @@ def _launch(
     tiling: Tiling,
     state: Tensor,
     candidates: Candidates | None,
-    shared: SharedLevel | None,
+    shared: Sequence[SharedLevel],
     batch_invariant: bool,
 ) -> None:
-    """Launch for a shared level, the candidates, or both.
+    """Launch for shared levels, the candidates, or both.
 
     The K steps between which a tile adds shared results depend on its height, so batch_invariant
     uses tall tiles only.
@@ -99,34 +109,40 @@ def _launch(
     m_tiles, n_tiles, config = tiling.m_tiles, tiling.n_tiles, tiling.config
     num_sms = device_properties(state.device).num_sms
     tall_tiles = cdiv(m_tiles, 3)
-    shared_tiles, shared_tall, tiles, tall = 0, 0, 0, 0
-    if shared is not None:  # few tiles: single M tiles, so that all SMs have some
-        batch = shared.level.embedding.shape[0]
-        shared_tall = batch if batch_invariant or batch * m_tiles * n_tiles > 2 * num_sms else 0
-        tiles = shared_tiles = (
-            shared_tall * tall_tiles + (batch - shared_tall) * m_tiles
-        ) * n_tiles
+    tiles, tall, shared_tiles, shared_tall, flags = 0, 0, [], [], []
+    for level, _ in shared:  # few tiles: single M tiles, so that all SMs have some
+        batch = level.embedding.shape[0]
+        shared_tall.append(
+            batch if batch_invariant or batch * m_tiles * n_tiles > 2 * num_sms else 0
+        )
+        tiles += (shared_tall[-1] * tall_tiles + (batch - shared_tall[-1]) * m_tiles) * n_tiles
+        shared_tiles.append(tiles)
+        flags.append(_flags(level.embedding, tiling))
     # the last batch rows as single M tiles, so that all SMs end together
     if candidates is not None:
         batch = candidates.level.embedding.shape[0]
         tall = batch if batch_invariant else max(batch - cdiv(num_sms, m_tiles * n_tiles), 0)
         tiles += (tall * tall_tiles + (batch - tall) * m_tiles) * n_tiles
     level, out, addends = (None, None, ()) if candidates is None else candidates
-    shared_level, result = (None, None) if shared is None else shared
+    of_shared = [*(x.level for x in shared), *[None] * (MOST_SHARED - len(shared))]
+    first, *more = (_descriptors(x, config) for x in of_shared)
+    ends = itertools.accumulate(flags, initial=FLAGS.value)
     options = Options(
         tiling.m,
         0 if level is None else level.weight.shape[1],
-        0 if shared_level is None else shared_level.weight.shape[1],
+        tuple(x.level.weight.shape[1] for x in shared),
         n_tiles,
         *(config.block_n, config.block_k, config.num_stages, config.num_buffers),
     )
     linear_compress_fwd_hopper_kernel[(min(num_sms, tiles),)](
         *_descriptors(level, config),
         None if out is None else descriptor(out, 1, 64, 64),
-        *_descriptors(shared_level, config),
+        *first,
         addends,
-        Memory(result, state),
-        *(shared_tiles, tiles, shared_tall, tall),
+        Memory(shared[0].result if shared else None, state),
+        *(tuple(shared_tiles) or (0,), tiles, tuple(shared_tall) or (0,), tall),
+        *itertools.chain(*more),
+        tuple(state[end:] for end in list(ends)[1 : len(shared)]),
         OPTIONS=options,
         num_warps=4,
         maxnreg=168,

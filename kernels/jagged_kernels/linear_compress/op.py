@@ -13,6 +13,8 @@ hopper.py are the two backends.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,9 +31,11 @@ from ..common.ops import direct, operator
 from .select import LinearCompressProblem, select_backward, select_forward, select_shared_gemm
 from .triton_kernels import (
     Options,
+    SharedLevel,
     align_rows_kernel,
     linear_compress_bwd_dw_kernel,
     linear_compress_fwd_kernel,
+    linear_compress_fwd_levels_kernel,
     sum_groups_kernel,
 )
 
@@ -91,6 +95,8 @@ def triton_linear_compress(
         weights, state = aligned_weights(weights, hopper.state_size(embeddings, tiling))
         levels = [hopper.Level(*level) for level in zip(weights, embeddings)]
         return hopper.forward(levels, indices, state, tiling, batch_invariant)
+    if len(weights) > 2:
+        return _all_levels(weights, embeddings, indices, choice.config)
     weights, _ = aligned_weights(weights)
     shared = [
         _shared_gemm(*level, choice.config, batch_invariant)
@@ -140,6 +146,70 @@ def _cublas_gemm(weight: Tensor, embedding: Tensor, dtype: torch.dtype) -> Tenso
     return torch.bmm(weight, embedding, out_dtype=dtype)
 
 
+def _all_levels(
+    weights: Sequence[Tensor],
+    embeddings: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    config: GemmConfig,
+) -> Tensor:
+    """All levels by Triton in one launch, for candidates. It does not depend on the batch sizes
+    which tiles a level has, nor in which order a tile is summed."""
+    embeddings = [contiguous_last_dim(x) for x in embeddings]
+    (batch, _, n), m = embeddings[-1].shape, weights[0].shape[0]
+    out = embeddings[-1].new_empty((batch, m, n))
+    tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
+    if tiles == 0:
+        return out
+    firsts = tuple(itertools.accumulate((x.shape[0] for x in embeddings), initial=0))
+    weights, state = aligned_weights(weights, 1 + firsts[-2] * tiles)
+    levels, options = [], []
+    for weight, embedding in zip(weights, embeddings):
+        align, strides = aligned_strides((weight, 0), (embedding, 0), (embedding, 1))
+        levels.append((weight, embedding, tuple(strides)))
+        options.append(_options(weight, embedding, config, align))
+    *shared, (weight, embedding, strides) = levels
+    results = [out.new_empty((x.shape[0], m, n), dtype=torch.float32) for x in embeddings[:-1]]
+    shared = [SharedLevel(*level, result) for level, result in zip(shared, results)]
+    workers = device_properties(out.device).num_sms * config.ctas_per_sm
+    linear_compress_fwd_levels_kernel[(min(firsts[-1] * tiles, workers),)](
+        weight,
+        embedding,
+        out,
+        tuple(shared),
+        tuple(indices),
+        state,
+        *_descriptors(weight.unsqueeze(0), embedding, options[-1].tail_m, config),
+        strides,
+        firsts,
+        OPTIONS=options[-1],
+        DEPTHS=tuple(x.k for x in options[:-1]),
+        ALIGNS=tuple(x.align for x in options[:-1]),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+def _options(weight: Tensor, embedding: Tensor, config: GemmConfig, align: int) -> Options:
+    """Constants of weight `[M, K]` @ embedding[b] `[K, N]`."""
+    (m, k), n, half = weight.shape, embedding.shape[2], config.block_m // 2
+    # rows of the last M tile
+    tail = half if half >= 64 and 0 < m % config.block_m <= half else config.block_m
+    blocks = config.block_m, config.block_n, config.block_k
+    return Options(m, k, n, *blocks, align=align, precision=precision(embedding), tail_m=tail)
+
+
+def _descriptors(
+    weight: Tensor, embedding: Tensor, tail: int, config: GemmConfig
+) -> tuple[TensorDescriptor | None, ...]:
+    """Of a weight `[1, M, K]`, of its last M tile where that has fewer rows, of embeddings."""
+    return (
+        _descriptor(weight, config.block_m, config.block_k, config),
+        _descriptor(weight, tail, config.block_k, config) if tail < config.block_m else None,
+        _descriptor(embedding, config.block_k, config.block_n, config),
+    )
+
+
 def _gemm(
     weight: Tensor,
     embedding: Tensor,
@@ -151,29 +221,24 @@ def _gemm(
     """weight `[M, K]`, with aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]],
     `[B, M, N]`, by Triton."""
     weight, embedding = weight.unsqueeze(0), contiguous_last_dim(embedding)
-    (batch, k, n), m = embedding.shape, weight.shape[1]
+    (batch, _, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)
     tiles = batch * cdiv(m, config.block_m) * cdiv(n, config.block_n)
     if tiles == 0:
         return out
-    half = config.block_m // 2
-    # rows of the last M tile
-    tail = half if half >= 64 and 0 < m % config.block_m <= half else config.block_m
     workers = device_properties(embedding.device).num_sms * config.ctas_per_sm
     align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
-    blocks = config.block_m, config.block_n, config.block_k
+    options = _options(weight[0], embedding, config, align)
     linear_compress_fwd_kernel[(min(tiles, workers),)](
         weight,
         embedding,
         out,
         tuple(addends),
         tuple(indices),
-        _descriptor(weight, config.block_m, config.block_k, config),
-        _descriptor(weight, tail, config.block_k, config) if tail < config.block_m else None,
-        _descriptor(embedding, config.block_k, config.block_n, config),
+        *_descriptors(weight, embedding, options.tail_m, config),
         batch,
         tuple(strides),
-        OPTIONS=Options(m, k, n, *blocks, align=align, precision=precision(embedding), tail_m=tail),
+        OPTIONS=options,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -247,18 +312,21 @@ def triton_linear_compress_backward(
         _problem(embeddings[-1]), do.shape[1], tuple(x.shape[1] for x in weights), batch_invariant
     )
     gradients: list[Tensor | None] = [None] * len(wanted)
-    for level in reversed(range(levels)):  # the longest kernels first, so that the host runs ahead
-        weight, embedding = weights[level], embeddings[level]
-        if not wanted[level] and not wanted[levels + level]:
-            continue
-        gradient = do
+    # the longest kernels first, so that the host runs ahead
+    chosen = [x for x in reversed(range(levels)) if wanted[x] or wanted[levels + x]]
+    shared, sums = [x for x in chosen if x < levels - 1], []
+    for level in chosen:
+        weight, embedding, gradient = weights[level], embeddings[level], do
         if level < levels - 1:
-            grouped = (
-                (orders[level], offsets[level])
-                if offsets[level] is not None
-                else _group(indices[level], embedding.shape[0])
-            )
-            gradient = _sum_groups(do, *grouped, batch_invariant)
+            if not sums:
+                groups = [
+                    (orders[x], offsets[x])
+                    if offsets[x] is not None
+                    else _group(indices[x], embeddings[x].shape[0])
+                    for x in shared
+                ]
+                sums = _sum_groups(do, groups, batch_invariant)
+            gradient = sums[shared.index(level)]
         if wanted[level]:
             gradients[level] = _weight_gradient(
                 gradient, embedding, choice.weights[level], dtypes[level]
@@ -324,23 +392,33 @@ def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_groups(
-    x: Tensor, order: Tensor | None, offsets: Tensor, batch_invariant: bool = False
-) -> Tensor:
-    """Sums of groups of x's first dimension, with one rounding. x is contiguous."""
-    groups = offsets.shape[0] - 1
-    out = x.new_empty((groups, *x.shape[1:]))
-    if out.numel() == 0 or x.numel() == 0:
-        return out.zero_()
-    # not x's: a dimension of size 1 may have any stride in a contiguous tensor
-    size = out.stride(0)
+    x: Tensor, groups: Sequence[tuple[Tensor | None, Tensor]], batch_invariant: bool = False
+) -> list[Tensor]:
+    """Sums of groups of x's first dimension, with one rounding, for each level: its order and its
+    offsets. One launch. x is contiguous."""
+    orders, offsets = zip(*groups)
+    outs = [x.new_empty((len(y) - 1, *x.shape[1:])) for y in offsets]
+    firsts = tuple(itertools.accumulate((len(out) for out in outs), initial=0))
+    if firsts[-1] == 0 or x.numel() == 0:
+        return [out.zero_() for out in outs]
+    # not x's stride: a dimension of size 1 may have any in a contiguous tensor
+    size = math.prod(x.shape[1:])
     small_blocks = (
-        batch_invariant or groups * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
+        batch_invariant or firsts[-1] * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
     )
     block, rows = (256, 16) if small_blocks else (1024, 8)
-    sum_groups_kernel[(groups * cdiv(size, block),)](
-        x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4
+    sum_groups_kernel[(firsts[-1] * cdiv(size, block),)](
+        x,
+        orders,
+        offsets,
+        tuple(outs),
+        firsts if len(outs) > 1 else (),
+        size,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=4,
     )
-    return out
+    return outs
 
 
 # -- autograd --------------------------------------------------------------------------------------

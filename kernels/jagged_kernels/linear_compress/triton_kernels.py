@@ -15,10 +15,25 @@ from ..common.ptxas import safe_ptxas
 
 
 class Addends(NamedTuple):
-    """Results of the shared levels, fp32, and for each level the index of every batch row."""
+    """Results of the shared levels, fp32, and for each level the index of every batch row.
+
+    flags_ptr: int32, not 0 where the tile of a shared result is stored, by the tile's number; None:
+    all are. firsts: the first batch row of each level, in the order of the tiles' numbers.
+    """
 
     ptrs: tl.tuple
     indices_ptrs: tl.tuple
+    flags_ptr: tl.tensor
+    firsts: tl.tuple
+
+
+class SharedLevel(NamedTuple):
+    """Weight, embeddings, strides as of `linear_compress_fwd_kernel`, result in fp32."""
+
+    w_ptr: tl.tensor
+    e_ptr: tl.tensor
+    strides: tl.tuple
+    result_ptr: tl.tensor
 
 
 class Tile(NamedTuple):
@@ -94,6 +109,20 @@ def _store_epilogue(
 
 
 @triton.jit
+def _wait_for_addends(addends, tile, OPTIONS: tl.constexpr):
+    """Wait until other programs have stored the tile of each shared result that `tile` adds."""
+    BLOCKS_N: tl.constexpr = (OPTIONS.n + OPTIONS.block_n - 1) // OPTIONS.block_n
+    TILES: tl.constexpr = (OPTIONS.m + OPTIONS.block_m - 1) // OPTIONS.block_m * BLOCKS_N
+    if addends.flags_ptr is not None:
+        part = tile.row // OPTIONS.block_m * BLOCKS_N + tile.column // OPTIONS.block_n
+        for level in tl.static_range(len(addends.ptrs)):
+            index = tl.load(addends.indices_ptrs[level] + tile.batch).to(tl.int32)
+            number = (addends.firsts[level] + index) * TILES + part
+            while tl.atomic_add(addends.flags_ptr + number, 0, sem="acquire") == 0:
+                pass
+
+
+@triton.jit
 def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, OPTIONS: tl.constexpr):
     M: tl.constexpr = OPTIONS.m
     K: tl.constexpr = OPTIONS.k
@@ -105,7 +134,22 @@ def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, OPTIONS: tl.
         w_block = load_block(w, 0, tile.row, k, M, K, BLOCK_M, BLOCK_K)
         e_block = load_block(e, tile.batch, k, tile.column, K, N, BLOCK_K, BLOCK_N)
         acc = tl.dot(w_block, e_block, acc, input_precision=OPTIONS.precision)
+    _wait_for_addends(addends, tile, OPTIONS)
     _store_epilogue(acc, addends, out_ptr, tile, M, N, 128)
+
+
+@triton.jit
+def _tile_or_tail(
+    w_ptr, w_desc, w_tail_desc, stride, e, addends, out_ptr, tile, OPTIONS: tl.constexpr
+):  # fmt: skip
+    """A tile of out. w_tail_desc: of the last M tile, which has tail_m rows. stride: of w's
+    rows."""
+    if OPTIONS.tail_m == OPTIONS.block_m or tile.row + OPTIONS.block_m <= OPTIONS.m:
+        w = Matrices(w_ptr, w_desc, 0, stride * OPTIONS.align)
+        _gemm_tile(w, e, addends, out_ptr, tile, OPTIONS.block_m, OPTIONS)
+    else:
+        w_tail = Matrices(w_ptr, w_tail_desc, 0, stride * OPTIONS.align)
+        _gemm_tile(w_tail, e, addends, out_ptr, tile, OPTIONS.tail_m, OPTIONS)
 
 
 @safe_ptxas
@@ -124,25 +168,84 @@ def linear_compress_fwd_kernel(
     M: tl.constexpr = OPTIONS.m
     N: tl.constexpr = OPTIONS.n
     BLOCK_M: tl.constexpr = OPTIONS.block_m
-    TAIL_M: tl.constexpr = OPTIONS.tail_m
     BLOCK_N: tl.constexpr = OPTIONS.block_n
     ALIGN: tl.constexpr = OPTIONS.align
     BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
     e = Matrices(e_ptr, e_desc, strides[1] * ALIGN, strides[2] * ALIGN)
-    addends = Addends(addends_ptr, indices_ptr)
+    addends = Addends(addends_ptr, indices_ptr, None, ())
     # No pipelining: where one block spans K, Triton would pipeline the loop over tiles and exceed
     # shared memory.
     for index in tl.range(tl.program_id(0), batch * TILES, tl.num_programs(0), num_stages=1):
         b = index // TILES
         part = (index + b * TILES // tl.num_programs(0)) % TILES
         tile = Tile(b, part // BLOCKS_N * BLOCK_M, part % BLOCKS_N * BLOCK_N)
-        if TAIL_M == BLOCK_M or tile.row + BLOCK_M <= M:
-            w = Matrices(w_ptr, w_desc, 0, strides[0] * ALIGN)
-            _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M, OPTIONS)
+        _tile_or_tail(w_ptr, w_desc, w_tail_desc, strides[0], e, addends, out_ptr, tile, OPTIONS)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["firsts"])
+def linear_compress_fwd_levels_kernel(
+    w_ptr, e_ptr, out_ptr, shared, indices_ptr, state_ptr, w_desc, w_tail_desc, e_desc, strides,
+    firsts, OPTIONS: tl.constexpr, DEPTHS: tl.constexpr, ALIGNS: tl.constexpr,
+):  # fmt: skip
+    """`linear_compress_fwd_kernel` that computes the shared levels' results too. Persistent.
+
+    Tiles are numbered by level, the shared levels first, and come from an atomic counter. Waiting
+    for a tile cannot deadlock: a running program has taken it, and tiles of shared levels wait for
+    nothing.
+
+    shared: a SharedLevel for each, DEPTHS and ALIGNS their k and align. Shared levels are few rows,
+    and read without descriptors, which Triton does not take in a tuple. firsts: the
+    first batch row of each level, the candidates' too, and the end. state_ptr: int32 zeros, the
+    counter, then a flag for each tile of the shared levels.
+    """
+    LEVELS: tl.constexpr = len(shared)
+    BLOCKS_N: tl.constexpr = (OPTIONS.n + OPTIONS.block_n - 1) // OPTIONS.block_n
+    TILES: tl.constexpr = (OPTIONS.m + OPTIONS.block_m - 1) // OPTIONS.block_m * BLOCKS_N
+    ALIGN: tl.constexpr = OPTIONS.align
+    flags_ptr = state_ptr + 1
+    results = ()
+    for level in tl.static_range(LEVELS):
+        results = results + (shared[level].result_ptr,)
+    e = Matrices(e_ptr, e_desc, strides[1] * ALIGN, strides[2] * ALIGN)
+    addends = Addends(results, indices_ptr, flags_ptr, firsts)
+    number = tl.atomic_add(state_ptr, 1, sem="relaxed")
+    while number < firsts[LEVELS + 1] * TILES:
+        b = number // TILES
+        row = number % TILES // BLOCKS_N * OPTIONS.block_m
+        column = number % BLOCKS_N * OPTIONS.block_n
+        if b >= firsts[LEVELS]:
+            tile = Tile(b - firsts[LEVELS], row, column)
+            _tile_or_tail(
+                w_ptr, w_desc, w_tail_desc, strides[0], e, addends, out_ptr, tile, OPTIONS
+            )
         else:
-            w_tail = Matrices(w_ptr, w_tail_desc, 0, strides[0] * ALIGN)
-            _gemm_tile(w_tail, e, addends, out_ptr, tile, TAIL_M, OPTIONS)
+            for level in tl.static_range(LEVELS):
+                if (b >= firsts[level]) & (b < firsts[level + 1]):
+                    tile = Tile(b - firsts[level], row, column)
+                    _shared_tile(shared[level], tile, OPTIONS, DEPTHS[level], ALIGNS[level])
+            tl.debug_barrier()  # all threads have stored before one of them sets the flag
+            tl.atomic_xchg(flags_ptr + number, 1, sem="release")
+        number = tl.atomic_add(state_ptr, 1, sem="relaxed")
+
+
+@triton.constexpr_function
+def _of_level(o, depth, align):
+    """The options with another k and align; the interpreter passes them as a plain tuple."""
+    m, _, n, block_m, block_n, block_k, _, *others = o
+    return Options(m, depth, n, block_m, block_n, block_k, align, *others)
+
+
+@triton.jit
+def _shared_tile(level, tile, OPTIONS: tl.constexpr, DEPTH: tl.constexpr, ALIGN: tl.constexpr):
+    """A tile of a shared level's result."""
+    OF_LEVEL: tl.constexpr = _of_level(OPTIONS, DEPTH, ALIGN)
+    e = Matrices(level.e_ptr, None, level.strides[1] * ALIGN, level.strides[2] * ALIGN)
+    nothing = Addends((), (), None, ())
+    _tile_or_tail(
+        level.w_ptr, None, None, level.strides[0], e, nothing, level.result_ptr, tile, OF_LEVEL
+    )
 
 
 @safe_ptxas
@@ -186,23 +289,38 @@ def linear_compress_bwd_dw_kernel(
 
 
 @safe_ptxas
-@triton.jit
+@triton.jit(do_not_specialize=["firsts"])
 def sum_groups_kernel(
-    x_ptr, order_ptr, offsets_ptr, out_ptr, size, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, orders_ptr, offsets_ptr, outs_ptr, firsts, size, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """out[g] = Σ x[order[i]] over i from offsets[g] to offsets[g + 1], rows of `size`, in fp32 and
-    in that order.
+    in that order, for each of several levels.
 
-    Grid: groups, blocks of a row, which follow one another. In one dimension, as the others have at
-    most 65,535 programs.
+    Grid: groups of all levels, blocks of a row, which follow one another. In one dimension, as the
+    others have at most 65,535 programs. firsts: the first group of each level, and the end; not
+    used with one level.
     """
     blocks = tl.cdiv(size, BLOCK)
     group, lanes = (
         tl.program_id(0) // blocks,
         tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK),
     )
+    LEVELS: tl.constexpr = len(outs_ptr)
+    for level in tl.static_range(LEVELS):
+        if LEVELS == 1:
+            _sum_group(x_ptr, orders_ptr[0], offsets_ptr[0], outs_ptr[0], group, lanes, size, ROWS)
+        elif (group >= firsts[level]) & (group < firsts[level + 1]):
+            of_level = group - firsts[level]
+            _sum_group(
+                x_ptr, orders_ptr[level], offsets_ptr[level], outs_ptr[level], of_level, lanes,
+                size, ROWS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sum_group(x_ptr, order_ptr, offsets_ptr, out_ptr, group, lanes, size, ROWS: tl.constexpr):
     start, end = tl.load(offsets_ptr + group), tl.load(offsets_ptr + group + 1)
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    acc = tl.zeros([ROWS, lanes.shape[0]], tl.float32)
     for first in range(start, end, ROWS):
         rows = first + tl.arange(0, ROWS)
         mask = (rows < end)[:, None] & (lanes < size)[None, :]

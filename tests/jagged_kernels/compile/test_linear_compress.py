@@ -125,6 +125,49 @@ def test_an_older_ptxas_loses_a_register(monkeypatch):
         compile_linear_compress("fwd", 90, "bf16", (129, 8, 68), aligned_embeddings=False)
 
 
+@slow_after(
+    1,
+    "dtype, capability, shared_memory",
+    [
+        ("bf16", 90, 227),
+        ("fp32", 80, 163),
+        ("fp16", 80, 163),
+        ("fp32", 90, 227),
+        ("bf16", 100, 227),
+    ],
+)
+def test_kernel_of_three_shared_levels_compiles(dtype, capability, shared_memory):
+    (m, k, n), itemsize = (433, 866, 256), 4 if dtype == "fp32" else 2
+    config = linear_compress_config(itemsize, divmod(capability, 10), n)
+    numbers = dict(m=m, n=n, block_m=config.block_m, block_n=config.block_n, block_k=config.block_k)
+    numbers |= dict(precision="bf16x6" if itemsize == 4 else "ieee", tail_m=64)
+    own = linear_compress_kernels.Options(k=k, align=16 // itemsize, **numbers)
+    boxes = dict(
+        w=(config.block_m, config.block_k), w_tail=(64, config.block_k),
+        e=(config.block_k, config.block_n),
+    )  # fmt: skip
+    descriptors = {
+        f"{name}_desc": f"tensordesc<{dtype}[1, {x}, {y}]>" for name, (x, y) in boxes.items()
+    }
+    level = linear_compress_kernels.SharedLevel(f"*{dtype}", f"*{dtype}", ("i32",) * 3, "*fp32")
+    types = dict.fromkeys(("w_ptr", "e_ptr", "out_ptr"), f"*{dtype}")
+    types |= dict(shared=(level,) * 3, indices_ptr=("*i64", "*i32", "*i64"), state_ptr="*i32")
+    types |= dict(strides=("i32",) * 3, firsts=("i32",) * 5)
+    constants = dict(OPTIONS=own, DEPTHS=(1178, 33, 500), ALIGNS=(8, 1, 4))
+    if capability >= 90:
+        types |= descriptors
+    else:
+        constants |= dict.fromkeys(descriptors)
+    compiled = compile_for(
+        capability, linear_compress_kernels.linear_compress_fwd_levels_kernel, constants, types.get,
+        ("w_ptr", "e_ptr", "out_ptr", "state_ptr"),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    assert compiled.metadata.shared <= shared_memory * 1024
+    if capability == 90 and itemsize == 2:
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
 @contextlib.contextmanager
 def ptxas_remarks(cache):
     """Gathers what ptxas reports of kernels that are compiled meanwhile: registers, spills,
@@ -142,12 +185,13 @@ def ptxas_remarks(cache):
         yield printed
 
 
-def compile_hopper_linear_compress(dtype, sizes, addends):
+def compile_hopper_linear_compress(dtype, sizes, addends, more=()):
     """The compiled kernel for candidates' weights `[M, K]`, a shared level's weights `[M, K']` and
     embeddings `[B, K, N]`.
 
     `sizes`: M, K, K', N. Where K or K' is 0 the kernel computes the other level alone. `addends`:
-    number of coarser levels' results that the epilogue of the candidates' GEMM adds.
+    number of coarser levels' results that the epilogue of the candidates' GEMM adds. `more`: K of
+    further shared levels that the kernel computes.
     """
     m, k, shared_k, n = sizes
     config = hopper_gemm_config(n)
@@ -156,21 +200,27 @@ def compile_hopper_linear_compress(dtype, sizes, addends):
         f"shared_{name}_desc": boxes[name] for name in ("w", "e")
     }
     types = {arg: gluon_descriptor(dtype, box) for arg, box in boxes.items()}
+    for name in ("second", "third")[: len(more)]:
+        types |= {f"{name}_{x}_desc": types[f"{x}_desc"] for x in ("w", "e")}
+    levels = ("i32",) * max(1, bool(shared_k) + len(more))
+    types |= dict(shared_tiles=levels, shared_tall=levels, more_flags=("*i32",) * len(more))
     types |= dict(addends=("*fp32",) * addends + ("*i64",) * addends)
     types |= dict(memory=Memory("*fp32" if shared_k else "constexpr", "*i32"))
     options = Options(
-        m, k, shared_k, -(-n // config.block_n),
+        m, k, (shared_k, *more) if shared_k else (), -(-n // config.block_n),
         *(config.block_n, config.block_k, config.num_stages, config.num_buffers),
     )  # fmt: skip
     constants = dict(OPTIONS=options)
     constants |= {} if k else dict.fromkeys(("w_desc", "e_desc", "out_desc"))
     constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc"))
+    absent = ("second", "third")[len(more) :]
+    constants |= {f"{name}_{x}_desc": None for name in absent for x in ("w", "e")}
     return compile_for(
         90,
         linear_compress_fwd_hopper_kernel,
         constants,
         types.get,
-        ("addends", "memory"),
+        ("addends", "memory", "more_flags"),
         num_warps=4,
         maxnreg=168,
     )
@@ -205,6 +255,22 @@ def test_hopper_linear_compress_kernel_compiles(tmp_path, dtype, sizes, addends)
         assert " 0 bytes spill stores" in remarks
 
 
+@slow_after(1, "more", [(1178, 300), (40,)])
+def test_hopper_kernel_of_several_shared_levels_compiles(tmp_path, more):
+    """It has the registers and the shared memory of the kernel of one level. With three levels it
+    spills 16 bytes per thread."""
+    with ptxas_remarks(tmp_path) as printed:
+        compiled = compile_hopper_linear_compress(
+            "fp16", (433, 866, 1178, 256), 1 + len(more), more
+        )
+    remarks = printed.getvalue()
+    assert 0 < compiled.metadata.shared - 216 * 1024 < 1024
+    assert "Used 168 registers" in remarks and "serialized" not in remarks
+    if triton.__version__.startswith("3.6."):
+        spilled = 16 if len(more) > 1 else 0
+        assert any(f" {x} bytes spill stores" in remarks for x in range(0, spilled + 1, 4))
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_align_rows_kernel_compiles(capability):
     copy = "*fp16", "i32", "constexpr", "*fp16", "i32", "i32"
@@ -217,9 +283,12 @@ def test_align_rows_kernel_compiles(capability):
     assert compile_source(capability, source).asm["cubin"]
 
 
+@pytest.mark.parametrize("levels", [1, 3])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_sum_groups_kernel_compiles(capability):
-    types = dict(x_ptr="*bf16", order_ptr="*i64", offsets_ptr="*i64", out_ptr="*bf16", size="i32")
+def test_sum_groups_kernel_compiles(capability, levels):
+    types = dict(x_ptr="*bf16", orders_ptr="*i64", offsets_ptr="*i64", outs_ptr="*bf16")
+    types |= {arg: (types[arg],) * levels for arg in ("orders_ptr", "offsets_ptr", "outs_ptr")}
+    types |= dict(firsts=("i32",) * (levels + 1 if levels > 1 else 0), size="i32")
     constants = dict(ROWS=8, BLOCK=1024)
     assert compile_for(
         capability, linear_compress_kernels.sum_groups_kernel, constants, types.get, aligned=()

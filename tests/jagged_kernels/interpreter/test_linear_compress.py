@@ -22,6 +22,34 @@ def test_forward_and_gradients(check_linear_compress, batches, depths, grouped, 
     check_linear_compress(batches, depths, 70, 40, dtype, "cpu", grouped)
 
 
+@pytest.mark.parametrize("num_compressed, width", [(200, 300), (1, 1)], ids=str)
+def test_several_shared_levels_of_many_tiles(check_linear_compress, num_compressed, width):
+    """The last tile of a matrix is shorter, and levels have rows without candidates."""
+    batches, depths = [1, 5, 2, 4, 6], [3, 40, 1, 17, 9]
+    check_linear_compress(batches, depths, num_compressed, width, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("batches", [[3, 3, 3], [1, 1, 60]], ids=["1:1", "60:1"])
+def test_ratios_of_three_levels(check_linear_compress, batches):
+    check_linear_compress(batches, [3, 5, 4], 2, 4, torch.float32, "cpu", grouped=True)
+
+
+@pytest.mark.parametrize(
+    "batches, depths", [([2, 3, 0], [3, 4, 5]), ([2, 3, 4], [0, 4, 0])], ids=str
+)
+def test_nothing_to_multiply_in_three_levels(check_linear_compress, batches, depths):
+    check_linear_compress(batches, depths, 5, 8, torch.float32, "cpu")
+
+
+def test_a_coarser_levels_nan_reaches_its_own_candidates_alone(compress_inputs):
+    weights, embeddings, _ = compress_inputs([2, 3, 6], [8, 9, 7], 5, 8, torch.float32, "cpu")
+    user_of, vendor_of = torch.tensor([0, 1, 1])[[0, 0, 1, 1, 2, 2]], torch.arange(6) // 2
+    embeddings[0][0], embeddings[1][2] = float("nan"), float("inf")
+    out = F.linear_compress(weights, embeddings, [user_of, vendor_of], implementation="triton")
+    assert out[2:4].isfinite().all()
+    assert out[:2].isnan().all() and not out[4:].isfinite().any()
+
+
 @pytest.mark.parametrize(
     "num_compressed, width", [(1, 1), (64, 16), (130, 37), (200, 256), (5, 260)], ids=str
 )
@@ -95,7 +123,11 @@ def test_sums_of_few_and_of_many_groups(groups):
 
     x, index = torch.randn(50, 7, 40), torch.randint(0, groups, (50,))
     expected = torch.zeros(groups, 7, 40).index_add(0, index, x)
-    torch.testing.assert_close(_sum_groups(x, *_group(index, groups)), expected)
+    other = torch.randint(0, 3, (50,))
+    of_other = torch.zeros(3, 7, 40).index_add(0, other, x)
+    sums = _sum_groups(x, [_group(index, groups), _group(other, 3)])
+    torch.testing.assert_close(sums, [expected, of_other])
+    torch.testing.assert_close(_sum_groups(x, [_group(index, groups)]), [expected])
 
 
 def test_only_the_gradients_asked_for(compress_inputs):
