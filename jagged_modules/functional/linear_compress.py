@@ -70,7 +70,8 @@ def linear_compress(
             "reference": replicates all levels and computes one GEMM;
             "triton": Triton. Adds the other levels to the accumulator of the candidates' GEMM, in
             fp32, and rounds once, with several shared levels in one launch; "hopper": the same for
-            compute capability 9.0, in one launch for up to three shared levels. Needs a 16-bit dtype, N a multiple of 8, and embeddings with rows that
+            compute capability 9.0, in one launch for up to three shared levels.
+            Needs a 16-bit dtype, N a multiple of 8, and embeddings with rows that
             start at 16-byte boundaries; "auto": on CUDA "hopper" if it supports the operands and N
             > 64, else "triton"; on other devices one GEMM per level in torch, then gather and add.
 

@@ -127,6 +127,9 @@ def _launch(
     of_shared = [*(x.level for x in shared), *[None] * (MOST_SHARED - len(shared))]
     first, *more = (_descriptors(x, config) for x in of_shared)
     ends = itertools.accumulate(flags, initial=FLAGS.value)
+    missing = MOST_SHARED - len(shared)
+    pairs = [*zip(shared_tiles, shared_tall), *[(0, 0)] * missing]
+    numbers = tuple(itertools.chain(*pairs))
     options = Options(
         tiling.m,
         0 if level is None else level.weight.shape[1],
@@ -140,8 +143,9 @@ def _launch(
         *first,
         addends,
         Memory(shared[0].result if shared else None, state),
-        *(tuple(shared_tiles) or (0,), tiles, tuple(shared_tall) or (0,), tall),
+        *(numbers[0], tiles, numbers[1], tall),
         *itertools.chain(*more),
+        *numbers[2:],
         tuple(state[end:] for end in list(ends)[1 : len(shared)]),
         OPTIONS=options,
         num_warps=4,

@@ -202,8 +202,7 @@ def compile_hopper_linear_compress(dtype, sizes, addends, more=()):
     types = {arg: gluon_descriptor(dtype, box) for arg, box in boxes.items()}
     for name in ("second", "third")[: len(more)]:
         types |= {f"{name}_{x}_desc": types[f"{x}_desc"] for x in ("w", "e")}
-    levels = ("i32",) * max(1, bool(shared_k) + len(more))
-    types |= dict(shared_tiles=levels, shared_tall=levels, more_flags=("*i32",) * len(more))
+    types |= dict(more_flags=("*i32",) * len(more))
     types |= dict(addends=("*fp32",) * addends + ("*i64",) * addends)
     types |= dict(memory=Memory("*fp32" if shared_k else "constexpr", "*i32"))
     options = Options(
