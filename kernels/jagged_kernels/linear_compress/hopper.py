@@ -435,7 +435,8 @@ def _make_staging(desc, OPTIONS: gl.constexpr):
 def linear_compress_fwd_hopper_kernel(
     w_desc, e_desc, out_desc, shared_w_desc, shared_e_desc, addends, memory,
     shared_tiles, tiles, shared_tall, tall, second_w_desc, second_e_desc, third_w_desc,
-    third_e_desc, second_tiles, second_tall, third_tiles, third_tall, more_flags, OPTIONS: gl.constexpr,
+    third_e_desc, second_tiles, second_tall, third_tiles, third_tall, more_flags,
+    OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """The candidates' level, up to three shared levels (see the file's head), or both; a level
     without descriptors is not computed. Triton takes no descriptors in a tuple.

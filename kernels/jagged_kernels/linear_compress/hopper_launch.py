@@ -127,9 +127,8 @@ def _launch(
     of_shared = [*(x.level for x in shared), *[None] * (MOST_SHARED - len(shared))]
     first, *more = (_descriptors(x, config) for x in of_shared)
     ends = itertools.accumulate(flags, initial=FLAGS.value)
-    missing = MOST_SHARED - len(shared)
-    pairs = [*zip(shared_tiles, shared_tall), *[(0, 0)] * missing]
-    numbers = tuple(itertools.chain(*pairs))
+    pairs = [*zip(shared_tiles, shared_tall)] or [(0, 0)]
+    numbers = [*itertools.chain(*pairs), *[None] * 2 * (MOST_SHARED - len(pairs))]
     options = Options(
         tiling.m,
         0 if level is None else level.weight.shape[1],

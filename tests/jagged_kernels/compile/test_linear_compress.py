@@ -214,6 +214,7 @@ def compile_hopper_linear_compress(dtype, sizes, addends, more=()):
     constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc"))
     absent = ("second", "third")[len(more) :]
     constants |= {f"{name}_{x}_desc": None for name in absent for x in ("w", "e")}
+    constants |= {f"{name}_{x}": None for name in absent for x in ("tiles", "tall")}
     return compile_for(
         90,
         linear_compress_fwd_hopper_kernel,
