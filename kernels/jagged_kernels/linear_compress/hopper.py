@@ -420,11 +420,23 @@ def _make_staging(desc, OPTIONS: gl.constexpr):
 
 
 @safe_ptxas
-@gluon.jit(do_not_specialize=["shared_tiles", "tiles", "shared_tall", "tall"])
+@gluon.jit(
+    do_not_specialize=[
+        "shared_tiles",
+        "tiles",
+        "shared_tall",
+        "tall",
+        "second_tiles",
+        "second_tall",
+        "third_tiles",
+        "third_tall",
+    ]
+)
 def linear_compress_fwd_hopper_kernel(
     w_desc, e_desc, out_desc, shared_w_desc, shared_e_desc, addends, memory,
     shared_tiles, tiles, shared_tall, tall, second_w_desc, second_e_desc, third_w_desc,
-    third_e_desc, more_flags, OPTIONS: gl.constexpr,
+    third_e_desc, second_tiles, second_tall, third_tiles, third_tall, more_flags,
+    OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """The candidates' level, up to three shared levels (see the file's head), or both; a level
     without descriptors is not computed. Triton takes no descriptors in a tuple.
@@ -446,13 +458,15 @@ def linear_compress_fwd_hopper_kernel(
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = Ring(w_bufs, e_bufs, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     queue = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, 2))
-    w_descs, e_descs = (), ()
+    w_descs, e_descs, shared_tiles, shared_tall = (), (), (shared_tiles,), (shared_tall,)
     if shared_w_desc is not None:
         w_descs, e_descs = (shared_w_desc,), (shared_e_desc,)
     if second_w_desc is not None:
         w_descs, e_descs = w_descs + (second_w_desc,), e_descs + (second_e_desc,)
+        shared_tiles, shared_tall = shared_tiles + (second_tiles,), shared_tall + (second_tall,)
     if third_w_desc is not None:
         w_descs, e_descs = w_descs + (third_w_desc,), e_descs + (third_e_desc,)
+        shared_tiles, shared_tall = shared_tiles + (third_tiles,), shared_tall + (third_tall,)
     staging, flags_ptr = (), ()
     if out_desc is not None:
         if memory.result_ptr is not None:

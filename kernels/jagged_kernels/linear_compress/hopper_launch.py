@@ -127,6 +127,8 @@ def _launch(
     of_shared = [*(x.level for x in shared), *[None] * (MOST_SHARED - len(shared))]
     first, *more = (_descriptors(x, config) for x in of_shared)
     ends = itertools.accumulate(flags, initial=FLAGS.value)
+    pairs = [*zip(shared_tiles, shared_tall)] or [(0, 0)]
+    numbers = [*itertools.chain(*pairs), *[None] * 2 * (MOST_SHARED - len(pairs))]
     options = Options(
         tiling.m,
         0 if level is None else level.weight.shape[1],
@@ -140,8 +142,9 @@ def _launch(
         *first,
         addends,
         Memory(shared[0].result if shared else None, state),
-        *(tuple(shared_tiles) or (0,), tiles, tuple(shared_tall) or (0,), tall),
+        *(numbers[0], tiles, numbers[1], tall),
         *itertools.chain(*more),
+        *numbers[2:],
         tuple(state[end:] for end in list(ends)[1 : len(shared)]),
         OPTIONS=options,
         num_warps=4,

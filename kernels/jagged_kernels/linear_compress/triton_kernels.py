@@ -109,6 +109,15 @@ def _store_epilogue(
 
 
 @triton.jit
+def _decoded(firsts):
+    """Undo `encoded` of op.py."""
+    numbers = ()
+    for i in tl.static_range(len(firsts)):
+        numbers = numbers + ((firsts[i] - 3) // 2,)
+    return numbers
+
+
+@triton.jit
 def _wait_for_addends(addends, tile, OPTIONS: tl.constexpr):
     """Wait until other programs have stored the tile of each shared result that `tile` adds."""
     BLOCKS_N: tl.constexpr = (OPTIONS.n + OPTIONS.block_n - 1) // OPTIONS.block_n
@@ -184,7 +193,7 @@ def linear_compress_fwd_kernel(
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["firsts"])
+@triton.jit
 def linear_compress_fwd_levels_kernel(
     w_ptr, e_ptr, out_ptr, shared, indices_ptr, state_ptr, w_desc, w_tail_desc, e_desc, strides,
     firsts, OPTIONS: tl.constexpr, DEPTHS: tl.constexpr, ALIGNS: tl.constexpr,
@@ -204,6 +213,7 @@ def linear_compress_fwd_levels_kernel(
     BLOCKS_N: tl.constexpr = (OPTIONS.n + OPTIONS.block_n - 1) // OPTIONS.block_n
     TILES: tl.constexpr = (OPTIONS.m + OPTIONS.block_m - 1) // OPTIONS.block_m * BLOCKS_N
     ALIGN: tl.constexpr = OPTIONS.align
+    firsts = _decoded(firsts)
     flags_ptr = state_ptr + 1
     results = ()
     for level in tl.static_range(LEVELS):
@@ -289,7 +299,7 @@ def linear_compress_bwd_dw_kernel(
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["firsts"])
+@triton.jit
 def sum_groups_kernel(
     x_ptr, orders_ptr, offsets_ptr, outs_ptr, firsts, size, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -306,6 +316,7 @@ def sum_groups_kernel(
         tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK),
     )
     LEVELS: tl.constexpr = len(outs_ptr)
+    firsts = _decoded(firsts)
     for level in tl.static_range(LEVELS):
         if LEVELS == 1:
             _sum_group(x_ptr, orders_ptr[0], offsets_ptr[0], outs_ptr[0], group, lanes, size, ROWS)

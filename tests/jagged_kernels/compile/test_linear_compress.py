@@ -202,8 +202,7 @@ def compile_hopper_linear_compress(dtype, sizes, addends, more=()):
     types = {arg: gluon_descriptor(dtype, box) for arg, box in boxes.items()}
     for name in ("second", "third")[: len(more)]:
         types |= {f"{name}_{x}_desc": types[f"{x}_desc"] for x in ("w", "e")}
-    levels = ("i32",) * max(1, bool(shared_k) + len(more))
-    types |= dict(shared_tiles=levels, shared_tall=levels, more_flags=("*i32",) * len(more))
+    types |= dict(more_flags=("*i32",) * len(more))
     types |= dict(addends=("*fp32",) * addends + ("*i64",) * addends)
     types |= dict(memory=Memory("*fp32" if shared_k else "constexpr", "*i32"))
     options = Options(
@@ -215,6 +214,7 @@ def compile_hopper_linear_compress(dtype, sizes, addends, more=()):
     constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc"))
     absent = ("second", "third")[len(more) :]
     constants |= {f"{name}_{x}_desc": None for name in absent for x in ("w", "e")}
+    constants |= {f"{name}_{x}": None for name in absent for x in ("tiles", "tall")}
     return compile_for(
         90,
         linear_compress_fwd_hopper_kernel,
