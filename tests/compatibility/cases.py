@@ -61,12 +61,14 @@ class OnUsers(OnRows):
 
 
 class Exchanged(OnUsers):
-    """The layer maps rows and users' features to both."""
+    """The layer maps rows and users' features to both: each row's result and its user's."""
 
     def forward(self, values: Tensor, offsets: Tensor, features: Tensor) -> Tensor:
         (rows, _), vectors = self.layer((values, offsets), features)
         # without a gate, a mean square after the last norm would have no gradient
-        return torch.cat([rows, vectors.flatten(0, 1).relu()])
+        places = torch.arange(values.shape[0], device=values.device)
+        users = torch.bucketize(places, offsets[1:-1], right=True)
+        return rows + vectors.relu().mean(1)[users]
 
 
 class OnCandidates(OnRows):
