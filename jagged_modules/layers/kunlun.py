@@ -204,8 +204,8 @@ class KunlunLayer(nn.Module):
                 mask = AttentionMask(window=(config.window, config.window))
             self.attention = GDPABlock(embedding_dim, num_heads, "softmax", mask, gdpa, **where)
         vectors = count + config.num_tokens, num_features
-        sizes = config.interaction_dim, config.interaction_rank
-        self.interaction = FeatureInteraction(embedding_dim, *vectors, *sizes, **where)
+        inner = config.interaction_dim, config.interaction_rank
+        self.interaction = FeatureInteraction(embedding_dim, *vectors, *inner, **where)
 
     def reset_parameters(self) -> None:
         reset_all(self.children())

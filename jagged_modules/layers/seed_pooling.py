@@ -70,6 +70,7 @@ class JaggedSeedPooling(nn.Module):
         check_size("rank", rank)
         where: dict[str, Any] = dict(device=device, dtype=dtype)
         self.embedding_dim, self.num_features = embedding_dim, num_features
+        self.attention: JaggedTargetAttention | JaggedGDPA
         if num_features:
             self.seeds = LinearCompressEmbedding(num_features, num_seeds, **where)
             self.norm = RMSNorm(embedding_dim, **where)
