@@ -159,6 +159,8 @@ def test_full_sizes_are_those_of_the_tables():
             ("candidates per user, B=1024", f"{ratio} per user")
             for ratio in (2, 5, 10, 50, 100, 1000)
         ),
+        *(("many candidates", f"{ratio} per user, B=10000") for ratio in (10, 100, 1000, 10_000)),
+        ("many candidates", "10000 per user, B=30000"),
     ]
     shapes = {(batch, full.ratio) for batch in full.batches} | {
         (full.ratio_batch, ratio) for ratio in full.ratios
