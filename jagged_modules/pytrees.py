@@ -26,6 +26,8 @@ from .containers.pages import PagedRows
 from .functional import ScorePlan
 from .layers.gdpa_config import GDPAConfig
 from .layers.hstu_config import HSTUConfig
+from .layers.interformer import InterFormerConfig
+from .layers.kunlun import KunlunConfig
 from .masks import AttentionMask
 from .rotary import Rotary
 from .scalars import is_sequence
@@ -107,7 +109,7 @@ def _plan(x_offsets: Any, y_offsets: Any, **others: Any) -> ScorePlan:
 
 
 # configs are no pytrees, and a checkpoint may hold them
-add_safe_globals([Segmentation, GDPAConfig, HSTUConfig])
+add_safe_globals([Segmentation, GDPAConfig, HSTUConfig, InterFormerConfig, KunlunConfig])
 _register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(PagedRows, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)

@@ -20,6 +20,7 @@ from .feature_interaction import FeatureInteraction, SelfGate
 from .gdpa import JaggedGDPA
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
+from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .parameters import check_parameter_dtype, reset_all
 from .pffn import JaggedPFFN, check_features, equal_segments, own
@@ -72,6 +73,7 @@ class InterFormerConfig:
         check_number("dropout", self.dropout, 0, 1)
 
 
+@name_keywords
 class JaggedInterFormer(nn.Module):
     """InterFormer: layers in which a user's history [L, E] and features X [F, E] update one
     another. Each reads a summary of the other.

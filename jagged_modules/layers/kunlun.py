@@ -19,6 +19,7 @@ from ..tracing import call_of, one_module
 from .feature_interaction import FeatureInteraction
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
+from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .parameters import check_parameter_dtype, reset_all
 from .pffn import JaggedPFFN, check_features, own
@@ -74,6 +75,7 @@ class KunlunConfig:
         check_number("dropout", self.dropout, 0, 1)
 
 
+@name_keywords
 class JaggedKunlun(nn.Module):
     """Kunlun: layers in which a user's history S [L, E] and features X [F, E] update one another.
 

@@ -14,6 +14,7 @@ from ..tracing import call_of, one_module
 from ..validation import check_dense, check_layer_input
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
+from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
 from .parameters import check_parameter_dtype, reset_all
@@ -21,6 +22,7 @@ from .parameters import check_parameter_dtype, reset_all
 C = TypeVar("C")  # a container
 
 
+@name_keywords
 class JaggedPFFN(nn.Module):
     """A personalised feed-forward network: each user's rows take weights that are made of this
     user's features.

@@ -13,6 +13,7 @@ from ..scalars import check_size
 from ..tracing import call_of, one_module
 from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
+from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
 from .parameters import check_parameter_dtype, reset_all
@@ -20,6 +21,7 @@ from .pffn import check_features, own
 from .target_attention import JaggedTargetAttention
 
 
+@name_keywords
 class JaggedSeedPooling(nn.Module):
     """Pool each user's rows to a few tokens: pooling by multi-head attention (PMA), or, with
     num_tokens, Kunlun's hierarchical seed pooling (HSP).

@@ -40,6 +40,8 @@ CONTAINERS = {
     "GDPAConfig": lambda: jm.GDPAConfig(num_seeds=2),
     "HistoryCache": _cache,
     "HSTUConfig": lambda: jm.HSTUConfig(scaling_seqlen=9),
+    "InterFormerConfig": lambda: jm.InterFormerConfig(window=9),
+    "KunlunConfig": lambda: jm.KunlunConfig(window=9),
     "Jagged": _prepared,
     "PaddedComparison": lambda: jm.PaddedComparison(1.0, 0.5, 0.25, 0.0, 0.125),
     "Pages": lambda: jm.Pages.of([[3, 1], []], [200, 0], 128),
@@ -94,7 +96,7 @@ def test_container(name, way):
     assert_same(WAYS[way](x), x)
 
 
-@pytest.mark.parametrize("name", ["GDPAConfig", "HSTUConfig"])
+@pytest.mark.parametrize("name", ["GDPAConfig", "HSTUConfig", "InterFormerConfig", "KunlunConfig"])
 def test_checkpoints_with_configs_load_without_pickle(name):
     config = CONTAINERS[name]()
     assert saved({"config": config}, weights_only=True)["config"] == config
