@@ -1,9 +1,10 @@
-"""What combines a user's vectors in InterFormer and Kunlun: a gate of each, and inner products of
-all."""
+"""What InterFormer and Kunlun share: layers of users' rows and features, and what combines a user's
+vectors: a gate of each, and inner products of all."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,9 +12,32 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
+from ..containers.jagged import Jagged, wrap_rows
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
 from .parameters import reset_all
+from .pffn import check_features
+
+
+class UserLayers(nn.Module):
+    """Layers in which users' rows and features update one another, one after the other."""
+
+    def __init__(
+        self, embedding_dim: int, num_features: int, config: Any, layers: Iterable[nn.Module]
+    ) -> None:
+        super().__init__()
+        self.embedding_dim, self.num_features, self.config = embedding_dim, num_features, config
+        self.layers = nn.ModuleList(layers)
+
+    def _parse(self, history: Any, features: Any, projection: nn.Module) -> tuple[Jagged, Jagged]:
+        """The history as wrapped, which `unwrap`s the result, and as a Jagged with offsets on the
+        device, which layers pass on. Raises as `JaggedPFFN.forward`."""
+        wrapped = wrap_rows("history", history, self.embedding_dim, projection)
+        check_features(features, wrapped, self.num_features, projection)
+        return wrapped, wrapped.with_values(wrapped.values)
+
+    def extra_repr(self) -> str:
+        return f"config={self.config}"
 
 
 class SelfGate(nn.Module):

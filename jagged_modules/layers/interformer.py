@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import Jagged
 from ..functional.rows import jagged_concat, jagged_split, rows_or_zeros
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_kind, check_number, check_size
 from ..tracing import call_of, one_module
-from .feature_interaction import FeatureInteraction, SelfGate
+from .feature_interaction import FeatureInteraction, SelfGate, UserLayers
 from .gdpa import JaggedGDPA
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .parameters import check_parameter_dtype, reset_all
-from .pffn import JaggedPFFN, check_features, equal_segments, own
+from .pffn import JaggedPFFN, equal_segments
 
 C = TypeVar("C")  # a container
 
@@ -74,7 +74,7 @@ class InterFormerConfig:
 
 
 @name_keywords
-class JaggedInterFormer(nn.Module):
+class JaggedInterFormer(UserLayers):
     """InterFormer: layers in which a user's history [L, E] and features X [F, E] update one
     another. Each reads a summary of the other.
 
@@ -122,16 +122,15 @@ class JaggedInterFormer(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         check_parameter_dtype(dtype)
         check_size("num_features", num_features)
         check_size("num_layers", num_layers)
         config = InterFormerConfig() if config is None else config
         check_kind("config", config, InterFormerConfig, "an InterFormerConfig")
-        self.embedding_dim, self.num_features, self.config = embedding_dim, num_features, config
         sizes = embedding_dim, num_heads, num_features, config
         where: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.layers = nn.ModuleList(InterFormerLayer(*sizes, **where) for _ in range(num_layers))
+        layers = (InterFormerLayer(*sizes, **where) for _ in range(num_layers))
+        super().__init__(embedding_dim, num_features, config, layers)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of layers built on the meta
@@ -154,10 +153,7 @@ class JaggedInterFormer(nn.Module):
             TypeError, ValueError: as `JaggedPFFN.forward`.
         """
         layers: Any = self.layers
-        projection = layers[0].pool.out_proj
-        rows = wrap_rows("history", history, self.embedding_dim, projection)
-        check_features(features, rows, self.num_features, projection)
-        state = own(rows)
+        rows, state = self._parse(history, features, layers[0].pool.out_proj)
         for i, layer in enumerate(layers):
             state, features = layer(state, features, begins=i == 0)
         _, (values, _) = jagged_split(state.values, state.offsets, self.config.num_cls)
@@ -167,9 +163,6 @@ class JaggedInterFormer(nn.Module):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        return f"config={self.config}"
 
 
 class InterFormerLayer(nn.Module):

@@ -12,17 +12,17 @@ from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import Jagged
 from ..masks import AttentionMask
 from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
 from ..tracing import call_of, one_module
-from .feature_interaction import FeatureInteraction
+from .feature_interaction import FeatureInteraction, UserLayers
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .parameters import check_parameter_dtype, reset_all
-from .pffn import JaggedPFFN, check_features, own
+from .pffn import JaggedPFFN
 from .seed_pooling import JaggedSeedPooling
 
 C = TypeVar("C")  # a container
@@ -76,7 +76,7 @@ class KunlunConfig:
 
 
 @name_keywords
-class JaggedKunlun(nn.Module):
+class JaggedKunlun(UserLayers):
     """Kunlun: layers in which a user's history S [L, E] and features X [F, E] update one another.
 
         X_sum = MLP(compress(X))                     H_sum = HSP(S)
@@ -123,16 +123,15 @@ class JaggedKunlun(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         check_parameter_dtype(dtype)
         check_size("num_features", num_features)
         check_size("num_layers", num_layers)
         config = KunlunConfig() if config is None else config
         check_kind("config", config, KunlunConfig, "a KunlunConfig")
-        self.embedding_dim, self.num_features, self.config = embedding_dim, num_features, config
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
         sizes = embedding_dim, num_heads, num_features, config
-        self.layers = nn.ModuleList(KunlunLayer(*sizes, i, **where) for i in range(num_layers))
+        where: dict[str, Any] = dict(device=device, dtype=dtype)
+        layers = (KunlunLayer(*sizes, i, **where) for i in range(num_layers))
+        super().__init__(embedding_dim, num_features, config, layers)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of layers built on the meta
@@ -154,10 +153,8 @@ class JaggedKunlun(nn.Module):
             TypeError, ValueError: as `JaggedPFFN.forward`.
         """
         layers: Any = self.layers
-        projection = layers[0].linear1
-        rows = wrap_rows("history", history, self.embedding_dim, projection)
-        check_features(features, rows, self.num_features, projection)
-        state, summary = own(rows), None
+        rows, state = self._parse(history, features, layers[0].linear1)
+        summary = None
         for layer in layers:
             state, features, summary = layer(state, features, summary)
         return rows.unwrap(state.values), features
@@ -166,9 +163,6 @@ class JaggedKunlun(nn.Module):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        return f"config={self.config}"
 
 
 class KunlunLayer(nn.Module):

@@ -10,6 +10,7 @@ from torch.types import Device
 
 from ..containers.jagged import Jagged, wrap_rows
 from ..scalars import check_kind, check_size
+from ..segments import RowSegments
 from ..tracing import call_of, one_module
 from ..validation import check_dense, check_layer_input
 from .gdpa_block import GDPABlock
@@ -103,10 +104,11 @@ class JaggedPFFN(nn.Module):
             TypeError, ValueError: as `JaggedGDPA.forward`; features have another shape.
         """
         attention = self.block.attention
-        rows = wrap_rows("x", x, attention.embedding_dim, attention.out_proj)
-        check_features(features, rows, self.num_features, self.norm)
+        wrapped = wrap_rows("x", x, attention.embedding_dim, attention.out_proj)
+        check_features(features, wrapped, self.num_features, self.norm)
+        rows = wrapped.with_values(wrapped.values)  # offsets on the device
         weights = equal_segments(self.compress(self.norm(features)), rows.offsets)
-        return rows.unwrap(self.block(own(rows), weights).values)
+        return wrapped.unwrap(self.block(rows, weights).values)
 
     if TYPE_CHECKING:
 
@@ -126,14 +128,8 @@ def check_features(features: Any, rows: Jagged, count: int, projection: nn.Modul
     check_layer_input("features", features, projection)
 
 
-def own(rows: Jagged) -> Jagged:
-    """These rows as a Jagged, whatever container they came in."""
-    return rows.with_values(rows.values)
-
-
 def equal_segments(x: Tensor, like: Tensor) -> Jagged:
-    """x `[B, N, E]` as B segments of N rows, with offsets of `like`'s dtype."""
+    """x `[B, N, E]` as B segments of N rows, with offsets of `like`'s dtype and device."""
     count, rows = x.shape[:2]
-    offsets = torch.arange(count + 1, dtype=like.dtype, device=x.device) * rows
-    lengths = torch.full((count,), rows, device="cpu")
-    return Jagged(x.flatten(0, 1), offsets, rows, host_lengths=lengths)
+    segments = RowSegments.equal(rows, count, like)
+    return Jagged(x.flatten(0, 1), segments.offsets, rows, host_lengths=segments.host_lengths)

@@ -17,7 +17,7 @@ from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
 from .parameters import check_parameter_dtype, reset_all
-from .pffn import check_features, own
+from .pffn import check_features
 from .target_attention import JaggedTargetAttention
 
 
@@ -108,7 +108,8 @@ class JaggedSeedPooling(nn.Module):
         """
         attention: Any = self.attention
         projection = attention.out_proj
-        rows = own(wrap_rows("x", x, self.embedding_dim, projection))
+        wrapped = wrap_rows("x", x, self.embedding_dim, projection)
+        rows = wrapped.with_values(wrapped.values)  # the result is dense for all containers
         if not self.num_features:
             if features is not None:
                 raise ValueError("features must be None with learned seeds, got a tensor")

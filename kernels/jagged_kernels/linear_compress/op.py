@@ -414,16 +414,9 @@ def _sum_groups(
     )
     block, rows = (256, 16) if small_blocks else (1024, 8)
     sum_groups_kernel[(firsts[-1] * cdiv(size, block),)](
-        x,
-        orders,
-        offsets,
-        tuple(outs),
-        encoded(firsts) if len(outs) > 1 else (),
-        size,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=4,
-    )
+        x, orders, offsets, tuple(outs), encoded(firsts) if len(outs) > 1 else (), size,
+        ROWS=rows, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return outs
 
 

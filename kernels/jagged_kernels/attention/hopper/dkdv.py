@@ -349,16 +349,9 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         dk *= scales.scale * scales.dact_factor * factor
         buffer = outputs.buffers.index(CONSUMERS + consumer)
         store_epilogue(
-            (dk,),
-            outputs.dk,
-            buffer,
-            1,
-            row,
-            tile.head,
-            num_keys,
-            OPTIONS.dk_stride,
-            OPTIONS.head_dim,
-        )
+            (dk,), outputs.dk, buffer, 1,
+            row, tile.head, num_keys, OPTIONS.dk_stride, OPTIONS.head_dim,
+        )  # fmt: skip
     else:
         for number in range(visited.count):
             _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)

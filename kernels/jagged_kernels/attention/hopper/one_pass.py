@@ -371,16 +371,9 @@ def _store_keys(kernel, tile, keys, sums, consumer: gl.constexpr, OPTIONS: gl.co
     row = tile.kv_start + keys.column
     dv = sums.dv * (scales.act_factor * factor)
     store_epilogue(
-        (dv,),
-        outputs.dv,
-        buffer,
-        0,
-        row,
-        tile.head,
-        keys.num_keys,
-        OPTIONS.dv_stride,
-        OPTIONS.v_dim,
-    )
+        (dv,), outputs.dv, buffer, 0,
+        row, tile.head, keys.num_keys, OPTIONS.dv_stride, OPTIONS.v_dim,
+    )  # fmt: skip
     dk = sums.dk * (scales.scale * scales.dact_factor * factor)
     DIM: gl.constexpr = OPTIONS.head_dim
     store_epilogue(
