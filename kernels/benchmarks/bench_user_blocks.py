@@ -119,6 +119,11 @@ def kunlun(layer, x: Tensor, seen: Tensor, features: Tensor) -> tuple[Tensor, Te
 # -- cases -----------------------------------------------------------------------------------------
 
 
+def mean_vector(x: Tensor) -> Tensor:
+    """Of each user, in fp32 at least: its gradient is a sum over the user's rows."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).mean(1)
+
+
 class Both(nn.Module):
     """The layer's rows, with the mean of its users' vectors added to each: one result."""
 
@@ -131,14 +136,14 @@ class Both(nn.Module):
     def forward(self, x: Tensor, segments: jm.Jagged, users: Tensor, seen: Tensor) -> Tensor:
         if self.plain is not None:
             x, *vectors = self.plain(self.layer, x, seen, self.features)
-            return x + sum(y.mean(1)[:, None] for y in vectors)
+            return x + sum(mean_vector(y)[:, None] for y in vectors)
         rows, features = segments.with_values(x), self.features
         if isinstance(self.layer, jm.JaggedSeedPooling):
-            return x + self.layer(rows).mean(1).index_select(0, users)
+            return x + mean_vector(self.layer(rows)).index_select(0, users)
         if isinstance(self.layer, jm.JaggedPFFN):
             return self.layer(rows, features).values
         rows, vectors = self.layer(rows, features)
-        return rows.values + vectors.mean(1).index_select(0, users)
+        return rows.values + mean_vector(vectors).index_select(0, users)
 
 
 def of_layer(device: str, make: Callable, plain: Callable, lengths: Tensor, width: int) -> Setup:

@@ -182,7 +182,8 @@ def poison_and_free(results: dict[str, Tensor], inputs: Mapping[str, Tensor]) ->
     while results:
         _, x = results.popitem()
         if x.untyped_storage().data_ptr() not in kept and 0 not in x.stride():
-            x.fill_(float("nan"))
+            with torch.inference_mode():  # Meta's gradients are inference tensors
+                x.fill_(float("nan"))
 
 
 def compare(
