@@ -4,7 +4,7 @@
     h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o
 
 Rows and parameters are cast once, to the dtype of the GEMMs; rows behind the last segment are
-cleared in the same pass. Targets are grouped by user before their projection. The attention's
+cleared in the same pass. Queries are grouped by user after their projection. The attention's
 backward writes the gradients of k and v as one tensor, that of their projection. The gradients of
 rows and of weights leave their GEMM in the rows' and the weights' dtype.
 """
@@ -23,7 +23,7 @@ from ..cpu.order import by_length, rows_back
 from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
-from ..functional.tail import cleared, with_zero_tail
+from ..functional.tail import cleared, runs_kernels, with_zero_tail
 from ..segments import RowSegments, values_are_checkable
 from .one_node import (
     cast,
@@ -39,6 +39,9 @@ from .targets import Targets
 
 if TYPE_CHECKING:
     from .target_attention import JaggedTargetAttention
+
+
+MANY = 2**20  # elements, from which torch's gather takes twice the time that their bytes do
 
 
 class TargetInputs(NamedTuple):
@@ -169,11 +172,12 @@ class _Node(torch.autograd.Function):
         dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention)
         release(saved.q, saved.k, saved.out, dh, do)
         of_q, of_keys = [of_targets, *of_q], [of_history, *of_keys]
+        dq = in_order(dq.flatten(1), saved.inverse)
         dtargets, *dq_proj = linear_gradients(
-            dq.flatten(1), saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype
+            dq, saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype
         )
         if dtargets is not None:
-            dtargets = torch.unflatten(in_order(dtargets, saved.inverse), 0, ctx.shape)
+            dtargets = torch.unflatten(dtargets, 0, ctx.shape)
         dhistory, *dkv_proj = linear_gradients(
             dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
         )
@@ -189,9 +193,9 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
     queries, keys, order, inverse, history_rows = Order.of(call.given)
     targets = inputs.targets.flatten(0, -2) if end is None else inputs.targets
-    targets = in_order(gemm_rows(targets, end, dtype).flatten(0, -2), order)
+    targets = gemm_rows(targets, end, dtype).flatten(0, -2)
     history = in_order(gemm_rows(inputs.history, call.given.levels[0].end, dtype), history_rows)
-    q = torch.unflatten(linear(targets, q_weight, q_bias), 1, (heads, -1))
+    q = torch.unflatten(in_order(linear(targets, q_weight, q_bias), order), 1, (heads, -1))
     kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)
     options = AttentionOptions(schedule=call.schedule, dropout_p=call.attention_dropout)
@@ -213,4 +217,9 @@ def in_order(x: Tensor, order: Tensor | None) -> Tensor:
     """The rows of x `[rows, width]`, or blocks of as many rows each, in this order."""
     if order is None or not x.shape[0]:
         return x
-    return x.reshape(order.shape[0], -1).index_select(0, order).view(x.shape)
+    rows = x.reshape(order.shape[0], -1)
+    if x.numel() >= MANY and runs_kernels(x):
+        from jagged_kernels.common.tail import kept_rows_on_device
+
+        return kept_rows_on_device(rows, None, order=order).view(x.shape)
+    return rows.index_select(0, order).view(x.shape)

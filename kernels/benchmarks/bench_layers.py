@@ -292,8 +292,8 @@ def of_targets(
     def call(layer: nn.Module, targets: Tensor, history: Tensor) -> Tensor:
         if has_own:
             values, out = layer(shared.with_values(history), targets, index)
-            return torch.cat([values.values, out[:, 0]])
-        return layer(targets, shared.with_values(history), index)[:, 0]
+            return torch.cat([values.values, out.squeeze(1)])
+        return layer(targets, shared.with_values(history), index).squeeze(1)
 
     def by_user() -> Form:
         order = users.argsort(stable=True).to(device)

@@ -45,13 +45,13 @@ class Form:
 
         def forward() -> Tensor:
             with around():
-                return self.call(*x.values()).to(self.dtype)
+                return self.call(*x.values())
 
         return Implementation(
             forward,
             x | {name.replace(".", "_"): x for name, x in self.parameters.items()},
             lambda name, result: {"all": self._rows(name, self.layout(name, result), *x)},
-            grad.to(self.dtype),
+            grad.to(forward().dtype),  # that of the layer's GEMMs, if the layer ends with one
             bound=self.bound,
         )
 

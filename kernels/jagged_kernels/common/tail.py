@@ -47,12 +47,13 @@ def zero_tails_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "num_rows", "stride"])
 def keep_rows_kernel(
-    x_ptr, added_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
+    x_ptr, added_ptr, order_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
     SIZE: tl.constexpr, EXTRA: tl.constexpr,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out[row] = x[row] + added[row] if the row is before offsets[-1], else 0; without offsets, for
-    all rows; without added, x[row]. EXTRA columns of out behind those of x are 1, 0, 0, ...
+    all rows; without added, x[row]; with an order, x[order[row]]. EXTRA columns of out behind those
+    of x are 1, 0, 0, ...
 
     The stride is in units of ALIGN elements (see `aligned_strides`); added is contiguous. Grid:
     blocks of rows, blocks of columns, which follow one another.
@@ -64,9 +65,10 @@ def keep_rows_kernel(
     kept = exists
     if offsets_ptr is not None:
         kept &= rows < tl.load(offsets_ptr + num_segments)
-    rows = rows.to(tl.int64)[:, None]
+    source = rows if order_ptr is None else tl.load(order_ptr + rows, mask=exists, other=0)
+    source, rows = source.to(tl.int64)[:, None], rows.to(tl.int64)[:, None]
     mask = kept[:, None] & in_row
-    x = tl.load(x_ptr + rows * (stride * ALIGN) + columns[None, :], mask=mask, other=0.0)
+    x = tl.load(x_ptr + source * (stride * ALIGN) + columns[None, :], mask=mask, other=0.0)
     if added_ptr is not None:
         x += tl.load(added_ptr + rows * SIZE + columns[None, :], mask=mask, other=0.0)
     out_ptrs = out_ptr + rows * (SIZE + EXTRA)
@@ -103,6 +105,7 @@ def kept_rows(
     dtype: torch.dtype | None = None,
     extra: int = 0,
     added: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
     given; without the rest, x in this dtype.
@@ -110,8 +113,9 @@ def kept_rows(
     Args:
         extra: columns behind those of x `[rows, columns]`, with 1, 0, 0, ...
         added: `[rows, ...]`, contiguous, added to x in the wider of their dtypes.
+        order: `[rows]`, the row of x that each row of the copy has.
     """
-    if offsets is None and not extra and added is None:
+    if offsets is None and not extra and added is None and order is None:
         return x.to(dtype)
     shape = (x.shape[0], x.shape[1] + extra) if extra else x.shape
     out = x.new_empty(shape, dtype=dtype)
@@ -124,7 +128,7 @@ def kept_rows(
     align, (stride,) = aligned_strides((rows, 0))
     segments = 0 if offsets is None else offsets.shape[0] - 1
     keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
-        rows, added, offsets, out, segments, x.shape[0], stride,
+        rows, added, order, offsets, out, segments, x.shape[0], stride,
         SIZE=size, EXTRA=extra, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out

@@ -29,11 +29,12 @@ def test_zero_tails_compiles(capability, index):
 
 @slow_after(1, "capability", [90, 80, 100])
 @pytest.mark.parametrize("index", ["i32", "i64"])
-@pytest.mark.parametrize("extra", [0, 32])
-def test_keep_rows_compiles(capability, index, extra):
+@pytest.mark.parametrize(("extra", "other"), [(0, "offsets"), (32, "offsets"), (0, "order")])
+def test_keep_rows_compiles(capability, index, extra, other):
     for dtype in DTYPES:
-        types = dict(x_ptr=f"*{dtype}", out_ptr=f"*{dtype}", offsets_ptr=f"*{index}")
-        constants = dict(added_ptr=None, SIZE=512, EXTRA=extra, ALIGN=2, ROWS=8, COLUMNS=512)
+        types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", f"{other}_ptr": f"*{index}"}
+        constants = dict.fromkeys({"added_ptr", "offsets_ptr", "order_ptr"} - set(types))
+        constants |= dict(SIZE=512, EXTRA=extra, ALIGN=2, ROWS=8, COLUMNS=512)
         ptx = compile_for(capability, tail.keep_rows_kernel, constants, types.get, num_warps=4).asm[
             "ptx"
         ]

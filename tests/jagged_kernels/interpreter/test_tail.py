@@ -84,6 +84,15 @@ def test_a_sum_of_rows(poisoned_memory, offsets, has_end):
 
 
 @pytest.mark.parametrize("columns", [5, 1100])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_in_an_order(poisoned_memory, columns, dtype):
+    from jagged_kernels.common.tail import kept_rows
+
+    x, order = torch.randn(300, columns), torch.randperm(300).to(dtype)
+    assert torch.equal(kept_rows(x, None, order=order), x[order])
+
+
+@pytest.mark.parametrize("columns", [5, 1100])
 @pytest.mark.parametrize("has_end", [True, False])
 def test_columns_behind_rows(poisoned_memory, offsets, columns, has_end):
     from jagged_kernels.common.tail import kept_rows
