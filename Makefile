@@ -107,7 +107,8 @@ mutants mutants-sample: $(ENV)
 test-gpu: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make test-gpu needs an NVIDIA GPU: none was found" >&2; exit 1; }
 	mkdir -p runs
-	set -o pipefail; OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest tests --gpu-suite -n $(GPU_WORKERS) --dist load \
+	set -o pipefail; OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TRITON_DISABLE_LINE_INFO=1 \
+		$(PY) -m pytest tests --gpu-suite -n $(GPU_WORKERS) --dist load \
 		--maxschedchunk 1 --max-worker-restart 30 --durations=25 -q -rf $(ARGS) 2>&1 | tee runs/test-gpu.txt
 
 # Gluon, in which they are written, changes between versions of Triton. The sample is for one process, which knows what it compiled.
