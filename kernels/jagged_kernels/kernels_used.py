@@ -83,7 +83,6 @@ def attention() -> str:
     )
     four_heads = dict(num_heads=4, num_kv_heads=4)
     cases = {
-        "as above": {},
         "head dim 36, no multiple of 8": dict(head_dim=36, v_dim=36),
         "head dim 64, value head dim 128": dict(head_dim=64),
         "rows that do not begin at 16-byte boundaries": dict(misaligned=("q",)),
@@ -117,7 +116,7 @@ Segments of 500 rows, softmax, no mask, query and value head dims alike (multipl
 
 {merged(["dtype", "head dim"], GPU_COLUMNS, by_gpu)}
 
-On an H100, bf16, head dim 128:
+Other inputs on an H100, bf16, head dim 128:
 
 {table(["input", "kernels"], on_h100)}
 """
@@ -159,7 +158,6 @@ def block_attention() -> str:
         for low, high in DIMS
     ]
     cases = {
-        "as above": {},
         "head dim 36, no multiple of 8": dict(head_dim=36),
         "rows that do not begin at 16-byte boundaries": dict(aligned=False),
         "two query heads per key head": dict(num_kv_heads=2),
@@ -176,7 +174,7 @@ Blocks of 64 rows, no rotary, as many key heads as query heads:
 
 {merged(["dtype", "head dim"], GPU_COLUMNS, by_gpu)}
 
-On an H100, bf16, head dim 128:
+Other inputs on an H100, bf16, head dim 128:
 
 {table(["input", "kernels"], on_h100)}
 """
@@ -222,7 +220,6 @@ def linear_compress() -> str:
         for columns, n in {"64": 64, "128": 128, "129 or more": 256}.items()
     ]
     cases = {
-        "as above": {},
         "N = 250, no multiple of 8": dict(n=250),
         'N = 64, implementation="hopper"': dict(n=64, implementation="hopper"),
         "embeddings whose rows do not begin at 16-byte boundaries": dict(aligned=False),
@@ -246,7 +243,7 @@ def linear_compress() -> str:
 
 {merged(["dtype", "N"], GPU_COLUMNS, by_gpu)}
 
-On an H100, bf16, N = 256:
+Other inputs on an H100, bf16, N = 256:
 
 {table(["input", "kernel"], on_h100)}
 
@@ -380,14 +377,8 @@ SECTIONS = attention, din, block_attention, linear_compress, matmul, softmax, ro
 
 def document() -> str:
     """The whole page."""
-    purpose = "Which kernels and tiles each operator runs, by GPU, dtype, head dim and lengths."
-    source = (
-        "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page from the"
-        " code."
-    )
-    return "\n".join(
-        [f"# Which kernels run\n\n{purpose}\n{source}\n", *(section() for section in SECTIONS)]
-    )
+    source = "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page."
+    return "\n".join([f"# Which kernels run\n\n{source}\n", *(section() for section in SECTIONS)])
 
 
 if __name__ == "__main__":

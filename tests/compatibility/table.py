@@ -190,28 +190,25 @@ FEATURES = {  # by the file of their tests
 }
 RESIDUAL = Note("The result has the dtype of the rows, to which it is added.")
 ONLY_BAGS = Note(
-    "TorchRec's EmbeddingCollection has no such plan, whatever layer follows. Use row_wise or"
-    " column_wise.",
+    "TorchRec's EmbeddingCollection has no such plan. Use row_wise or column_wise.",
     ValueError,
     "Sharding not supported",
 )
 DENSE_POOLS = Note(
     "On the CPU, FBGEMM's dense lookup pools the rows of an EmbeddingCollection. Leave the"
-    " collection out of the plan there: DistributedModelParallel then replicates it."
+    " collection out of the plan there."
 )
 ON_SEQUENCES = [case.layer for case in CASES.values() if case.model is not Compressed]
 NOTES = {
     ("nested tensors", "LinearCompressEmbedding"): Note(
-        "Takes dense tensors, because each candidate has the same number of embeddings.",
-        ValueError,
-        "candidate_embeddings must be",
+        "Takes dense tensors.", ValueError, "candidate_embeddings must be"
     ),
     ("LoRA", "LinearCompressEmbedding"): Note(
         "The layer has no Linear to wrap. `torch.nn.utils.parametrize` adds the low-rank term to"
         " `layer.weights`."
     ),
     ("quantize_dynamic", "LinearCompressEmbedding"): Note(
-        "The layer has no Linear, so nothing changes. Cast it to bfloat16 instead."
+        "The layer has no Linear. Cast it to bfloat16 instead."
     ),
     **{
         (name, "JaggedDINAttention"): Note(
@@ -309,12 +306,12 @@ layer is named where it differs from most. Numbers in brackets refer to the note
 
 {numbered}
 
-`python -m tests.compatibility.table docs/compatibility.md` writes this page from the list of tests.
+`python -m tests.compatibility.table docs/compatibility.md` writes this page.
 """  # noqa: E501
 
 
 def _error(note: Note) -> str:
-    return f' The error is a {note.error.__name__}: "{note.message} …".' if note.error else ""
+    return f' {note.error.__name__}: "{note.message} …".' if note.error else ""
 
 
 if __name__ == "__main__":
