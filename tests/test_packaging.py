@@ -228,7 +228,9 @@ def test_tested_sets_are_in_the_table_of_sets(name):
     )
     fbgemm = pins["fbgemm-gpu-cpu" if name == "cpu" else "fbgemm-gpu"]
     (row,) = re.findall(
-        rf"^\|.*`constraints/{name}.txt`.*", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE
+        rf"^\|.*`constraints/{name}.txt`.*",
+        (ROOT / "docs" / "install.md").read_text(),
+        re.MULTILINE,
     )
     assert row.startswith(f"| {pins['torch']} | {pins['torchrec']} | {fbgemm} |")
 
