@@ -235,6 +235,22 @@ def test_tested_sets_are_in_the_table_of_sets(name):
     assert row.startswith(f"| {pins['torch']} | {pins['torchrec']} | {fbgemm} |")
 
 
+def test_images_are_made_of_what_the_project_has(metadata):
+    """Files, programs, extras and pinned versions of the Dockerfile. No image is built here."""
+    text = (ROOT / "examples" / "docker" / "Dockerfile").read_text()
+    copied = re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
+    files = " ".join(copied).split() + re.findall(r'"(examples/\w+\.py)"', text)
+    assert len(files) > 9 and [file for file in files if not (ROOT / file).exists()] == []
+    (extras,) = re.findall(r'"\.\[(.*)\]"', text)
+    assert {*extras.split(",")} <= {*metadata.get_all("Provides-Extra")}
+    for variant, fbgemm in {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}.items():
+        command = f"VARIANT={variant}; echo" + re.search(r"--no-deps( torchrec .*)", text)[1]
+        names = run("sh", "-c", command).split()
+        pinned = (ROOT / "constraints" / f"{variant}.txt").read_text()
+        assert names == ["torchrec", fbgemm]
+        assert all(re.search(rf"^{name}==", pinned, re.MULTILINE) for name in names)
+
+
 def test_installed_wheel_runs_without_the_source_tree(wheel, tmp_path):
     target = tmp_path / "site"
     run(
