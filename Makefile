@@ -51,7 +51,6 @@ EXAMPLE ?= dlrm
 # torchrec names the CUDA fbgemm-gpu, and CPU builds of fbgemm-gpu have another name: so these two come without dependencies.
 fbgemm_cpu := fbgemm-gpu-cpu
 fbgemm_cuda := fbgemm-gpu
-torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
 # The kernel tests run in its interpreter.
 triton := triton==3.6.0
 # Those of newer releases of torch. Each release of torch's CUDA build requires one version.
@@ -178,7 +177,7 @@ clean:
 	rm -f .venv/.installed-*
 	$(PYTHON) -m venv .venv
 	$(pip) "setuptools>=77" wheel
-	$(pip) --constraint constraints/$(VARIANT).txt torch $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks,serve]"
+	$(pip) --constraint constraints/$(VARIANT).txt torch --no-build-isolation --editable ".[dev,notebooks,serve,torchrec]"
 	$(pip) --constraint constraints/$(VARIANT).txt --no-deps $(fbgemm_$(VARIANT)) torchrec $(triton)
 	touch $@
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -36,11 +37,8 @@ include_patterns = [
 exclude_patterns = [".*", "docs/_build", "build", "dist", "runs", "**/runs"]
 html_theme = "furo"
 html_title = f"jagged-modules {release}"
-html_static_path, html_css_files = ["static"], ["site.css"]
+html_static_path, html_css_files, html_js_files = ["static"], ["site.css"], ["copy.js"]
 html_baseurl = os.environ.get("DOCS_URL", "").rstrip("/")  # where a workflow publishes the site
-if html_baseurl:  # links to torch's types need the internet when the site is built
-    extensions.append("sphinx.ext.intersphinx")
-    intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable/", None)}
 if os.environ.get("GITHUB_REPOSITORY"):  # as in setup.py: workflows set it
     html_theme_options = {
         "source_repository": f"https://github.com/{os.environ['GITHUB_REPOSITORY']}/",
@@ -65,6 +63,11 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
+TORCH_PAGES = {
+    "torch.Tensor": "tensors.html",
+    "torch.dtype": "tensor_attributes.html",
+    "torch.device": "tensor_attributes.html",
+}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
@@ -127,6 +130,30 @@ def add_description(app, pagename, templatename, context, doctree):
         context["metatags"] += f'<meta name="description" content="{html.escape(short)}">'
 
 
+def link_to_torch(app, env, node, text):
+    """Links to torch's types, without its inventory: to build the site needs no internet."""
+    name = re.sub(r"\.modules\.\w+\.", ".", node.get("reftarget", ""))  # where torch defines it
+    page = TORCH_PAGES.get(name, f"generated/{name}.html" if name.startswith("torch.nn.") else None)
+    if page:
+        address = f"https://docs.pytorch.org/docs/stable/{page}#{name}"
+        return nodes.reference("", "", text, internal=False, refuri=address)
+
+
+def put_forward_first(app, doctree):
+    """Before the other methods of a layer. Each has a node with its index entry before its own."""
+    for body in doctree.findall(addnodes.desc_content):
+        methods = [child for child in body if isinstance(child, addnodes.desc)]
+        for method in methods[1:]:
+            if method[0].get("fullname", "").endswith(".forward"):
+                at = body.index(method) - 1
+                pair = body[at : at + 2]
+                del body[at : at + 2]
+                start = body.index(methods[0]) - 1
+                body[start:start] = pair
+
+
 def setup(app):
     app.connect("html-page-context", add_description)
+    app.connect("missing-reference", link_to_torch)
+    app.connect("doctree-read", put_forward_first)
     app.connect("autodoc-process-docstring", to_rst, priority=100)  # before napoleon

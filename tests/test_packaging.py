@@ -1,6 +1,7 @@
 """What users get: the wheel, its metadata, an import that needs torch alone, and documents whose
 code and commands work."""
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -205,23 +206,49 @@ def test_links_lead_to_the_repository_where_its_address_is_known(sdist, tmp_path
         )
 
 
-def test_torchrec_extra_allows_only_the_known_set(metadata):
-    """torchrec requires any fbgemm-gpu, and fbgemm-gpu any torch, though each release fits one
-    release of torch."""
-    known = dict(
-        re.findall(
-            r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints" / "cuda.txt").read_text(), re.MULTILINE
-        )
-    )
-    extra = [
-        item.partition(";")
+def test_torchrec_extra_is_what_torchrec_needs_and_keeps_torch(metadata):
+    """A bound on torch, torchrec or fbgemm-gpu would replace a torch that works."""
+    extra = {
+        item.partition(";")[0].strip()
         for item in metadata.get_all("Requires-Dist")
         if re.search(r"extra == .torchrec.", item)
-    ]
-    bounds = {re.split(r"[^\w-]", bound)[0]: bound.strip() for bound, _, _ in extra}
-    assert bounds == {
-        name: f"{name}=={known[name]}.*" for name in ("torch", "torchrec", "fbgemm-gpu")
     }
+    needs = importlib.metadata.requires("torchrec")
+    names = {re.split(r"[^\w-]", item)[0] for item in needs} - {"fbgemm-gpu"}
+    assert len(names) > 3 and names <= extra
+    assert not {name for name in extra if re.match(r"torch(rec)?\b|fbgemm|.*[<>=~]", name)}
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_tested_sets_are_in_the_table_of_sets(name):
+    pins = dict(
+        re.findall(
+            r"^([\w-]+)==(\S+)", (ROOT / "constraints" / f"{name}.txt").read_text(), re.MULTILINE
+        )
+    )
+    fbgemm = pins["fbgemm-gpu-cpu" if name == "cpu" else "fbgemm-gpu"]
+    (row,) = re.findall(
+        rf"^\|.*`constraints/{name}.txt`.*",
+        (ROOT / "docs" / "install.md").read_text(),
+        re.MULTILINE,
+    )
+    assert row.startswith(f"| {pins['torch']} | {pins['torchrec']} | {fbgemm} |")
+
+
+def test_images_are_made_of_what_the_project_has(metadata):
+    """Files, programs, extras and pinned versions of the Dockerfile. No image is built here."""
+    text = (ROOT / "examples" / "docker" / "Dockerfile").read_text()
+    copied = re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
+    files = " ".join(copied).split() + re.findall(r'"(examples/\w+\.py)"', text)
+    assert len(files) > 9 and [file for file in files if not (ROOT / file).exists()] == []
+    (extras,) = re.findall(r'"\.\[(.*)\]"', text)
+    assert {*extras.split(",")} <= {*metadata.get_all("Provides-Extra")}
+    for variant, fbgemm in {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}.items():
+        command = f"VARIANT={variant}; echo" + re.search(r"--no-deps( torchrec .*)", text)[1]
+        names = run("sh", "-c", command).split()
+        pinned = (ROOT / "constraints" / f"{variant}.txt").read_text()
+        assert names == ["torchrec", fbgemm]
+        assert all(re.search(rf"^{name}==", pinned, re.MULTILINE) for name in names)
 
 
 def test_installed_wheel_runs_without_the_source_tree(wheel, tmp_path):

@@ -1,4 +1,4 @@
-"""Errors for keywords of other libraries: they name the argument here."""
+"""Errors for keywords of other libraries and of a layer's config: they say what to write."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ KEYWORDS = {
 
 
 def name_keywords(cls: type[T]) -> type[T]:
-    """A decorator of layers: a keyword of `KEYWORDS` raises a TypeError that says what to write."""
+    """A decorator of layers: a keyword of `KEYWORDS` or of the config raises a TypeError."""
     init = cls.__init__
     arguments = inspect.signature(init).parameters
+    keywords = {name: how for name, (argument, how) in KEYWORDS.items() if argument in arguments}
+    if "config" in arguments:
+        config = arguments["config"].annotation.partition(" ")[0]  # "GDPAConfig | None"
+        fields = inspect.signature(init.__globals__[config]).parameters
+        keywords |= {name: f"config={config}({name}=...)" for name in fields}
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() & KEYWORDS.keys():
-            argument, written = KEYWORDS[name]
-            if name not in arguments and argument in arguments:
-                raise TypeError(f"{cls.__name__} has no argument {name}: write {written}")
+        for name in kwargs:
+            if name not in arguments and name in keywords:
+                raise TypeError(f"{cls.__name__} has no argument {name}: write {keywords[name]}")
         init(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[method-assign, assignment]

@@ -9,6 +9,7 @@ Each operator with a selector has a section: a function that returns Markdown, i
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,19 +38,23 @@ DIMS = (1, 32), (33, 64), (65, 128), (129, 256)
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
-    header = list(header)
-    return "\n".join(
-        "| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)
-    )
+    head, *lines = ("| " + " | ".join(cells) + " |" for cells in (list(header), *rows))
+    return "\n".join([head, re.sub(r"[^|]+", "---", head), *lines])
 
 
-def table_by_gpu(header: list[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table whose rows end with a cell for each GPU. GPUs with equal cells share a column."""
-    columns = list(zip(*rows))
-    labels, shared = columns[: len(header)], {}
-    for name, column in zip(GPU_COLUMNS, columns[len(header) :]):
+def merged(header: list[str], columns: Iterable[str], rows: Iterable[list[str]]) -> str:
+    """A table whose rows have a label for each name of the header, then a cell for each column.
+    Equal columns are one, and so are equal rows, whatever their last labels are."""
+    last = len(header) - 1
+    names: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        names.setdefault((*row[:last], *row[last + 1 :]), []).append(row[last])
+    cells = list(zip(*names))
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for name, column in zip(columns, cells[last:]):
         shared.setdefault(column, []).append(name)
-    return table([*header, *map(", ".join, shared.values())], zip(*labels, *shared))
+    labels = *cells[:last], map(", ".join, names.values())
+    return table([*header, *map("; ".join, shared.values())], zip(*labels, *shared))
 
 
 def _rows(queries: int, keys: int, segments: int = 64) -> dict[str, int]:
@@ -78,7 +83,6 @@ def attention() -> str:
     )
     four_heads = dict(num_heads=4, num_kv_heads=4)
     cases = {
-        "as above": {},
         "head dim 36, no multiple of 8": dict(head_dim=36, v_dim=36),
         "head dim 64, value head dim 128": dict(head_dim=64),
         "rows that do not begin at 16-byte boundaries": dict(misaligned=("q",)),
@@ -104,15 +108,15 @@ def attention() -> str:
     return f"""## Attention
 
 `jagged_kernels.attention.select` decides. A cell has the kernels ("hopper": `attention/hopper/`,
-"triton": `attention/triton_*.py`) and their tiles, rows × rows of the blocks, for the forward, dq,
-and dk and dv. One kernel for all three gradients has one entry; that of segments with few queries
-follows the forward's. "packed": short segments share tiles (`attention/triton_packed.py`).
+"triton": `attention/triton_*.py`) and their tiles, rows × rows of the blocks: forward, dq, dk and
+dv. One kernel for all gradients has one entry; that of segments with few queries follows the
+forward's. "packed": short segments share tiles (`attention/triton_packed.py`).
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
-{table_by_gpu(["dtype", "head dim"], by_gpu)}
+{merged(["dtype", "head dim"], GPU_COLUMNS, by_gpu)}
 
-On an H100, bf16, head dim 128:
+Other inputs on an H100, bf16, head dim 128:
 
 {table(["input", "kernels"], on_h100)}
 """
@@ -154,7 +158,6 @@ def block_attention() -> str:
         for low, high in DIMS
     ]
     cases = {
-        "as above": {},
         "head dim 36, no multiple of 8": dict(head_dim=36),
         "rows that do not begin at 16-byte boundaries": dict(aligned=False),
         "two query heads per key head": dict(num_kv_heads=2),
@@ -169,9 +172,9 @@ block.
 
 Blocks of 64 rows, no rotary, as many key heads as query heads:
 
-{table_by_gpu(["dtype", "head dim"], by_gpu)}
+{merged(["dtype", "head dim"], GPU_COLUMNS, by_gpu)}
 
-On an H100, bf16, head dim 128:
+Other inputs on an H100, bf16, head dim 128:
 
 {table(["input", "kernels"], on_h100)}
 """
@@ -217,7 +220,6 @@ def linear_compress() -> str:
         for columns, n in {"64": 64, "128": 128, "129 or more": 256}.items()
     ]
     cases = {
-        "as above": {},
         "N = 250, no multiple of 8": dict(n=250),
         'N = 64, implementation="hopper"': dict(n=64, implementation="hopper"),
         "embeddings whose rows do not begin at 16-byte boundaries": dict(aligned=False),
@@ -239,9 +241,9 @@ def linear_compress() -> str:
 
 `jagged_kernels.linear_compress.select` decides. The forward's largest tiles are M × N × K.
 
-{table_by_gpu(["dtype", "N"], by_gpu)}
+{merged(["dtype", "N"], GPU_COLUMNS, by_gpu)}
 
-On an H100, bf16, N = 256:
+Other inputs on an H100, bf16, N = 256:
 
 {table(["input", "kernel"], on_h100)}
 
@@ -250,7 +252,7 @@ the GPU has multiprocessors, or with `jm.batch_invariant`; else cuBLAS, also in 
 backward, cuBLAS computes the embeddings' gradients, and "triton" with `jm.batch_invariant`. The
 Triton GEMM for a weight's gradient `[M, K]` has tiles of M × K, and sums over N in blocks:
 
-{table_by_gpu(["dtype", "M × K"], gradients)}
+{merged(["dtype", "M × K"], GPU_COLUMNS, gradients)}
 """
 
 
@@ -291,7 +293,7 @@ def matmul() -> str:
 `jagged_kernels.matmul.configs` decides. Tiles, M × N × K, on an H100, by feature dimension. "fp32
 with tf32": after `torch.set_float32_matmul_precision("high")`.
 
-{table(["operator", "dtype", "16", "64", "128", "256"], rows)}
+{merged(["operator", "dtype"], ["16", "64", "128", "256"], rows)}
 """
 
 
@@ -312,7 +314,7 @@ def softmax() -> str:
 `jagged_kernels.softmax.configs` decides, alike for all GPUs. Tiles of `jagged_softmax`, rows of a
 segment × columns, by the number of columns:
 
-{table(["dtype", "1", "16", "32", "64"], rows)}
+{merged(["dtype"], ["1", "16", "32", "64"], rows)}
 
 Tiles of `jagged2_softmax`: {over_rows.lines}×{over_rows.length} for rows,
 {over_columns.length}×{over_columns.lines} for columns.
@@ -349,8 +351,8 @@ def _row_tile(config: RowsConfig) -> str:
 def din() -> str:
     """The section on DIN's attention."""
     kernels = {"forward": "fwd", "dq": "dq", "the MLP's gradients": "dmlp", "dk and dv": "dkdv"}
-    sizes = {"E = 64, (80, 40)": (64, (80, 40)), "E = 128, (80, 40)": (128, (80, 40))}
-    sizes["E = 256, (128,)"] = (256, (128,))
+    sizes = {"E=64, (80, 40)": (64, (80, 40)), "E=128, (80, 40)": (128, (80, 40))}
+    sizes["E=256, (128,)"] = (256, (128,))
     rows = [
         [dtype, name, *(_din_tile(kernel, kind.itemsize, *size) for size in sizes.values())]
         for dtype, kind in DTYPES.items()
@@ -361,7 +363,7 @@ def din() -> str:
 `jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A program
 of the forward has {GROUP} candidates.
 
-{table(["dtype", "kernel", *sizes], rows)}
+{merged(["dtype", "kernel"], sizes, rows)}
 """
 
 
@@ -375,14 +377,8 @@ SECTIONS = attention, din, block_attention, linear_compress, matmul, softmax, ro
 
 def document() -> str:
     """The whole page."""
-    purpose = "Which kernels and tiles each operator runs, by GPU, dtype, head dim and lengths."
-    source = (
-        "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page from the"
-        " code."
-    )
-    return "\n".join(
-        [f"# Which kernels run\n\n{purpose}\n{source}\n", *(section() for section in SECTIONS)]
-    )
+    source = "`python -m jagged_kernels.kernels_used docs/kernels-used.md` writes this page."
+    return "\n".join([f"# Which kernels run\n\n{source}\n", *(section() for section in SECTIONS)])
 
 
 if __name__ == "__main__":

@@ -40,38 +40,25 @@ class Note(NamedTuple):
     message: str = ""
 
 
-SAME = "Results and gradients are the same."
-SAME_PARAMETERS = (
-    "Results and parameters after three steps equal those of the unsharded model on the batches of"
-    " both."
-)
+SAME = "Same results and gradients."
+STEPS = "Three steps in two processes equal those of the unsharded model on both batches."
 FEATURES = {  # by the file of their tests
     "test_modules.py": (
         Feature("train, eval", "Dropout applies in training only. Nothing else differs."),
         Feature(
-            "state_dict",
-            "Saved, and loaded with `weights_only=True` into a new layer. Results and gradients are"
-            " the same.",
+            "state_dict", f"Saved, and loaded with `weights_only=True` into a new layer. {SAME}"
         ),
-        Feature(
-            "pickle",
-            "Copies through pickle and through `torch.save` give the same results and gradients.",
-        ),
+        Feature("pickle", f"Copies through pickle and through `torch.save`. {SAME}"),
         Feature("deepcopy", "So do copies by `copy.copy` and `copy.deepcopy`."),
         Feature(
             "meta device",
             "A layer built on meta, then reset as DistributedModelParallel, FSDP and `to_empty` do,"
             " equals a direct build.",
         ),
-        Feature(
-            "dtype",
-            "A layer built with `dtype=` gives the same results and gradients as one that is"
-            " converted.",
-        ),
+        Feature("dtype", "A layer built with `dtype=` equals one that is converted."),
         Feature(
             "functional_call",
-            "`torch.func.functional_call` with the parameters of another layer gives the other's"
-            " results and gradients.",
+            "`torch.func.functional_call` with another layer's parameters equals that layer.",
         ),
         Feature(
             "nested tensors",
@@ -99,20 +86,15 @@ FEATURES = {  # by the file of their tests
         ),
         Feature(
             "torch.compile, reduce-overhead",
-            "Inductor's CUDA graphs, which replay training steps with other values and lengths of"
-            f" the same totals. {SAME}",
+            "Inductor's CUDA graphs replay training steps with other values and lengths of the same"
+            f" totals. {SAME}",
             gpu=True,
         ),
         Feature(
             "torch.export",
-            "With dynamic numbers of users, rows and candidates. The saved and loaded program gives"
-            " the same results.",
+            "With dynamic numbers of users, rows and candidates, saved and loaded. Same results.",
         ),
-        Feature(
-            "AOTInductor",
-            "The exported program, compiled and loaded as a package, gives the same results for all"
-            " sizes.",
-        ),
+        Feature("AOTInductor", "The exported program as a package, for all sizes. Same results."),
         Feature("torch.fx", f"`symbolic_trace` records the layer as one call. {SAME}"),
         Feature(
             "CUDA graphs",
@@ -142,8 +124,7 @@ FEATURES = {  # by the file of their tests
         ),
         Feature(
             "fused optimizers",
-            "SGD, Adam and AdamW give the same parameters with `fused=True`, `foreach=True` and"
-            " neither.",
+            "SGD, Adam and AdamW, also with `foreach=True`, give the same parameters.",
         ),
         Feature(
             "in-backward optimizers",
@@ -176,29 +157,23 @@ FEATURES = {  # by the file of their tests
     "test_torchrec.py": (
         Feature(
             "TorchRec's tracer",
-            "`torchrec.fx.symbolic_trace` of collections and layer. The graph gives the same"
-            " results.",
+            "`torchrec.fx.symbolic_trace` of collections and layer. Same results.",
         ),
-        Feature(
-            "DMP, data_parallel",
-            "DistributedModelParallel in two processes, with this plan for the tables."
-            f" {SAME_PARAMETERS}",
-        ),
+        Feature("DMP, data_parallel", f"DistributedModelParallel with this plan. {STEPS}"),
         *(
-            Feature(f"DMP, {plan}", "The same.")
+            Feature(f"DMP, {plan}", "The same with this plan.")
             for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
         ),
-        Feature("TrainPipelineBase", f"Row-wise tables in two processes. {SAME_PARAMETERS}"),
         *(
-            Feature(name, "The same.")
-            for name in ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite")
+            Feature(f"TrainPipeline{name}", "The same with row-wise tables and this pipeline.")
+            for name in ("Base", "SparseDist", "SparseDistLite")
         ),
         Feature(
             "EvalPipelineSparseDist",
             "Row-wise tables in two processes. Results equal those of the unsharded model.",
         ),
         *(
-            Feature(name, "The same, in one process on a GPU.", gpu=True)
+            Feature(name, "The same with this pipeline, in one process.", gpu=True)
             for name in (
                 "TrainPipelineFusedSparseDist",
                 "TrainPipelineSemiSync",
@@ -215,28 +190,25 @@ FEATURES = {  # by the file of their tests
 }
 RESIDUAL = Note("The result has the dtype of the rows, to which it is added.")
 ONLY_BAGS = Note(
-    "TorchRec's EmbeddingCollection has no such plan, whatever layer follows. Use row_wise or"
-    " column_wise.",
+    "TorchRec's EmbeddingCollection has no such plan. Use row_wise or column_wise.",
     ValueError,
     "Sharding not supported",
 )
 DENSE_POOLS = Note(
     "On the CPU, FBGEMM's dense lookup pools the rows of an EmbeddingCollection. Leave the"
-    " collection out of the plan there: DistributedModelParallel then replicates it."
+    " collection out of the plan there."
 )
 ON_SEQUENCES = [case.layer for case in CASES.values() if case.model is not Compressed]
 NOTES = {
     ("nested tensors", "LinearCompressEmbedding"): Note(
-        "Takes dense tensors, because each candidate has the same number of embeddings.",
-        ValueError,
-        "candidate_embeddings must be",
+        "Takes dense tensors.", ValueError, "candidate_embeddings must be"
     ),
     ("LoRA", "LinearCompressEmbedding"): Note(
         "The layer has no Linear to wrap. `torch.nn.utils.parametrize` adds the low-rank term to"
         " `layer.weights`."
     ),
     ("quantize_dynamic", "LinearCompressEmbedding"): Note(
-        "The layer has no Linear, so nothing changes. Cast it to bfloat16 instead."
+        "The layer has no Linear. Cast it to bfloat16 instead."
     ),
     **{
         (name, "JaggedDINAttention"): Note(
@@ -312,33 +284,34 @@ def document() -> str:
             ]
         )
 
-    rows = [
-        [f"[{row.name}](../tests/compatibility/{file})", cells(row), row.checks]
-        for file, rows in FEATURES.items()
-        for row in rows
+    names: dict[tuple[str, str, str], list[str]] = {}  # of features that differ in nothing else
+    for file, rows in FEATURES.items():
+        for row in rows:
+            names.setdefault((file, cells(row), row.checks), []).append(row.name)
+    lines = [
+        [f"[{'; '.join(features)}](../tests/compatibility/{file})", works, checks]
+        for (file, works, checks), features in names.items()
     ]
     numbered = "\n".join(
         f"{number}. {note.text}{_error(note)}" for number, note in enumerate(notes, 1)
     )
     return f"""# Compatibility
 
-What works with {", ".join(f"`{layer}`" for layer in layers)}.
+What works with the [layers](api/layers.md). The linked file tests each row for all of them. "GPU": it works, and needs one. "no": the test checks the error. A
+layer is named where it differs from most. Numbers in brackets refer to the notes.
 
-Each row has a test, in the linked file, for all of these layers. "GPU": it works, and needs one, as its test does. "no": the test checks the
-error. A layer is named where it differs from most. Numbers in brackets refer to the notes.
-
-{table(["feature", "works", "what the test checks"], rows)}
+{table(["feature", "works", "what the test checks"], lines)}
 
 ## Notes
 
 {numbered}
 
-`python -m tests.compatibility.table docs/compatibility.md` writes this page from the list of tests.
+`python -m tests.compatibility.table docs/compatibility.md` writes this page.
 """  # noqa: E501
 
 
 def _error(note: Note) -> str:
-    return f' The error is a {note.error.__name__}: "{note.message} …".' if note.error else ""
+    return f' {note.error.__name__}: "{note.message} …".' if note.error else ""
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ def test_the_page_is_up_to_date():
                 " 64×128, 64×128 | "
             ),
         ),
-        ("DIN's attention", "| fp16, bf16 | forward | 64, 4 | 64, 4 | 64, 8 |"),
+        ("DIN's attention", "| fp16, bf16 | forward, dk and dv | 64, 4 | 64, 8 |"),
         ("Linear compression", "| fp16, bf16 | 128 | triton 128×128×32 | hopper 192×128×64 | "),
         (
             "Jagged matrix multiplications",
             "| `jagged_jagged_bmm` | fp16, bf16 | 16×16×64 | 64×64×64 | 128×128×32 | 128×128×32 |",
         ),
-        ("Jagged softmax", "| fp32 | 64×16 | 64×16 | 64×32 | 64×32 |"),
+        ("Jagged softmax", "| fp32 | 64×16 | 64×32 | 64×32 |"),
         ("Rows", "| backward of the gate | 4×64, 1 | 2×128, 1 | 1×512, 2 | "),
         ("Rows", "| activation | 32×64, 4 | 16×128, 4 | 8×256, 4 | "),
     ],

@@ -1,4 +1,4 @@
-"""Keywords of other libraries raise errors that name the argument here."""
+"""Keywords of other libraries and of configs raise errors that say what to write."""
 
 import inspect
 
@@ -36,6 +36,17 @@ def test_keywords_of_encoder_layers():
         jm.JaggedEncoderLayer(64, nhead=4, ffn_dim=64)
     with pytest.raises(TypeError, match="dim_feedforward: write ffn_dim$"):
         jm.JaggedEncoderLayer(64, 4, dim_feedforward=64)
+
+
+@pytest.mark.parametrize(
+    "layer", [cls for cls in LAYERS if "config" in inspect.signature(cls).parameters]
+)
+def test_keywords_of_a_config(layer):
+    arguments = inspect.signature(layer).parameters
+    name = arguments["config"].annotation.partition(" ")[0]
+    for field in inspect.signature(getattr(jm, name)).parameters.keys() - arguments.keys():
+        with pytest.raises(TypeError, match=rf"{field}: write config={name}\({field}=\.\.\.\)$"):
+            layer(64, num_heads=4, **{field: 1})
 
 
 def test_other_keywords_have_pythons_error():
