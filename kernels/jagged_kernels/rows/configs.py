@@ -49,7 +49,7 @@ def activation_config(width: int) -> RowsConfig:
 
 
 def padding_config(size: int, itemsize: int) -> RowsConfig:
-    """Launch configuration for copies of rows of `size` elements: a tile of 16 KiB, of at most 1024
-    rows, as each thread computes the addresses of its rows."""
+    """Launch configuration for copies of rows of `size` elements: a tile of at most 16 KiB and 4096
+    elements, and of at most 1024 rows, as each thread computes the addresses of its rows."""
     block = min(1 << (size - 1).bit_length(), 256)
-    return RowsConfig(min(16384 // (itemsize * block), 1024), block, 4)
+    return RowsConfig(min(16384 // (max(4, itemsize) * block), 1024), block, 4)
