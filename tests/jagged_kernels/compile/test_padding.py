@@ -55,6 +55,8 @@ def test_kernels_compile(name, dtype, index, capability):
 @pytest.mark.parametrize("size", [1, 27, 1000])
 @pytest.mark.parametrize("name", KERNELS)
 def test_other_rows_compile(name, size):
-    for dtype, left in (("i8", True), ("i64", False)) if "product" not in name else [("fp64", True)]:
+    for dtype, left in (
+        (("i8", True), ("i64", False)) if "product" not in name else [("fp64", True)]
+    ):
         compiled = compile_padding(90, name, dtype, "i64", size, (left, True, False))
         assert spilled_bytes(compiled.asm["cubin"]) == 0
