@@ -94,6 +94,33 @@ def test_operators_pass_opcheck(offsets):
 
 
 @pytest.mark.parametrize("name", ["add", "mul", "to-padded"])
-def test_graphs(by_kernels, name):
+def test_rows_behind_the_end_in_graphs(by_kernels, name):
     case = ON_TORCH[name]
     check(case, lambda *args: by_kernels(compiled(case.call), *args), torch.float32)
+
+
+def test_graphs_of_any_size(by_kernels, offsets):
+    """One graph, with the operators, for all numbers of rows and segments."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    def function(x, of_rows, width):
+        padded = F.jagged_to_padded(x, of_rows, width, 0.5, side="left")
+        x = F.jagged_dense_mul(x, padded, of_rows)
+        x = F.jagged_dense_add(x, padded, of_rows)
+        return F.padded_to_jagged(padded, of_rows, x.shape[0]) + x
+
+    torch._dynamo.reset()
+    graph = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for lengths, width in (([3, 2, 5], 6), ([40, 2], 9), ([2, 3, 0, 4, 7], 4)):
+        x = torch.randn(sum(lengths), 3, requires_grad=True)
+        outs = [by_kernels(f, x, offsets(lengths), width) for f in (graph, function)]
+        assert torch.equal(*outs)
+        grads = [torch.autograd.grad(out.sin().sum(), x)[0] for out in outs]
+        assert torch.equal(*grads)
+    (code,) = graphs
+    names = "jagged_to_padded", "jagged_dense", "padded_to_jagged"
+    assert all(f"jagged_kernels.{name}" in code for name in names)
