@@ -20,13 +20,7 @@ from .block_attention.select import BlockAttentionProblem, has_kernels, select_b
 from .din.configs import GROUP, din_config
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
-from .rows.configs import (
-    GATE_BACKWARD,
-    RowsConfig,
-    activation_config,
-    padding_config,
-    rows_config,
-)
+from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, padding_config, rows_config
 from .softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
 GPUS = {

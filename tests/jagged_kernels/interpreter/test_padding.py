@@ -75,8 +75,7 @@ def test_padding_values(by_kernels, offsets, dtype, value):
     assert torch.equal(by_kernels(F.jagged_to_padded, x, offsets([1, 2, 0]), 2, value), expected)
 
 
-def test_arguments_are_not_spoiled(by_kernels, offsets):
-    """An offset past the rows is not followed."""
+def test_an_offset_past_the_rows_is_not_followed(by_kernels, offsets):
     padded = by_kernels(F.jagged_to_padded, torch.ones(3, 2), offsets([2, 4]), 4)
     assert padded.sum(2).tolist() == [[2, 2, 0, 0], [2, 0, 0, 0]]
 
