@@ -22,6 +22,7 @@ from names import OURS
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 
+import jagged_modules as jm
 from jagged_modules import functional as F
 
 TORCH, FBGEMM = "torch", "FBGEMM"
@@ -109,6 +110,8 @@ class Problem:
         x, y, *grads = random_tensors(
             device, torch.float32, *2 * [(self.rows, width), (*self.shape, width)]
         )
+        # the functions know by this that there are no rows behind the last segment
+        jm.Jagged(x, self.offsets, host_lengths=lengths)
         given = dict(x=x, y=y)
         self.inputs = leaves(**{name: given[name] for name in self.operator.inputs})
         self.grad = grads["y" not in self.operator.inputs]
