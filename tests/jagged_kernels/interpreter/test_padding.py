@@ -4,7 +4,7 @@ import pytest
 import torch
 from tails import ON_TORCH, check, compiled
 from torch import library
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import gradgradcheck
 
 from jagged_modules import functional as F
 
@@ -15,11 +15,10 @@ DTYPES = [torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, to
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("behind", [0, 3])
 @by_lengths
-def test_shapes(check_padding, lengths, behind):
-    for shape in SHAPES:
-        check_padding(lengths, shape, torch.float32, "cpu", behind=behind)
+def test_shapes(check_padding, lengths):
+    for i, shape in enumerate(SHAPES):
+        check_padding(lengths, shape, torch.float32, "cpu", behind=i % 3)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +28,7 @@ def test_shapes(check_padding, lengths, behind):
 )
 @by_lengths
 def test_dtypes(check_padding, lengths, dtype):
-    for index in (torch.int32, torch.int64):
-        check_padding(lengths, (5,), dtype, "cpu", index, 2)
+    check_padding(lengths, (5,), dtype, "cpu", torch.int32, behind=2)
 
 
 def test_strides_of_many_blocks(check_padding):
@@ -51,7 +49,7 @@ def test_derivatives_of_any_order(by_kernels, offsets):
         def function(*inputs, call=call):
             return by_kernels(call, *inputs)
 
-        assert gradcheck(function, inputs) and gradgradcheck(function, inputs), name
+        assert gradgradcheck(function, inputs, fast_mode=True), name
 
 
 @pytest.mark.parametrize(
