@@ -87,7 +87,7 @@ def jagged_linear(
         x = without_tail(x, end, clears_gradient=False)
     if is_batch_invariant(implementation):
         out = _fixed_linear(x, weight, bias, activation, implementation)
-    elif activation not in (None, "identity") and runs_row_kernels(x) and x.dtype != torch.float64:
+    elif activation not in (None, "identity") and _runs_activation(x, weight):
         return apply(_ActivatedLinear, x, weight, bias, activation, end)
     else:
         out = _activated(nnf.linear(x, weight, bias), activation, False)
@@ -137,6 +137,11 @@ def _activated(x: Tensor, activation: str | None, batch_invariant: bool) -> Tens
     if batch_invariant:
         return pointwise_rows_cpu(x, activation)
     return POINTWISE[activation].function(x)
+
+
+def _runs_activation(x: Tensor, weight: Tensor) -> bool:
+    """Whether kernels compute the activation of a linear with one weight, and its gradient."""
+    return x.dtype != torch.float64 and runs_row_kernels(x) and runs_row_kernels(weight)
 
 
 class _ActivatedLinear(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..segments import checked_offsets, may_have_tail
-from ..validation import transforms_are_active
+from ..validation import runs_transforms
 
 
 def offsets_and_tail(
@@ -106,7 +106,7 @@ def runs_kernels(x: Tensor) -> bool:
 
 def copies_by_kernels(x: Tensor) -> bool:
     """Whether operators of ours that copy rows may run, also in a graph."""
-    if transforms_are_active():
+    if runs_transforms():
         return False
     return x.is_cuda and not x.is_complex() and type(x) in (Tensor, torch.nn.Parameter)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 pytest.importorskip("triton")
 
@@ -37,3 +38,13 @@ def test_launches(offsets, name):
         launches.clear()
         torch.autograd.grad(out, inputs, torch.ones_like(out))
         assert [x.kernel for x in launches] == backward
+
+
+def test_forward_mode_takes_torchs_operators(offsets):
+    """Kernels would give no derivative."""
+    x, of_rows = torch.randn(70, 32), offsets([40, 0, 20])
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with recorded_launches() as launches:
+            out = F.jagged_to_padded(dual, of_rows, 9)
+        assert forward_ad.unpack_dual(out).tangent.sum() == 32 * 18 and not launches

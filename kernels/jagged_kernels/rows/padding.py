@@ -14,6 +14,8 @@ the device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.types import Number
@@ -55,17 +57,16 @@ def triton_jagged_to_padded(
     """
     out = _to_padded_fake(x, factor, offsets, max_seqlen)
     if out.numel():
-        if factor is None:  # a copy: one kernel for all dtypes of a size, with fills of any value
-            bits = getattr(torch, f"int{8 * x.element_size()}")
-            fill = torch.full((), fill, dtype=x.dtype, device="cpu").view(bits).item()
-            x, out_bits = x.view(bits), out.view(bits)
+        if factor is None:
+            fill = _bits(torch.full((), fill, dtype=x.dtype, device="cpu")).item()
+            rows, factors, places = _matrix(_bits(x)), None, _bits(out)
         else:
-            out_bits = out
-        rows, others = _matrix(x), None if factor is None else _matrix(factor)
-        grid, strides, options = _launch(out.shape[:2].numel(), rows, others, left, newest)
+            rows, factors, places = _matrix(x), _matrix(factor), out
+        num_places = out.shape[0] * max_seqlen
+        grid, strides, constants = _launch(num_places, rows, factors, left, newest)
         to_padded_kernel[grid](
-            rows, others, offsets, out_bits, x.shape[0], out.shape[:2].numel(), max_seqlen, fill,
-            strides, OPTIONS=options, num_warps=4,
+            rows, factors, offsets, places, x.shape[0], num_places, max_seqlen, fill, strides,
+            **constants,
         )  # fmt: skip
     return out
 
@@ -81,8 +82,7 @@ def triton_padded_to_jagged(
     """The rows of `triton_jagged_to_padded`, one segment after another: dense `[B, N, ...]` as
     `[total, ...]`. Rows without a place in dense, and those behind the last segment, are 0."""
     out = _to_jagged_fake(dense, offsets, total)
-    bits = getattr(torch, f"int{8 * dense.element_size()}")
-    _write_jagged(out.view(bits), None, dense.view(bits), offsets, (left, newest, False))
+    _write_jagged(_bits(out), None, _bits(dense), offsets, (left, newest, False))
     return out
 
 
@@ -125,8 +125,13 @@ def _write_jagged(
         grid, strides, constants = _launch(out.shape[0], rows, places, *options)
         to_jagged_kernel[grid](
             rows, places, offsets, out, out.shape[0], segments, 0 if y is None else y.shape[1],
-            strides, OPTIONS=constants, num_warps=4,
+            strides, **constants,
         )  # fmt: skip
+
+
+def _bits(x: Tensor) -> Tensor:
+    """x as integers, so that one kernel copies all dtypes of a size, with fills of any value."""
+    return x.view(getattr(torch, f"int{8 * x.element_size()}"))
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -141,7 +146,7 @@ def _launch(
     left: bool,
     newest: bool,
     multiplies: bool = False,
-) -> tuple[tuple[int], tuple[int, int], PaddingOptions]:
+) -> tuple[tuple[int], tuple[int, int], dict[str, Any]]:
     """Grid, strides and constants for so many rows of the result."""
     given = [z for z in (x, y) if z is not None]
     size = given[0].shape[1]
@@ -149,7 +154,8 @@ def _launch(
     align, found = aligned_strides(*((z, 0) for z in given))
     strides = (found[0] if x is not None else 0, found[-1] if y is not None else 0)
     options = PaddingOptions(size, left, newest, multiplies, align, config.rows, config.block)
-    return (cdiv(num_rows, config.rows) * cdiv(size, config.block),), strides, options
+    grid = (cdiv(num_rows, config.rows) * cdiv(size, config.block),)
+    return grid, strides, dict(OPTIONS=options, num_warps=config.num_warps)
 
 
 # -- autograd --------------------------------------------------------------------------------------
