@@ -432,7 +432,7 @@ def jagged_op_cells() -> Iterator[Cell]:
 
 
 def row_cells() -> Iterator[Cell]:
-    """Functions that consist of torch operators."""
+    """Functions that take no `implementation`."""
     for function, operator in OPERATORS.items():
         if not operator.implementations:
             for dtype in operator.dtypes["cuda"]:

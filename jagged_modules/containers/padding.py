@@ -34,7 +34,7 @@ def padded(
     segments = offsets.shape[0] - 1
     segment, place = segments_and_positions(offsets, values.shape[0])
     if truncate == "newest" or side == "left":
-        lengths = offsets.diff()[segment.clamp(max=max(segments - 1, 0))]
+        lengths = pad(offsets.diff(), (0, 1))[segment]  # 0 behind the last segment
         if truncate == "newest":
             place = place - (lengths - max_seqlen).clamp(min=0)
         if side == "left":

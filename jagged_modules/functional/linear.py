@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
@@ -15,8 +17,10 @@ from ..reference import jagged_dense_bmm_reference
 from ..scalars import check_choice, check_kind, check_size
 from ..settings import is_batch_invariant
 from .matmul import jagged_dense_bmm_cpu
+from .nodes import apply
 from .operands import check_segment_matrices, checked_operands, runs_kernels
-from .tail import offsets_and_tail, padded_to, with_clean_tail, without_tail
+from .tail import offsets_and_tail, padded_to, with_clean_tail, with_zero_tail, without_tail
+from .tail import runs_kernels as runs_row_kernels
 
 
 def jagged_linear(
@@ -32,9 +36,10 @@ def jagged_linear(
     """activation(x Wᵀ + bias) with one weight for all rows, or activation(x[b] @ W[b] + bias[b])
     with one weight per segment.
 
-    One weight for all rows uses torch's matrix multiplication. The algorithm that torch selects
-    depends on the number of rows, so under `batch_invariant` this package computes it, as one
-    segment. A weight per segment uses `jagged_dense_bmm` with bias and activation in the same
+    One weight for all rows uses torch's matrix multiplication, and on CUDA one kernel for the
+    activation, whose backward adds up the bias' gradient in the same pass. The algorithm that torch
+    selects depends on the number of rows, so under `batch_invariant` this package computes it, as
+    one segment. A weight per segment uses `jagged_dense_bmm` with bias and activation in the same
     kernel, rounded once.
 
     Args:
@@ -82,6 +87,8 @@ def jagged_linear(
         x = without_tail(x, end, clears_gradient=False)
     if is_batch_invariant(implementation):
         out = _fixed_linear(x, weight, bias, activation, implementation)
+    elif activation not in (None, "identity") and _runs_activation(x, weight):
+        return apply(_ActivatedLinear, x, weight, bias, activation, end)
     else:
         out = _activated(nnf.linear(x, weight, bias), activation, False)
     return out if end is None else with_clean_tail(out, end)
@@ -130,6 +137,54 @@ def _activated(x: Tensor, activation: str | None, batch_invariant: bool) -> Tens
     if batch_invariant:
         return pointwise_rows_cpu(x, activation)
     return POINTWISE[activation].function(x)
+
+
+def _runs_activation(x: Tensor, weight: Tensor) -> bool:
+    """Whether kernels compute the activation of a linear with one weight, and its gradient."""
+    return x.dtype != torch.float64 and runs_row_kernels(x) and runs_row_kernels(weight)
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    """y = act(z), z = x Wᵀ + b, 0 behind the end. dz and the sums of its columns, which are db, are
+    one kernel's; dx = dz W, dW = dzᵀ x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        end: Tensor | None,
+    ) -> Tensor:
+        from jagged_kernels.rows.activation import triton_activation
+
+        z = nnf.linear(x, weight, bias)
+        y = with_zero_tail(triton_activation(z, activation), end)
+        # ReLU's derivative follows from its result: z does not live until the backward
+        ctx.save_for_backward(x, weight, bias, y if activation == "relu" else z, end)
+        ctx.activation = activation
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from jagged_kernels.rows.activation import triton_activation_backward
+
+        (dy,), (x, weight, bias, z, end) = grads, ctx.saved_tensors
+        if torch.is_grad_enabled():  # the kernel has no derivative
+            dy = dy if end is None else without_tail(dy, end)
+            dz = POINTWISE[ctx.activation].backward(dy, nnf.linear(x, weight, bias))
+            sums = dz.sum(0)
+        else:
+            dz, sums = triton_activation_backward(dy, z, ctx.activation, False, end)
+        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+        return (
+            dz @ weight if of_x else None,
+            dz.mT @ x if of_weight else None,
+            sums.to(dz.dtype) if of_bias else None,
+            None,
+            None,
+        )
 
 
 def _fixed_linear(

@@ -24,11 +24,11 @@ from ..segments import (
     check_offsets,
     checked_offsets,
     may_have_tail,
-    normal_form,
     values_are_checkable,
 )
+from ..tracing import is_symbolic
 from ..validation import check_dense, check_dtype, check_tensor, transforms_are_active
-from .tail import padded_to, with_clean_tail, without_tail
+from .tail import copies_by_kernels, padded_to, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -44,10 +44,10 @@ def jagged_to_padded(
 ) -> Tensor:
     """Pad each segment with padding_value to max_seqlen rows.
 
-    Runs FBGEMM's operator if fbgemm_gpu has been imported (TorchRec does this) and values are
-    `[L, D]` and need no gradient. FBGEMM's second derivatives are wrong without a warning, it has
-    no fp64, and it rounds padding values to fp64, also for integers. Otherwise runs torch. The
-    results are equal.
+    One kernel on CUDA, forward and backward. Elsewhere, FBGEMM's operator if fbgemm_gpu has been
+    imported (TorchRec does this) and values are `[L, D]` and need no gradient: FBGEMM's second
+    derivatives are wrong without a warning, it has no fp64, and it rounds padding values to fp64,
+    also for integers. Otherwise, and for complex values, torch. The results are equal.
 
     Args:
         values: `[L, ...]`, any dtype of the dtype table.
@@ -93,6 +93,11 @@ def jagged_to_padded(
         check_choice("truncate", truncate, KEPT)
     longest = max_seqlen if truncate is None else None
     offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", longest)
+    if copies_by_kernels(values) and not is_symbolic(padding_value):
+        from jagged_kernels.rows.padding import triton_jagged_to_padded
+
+        options = padding_value, side == "left", truncate == "newest"
+        return triton_jagged_to_padded(values, None, offsets, max_seqlen, *options)
     is_usual = side == "right" and truncate != "newest"
     fbgemm = sys.modules.get("fbgemm_gpu")
     if is_usual and fbgemm is not None and _fbgemm_is_right(values, padding_value):
@@ -106,8 +111,8 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
     """Remove the padding: concatenate the first rows of each padded segment, as many as the segment
     has.
 
-    Runs torch's gather: the backward of FBGEMM's dense_to_jagged takes several times as long on the
-    CPU.
+    One kernel on CUDA, forward and backward. Elsewhere, and for complex rows, torch's gather: the
+    backward of FBGEMM's dense_to_jagged takes several times as long on the CPU.
 
     Args:
         dense: `[B, N, ...]`, any dtype of the dtype table.
@@ -124,11 +129,7 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         ValueError: shapes or offsets do not match, a segment is longer than N, or total is required
             and None.
     """
-    return _padded_to_jagged("dense", dense, offsets, total)
-
-
-def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | None) -> Tensor:
-    check_rows("padded_to_jagged", name, dense, "[B, N, ...]", 2)
+    check_rows("padded_to_jagged", "dense", dense, "[B, N, ...]", 2)
     if total is None:
         check_offsets("offsets", offsets)
         if not values_are_checkable(offsets):
@@ -138,24 +139,18 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | No
             )
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
-    segments, width = dense.shape[:2]
-    given = offsets
-    offsets = checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N")
-    if offsets.shape[0] - 1 != segments:
-        raise ValueError(
-            f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got"
-            f" {list(dense.shape)}"
-        )
-    segment, position = segments_and_positions(offsets, total)
-    if values_are_checkable(given):  # no segment is too long, and none ends too early
-        return dense.flatten(0, 1).index_select(0, segment * width + position)
-    return rows_or_zeros(
-        dense.flatten(0, 1), segment * width + position, (position >= width) | (segment >= segments)
-    )
+    given, offsets = offsets, _offsets_of_padded("dense", dense, offsets, total)
+    if copies_by_kernels(dense):
+        from jagged_kernels.rows.padding import triton_padded_to_jagged
+
+        return triton_padded_to_jagged(dense, offsets, total)
+    return _rows_of_padded(dense, offsets, total, values_are_checkable(given))
 
 
 def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """Add y[b, i] to row i of each segment b of x. Rows of y past a segment's end are not read.
+
+    One kernel on CUDA, and one for each gradient.
 
     Args:
         x: `[L, D]` fp64, fp32, fp16 or bf16.
@@ -169,12 +164,14 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: as `padded_to_jagged`; also if dtypes, widths or devices differ.
     """
-    return _without_tail(x + _dense_rows("jagged_dense_add", x, y, offsets), offsets)
+    return _jagged_dense("jagged_dense_add", x, y, offsets)
 
 
 def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """Multiply row i of each segment b of x by y[b, i]. Rows of y past a segment's end are not
     read.
+
+    One kernel on CUDA, and one for each gradient.
 
     Args:
         x: `[L, D]` fp64, fp32, fp16 or bf16.
@@ -188,7 +185,7 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: as `jagged_dense_add`.
     """
-    return _without_tail(x * _dense_rows("jagged_dense_mul", x, y, offsets), offsets)
+    return _jagged_dense("jagged_dense_mul", x, y, offsets)
 
 
 def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -405,19 +402,41 @@ def rows_or_zeros(x: Tensor, index: Tensor, absent: Tensor | None) -> Tensor:
     )
 
 
-def _without_tail(out: Tensor, offsets: Tensor) -> Tensor:
-    """A result that was just computed, with 0 in the rows behind the last segment."""
-    if not may_have_tail("offsets", offsets, out.shape[0], out.device):
-        return out
-    return with_clean_tail(out, normal_form(offsets, out.device))
+def _offsets_of_padded(name: str, dense: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """`checked_offsets` of the segments of dense `[B, N, ...]`."""
+    segments, width = dense.shape[:2]
+    offsets = checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N")
+    if offsets.shape[0] - 1 != segments:
+        raise ValueError(
+            f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got"
+            f" {list(dense.shape)}"
+        )
+    return offsets
 
 
-def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """For each row of x `[L, D]`, the row of y with the same segment and position, `[L, D]`."""
+def _rows_of_padded(dense: Tensor, offsets: Tensor, total: int, are_all: bool) -> Tensor:
+    """`padded_to_jagged` by torch. are_all: each row has a place in dense."""
+    segments, width = dense.shape[:2]
+    segment, position = segments_and_positions(offsets, total)
+    absent = None if are_all else (position >= width) | (segment >= segments)
+    return rows_or_zeros(dense.flatten(0, 1), segment * width + position, absent)
+
+
+def _jagged_dense(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """Arithmetic of each row of x `[L, D]` with the row of y that has its segment and position."""
     check_tensor("x", x, 2, "[L, D]", function)
     check_tensor("y", y, 3, "[B, N, D]", function)
     _check_alike("y", y.flatten(0, 1), "x", x)
-    return _padded_to_jagged("y", y, offsets, x.shape[0])
+    given, offsets = offsets, _offsets_of_padded("y", y, offsets, x.shape[0])
+    multiplies = function == "jagged_dense_mul"
+    has_tail = may_have_tail("offsets", given, x.shape[0], x.device)
+    if copies_by_kernels(x):
+        from jagged_kernels.rows.padding import triton_jagged_dense
+
+        return triton_jagged_dense(x, y, offsets, multiplies, has_tail)
+    rows = _rows_of_padded(y, offsets, x.shape[0], values_are_checkable(given))
+    out = x * rows if multiplies else x + rows
+    return with_clean_tail(out, offsets) if has_tail else out
 
 
 def check_rows(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..segments import checked_offsets, may_have_tail
-from ..validation import transforms_are_active
+from ..validation import runs_transforms
 
 
 def offsets_and_tail(
@@ -104,11 +104,16 @@ def runs_kernels(x: Tensor) -> bool:
     return _has_kernels(x) and not torch.compiler.is_compiling()
 
 
+def copies_by_kernels(x: Tensor) -> bool:
+    """Whether operators of ours that copy rows may run, also in a graph."""
+    if runs_transforms():
+        return False
+    return x.is_cuda and not x.is_complex() and type(x) in (Tensor, torch.nn.Parameter)
+
+
 def _has_kernels(x: Tensor) -> bool:
     """Whether operators of ours may run."""
-    if transforms_are_active():
-        return False
-    return x.is_cuda and x.is_floating_point() and type(x) in (Tensor, torch.nn.Parameter)
+    return copies_by_kernels(x) and x.is_floating_point()
 
 
 class _WithoutTail(torch.autograd.Function):

@@ -17,6 +17,7 @@ FOLDERS = {
     "block_attention": ("block_attention",),
     "din": ("din",),
     "jagged_ops": ("matmul", "softmax"),
+    "jagged_rows": ("rows",),
     "linear_compress": ("linear_compress",),
 }
 

@@ -21,7 +21,7 @@ from .block_attention.select import BlockAttentionProblem, has_kernels, select_b
 from .din.configs import GROUP, din_config
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
-from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, rows_config
+from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, padding_config, rows_config
 from .softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
 GPUS = {
@@ -327,7 +327,7 @@ def _softmax_tile(itemsize: int, columns: int) -> str:
 
 
 def rows() -> str:
-    """The section on norms, activations and gates of rows."""
+    """The section on norms, activations, gates and conversions of rows."""
     widths = 64, 128, 512, 1024, 4096
     kernels = {"norm, its backward, gate": 16, "backward of the gate": GATE_BACKWARD}
     lines = [
@@ -335,6 +335,8 @@ def rows() -> str:
         for name, elements in kernels.items()
     ]
     lines.append(["activation", *(_row_tile(activation_config(width)) for width in widths)])
+    for itemsize, name in ((4, "to and from padded rows"), (8, "the same, 8-byte elements")):
+        lines.append([name, *(_row_tile(padding_config(width, itemsize)) for width in widths)])
     return f"""## Rows
 
 `jagged_kernels.rows.configs` decides, alike for all GPUs and dtypes. Rows × columns of a tile, and

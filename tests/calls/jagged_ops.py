@@ -180,7 +180,7 @@ def array_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     )
 
 
-def _linear(
+def shared_linear(
     x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activation: str | None
 ) -> dict[str, accuracy.Bound]:
     """Bounds of torch's own matrix multiplication, and of an activation of its rounded result."""
@@ -225,7 +225,7 @@ def jagged_linear(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     def model(inputs, gradients):
         x, weight, *bias = inputs.values()
         if shared:
-            return _linear(x, weight, bias, gradients["out"], o["activation"])
+            return shared_linear(x, weight, bias, gradients["out"], o["activation"])
         flags = dict(bias=bias[0] if bias else None, activation=o["activation"])
         bounds = accuracy.jagged_dense_bmm(
             x, weight, offsets_of(lengths), gradients["out"], **flags

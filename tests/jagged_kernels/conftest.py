@@ -36,6 +36,7 @@ from .fixtures.packed import (
     packed_launches,
 )
 from .fixtures.packed_gradients import check_packed_gradients
+from .fixtures.padding import by_kernels, check_padding
 from .fixtures.pages import check_compiled_pages, check_pages
 from .fixtures.rows import check_activation_of_rows, check_end, check_gate, check_row_norm
 from .fixtures.tile_list import (

@@ -46,3 +46,10 @@ def activation_config(width: int) -> RowsConfig:
     as many as it takes."""
     block = min(padded_dim(width), 256)
     return RowsConfig(2048 // block, block, 4)
+
+
+def padding_config(size: int, itemsize: int) -> RowsConfig:
+    """Launch configuration for copies of rows of `size` elements: a tile of at most 16 KiB and 4096
+    elements, and of at most 1024 rows, as each thread computes the addresses of its rows."""
+    block = min(1 << (size - 1).bit_length(), 256)
+    return RowsConfig(min(16384 // (max(4, itemsize) * block), 1024), block, 4)

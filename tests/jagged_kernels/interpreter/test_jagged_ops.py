@@ -1,10 +1,14 @@
 """The public functions of the jagged operators on their kernels, in Triton's interpreter."""
 
+import functools
+
 import accuracy
 import pytest
 import torch
+from calls.jagged_ops import shared_linear
 
 from jagged_modules import functional as F
+from jagged_modules.activations import POINTWISE
 
 LENGTHS, OTHERS = [3, 0, 40, 1, 17], [5, 4, 33, 0, 8]
 
@@ -110,4 +114,36 @@ def test_attention_in_three_steps(offsets):
     torch.testing.assert_close(
         [out, *torch.autograd.grad(out, (q, k, v), grad)],
         [whole, *torch.autograd.grad(whole, (q, k, v), grad)],
+    )
+
+
+@pytest.fixture
+def of_all_rows(monkeypatch):
+    """`jagged_linear` with one weight and its kernels for the activation."""
+    monkeypatch.setattr("jagged_modules.functional.linear.runs_row_kernels", lambda x: True)
+    return lambda x, weight, *bias, activation: F.jagged_linear(
+        x, weight, *bias, activation=activation
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", POINTWISE)
+def test_linear_of_all_rows(poisoned_memory, of_all_rows, activation, dtype):
+    tensors = dict(x=torch.randn(37, 5), weight=torch.randn(12, 5))
+    for bias in ({}, dict(bias=torch.randn(12))):
+        accuracy.check(
+            functools.partial(of_all_rows, activation=activation),
+            lambda x, weight, *rest: shared_linear(x, weight, rest[:-1], rest[-1], activation),
+            {name: x.to(dtype) for name, x in (tensors | bias).items()},
+        )
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "sigmoid"])
+def test_second_derivatives_of_a_linear_of_all_rows(
+    of_all_rows, assert_second_derivatives, activation
+):
+    assert_second_derivatives(
+        functools.partial(of_all_rows, activation=activation),
+        lambda x, weight, bias: POINTWISE[activation].function(x @ weight.mT + bias),
+        [torch.randn(size) for size in ((7, 5), (3, 5), (3,))],
     )

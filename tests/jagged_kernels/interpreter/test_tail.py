@@ -3,7 +3,7 @@
 import pytest
 import torch
 from marks import slow_after
-from tails import LAYERS, ON_KERNELS, check, compiled, layer_case
+from tails import LAYERS, ON_KERNELS, ON_TORCH, check, compiled, layer_case
 from torch import library
 
 from jagged_modules.functional.tail import with_clean_tail, without_tail
@@ -24,7 +24,8 @@ def only_the_device_knows(monkeypatch):
     from jagged_modules.segments import Segmentation
 
     monkeypatch.setattr("jagged_modules.segments.values_are_checkable", lambda x: False)
-    monkeypatch.setattr("jagged_modules.functional.tail.runs_kernels", lambda x: True)
+    for name in ("tail.runs_kernels", "linear.runs_row_kernels"):
+        monkeypatch.setattr(f"jagged_modules.functional.{name}", lambda x: True)
     monkeypatch.setattr(Segmentation, "lengths_on_host", lambda segmentation, offsets: None)
     for name in ("zero_tails", "kept_rows"):
         monkeypatch.setattr(kernels, f"{name}_on_device", getattr(kernels, name))
@@ -34,6 +35,11 @@ def only_the_device_knows(monkeypatch):
 def test_layers(only_the_device_knows, poisoned_memory, name):
     layer, case = layer_case(name)
     check(case, case.call, torch.float32, parameters=layer.parameters())
+
+
+def test_linear_of_all_rows(only_the_device_knows, poisoned_memory):
+    case = ON_TORCH["linear"]
+    check(case, case.call, torch.float32)
 
 
 @pytest.mark.parametrize("ends", [(0, 0), (10, 3), (14, 14)], ids=str)
