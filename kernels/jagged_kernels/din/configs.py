@@ -24,9 +24,6 @@ class DINConfig:
     ctas_per_sm: int = 1
 
 
-GROUP = 16  # rows of q of a program of the forward: the smallest side of an MMA
-
-
 def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) -> DINConfig:
     """Launch configuration of a kernel, "fwd", "moments", "dq", "dmlp" or "dkdv".
 

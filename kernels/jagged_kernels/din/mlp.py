@@ -14,6 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.loads import find_segment, load_segment
+
 
 class Options(NamedTuple):
     """Constants of the kernels.
@@ -21,7 +23,7 @@ class Options(NamedTuple):
     Attributes:
         width, v_width: E and Ev; block_e, block_v: their tiles.
         hidden: numbers of units. pieces: of each hidden layer, (first unit, size) of its pieces.
-        block: events of a tile. group: rows of q of a program.
+        block: events of a tile.
         align: see `aligned_strides`. precision: of MMAs.
         units: "prelu" or "dice"; None: ACTIVATION is a function of z alone.
         factors: which ACTIVATION leaves out, of value and derivative.
@@ -36,7 +38,6 @@ class Options(NamedTuple):
     hidden: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, int], ...], ...]
     block: int
-    group: int
     align: int
     precision: str
     units: str | None
@@ -222,6 +223,14 @@ def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments):
+    """The first event and the number of events of a row of q; none behind the last segment."""
+    user = find_segment(row, q_offsets_ptr, num_segments, 0, False)
+    start, length = load_segment(kv_offsets_ptr, user)
+    return start, tl.where(row < tl.load(q_offsets_ptr + num_segments), length, 0)
+
+
+@triton.jit
 def load_query(operands, strides, row, OPTIONS: tl.constexpr):
     """A row of q [block_e] and the pieces of its a."""
     q = load_vector(
@@ -264,10 +273,22 @@ def first_layer(q, a, events, mlp, OPTIONS: tl.constexpr):
     z = ()
     x = (events.k * q[None, :]).to(events.k.dtype)
     for i in tl.static_range(len(mlp.first)):
-        start = events.b[i].to(tl.float32) + a[i][None, :]
+        start = _with_part(a[i], events.b[i], OPTIONS)
         piece = tl.dot(x, tl.trans(mlp.first[i]), start, input_precision=OPTIONS.precision)
         z = z + (piece,)
     return z
+
+
+@triton.jit
+def _with_part(a, b, OPTIONS: tl.constexpr):
+    """a + b in fp32. In 16 bits by an MMA with the identity, which is exact: it reads b from shared
+    memory, where otherwise its conversion would take as many registers as z."""
+    start = zeros(OPTIONS.block, b.shape[1]) + a[None, :]
+    if b.dtype == tl.float32:
+        return start + b
+    else:
+        columns = tl.arange(0, b.shape[1])
+        return tl.dot(b, (columns[:, None] == columns[None, :]).to(b.dtype), start)
 
 
 @triton.jit
@@ -312,8 +333,14 @@ def _last_layer(h, mlp):
 
 @triton.jit
 def score_gradient(do, lse, delta, s, events, OPTIONS: tl.constexpr):
-    """The weights p [block] and the gradient of the scores. do: of the row of q, fp32 [block_v]."""
-    ds = tl.sum(events.v.to(tl.float32) * do[None, :], 1)
+    """The weights p [block] and the gradient of the scores. do: of the row of q, [block_v]."""
+    first = (tl.arange(0, 16) == 0)[:, None]  # an MMA has at least 16 columns
+    ds = tl.sum(
+        tl.dot(
+            events.v, tl.trans(tl.where(first, do[None, :], 0.0)), input_precision=OPTIONS.precision
+        ),
+        1,
+    )
     p = s
     if OPTIONS.softmax:
         p = tl.exp(s - lse)
@@ -334,8 +361,8 @@ def last_gradient(ds, mlp):
 def activation_gradient(
     dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """dz of a layer, and for each piece the sums over the block of the gradients of slope, bias and
-    weight of its table; none for a function of z alone."""
+    """dz of a layer, and for each piece `partial_sums` of the gradients of slope, bias and weight of
+    its table; none for a function of z alone."""
     dz, sums = (), ()
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
@@ -343,7 +370,7 @@ def activation_gradient(
         elif OPTIONS.units == "prelu":
             slope = _load_unit(mlp, LAYER, i, OPTIONS).slope[None, :]
             dz = dz + (tl.where(z[i] > 0, dh[i], slope * dh[i]),)
-            dslope = tl.sum(tl.where(z[i] > 0, 0.0, dh[i] * z[i]), 0)
+            dslope = partial_sums(tl.where(z[i] > 0, 0.0, dh[i] * z[i]))
             sums = sums + ((dslope, dslope * 0.0, dslope * 0.0),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
@@ -353,7 +380,8 @@ def activation_gradient(
             piece = dh[i] * (p + slope * rest) + g * (unit.weight * unit.rstd)[None, :]
             piece += unit.d0[None, :] + unit.d1[None, :] * n
             dz = dz + (tl.where(real[:, None], piece, 0.0),)
-            sums = sums + ((tl.sum(dh[i] * z[i] * rest, 0), tl.sum(g, 0), tl.sum(g * n, 0)),)
+            dslope = partial_sums(dh[i] * z[i] * rest)
+            sums = sums + ((dslope, partial_sums(g), partial_sums(g * n)),)
     return dz, sums
 
 
@@ -414,6 +442,15 @@ def zero_vectors(LAYER: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def zero_sums(LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """An accumulator of `partial_sums` for each piece of a layer."""
+    pieces = ()
+    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
+        pieces = pieces + (partial_sums(zeros(OPTIONS.block, OPTIONS.pieces[LAYER][i][1])),)
+    return pieces
+
+
+@triton.jit
 def plus(x, y):
     """The sums of the items of two tuples."""
     out = ()
@@ -423,11 +460,27 @@ def plus(x, y):
 
 
 @triton.jit
+def partial_sums(x):
+    """Sums over the rows of x [16 m, n] that an MMA leaves to one thread, two of sixteen:
+    [m, 8, n]. A loop adds them; sums over all rows, in each round, would wait for all threads."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
+
+
+@triton.jit
+def total_sums(sums):
+    """The sums over all rows of each item, of `partial_sums`."""
+    out = ()
+    for i in tl.static_range(len(sums)):
+        out = out + (tl.sum(tl.sum(sums[i], 1), 0),)
+    return out
+
+
+@triton.jit
 def column_sums(x):
-    """The sums over the rows of each item."""
+    """The `partial_sums` of each item."""
     out = ()
     for i in tl.static_range(len(x)):
-        out = out + (tl.sum(x[i], 0),)
+        out = out + (partial_sums(x[i]),)
     return out
 
 

@@ -10,16 +10,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import find_segment, find_tile, load_segment, log2
+from ..common.loads import find_tile, load_segment, log2
 from ..common.ptxas import safe_ptxas
 from .mlp import (
     activation_gradient,
     column_sums,
     last_gradient,
     load_events,
+    load_keys,
     load_mlp,
     load_query,
     load_vector,
+    partial_sums,
     plus,
     product_gradient,
     score_gradient,
@@ -27,9 +29,10 @@ from .mlp import (
     second_gradient,
     store_pieces,
     store_tile_pieces,
+    total_sums,
     zero_pieces,
+    zero_sums,
     zero_vector,
-    zero_vectors,
     zeros,
 )
 
@@ -51,15 +54,7 @@ def _load_query(operands, strides, gradients, row, OPTIONS: tl.constexpr):
     lse, delta = 0.0, 0.0
     if OPTIONS.softmax:
         lse, delta = tl.load(gradients[1] + row), tl.load(gradients[2] + row)
-    return Query(q, a, do.to(tl.float32), lse, delta)
-
-
-@triton.jit
-def _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments):
-    """The first event and the number of events of a row of q; none behind the last segment."""
-    user = find_segment(row, q_offsets_ptr, num_segments, 0, False)
-    start, length = load_segment(kv_offsets_ptr, user)
-    return start, tl.where(row < tl.load(q_offsets_ptr + num_segments), length, 0)
+    return Query(q, a, do, lse, delta)
 
 
 @triton.jit
@@ -100,9 +95,9 @@ def din_bwd_dq_kernel(
     sums = _zero_sums(0, SUMS, OPTIONS)
     parts_ptr = gradients[5] + tl.program_id(0).to(tl.int64) * (OPTIONS.width * OPTIONS.hidden[0])
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        kv_start, kv_len = _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
         query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
-        products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_vectors(0, OPTIONS)
+        products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_sums(0, OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
             found, p, ds, dz, more = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
@@ -134,7 +129,7 @@ def _finish_row(query, products, da, mlp, gradients, parts_ptr, row, OPTIONS: tl
         tl.store(ptrs, old + products[i] * query.q.to(tl.float32)[:, None], mask=mask)
     dq_ptr = gradients[3] + row * OPTIONS.width
     tl.store(dq_ptr + rows, dq.to(dq_ptr.dtype.element_ty), mask=rows < OPTIONS.width)
-    store_pieces(gradients[4] + row * OPTIONS.hidden[0], da, 0, OPTIONS)
+    store_pieces(gradients[4] + row * OPTIONS.hidden[0], total_sums(da), 0, OPTIONS)
 
 
 @triton.jit
@@ -149,10 +144,10 @@ def _add_products(acc, x, dz, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _zero_sums(LAYER: tl.constexpr, WANTED: tl.constexpr, OPTIONS: tl.constexpr):
-    """Three sums [n] for each piece of a layer; none unless they are wanted."""
+    """Three `partial_sums` for each piece of a layer; none unless they are wanted."""
     pieces = ()
     if WANTED:
-        zero = zero_vectors(LAYER, OPTIONS)
+        zero = zero_sums(LAYER, OPTIONS)
         for i in tl.static_range(len(zero)):
             pieces = pieces + ((zero[i], zero[i], zero[i]),)
     return pieces
@@ -174,7 +169,7 @@ def _store_sums(ptr, sums, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
         pieces = ()
         for i in tl.static_range(len(sums)):
             pieces = pieces + (sums[i][row],)
-        store_pieces(ptr + row * OPTIONS.hidden[LAYER], pieces, LAYER, OPTIONS)
+        store_pieces(ptr + row * OPTIONS.hidden[LAYER], total_sums(pieces), LAYER, OPTIONS)
 
 
 # -- gradients of the MLP behind the first linear --------------------------------------------------
@@ -197,10 +192,10 @@ def din_bwd_dmlp_kernel(
     dtype: tl.constexpr = operands.k.dtype.element_ty
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     dsecond, sums = _zero_second(OPTIONS), _zero_sums(LAST, SUMS, OPTIONS)
-    dlast, dbias = zero_vectors(LAST, OPTIONS), zero_vectors(LAST, OPTIONS)
-    dlast_bias = 0.0
+    dlast, dbias = zero_sums(LAST, OPTIONS), zero_sums(LAST, OPTIONS)
+    dlast_bias = zero_vector(OPTIONS.block)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        kv_start, kv_len = _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
         query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
@@ -208,7 +203,7 @@ def din_bwd_dmlp_kernel(
             if SUMS:
                 sums = _plus_sums(sums, more)
             if OPTIONS.only < 0:
-                dlast_bias += tl.sum(ds, 0)
+                dlast_bias += ds
                 dlast = plus(dlast, _weighted_sums(found.h[LAST], ds))
                 if LAST == 1:
                     dbias = plus(dbias, column_sums(dz))
@@ -224,10 +219,10 @@ def din_bwd_dmlp_kernel(
                 parts_ptr + OPTIONS.pieces[0][i][0] * UNITS, dsecond[i],
                 OPTIONS.hidden[0] - OPTIONS.pieces[0][i][0], OPTIONS.pieces[0][i][1], LAST, OPTIONS,
             )  # fmt: skip
-        store_pieces(parts_ptr + SECOND, dlast, LAST, OPTIONS)
+        store_pieces(parts_ptr + SECOND, total_sums(dlast), LAST, OPTIONS)
         if LAST == 1:
-            store_pieces(parts_ptr + SECOND + UNITS, dbias, LAST, OPTIONS)
-        tl.store(parts_ptr + SECOND + UNITS * (LAST + 1), dlast_bias)
+            store_pieces(parts_ptr + SECOND + UNITS, total_sums(dbias), LAST, OPTIONS)
+        tl.store(parts_ptr + SECOND + UNITS * (LAST + 1), tl.sum(dlast_bias, 0))
 
 
 @triton.jit
@@ -251,10 +246,10 @@ def _add_second(acc, h, dz, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _weighted_sums(h, ds):
-    """Σ_i ds_i h_i of each piece."""
+    """The `partial_sums` of ds_i h_i of each piece."""
     out = ()
     for i in tl.static_range(len(h)):
-        out = out + (tl.sum(h[i] * ds[:, None], 0),)
+        out = out + (partial_sums(h[i] * ds[:, None]),)
     return out
 
 
@@ -287,9 +282,9 @@ def din_bwd_dkdv_kernel(
         query = _load_query(operands, strides, gradients, q_start + i, OPTIONS)
         found, p, ds, dz, _ = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
         if OPTIONS.same:
-            dk += p[:, None] * query.do[None, :]
+            dk += p[:, None] * query.do.to(tl.float32)[None, :]
         else:
-            dv += p[:, None] * query.do[None, :]
+            dv += p[:, None] * query.do.to(tl.float32)[None, :]
         if len(OPTIONS.hidden) == 2:
             dz, _ = _first_layer_gradient(dz, found, events, mlp, ACTIVATION, OPTIONS)
         db = plus(db, dz)
