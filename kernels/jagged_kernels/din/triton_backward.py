@@ -24,6 +24,7 @@ from .mlp import (
     partial_sums,
     plus,
     product_gradient,
+    reread,
     score_gradient,
     scores,
     second_gradient,
@@ -38,10 +39,10 @@ from .mlp import (
 
 
 class Query(NamedTuple):
-    """A row of q, its a, and do, lse and delta of its result."""
+    """A row of q, the pointer to its a, and do, lse and delta of its result."""
 
     q: tl.tensor
-    a: tl.tuple
+    a: tl.tensor
     do: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
@@ -58,20 +59,27 @@ def _load_query(operands, strides, gradients, row, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _last_layer_gradient(query, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
-    """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums."""
+def _last_layer_gradient(
+    query, events, mlp, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums. index: of
+    the round of a loop."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
-    found = scores(query.q, query.a, events, mlp, ACTIVATION, OPTIONS)
+    found = scores(query.q, events, reread(mlp, query.a, index), ACTIVATION, OPTIONS)
+    mlp = reread(mlp, query.a, index + 1)  # another unknown 0: vectors are not kept until here
     p, ds = score_gradient(query.do, query.lse, query.delta, found.s, events, OPTIONS)
     dz, sums = activation_gradient(
-        last_gradient(ds, mlp), found.z[LAST], events.real, mlp, LAST, ACTIVATION, OPTIONS
+        last_gradient(ds, mlp, OPTIONS), found.z[LAST], events.real, mlp, LAST, ACTIVATION, OPTIONS
     )
     return found, p, ds, dz, sums
 
 
 @triton.jit
-def _first_layer_gradient(dz, found, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
+def _first_layer_gradient(
+    dz, found, events, mlp, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
+):
     """dz of the first layer and its sums, given dz of the second one."""
+    mlp = reread(mlp, mlp.a, index + 1)
     dh = second_gradient(dz, mlp, events.k.dtype, OPTIONS)
     return activation_gradient(dh, found.z[0], events.real, mlp, 0, ACTIVATION, OPTIONS)
 
@@ -100,9 +108,11 @@ def din_bwd_dq_kernel(
         products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_sums(0, OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            found, p, ds, dz, more = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+            found, _, ds, dz, more = _last_layer_gradient(
+                query, events, mlp, start, ACTIVATION, OPTIONS
+            )
             if len(OPTIONS.hidden) == 2:
-                dz, more = _first_layer_gradient(dz, found, events, mlp, ACTIVATION, OPTIONS)
+                dz, more = _first_layer_gradient(dz, found, events, mlp, start, ACTIVATION, OPTIONS)
             if SUMS:
                 sums = _plus_sums(sums, more)
             if OPTIONS.only < 0:
@@ -199,7 +209,9 @@ def din_bwd_dmlp_kernel(
         query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            found, p, ds, dz, more = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+            found, _, ds, dz, more = _last_layer_gradient(
+                query, events, mlp, start, ACTIVATION, OPTIONS
+            )
             if SUMS:
                 sums = _plus_sums(sums, more)
             if OPTIONS.only < 0:
@@ -280,13 +292,13 @@ def din_bwd_dkdv_kernel(
     db = zero_pieces(OPTIONS.block, 0, OPTIONS)
     for i in range(0, q_len):
         query = _load_query(operands, strides, gradients, q_start + i, OPTIONS)
-        found, p, ds, dz, _ = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+        found, p, _, dz, _ = _last_layer_gradient(query, events, mlp, i, ACTIVATION, OPTIONS)
         if OPTIONS.same:
             dk += p[:, None] * query.do.to(tl.float32)[None, :]
         else:
             dv += p[:, None] * query.do.to(tl.float32)[None, :]
         if len(OPTIONS.hidden) == 2:
-            dz, _ = _first_layer_gradient(dz, found, events, mlp, ACTIVATION, OPTIONS)
+            dz, _ = _first_layer_gradient(dz, found, events, mlp, i, ACTIVATION, OPTIONS)
         db = plus(db, dz)
         dk += product_gradient(dz, mlp, events.k.dtype, OPTIONS) * query.q.to(tl.float32)[None, :]
     first = kv_start + start

@@ -14,6 +14,7 @@ from .mlp import (
     load_keys,
     load_mlp,
     load_query,
+    reread,
     scores,
     second_layer,
     store_pieces,
@@ -45,7 +46,7 @@ def din_fwd_kernel(
         running_max, running_sum = float("-inf"), 0.0
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            p = scores(q, a, events, mlp, ACTIVATION, OPTIONS).s
+            p = scores(q, events, reread(mlp, a, start), ACTIVATION, OPTIONS).s
             if OPTIONS.softmax:
                 p = tl.where(events.real, p, float("-inf"))
                 new_max = tl.maximum(running_max, tl.max(p, 0))
@@ -83,10 +84,11 @@ def din_moments_kernel(
         q, a = load_query(operands, strides, tl.cast(row, tl.int64), OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            z = first_layer(q, a, events, mlp, OPTIONS)
+            again = reread(mlp, a, start)
+            z = first_layer(q, events, again, OPTIONS)
             if OPTIONS.only == 1:
-                h = activate(z, mlp, 0, ACTIVATION, OPTIONS)
-                z = second_layer(h, mlp, events.k.dtype, OPTIONS)
+                h = activate(z, again, 0, ACTIVATION, OPTIONS)
+                z = second_layer(h, again, events.k.dtype, OPTIONS)
             number = tl.minimum(kv_len - start, OPTIONS.block).to(tl.float32)
             mean, squares = _joined(mean, squares, count, z, events.real, number)
             count += number
