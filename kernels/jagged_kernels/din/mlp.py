@@ -58,10 +58,12 @@ class Operands(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. The argument of Dice's
-    sigmoid is scale · z + shift, the gradient of z through the statistics is d0 + d1 · z."""
+    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, the
+    argument of Dice's sigmoid is scale · z + shift, and the gradient of z through the statistics is
+    d0 + d1 · z."""
 
     slope: tl.tensor
+    rest: tl.tensor
     mean: tl.tensor
     rstd: tl.tensor
     scale: tl.tensor
@@ -164,7 +166,9 @@ def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.conste
         rows = rows + (piece[None, :],)
     slope, mean, rstd, weight, bias, d0, d1 = rows
     scale, d1 = weight * rstd, d1 * rstd
-    return Unit(slope, mean, rstd, scale, bias - mean * scale, d0 - mean * d1, d1)
+    return Unit(
+        slope, 1.0 - slope, mean, rstd, scale, bias - mean * scale, d0 - mean * d1, d1
+    )
 
 
 @triton.jit
@@ -273,7 +277,7 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
             p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
-            h = h + (z[i] * (p + unit.slope * (1.0 - p)),)
+            h = h + (z[i] * (unit.slope + unit.rest * p),)
     return h
 
 
@@ -385,13 +389,13 @@ def activation_gradient(
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
             p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
-            rest = dh[i] * z[i] * (1.0 - p)
-            g = rest * p * (1.0 - unit.slope)
-            piece = dh[i] * (p + unit.slope * (1.0 - p)) + g * unit.scale
+            dslope = dh[i] * z[i] * (1.0 - p)
+            g = dslope * (unit.rest * p)
+            piece = dh[i] * (unit.slope + unit.rest * p) + g * unit.scale
             piece += unit.d0 + unit.d1 * z[i]
             dz = dz + (tl.where(real[:, None], piece, 0.0),)
             dweight = partial_sums(g * ((z[i] - unit.mean) * unit.rstd))
-            sums = sums + ((partial_sums(rest), partial_sums(g), dweight),)
+            sums = sums + ((partial_sums(dslope), partial_sums(g), dweight),)
     return dz, sums
 
 
