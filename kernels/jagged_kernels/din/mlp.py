@@ -296,10 +296,11 @@ def first_layer(q, events, mlp, OPTIONS: tl.constexpr):
 @triton.jit
 def _with_part(a, b, OPTIONS: tl.constexpr):
     """a + b in fp32. In 16 bits by an MMA with the identity, which is exact: it reads b from shared
-    memory, where otherwise its conversion would take as many registers as z."""
+    memory, where otherwise its conversion would take as many registers as z. The identity of 128
+    units would take too much of it."""
     start = zeros(OPTIONS.block, b.shape[1]) + a[None, :]
-    if b.dtype == tl.float32:
-        return start + b
+    if b.dtype == tl.float32 or b.shape[1] > 64:
+        return start + b.to(tl.float32)
     else:
         columns = tl.arange(0, b.shape[1])
         return tl.dot(b, (columns[:, None] == columns[None, :]).to(b.dtype), start)
