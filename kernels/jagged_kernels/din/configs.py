@@ -24,8 +24,8 @@ class DINConfig:
     ctas_per_sm: int
 
 
-# More than run at once, because histories have different lengths. Each program of the backward has a
-# part of the weights' gradients in memory.
+# More programs than run at once, because histories have different lengths. Each one of the backward
+# has a part of the weights' gradients in memory.
 CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
 
 

@@ -165,10 +165,9 @@ def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.conste
         )  # fmt: skip
         rows = rows + (piece[None, :],)
     slope, mean, rstd, weight, bias, d0, d1 = rows
-    scale, d1 = weight * rstd, d1 * rstd
-    return Unit(
-        slope, 1.0 - slope, mean, rstd, scale, bias - mean * scale, d0 - mean * d1, d1
-    )
+    scale, shift = weight * rstd, bias - mean * weight * rstd
+    d0, d1 = d0 - d1 * mean * rstd, d1 * rstd
+    return Unit(slope, 1.0 - slope, mean, rstd, scale, shift, d0, d1)
 
 
 @triton.jit
@@ -349,13 +348,9 @@ def _last_layer(h, mlp, OPTIONS: tl.constexpr):
 @triton.jit
 def score_gradient(do, lse, delta, s, events, OPTIONS: tl.constexpr):
     """The weights p [block] and the gradient of the scores. do: of the row of q, [block_v]."""
-    first = (tl.arange(0, 16) == 0)[:, None]  # an MMA has at least 16 columns
-    ds = tl.sum(
-        tl.dot(
-            events.v, tl.trans(tl.where(first, do[None, :], 0.0)), input_precision=OPTIONS.precision
-        ),
-        1,
-    )
+    # an MMA has at least 16 columns
+    columns = tl.trans(tl.where((tl.arange(0, 16) == 0)[:, None], do[None, :], 0.0))
+    ds = tl.sum(tl.dot(events.v, columns, input_precision=OPTIONS.precision), 1)
     p = s
     if OPTIONS.softmax:
         p = tl.exp(s - lse)
@@ -376,8 +371,8 @@ def last_gradient(ds, mlp, OPTIONS: tl.constexpr):
 def activation_gradient(
     dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """dz of a layer, and for each piece `partial_sums` of the gradients of slope, bias and weight of
-    its table; none for a function of z alone."""
+    """dz of a layer, and for each piece `partial_sums` of the gradients of slope, bias and weight
+    of its table; none for a function of z alone."""
     dz, sums = (), ()
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
