@@ -18,7 +18,7 @@ import torch
 
 from .attention.select import AttentionProblem, Selection, select
 from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
-from .din.configs import GROUP, din_config
+from .din.configs import CTAS, din_config
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
 from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, padding_config, rows_config
@@ -362,8 +362,9 @@ def din() -> str:
     ]
     return f"""## DIN's attention
 
-`jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A program
-of the forward has {GROUP} candidates.
+`jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A
+multiprocessor gets at most {CTAS["fwd"]} programs of the forward, {CTAS["dq"]} of dq and of the
+MLP's gradients.
 
 {merged(["dtype", "kernel"], sizes, rows)}
 """

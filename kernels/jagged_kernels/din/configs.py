@@ -16,15 +16,17 @@ MAX_WEIGHTS = {2: 2**15, 4: 3 * 2**13}
 @dataclasses.dataclass(frozen=True)
 class DINConfig:
     """block: events of a tile. num_warps, num_stages: of the launch. ctas_per_sm: programs per SM
-    of the kernels whose programs take many rows of q."""
+    at most, of the kernels whose programs take many rows of q."""
 
     block: int
     num_warps: int
-    num_stages: int = 2
-    ctas_per_sm: int = 1
+    num_stages: int
+    ctas_per_sm: int
 
 
-GROUP = 16  # rows of q of a program of the forward: the smallest side of an MMA
+# More programs than run at once, because histories have different lengths. Each one of the backward
+# has a part of the weights' gradients in memory.
+CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
 
 
 def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) -> DINConfig:
@@ -35,11 +37,11 @@ def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) 
     """
     large = width > 128 or max(hidden) > 128
     if itemsize == 4:  # an fp32 MMA is six of bf16: registers limit the tiles
-        return DINConfig(block=16 if large else 32, num_warps=8 if large else 4, num_stages=1)
+        return DINConfig(16 if large else 32, 8 if large else 4, 1, CTAS[kernel])
     if large:
-        return DINConfig(block=32 if kernel in ("dq", "dmlp") else 64, num_warps=8, num_stages=1)
+        return DINConfig(32 if kernel in ("dq", "dmlp") else 64, 8, 1, CTAS[kernel])
     # A warpgroup takes 64 rows of an MMA: eight warps would compute the same rows twice.
-    return DINConfig(block=64, num_warps=4, ctas_per_sm=3 if kernel == "moments" else 2)
+    return DINConfig(64, 4, 2, CTAS[kernel])
 
 
 def pieces(units: int) -> tuple[tuple[int, int], ...]:

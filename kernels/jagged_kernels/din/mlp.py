@@ -14,6 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.loads import find_segment, load_segment
+
 
 class Options(NamedTuple):
     """Constants of the kernels.
@@ -21,7 +23,7 @@ class Options(NamedTuple):
     Attributes:
         width, v_width: E and Ev; block_e, block_v: their tiles.
         hidden: numbers of units. pieces: of each hidden layer, (first unit, size) of its pieces.
-        block: events of a tile. group: rows of q of a program.
+        block: events of a tile.
         align: see `aligned_strides`. precision: of MMAs.
         units: "prelu" or "dice"; None: ACTIVATION is a function of z alone.
         factors: which ACTIVATION leaves out, of value and derivative.
@@ -36,7 +38,6 @@ class Options(NamedTuple):
     hidden: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, int], ...], ...]
     block: int
-    group: int
     align: int
     precision: str
     units: str | None
@@ -57,28 +58,33 @@ class Operands(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The columns of a piece's table, see `UnitTable` of jagged_modules."""
+    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, the
+    argument of Dice's sigmoid is scale · z + shift, and the gradient of z through the statistics is
+    d0 + d1 · z."""
 
     slope: tl.tensor
+    rest: tl.tensor
     mean: tl.tensor
     rstd: tl.tensor
-    weight: tl.tensor
-    bias: tl.tensor
+    scale: tl.tensor
+    shift: tl.tensor
     d0: tl.tensor
     d1: tl.tensor
 
 
 class Mlp(NamedTuple):
-    """The MLP's tensors, which a program keeps, and its tables.
+    """The MLP's matrices, which a program keeps, and pointers to its vectors.
 
-    first: D, pieces [n, block_e]. second: W2, for each piece of the second layer those of the first
-    one, [m, n]. bias: b2. last: w. last_bias: b3. tables: pointers to those of each layer.
+    first: D, pieces [n, block_e]. second: W2, for each piece of the first layer those of the second
+    one, [m, n]. a: of a row of q. bias: b2. last: w. last_bias: b3, its value. tables: those of
+    each layer.
     """
 
     first: tl.tuple
     second: tl.tuple
-    bias: tl.tuple
-    last: tl.tuple
+    a: tl.tensor
+    bias: tl.tensor
+    last: tl.tensor
     last_bias: tl.tensor
     tables: tl.tuple
 
@@ -157,8 +163,11 @@ def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.conste
             mlp.tables[LAYER] + row * OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][0],
             OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][1],
         )  # fmt: skip
-        rows = rows + (piece,)
-    return Unit(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6])
+        rows = rows + (piece[None, :],)
+    slope, mean, rstd, weight, bias, d0, d1 = rows
+    scale, shift = weight * rstd, bias - mean * weight * rstd
+    d0, d1 = d0 - d1 * mean * rstd, d1 * rstd
+    return Unit(slope, 1.0 - slope, mean, rstd, scale, shift, d0, d1)
 
 
 @triton.jit
@@ -192,15 +201,28 @@ def _load_second(ptr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def load_mlp(weights, biases, tables, OPTIONS: tl.constexpr):
-    """The Mlp of pointers to contiguous tensors."""
+    """The Mlp of pointers to contiguous tensors, of no row of q yet."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
     first = _load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
-    second, bias = (), ()
+    second = ()
     if LAST == 1:
         second = _load_second(weights[1], OPTIONS)
-        bias = load_pieces(biases[0], 1, OPTIONS)
-    last = load_pieces(weights[LAST + 1], LAST, OPTIONS)
-    return Mlp(first, second, bias, last, tl.load(biases[LAST]).to(tl.float32), tables)
+    last_bias = tl.load(biases[LAST]).to(tl.float32)
+    return Mlp(first, second, biases[0], biases[0], weights[LAST + 1], last_bias, tables)
+
+
+@triton.jit
+def reread(mlp, a, index):
+    """mlp for a row of q, by the pointer to its a, in the round of a loop that has an index from 0
+    on. The compiler does not know that what it adds to the pointers is 0, so it loads the units'
+    vectors in each round. In registers throughout the loop, they would leave too few for z."""
+    zero = tl.minimum(index, 0)
+    tables = ()
+    for i in tl.static_range(len(mlp.tables)):
+        tables = tables + (mlp.tables[i] + zero,)
+    return Mlp(
+        mlp.first, mlp.second, a + zero, mlp.bias + zero, mlp.last + zero, mlp.last_bias, tables
+    )
 
 
 @triton.jit
@@ -222,12 +244,20 @@ def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments):
+    """The first event and the number of events of a row of q; none behind the last segment."""
+    user = find_segment(row, q_offsets_ptr, num_segments, 0, False)
+    start, length = load_segment(kv_offsets_ptr, user)
+    return start, tl.where(row < tl.load(q_offsets_ptr + num_segments), length, 0)
+
+
+@triton.jit
 def load_query(operands, strides, row, OPTIONS: tl.constexpr):
-    """A row of q [block_e] and the pieces of its a."""
+    """A row of q [block_e] and the pointer to its a."""
     q = load_vector(
         operands.q + row * (strides[0] * OPTIONS.align), 0, OPTIONS.width, OPTIONS.block_e
     )
-    return q, load_pieces(operands.a + row * (strides[2] * OPTIONS.align), 0, OPTIONS)
+    return q, operands.a + row * (strides[2] * OPTIONS.align)
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -241,42 +271,46 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
         if OPTIONS.units is None:
             h = h + (ACTIVATION(z[i], 1.0)[0] * OPTIONS.factors[0],)
         elif OPTIONS.units == "prelu":
-            h = h + (
-                tl.where(z[i] > 0, z[i], z[i] * _load_unit(mlp, LAYER, i, OPTIONS).slope[None, :]),
-            )
+            unit = _load_unit(mlp, LAYER, i, OPTIONS)
+            h = h + (tl.where(z[i] > 0, z[i], z[i] * unit.slope),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
-            p, _ = _gate(z[i], unit, ACTIVATION)
-            h = h + (z[i] * (p + unit.slope[None, :] * (1.0 - p)),)
+            p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
+            h = h + (z[i] * (unit.slope + unit.rest * p),)
     return h
 
 
 @triton.jit
-def _gate(z, unit, ACTIVATION: tl.constexpr):
-    """Dice's p, the sigmoid of the normalised z, and the normalised z."""
-    n = (z - unit.mean[None, :]) * unit.rstd[None, :]
-    return ACTIVATION(n * unit.weight[None, :] + unit.bias[None, :], 1.0)[0], n
-
-
-@triton.jit
-def first_layer(q, a, events, mlp, OPTIONS: tl.constexpr):
+def first_layer(q, events, mlp, OPTIONS: tl.constexpr):
     """z of the first layer, for one row of q."""
-    z = ()
+    z, a = (), load_pieces(mlp.a, 0, OPTIONS)
     x = (events.k * q[None, :]).to(events.k.dtype)
     for i in tl.static_range(len(mlp.first)):
-        start = events.b[i].to(tl.float32) + a[i][None, :]
+        start = _with_part(a[i], events.b[i], OPTIONS)
         piece = tl.dot(x, tl.trans(mlp.first[i]), start, input_precision=OPTIONS.precision)
         z = z + (piece,)
     return z
 
 
 @triton.jit
+def _with_part(a, b, OPTIONS: tl.constexpr):
+    """a + b in fp32. In 16 bits by an MMA with the identity, which is exact: it reads b from shared
+    memory, where otherwise its conversion would take as many registers as z. The identity of 128
+    units would take too much of it."""
+    start = zeros(OPTIONS.block, b.shape[1]) + a[None, :]
+    if b.dtype == tl.float32 or b.shape[1] > 64:
+        return start + b.to(tl.float32)
+    else:
+        columns = tl.arange(0, b.shape[1])
+        return tl.dot(b, (columns[:, None] == columns[None, :]).to(b.dtype), start)
+
+
+@triton.jit
 def second_layer(h, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     """z of the second layer. DTYPE: of the MMA's operands."""
-    z = ()
-    for j in tl.static_range(len(mlp.bias)):
-        piece = zeros(OPTIONS.block, OPTIONS.pieces[1][j][1])
-        piece += mlp.bias[j][None, :]
+    z, bias = (), load_pieces(mlp.bias, 1, OPTIONS)
+    for j in tl.static_range(len(bias)):
+        piece = zeros(OPTIONS.block, OPTIONS.pieces[1][j][1]) + bias[j][None, :]
         for i in tl.static_range(len(h)):
             piece = tl.dot(
                 h[i].to(DTYPE), tl.trans(mlp.second[i][j]), piece,
@@ -287,23 +321,24 @@ def second_layer(h, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def scores(q, a, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
+def scores(q, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
     """The Scores of a block of events for one row of q."""
-    z1 = first_layer(q, a, events, mlp, OPTIONS)
+    z1 = first_layer(q, events, mlp, OPTIONS)
     h1 = activate(z1, mlp, 0, ACTIVATION, OPTIONS)
     if len(OPTIONS.hidden) == 1:
-        return Scores((z1,), (h1,), _last_layer(h1, mlp))
+        return Scores((z1,), (h1,), _last_layer(h1, mlp, OPTIONS))
     else:
         z2 = second_layer(h1, mlp, events.k.dtype, OPTIONS)
         h2 = activate(z2, mlp, 1, ACTIVATION, OPTIONS)
-        return Scores((z1, z2), (h1, h2), _last_layer(h2, mlp))
+        return Scores((z1, z2), (h1, h2), _last_layer(h2, mlp, OPTIONS))
 
 
 @triton.jit
-def _last_layer(h, mlp):
-    s = tl.sum(h[0] * mlp.last[0][None, :], 1) + mlp.last_bias
+def _last_layer(h, mlp, OPTIONS: tl.constexpr):
+    last = load_pieces(mlp.last, len(OPTIONS.hidden) - 1, OPTIONS)
+    s = tl.sum(h[0] * last[0][None, :], 1) + mlp.last_bias
     for i in tl.static_range(1, len(h)):
-        s += tl.sum(h[i] * mlp.last[i][None, :], 1)
+        s += tl.sum(h[i] * last[i][None, :], 1)
     return s
 
 
@@ -312,8 +347,10 @@ def _last_layer(h, mlp):
 
 @triton.jit
 def score_gradient(do, lse, delta, s, events, OPTIONS: tl.constexpr):
-    """The weights p [block] and the gradient of the scores. do: of the row of q, fp32 [block_v]."""
-    ds = tl.sum(events.v.to(tl.float32) * do[None, :], 1)
+    """The weights p [block] and the gradient of the scores. do: of the row of q, [block_v]."""
+    # an MMA has at least 16 columns
+    columns = tl.trans(tl.where((tl.arange(0, 16) == 0)[:, None], do[None, :], 0.0))
+    ds = tl.sum(tl.dot(events.v, columns, input_precision=OPTIONS.precision), 1)
     p = s
     if OPTIONS.softmax:
         p = tl.exp(s - lse)
@@ -322,11 +359,11 @@ def score_gradient(do, lse, delta, s, events, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def last_gradient(ds, mlp):
+def last_gradient(ds, mlp, OPTIONS: tl.constexpr):
     """dh of the last hidden layer, given ds [block]."""
-    dh = ()
-    for i in tl.static_range(len(mlp.last)):
-        dh = dh + (ds[:, None] * mlp.last[i][None, :],)
+    dh, last = (), load_pieces(mlp.last, len(OPTIONS.hidden) - 1, OPTIONS)
+    for i in tl.static_range(len(last)):
+        dh = dh + (ds[:, None] * last[i][None, :],)
     return dh
 
 
@@ -334,26 +371,27 @@ def last_gradient(ds, mlp):
 def activation_gradient(
     dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """dz of a layer, and for each piece the sums over the block of the gradients of slope, bias and
-    weight of its table; none for a function of z alone."""
+    """dz of a layer, and for each piece `partial_sums` of the gradients of slope, bias and weight
+    of its table; none for a function of z alone."""
     dz, sums = (), ()
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
             dz = dz + (dh[i] * (ACTIVATION(z[i], 1.0)[1] * OPTIONS.factors[1]),)
         elif OPTIONS.units == "prelu":
-            slope = _load_unit(mlp, LAYER, i, OPTIONS).slope[None, :]
+            slope = _load_unit(mlp, LAYER, i, OPTIONS).slope
             dz = dz + (tl.where(z[i] > 0, dh[i], slope * dh[i]),)
-            dslope = tl.sum(tl.where(z[i] > 0, 0.0, dh[i] * z[i]), 0)
+            dslope = partial_sums(tl.where(z[i] > 0, 0.0, dh[i] * z[i]))
             sums = sums + ((dslope, dslope * 0.0, dslope * 0.0),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
-            p, n = _gate(z[i], unit, ACTIVATION)
-            slope, rest = unit.slope[None, :], 1.0 - p
-            g = dh[i] * z[i] * (1.0 - slope) * p * rest
-            piece = dh[i] * (p + slope * rest) + g * (unit.weight * unit.rstd)[None, :]
-            piece += unit.d0[None, :] + unit.d1[None, :] * n
+            p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
+            dslope = dh[i] * z[i] * (1.0 - p)
+            g = dslope * (unit.rest * p)
+            piece = dh[i] * (unit.slope + unit.rest * p) + g * unit.scale
+            piece += unit.d0 + unit.d1 * z[i]
             dz = dz + (tl.where(real[:, None], piece, 0.0),)
-            sums = sums + ((tl.sum(dh[i] * z[i] * rest, 0), tl.sum(g, 0), tl.sum(g * n, 0)),)
+            dweight = partial_sums(g * ((z[i] - unit.mean) * unit.rstd))
+            sums = sums + ((partial_sums(dslope), partial_sums(g), dweight),)
     return dz, sums
 
 
@@ -414,6 +452,15 @@ def zero_vectors(LAYER: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def zero_sums(LAYER: tl.constexpr, OPTIONS: tl.constexpr):
+    """An accumulator of `partial_sums` for each piece of a layer."""
+    pieces = ()
+    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
+        pieces = pieces + (partial_sums(zeros(OPTIONS.block, OPTIONS.pieces[LAYER][i][1])),)
+    return pieces
+
+
+@triton.jit
 def plus(x, y):
     """The sums of the items of two tuples."""
     out = ()
@@ -423,11 +470,27 @@ def plus(x, y):
 
 
 @triton.jit
+def partial_sums(x):
+    """Sums over the rows of x [16 m, n] that an MMA leaves to one thread, two of sixteen:
+    [m, 8, n]. A loop adds them; sums over all rows, in each round, would wait for all threads."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
+
+
+@triton.jit
+def total_sums(sums):
+    """The sums over all rows of each item, of `partial_sums`."""
+    out = ()
+    for i in tl.static_range(len(sums)):
+        out = out + (tl.sum(tl.sum(sums[i], 1), 0),)
+    return out
+
+
+@triton.jit
 def column_sums(x):
-    """The sums over the rows of each item."""
+    """The `partial_sums` of each item."""
     out = ()
     for i in tl.static_range(len(x)):
-        out = out + (tl.sum(x[i], 0),)
+        out = out + (partial_sums(x[i]),)
     return out
 
 

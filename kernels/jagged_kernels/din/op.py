@@ -23,7 +23,7 @@ from ..common.configs import padded_dim
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
 from ..common.ops import operator
 from ..common.tail import zero_tails
-from .configs import GROUP, DINConfig, din_config, pieces
+from .configs import DINConfig, din_config, pieces
 from .mlp import Operands, Options
 from .results import empty_gradients, joined_moments
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
@@ -79,7 +79,6 @@ def _prepare(
         hidden=hidden,
         pieces=tuple(map(pieces, hidden)),
         block=config.block,
-        group=GROUP,
         align=align,
         precision=precision(given.q),
         units=activation if with_units else None,
@@ -133,12 +132,11 @@ def triton_din(
     launch = _prepare("fwd", operands, weights, biases, tables, activation, softmax)
     out, lse = _fake(operands)
     rows, users = out.shape[0], q_offsets.shape[0] - 1
-    if users == 0:
+    if rows == 0 or users == 0:
         return out.zero_(), lse.zero_()
-    din_fwd_kernel[(rows // GROUP + users,)](
-        *launch.tensors, out, lse, q_offsets, kv_offsets, users, **launch.constants
+    din_fwd_kernel[(launch.programs(rows),)](
+        *launch.tensors, (out, lse), q_offsets, kv_offsets, rows, users, **launch.constants
     )
-    zero_tails((out, q_offsets))
     return out, lse
 
 

@@ -10,35 +10,39 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import find_segment, find_tile, load_segment, log2
+from ..common.loads import find_tile, load_segment, log2
 from ..common.ptxas import safe_ptxas
 from .mlp import (
     activation_gradient,
     column_sums,
     last_gradient,
     load_events,
+    load_keys,
     load_mlp,
     load_query,
     load_vector,
+    partial_sums,
     plus,
     product_gradient,
+    reread,
     score_gradient,
     scores,
     second_gradient,
     store_pieces,
     store_tile_pieces,
+    total_sums,
     zero_pieces,
+    zero_sums,
     zero_vector,
-    zero_vectors,
     zeros,
 )
 
 
 class Query(NamedTuple):
-    """A row of q, its a, and do, lse and delta of its result."""
+    """A row of q, the pointer to its a, and do, lse and delta of its result."""
 
     q: tl.tensor
-    a: tl.tuple
+    a: tl.tensor
     do: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
@@ -51,32 +55,31 @@ def _load_query(operands, strides, gradients, row, OPTIONS: tl.constexpr):
     lse, delta = 0.0, 0.0
     if OPTIONS.softmax:
         lse, delta = tl.load(gradients[1] + row), tl.load(gradients[2] + row)
-    return Query(q, a, do.to(tl.float32), lse, delta)
+    return Query(q, a, do, lse, delta)
 
 
 @triton.jit
-def _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments):
-    """The first event and the number of events of a row of q; none behind the last segment."""
-    user = find_segment(row, q_offsets_ptr, num_segments, 0, False)
-    start, length = load_segment(kv_offsets_ptr, user)
-    return start, tl.where(row < tl.load(q_offsets_ptr + num_segments), length, 0)
-
-
-@triton.jit
-def _last_layer_gradient(query, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
-    """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums."""
+def _last_layer_gradient(
+    query, events, mlp, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums. index: of
+    the round of a loop."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
-    found = scores(query.q, query.a, events, mlp, ACTIVATION, OPTIONS)
+    found = scores(query.q, events, reread(mlp, query.a, index), ACTIVATION, OPTIONS)
+    mlp = reread(mlp, query.a, index + 1)  # another unknown 0: vectors are not kept until here
     p, ds = score_gradient(query.do, query.lse, query.delta, found.s, events, OPTIONS)
     dz, sums = activation_gradient(
-        last_gradient(ds, mlp), found.z[LAST], events.real, mlp, LAST, ACTIVATION, OPTIONS
+        last_gradient(ds, mlp, OPTIONS), found.z[LAST], events.real, mlp, LAST, ACTIVATION, OPTIONS
     )
     return found, p, ds, dz, sums
 
 
 @triton.jit
-def _first_layer_gradient(dz, found, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
+def _first_layer_gradient(
+    dz, found, events, mlp, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
+):
     """dz of the first layer and its sums, given dz of the second one."""
+    mlp = reread(mlp, mlp.a, index + 1)
     dh = second_gradient(dz, mlp, events.k.dtype, OPTIONS)
     return activation_gradient(dh, found.z[0], events.real, mlp, 0, ACTIVATION, OPTIONS)
 
@@ -100,14 +103,16 @@ def din_bwd_dq_kernel(
     sums = _zero_sums(0, SUMS, OPTIONS)
     parts_ptr = gradients[5] + tl.program_id(0).to(tl.int64) * (OPTIONS.width * OPTIONS.hidden[0])
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        kv_start, kv_len = _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
         query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
-        products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_vectors(0, OPTIONS)
+        products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_sums(0, OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            found, p, ds, dz, more = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+            found, _, ds, dz, more = _last_layer_gradient(
+                query, events, mlp, start, ACTIVATION, OPTIONS
+            )
             if len(OPTIONS.hidden) == 2:
-                dz, more = _first_layer_gradient(dz, found, events, mlp, ACTIVATION, OPTIONS)
+                dz, more = _first_layer_gradient(dz, found, events, mlp, start, ACTIVATION, OPTIONS)
             if SUMS:
                 sums = _plus_sums(sums, more)
             if OPTIONS.only < 0:
@@ -134,7 +139,7 @@ def _finish_row(query, products, da, mlp, gradients, parts_ptr, row, OPTIONS: tl
         tl.store(ptrs, old + products[i] * query.q.to(tl.float32)[:, None], mask=mask)
     dq_ptr = gradients[3] + row * OPTIONS.width
     tl.store(dq_ptr + rows, dq.to(dq_ptr.dtype.element_ty), mask=rows < OPTIONS.width)
-    store_pieces(gradients[4] + row * OPTIONS.hidden[0], da, 0, OPTIONS)
+    store_pieces(gradients[4] + row * OPTIONS.hidden[0], total_sums(da), 0, OPTIONS)
 
 
 @triton.jit
@@ -149,10 +154,10 @@ def _add_products(acc, x, dz, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _zero_sums(LAYER: tl.constexpr, WANTED: tl.constexpr, OPTIONS: tl.constexpr):
-    """Three sums [n] for each piece of a layer; none unless they are wanted."""
+    """Three `partial_sums` for each piece of a layer; none unless they are wanted."""
     pieces = ()
     if WANTED:
-        zero = zero_vectors(LAYER, OPTIONS)
+        zero = zero_sums(LAYER, OPTIONS)
         for i in tl.static_range(len(zero)):
             pieces = pieces + ((zero[i], zero[i], zero[i]),)
     return pieces
@@ -174,7 +179,7 @@ def _store_sums(ptr, sums, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
         pieces = ()
         for i in tl.static_range(len(sums)):
             pieces = pieces + (sums[i][row],)
-        store_pieces(ptr + row * OPTIONS.hidden[LAYER], pieces, LAYER, OPTIONS)
+        store_pieces(ptr + row * OPTIONS.hidden[LAYER], total_sums(pieces), LAYER, OPTIONS)
 
 
 # -- gradients of the MLP behind the first linear --------------------------------------------------
@@ -197,18 +202,20 @@ def din_bwd_dmlp_kernel(
     dtype: tl.constexpr = operands.k.dtype.element_ty
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     dsecond, sums = _zero_second(OPTIONS), _zero_sums(LAST, SUMS, OPTIONS)
-    dlast, dbias = zero_vectors(LAST, OPTIONS), zero_vectors(LAST, OPTIONS)
-    dlast_bias = 0.0
+    dlast, dbias = zero_sums(LAST, OPTIONS), zero_sums(LAST, OPTIONS)
+    dlast_bias = zero_vector(OPTIONS.block)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        kv_start, kv_len = _load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
+        kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
         query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            found, p, ds, dz, more = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+            found, _, ds, dz, more = _last_layer_gradient(
+                query, events, mlp, start, ACTIVATION, OPTIONS
+            )
             if SUMS:
                 sums = _plus_sums(sums, more)
             if OPTIONS.only < 0:
-                dlast_bias += tl.sum(ds, 0)
+                dlast_bias += ds
                 dlast = plus(dlast, _weighted_sums(found.h[LAST], ds))
                 if LAST == 1:
                     dbias = plus(dbias, column_sums(dz))
@@ -224,10 +231,10 @@ def din_bwd_dmlp_kernel(
                 parts_ptr + OPTIONS.pieces[0][i][0] * UNITS, dsecond[i],
                 OPTIONS.hidden[0] - OPTIONS.pieces[0][i][0], OPTIONS.pieces[0][i][1], LAST, OPTIONS,
             )  # fmt: skip
-        store_pieces(parts_ptr + SECOND, dlast, LAST, OPTIONS)
+        store_pieces(parts_ptr + SECOND, total_sums(dlast), LAST, OPTIONS)
         if LAST == 1:
-            store_pieces(parts_ptr + SECOND + UNITS, dbias, LAST, OPTIONS)
-        tl.store(parts_ptr + SECOND + UNITS * (LAST + 1), dlast_bias)
+            store_pieces(parts_ptr + SECOND + UNITS, total_sums(dbias), LAST, OPTIONS)
+        tl.store(parts_ptr + SECOND + UNITS * (LAST + 1), tl.sum(dlast_bias, 0))
 
 
 @triton.jit
@@ -251,10 +258,10 @@ def _add_second(acc, h, dz, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _weighted_sums(h, ds):
-    """Σ_i ds_i h_i of each piece."""
+    """The `partial_sums` of ds_i h_i of each piece."""
     out = ()
     for i in tl.static_range(len(h)):
-        out = out + (tl.sum(h[i] * ds[:, None], 0),)
+        out = out + (partial_sums(h[i] * ds[:, None]),)
     return out
 
 
@@ -285,13 +292,13 @@ def din_bwd_dkdv_kernel(
     db = zero_pieces(OPTIONS.block, 0, OPTIONS)
     for i in range(0, q_len):
         query = _load_query(operands, strides, gradients, q_start + i, OPTIONS)
-        found, p, ds, dz, _ = _last_layer_gradient(query, events, mlp, ACTIVATION, OPTIONS)
+        found, p, _, dz, _ = _last_layer_gradient(query, events, mlp, i, ACTIVATION, OPTIONS)
         if OPTIONS.same:
-            dk += p[:, None] * query.do[None, :]
+            dk += p[:, None] * query.do.to(tl.float32)[None, :]
         else:
-            dv += p[:, None] * query.do[None, :]
+            dv += p[:, None] * query.do.to(tl.float32)[None, :]
         if len(OPTIONS.hidden) == 2:
-            dz, _ = _first_layer_gradient(dz, found, events, mlp, ACTIVATION, OPTIONS)
+            dz, _ = _first_layer_gradient(dz, found, events, mlp, i, ACTIVATION, OPTIONS)
         db = plus(db, dz)
         dk += product_gradient(dz, mlp, events.k.dtype, OPTIONS) * query.q.to(tl.float32)[None, :]
     first = kv_start + start
