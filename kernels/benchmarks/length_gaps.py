@@ -1,10 +1,10 @@
 """How much faster attention is on synthetic lengths than on real ones of as many rows (after
 Figures 2 and 11 of the GDPA post), from runs of `bench_everyday.py --lengths`.
 
-    python kernels/benchmarks/bench_everyday.py --lengths FILE... --only "from FILE" --out RUN
-    python kernels/benchmarks/length_gaps.py RUN.json --out gaps.png
+    python kernels/benchmarks/bench_everyday.py --lengths FILE... --only "from FILE" --out FOLDER
+    python kernels/benchmarks/length_gaps.py FOLDER/*-everyday.json --out gaps.png
     # instead of uniform lengths: equal ones, or lognormal ones fitted to the real ones
-    python kernels/benchmarks/length_gaps.py RUN.json --out gaps.png --kind equal
+    python kernels/benchmarks/length_gaps.py FOLDER/*-everyday.json --out gaps.png --kind equal
 """
 
 import argparse
