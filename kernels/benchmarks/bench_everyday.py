@@ -507,7 +507,6 @@ if __name__ == "__main__":
         "--lengths",
         type=read_lengths,
         nargs="+",
-        default=[],
         metavar="FILE",
         help=f"adds cases, {MEASURED!r}: integers between white space",
     )
@@ -515,7 +514,7 @@ if __name__ == "__main__":
     sys.exit(
         main(
             "everyday",
-            partial(make_cases, measured=dict(own.lengths)),
+            partial(make_cases, measured=dict(own.lengths or ())),
             summary=summary,
             own_options=[parser],
         )

@@ -57,13 +57,16 @@ def save(gaps: list[dict], kind: str, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split(", from")[0] + ".")
+    parser = argparse.ArgumentParser(description="Draws real beside synthetic lengths.")
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN.json", help="files of runs, or a record"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="PNG", help="the picture")
     parser.add_argument(
-        "--kind", choices=SYNTHETIC, default="uniform", help="what is compared with real lengths"
+        "--kind",
+        choices=SYNTHETIC,
+        default="uniform",
+        help="lengths beside the real ones (default: uniform)",
     )
     options = parser.parse_args(argv)
     for path in options.runs:
