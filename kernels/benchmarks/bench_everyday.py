@@ -5,8 +5,11 @@ segments of medium length.
     python kernels/benchmarks/bench_everyday.py
     # some of the cases
     python kernels/benchmarks/bench_everyday.py --only "self-attention.*B2048"
-    # lengths of FILE, integers between white space
-    python kernels/benchmarks/bench_everyday.py --lengths FILE --only "from FILE"
+    # lengths of each FILE, integers between white space, and synthetic ones of as many rows
+    python kernels/benchmarks/bench_everyday.py --lengths FILE... --only "from FILE"
+    # events per user of MovieLens-100k, and of a log with a line of items per user
+    cut -f 1 u.data | sort | uniq -c | awk '{print $1}' > ml-100k.txt
+    awk '{print NF - 1}' Beauty.txt > beauty.txt
     # the CPU path, smaller shapes
     python kernels/benchmarks/bench_everyday.py --device cpu
     python kernels/benchmarks/bench_everyday.py --tiny --device cpu
@@ -21,7 +24,7 @@ with autograd's own threads, as by default, and with the backward in the caller'
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +57,7 @@ CALLER = "autograd in the caller's thread"
 
 SELF = "self-attention, lognormal lengths"
 MEASURED = "self-attention, lengths from FILE"
+SYNTHETIC = ("lognormal", "uniform", "equal")
 HSTU = "HSTU (silu, causal), lognormal lengths"
 TARGET = "target attention, a query row per candidate"
 MEDIUM = "medium segments"
@@ -363,15 +367,29 @@ TINY = Sizes(
 )
 
 
-def read_lengths(path: str) -> Tensor:
-    """The integers of a text file that are not 0."""
+def read_lengths(path: str) -> tuple[str, Tensor]:
+    """The name of a text file, and its integers that are not 0."""
     lengths = torch.tensor([int(x) for x in Path(path).read_text().split()])
-    return lengths[lengths > 0]
+    return Path(path).stem, lengths[lengths > 0]
 
 
-def make_cases(device: str, tiny: bool, measured: Tensor | None = None) -> list[Case]:
+def real_and_synthetic(real: Tensor) -> dict[str, Tensor]:
+    """The lengths, and those of as many segments and rows, up to rounding: lognormal ones with the
+    mean, the maximum and the deviation of the logarithms of the real ones, uniform ones, and equal
+    ones."""
+    count, mean = len(real), round(real.double().mean().item())
+    sigma = real.double().log().std(correction=0).item()
+    return {
+        "real": real,
+        "lognormal": lognormal_lengths(count, mean, int(real.max()), sigma),
+        "uniform": uniform_lengths(count, 1, 2 * mean - 1),
+        "equal": torch.full((count,), mean),
+    }
+
+
+def make_cases(device: str, tiny: bool, measured: Mapping[str, Tensor] | None = None) -> list[Case]:
     """CUDA: bf16. CPU: fp32 and smaller shapes. ``tiny``: everything, small. ``measured``: lengths
-    to draw a batch from."""
+    to draw batches from, by name."""
     sizes = TINY if tiny else FULL if device == "cuda" else CPU
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cases = []
@@ -394,19 +412,15 @@ def make_cases(device: str, tiny: bool, measured: Tensor | None = None) -> list[
         add(table, name, everyday, attention(lengths, head_dim))
         add(table, f"{name}, causal", everyday, attention(lengths, head_dim, causal=True))
 
-    if measured is not None:
-        drawn = measured[
-            torch.randint(
-                len(measured), (sizes.file_batch,), generator=torch.Generator().manual_seed(0)
-            )
-        ]
+    for name, lengths in (measured or {}).items():
+        generator = torch.Generator().manual_seed(0)
+        drawn = lengths[torch.randint(len(lengths), (sizes.file_batch,), generator=generator)]
+        batch = f"{name} B{len(drawn)} mean {drawn.double().mean():.0f} max {drawn.max()}"
         for dim in sizes.file_dims:
-            add_both_masks(
-                MEASURED,
-                f"B{len(drawn)} mean {drawn.double().mean():.0f} max {drawn.max()} D{dim}",
-                drawn,
-                dim,
-            )
+            for kind, x in real_and_synthetic(drawn).items():
+                add(MEASURED, f"{batch} D{dim}, {kind}", everyday, attention(x, dim))
+            causal = attention(drawn, dim, causal=True)
+            add(MEASURED, f"{batch} D{dim}, real, causal", everyday, causal)
     for shape in sizes.self_attention:
         add_both_masks(SELF, shape.name, shape.lengths(), shape.head_dim)
     for shape in sizes.self_attention[: sizes.hstu]:
@@ -492,6 +506,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--lengths",
         type=read_lengths,
+        nargs="+",
         metavar="FILE",
         help=f"adds cases, {MEASURED!r}: integers between white space",
     )
@@ -499,7 +514,7 @@ if __name__ == "__main__":
     sys.exit(
         main(
             "everyday",
-            partial(make_cases, measured=own.lengths),
+            partial(make_cases, measured=dict(own.lengths or ())),
             summary=summary,
             own_options=[parser],
         )

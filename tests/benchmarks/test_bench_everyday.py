@@ -173,16 +173,36 @@ def test_the_backward_runs_in_the_caller_s_thread_where_the_name_says_so(run_set
 
 
 def test_lengths_of_a_file(tmp_path, run_setup):
-    file = tmp_path / "lengths.txt"
+    file = tmp_path / "shop.txt"
     file.write_text("3 0 5\n7\n")
-    measured = bench.read_lengths(str(file))
-    assert measured.tolist() == [3, 5, 7]
+    name, lengths = bench.read_lengths(str(file))
+    assert (name, lengths.tolist()) == ("shop", [3, 5, 7])
     cases = [
-        case for case in bench.make_cases("cpu", True, measured) if case.table == bench.MEASURED
+        case
+        for case in bench.make_cases("cpu", True, {name: lengths})
+        if case.table == bench.MEASURED
     ]
-    assert len(cases) == 2 and cases[1].name == f"{cases[0].name}, causal"
-    assert [row["status"] for row in run_setup(cases[0].setup())] == ["ok"] * 2
+    first, *_ = (case.name for case in cases)
+    source = first.removesuffix(", real")
+    assert re.fullmatch(r"shop B5 mean [3-7] max [57] D8", source)
+    kinds = ("real", *bench.SYNTHETIC, "real, causal")
+    assert [case.name for case in cases] == [f"{source}, {kind}" for kind in kinds]
+    for case in cases[:2]:
+        assert [row["status"] for row in run_setup(case.setup())] == ["ok"] * 2
     assert not any(case.table == bench.MEASURED for case in bench.make_cases("cpu", True))
+
+
+def test_synthetic_lengths_have_as_many_rows():
+    """Of a lognormal distribution, the fitted lengths have its figures."""
+    real = inputs.lognormal_lengths(4000, 100, 10**6, 1.1)
+    kinds = bench.real_and_synthetic(real)
+    assert list(kinds) == ["real", *bench.SYNTHETIC] and kinds["real"].equal(real)
+    rows = {name: int(x.sum()) for name, x in kinds.items()}
+    assert rows == pytest.approx(dict.fromkeys(kinds, rows["real"]), rel=0.02)
+    assert {len(x) for x in kinds.values()} == {4000}
+    deviation = [kinds[name].double().log().std().item() for name in ("real", "lognormal")]
+    assert deviation[0] == pytest.approx(deviation[1], rel=0.05)
+    assert (kinds["uniform"].min(), kinds["uniform"].max()) == (1, 2 * kinds["equal"][0] - 1)
 
 
 def test_help_has_its_own_option(monkeypatch, capsys):

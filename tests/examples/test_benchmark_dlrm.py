@@ -41,6 +41,10 @@ def test_a_mean_above_the_maximum_is_refused():
             ["--device", "tpu"],
             "benchmark_dlrm: device must be auto, cpu, cuda, cuda:0, ..., not 'tpu'",
         ),
+        (
+            ["--model", "bst", "--models", "jagged", "baseline"],
+            "error: --models must be jagged or padded with --model bst, not baseline",
+        ),
     ],
 )
 def test_bad_options_end_with_one_line(arguments, message, tmp_path, capsys):
@@ -96,12 +100,11 @@ def test_claims_compare_the_fastest_of_each_kind():
         "jagged-compiled": result(4, 60, 0.1),
         "padded": result(8, 99, 0.1),
         "padded-compiled": result(6, 80, 0.08),
+        "baseline": result(5, 48, 0.16),
     }
-    assert [claim["ours"] for claim in bench.compare_with_claims(results)] == [
-        "+50.0 %",
-        "+50.0 %",
-        "-25.0 %",
-        "+100.0 %",
+    assert [(x["over"], x["ours"]) for x in bench.compare_with_claims(results)] == [
+        *(("padded", change) for change in ("+50.0 %", "+50.0 %", "-25.0 %", "+100.0 %")),
+        *(("baseline", change) for change in ("+25.0 %", "+25.0 %", "+25.0 %", "+25.0 %")),
     ]
     assert bench.compare_with_claims({"jagged": result(5, 40, 0.2)}) == []
 
@@ -129,13 +132,16 @@ def check_report(path, models, printed, parts=tuple(PARTS)):
     )
     for claim in report["claims"]:
         assert claim["published"] in printed and claim["ours"] in printed
-    assert len(report["claims"]) == 4
+    assert len(report["claims"]) == 4 * len(
+        {name.split("-")[0] for name in models[1:]} - {"jagged"}
+    )
     return report
 
 
-def test_program_measures_both_models(tmp_path, capsys):
-    bench.main([*TINY, "--models", "jagged", "padded", "--out", str(tmp_path / "report.json")])
-    report = check_report(tmp_path / "report.json", ["jagged", "padded"], capsys.readouterr().out)
+def test_program_measures_each_kind_of_model(tmp_path, capsys):
+    models = ["jagged", "padded", "baseline"]
+    bench.main([*TINY, "--models", *models, "--out", str(tmp_path / "report.json")])
+    report = check_report(tmp_path / "report.json", models, capsys.readouterr().out)
     assert report["lengths"]["stream"]["max"] <= 40
     assert (
         report["results"]["padded"]["peak_memory_mb"]
@@ -190,14 +196,16 @@ def test_program_measures_compiled_models(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("model", ["dlrm", "din", "onetrans"])
-def test_both_take_the_same_steps(model):
+def test_all_take_the_same_steps(model):
     options = bench.parse_arguments([*TINY, "--dropout", "0", "--model", model])
     tables, batches = bench.random_batches(options)
     initial = bench.make_model("jagged", tables, options).state_dict()
-    steps = {name: bench.Step(name, tables, options, initial) for name in ("jagged", "padded")}
+    names = ("jagged", "padded", "baseline")[: 3 if model == "dlrm" else 2]
+    steps = {name: bench.Step(name, tables, options, initial) for name in names}
     losses = {
         name: [step(batch).item() for batch in batches for _ in range(2)]
         for name, step in steps.items()
     }
-    assert losses["jagged"] == pytest.approx(losses["padded"], abs=1e-5)
+    for name in names[1:]:
+        assert losses["jagged"] == pytest.approx(losses[name], abs=1e-5)
     assert losses["jagged"][1] < losses["jagged"][0]

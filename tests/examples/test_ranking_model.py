@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 import torch
 from generated_log import generate_log
+from jagged_baseline import BASELINE, CLASSES
 from padded_layers import PADDED
 from ranking_data import RankingBatch, RankingDataset, add_popularity, make_chunks, split_by_time
 from ranking_model import INTERACTIONS, PARTS, RankingModel, make_interaction
@@ -129,12 +130,13 @@ def test_every_parameter_learns_and_rows_do_not_mix(dataset, variant):
     torch.testing.assert_close(alone, logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layers", [PADDED, BASELINE], ids=["padded", "baseline"])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_model_by_hand_computes_the_same(lengths):
+def test_model_by_hand_computes_the_same(lengths, layers):
     """So that the benchmark compares time and memory alone. Gradients of all parameters agree
     too."""
     batch, results = make_batch(*lengths), []
-    ours, by_hand = make_model(), make_model(layers=PADDED)
+    ours, by_hand = make_model(), make_model(layers=layers)
     by_hand.load_state_dict(ours.state_dict())
     for model in (ours, by_hand):
         logits = model(batch)
@@ -154,6 +156,11 @@ def test_model_by_hand_computes_the_same(lengths):
             atol=2e-5 * max(scale, 1e-3),
             msg=lambda text, at=name: f"{at}: {text}",
         )
+
+
+def test_baseline_has_none_of_the_layers_that_it_replaces():
+    kinds = {type(module) for module in make_model(layers=BASELINE).modules()}
+    assert kinds >= {*CLASSES.values()} and not kinds & {*CLASSES}
 
 
 def test_parts_are_those_of_the_config():
@@ -251,7 +258,7 @@ def test_autocast_gives_nearly_the_same(dataset, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [None, PADDED], ids=["jagged", "padded"])
+@pytest.mark.parametrize("layers", [None, PADDED, BASELINE], ids=["jagged", "padded", "baseline"])
 def test_dense_part_compiles_without_graph_breaks(layers):
     model, batch = make_model(layers=layers), make_batch(*BATCHES["of all lengths"])
     expected = model(batch)

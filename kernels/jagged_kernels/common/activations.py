@@ -13,8 +13,9 @@ from triton import JITFunction
 from . import gelu_taylor
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x · LOG2_E)
-TAYLOR_RANGE = tl.constexpr(gelu_taylor.RANGE)
+TAYLOR_SQUARE = tl.constexpr(gelu_taylor.RANGE**2)
 C1, C2, C3, C4 = (tl.constexpr(coefficient) for coefficient in gelu_taylor.COEFFICIENTS)
+S1, S2, S3 = (tl.constexpr(coefficient) for coefficient in gelu_taylor.SLOPE)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -84,14 +85,14 @@ def _gelu_tanh(score, scale):
 
 @triton.jit
 def _gelu_taylor(score, scale):
+    """x · gate: the same function as gelu_taylor.py's formula, with two instructions less, and four
+    less with the derivative. Behind the range the gate is 0 or 1 and its slope 0, exactly."""
     x = score * scale
-    a = tl.minimum(tl.abs(x), TAYLOR_RANGE)
-    t = a * a
-    polynomial = t * (C1 + t * (C2 + t * (C3 + t * C4)))
-    slope = a * (2.0 * C1 + t * (4.0 * C2 + t * (6.0 * C3 + t * (8.0 * C4))))
-    return tl.maximum(x, 0.0, propagate_nan=NAN) + (polynomial - 0.5 * a), 0.5 + tl.where(
-        x < 0, -slope, slope
-    )
+    t = tl.minimum(x * x, TAYLOR_SQUARE)
+    gate = 0.5 + x * (C1 + t * (C2 + t * (C3 + t * C4)))
+    # in this order one instruction: saturation of the sum
+    gate = tl.minimum(tl.maximum(gate, 0.0), 1.0)
+    return x * gate, gate + x * (TAYLOR_SQUARE - t) * (S1 + t * (S2 + t * S3))
 
 
 @triton.jit

@@ -13,3 +13,16 @@ COEFFICIENTS = (
     0.0044996411707417154,
     -0.00015379236612135828,
 )
+
+
+def _slope() -> tuple[float, ...]:
+    square = RANGE**2
+    _, d1, d2, d3 = ((2 * k + 1) * c for k, c in enumerate(COEFFICIENTS))
+    s3 = -d3
+    s2 = square * s3 - d2
+    return square * s2 - d1, s2, s3
+
+
+# Within the range, GELU(x) ≈ x · gate(x), gate(x) = 1/2 + x (c1 + t(c2 + t(c3 + t·c4))). The gate's
+# slope is (RANGE² − t)(s1 + t(s2 + t·s3)), because it is 0 at RANGE.
+SLOPE = _slope()
