@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from movielens import Categorical, RatingLog
+from data.event_log import Categorical, RatingLog
 from published_ids import Vocabulary
 from torch.utils.data import (
     BatchSampler,

@@ -16,6 +16,7 @@ from typing import Any
 import sharding
 import torch
 from checkpoints import check_settings, export_weights, find_checkpoint, save_checkpoint
+from data.forms import add_form_options
 from ranking_data import make_loader
 from sharding import OptimizerSpec
 from torch import nn
@@ -40,6 +41,10 @@ from training import (
 # Options that must equal those of the checkpoint to resume from it.
 SETTINGS = (
     "data",
+    "columns",
+    "separator",
+    "header",
+    "time_unit",
     "users",
     "seed",
     "batch_size",
@@ -60,6 +65,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     between programs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     parser.add_argument("--data", help="log, or its folder; generated if not given")
+    add_form_options(parser)
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument(
         "--compare", action="store_true", help="train all the models and print them side by side"

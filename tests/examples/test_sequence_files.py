@@ -1,5 +1,5 @@
 import pytest
-from movielens import read_log
+from data.logs import read_log
 from sequence_files import read_events
 
 RATINGS = "1\t5\t3\t100\n1\t6\t3\t100\n2\t6\t4\t50\n1\t4\t5\t20\n"
