@@ -55,8 +55,7 @@ def _text_blocks(path: Path, form: Form) -> Iterator[Block]:
             places, has_header = find_columns(path, names, form)
             rows = islice(_rows(path, lines, separator), int(has_header), None)
         while block := list(islice(rows, BLOCK)):
-            width = 1 + max(places.values())
-            whole = list(takewhile(lambda row: len(row[1]) >= width, block))
+            whole = list(takewhile(lambda row: max(places.values()) < len(row[1]), block))
             if whole:
                 numbers, values = zip(*whole)
                 yield numbers, {role: [row[at] for row in values] for role, at in places.items()}

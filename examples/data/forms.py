@@ -44,9 +44,7 @@ class Form:
             if column.isdigit() and int(column) < 1:
                 raise ValueError(f"the column of {role} must be a name or a place from 1, not 0")
             if self.header is False and not column.isdigit():
-                raise ValueError(
-                    f"without a header the column of {role} is a place, not {column!r}"
-                )
+                raise ValueError(f"without a header, {role} must be a place, not {column!r}")
 
 
 def add_form_options(parser: ArgumentParser) -> None:

@@ -66,17 +66,14 @@ def read_log(path: str | Path, form: Form | None = None) -> EventLog:
             f"{path}: a time must be below 2**53 in a log with fractions of seconds, not"
             f" {times[large][0]:.0f}"
         )
-    has_sides = times is not None and "rating" in columns
     folder = path if path.is_dir() else path.parent
+    sides = (USER_FILES, ITEM_FILES) if {"rating", "time"} <= columns.keys() else ({}, {})
     return sort_events(
         *users.rows(columns["user"]),
         *items.rows(columns["item"]),
         times,
         columns.get("rating"),
-        *(
-            read_categories(folder, files) if has_sides else {}
-            for files in (USER_FILES, ITEM_FILES)
-        ),
+        *(read_categories(folder, files) for files in sides),
     )
 
 

@@ -273,7 +273,7 @@ def test_titles_in_utf_8(tmp_path):
         (
             {"u.data": "1\t2\t3\n"},
             ValueError,
-            "u.data: expected the columns user, item or user, item, rating, time, not .*--columns user=COLUMN",
+            "u.data: expected the columns user, item or .*, time, not .*--columns user=COLUMN",
         ),
         (
             {"u.data": "1\t2\tgood\t4\n"},
@@ -283,7 +283,7 @@ def test_titles_in_utf_8(tmp_path):
         (
             {"u.data": "1\t2\t3\t1_0\n"},
             ValueError,
-            r"u.data, line 1: the time must be a finite number below 2\*\*63, not '1_0'",
+            r"u.data, line 1: the time must be a finite number below 2\*\*63 or a date, not '1_0'",
         ),
         (
             {"u.data": "1\t2\tnan\t4\n"},
@@ -298,12 +298,12 @@ def test_titles_in_utf_8(tmp_path):
         (
             {"u.data": "1\t2\t3\t1e19\n"},
             ValueError,
-            r"u.data, line 1: the time must be a finite number below 2\*\*63, not '1e19'",
+            r"u.data, line 1: the time must be a finite number below 2\*\*63 or a date, not '1e19'",
         ),
         (
             {"u.data": f"1\t2\t3\t.5\n1\t3\t3\t{2**53}\n"},
             ValueError,
-            r"u.data: a time must be below 2\*\*53 in a log with fractions of seconds, not 9007199254740992",
+            r"u.data: a time must be below 2\*\*53 in a log with .*, not 9007199254740992",
         ),
         (
             {"ratings.csv": FORMS["ratings.csv"] + "\n\n1,2,3,nan\n"},
