@@ -20,6 +20,7 @@ from data.logs import read_log
 from generated_log import generate_log
 from models import MODELS, PADDED
 from ranking_data import (
+    LIKED,
     SPLITS,
     RankingBatch,
     RankingDataset,
@@ -83,6 +84,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=64,
         help="ratings of a stream that see one another",
     )
+    parser.add_argument(
+        "--liked", type=float, help=f"least rating of a liked item; {LIKED:g} if not given"
+    )
     parser.set_defaults(padded=False)
     options = trainer.parse(parser, arguments, at_least_1=("max_stream", "chunk_size"))
     if options.head != "dlrm":
@@ -117,7 +121,7 @@ class Trainer(trainer.Trainer):
     """Trains a ranking model."""
 
     metrics = {"auc": "AUC", "normalized_entropy": "normalised entropy"}
-    own_settings = ("interaction", "parts", "chunk_size", "max_stream", "block_size")
+    own_settings = ("interaction", "parts", "chunk_size", "max_stream", "block_size", "liked")
 
     def make_model(self, device: torch.device) -> RankingModel:
         return make_model(
@@ -155,6 +159,7 @@ def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
             log,
             make_chunks(log, part == index, options.chunk_size, options.max_history),
             max_stream,
+            LIKED if options.liked is None else options.liked,
         )
         for index, name in enumerate(SPLITS)
     }

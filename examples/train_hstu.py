@@ -37,6 +37,7 @@ from training import next_item_metrics, positive, rank_unseen
 
 SELECTIVITY = 1.0  # selectivity of the generated users
 BIASES = ("relative_position", "relative_time")  # options of hstu's attention
+COLUMNS = {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10", "mrr": "test MRR"}
 LOSSES = {
     "softmax": "softmax over the target and the sampled items",
     "gbce": "generalised binary cross-entropy of Petrov and Macdonald (2023)",
@@ -276,12 +277,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    trainer.main(
-        "train_hstu",
-        run,
-        parse_arguments(arguments),
-        {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10", "mrr": "test MRR"},
-    )
+    trainer.main("train_hstu", run, parse_arguments(arguments), COLUMNS)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from .forms import Form, find_columns
 
 SEPARATORS = ("\t", "::", ",")  # that a first line is searched for
-BLOCK = 1 << 16  # rows
+BLOCK = 1 << 11  # rows; Python's garbage collector takes long to pass over many more lists
 SEQUENCES = "expected ids separated by spaces: a user's id, then item ids from oldest to newest"
 
 # numbers of lines, and texts by role

@@ -280,7 +280,7 @@ def test_relative_time_needs_timestamps(tmp_path):
         (["--data", "nowhere"], "train_hstu: no file or folder nowhere"),
         (["--resume"], "--resume: no checkpoint hstu in"),
         (["--bf16"], "--bf16 needs a GPU"),
-        (["--data", ""], "train_hstu: no rating log in "),
+        (["--data", ""], "train_hstu: no log in "),
         (["--max-history", "0"], "^2$"),
         (["--temperature", "0"], "^2$"),
         (["--relative-time", "-1"], "--relative-time must not be negative, not -1"),
