@@ -1,16 +1,14 @@
 """Measures next-item models that are not trained: python examples/baselines.py [--data PATH] [--out
 FILE]
 
-Popularity, item-kNN (cosine similarity; older items of a user count less) and EASE (Steck 2019,
-arXiv:1905.03375), with the split and the ranking of train_hstu.py. Each is fitted to the training
-events, and to the validation events too. Its parameters are those with the best validation NDCG@10
-when fitted to the training events.
+Popularity, item-kNN (cosine similarity) and EASE (Steck 2019, arXiv:1905.03375), with the split and
+the ranking of train_hstu.py. With a decay, older items of a user count less. Each model is fitted
+to the training events, and to the validation events too. Its parameters are those with the best
+validation NDCG@10 when it is fitted to the training events.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,7 @@ from training import (
 )
 
 USERS_AT_A_TIME = 512
-GRID = {  # values of the parameters of each model
-    "item-kNN": {
-        "neighbours": (20, 50, 100, 200),
-        "decay": (1.0, 0.98, 0.95, 0.9, 0.8, 0.7, 0.5),
-        "shrink": (0, 10, 50),
-    },
-    "EASE": {"penalty": (20, 50, 100, 200, 500, 1000, 2000)},
-}
+DECAYS = (1.0, 0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 Datasets = dict[str, SequenceDataset]
 
 
@@ -83,55 +74,56 @@ def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
     return weights.fill_diagonal_(0)
 
 
-def evaluate(dataset: SequenceDataset, score: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Metrics of the scores [B, items] of users' ages [B, items]: the number of events since the
-    user chose the item, infinite if never."""
+def popularity(together: torch.Tensor) -> torch.Tensor:
+    """The number of users of each item, for whatever a user chose, [items, items]."""
+    return together.diagonal().expand_as(together)
+
+
+def evaluate(dataset: SequenceDataset, matrix: torch.Tensor, decay: float) -> dict[str, float]:
+    """Metrics of scores that are the sum of the rows of a user's items in `matrix` [items, items],
+    each times decay to the power of how many events of the user followed."""
     ranks = []
     for batch in make_loader(dataset, USERS_AT_A_TIME):
         seen = batch.seen["seen"]
-        lengths, user = seen.lengths().long(), torch.arange(len(seen.lengths()))
-        row = user.repeat_interleave(lengths)
+        lengths = seen.lengths().long()
+        row = torch.arange(len(lengths)).repeat_interleave(lengths)
         age = seen.offsets()[1:][row] - 1 - torch.arange(len(row))
-        ages = torch.full((len(user), dataset.log.num_items), torch.inf, dtype=torch.float64)
-        index = row * ages.shape[1] + seen.values()
-        ages.view(-1).scatter_reduce_(0, index, age.double(), "amin")
-        ranks.append(rank_unseen(score(ages), batch.next_items(), seen))
+        weights = torch.zeros(len(lengths), len(matrix), dtype=matrix.dtype)
+        latest = row * len(matrix) + seen.values()
+        weights.view(-1).scatter_reduce_(0, latest, decay ** age.to(matrix.dtype), "amax")
+        ranks.append(rank_unseen(weights @ matrix, batch.next_items(), seen))
     return next_item_metrics(torch.cat(ranks))
 
 
-def by_items(matrix: torch.Tensor, decay: float, ages: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows of a user's items, which are weighted by decay ** age."""
-    weights = decay**ages if decay < 1 else (ages < torch.inf).double()
-    return weights @ matrix
-
-
-def scorers(name: str, together: torch.Tensor, settings: dict[str, Any]) -> Callable:
-    """The scores of a model with these settings, for `evaluate`."""
-    if name == "popularity":
-        return lambda ages: together.diagonal().expand(len(ages), -1)
-    if name == "EASE":
-        return partial(by_items, ease(together, **settings), 1.0)
-    own = {key: settings[key] for key in ("neighbours", "shrink")}
-    return partial(by_items, similarity(together, **own), settings["decay"])
-
-
-def choices(name: str) -> Iterable[dict[str, Any]]:
-    grid = GRID.get(name, {})
-    return (dict(zip(grid, values)) for values in product(*grid.values()))
+GRID = {  # values of the parameters, besides the decay
+    popularity: {},
+    similarity: {"neighbours": (20, 50, 100, 200, 500), "shrink": (0, 10, 50)},
+    ease: {"penalty": (20, 50, 100, 200, 500, 1000, 2000)},
+}
+MODELS = {
+    "popularity": (popularity, DECAYS[:1]),
+    "item-kNN": (similarity, DECAYS),
+    "EASE": (ease, DECAYS[:1]),
+    "EASE, decay": (ease, DECAYS[1:]),
+}
 
 
 def measure(datasets: Datasets) -> dict[str, dict[str, Any]]:
     """Settings and test metrics of each model, fitted without and with the validation events."""
     without, with_valid = (counts(datasets, each) for each in (False, True))
     results = {}
-    for name in ("popularity", *GRID):
-        best = max(
-            choices(name),
-            key=lambda own: evaluate(datasets["valid"], scorers(name, without, own))["ndcg@10"],
-        )
+    for name, (fit, decays) in MODELS.items():
+        grid, best = GRID[fit], (-1.0, {}, 1.0)
+        for values in product(*grid.values()):
+            settings = dict(zip(grid, values))
+            matrix = fit(without, **settings)
+            for decay in decays:
+                found = evaluate(datasets["valid"], matrix, decay)["ndcg@10"]
+                best = max(best, (found, settings, decay), key=lambda each: each[0])
+        _, settings, decay = best
         for label, together in ((name, without), (f"{name}, fitted to validation", with_valid)):
-            test = evaluate(datasets["test"], scorers(name, together, best))
-            results[label] = {"settings": best, "test": test}
+            test = evaluate(datasets["test"], fit(together, **settings), decay)
+            results[label] = {"settings": {**settings, "decay": decay}, "test": test}
     return results
 
 

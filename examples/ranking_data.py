@@ -1,8 +1,8 @@
 """Turns a rating log into ranking batches: splits by time, cuts into chunks, builds
 KeyedJaggedTensors.
 
-The task is to predict whether the user likes the item (rating >= `LIKED`, or another threshold), given the user's
-strictly earlier ratings.
+The task is to predict whether the user likes the item (rating >= `LIKED`, if no other threshold is
+given), given the user's strictly earlier ratings.
 
 Each user's timeline is cut into *chunks* of consecutive ratings. The ratings of a chunk are the
 candidates of one row of a batch. They share one history, the ratings before the chunk, so a history
