@@ -19,6 +19,7 @@ import trainer
 from data.forms import add_form_options
 from ranking_data import make_loader
 from sequence_data import SequenceDataset
+from torch.nn import functional
 from train_hstu import COLUMNS, load_datasets
 from training import (
     HelpFormatter,
@@ -30,7 +31,7 @@ from training import (
 )
 
 USERS_AT_A_TIME = 512
-DECAYS = (1.0, 0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+DECAYS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 Datasets = dict[str, SequenceDataset]
 
 
@@ -81,24 +82,29 @@ def popularity(together: torch.Tensor) -> torch.Tensor:
 
 def evaluate(dataset: SequenceDataset, matrix: torch.Tensor, decay: float) -> dict[str, float]:
     """Metrics of scores that are the sum of the rows of a user's items in `matrix` [items, items],
-    each times decay to the power of how many events of the user followed."""
+    each times decay to the power of how many events of the user followed its last choice."""
     ranks = []
     for batch in make_loader(dataset, USERS_AT_A_TIME):
         seen = batch.seen["seen"]
         lengths = seen.lengths().long()
         row = torch.arange(len(lengths)).repeat_interleave(lengths)
         age = seen.offsets()[1:][row] - 1 - torch.arange(len(row))
-        weights = torch.zeros(len(lengths), len(matrix), dtype=matrix.dtype)
-        latest = row * len(matrix) + seen.values()
-        weights.view(-1).scatter_reduce_(0, latest, decay ** age.to(matrix.dtype), "amax")
-        ranks.append(rank_unseen(weights @ matrix, batch.next_items(), seen))
+        place = row * len(matrix) + seen.values()
+        latest = torch.full((len(lengths) * len(matrix),), len(row)).scatter_reduce_(
+            0, place, age, "amin"
+        )
+        weights = decay ** age.to(matrix.dtype) * (age == latest[place])
+        scores = functional.embedding_bag(
+            seen.values(), matrix, seen.offsets()[:-1], mode="sum", per_sample_weights=weights
+        )
+        ranks.append(rank_unseen(scores, batch.next_items(), seen))
     return next_item_metrics(torch.cat(ranks))
 
 
 GRID = {  # values of the parameters, besides the decay
     popularity: {},
-    similarity: {"neighbours": (20, 50, 100, 200, 500), "shrink": (0, 10, 50)},
-    ease: {"penalty": (20, 50, 100, 200, 500, 1000, 2000)},
+    similarity: {"neighbours": (20, 50, 100, 200), "shrink": (0, 10, 50)},
+    ease: {"penalty": (10, 30, 100, 300, 1000, 3000)},
 }
 MODELS = {
     "popularity": (popularity, DECAYS[:1]),

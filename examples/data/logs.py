@@ -153,12 +153,12 @@ def _rating(text: str) -> float:
 
 def _times(ticks: int, texts: list[str]) -> np.ndarray:
     """Seconds, int64, or float64 if some are fractions."""
-    times = list(_parsed(texts, lambda text: _time(text, ticks)))
+    times = list(_parsed(texts, lambda text: seconds(text, ticks)))
     whole = all(isinstance(time, int) for time in times)
     return np.array(times, dtype=np.int64 if whole else np.float64)
 
 
-def _time(text: str, ticks: int) -> int | float:
+def seconds(text: str, ticks: int) -> int | float:
     """The seconds of a date, or of a number of `ticks`. They are an int if whole, also 5.0, because
     float64 would round it from 2**53 on."""
     try:
