@@ -166,6 +166,7 @@ def test_wheel_metadata(wheel, metadata):
         "serve",
         "serve-more",
         "tensorboard",
+        "parquet",
         "docs",
         "dev",
     }
