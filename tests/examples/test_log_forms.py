@@ -49,6 +49,12 @@ def test_a_user_an_item_and_a_time(tmp_path):
     assert type(log) is EventLog
 
 
+def test_spaces_around_an_id_are_not_of_it(tmp_path):
+    (tmp_path / "log.csv").write_text("user,item\n a,1\na ,2\na,1 \n")
+    log = read_log(tmp_path / "log.csv")
+    assert (list(log.users), log.item.tolist()) == (["a"], [0, 1, 0])
+
+
 def test_columns_that_are_not_named_are_not_read(tmp_path):
     (tmp_path / "log.csv").write_text("user,item,rating,ts\n1,7,bad,worse\n")
     log = read_log(tmp_path / "log.csv", options("--columns", "user=user", "item=item"))

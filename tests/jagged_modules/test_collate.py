@@ -77,6 +77,7 @@ ONE = torch.zeros(2, 3)
             ValueError,
             r"samples\[1\] must have the keys of samples\[0\], \['x', 'y'\], got \['x'\]",
         ),
+        ([{"x": 1}, {"x": 1, "y": 2}], ValueError, r"samples\[1\] must have the keys of .*'y'\]"),
         (
             [{"x": ONE}, {"x": ONE}, {"x": [1, 2]}],
             TypeError,
