@@ -1,6 +1,7 @@
 import json
 
 import baselines
+import numpy as np
 import pytest
 import torch
 from data.event_log import RatingLog
@@ -62,10 +63,11 @@ def test_neighbours_are_the_most_similar_items():
 @pytest.mark.parametrize("decay", [1.0, 0.8])
 def test_metrics_are_those_of_scores_summed_over_each_users_items(datasets, decay):
     """The latest choice of an item decides about its weight."""
-    repeated = RatingLog.from_columns(
-        [0] * 6 + [1] * 4, [5, 6, 5, 7, 5, 9, 5, 7, 6, 9], [3.0] * 10, [*range(10)]
-    )
     generator = torch.Generator().manual_seed(1)
+    items = torch.randint(30, (600,), generator=generator).numpy()
+    repeated = RatingLog.from_columns(
+        np.repeat(np.arange(40), 15), items, np.ones(600), np.arange(600)
+    )
     for data in (datasets, make_datasets(repeated)):
         size = data["test"].log.num_items
         matrix = torch.rand(size, size, dtype=torch.float64, generator=generator)
