@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import trainer
-from data.event_log import RatingLog
 from data.forms import form_of
-from data.logs import read_log
+from data.logs import read_ratings
 from generated_log import generate_log
 from models import MODELS, PADDED
 from ranking_data import (
@@ -147,10 +146,8 @@ def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
     log = (
         generate_log(num_users=options.users, seed=options.seed)
         if options.data is None
-        else read_log(options.data, form_of(options))
+        else read_ratings(options.data, form_of(options))
     )
-    if not isinstance(log, RatingLog):
-        raise ValueError(f"{source}: a ranking model needs a column of ratings and one of times")
     part = split_by_time(log)
     log = add_popularity(log, part == SPLITS.index("train"))
     max_stream = options.max_stream if "stream" in options.parts else 0

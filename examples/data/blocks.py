@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, takewhile
@@ -22,16 +23,17 @@ Block = tuple[Sequence[int], dict[str, list[str]]]
 def read_blocks(path: Path, form: Form) -> Iterator[Block]:
     """The texts of a log's columns by role, some thousand rows at a time.
 
-    Raises ValueError if columns are missing or there are no rows.
+    Raises ValueError if columns are missing, there are no rows, or a compressed file is damaged.
     """
-    if path.is_dir() or path.suffix == ".parquet":
-        blocks = _parquet_blocks(path, form)
-    else:
-        blocks = _text_blocks(path, form)
-    first = next(blocks, None)
-    if first is None:
+    is_parquet, empty = path.is_dir() or path.suffix == ".parquet", True
+    try:
+        for block in (_parquet_blocks if is_parquet else _text_blocks)(path, form):
+            yield block
+            empty = False
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be decompressed: {error}") from error
+    if empty:
         raise ValueError(f"{path} has no rows")
-    return chain([first], blocks)
 
 
 def _text_blocks(path: Path, form: Form) -> Iterator[Block]:

@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -157,27 +158,33 @@ def fetch(name: str, folder: Path, archive: str | Path | None = None) -> Path:
         else:
             with urllib.request.urlopen(str(source)) as remote, path.open("wb") as local:
                 shutil.copyfileobj(remote, local)
-        _check(name, path, folder / LOCK)
+                size, expected = local.tell(), remote.headers["Content-Length"]
+            if expected is not None and size != int(expected):
+                raise ValueError(f"{source} ended after {size} of {expected} bytes")
+        lock = folder / LOCK
+        known = json.loads(lock.read_text()) if lock.exists() else {}
+        checksum = _check(name, path, published.checksum or known.get(name))
         raw, ready = Path(scratch) / "raw", Path(scratch) / "ready"
-        raw.mkdir(), ready.mkdir()
-        for file_name, file in _members(path):
-            if any(fnmatch(file_name, pattern) for pattern in published.files):
-                with (raw / file_name).open("wb") as local:
-                    shutil.copyfileobj(file, local)
+        for each in (raw, ready):
+            each.mkdir()
+        try:
+            _unpack(path, published.files, raw)
+        except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
+            raise ValueError(f"{source} cannot be unpacked: {error}") from error
         files = sorted(raw.iterdir())
         if not files:
             raise ValueError(f"{source} has no file {' or '.join(published.files)}")
         if not published.ready:
             _convert(published, files, ready / "events.csv")
         (raw if published.ready else ready).rename(done)
+        if published.checksum is None:
+            lock.write_text(json.dumps({**known, name: checksum}, indent=2) + "\n")
     return done
 
 
-def _check(name: str, path: Path, lock: Path) -> None:
-    """ValueError if an archive has another checksum than the published one, or than the one in
-    `lock`, which gets that of a first download."""
-    known = json.loads(lock.read_text()) if lock.exists() else {}
-    expected = DATASETS[name].checksum or known.get(name)
+def _check(name: str, path: Path, expected: str | None) -> str:
+    """The checksum of an archive. Raises ValueError if it is not the expected one, if there is
+    one."""
     algorithm = (expected or "sha256:").split(":")[0]
     with path.open("rb") as file:
         digest = hashlib.new(algorithm)
@@ -186,8 +193,15 @@ def _check(name: str, path: Path, lock: Path) -> None:
     found = f"{algorithm}:{digest.hexdigest()}"
     if found != (expected or found):
         raise ValueError(f"the archive of {name} has the checksum {found}, not {expected}")
-    if expected is None:
-        lock.write_text(json.dumps({**known, name: found}, indent=2) + "\n")
+    return found
+
+
+def _unpack(path: Path, patterns: tuple[str, ...], to: Path) -> None:
+    """Copy the files whose names fit a pattern out of an archive, without their folders."""
+    for name, file in _members(path):
+        if any(fnmatch(name, pattern) for pattern in patterns):
+            with (to / name).open("wb") as local:
+                shutil.copyfileobj(file, local)
 
 
 def _members(path: Path) -> Iterator[tuple[str, BinaryIO]]:

@@ -24,7 +24,7 @@ import numpy as np
 from published_ids import Ids, check_id
 
 from .blocks import read_blocks
-from .event_log import EventLog, sort_events
+from .event_log import EventLog, RatingLog, sort_events
 from .forms import HEADER, TIME_UNITS, Form
 from .side_features import ITEM_FILES, USER_FILES, read_categories
 
@@ -75,6 +75,14 @@ def read_log(path: str | Path, form: Form | None = None) -> EventLog:
         columns.get("rating"),
         *(read_categories(folder, files) for files in sides),
     )
+
+
+def read_ratings(path: str | Path, form: Form | None = None) -> RatingLog:
+    """Read a log as `read_log` does. Raises ValueError unless it has ratings and times."""
+    log = read_log(path, form)
+    if not isinstance(log, RatingLog):
+        raise ValueError(f"{path}: a ranking model needs a column of ratings and one of times")
+    return log
 
 
 def find_log(path: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,14 +39,18 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Jagged | Tensor]:
     if not samples:
         raise ValueError("samples must have at least one sample, got none")
     for at, sample in enumerate(samples):
-        if not isinstance(sample, Mapping):
-            raise TypeError(f"samples[{at}] must be a dictionary, got {type(sample).__name__}")
-        if sample.keys() != samples[0].keys():
-            raise ValueError(
-                f"samples[{at}] must have the keys of samples[0], {list(samples[0])}, got"
-                f" {list(sample)}"
-            )
+        _check_keys(at, sample, samples[0])
     return {key: _join(key, [sample[key] for sample in samples]) for key in samples[0]}
+
+
+def _check_keys(at: int, sample: Any, first: Mapping[str, Any]) -> None:
+    if not isinstance(sample, Mapping):
+        raise TypeError(f"samples[{at}] must be a dictionary, got {type(sample).__name__}")
+    keys = list(cast(Mapping[str, Any], sample))
+    if set(keys) != set(first):
+        raise ValueError(
+            f"samples[{at}] must have the keys of samples[0], {list(first)}, got {keys}"
+        )
 
 
 def _join(key: str, values: list[Any]) -> Jagged | Tensor:

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import tarfile
+import urllib.request
 import zipfile
 from dataclasses import replace
 
@@ -129,10 +130,28 @@ def test_bad_downloads(tmp_path, serve):
     cases["has no file UserBehavior.csv"] = ["taobao"]
     serve("kuairand-pure", {"log_standard_1.csv": CLICKS + "1,2,3,soon,0\n"})
     cases["log_standard_1.csv, lines 2 to 2: a time is neither"] = ["kuairand-pure"]
+    path = serve("ml-20m", FILES["ml-20m"], make_tar)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    cases["cannot be unpacked: "] = ["ml-20m"]
     for message, arguments in cases.items():
         with pytest.raises(SystemExit, match=f"^fetch_data: .*{message}"):
             fetch_data.main([*arguments, "--to", str(tmp_path / "to")])
         assert not (tmp_path / "to" / arguments[0]).exists()
+        assert not (tmp_path / "to/checksums.json").exists()
+
+
+def test_a_download_that_ends_early(tmp_path, serve, monkeypatch):
+    path = serve("ml-1m", FILES["ml-1m"])
+    opened = urllib.request.urlopen
+
+    def announce_more(address):
+        remote = opened(address)
+        remote.headers.replace_header("Content-length", "9999")
+        return remote
+
+    monkeypatch.setattr(urllib.request, "urlopen", announce_more)
+    with pytest.raises(ValueError, match=f"ended after {path.stat().st_size} of 9999 bytes"):
+        fetch("ml-1m", tmp_path / "to")
 
 
 @pytest.mark.parametrize("name", DATASETS)

@@ -66,7 +66,7 @@ TIMES = {
     ("3000", "ms"): 3,
     ("3000000", "us"): 3,
     ("1970-01-02", None): 86400,
-    ("1970-01-01 00:00:02.5", None): 2.5,
+    ("1970-01-01 00:00:02.500", None): 2.5,
     ("1970-01-01T01:00:00+01:00", None): 0,
     ("1970-01-02", "ms"): 86400,
 }
@@ -85,6 +85,13 @@ def test_compressed_text(tmp_path):
     (tmp_path / "ratings.csv").write_text(FORMS["ratings.csv"])
     logs = [read_log(tmp_path / name) for name in ("ratings.csv", "ratings.csv.gz")]
     assert logs[0].fingerprint == logs[1].fingerprint
+
+
+def test_a_damaged_compressed_file(tmp_path):
+    path = tmp_path / "ratings.csv.gz"
+    path.write_bytes(gzip.compress((FORMS["ratings.csv"] * 99).encode())[:-20])
+    with pytest.raises(ValueError, match="ratings.csv.gz cannot be decompressed: .* ended before"):
+        read_log(path)
 
 
 @pytest.mark.parametrize("block", [1, 3])
