@@ -31,6 +31,7 @@ from training import (
 )
 
 USERS_AT_A_TIME = 512
+MOST_ITEMS = 40_000  # a matrix of all pairs then takes 13 GB
 DECAYS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 Datasets = dict[str, SequenceDataset]
 
@@ -115,7 +116,12 @@ MODELS = {
 
 
 def measure(datasets: Datasets) -> dict[str, dict[str, Any]]:
-    """Settings and test metrics of each model, fitted without and with the validation events."""
+    """Settings and test metrics of each model, fitted without and with the validation events.
+
+    Raises ValueError if there are more than `MOST_ITEMS` items.
+    """
+    if (found := datasets["train"].log.num_items) > MOST_ITEMS:
+        raise ValueError(f"a log must have at most {MOST_ITEMS:,} items, not {found:,}")
     without, with_valid = (counts(datasets, each) for each in (False, True))
     results = {}
     for name, (fit, decays) in MODELS.items():

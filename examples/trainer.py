@@ -323,6 +323,13 @@ class Trainer(ABC):
                     self.checkpoints, self.settings, self.vocabulary, self.epochs, self._state()
                 )
                 log({name.replace("@", "_"): x for name, x in values.items()}, epoch + 1)
+                shown = "  ".join(
+                    f"{label} {values[f'valid_{name}']:.4f}" for name, label in self.metrics.items()
+                )
+                tqdm.write(
+                    f"{self.name:>9}  epoch {epoch + 1}  loss {values['loss']:.4f}  held-out"
+                    f" {shown}  {values['examples_per_second']:,.0f} examples/s"
+                )
 
     def _fit_epoch(self, epoch: int) -> dict[str, float]:
         """Train for an epoch. Returns the loss, the held-out results, and the speed."""
@@ -330,11 +337,6 @@ class Trainer(ABC):
         loss, examples = self._train_epoch(epoch)
         speed = examples / (time.perf_counter() - begin)
         held_out = self.evaluate("valid", self.average.average)
-        shown = "  ".join(f"{label} {held_out[name]:.4f}" for name, label in self.metrics.items())
-        tqdm.write(
-            f"{self.name:>9}  epoch {epoch + 1}  loss {loss:.4f}  held-out {shown} "
-            f" {speed:,.0f} examples/s"
-        )
         valid = {f"valid_{name}": value for name, value in held_out.items()}
         return {"loss": loss, **valid, "examples_per_second": speed}
 

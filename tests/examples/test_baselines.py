@@ -100,3 +100,9 @@ def test_the_program_prints_and_writes_a_row_of_each_model(tmp_path, capsys):
 def test_bad_input_ends_with_one_line():
     with pytest.raises(SystemExit, match="^baselines: no file or folder nowhere"):
         baselines.main(["--data", "nowhere"])
+
+
+def test_a_log_with_too_many_items_is_refused(datasets, monkeypatch):
+    monkeypatch.setattr(baselines, "MOST_ITEMS", 59)
+    with pytest.raises(ValueError, match="a log must have at most 59 items, not 60"):
+        baselines.measure(datasets)
