@@ -31,8 +31,9 @@ import models
 import numpy as np
 import torch
 from balanced_sampler import BalancedBatchSampler
+from data.forms import add_form_options, form_of
+from data.logs import read_ratings
 from jagged_baseline import BASELINE
-from movielens import read_log
 from padded_layers import PADDED, Padded
 from ranking_data import (
     RankingBatch,
@@ -136,6 +137,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             " given"
         ),
     )
+    add_form_options(parser)
     parser.add_argument(
         "--model",
         dest="head",
@@ -359,7 +361,7 @@ def random_batches(
 
 def log_batches(options: argparse.Namespace) -> tuple[TableSizes, list[RankingBatch]]:
     """Batches of a rating log, drawn at random, and the sizes of their tables."""
-    log = read_log(options.data)
+    log = read_ratings(options.data, form_of(options))
     everything = np.ones(len(log), dtype=bool)
     chunks = make_chunks(log, everything, options.candidates[1], options.history[1])
     dataset = RankingDataset(add_popularity(log, everything), chunks, options.stream[1])

@@ -7,7 +7,7 @@ selective, recent items also predict which items they select next.
 """
 
 import numpy as np
-from movielens import RatingLog
+from data.event_log import RatingLog
 
 
 def generate_log(

@@ -1,8 +1,8 @@
 """Turns a rating log into ranking batches: splits by time, cuts into chunks, builds
 KeyedJaggedTensors.
 
-The task is to predict whether the user likes the item (rating >= `LIKED`), given the user's
-strictly earlier ratings.
+The task is to predict whether the user likes the item (rating >= `LIKED`, if no other threshold is
+given), given the user's strictly earlier ratings.
 
 Each user's timeline is cut into *chunks* of consecutive ratings. The ratings of a chunk are the
 candidates of one row of a batch. They share one history, the ratings before the chunk, so a history
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from movielens import Categorical, RatingLog
+from data.event_log import Categorical, RatingLog
 from published_ids import Vocabulary
 from torch.utils.data import (
     BatchSampler,
@@ -183,15 +183,12 @@ class RankingDataset(Dataset):
         chunks: chunks of the log.
         max_stream: maximum number of ratings in a stream, which are the latest ones before a chunk
             as in its history. 0: no streams.
+        liked: the least rating of an item that the user likes.
     """
 
-    def __init__(self, log: RatingLog, chunks: Chunks, max_stream: int = 0):
-        self.log, self.chunks, self.max_stream, self.first = (
-            log,
-            chunks,
-            max_stream,
-            first_of_equal(log.user),
-        )
+    def __init__(self, log: RatingLog, chunks: Chunks, max_stream: int = 0, liked: float = LIKED):
+        self.log, self.chunks, self.max_stream, self.liked = log, chunks, max_stream, liked
+        self.first = first_of_equal(log.user)
         self.ratings, self.rating_index = np.unique(log.rating, return_inverse=True)
         self.num_ratings, self.num_ages = len(self.ratings), int(np.log2(len(log))) + 1
         self.user_features = {
@@ -216,7 +213,7 @@ class RankingDataset(Dataset):
 
     def labels(self) -> np.ndarray:
         """Whether the candidates of all chunks were liked, bool [candidates]."""
-        return self.log.rating[ranges(self.chunks.start, self.chunks.end)[0]] >= LIKED
+        return self.log.rating[ranges(self.chunks.start, self.chunks.end)[0]] >= self.liked
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -228,7 +225,7 @@ class RankingDataset(Dataset):
         if self.max_stream:
             stream = self._events(np.maximum(self.first[start], end - self.max_stream), end)
         history = self._events(chunks.history_start[pick], end)
-        labels = (self.log.rating[targets] >= LIKED).astype(np.float32)
+        labels = (self.log.rating[targets] >= self.liked).astype(np.float32)
         return self.make_batch(
             self.log.user[start], history, self.log.item[targets], target_lengths, labels, stream
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from movielens import EventLog
+from data.event_log import EventLog
 from published_ids import Vocabulary
 from ranking_data import SPLITS, first_of_equal, keyed, ranges
 from torch.utils.data import Dataset

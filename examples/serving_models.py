@@ -9,7 +9,7 @@ import torch
 import train_dlrm
 import train_hstu
 from checkpoints import Weights
-from movielens import EventLog
+from data.event_log import EventLog
 from ranking_data import RankingDataset, ranges
 from ranking_model import INTERACTIONS, PaddedTargetAttention
 from sequence_data import SequenceDataset

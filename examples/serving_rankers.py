@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from checkpoints import Weights
-from movielens import EventLog
+from data.event_log import EventLog
 from published_ids import Vocabulary
 from ranking_data import Events, RankingDataset, keyed, ranges
 from ranking_model import Inputs, RankingModel

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import trainer
+from data.forms import form_of
+from data.logs import read_ratings
 from generated_log import generate_log
 from models import MODELS, PADDED
-from movielens import read_log
 from ranking_data import (
+    LIKED,
     SPLITS,
     RankingBatch,
     RankingDataset,
@@ -81,6 +83,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=64,
         help="ratings of a stream that see one another",
     )
+    parser.add_argument(
+        "--liked", type=float, help=f"least rating of a liked item; {LIKED:g} if not given"
+    )
     parser.set_defaults(padded=False)
     options = trainer.parse(parser, arguments, at_least_1=("max_stream", "chunk_size"))
     if options.head != "dlrm":
@@ -115,7 +120,7 @@ class Trainer(trainer.Trainer):
     """Trains a ranking model."""
 
     metrics = {"auc": "AUC", "normalized_entropy": "normalised entropy"}
-    own_settings = ("interaction", "parts", "chunk_size", "max_stream", "block_size")
+    own_settings = ("interaction", "parts", "chunk_size", "max_stream", "block_size", "liked")
 
     def make_model(self, device: torch.device) -> RankingModel:
         return make_model(
@@ -141,7 +146,7 @@ def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
     log = (
         generate_log(num_users=options.users, seed=options.seed)
         if options.data is None
-        else read_log(options.data)
+        else read_ratings(options.data, form_of(options))
     )
     part = split_by_time(log)
     log = add_popularity(log, part == SPLITS.index("train"))
@@ -151,6 +156,7 @@ def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
             log,
             make_chunks(log, part == index, options.chunk_size, options.max_history),
             max_stream,
+            LIKED if options.liked is None else options.liked,
         )
         for index, name in enumerate(SPLITS)
     }

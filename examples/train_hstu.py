@@ -1,10 +1,9 @@
 """Trains a next-item model on histories: python examples/train_hstu.py [--data PATH] [--model
 hstu|sasrec] [--compare] [--seeds N]
 
-The data may be a MovieLens log or a sequence file, which has a line per user: the user's id, then
-item ids from oldest to newest. Without --data the log is generated. Writes metrics.json, curves.png
-and a checkpoint per trained model into --out. A run continued with --resume has the same result as
-an uninterrupted run.
+data/logs.py lists the forms of --data. Without it the log is generated. Writes metrics.json,
+curves.png and a checkpoint per trained model into --out. A run continued with --resume has the same
+result as an uninterrupted run.
 
 The last item of each user is the test target, the one before it the validation target. Targets are
 ranked among all items that the user has not chosen before; one that was chosen before is missed.
@@ -20,10 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import trainer
+from data.forms import form_of
+from data.logs import read_log
 from generated_log import generate_log
 from ranking_data import make_loader
 from sequence_data import SequenceBatch, SequenceDataset, Windows, make_datasets
-from sequence_files import read_events
 from sequence_model import (
     ENCODERS,
     SCORES,
@@ -37,6 +37,7 @@ from training import next_item_metrics, positive, rank_unseen
 
 SELECTIVITY = 1.0  # selectivity of the generated users
 BIASES = ("relative_position", "relative_time")  # options of hstu's attention
+COLUMNS = {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10", "mrr": "test MRR"}
 LOSSES = {
     "softmax": "softmax over the target and the sampled items",
     "gbce": "generalised binary cross-entropy of Petrov and Macdonald (2023)",
@@ -210,7 +211,7 @@ def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
     if options.data is None:
         log = generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
     else:
-        log = read_events(options.data)
+        log = read_log(options.data, form_of(options))
     if options.relative_time and log.timestamp is None:
         raise ValueError(
             f"{source}: --relative-time needs timestamps, which the file does not have"
@@ -276,12 +277,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    trainer.main(
-        "train_hstu",
-        run,
-        parse_arguments(arguments),
-        {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10", "mrr": "test MRR"},
-    )
+    trainer.main("train_hstu", run, parse_arguments(arguments), COLUMNS)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,17 @@ from typing import Any
 import sharding
 import torch
 from checkpoints import check_settings, export_weights, find_checkpoint, save_checkpoint
+from data.forms import add_form_options
 from ranking_data import make_loader
 from sharding import OptimizerSpec
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 from tqdm import tqdm
+from trackers import check_tracker, track
 from training import (
     HelpFormatter,
-    add_to_board,
     check_at_least_1,
-    check_tensorboard,
     peak_memory,
     pick_device,
     save_curves,
@@ -35,11 +35,16 @@ from training import (
     seed_epoch,
     seed_number,
     time_steps,
+    with_config,
 )
 
 # Options that must equal those of the checkpoint to resume from it.
 SETTINGS = (
     "data",
+    "columns",
+    "separator",
+    "header",
+    "time_unit",
     "users",
     "seed",
     "batch_size",
@@ -60,15 +65,21 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     between programs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     parser.add_argument("--data", help="log, or its folder; generated if not given")
+    add_form_options(parser)
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument(
         "--compare", action="store_true", help="train all the models and print them side by side"
     )
     parser.add_argument("--out", type=Path, help="folder for metrics, curves and checkpoints")
     parser.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="write the curves to --out/tensorboard too; needs the package tensorboard",
+        "--tracker",
+        metavar="KIND[:PLACE]",
+        help="write the curves by tensorboard[:FOLDER], wandb[:PROJECT] or mlflow[:ADDRESS] too",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="JSON or TOML file with values of options, which the command line overrides",
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoints in --out"
@@ -153,7 +164,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
 def parse(
     parser: argparse.ArgumentParser, arguments: list[str] | None, at_least_1: tuple[str, ...] = ()
 ) -> argparse.Namespace:
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(with_config(parser, arguments))
     sizes = (
         "epochs",
         "seeds",
@@ -299,31 +310,35 @@ class Trainer(ABC):
     def fit(self) -> None:
         """Train the remaining epochs, with a checkpoint after each, or until `patience` epochs in a
         row were not better than the best."""
-        for epoch in range(len(self.epochs), self.options.epochs):
-            if self.options.patience and epoch - self.best_epoch() >= self.options.patience:
-                break
-            begin = time.perf_counter()
-            loss, examples = self._train_epoch(epoch)
-            speed = examples / (time.perf_counter() - begin)
-            held_out = self.evaluate("valid", self.average.average)
-            valid = {f"valid_{name}": value for name, value in held_out.items()}
-            self.epochs.append(
-                {"epoch": epoch + 1, "loss": loss, **valid, "examples_per_second": speed}
-            )
-            if self.best_epoch() == epoch + 1:
-                self.average.keep_as_best()
-            save_checkpoint(
-                self.checkpoints, self.settings, self.vocabulary, self.epochs, self._state()
-            )
-            if self.options.tensorboard and sharding.rank() == 0:
-                add_to_board(self.options.out / "tensorboard" / self.name, self.epochs[-1])
-            values = "  ".join(
-                f"{label} {held_out[name]:.4f}" for name, label in self.metrics.items()
-            )
-            tqdm.write(
-                f"{self.name:>9}  epoch {epoch + 1}  loss {loss:.4f}  held-out {values} "
-                f" {speed:,.0f} examples/s"
-            )
+        tracker = None if sharding.rank() else self.options.tracker
+        with track(tracker, self.options.out, self.name, self.settings) as log:
+            for epoch in range(len(self.epochs), self.options.epochs):
+                if self.options.patience and epoch - self.best_epoch() >= self.options.patience:
+                    break
+                values = self._fit_epoch(epoch)
+                self.epochs.append({"epoch": epoch + 1, **values})
+                if self.best_epoch() == epoch + 1:
+                    self.average.keep_as_best()
+                save_checkpoint(
+                    self.checkpoints, self.settings, self.vocabulary, self.epochs, self._state()
+                )
+                log({name.replace("@", "_"): x for name, x in values.items()}, epoch + 1)
+                shown = "  ".join(
+                    f"{label} {values[f'valid_{name}']:.4f}" for name, label in self.metrics.items()
+                )
+                tqdm.write(
+                    f"{self.name:>9}  epoch {epoch + 1}  loss {values['loss']:.4f}  held-out"
+                    f" {shown}  {values['examples_per_second']:,.0f} examples/s"
+                )
+
+    def _fit_epoch(self, epoch: int) -> dict[str, float]:
+        """Train for an epoch. Returns the loss, the held-out results, and the speed."""
+        begin = time.perf_counter()
+        loss, examples = self._train_epoch(epoch)
+        speed = examples / (time.perf_counter() - begin)
+        held_out = self.evaluate("valid", self.average.average)
+        valid = {f"valid_{name}": value for name, value in held_out.items()}
+        return {"loss": loss, **valid, "examples_per_second": speed}
 
     def best_epoch(self) -> int:
         """The first epoch with the best held-out result, counted from 1; 0 before training."""
@@ -463,8 +478,8 @@ def train_all(
             exist at a time.
         baselines: test metrics of baselines without training, by name.
     """
-    if options.tensorboard:
-        check_tensorboard()
+    if options.tracker is not None:
+        check_tracker(options.tracker)
     runs = {name: seed_variants(own) for name, own in models.items()}
     if options.resume and not any(
         find_checkpoint(own.out / name) for name, seeds in runs.items() for own in seeds

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -54,6 +55,52 @@ def seed_number(text: str) -> int:
     if value >= 2**32:  # seed_epoch multiplies it
         raise argparse.ArgumentTypeError(f"must be below 2**32, not {value}")
     return value
+
+
+def with_config(parser: argparse.ArgumentParser, arguments: list[str] | None) -> list[str]:
+    """The arguments, after those of the file of their option --config. Its keys are names of
+    options, without dashes before them.
+
+    Ends the program with one line if the file cannot be read or has other keys.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(arguments)[0].config
+    if path is None:
+        return arguments
+    try:
+        values = read_config(path)
+    except (OSError, ValueError) as error:
+        parser.error(f"--config {path}: {error}")
+    found = []
+    for key, value in values.items():
+        option = f"--{key.replace('_', '-')}"
+        action = parser._option_string_actions.get(option)
+        if action is None or option in ("--config", "--help"):
+            parser.error(f"--config {path}: there is no option {key!r}")
+        if isinstance(value, bool) and action.nargs == 0:
+            off = f"--no-{option[2:]}"
+            found += [option] if value else [off] if off in action.option_strings else []
+        elif isinstance(value, list):
+            found += [option, *map(str, value)]
+        elif value is not None:
+            found.append(f"{option}={value}")
+    return found + arguments
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The values of a JSON or TOML file. Raises ValueError if it has none."""
+    if path.suffix == ".toml":
+        try:
+            import tomllib
+        except ImportError as error:
+            raise ValueError("TOML needs Python 3.11; give JSON") from error
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"expected an object of options, not {type(values).__name__}")
+    return values
 
 
 def positive(text: str) -> float:
@@ -192,27 +239,6 @@ def save_curves(
     path: Path, curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC"
 ) -> None:
     write_atomically(path, lambda file: draw_curves(curves, metric, label).savefig(file, dpi=120))
-
-
-def check_tensorboard() -> None:
-    """ValueError unless the package is installed."""
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "--tensorboard needs the package tensorboard, which is not installed"
-        ) from error
-
-
-def add_to_board(folder: Path, epoch: dict[str, float]) -> None:
-    """Add the values of an epoch to TensorBoard's files in the folder. A resumed run goes on in a
-    file of its own."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder)) as board:
-        for name, value in epoch.items():
-            if name != "epoch":
-                board.add_scalar(name.replace("@", "_"), value, int(epoch["epoch"]))
 
 
 PICTURE_STYLE = Path(__file__).with_name("pictures.mplstyle")

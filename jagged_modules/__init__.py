@@ -10,6 +10,7 @@ from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers the containers
 from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
+from .containers.collate import collate
 from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .graphed import graphed
@@ -78,6 +79,7 @@ __all__ = [
     "UnitParameters",
     "backward_workspace",
     "batch_invariant",
+    "collate",
     "compare_padded",
     "debug_checks",
     "graphed",

@@ -113,6 +113,40 @@ def test_requests_and_answers_have_the_ids_of_the_log(tmp_path, name, users):
         running.stop()
 
 
+@every_program
+def test_a_log_with_columns_of_other_names(tmp_path, name):
+    """Is read in the same way by training, by a run that goes on, and by the server."""
+    rows = "".join(
+        f"{1000 * time};{item};{user};{int(rating > 2)}\n"
+        for user, item, rating, time in rows_of(USERS["text"], [f"i{n}" for n in range(40)])
+    )
+    log = tmp_path / "clicks.txt"
+    log.write_text("ms;what;who;clicked\n" + rows, encoding="utf-8")
+    form = ["--columns", "user=who", "item=what", "rating=clicked", "time=ms", "--time-unit", "ms"]
+    form += ["--separator", ";", *(["--liked", "1"] if name == "attention" else [])]
+    weights = load_weights(train(name, tmp_path / "out", log, *form))
+    train(name, tmp_path / "out", log, *form, "--epochs", "2", "--resume")
+    assert weights.vocabulary.names["user"] == sorted(USERS["text"])
+    running = Running(Service(make_ranker(weights, CPU, CACHE), LIMITS))
+    try:
+        found = running.client.get("/users/u3", params={"candidates": ["i5"]}).json()
+        items = [event["item"] for event in found["events"]] + found["held_out"]
+        assert items == [
+            row.split(";")[1] for row in rows.splitlines() if row.split(";")[2] == "u3"
+        ]
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize("columns", [["rating=3"], ["time=4"], []], ids=str)
+def test_a_ranking_model_needs_ratings_and_times(tmp_path, columns):
+    log = write(tmp_path, rows_of(range(12)))
+    with pytest.raises(
+        SystemExit, match="train_dlrm: .*u.data: a ranking model needs a column of ratings and one"
+    ):
+        train("attention", tmp_path / "out", log, "--columns", "user=1", "item=2", *columns)
+
+
 OTHER_LOGS = {  # of as many users, items and events
     "other users": rows_of(range(2, 14)),
     "other items": rows_of(range(1, 13), [*range(39), 99]),

@@ -3,10 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from data.event_log import EventLog, RatingLog
 from generated_log import generate_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from movielens import EventLog, RatingLog
 from ranking_data import make_loader
 from sequence_data import (
     NUM_INTERVALS,

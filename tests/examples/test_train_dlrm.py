@@ -153,7 +153,7 @@ def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
         (["--data", "nowhere"], "train_dlrm: no file or folder nowhere"),
         (["--resume"], "--resume: no checkpoint attention in"),
         (["--bf16"], "--bf16 needs a GPU"),
-        (["--data", ""], "train_dlrm: no rating log in "),
+        (["--data", ""], "train_dlrm: no log in "),
     ],
 )
 def test_bad_input_ends_with_one_line_and_writes_nothing(tmp_path, arguments, message):

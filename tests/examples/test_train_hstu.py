@@ -65,27 +65,6 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(
     assert_equal_checkpoints(tmp_path / "whole" / "hstu", tmp_path / "parts" / "hstu")
 
 
-def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics = train(tmp_path, "--tensorboard")
-    train(tmp_path, "--tensorboard", "--epochs", "3", "--resume")
-    board = EventAccumulator(str(tmp_path / "tensorboard" / "hstu")).Reload()
-    losses = [epoch["loss"] for epoch in metrics["results"]["hstu"]["epochs"]]
-    assert [event.step for event in board.Scalars("loss")] == [1, 2, 3]
-    assert [event.value for event in board.Scalars("loss")][:2] == pytest.approx(losses)
-    assert {"loss", "valid_ndcg_10", "examples_per_second"} <= set(board.Tags()["scalars"])
-
-
-def test_tensorboard_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        SystemExit, match="^train_hstu: --tensorboard needs the package tensorboard"
-    ):
-        train(tmp_path, "--tensorboard")
-
-
 @pytest.mark.slow
 def test_learns_more_than_popularity(tmp_path):
     log = generate_log(
@@ -280,7 +259,7 @@ def test_relative_time_needs_timestamps(tmp_path):
         (["--data", "nowhere"], "train_hstu: no file or folder nowhere"),
         (["--resume"], "--resume: no checkpoint hstu in"),
         (["--bf16"], "--bf16 needs a GPU"),
-        (["--data", ""], "train_hstu: no rating log in "),
+        (["--data", ""], "train_hstu: no log in "),
         (["--max-history", "0"], "^2$"),
         (["--temperature", "0"], "^2$"),
         (["--relative-time", "-1"], "--relative-time must not be negative, not -1"),

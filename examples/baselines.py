@@ -1,0 +1,166 @@
+"""Measures next-item models that are not trained: python examples/baselines.py [--data PATH] [--out
+FILE]
+
+Popularity, item-kNN (cosine similarity) and EASE (Steck 2019, arXiv:1905.03375), with the split and
+the ranking of train_hstu.py. With a decay, older items of a user count less. Each model is fitted
+to the training events, and to the validation events too. Its parameters are those with the best
+validation NDCG@10 when it is fitted to the training events.
+"""
+
+import argparse
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import trainer
+from data.forms import add_form_options
+from ranking_data import make_loader
+from sequence_data import SequenceDataset
+from torch.nn import functional
+from train_hstu import COLUMNS, load_datasets
+from training import (
+    HelpFormatter,
+    check_at_least_1,
+    next_item_metrics,
+    rank_unseen,
+    save_json,
+    seed_number,
+)
+
+USERS_AT_A_TIME = 512
+MOST_ITEMS = 40_000  # a matrix of all pairs then takes 13 GB
+DECAYS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+Datasets = dict[str, SequenceDataset]
+
+
+def counts(datasets: Datasets, with_valid: bool) -> torch.Tensor:
+    """How often items were chosen by the same user, float64 [items, items]. An item that a user
+    chose twice counts once."""
+    log, held_out = datasets["train"].log, ("test",) if with_valid else ("valid", "test")
+    fitted = np.ones(len(log), dtype=bool)
+    for name in held_out:
+        fitted[datasets[name].windows.end] = False
+    events = torch.from_numpy(np.unique(np.stack([log.user, log.item])[:, fitted], axis=1))
+    total = torch.zeros(log.num_items, log.num_items, dtype=torch.float64)
+    for first in range(0, log.num_users, USERS_AT_A_TIME):
+        near = (events[0] >= first) & (events[0] < first + USERS_AT_A_TIME)
+        user, item = events[0, near] - first, events[1, near]
+        chosen = torch.sparse_coo_tensor(
+            torch.stack([item, user]),
+            torch.ones(len(item), dtype=torch.float64),
+            (log.num_items, USERS_AT_A_TIME),
+            check_invariants=False,
+        )
+        total += torch.sparse.mm(chosen, chosen.to_dense().T)
+    return total
+
+
+def similarity(together: torch.Tensor, neighbours: int, shrink: float) -> torch.Tensor:
+    """Item-kNN: cosines, shrunk towards 0 if few users chose the item, of the nearest `neighbours`
+    of each item, [items, items]."""
+    norm = together.diagonal().clamp(min=1).sqrt()
+    cosine = together / (norm[:, None] * norm + shrink)
+    cosine.fill_diagonal_(0)
+    nearest = cosine.topk(min(neighbours, len(cosine)), dim=0)
+    return torch.zeros_like(cosine).scatter_(0, nearest.indices, nearest.values)
+
+
+def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
+    """EASE: the linear model of each item by the others with the least squared error + penalty *
+    squared weights, [items, items]."""
+    inverse = torch.linalg.inv(together + penalty * torch.eye(len(together), dtype=torch.float64))
+    weights = inverse / -inverse.diagonal()
+    return weights.fill_diagonal_(0)
+
+
+def popularity(together: torch.Tensor) -> torch.Tensor:
+    """The number of users of each item, for whatever a user chose, [items, items]."""
+    return together.diagonal().expand_as(together)
+
+
+def evaluate(dataset: SequenceDataset, matrix: torch.Tensor, decay: float) -> dict[str, float]:
+    """Metrics of scores that are the sum of the rows of a user's items in `matrix` [items, items],
+    each times decay to the power of how many events of the user followed its last choice."""
+    ranks = []
+    for batch in make_loader(dataset, USERS_AT_A_TIME):
+        seen = batch.seen["seen"]
+        lengths = seen.lengths().long()
+        row = torch.arange(len(lengths)).repeat_interleave(lengths)
+        age = seen.offsets()[1:][row] - 1 - torch.arange(len(row))
+        place = row * len(matrix) + seen.values()
+        latest = torch.full((len(lengths) * len(matrix),), len(row)).scatter_reduce_(
+            0, place, age, "amin"
+        )
+        weights = decay ** age.to(matrix.dtype) * (age == latest[place])
+        scores = functional.embedding_bag(
+            seen.values(), matrix, seen.offsets()[:-1], mode="sum", per_sample_weights=weights
+        )
+        ranks.append(rank_unseen(scores, batch.next_items(), seen))
+    return next_item_metrics(torch.cat(ranks))
+
+
+GRID = {  # values of the parameters, besides the decay
+    popularity: {},
+    similarity: {"neighbours": (20, 50, 100, 200), "shrink": (0, 10, 50)},
+    ease: {"penalty": (10, 30, 100, 300, 1000, 3000)},
+}
+MODELS = {
+    "popularity": (popularity, DECAYS[:1]),
+    "item-kNN": (similarity, DECAYS),
+    "EASE": (ease, DECAYS[:1]),
+    "EASE, decay": (ease, DECAYS[1:]),
+}
+
+
+def measure(datasets: Datasets) -> dict[str, dict[str, Any]]:
+    """Settings and test metrics of each model, fitted without and with the validation events.
+
+    Raises ValueError if there are more than `MOST_ITEMS` items.
+    """
+    if (found := datasets["train"].log.num_items) > MOST_ITEMS:
+        raise ValueError(f"a log must have at most {MOST_ITEMS:,} items, not {found:,}")
+    without, with_valid = (counts(datasets, each) for each in (False, True))
+    results = {}
+    for name, (fit, decays) in MODELS.items():
+        grid, best = GRID[fit], (-1.0, {}, 1.0)
+        for values in product(*grid.values()):
+            settings = dict(zip(grid, values))
+            matrix = fit(without, **settings)
+            for decay in decays:
+                found = evaluate(datasets["valid"], matrix, decay)["ndcg@10"]
+                best = max(best, (found, settings, decay), key=lambda each: each[0])
+        _, settings, decay = best
+        for label, together in ((name, without), (f"{name}, fitted to validation", with_valid)):
+            test = evaluate(datasets["test"], fit(together, **settings), decay)
+            results[label] = {"settings": {**settings, "decay": decay}, "test": test}
+    return results
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    parser.add_argument("--data", help="log, or its folder; generated if not given")
+    add_form_options(parser)
+    parser.add_argument("--users", type=int, default=800, help="users of the generated log")
+    parser.add_argument("--seed", type=seed_number, default=0, help="seed of the generated log")
+    parser.add_argument("--out", type=Path, help="file for the metrics; none if not given")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.set_defaults(max_history=1, intervals=False, relative_time=0)
+    options = parser.parse_args(arguments)
+    check_at_least_1(parser, options, ("users", "threads"))
+    torch.set_num_threads(options.threads)
+    try:
+        results = measure(load_datasets(options))
+    except (ValueError, OSError) as error:
+        sys.exit(f"baselines: {error}")
+    trainer.print_table({"results": results}, COLUMNS)
+    if options.out is not None:
+        save_json(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Event logs: `logs` reads them, `datasets` downloads published ones."""
