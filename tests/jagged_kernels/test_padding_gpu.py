@@ -6,7 +6,7 @@ from torch import library
 
 from jagged_modules import functional as F
 
-from .fixtures.padding import SHAPES, by_lengths, calls
+from .fixtures.padding import SHAPES, by_lengths, calls, every_function
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -41,6 +41,17 @@ def test_no_synchronisation_and_equal_runs(assert_no_synchronisation, offsets):
         first = step()
         assert_no_synchronisation(step)
         assert all(map(torch.equal, first, step()))
+
+
+def test_graphs_of_inductor(offsets):
+    torch._dynamo.reset()
+    graph = torch.compile(every_function, fullgraph=True, dynamic=True)
+    for lengths, width in ((MANY, 200), ([40, 2], 9), ([2, 3, 0, 4, 7], 4)):
+        of_rows = offsets(lengths, "cuda")
+        x = torch.randn(sum(lengths), 24, device="cuda", requires_grad=True)
+        outs = [f(x, of_rows, width) for f in (graph, every_function)]
+        torch.testing.assert_close(*outs)
+        torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), x) for out in outs))
 
 
 @pytest.mark.large_memory
