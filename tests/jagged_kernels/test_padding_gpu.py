@@ -70,12 +70,12 @@ def test_more_than_two_to_the_31_elements(offsets):
 def test_operators_pass_opcheck(offsets):
     from jagged_kernels.rows import padding
 
-    x = torch.randn(7, 4, device="cuda", requires_grad=True)
+    x, z = (torch.randn(7, 4, device="cuda", requires_grad=True) for _ in range(2))
     y = torch.randn(3, 2, 4, device="cuda", requires_grad=True)
     of_rows = offsets([2, 0, 3], "cuda")
     for operator, given in (
         (padding.triton_jagged_to_padded, (x, None, of_rows, 2, 1.5, True, True)),
-        (padding.triton_jagged_to_padded, (x, x * 2, of_rows, 2)),
+        (padding.triton_jagged_to_padded, (x, z, of_rows, 2)),
         (padding.triton_padded_to_jagged, (y, of_rows, 7, True)),
         (padding.triton_jagged_dense, (x, y, of_rows, True)),
         (padding.triton_jagged_dense, (x, y, of_rows, False)),
