@@ -6,7 +6,7 @@ from torch import library
 
 from jagged_modules import functional as F
 
-from .fixtures.padding import SHAPES, by_lengths, calls
+from .fixtures.padding import SHAPES, by_lengths, calls, every_function
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -43,6 +43,17 @@ def test_no_synchronisation_and_equal_runs(assert_no_synchronisation, offsets):
         assert all(map(torch.equal, first, step()))
 
 
+def test_graphs_of_inductor(offsets):
+    torch._dynamo.reset()
+    graph = torch.compile(every_function, fullgraph=True, dynamic=True)
+    for lengths, width in ((MANY, 200), ([40, 2], 9), ([2, 3, 0, 4, 7], 4)):
+        of_rows = offsets(lengths, "cuda")
+        x = torch.randn(sum(lengths), 24, device="cuda", requires_grad=True)
+        outs = [f(x, of_rows, width) for f in (graph, every_function)]
+        torch.testing.assert_close(*outs)
+        torch.testing.assert_close(*(torch.autograd.grad(out.sin().sum(), x) for out in outs))
+
+
 @pytest.mark.large_memory
 def test_more_than_two_to_the_31_elements(offsets):
     length = 2**31 // 512 + 100
@@ -59,12 +70,12 @@ def test_more_than_two_to_the_31_elements(offsets):
 def test_operators_pass_opcheck(offsets):
     from jagged_kernels.rows import padding
 
-    x = torch.randn(7, 4, device="cuda", requires_grad=True)
+    x, z = (torch.randn(7, 4, device="cuda", requires_grad=True) for _ in range(2))
     y = torch.randn(3, 2, 4, device="cuda", requires_grad=True)
     of_rows = offsets([2, 0, 3], "cuda")
     for operator, given in (
         (padding.triton_jagged_to_padded, (x, None, of_rows, 2, 1.5, True, True)),
-        (padding.triton_jagged_to_padded, (x, x * 2, of_rows, 2)),
+        (padding.triton_jagged_to_padded, (x, z, of_rows, 2)),
         (padding.triton_padded_to_jagged, (y, of_rows, 7, True)),
         (padding.triton_jagged_dense, (x, y, of_rows, True)),
         (padding.triton_jagged_dense, (x, y, of_rows, False)),

@@ -8,7 +8,7 @@ from torch.autograd import gradgradcheck
 
 from jagged_modules import functional as F
 
-from ..fixtures.padding import SHAPES, by_lengths, calls
+from ..fixtures.padding import SHAPES, by_lengths, calls, every_function
 
 DTYPES = [torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.bool]
 
@@ -104,17 +104,11 @@ def test_graphs_of_any_size(by_kernels, offsets):
         graphs.append(graph.code)
         return graph.forward
 
-    def function(x, of_rows, width):
-        padded = F.jagged_to_padded(x, of_rows, width, 0.5, side="left")
-        x = F.jagged_dense_mul(x, padded, of_rows)
-        x = F.jagged_dense_add(x, padded, of_rows)
-        return F.padded_to_jagged(padded, of_rows, x.shape[0]) + x
-
     torch._dynamo.reset()
-    graph = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    graph = torch.compile(every_function, backend=backend, fullgraph=True, dynamic=True)
     for lengths, width in (([3, 2, 5], 6), ([40, 2], 9), ([2, 3, 0, 4, 7], 4)):
         x = torch.randn(sum(lengths), 3, requires_grad=True)
-        outs = [by_kernels(f, x, offsets(lengths), width) for f in (graph, function)]
+        outs = [by_kernels(f, x, offsets(lengths), width) for f in (graph, every_function)]
         assert torch.equal(*outs)
         grads = [torch.autograd.grad(out.sin().sum(), x)[0] for out in outs]
         assert torch.equal(*grads)
