@@ -55,6 +55,13 @@ def dropout_of_head(seed_ptr, threshold, head, start):
 
 
 @triton.jit
+def of_other_head(dropout, head, start):
+    """The Dropout of a head and a segment, from that of head 0, without another load."""
+    key, start = dropout.key ^ tl.cast(head, tl.uint32), tl.cast(start, tl.uint32)
+    return Dropout(key, dropout.high, start, dropout.threshold, dropout.factor)
+
+
+@triton.jit
 def _counters(first, places):
     """first + places without bit 3, modulo 2^32. LLVM removes a bit of equal places by `&` in ways
     that it does not find equal."""

@@ -109,12 +109,14 @@ def compile_hopper_attention(
     config=None,
     page_rows=None,
     packed=False,
+    dropout=False,
 ):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. bias: a
     BiasKind, whose tables have gradients. config: another launch configuration. page_rows: of the
     forward's keys; None: they are not in pages. packed: dq, dk and dv are parts of one tensor.
+    dropout: weights are dropped.
     """
     kernel = {
         "fwd": forward.attention_fwd_hopper_kernel,
@@ -144,11 +146,12 @@ def compile_hopper_attention(
     constants |= {} if page_rows else dict(page_table_ptr=None)
     absent = set(Arguments._fields) - READ - READ_BY[name] - ({"grad_stride"} if packed else set())
     absent |= set() if mask else {"num_targets_ptr"}
+    absent -= {"seed_ptr", "threshold"} if dropout else set()
     absent |= {"next_tile_ptr"} if name == "fwd" and not config.dynamic_tiles else set()
     types = dict(
         lse_ptr="*fp32", delta_ptr="*fp32", added_ptr="*i32",
         next_tile_ptr="*i32", page_table_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32",
-        num_tiles_ptr="*i32",
+        num_tiles_ptr="*i32", seed_ptr="*i64", threshold="fp32",
     )  # fmt: skip
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
     types |= dict(grad_stride="i32")

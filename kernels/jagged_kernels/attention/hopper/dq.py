@@ -75,7 +75,16 @@ from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .bias import bias_block, bias_of_queries, make_ranges
 from .bias_sums import add_to_tables, make_scratch, sums_of_tile
-from .scores import Position, QueryRows, minus_delta, row_stats, visible_keys, weights
+from .scores import (
+    Position,
+    QueryRows,
+    drop_by_queries,
+    dropout_of_queries,
+    minus_delta,
+    row_stats,
+    visible_keys,
+    weights,
+)
 from .tile_source import (
     consume_waves,
     consumer_visits,
@@ -139,7 +148,8 @@ def _dq_block(
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
-    dp = minus_delta(warpgroup_mma_wait(0, deps=(dp,)), rows.delta[:, None], OPTIONS)
+    dp = drop_by_queries(warpgroup_mma_wait(0, deps=(dp,)), rows.dropout, position.column)
+    dp = minus_delta(dp, rows.delta[:, None], OPTIONS)
     release(rings.v, step)
     ds = dact * dp
     if MASKED:
@@ -161,8 +171,9 @@ def _rows_of_block(rows, rings, wave):
     and dO through a loop: each block computes them."""
     if rings.q.buffers.shape[3] > 128:
         return QueryRows(
-            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), rows.lse, rows.delta
-        )
+            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave),
+            rows.lse, rows.delta, rows.dropout,
+        )  # fmt: skip
     else:
         return rows
 
@@ -201,17 +212,24 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     num_keys = gl.where(masked > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, BLOCK)
     tail = Tail(rings.tail, tail_phase)
     if num_rows > 0:
+        dropout = None
+        if scales.seed_ptr is not None:
+            dropout = dropout_of_queries(scales, tile, first, OPTIONS)
         lse = gl.arange(0, WARPGROUP_ROWS, layout=STATS)
         delta = lse
         if OPTIONS.activation is None:
             lse, delta, offsets, real = row_stats(kernel, rings.do, wave, tile, first, 0.0, OPTIONS)
+            if dropout is not None:  # dS is then without the factor of the weights that are kept
+                delta /= dropout.factor
             gl.store(kernel.args.delta_ptr + offsets, delta, mask=real)
         consumer_wait(rings.q, wave)
         consumer_wait(rings.do, wave)
         acc = zero_parts(WIDTH, OPTIONS.head_dim)
         row = first + tile.kv_len - tile.q_len
         scale = score_factor(scales.scale, OPTIONS.activation)
-        rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
+        rows = QueryRows(
+            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta, dropout
+        )
         bias, sums = None, None
         if OPTIONS.bias is not None:
             bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
@@ -231,10 +249,12 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
                 )  # fmt: skip
             else:
                 skip_key_block(rings.k, rings.v, step + number, num_left, tail, consumer, CONSUMERS)
-        rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
+        rows = QueryRows(
+            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta, dropout
+        )
         for number in range(masked, visited):
             column = 0
-            if OPTIONS.bias is not None:
+            if OPTIONS.bias is not None or dropout is not None:
                 column = visited_block(number, blocks) * BLOCK
             position = Position(row, column, BLOCK, first_target)
             acc = _dq_block(

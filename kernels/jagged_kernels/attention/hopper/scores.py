@@ -22,6 +22,7 @@ from ...common.pipeline import (
     vector_layout,
     wait_until_empty,
 )
+from ..dropout import Dropout, dropout_of_head, is_kept, of_other_head
 from ..mask import is_visible, visible_columns
 
 
@@ -36,23 +37,28 @@ class Position(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """A consumer's rows of a tile of queries: q and dO in shared memory, and with softmax lse and
-    delta in registers."""
+    """A consumer's rows of a tile of queries: q and dO in shared memory, with softmax lse and delta
+    in registers, and dropout_of_queries."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     lse: gl.tensor
     delta: gl.tensor
+    dropout: Dropout = None
 
 
 class QueryBlock(NamedTuple):
     """A block of query rows that a tile of keys visits: the first one, its column, number of rows
-    from there on in the segment, and the segment's first target column."""
+    from there on in the segment, the segment's first target column, the
+    Dropout of head 0, or None, and if there is one, the segment's first row and the query head."""
 
     first: gl.tensor
     column: gl.tensor
     num_rows: gl.tensor
     first_target: gl.tensor
+    dropout: Dropout = None
+    start: gl.tensor = None
+    head: gl.tensor = None
 
 
 # -- P and dS --------------------------------------------------------------------------------------
@@ -117,6 +123,51 @@ def visible_rows(column, rows, MASK: gl.constexpr, BLOCK: gl.constexpr, L: gl.co
     row_columns = rows.column + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))[None, :]
     seen = visible_columns(row_columns, rows.first_target, MASK)
     return is_visible(key_columns, row_columns, seen, MASK)
+
+
+# -- dropout ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def dropout_of_queries(args, tile, first, OPTIONS: gl.constexpr):
+    """The Dropout of a tile's query rows, counted from the `first` one of the segment on."""
+    start = first
+    if not OPTIONS.local_rows:
+        start = tile.q_start + first
+    return dropout_of_head(args.seed_ptr, args.threshold, tile.head, start)
+
+
+@gluon.jit
+def drop_by_queries(x, dropout, column):
+    """x of the consumer's rows and the keys from `column` on, 0 where `dropout`, of these rows,
+    drops the weight; x if it is None."""
+    if dropout is None:
+        return x
+    else:
+        L: gl.constexpr = x.type.layout
+        rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))[:, None]
+        columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))[None, :]
+        return gl.where(is_kept(dropout, rows, columns, column=column), x, 0.0)
+
+
+@gluon.jit
+def drop_by_keys(x, column, rows, OPTIONS: gl.constexpr):
+    """As drop_by_queries, of the consumer's keys from `column` on and a QueryBlock: transposed, as
+    the scores are."""
+    if rows.dropout is None:
+        return x
+    else:
+        L: gl.constexpr = x.type.layout
+        keys = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))[:, None]
+        places = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))[None, :]
+        first, start = rows.first, rows.start
+        if OPTIONS.kv_shared:  # rows of the batch: a chunk of them may begin anywhere
+            places += (start + first).to(gl.int32)
+            first, start = 0, 0
+        elif OPTIONS.local_rows:
+            start = 0
+        dropout = of_other_head(rows.dropout, rows.head, start)
+        return gl.where(is_kept(dropout, places, keys, first, column), x, 0.0)
 
 
 # -- lse and delta ---------------------------------------------------------------------------------
