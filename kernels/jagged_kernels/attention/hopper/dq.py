@@ -148,7 +148,7 @@ def _dq_block(
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
-    dp = drop_by_queries(warpgroup_mma_wait(0, deps=(dp,)), rows.dropout, position.column)
+    dp = drop_by_queries(warpgroup_mma_wait(0, deps=(dp,)), position)
     dp = minus_delta(dp, rows.delta[:, None], OPTIONS)
     release(rings.v, step)
     ds = dact * dp
@@ -171,9 +171,8 @@ def _rows_of_block(rows, rings, wave):
     and dO through a loop: each block computes them."""
     if rings.q.buffers.shape[3] > 128:
         return QueryRows(
-            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave),
-            rows.lse, rows.delta, rows.dropout,
-        )  # fmt: skip
+            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), rows.lse, rows.delta
+        )
     else:
         return rows
 
@@ -227,9 +226,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         acc = zero_parts(WIDTH, OPTIONS.head_dim)
         row = first + tile.kv_len - tile.q_len
         scale = score_factor(scales.scale, OPTIONS.activation)
-        rows = QueryRows(
-            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta, dropout
-        )
+        rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
         bias, sums = None, None
         if OPTIONS.bias is not None:
             bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
@@ -241,7 +238,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             column = key_block * BLOCK
             num_left = tile.kv_len - column
             if consumer_visits(tile, key_block, key_blocks, consumer, OPTIONS, BLOCK):
-                position = Position(row, column, num_left, first_target)
+                position = Position(row, column, num_left, first_target, dropout)
                 acc = _dq_block(
                     _rows_of_block(rows, rings, wave), rings, step + number,
                     number + 1 < visited, acc, position, scale,
@@ -249,14 +246,12 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
                 )  # fmt: skip
             else:
                 skip_key_block(rings.k, rings.v, step + number, num_left, tail, consumer, CONSUMERS)
-        rows = QueryRows(
-            opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta, dropout
-        )
+        rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
         for number in range(masked, visited):
             column = 0
             if OPTIONS.bias is not None or dropout is not None:
                 column = visited_block(number, blocks) * BLOCK
-            position = Position(row, column, BLOCK, first_target)
+            position = Position(row, column, BLOCK, first_target, dropout)
             acc = _dq_block(
                 _rows_of_block(rows, rings, wave), rings, step + number, number + 1 < visited,
                 acc, position, scale, tables, tail, consumer, OPTIONS, False,

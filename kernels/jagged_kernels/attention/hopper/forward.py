@@ -234,7 +234,7 @@ def _first_block(
         gl.convert_layout(state.row_max, gl.SliceLayout(1, L)), state.row_sum, state.acc
     )
     p, state, _ = attention_weights(scores, position, state, visit.scale, OPTIONS, True)
-    p = drop_by_queries(p, visit.dropout, position.column)
+    p = drop_by_queries(p, position)
     if has_tail:
         wait_for_tail(visit.tail)
     return to_mma_operand(p, rings.v.buffers.dtype, WIDTH), state
@@ -260,7 +260,7 @@ def _next_block(
     scores = warpgroup_mma_wait(len(acc), deps=(scores,))
     release(rings.k, step)
     new_p, state, rescale = attention_weights(scores, position, state, visit.scale, OPTIONS, MASKED)
-    new_p = drop_by_queries(new_p, visit.dropout, position.column)
+    new_p = drop_by_queries(new_p, position)
     new_p = to_mma_operand(new_p, k.dtype, rings.v.buffers.shape[3])
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
@@ -329,7 +329,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     )
     if num_keys <= BLOCK // 2:
         rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-        position = Position(row, column, num_keys, first_target)
+        position = Position(row, column, num_keys, first_target, visit.dropout)
         half, first = _first_block(
             rows, rings, visit, position, state, consumer, OPTIONS, BLOCK // 2
         )
@@ -339,7 +339,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
                 wait_until_full(rings.k, step + begun)
             column = visited_block(begun, blocks) * BLOCK
             rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-            position = Position(row, column, kv_len - column, first_target)
+            position = Position(row, column, kv_len - column, first_target, visit.dropout)
             MASKED: gl.constexpr = OPTIONS.mask is not None
             p, state = _next_block(
                 rows, rings, visit, begun, count > begun + 1, position, half, state, OPTIONS, MASKED
@@ -350,7 +350,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
         begun += 1
     else:
         rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-        position = Position(row, column, num_keys, first_target)
+        position = Position(row, column, num_keys, first_target, visit.dropout)
         p, state = _first_block(rows, rings, visit, position, state, consumer, OPTIONS, BLOCK)
         if not SOFTMAX:
             wait_until_full(rings.k, step + begun, count > begun)
@@ -358,7 +358,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
         rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
         for number in range(begun, masked):
             column = visited_block(number, blocks) * BLOCK
-            position = Position(row, column, kv_len - column, first_target)
+            position = Position(row, column, kv_len - column, first_target, visit.dropout)
             p, state = _next_block(
                 rows, rings, visit, number, number + 1 < count, position, p, state, OPTIONS, True
             )
@@ -367,7 +367,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
         column = 0
         if OPTIONS.bias is not None or visit.dropout is not None:
             column = visited_block(number, blocks) * BLOCK
-        position = Position(row, column, BLOCK, first_target)
+        position = Position(row, column, BLOCK, first_target, visit.dropout)
         p, state = _next_block(
             rows, rings, visit, number, number + 1 < count, position, p, state, OPTIONS, False
         )

@@ -28,23 +28,24 @@ from ..mask import is_visible, visible_columns
 
 class Position(NamedTuple):
     """Where a consumer's block of scores lies: column of its first row, first column, number of
-    keys from there on in the segment, and the segment's first target column."""
+    keys from there on in the segment, the segment's first target column, and dropout_of_queries or
+    None."""
 
     row: gl.tensor
     column: gl.tensor
     num_keys: gl.tensor
     first_target: gl.tensor
+    dropout: Dropout = None
 
 
 class QueryRows(NamedTuple):
-    """A consumer's rows of a tile of queries: q and dO in shared memory, with softmax lse and delta
-    in registers, and dropout_of_queries."""
+    """A consumer's rows of a tile of queries: q and dO in shared memory, and with softmax lse and
+    delta in registers."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     lse: gl.tensor
     delta: gl.tensor
-    dropout: Dropout = None
 
 
 class QueryBlock(NamedTuple):
@@ -138,16 +139,16 @@ def dropout_of_queries(args, tile, first, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def drop_by_queries(x, dropout, column):
-    """x of the consumer's rows and the keys from `column` on, 0 where `dropout`, of these rows,
-    drops the weight; x if it is None."""
-    if dropout is None:
+def drop_by_queries(x, position):
+    """x, 0 where dropout drops the weight."""
+    if position.dropout is None:
         return x
     else:
         L: gl.constexpr = x.type.layout
         rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))[:, None]
         columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))[None, :]
-        return gl.where(is_kept(dropout, rows, columns, column=column), x, 0.0)
+        kept = is_kept(position.dropout, rows, columns, column=position.column)
+        return gl.where(kept, x, 0.0)
 
 
 @gluon.jit
