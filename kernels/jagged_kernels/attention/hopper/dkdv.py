@@ -68,7 +68,7 @@ from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activati
 from .bias import bias_block, bias_of_keys, make_ranges
 from .scores import (
     QueryBlock,
-    drop_by_keys,
+    drop_gradient,
     lanes_of_block,
     make_stats,
     minus_delta,
@@ -269,10 +269,10 @@ def _dkdv_block(
     dp = mma_abt(keys.v, do)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
-    p = to_mma_operand(drop_by_keys(p, keys.column, rows, OPTIONS), do.dtype, WIDTH)
+    p = to_mma_operand(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    dp = drop_by_keys(dp, keys.column, rows, OPTIONS)
+    dp, dact = drop_gradient(dp, dact, rows, OPTIONS)
     dp = minus_delta(dp, stats_of_step(rings.delta, step, L, OPTIONS), OPTIONS)
     ds = to_mma_operand(dact * dp, q.dtype, WIDTH)
     dk = warpgroup_mma(ds, q, dk, is_async=True)

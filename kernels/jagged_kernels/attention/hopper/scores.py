@@ -90,13 +90,15 @@ def weights_of_keys(
     scores, rings, step, column, rows, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr
 ):
     """`weights` of the keys from `column` on and the query block of a step, 0 where the rows do not
-    see the keys."""
+    see the keys or dropout drops the weight (_drop_by_keys)."""
     L: gl.constexpr = scores.type.layout
     lse = stats_of_step(rings.lse, step, L, OPTIONS)
     p, dact = weights(scores, lse, scale, OPTIONS)
     if MASKED and OPTIONS.mask is not None:
         visible = visible_rows(column, rows, OPTIONS.mask, scores.shape[1], L)
         p, dact = gl.where(visible, p, 0.0), gl.where(visible, dact, 0.0)
+    if rows.dropout is not None:
+        p, dact = _drop_by_keys(p, dact, column, rows, OPTIONS)
     return p, dact
 
 
@@ -152,23 +154,34 @@ def drop_by_queries(x, position):
 
 
 @gluon.jit
-def drop_by_keys(x, column, rows, OPTIONS: gl.constexpr):
-    """As drop_by_queries, of the consumer's keys from `column` on and a QueryBlock: transposed, as
-    the scores are."""
-    if rows.dropout is None:
-        return x
+def _drop_by_keys(p, dact, column, rows, OPTIONS: gl.constexpr):
+    """`weights` of the keys from `column` on and a query block, 0 where they are dropped. Softmax's
+    dS needs them: its dact is there negative, which takes fewer registers than a mask."""
+    L: gl.constexpr = p.type.layout
+    keys = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, L))[:, None]
+    places = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, L))[None, :]
+    first, start = rows.first, rows.start
+    if OPTIONS.kv_shared:  # rows of the batch: a chunk of them may begin anywhere
+        places += (start + first).to(gl.int32)
+        first, start = 0, 0
+    elif OPTIONS.local_rows:
+        start = 0
+    dropout = of_other_head(rows.dropout, rows.head, start)
+    kept = is_kept(dropout, places, keys, first, column)
+    other = 0.0
+    if OPTIONS.activation is None:
+        other = -dact
+    return gl.where(kept, p, 0.0), gl.where(kept, dact, other)
+
+
+@gluon.jit
+def drop_gradient(dp, dact, rows, OPTIONS: gl.constexpr):
+    """dP, 0 where dropout drops the weight, and dact, of weights_of_keys, without its marks. Where
+    dact is 0 it does not matter."""
+    if rows.dropout is None or OPTIONS.activation is not None:
+        return dp, dact
     else:
-        L: gl.constexpr = x.type.layout
-        keys = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))[:, None]
-        places = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))[None, :]
-        first, start = rows.first, rows.start
-        if OPTIONS.kv_shared:  # rows of the batch: a chunk of them may begin anywhere
-            places += (start + first).to(gl.int32)
-            first, start = 0, 0
-        elif OPTIONS.local_rows:
-            start = 0
-        dropout = of_other_head(rows.dropout, rows.head, start)
-        return gl.where(is_kept(dropout, places, keys, first, column), x, 0.0)
+        return gl.where(dact < 0, 0.0, dp), gl.abs(dact)
 
 
 # -- lse and delta ---------------------------------------------------------------------------------

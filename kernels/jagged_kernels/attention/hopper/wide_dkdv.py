@@ -65,7 +65,7 @@ from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activati
 from .dkdv import Keys, produce, visited_blocks, visited_rows, zero_tails
 from .scores import (
     QueryBlock,
-    drop_by_keys,
+    drop_gradient,
     make_stats,
     minus_delta,
     stats_of_step,
@@ -110,10 +110,10 @@ def _block(
     release(rings.q, step - 1, follows)
     release(rings.do, step - 1, follows)
     p, dact = weights_of_keys(scores, rings, step, keys.column, rows, scale, OPTIONS, MASKED)
-    _share(drop_by_keys(p, keys.column, rows, OPTIONS), operands.index(0))
+    _share(p, operands.index(0))
     dv = mma_parts(operands.index(0), do, dv)
     dp = warpgroup_mma_wait(len(dv), deps=(dp,))
-    dp = drop_by_keys(dp, keys.column, rows, OPTIONS)
+    dp, dact = drop_gradient(dp, dact, rows, OPTIONS)
     dp = minus_delta(dp, stats_of_step(rings.delta, step, L, OPTIONS), OPTIONS)
     _share(dact * dp, operands.index(1))
     dk = mma_parts(operands.index(1), q, dk)
