@@ -128,7 +128,7 @@ def compile_hopper_attention(
     }["wide dkdv" if name == "dkdv" and dim > 128 else name]
     timed = bias is not None and bias.boundaries > 0
     config = config or hopper_attention_config(
-        name, dim, activation, mask is not None, bias is not None, long, timed
+        name, dim, activation, mask is not None, bias is not None, long, timed, dropout
     )
     has_sums = bias is not None and name == "dq"
     strides = [4 * dim, 4 // group * dim, 4 // group * dim]
@@ -238,6 +238,61 @@ def test_hopper_attention_kernels_of_wide_heads_compile(name, dim, dtype, activa
     assert_warp_specialised(compiled)
     assert dim > 192 or "m64n256k16" not in compiled.asm["ptx"]
     assert spilled_bytes(compiled.asm["cubin"]) <= 160
+
+
+DROPPED = [  # name, head dim, dtype, activation, mask, what else there is besides dropout
+    ("dkdv", 64, "bf16", "softmax", "none", dict(group=2)),
+    ("dq", 128, "fp16", "silu", "hstu", {}),
+    ("fwd", 64, "bf16", "softmax", "none", dict(page_rows=128)),
+    ("dkdv", 256, "bf16", "softmax", "window", {}),
+    ("fwd", 128, "bf16", "softmax", "none", dict(query_groups=2)),
+    ("dq", 64, "bf16", "softmax", "none", dict(shared=True)),
+    ("dkdv", 64, "bf16", "softmax", "none", dict(shared=True, group=4)),
+    ("dkdv", 128, "bf16", "silu", "hstu", dict(query_groups=2)),
+    ("dkdv", 128, "fp16", "softmax", "none", {}),
+    ("dkdv", 192, "bf16", "silu", "none", dict(shared=True)),
+    ("fwd", 256, "bf16", "silu", "hstu", {}),
+    ("dq", 192, "bf16", "softmax", "none", {}),
+    ("fwd", 64, "fp16", "gelu_tanh", "semi-local", {}),
+    ("fwd", 64, "bf16", "softmax", "none", dict(bias=BIASES["both"])),
+    ("dq", 64, "bf16", "softmax", "none", dict(bias=BIASES["both"])),
+    ("dkdv", 64, "bf16", "softmax", "none", dict(bias=BIASES["both"])),
+    ("dq", 128, "bf16", "silu", "hstu", dict(bias=BIASES["position"])),
+    ("fwd", 64, "bf16", "softmax", "none", dict(config=small_hopper_config("fwd", 64))),
+    ("dq", 64, "bf16", "gelu_tanh", "none", dict(config=small_hopper_config("dq", 64))),
+    ("dkdv", 64, "bf16", "softmax", "none", dict(config=small_hopper_config("dkdv", 64))),
+    (
+        "dkdv", 64, "bf16", "softmax", "none",
+        dict(config=small_hopper_config("dkdv", 64, few_rows=True)),
+    ),
+    (
+        "fwd", 128, "bf16", "softmax", "window",
+        dict(config=dataclasses.replace(
+            hopper_attention_config("fwd", 128, "softmax", True), dynamic_tiles=True
+        )),
+    ),
+]  # fmt: skip
+
+
+@slow_after(3, "name, dim, dtype, activation, mask, options", DROPPED)
+def test_hopper_attention_kernels_with_dropout_compile(name, dim, dtype, activation, mask, options):
+    """Four weights share a call of Philox, which has seven products, in each of a consumer's
+    bodies: loops over masked and full blocks, in the forward also first blocks and halves of
+    them. Chunks of shared keys begin anywhere: there, a call gives two."""
+    config = options.get("config") or hopper_attention_config(
+        name, dim, activation, mask != "none", "bias" in options, dropout=True
+    )
+    compiled = compile_hopper_attention(
+        name, dim, dtype, activation, MASKS[mask], dropout=True, **options
+    )
+    assert compiled.metadata.shared <= 227 * 1024
+    assert_warp_specialised(compiled)
+    assert spilled_bytes(compiled.asm["cubin"]) <= 160
+    weights = 64 * config.block // (32 * config.warps)
+    bodies = 2 if name != "fwd" else 4 if mask == "none" else 5
+    shared = 2 if name == "dkdv" and options.get("shared") else 4
+    products = len(re.findall(r"mul\.hi\.u32", compiled.asm["ptx"]))
+    assert 0 < products <= config.consumers * bodies * 7 * weights / shared
 
 
 @slow_after(
