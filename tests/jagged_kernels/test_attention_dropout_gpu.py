@@ -131,17 +131,16 @@ def weights_by_kernel(dim, shared, offsets, **options):
 
     q = torch.zeros(num_queries, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     ones = torch.ones(len(of_keys), 2, dim, device="cuda", dtype=torch.bfloat16)
-    found = [], [], []
+    by_forward, by_dq, by_dv = [], [], []
     for window in windows(of_keys):
         window = window.expand(-1, 2, -1).contiguous()
-        found[0].append(attend(q, ones, window, "softmax").detach())
-        (dq,) = torch.autograd.grad(attend(q, window, ones, "sigmoid").sum(), q)
-        found[1].append(dq)
+        by_forward.append(attend(q, ones, window, "softmax").detach())
+        by_dq += torch.autograd.grad(attend(q, window, ones, "sigmoid").sum(), q)
     v = ones.clone().requires_grad_()
     out = attend(q, ones, v, "softmax")
     for window in windows(torch.arange(len(out), device="cuda")):
-        found[2] += torch.autograd.grad(out, v, window.expand_as(out), retain_graph=True)
-    return [torch.cat(x, -1) for x in found]
+        by_dv += torch.autograd.grad(out, v, window.expand_as(out), retain_graph=True)
+    return [torch.cat(x, -1) for x in (by_forward, by_dq, by_dv)]
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
