@@ -5,11 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from jagged_kernels.attention.select import hopper_is_supported
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-
-from jagged_kernels.attention.select import hopper_is_supported
 
 from .fixtures.packed import EVERY_KIND, EVERY_PAIR
 
@@ -116,9 +115,7 @@ def weights_by_kernel(dim, shared, offsets, **options):
     places = [torch.arange(n, device="cuda") for n in lengths]
     of_keys = places[0] if shared == "kv" else torch.cat(places)
     num_queries = 300 if shared == "q" else sum(lengths)
-    segments = [
-        "shared" if shared == name else offsets(lengths, "cuda") for name in ("q", "kv")
-    ]
+    segments = ["shared" if shared == name else offsets(lengths, "cuda") for name in ("q", "kv")]
 
     def windows(places):
         """`[rows, 1, dim]`: a one where a row's place is that of the column."""

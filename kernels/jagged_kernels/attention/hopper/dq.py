@@ -2,7 +2,7 @@
 scores that dkdv.py computes too, so that each output tile has one owner and results are
 deterministic. With a RelativeBias, it also sums dS for the gradients of the tables (bias.py).
 
-    S = scale · q kᵀ + bias,  dP = dO vᵀ,  dQ = scale · dS k              dS: scores.py
+    S = scale · q kᵀ + bias,  dP = dO vᵀ,  dQ = scale · dS k              dS, dropout: scores.py
 
 Roles, at head dim 128 and above | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, dS, epilogue

@@ -3,8 +3,10 @@ scores are visible.
 
     softmax:    P = exp2(S − lse),  dS = P ∘ (dP − delta),  delta = rowsum(dO ∘ O)
     pointwise:  P = activation(S),  dS = activation'(S) ∘ dP
+    dropout, which keeps the weights M:  O = (P ∘ M) v,  dV = (P ∘ M)ᵀ dO,  dP = M ∘ dO vᵀ
 
-The kernels call the parts between their own MMAs and waits.
+The host multiplies the results' factors by dropout's, 1 / (1 - p), and delta is divided by it. The
+kernels call the parts between their own MMAs and waits.
 """
 
 from __future__ import annotations
