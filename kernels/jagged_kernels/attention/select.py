@@ -342,8 +342,8 @@ def short_query_consumers(
     docs/decisions/short-queries.md has figures.
 
     It takes cross-attention with one group of queries and as many heads of keys, without a mask, a
-    bias and dropout. In self-attention, many short segments often come with a few long ones, which take as
-    long without the short ones. Beside packed tiles, few segments are left.
+    bias and dropout. In self-attention, many short segments often come with a few long ones, which
+    take as long without the short ones. Beside packed tiles, few segments are left.
     """
     supported = not (p.masked or p.biased or p.q_shared or p.kv_shared or p.self_attention)
     if (
