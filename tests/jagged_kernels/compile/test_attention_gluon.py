@@ -116,7 +116,7 @@ def compile_hopper_attention(
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. bias: a
     BiasKind, whose tables have gradients. config: another launch configuration. page_rows: of the
     forward's keys; None: they are not in pages. packed: dq, dk and dv are parts of one tensor.
-    dropout: weights are dropped.
+    dropout: weights are dropped; "local": their rows are counted from their segment's start.
     """
     kernel = {
         "fwd": forward.attention_fwd_hopper_kernel,
@@ -128,7 +128,7 @@ def compile_hopper_attention(
     }["wide dkdv" if name == "dkdv" and dim > 128 else name]
     timed = bias is not None and bias.boundaries > 0
     config = config or hopper_attention_config(
-        name, dim, activation, mask is not None, bias is not None, long, timed, dropout
+        name, dim, activation, mask is not None, bias is not None, long, timed, bool(dropout)
     )
     has_sums = bias is not None and name == "dq"
     strides = [4 * dim, 4 // group * dim, 4 // group * dim]
@@ -136,7 +136,7 @@ def compile_hopper_attention(
         strides = [sum(strides)] * 3
     options = Options(
         4, group, dim, dim, mask, bias, shared, page_rows, *strides, shared, query_groups, has_sums,
-        **config_constants(config),
+        dropout == "local", **config_constants(config),
     )  # fmt: skip
     constants = dict(
         ACTIVATION=activation_function(activation, dtype == "bf16"), CONSTANTS=options
@@ -245,11 +245,11 @@ DROPPED = [  # name, head dim, dtype, activation, mask, what else there is besid
     ("dq", 128, "fp16", "silu", "hstu", {}),
     ("fwd", 64, "bf16", "softmax", "none", dict(page_rows=128)),
     ("dkdv", 256, "bf16", "softmax", "window", {}),
-    ("fwd", 128, "bf16", "softmax", "none", dict(query_groups=2)),
+    ("fwd", 128, "bf16", "softmax", "none", dict(query_groups=2, dropout="local")),
     ("dq", 64, "bf16", "softmax", "none", dict(shared=True)),
     ("dkdv", 64, "bf16", "softmax", "none", dict(shared=True, group=4)),
     ("dkdv", 128, "bf16", "silu", "hstu", dict(query_groups=2)),
-    ("dkdv", 128, "fp16", "softmax", "none", {}),
+    ("dkdv", 128, "fp16", "softmax", "none", dict(dropout="local")),
     ("dkdv", 192, "bf16", "silu", "none", dict(shared=True)),
     ("fwd", 256, "bf16", "silu", "hstu", {}),
     ("dq", 192, "bf16", "softmax", "none", {}),
@@ -282,9 +282,8 @@ def test_hopper_attention_kernels_with_dropout_compile(name, dim, dtype, activat
     config = options.get("config") or hopper_attention_config(
         name, dim, activation, mask != "none", "bias" in options, dropout=True
     )
-    compiled = compile_hopper_attention(
-        name, dim, dtype, activation, MASKS[mask], dropout=True, **options
-    )
+    options = dict(dropout=True) | options
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], **options)
     assert compiled.metadata.shared <= 227 * 1024
     assert_warp_specialised(compiled)
     assert spilled_bytes(compiled.asm["cubin"]) <= 160

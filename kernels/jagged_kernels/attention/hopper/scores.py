@@ -52,8 +52,8 @@ class QueryRows(NamedTuple):
 
 class QueryBlock(NamedTuple):
     """A block of query rows that a tile of keys visits: the first one, its column, number of rows
-    from there on in the segment, the segment's first target column, the
-    Dropout of head 0, or None, and if there is one, the segment's first row and the query head."""
+    from there on in the segment, and the segment's first target column. dropout: of head 0, or
+    None; with it, `start` is the segment's first row, and `head` the query head."""
 
     first: gl.tensor
     column: gl.tensor
@@ -158,7 +158,7 @@ def drop_by_queries(x, position):
 @gluon.jit
 def _drop_by_keys(p, dact, column, rows, OPTIONS: gl.constexpr):
     """`weights` of the keys from `column` on and a query block, 0 where they are dropped. Softmax's
-    dS needs them: its dact is there negative, which takes fewer registers than a mask."""
+    dS needs all of them: dact is negative there, which takes fewer registers than a mask."""
     L: gl.constexpr = p.type.layout
     keys = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, L))[:, None]
     places = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, L))[None, :]
@@ -178,8 +178,8 @@ def _drop_by_keys(p, dact, column, rows, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def drop_gradient(dp, dact, rows, OPTIONS: gl.constexpr):
-    """dP, 0 where dropout drops the weight, and dact, of weights_of_keys, without its marks. Where
-    dact is 0 it does not matter."""
+    """dP, 0 where dropout drops the weight, and the dact of weights_of_keys without signs. Where
+    dact is 0, so is dS."""
     if rows.dropout is None or OPTIONS.activation is not None:
         return dp, dact
     else:
