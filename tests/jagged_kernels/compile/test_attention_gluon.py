@@ -286,7 +286,7 @@ def test_hopper_attention_kernels_with_dropout_compile(name, dim, dtype, activat
     compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], **options)
     assert compiled.metadata.shared <= 227 * 1024
     assert_warp_specialised(compiled)
-    assert spilled_bytes(compiled.asm["cubin"]) <= 160
+    assert spilled_bytes(compiled.asm["cubin"]) <= 256
     weights = 64 * config.block // (32 * config.warps)
     bodies = 2 if name != "fwd" else 4 if mask == "none" else 5
     shared = 2 if name == "dkdv" and options.get("shared") else 4
