@@ -104,7 +104,7 @@ def evaluate(dataset: SequenceDataset, matrix: torch.Tensor, decay: float) -> di
 
 GRID = {  # values of the parameters, besides the decay
     popularity: {},
-    similarity: {"neighbours": (20, 50, 100, 200), "shrink": (0, 10, 50)},
+    similarity: {"neighbours": (20, 50, 100, 200, 500), "shrink": (0, 10, 50)},
     ease: {"penalty": (10, 30, 100, 300, 1000, 3000)},
 }
 MODELS = {

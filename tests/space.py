@@ -281,8 +281,6 @@ def _fix_attention(dtype: str, o: dict) -> None:
         o["v_dim"] = None
     if "bias" in o:
         _fix_bias(o, operands)
-    if o["implementation"] == "hopper" and o["dropout_p"]:
-        o["implementation"] = "triton"
     if o["implementation"] == "hopper":
         shares_keys = operands == "kv shared" or operands.endswith("groups") or "query_tensors" in o
         if (

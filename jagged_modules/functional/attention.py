@@ -98,7 +98,7 @@ def jagged_attention(
             or keys, or several query groups.
         dropout_p: probability with which a weight activation(...) becomes 0; the others are divided
             by 1 - dropout_p, after softmax's sum. At least 0 and below 1, rounded to a multiple of
-            2^-16. On CUDA the Triton kernels run: "hopper" takes no dropout.
+            2^-16.
         dropout_seed: int64 `[]`, on q's device or the host; if None, torch's generator of q's
             device draws one. Which weights become 0 follows from the seed, the query head, the
             places of query row and key in their segment, and the row of the output in which this

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from jagged_kernels.attention.select import hopper_is_supported
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -33,14 +34,27 @@ CASES = [  # lengths, activation, mask, heads, shared operand
     ("two-groups", "softmax", None, (2, 1), None),
     ("three-groups", "relu", None, (2, 2), None),
 ]
+KERNELS = [  # implementation, head dims, dtype
+    ("triton", dims, dtype) for dims, dtype in SIZES
+] + [
+    ("hopper", dims, dtype)
+    for dims, dtype in [((40, 64), torch.float16), *SIZES]
+    if hopper_is_supported(*dims, dtype, (9, 0))
+]
 
 
-@pytest.mark.parametrize("dims, dtype", SIZES, ids=str)
+@pytest.fixture(autouse=True)
+def hopper_needs_its_gpu(request):
+    if "hopper" in request.node.name and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.mark.parametrize("kernels, dims, dtype", KERNELS, ids=str)
 @pytest.mark.parametrize("lengths, activation, mask, heads, shared", CASES)
 def test_forward_and_gradients(
-    check_attention, lengths, activation, mask, heads, shared, dims, dtype
+    check_attention, lengths, activation, mask, heads, shared, kernels, dims, dtype
 ):
-    options = dict(heads=heads, activation=activation, mask=mask, shared=shared, kernels="auto")
+    options = dict(heads=heads, activation=activation, mask=mask, shared=shared, kernels=kernels)
     check_attention(lengths, dtype, "cuda", dims=dims, **options, **DROPOUT)
 
 
@@ -93,14 +107,70 @@ def test_the_weights_are_those_of_the_cpu(lengths, dtype, offsets):
     assert torch.equal(kept("cuda").cpu(), kept("cpu"))
 
 
-@pytest.mark.parametrize("function", ["jagged", "block"])
-def test_hopper_kernels_refuse_it(function, offsets):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+def weights_by_kernel(dim, shared, offsets, **options):
+    """The weights of equal scores, computed by the forward, the dq and the dk, dv kernel: there is
+    a value, a key, or a gradient of the output for each place. Of three segments, whose rows or
+    keys may be shared, and 4 query heads for 2 key heads, which are summed by the last kernel."""
+    lengths = [300, 5, 130]
+    places = [torch.arange(n, device="cuda") for n in lengths]
+    of_keys = places[0] if shared == "kv" else torch.cat(places)
+    num_queries = 300 if shared == "q" else sum(lengths)
+    segments = ["shared" if shared == name else offsets(lengths, "cuda") for name in ("q", "kv")]
+
+    def windows(places):
+        """`[rows, 1, dim]`: a one where a row's place is that of the column."""
+        for first in range(0, int(places.max()) + 1, dim):
+            columns = first + torch.arange(dim, device="cuda")
+            yield (places[:, None] == columns)[:, None].bfloat16()
+
+    def attend(q, k, v, activation):
+        return F.jagged_attention(q, k, v, *segments, activation=activation, **options)
+
+    q = torch.zeros(num_queries, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ones = torch.ones(len(of_keys), 2, dim, device="cuda", dtype=torch.bfloat16)
+    by_forward, by_dq, by_dv = [], [], []
+    for window in windows(of_keys):
+        window = window.expand(-1, 2, -1).contiguous()
+        by_forward.append(attend(q, ones, window, "softmax").detach())
+        by_dq += torch.autograd.grad(attend(q, window, ones, "sigmoid").sum(), q)
+    v = ones.clone().requires_grad_()
+    out = attend(q, ones, v, "softmax")
+    for window in windows(torch.arange(len(out), device="cuda")):
+        by_dv += torch.autograd.grad(out, v, window.expand_as(out), retain_graph=True)
+    return [torch.cat(x, -1) for x in (by_forward, by_dq, by_dv)]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("invariant", [False, True], ids=["by batch", "invariant"])
+@pytest.mark.parametrize("shared", [None, "q", "kv"], ids=str)
+def test_hopper_drops_what_the_portable_kernels_drop(shared, invariant, dim, offsets):
+    """A weight that one drops and the other keeps is half of a sum of two, or more."""
+    with jm.batch_invariant(invariant):
+        hopper, portable = (
+            weights_by_kernel(dim, shared, offsets, implementation=x, **DROPOUT)
+            for x in ("hopper", "triton")
+        )
+        everything = weights_by_kernel(dim, shared, offsets, implementation="triton")
+    for ours, others, whole in zip(hopper, portable, everything):
+        torch.testing.assert_close(ours, others, rtol=0.03, atol=0)
+        kept = float((ours[:, 0] > 0).sum() / (whole[:, 0] > 0).sum())
+        # the last kernel's weights are those of two heads, of which one may keep it
+        assert abs(kept - (0.91 if ours.shape[1] == 2 else 0.7)) < 0.02
+
+
+def test_hopper_drops_by_place_where_keys_lie_in_pages(check_pages):
+    check_pages(
+        ([3, 70, 300], [130, 270, 390]), torch.bfloat16, "cuda", dims=(64, 64),
+        kernels="hopper", **DROPOUT,
+    )  # fmt: skip
+
+
+def test_hopper_blocks_refuse_it(offsets):
     q = torch.randn(100, 2, 64, device="cuda", dtype=torch.bfloat16)
-    attend = F.jagged_attention if function == "jagged" else F.block_diagonal_attention
     with pytest.raises(ValueError, match="'hopper' takes no dropout of attention weights"):
-        attend(q, q, q, offsets([40, 60], "cuda"), implementation="hopper", **DROPOUT)
+        F.block_diagonal_attention(
+            q, q, q, offsets([40, 60], "cuda"), implementation="hopper", **DROPOUT
+        )
 
 
 def test_a_graph_drops_other_weights_at_each_replay(offsets):

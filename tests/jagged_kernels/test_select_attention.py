@@ -68,7 +68,7 @@ BACKENDS = [  # what differs from long segments of head dim 128 in bf16 on an H1
     (dict(activation="gelu", head_dim=64, biased=True), "triton"),
     (dict(activation="gelu_tanh", head_dim=64, biased=True), "hopper"),
     (dict(masked=True), "hopper"),
-    (dict(dropout=True), "triton"),
+    (dict(dropout=True), "hopper"),
     (sizes(1, 1), "hopper"),
     (sizes(32, 32) | dict(biased=True), "hopper"),
     (sizes(31, 33) | dict(biased=True), "triton"),
@@ -116,7 +116,6 @@ REFUSED = [
         ),
     ),
     (dict(v_dim=64), "head dims 128 and 64"),
-    (dict(dropout=True), "dropout of attention weights: use 'auto' or 'triton'"),
     (
         dict(misaligned=("q [8, 2, 64] with strides (130, 65, 1)",)),
         r"begin at 16-byte boundaries, .*got q \[8, 2, 64\] with strides",
@@ -263,6 +262,15 @@ def test_hoppers_key_blocks_are_larger_where_segments_are_long(head_dim, masked,
     assert select(problem(head_dim, masked=masked)).fwd.block == 64, (
         "nothing is known of the segments"
     )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hoppers_blocks_are_small_with_dropout(head_dim):
+    """Random numbers take registers."""
+    options = dict(head_dim=head_dim, **sizes(4096, 4096))
+    selection = select(problem(**options, dropout=True))
+    assert (selection.fwd.block, selection.dkdv.block) == (64, 64)
+    assert select(problem(**options)).fwd.block == 128
 
 
 def test_portable_blocks_are_larger_where_a_tile_loops_over_many_rows():
@@ -467,6 +475,7 @@ LONGEST = 2560  # rows of a segment from which on one kernel is faster for all h
         (dict(masked=True), False),
         (dict(masked=True, causal=True), True),
         (dict(biased=True), False),
+        (dict(dropout=True), False),
         (dict(batch_invariant=True), False),
         (dict(q_shared=True), False),
         (dict(kv_shared=True, kv_segments=1), False),
@@ -590,6 +599,7 @@ def test_one_kernel_for_all_gradients_of_few_queries(dim, seqlen, consumers):
     [
         dict(masked=True),
         dict(biased=True),
+        dict(dropout=True),
         dict(self_attention=True),
         dict(batch_invariant=True),
         dict(q_shared=True),

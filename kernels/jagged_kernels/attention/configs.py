@@ -166,6 +166,7 @@ def hopper_attention_config(
     biased: bool = False,
     long: bool = False,
     timed: bool = False,
+    dropout: bool = False,
 ) -> HopperConfig:
     """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and
     head_dim only, as a schedule made on the host knows no more; but with a time table, whose
@@ -177,6 +178,7 @@ def hopper_attention_config(
         biased, timed: whether there is a RelativeBias, and a time table in it.
         long: whether "fwd" loops over blocks of 128 keys instead of 64
             (`select.long_key_blocks_are_faster`).
+        dropout: whether weights are dropped.
     """
     softmax = activation == "softmax"
     two = functools.partial(HopperConfig, consumers=2, launch_registers=168, registers=240)
@@ -188,10 +190,11 @@ def hopper_attention_config(
     if kernel == "dkdv":
         if padded_dim(head_dim) == 128:
             return two(block=64, stages=3, row_stages=1)
-        # With a mask, a bias or an activation, blocks of 128 rows would need too many registers.
+        # With a mask, a bias, dropout or an activation, blocks of 128 rows would need too many
+        # registers.
         return (
             two(block=128, stages=2, row_stages=2)
-            if softmax and not masked and not biased
+            if softmax and not (masked or biased or dropout)
             else two(block=64, stages=4, row_stages=2)
         )
     narrow = padded_dim(head_dim) == 64

@@ -48,17 +48,34 @@ def dropout_of_head(seed_ptr, threshold, head, start):
     return Dropout(
         seed.to(tl.uint32) ^ tl.cast(head, tl.uint32),
         (seed >> 32).to(tl.uint32),
-        start,
+        tl.cast(start, tl.uint32),
         tl.cast(threshold, tl.int32),
         kept_factor(threshold),
     )
 
 
 @triton.jit
-def is_kept(dropout, rows, keys):
-    """Whether weights are kept, in the shape that rows and keys, i and j above, have together."""
-    counters = (dropout.start + (rows & ~8)).to(tl.uint32)
-    low, high = tl.broadcast(counters, (keys & ~8).to(tl.uint32) ^ dropout.high)
+def of_other_head(dropout, head, start):
+    """The Dropout of a head and a segment, from that of head 0, without another load."""
+    key, start = dropout.key ^ tl.cast(head, tl.uint32), tl.cast(start, tl.uint32)
+    return Dropout(key, dropout.high, start, dropout.threshold, dropout.factor)
+
+
+@triton.jit
+def _counters(first, places):
+    """first + places without bit 3, modulo 2^32. LLVM removes a bit of equal places by `&` in ways
+    that it does not find equal."""
+    places = (places - (places & 8)).to(tl.uint32)
+    return tl.add(tl.cast(first, tl.uint32), places, sanitize_overflow=False)
+
+
+@triton.jit
+def is_kept(dropout, rows, keys, row=0, column=0):
+    """Whether weights are kept, in the shape that rows and keys, i and j above, have together.
+    row, column: multiples of 16 from which `rows` and `keys` are counted. A number that a loop
+    changes belongs there: among the places, it hides from LLVM which of them share a call."""
+    start = tl.add(dropout.start, tl.cast(row, tl.uint32), sanitize_overflow=False)
+    low, high = tl.broadcast(_counters(start, rows), _counters(column, keys) ^ dropout.high)
     first, second = philox(low, high, dropout.key)
     words = tl.where((rows & 8) == 0, first, second)
     numbers = tl.where((keys & 8) == 0, words & 0xFFFF, words >> 16)

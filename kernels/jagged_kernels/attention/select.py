@@ -64,7 +64,7 @@ class AttentionProblem(NamedTuple):
         activation: a public name. masked, biased, timed: whether there is a mask, a RelativeBias, a
             time table in it.
         causal: whether the mask hides exactly the later keys.
-        dropout: whether weights are dropped, which Hopper's kernels do not.
+        dropout: whether weights are dropped.
         batch_invariant: the choice does not depend on numbers of rows and segments, except for
             whether they are 0.
         q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each
@@ -161,9 +161,12 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
     q_seqlen = p.q_rows if p.q_shared else _mean_seqlen(p, p.q_rows, p.q_segments)
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
     if _takes_hopper(p, q_seqlen, kv_seqlen):
-        # buckets take many registers
-        long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked) and not p.timed
-        selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long, p.timed)
+        # buckets and random numbers take many registers
+        long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked)
+        long = long and not (p.timed or p.dropout)
+        selection = _hopper_selection(
+            p.head_dim, p.activation, p.masked, p.biased, long, p.timed, p.dropout
+        )
         queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
         if queries or keys:
             selection = _with_small_tiles(
@@ -302,10 +305,11 @@ def one_pass_is_faster(p: AttentionProblem) -> bool:
     """Whether one Hopper kernel for dq, dk and dv replaces two.
     docs/decisions/one-pass-backward.md has figures.
 
-    It takes self- or cross-attention with one group of queries, without a bias, and no mask but the
-    causal one: there, every key tile up to some tile visits a block of queries.
+    It takes self- or cross-attention with one group of queries, without a bias and dropout, and no
+    mask but the causal one: there, every key tile up to some tile visits a block of queries.
     """
-    supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
+    supported = not (p.biased or p.dropout or p.q_shared or p.kv_shared)
+    supported = supported and p.q_segments == p.kv_segments
     if not supported or p.batch_invariant or p.q_rows is None or p.kv_rows is None:
         return False
     queries = LoopedSide(p.q_rows, p.num_heads, p.head_dim)
@@ -337,13 +341,14 @@ def short_query_consumers(
     has; 0: it does not run. Segments with more rows need two kernels beside it.
     docs/decisions/short-queries.md has figures.
 
-    It takes cross-attention with one group of queries and as many heads of keys, without a mask and
-    a bias. In self-attention, many short segments often come with a few long ones, which take as
-    long without the short ones. Beside packed tiles, few segments are left.
+    It takes cross-attention with one group of queries and as many heads of keys, without a mask, a
+    bias and dropout. In self-attention, many short segments often come with a few long ones, which
+    take as long without the short ones. Beside packed tiles, few segments are left.
     """
     supported = not (p.masked or p.biased or p.q_shared or p.kv_shared or p.self_attention)
     if (
         not supported
+        or p.dropout
         or p.head_dim > 128
         or p.q_segments != p.kv_segments
         or p.num_heads != p.num_kv_heads
@@ -378,16 +383,12 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
             f" dims of q and v both 40 to 64, 72 to 128 or 136 to 256, in multiples of 8; got"
             f" {p.dtype} on {gpu}, head dims {p.head_dim} and {p.v_dim}"
         )
-    if p.implementation == "hopper" and p.dropout:
-        raise ValueError(
-            "implementation 'hopper' takes no dropout of attention weights: use 'auto' or 'triton'"
-        )
     if p.implementation == "hopper" and p.biased and p.head_dim > 128:
         raise ValueError(
             "implementation 'hopper' takes a bias at head dims up to 128: use 'auto' or 'triton';"
             f" got {p.head_dim}"
         )
-    if not supported or p.dropout or p.implementation == "triton":
+    if not supported or p.implementation == "triton":
         return False
     misaligned = p.misaligned and p.q_rows != 0 and p.kv_rows != 0  # without rows no kernel runs
     if p.implementation == "hopper" and misaligned:

@@ -117,8 +117,10 @@ def _dkdv_block(
     scores = _transposed_scores(keys, q, block, bias, OPTIONS)
     dp = tl.dot(keys.v, tl.trans(do), input_precision=OPTIONS.precision)
     if queries.dropout is not None:
-        first = block.row if OPTIONS.kv_shared else block.first
-        kept = is_kept(queries.dropout, (first + rows)[None, :], keys.columns)
+        if OPTIONS.kv_shared:  # rows of the batch: a chunk of them may begin anywhere
+            kept = is_kept(queries.dropout, (block.row + rows)[None, :], keys.columns)
+        else:
+            kept = is_kept(queries.dropout, rows[None, :], keys.columns, block.first)
         dp = tl.where(kept, dp * queries.dropout.factor, 0.0)
     if ACTIVATION is None:
         if MASKED:  # rows past the segment add nothing: exp2(0 - inf) = 0

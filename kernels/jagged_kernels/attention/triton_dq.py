@@ -62,9 +62,8 @@ def _dq_block(
     scores = block_scores(queries.q, k, block, bias, OPTIONS)
     dp = tl.dot(queries.do, tl.trans(v), input_precision=OPTIONS.precision)
     if queries.dropout is not None:
-        kept = is_kept(
-            queries.dropout, visible.places, block.column + tl.arange(0, BLOCK_N)[None, :]
-        )
+        columns = tl.arange(0, BLOCK_N)[None, :]
+        kept = is_kept(queries.dropout, visible.places, columns, column=block.column)
         dp = tl.where(kept, dp * queries.dropout.factor, 0.0)
     if ACTIVATION is None:
         ds = tl.exp2(scores * scale - queries.lse[:, None]) * (dp - queries.delta[:, None])

@@ -66,7 +66,7 @@ def _fwd_block(
         if MASKED and OPTIONS.mask is not None:
             p = tl.where(seen, p, 0.0)
     if dropout is not None:
-        p = tl.where(is_kept(dropout, visible.places, block.column + columns), p, 0.0)
+        p = tl.where(is_kept(dropout, visible.places, columns, column=block.column), p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=OPTIONS.precision)
     return _State(acc, row_max, row_sum)
 

@@ -252,7 +252,7 @@ def test_attention_kernels_with_dropout_compile(name, dim, dtype, capability, ac
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
-@slow_after(1, "name", KERNELS)
+@slow_after(1, "name", ["dkdv", "fwd", "dq"])
 def test_four_weights_share_a_call_of_philox(name):
     """Full and masked blocks each have a body, and a call has seven products."""
     tile, dim = attention_tile(64, 2, (9, 0)), 64

@@ -109,12 +109,14 @@ def compile_hopper_attention(
     config=None,
     page_rows=None,
     packed=False,
+    dropout=False,
 ):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. bias: a
     BiasKind, whose tables have gradients. config: another launch configuration. page_rows: of the
     forward's keys; None: they are not in pages. packed: dq, dk and dv are parts of one tensor.
+    dropout: weights are dropped; "local": their rows are counted from their segment's start.
     """
     kernel = {
         "fwd": forward.attention_fwd_hopper_kernel,
@@ -126,7 +128,7 @@ def compile_hopper_attention(
     }["wide dkdv" if name == "dkdv" and dim > 128 else name]
     timed = bias is not None and bias.boundaries > 0
     config = config or hopper_attention_config(
-        name, dim, activation, mask is not None, bias is not None, long, timed
+        name, dim, activation, mask is not None, bias is not None, long, timed, bool(dropout)
     )
     has_sums = bias is not None and name == "dq"
     strides = [4 * dim, 4 // group * dim, 4 // group * dim]
@@ -134,7 +136,7 @@ def compile_hopper_attention(
         strides = [sum(strides)] * 3
     options = Options(
         4, group, dim, dim, mask, bias, shared, page_rows, *strides, shared, query_groups, has_sums,
-        **config_constants(config),
+        dropout == "local", **config_constants(config),
     )  # fmt: skip
     constants = dict(
         ACTIVATION=activation_function(activation, dtype == "bf16"), CONSTANTS=options
@@ -144,11 +146,12 @@ def compile_hopper_attention(
     constants |= {} if page_rows else dict(page_table_ptr=None)
     absent = set(Arguments._fields) - READ - READ_BY[name] - ({"grad_stride"} if packed else set())
     absent |= set() if mask else {"num_targets_ptr"}
+    absent -= {"seed_ptr", "threshold"} if dropout else set()
     absent |= {"next_tile_ptr"} if name == "fwd" and not config.dynamic_tiles else set()
     types = dict(
         lse_ptr="*fp32", delta_ptr="*fp32", added_ptr="*i32",
         next_tile_ptr="*i32", page_table_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32",
-        num_tiles_ptr="*i32",
+        num_tiles_ptr="*i32", seed_ptr="*i64", threshold="fp32",
     )  # fmt: skip
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
     types |= dict(grad_stride="i32")
@@ -235,6 +238,60 @@ def test_hopper_attention_kernels_of_wide_heads_compile(name, dim, dtype, activa
     assert_warp_specialised(compiled)
     assert dim > 192 or "m64n256k16" not in compiled.asm["ptx"]
     assert spilled_bytes(compiled.asm["cubin"]) <= 160
+
+
+DROPPED = [  # name, head dim, dtype, activation, mask, what else there is besides dropout
+    ("dkdv", 64, "bf16", "softmax", "none", dict(group=2)),
+    ("dq", 128, "fp16", "silu", "hstu", {}),
+    ("fwd", 64, "bf16", "softmax", "none", dict(page_rows=128)),
+    ("dkdv", 256, "bf16", "softmax", "window", {}),
+    ("fwd", 128, "bf16", "softmax", "none", dict(query_groups=2, dropout="local")),
+    ("dq", 64, "bf16", "softmax", "none", dict(shared=True)),
+    ("dkdv", 64, "bf16", "softmax", "none", dict(shared=True, group=4)),
+    ("dkdv", 128, "bf16", "silu", "hstu", dict(query_groups=2)),
+    ("dkdv", 128, "fp16", "softmax", "none", dict(dropout="local")),
+    ("dkdv", 192, "bf16", "silu", "none", dict(shared=True)),
+    ("fwd", 256, "bf16", "silu", "hstu", {}),
+    ("dq", 192, "bf16", "softmax", "none", {}),
+    ("fwd", 64, "fp16", "gelu_tanh", "semi-local", {}),
+    ("fwd", 64, "bf16", "softmax", "none", dict(bias=BIASES["both"])),
+    ("dq", 64, "bf16", "softmax", "none", dict(bias=BIASES["both"])),
+    ("dkdv", 64, "bf16", "softmax", "none", dict(bias=BIASES["both"])),
+    ("dq", 128, "bf16", "silu", "hstu", dict(bias=BIASES["position"])),
+    ("fwd", 64, "bf16", "softmax", "none", dict(config=small_hopper_config("fwd", 64))),
+    ("dq", 64, "bf16", "gelu_tanh", "none", dict(config=small_hopper_config("dq", 64))),
+    ("dkdv", 64, "bf16", "softmax", "none", dict(config=small_hopper_config("dkdv", 64))),
+    (
+        "dkdv", 64, "bf16", "softmax", "none",
+        dict(config=small_hopper_config("dkdv", 64, few_rows=True)),
+    ),
+    (
+        "fwd", 128, "bf16", "softmax", "window",
+        dict(config=dataclasses.replace(
+            hopper_attention_config("fwd", 128, "softmax", True), dynamic_tiles=True
+        )),
+    ),
+]  # fmt: skip
+
+
+@slow_after(3, "name, dim, dtype, activation, mask, options", DROPPED)
+def test_hopper_attention_kernels_with_dropout_compile(name, dim, dtype, activation, mask, options):
+    """Four weights share a call of Philox, which has seven products, in each of a consumer's
+    bodies: loops over masked and full blocks, in the forward also first blocks and halves of
+    them. Chunks of shared keys begin anywhere: there, a call gives two."""
+    config = options.get("config") or hopper_attention_config(
+        name, dim, activation, mask != "none", "bias" in options, dropout=True
+    )
+    options = dict(dropout=True) | options
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], **options)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert_warp_specialised(compiled)
+    assert spilled_bytes(compiled.asm["cubin"]) <= 256
+    weights = 64 * config.block // (32 * config.warps)
+    bodies = 2 if name != "fwd" else 4 if mask == "none" else 5
+    shared = 2 if name == "dkdv" and options.get("shared") else 4
+    products = len(re.findall(r"mul\.hi\.u32", compiled.asm["ptx"]))
+    assert 0 < products <= config.consumers * bodies * 7 * weights / shared
 
 
 @slow_after(

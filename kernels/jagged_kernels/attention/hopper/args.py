@@ -39,6 +39,8 @@ class Arguments(NamedTuple):
             the scores, base 2, and rowsum(dO ∘ O).
         added_ptr: of the one-pass backward: int32 `[H, num_blocks]`, how many tiles have been added
             to a block of dq.
+        seed_ptr, threshold: what dropout_of_head takes; None without dropout. act_factor and
+            dact_factor then have the factor of weights that are kept.
     """
 
     tiles_ptr: gl.tensor
@@ -58,6 +60,8 @@ class Arguments(NamedTuple):
     dk_ptr: gl.tensor = None
     dv_ptr: gl.tensor = None
     added_ptr: gl.tensor = None
+    seed_ptr: gl.tensor = None
+    threshold: gl.tensor = None
 
 
 class Schedule(NamedTuple):
@@ -80,7 +84,7 @@ class Schedule(NamedTuple):
 class Options(NamedTuple):
     """Constants of a launch. group: query heads per key head. dq_stride, dk_stride, dv_stride: of
     the rows of the gradients, which may be parts of one tensor. has_sums: dS is summed for the bias
-    tables. The next ones are HopperConfig's.
+    tables. local_rows: as in triton_tiles.Options. The next ones are HopperConfig's.
     activation: function of activations.py, None with softmax; `with_activation` sets it."""
 
     heads: int
@@ -97,6 +101,7 @@ class Options(NamedTuple):
     kv_shared: bool = False
     query_groups: int = 1
     has_sums: bool = False
+    local_rows: bool = False
     consumers: int = 1
     stages: int = 1
     v_stages: int = 1

@@ -61,12 +61,14 @@ from ...common.pipeline import (
     zero_tail,
 )
 from ...common.ptxas import safe_ptxas
+from ..dropout import dropout_of_head
 from ..mask import num_masked_blocks
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .bias import bias_block, bias_of_keys, make_ranges
 from .scores import (
     QueryBlock,
+    drop_gradient,
     lanes_of_block,
     make_stats,
     minus_delta,
@@ -270,6 +272,7 @@ def _dkdv_block(
     p = to_mma_operand(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
+    dp, dact = drop_gradient(dp, dact, rows, OPTIONS)
     dp = minus_delta(dp, stats_of_step(rings.delta, step, L, OPTIONS), OPTIONS)
     ds = to_mma_operand(dact * dp, q.dtype, WIDTH)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
@@ -304,19 +307,27 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
     num_keys = tile.kv_len - first
     scale = score_factor(scales.scale, OPTIONS.activation)
     if num_keys > 0:
+        dropout = None
+        if scales.seed_ptr is not None:
+            dropout = dropout_of_head(scales.seed_ptr, scales.threshold, 0, 0)
         consumer_wait(rings.k, wave)
         consumer_wait(rings.v, wave)
         dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
         dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
         keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
         for number in range(visited.masked):
-            _, q_len, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+            q_start, q_len, group_head, block = visited_rows(
+                schedule, tile, number, visited, OPTIONS
+            )
             row = block * BLOCK
             bias = None
             if OPTIONS.bias is not None:
                 bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
             if consumer_visits(tile, block, query_blocks, consumer, OPTIONS, BLOCK):
-                rows = QueryBlock(row, row + tile.kv_len - q_len, q_len - row, first_target)
+                rows = QueryBlock(
+                    row, row + tile.kv_len - q_len, q_len - row, first_target,
+                    dropout, q_start, tile.head * OPTIONS.group + group_head,
+                )  # fmt: skip
                 dk, dv, tail_phase = _dkdv_block(
                     keys, rings, step + number, dk, dv, rows, scale, bias, tail_phase,
                     consumer, OPTIONS, True,
@@ -327,12 +338,13 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
                 )
         keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
         for number in range(visited.masked, visited.count):
-            bias, row = None, 0
+            bias, row, start, head = None, 0, 0, 0
+            if OPTIONS.bias is not None or dropout is not None:
+                start, _, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+                row, head = block * BLOCK, tile.head * OPTIONS.group + group_head
             if OPTIONS.bias is not None:
-                _, _, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
-                row = block * BLOCK
                 bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
-            rows = QueryBlock(row, 0, BLOCK, first_target)
+            rows = QueryBlock(row, 0, BLOCK, first_target, dropout, start, head)
             dk, dv, tail_phase = _dkdv_block(
                 keys, rings, step + number, dk, dv, rows, scale, bias, tail_phase,
                 consumer, OPTIONS, False,

@@ -2,7 +2,7 @@
 scores that dkdv.py computes too, so that each output tile has one owner and results are
 deterministic. With a RelativeBias, it also sums dS for the gradients of the tables (bias.py).
 
-    S = scale · q kᵀ + bias,  dP = dO vᵀ,  dQ = scale · dS k              dS: scores.py
+    S = scale · q kᵀ + bias,  dP = dO vᵀ,  dQ = scale · dS k              dS, dropout: scores.py
 
 Roles, at head dim 128 and above | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, dS, epilogue
@@ -75,7 +75,16 @@ from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .bias import bias_block, bias_of_queries, make_ranges
 from .bias_sums import add_to_tables, make_scratch, sums_of_tile
-from .scores import Position, QueryRows, minus_delta, row_stats, visible_keys, weights
+from .scores import (
+    Position,
+    QueryRows,
+    drop_by_queries,
+    dropout_of_queries,
+    minus_delta,
+    row_stats,
+    visible_keys,
+    weights,
+)
 from .tile_source import (
     consume_waves,
     consumer_visits,
@@ -139,7 +148,8 @@ def _dq_block(
     _, dact = weights(scores, rows.lse[:, None], scale, OPTIONS)
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
-    dp = minus_delta(warpgroup_mma_wait(0, deps=(dp,)), rows.delta[:, None], OPTIONS)
+    dp = drop_by_queries(warpgroup_mma_wait(0, deps=(dp,)), position)
+    dp = minus_delta(dp, rows.delta[:, None], OPTIONS)
     release(rings.v, step)
     ds = dact * dp
     if MASKED:
@@ -201,10 +211,15 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     num_keys = gl.where(masked > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, BLOCK)
     tail = Tail(rings.tail, tail_phase)
     if num_rows > 0:
+        dropout = None
+        if scales.seed_ptr is not None:
+            dropout = dropout_of_queries(scales, tile, first, OPTIONS)
         lse = gl.arange(0, WARPGROUP_ROWS, layout=STATS)
         delta = lse
         if OPTIONS.activation is None:
             lse, delta, offsets, real = row_stats(kernel, rings.do, wave, tile, first, 0.0, OPTIONS)
+            if dropout is not None:  # dS is then without the factor of the weights that are kept
+                delta /= dropout.factor
             gl.store(kernel.args.delta_ptr + offsets, delta, mask=real)
         consumer_wait(rings.q, wave)
         consumer_wait(rings.do, wave)
@@ -223,7 +238,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             column = key_block * BLOCK
             num_left = tile.kv_len - column
             if consumer_visits(tile, key_block, key_blocks, consumer, OPTIONS, BLOCK):
-                position = Position(row, column, num_left, first_target)
+                position = Position(row, column, num_left, first_target, dropout)
                 acc = _dq_block(
                     _rows_of_block(rows, rings, wave), rings, step + number,
                     number + 1 < visited, acc, position, scale,
@@ -234,9 +249,9 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
         for number in range(masked, visited):
             column = 0
-            if OPTIONS.bias is not None:
+            if OPTIONS.bias is not None or dropout is not None:
                 column = visited_block(number, blocks) * BLOCK
-            position = Position(row, column, BLOCK, first_target)
+            position = Position(row, column, BLOCK, first_target, dropout)
             acc = _dq_block(
                 _rows_of_block(rows, rings, wave), rings, step + number, number + 1 < visited,
                 acc, position, scale, tables, tail, consumer, OPTIONS, False,

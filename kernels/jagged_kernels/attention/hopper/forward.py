@@ -78,11 +78,12 @@ from ...common.pipeline import (
     zero_tail,
 )
 from ...common.ptxas import safe_ptxas
+from ..dropout import Dropout
 from ..mask import Blocks, num_masked_blocks
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .bias import bias_block, bias_of_queries, make_ranges
-from .scores import Position
+from .scores import Position, drop_by_queries, dropout_of_queries
 from .softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .tile_source import (
     Tile,
@@ -104,7 +105,7 @@ class _Visit(NamedTuple):
     wave: step of the ring of q. step: of the tile's first block in the rings of k and v. row:
     column of the consumer's first row. num_keys: in the first block, the only one that the
     segment's end may cut. scale: of the scores. bias: ConsumerBias of its rows, or None. tail: of
-    the values.
+    the values. dropout: dropout_of_queries.
     """
 
     wave: gl.tensor
@@ -118,6 +119,7 @@ class _Visit(NamedTuple):
     scale: gl.tensor
     bias: gl.tensor
     tail: Tail
+    dropout: Dropout
 
 
 # -- producer --------------------------------------------------------------------------------------
@@ -232,6 +234,7 @@ def _first_block(
         gl.convert_layout(state.row_max, gl.SliceLayout(1, L)), state.row_sum, state.acc
     )
     p, state, _ = attention_weights(scores, position, state, visit.scale, OPTIONS, True)
+    p = drop_by_queries(p, position)
     if has_tail:
         wait_for_tail(visit.tail)
     return to_mma_operand(p, rings.v.buffers.dtype, WIDTH), state
@@ -257,6 +260,7 @@ def _next_block(
     scores = warpgroup_mma_wait(len(acc), deps=(scores,))
     release(rings.k, step)
     new_p, state, rescale = attention_weights(scores, position, state, visit.scale, OPTIONS, MASKED)
+    new_p = drop_by_queries(new_p, position)
     new_p = to_mma_operand(new_p, k.dtype, rings.v.buffers.shape[3])
     if WAITS_AHEAD:
         wait_until_full(rings.k, step + 1, more)
@@ -325,7 +329,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     )
     if num_keys <= BLOCK // 2:
         rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-        position = Position(row, column, num_keys, first_target)
+        position = Position(row, column, num_keys, first_target, visit.dropout)
         half, first = _first_block(
             rows, rings, visit, position, state, consumer, OPTIONS, BLOCK // 2
         )
@@ -335,7 +339,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
                 wait_until_full(rings.k, step + begun)
             column = visited_block(begun, blocks) * BLOCK
             rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-            position = Position(row, column, kv_len - column, first_target)
+            position = Position(row, column, kv_len - column, first_target, visit.dropout)
             MASKED: gl.constexpr = OPTIONS.mask is not None
             p, state = _next_block(
                 rows, rings, visit, begun, count > begun + 1, position, half, state, OPTIONS, MASKED
@@ -346,7 +350,7 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
         begun += 1
     else:
         rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-        position = Position(row, column, num_keys, first_target)
+        position = Position(row, column, num_keys, first_target, visit.dropout)
         p, state = _first_block(rows, rings, visit, position, state, consumer, OPTIONS, BLOCK)
         if not SOFTMAX:
             wait_until_full(rings.k, step + begun, count > begun)
@@ -354,16 +358,16 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
         rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
         for number in range(begun, masked):
             column = visited_block(number, blocks) * BLOCK
-            position = Position(row, column, kv_len - column, first_target)
+            position = Position(row, column, kv_len - column, first_target, visit.dropout)
             p, state = _next_block(
                 rows, rings, visit, number, number + 1 < count, position, p, state, OPTIONS, True
             )
     rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
     for number in range(gl.maximum(begun, masked), count):
         column = 0
-        if OPTIONS.bias is not None:
+        if OPTIONS.bias is not None or visit.dropout is not None:
             column = visited_block(number, blocks) * BLOCK
-        position = Position(row, column, BLOCK, first_target)
+        position = Position(row, column, BLOCK, first_target, visit.dropout)
         p, state = _next_block(
             rows, rings, visit, number, number + 1 < count, position, p, state, OPTIONS, False
         )
@@ -439,10 +443,17 @@ def _fwd_tile(
         if OPTIONS.bias is not None:
             bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
         row = first + tile.kv_len - tile.q_len
-        visit = _Visit(wave, step, tile, blocks, visited, skipped, row, num_keys, scale, bias, tail)
+        dropout = None
+        if scales.seed_ptr is not None:
+            dropout = dropout_of_queries(scales, tile, first, OPTIONS)
+        visit = _Visit(
+            wave, step, tile, blocks, visited, skipped, row, num_keys, scale, bias, tail, dropout
+        )
         acc, row_factor, lse = _fwd_rows(q, rings, visit, consumer, OPTIONS)
         if SOFTMAX:
             next_tile = pop_tile(queue, wave + 1, more)
+            if dropout is not None:
+                row_factor *= scales.act_factor
             acc = rescale_rows(acc, row_factor)
         else:
             acc = [x * factor for x in acc]

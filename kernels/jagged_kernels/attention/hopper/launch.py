@@ -50,10 +50,12 @@ def config_constants(config: HopperConfig) -> dict:
 
 
 @functools.cache
-def _constants(config: HopperConfig, activation: str, bfloat16: bool, *options: Any) -> dict:
+def _constants(
+    config: HopperConfig, activation: str, bfloat16: bool, local_rows: bool, *options: Any
+) -> dict:
     return dict(
         ACTIVATION=activation_function(activation, bfloat16),
-        CONSTANTS=Options(*options, **config_constants(config)),
+        CONSTANTS=Options(*options, local_rows=local_rows, **config_constants(config)),
         num_warps=config.warps,
         maxnreg=config.launch_registers,
     )
@@ -72,7 +74,9 @@ def _launch_constants(
     q, k, v, _, _ = operands
     heads, dims = (q.shape[1], q.shape[1] // k.shape[1]), (head_dim, v.shape[2])
     common = *heads, *dims, params.mask, params.bias_kind, q_shared
-    return _constants(config, params.activation, q.dtype == torch.bfloat16, *common, *options)
+    local_rows = params.dropout_seed is not None and params.batch_invariant
+    bfloat16 = q.dtype == torch.bfloat16
+    return _constants(config, params.activation, bfloat16, local_rows, *common, *options)
 
 
 def _arguments(
@@ -86,11 +90,14 @@ def _arguments(
     """factors: of activations.activation_factors. pointers: from Arguments.out_ptr on."""
     offsets, scale = (segments.q_offsets, segments.kv_offsets), params.scale
     scales = scale, *factors, params.output_scale, params.segment_scale
-    return Arguments(tiles, next_tile, *offsets, params.num_targets, *scales, *pointers)
+    dropout = dict(seed_ptr=params.dropout_seed, threshold=params.dropout_threshold)
+    return Arguments(tiles, next_tile, *offsets, params.num_targets, *scales, *pointers, **dropout)
 
 
 def _factors(params: AttentionParams, dtype: torch.dtype) -> tuple[float, float]:
-    return activation_factors(params.activation, dtype == torch.bfloat16, params.scale)
+    """With the factor of weights that dropout keeps."""
+    factors = activation_factors(params.activation, dtype == torch.bfloat16, params.scale)
+    return tuple(x / (1 - params.dropout_p) for x in factors)
 
 
 def _grid(tiles: Tensor, config: HopperConfig) -> tuple[int, ...]:

@@ -3,8 +3,10 @@ scores are visible.
 
     softmax:    P = exp2(S − lse),  dS = P ∘ (dP − delta),  delta = rowsum(dO ∘ O)
     pointwise:  P = activation(S),  dS = activation'(S) ∘ dP
+    dropout, which keeps the weights M:  O = (P ∘ M) v,  dV = (P ∘ M)ᵀ dO,  dP = M ∘ dO vᵀ
 
-The kernels call the parts between their own MMAs and waits.
+The host multiplies the results' factors by dropout's, 1 / (1 - p), and delta is divided by it. The
+kernels call the parts between their own MMAs and waits.
 """
 
 from __future__ import annotations
@@ -22,17 +24,20 @@ from ...common.pipeline import (
     vector_layout,
     wait_until_empty,
 )
+from ..dropout import Dropout, dropout_of_head, is_kept, of_other_head
 from ..mask import is_visible, visible_columns
 
 
 class Position(NamedTuple):
     """Where a consumer's block of scores lies: column of its first row, first column, number of
-    keys from there on in the segment, and the segment's first target column."""
+    keys from there on in the segment, the segment's first target column, and dropout_of_queries or
+    None."""
 
     row: gl.tensor
     column: gl.tensor
     num_keys: gl.tensor
     first_target: gl.tensor
+    dropout: Dropout = None
 
 
 class QueryRows(NamedTuple):
@@ -47,12 +52,16 @@ class QueryRows(NamedTuple):
 
 class QueryBlock(NamedTuple):
     """A block of query rows that a tile of keys visits: the first one, its column, number of rows
-    from there on in the segment, and the segment's first target column."""
+    from there on in the segment, and the segment's first target column. dropout: of head 0, or
+    None; with it, `start` is the segment's first row, and `head` the query head."""
 
     first: gl.tensor
     column: gl.tensor
     num_rows: gl.tensor
     first_target: gl.tensor
+    dropout: Dropout = None
+    start: gl.tensor = None
+    head: gl.tensor = None
 
 
 # -- P and dS --------------------------------------------------------------------------------------
@@ -83,13 +92,15 @@ def weights_of_keys(
     scores, rings, step, column, rows, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr
 ):
     """`weights` of the keys from `column` on and the query block of a step, 0 where the rows do not
-    see the keys."""
+    see the keys or dropout drops the weight (_drop_by_keys)."""
     L: gl.constexpr = scores.type.layout
     lse = stats_of_step(rings.lse, step, L, OPTIONS)
     p, dact = weights(scores, lse, scale, OPTIONS)
     if MASKED and OPTIONS.mask is not None:
         visible = visible_rows(column, rows, OPTIONS.mask, scores.shape[1], L)
         p, dact = gl.where(visible, p, 0.0), gl.where(visible, dact, 0.0)
+    if rows.dropout is not None:
+        p, dact = _drop_by_keys(p, dact, column, rows, OPTIONS)
     return p, dact
 
 
@@ -117,6 +128,62 @@ def visible_rows(column, rows, MASK: gl.constexpr, BLOCK: gl.constexpr, L: gl.co
     row_columns = rows.column + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))[None, :]
     seen = visible_columns(row_columns, rows.first_target, MASK)
     return is_visible(key_columns, row_columns, seen, MASK)
+
+
+# -- dropout ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def dropout_of_queries(args, tile, first, OPTIONS: gl.constexpr):
+    """The Dropout of a tile's query rows, counted from the `first` one of the segment on."""
+    start = first
+    if not OPTIONS.local_rows:
+        start = tile.q_start + first
+    return dropout_of_head(args.seed_ptr, args.threshold, tile.head, start)
+
+
+@gluon.jit
+def drop_by_queries(x, position):
+    """x, 0 where dropout drops the weight."""
+    if position.dropout is None:
+        return x
+    else:
+        L: gl.constexpr = x.type.layout
+        rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))[:, None]
+        columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))[None, :]
+        kept = is_kept(position.dropout, rows, columns, column=position.column)
+        return gl.where(kept, x, 0.0)
+
+
+@gluon.jit
+def _drop_by_keys(p, dact, column, rows, OPTIONS: gl.constexpr):
+    """`weights` of the keys from `column` on and a query block, 0 where they are dropped. Softmax's
+    dS needs all of them: dact is negative there, which takes fewer registers than a mask."""
+    L: gl.constexpr = p.type.layout
+    keys = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, L))[:, None]
+    places = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, L))[None, :]
+    first, start = rows.first, rows.start
+    if OPTIONS.kv_shared:  # rows of the batch: a chunk of them may begin anywhere
+        places += (start + first).to(gl.int32)
+        first, start = 0, 0
+    elif OPTIONS.local_rows:
+        start = 0
+    dropout = of_other_head(rows.dropout, rows.head, start)
+    kept = is_kept(dropout, places, keys, first, column)
+    other = 0.0
+    if OPTIONS.activation is None:
+        other = -dact
+    return gl.where(kept, p, 0.0), gl.where(kept, dact, other)
+
+
+@gluon.jit
+def drop_gradient(dp, dact, rows, OPTIONS: gl.constexpr):
+    """dP, 0 where dropout drops the weight, and the dact of weights_of_keys without signs. Where
+    dact is 0, so is dS."""
+    if rows.dropout is None or OPTIONS.activation is not None:
+        return dp, dact
+    else:
+        return gl.where(dact < 0, 0.0, dp), gl.abs(dact)
 
 
 # -- lse and delta ---------------------------------------------------------------------------------

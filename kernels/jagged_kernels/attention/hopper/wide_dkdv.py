@@ -59,10 +59,18 @@ from ...common.pipeline import (
     zero_parts,
 )
 from ...common.ptxas import safe_ptxas
+from ..dropout import dropout_of_head
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .dkdv import Keys, produce, visited_blocks, visited_rows, zero_tails
-from .scores import QueryBlock, make_stats, minus_delta, stats_of_step, weights_of_keys
+from .scores import (
+    QueryBlock,
+    drop_gradient,
+    make_stats,
+    minus_delta,
+    stats_of_step,
+    weights_of_keys,
+)
 from .tile_source import consume_waves, first_target_of, make_tile_queue
 
 GROUPS = gl.constexpr(2)  # warpgroups, which share the columns of each MMA's result
@@ -105,6 +113,7 @@ def _block(
     _share(p, operands.index(0))
     dv = mma_parts(operands.index(0), do, dv)
     dp = warpgroup_mma_wait(len(dv), deps=(dp,))
+    dp, dact = drop_gradient(dp, dact, rows, OPTIONS)
     dp = minus_delta(dp, stats_of_step(rings.delta, step, L, OPTIONS), OPTIONS)
     _share(dact * dp, operands.index(1))
     dk = mma_parts(operands.index(1), q, dk)
@@ -126,22 +135,32 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     visited = visited_blocks(schedule, tile, OPTIONS)
     first = tile.block * WARPGROUP_ROWS
     scale = score_factor(scales.scale, OPTIONS.activation)
+    dropout = None
+    if scales.seed_ptr is not None:
+        dropout = dropout_of_head(scales.seed_ptr, scales.threshold, 0, 0)
     consumer_wait(rings.k, wave)
     consumer_wait(rings.v, wave)
     dk = [warpgroup_mma_init(x) for x in zero_parts(WIDTH, OPTIONS.head_dim, GROUPS)]
     dv = [warpgroup_mma_init(x) for x in zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)]
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
     for number in range(visited.masked):
-        _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+        q_start, q_len, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
         row = block * BLOCK
-        rows = QueryBlock(row, row + tile.kv_len - q_len, q_len - row, first_target)
+        rows = QueryBlock(
+            row, row + tile.kv_len - q_len, q_len - row, first_target,
+            dropout, q_start, tile.head * OPTIONS.group + group_head,
+        )  # fmt: skip
         dk, dv, tail_phase = _block(
             keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
             tail_phase, OPTIONS, True,
         )  # fmt: skip
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
-    rows = QueryBlock(0, 0, BLOCK, first_target)
     for number in range(visited.masked, visited.count):
+        row, start, head = 0, 0, 0
+        if dropout is not None:
+            start, _, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+            row, head = block * BLOCK, tile.head * OPTIONS.group + group_head
+        rows = QueryBlock(row, 0, BLOCK, first_target, dropout, start, head)
         dk, dv, tail_phase = _block(
             keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
             tail_phase, OPTIONS, False,
