@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
 from jagged_kernels.attention.pages import Pages
+from torch import Tensor
 
 from .containers.candidates import CandidateIndex
 from .containers.history_cache import HistoryCache

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
-
 from jagged_modules.captured_step import RUNNERS
 
 from . import gpu_suite

@@ -1,5 +1,5 @@
-"""jm.graphed replays `score` and `append`, with the histories of a PagedHistoryCache. Without a GPU:
-see `direct_graphs`."""
+"""jm.graphed replays `score` and `append`, with the histories of a PagedHistoryCache. On the CPU
+`direct_graphs` takes the place of CUDA graphs."""
 
 import pytest
 import torch
