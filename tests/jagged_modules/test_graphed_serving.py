@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import jagged_modules as jm
+from jagged_modules.captured_step import RUNNERS
 from jagged_modules.containers.pages import PagedRows
 from jagged_modules.padded_arguments import Arguments, Buckets, Buffers, capacities_of
 
-from ..direct_graphs import poison
+from ..direct_graphs import Direct, poison
 from .caching import Timeline, hstu, jagged
 from .hstu_cases import HEADS, WIDTH
 from .test_history_in_pages import HISTORIES, PAGE, TARGETS, layers
@@ -145,3 +146,64 @@ def test_arguments_on_the_host_go_to_the_device_in_one_copy():
             )
             if leaf.kind == "rows":
                 assert not x[rows:].any()
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CACHING)
+def test_replays_have_the_bits_of_the_padded_calls(monkeypatch, name, dtype):
+    """Of scores and appends, between which others are appended."""
+    layer, timed = CACHING[name]().to("cuda", dtype).eval(), name == "hstu-timed"
+    timeline = Timeline([HISTORIES, *APPENDED], TARGETS, dtype, device="cuda")
+    caches = [jm.PagedHistoryCache(jm.graphed(layer), 2**24, PAGE) for _ in range(2)]
+    users, targets = list("abcde"), jagged(timeline.take(timeline.rows, -1))
+
+    def score(cache, **times):
+        return cache.layer.score(targets, cache.select(users), **times).values
+
+    def results(call, *args, **times):
+        """Of the graphs, and of what they were captured from."""
+        with monkeypatch.context() as patch:
+            found = call(caches[0], *args, **times)
+            patch.setitem(RUNNERS, "cuda", Direct)
+            return found, call(caches[1], *args, **times)
+
+    for part in range(1 + len(APPENDED)):
+        events, times = jagged(timeline.take(timeline.rows, part)), timeline.times_of(part, timed)
+        if not part:
+            results(jm.PagedHistoryCache.put, users, events, **times)
+        else:
+            found, expected = results(jm.PagedHistoryCache.append, users, events, **times)
+            assert found is None or torch.equal(found.values, expected.values)
+        times = timeline.times_of(-1, timed)
+        with torch.no_grad():
+            found, expected = results(score, **times)
+            plain = layer.score(targets, caches[1].select(users), **times).values
+        assert torch.equal(found, expected)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(found, plain, atol=tolerance, rtol=tolerance)
+    assert all(len(cache.layer._steps) > 1 for cache in caches)
+
+
+@pytest.mark.gpu
+def test_a_replay_with_arguments_on_the_host_copies_once():
+    class Sums(torch.nn.Embedding):
+        def forward(self, ids, others):
+            return super().forward(ids[0]).sum(1), super().forward(others)
+
+    graph = jm.graphed(Sums(50, 8, device="cuda")).requires_grad_(False)
+    ids = torch.randint(50, (7, 2)), torch.tensor([0, 3, 7])
+    others = torch.randint(50, (5,))
+    graph(ids, others)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        found = graph(ids, others)
+        torch.cuda.synchronize()
+    for x, y in zip(found, graph._inner((ids[0].cuda(), ids[1]), others.cuda())):
+        assert torch.equal(x, y)
+    copies = {x.key: x.count for x in profile.key_averages() if "HtoD" in x.key}
+    assert copies == {"Memcpy HtoD (Pinned -> Device)": 1}
+    assert graph._captures == 1
