@@ -42,6 +42,13 @@ def add_ranker_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def uses_graphs(options: argparse.Namespace, device: torch.device) -> bool:
+    """Whether batches are replayed from CUDA graphs. ValueError for --graphs on another device."""
+    if options.graphs and device.type != "cuda":
+        raise ValueError(f"--graphs needs a CUDA device, got {device}")
+    return device.type == "cuda" if options.graphs is None else options.graphs
+
+
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """The options of one cache, of `ranker_from_options`."""
     parser.add_argument(
@@ -58,10 +65,7 @@ def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker
     """The ranker of a file of weights and the options of `add_ranker_options` and
     `add_cache_options`."""
     device, cache_bytes = pick_device(options.device), int(options.cache_mb * 1e6)
-    if options.graphs and device.type != "cuda":
-        raise ValueError(f"--graphs needs a CUDA device, got {device}")
-    graphs = device.type == "cuda" if options.graphs is None else options.graphs
-    kinds = dict(dtype=DTYPES[options.dtype], graphs=graphs)
+    kinds = dict(dtype=DTYPES[options.dtype], graphs=uses_graphs(options, device))
     return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, **kinds)
 
 

@@ -46,8 +46,16 @@ def graphed(
     Sizes (rows, segments, candidates) are rounded up to capacities, and the arguments are copied
     into buffers of these sizes. The first batch of a bucket captures the graphs; all later ones
     replay them, whatever their sizes and lengths, and read nothing from the device. Results and
-    gradients are new tensors of the real sizes, equal to the module's up to rounding; gradients
-    accumulate as usual.
+    gradients are new tensors of the real sizes. They have the bits of the module's for the padded
+    batch, and equal those for the real one up to rounding; gradients accumulate as usual.
+
+    Without gradients, only the forward is captured. A layer's `score` and `append` are replayed
+    too, and `PagedHistoryCache(graphed(layer), ...)` appends by replays. Histories in pages are
+    read and written where they are: a replay sees what was appended since the last one. Each cache
+    has graphs of its own, which keep its pages allocated.
+
+    Arguments on the host are padded there, and all go to the device in one copy from page-locked
+    memory. If all of them are there, to the device of the module's parameters.
 
     The result shares the module's parameters, buffers, submodules and state_dict, under the same
     names, and has its other attributes for reading. Parameters may change in place (optimizers,
@@ -64,7 +72,7 @@ def graphed(
 
     Args:
         module: arguments and results may be tensors, `Jagged`s, (values, offsets) pairs,
-            `CandidateIndex`es and lists, tuples and dicts of them; arguments also None, numbers and
+            `CandidateIndex`es, `HistoryCache`s and lists, tuples and dicts of them; arguments also None, numbers and
             strings, each value of which takes graphs of its own, as each `max_seqlen` does. The
             first dimension of an argument's tensors changes with the batch, and the padding is
             zeros; other inputs must be parameters or buffers. So must the first dimension of a

@@ -185,22 +185,7 @@ class Arguments:
             layers = self._flatten(f"{possessive(name)} layers", x.layers)
             return "history", layers, self._flatten(name, x.timestamps), x.max_rows
         if isinstance(x, PagedRows):
-            rows, page_rows, room = x.num_rows, x.pages.page_rows, None
-            if x.room is not None:
-                spare = x.room.storage.shape[0] - 1
-                room = (
-                    self._add(name, ROOM, x.room.rows, number=spare),
-                    self._flatten(name, x.room.grown),
-                    self._add(name, STORAGE, x.room.storage),
-                )
-            return (
-                "pages",
-                self._add(name, STORAGE, x.storage),
-                self._add(name, OFFSETS, x.offsets, rows),
-                self._add(name, TABLE, x.pages.table, rows, x.num_segments, page_rows),
-                page_rows,
-                room,
-            )
+            return self._flatten_pages(name, x)
         if isinstance(x, Jagged):
             return (
                 "jagged",
@@ -248,6 +233,24 @@ class Arguments:
         raise TypeError(
             f"{name} must be a tensor, Jagged, (values, offsets) pair or CandidateIndex, None, a"
             f" number or a string, or a tuple, list or dict of these, got {type(x).__name__}"
+        )
+
+    def _flatten_pages(self, name: str, x: PagedRows) -> tuple[Any, ...]:
+        rows, page_rows, room = x.num_rows, x.pages.page_rows, None
+        if x.room is not None:
+            spare = x.room.storage.shape[0] - 1
+            room = (
+                self._add(name, ROOM, x.room.rows, number=spare),
+                self._flatten_pages(name, x.room.grown),
+                self._add(name, STORAGE, x.room.storage),
+            )
+        return (
+            "pages",
+            self._add(name, STORAGE, x.storage),
+            self._add(name, OFFSETS, x.offsets, rows),
+            self._add(name, TABLE, x.pages.table, rows, x.num_segments, page_rows),
+            page_rows,
+            room,
         )
 
     def _add(
@@ -328,8 +331,8 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
         segmentation = segmentation_of(tensors[offsets])
         x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation)
         if room is not None:
-            written, grown, whole = room
-            x.room = Room(tensors[written], _build(grown, tensors, rows), tensors[whole])
+            written, grown, with_spare = room
+            x.room = Room(tensors[written], _build(grown, tensors, rows), tensors[with_spare])
         return x
     built = [_build(part, tensors, rows) for part in parts[0]]
     return built if kind == "list" else tuple(built)
