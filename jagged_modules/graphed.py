@@ -72,13 +72,13 @@ def graphed(
 
     Args:
         module: arguments and results may be tensors, `Jagged`s, (values, offsets) pairs,
-            `CandidateIndex`es, `HistoryCache`s and lists, tuples and dicts of them; arguments also None, numbers and
-            strings, each value of which takes graphs of its own, as each `max_seqlen` does. The
-            first dimension of an argument's tensors changes with the batch, and the padding is
-            zeros; other inputs must be parameters or buffers. So must the first dimension of a
-            result's tensors be one of these sizes. A Jagged in the result is a Jagged, whatever it
-            was wrapped from. Hooks run when graphs are captured, those on the result of this
-            function always.
+            `CandidateIndex`es, `HistoryCache`s and lists, tuples and dicts of them; arguments also
+            None, numbers and strings, each value of which takes graphs of its own, as each
+            `max_seqlen` does. The first dimension of an argument's tensors changes with the batch,
+            and the padding is zeros; other inputs must be parameters or buffers. So must the first
+            dimension of a result's tensors be one of these sizes. A Jagged in the result is a
+            Jagged, whatever it was wrapped from. Hooks run when graphs are captured, those on the
+            result of this function always.
         steps_per_octave: capacities between two powers of two. With 8, rows are padded by at most
             an eighth, or to the next multiple of 8.
         capacities: the capacities instead, in ascending order, for sizes of any kind.

@@ -327,7 +327,8 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
         return HistoryCache(layers, timestamps, parts[2])
     if kind == "pages":
         storage, offsets, table, page_rows, room = parts
-        pages = Pages(tensors[table], page_rows, rows[offsets])
+        num_rows: int = rows[offsets]
+        pages = Pages(tensors[table], page_rows, num_rows)
         segmentation = segmentation_of(tensors[offsets])
         x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation)
         if room is not None:
