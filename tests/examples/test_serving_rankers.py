@@ -1,6 +1,7 @@
 """Rankers: cached scores equal those of the whole model, failures change nothing, served scores
 equal the offline evaluation."""
 
+import argparse
 import os
 import pickle
 
@@ -16,7 +17,14 @@ import train_hstu
 from checkpoints import Weights, export_weights, load_weights
 from movielens import Categorical
 from ranking_data import RankingDataset
-from serving_models import make_ranker, options_of
+from serving_models import (
+    add_cache_options,
+    add_ranker_options,
+    make_ranker,
+    options_of,
+    ranker_from_options,
+    uses_graphs,
+)
 from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows
 from serving_steps import FeatureTable, to_device
 from training import rank_unseen
@@ -81,6 +89,20 @@ def test_graphs_give_the_scores_of_the_model(served, padded, name, page_rows, ca
     assert graphed.counts == plain.counts and 1 < len(graphed.run._steps)
     if not cache:
         assert len(graphed.run._steps) < calls
+
+
+def test_graphs_are_the_default_on_a_gpu_alone(served):
+    parser = argparse.ArgumentParser()
+    add_ranker_options(parser), add_cache_options(parser)
+
+    def parse(*options):
+        return parser.parse_args(["--device", "cpu", *options])
+
+    for options, on_gpu in (((), True), (("--graphs",), True), (("--no-graphs",), False)):
+        assert uses_graphs(parse(*options), torch.device("cuda", 1)) == on_gpu
+    assert not uses_graphs(parse(), CPU) and not uses_graphs(parse("--no-graphs"), CPU)
+    with pytest.raises(ValueError, match="^--graphs needs a CUDA device, got cpu$"):
+        ranker_from_options(load_weights(served["hstu"]), parse("--graphs"))
 
 
 def test_ids_go_to_the_device_in_one_copy():
