@@ -326,9 +326,9 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
         layers, timestamps = (_build(part, tensors, rows) for part in parts[:2])
         return HistoryCache(layers, timestamps, parts[2])
     if kind == "pages":
-        storage, offsets, table, page_rows, room = parts
-        num_rows: int = rows[offsets]
-        pages = Pages(tensors[table], page_rows, num_rows)
+        storage, _, table, page_rows, room = parts
+        offsets: int = parts[1]
+        pages = Pages(tensors[table], page_rows, rows[offsets])
         segmentation = segmentation_of(tensors[offsets])
         x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation)
         if room is not None:

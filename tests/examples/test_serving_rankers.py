@@ -16,7 +16,8 @@ import train_dlrm
 import train_hstu
 from checkpoints import Weights, export_weights, load_weights
 from movielens import Categorical
-from ranking_data import RankingDataset
+from ranking_data import RankingDataset, bags, keyed
+from ranking_model import embedding_bags, stack_bags
 from serving_models import (
     add_cache_options,
     add_ranker_options,
@@ -26,7 +27,7 @@ from serving_models import (
     uses_graphs,
 )
 from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows
-from serving_steps import FeatureTable, to_device
+from serving_steps import FeatureTable, sums_of_bags, to_device
 from training import rank_unseen
 
 import jagged_modules as jm
@@ -122,11 +123,19 @@ def test_ids_go_to_the_device_in_one_copy():
 
 
 def test_columns_of_features():
-    """A bag of categories, an empty one, and a feature with one category each."""
+    """A bag of categories, an empty one, and a feature with one category each. Their sums are those
+    of TorchRec's bags."""
     bag = Categorical(np.array([4, 2, 7]), np.array([0, 2, 2, 3]), 8)
-    table = FeatureTable({"bag": bag, "one": Categorical.single(np.array([5, 6, 0]))}, 3)
+    features = {"bag": bag, "one": Categorical.single(np.array([5, 6, 0]))}
+    table = FeatureTable(features, 3)
     assert table.widths == [2, 1]
     assert table.columns.tolist() == [[4, 2, 5], [-1, -1, 6], [7, -1, 0]]
+    collection = embedding_bags({name: x.cardinality for name, x in features.items()}, 4)
+    users = np.array([2, 0, 1, 0])
+    expected = collection(keyed({name: bags(x, users) for name, x in features.items()}))
+    ids = torch.from_numpy(table.columns[users])
+    found = sums_of_bags(collection, list(features), ids, table.widths)
+    torch.testing.assert_close(found, stack_bags(expected, list(features)), rtol=0, atol=0)
 
 
 @every_model
