@@ -37,7 +37,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
-from serving_models import DTYPES, add_ranker_options, make_ranker
+from serving_models import DTYPES, add_ranker_options, make_ranker, uses_graphs
 from serving_rankers import Ranker
 from training import PICTURE_STYLE, HelpFormatter, pick_device, write_atomically
 
@@ -148,6 +148,7 @@ class Way:
             self.page_rows,
             self.fused,
             dtype,
+            uses_graphs(options, device),
         )
 
     def server_options(self, options: argparse.Namespace) -> list[str]:
@@ -170,7 +171,8 @@ class Way:
             page_rows=self.page_rows,
             max_candidates=max(options.candidates),
         )
-        return [
+        graphs = {None: [], True: ["--graphs"], False: ["--no-graphs"]}[options.graphs]
+        return graphs + [
             f"--{name.replace('_', '-')}={value}"
             for name, value in given.items()
             if value is not None

@@ -252,13 +252,10 @@ class RankingDataset(Dataset):
             stream: the latest events of each user, if the dataset has streams.
         """
         log, lengths = self.log, history.lengths
-        position, _ = ranges(np.zeros_like(lengths), lengths)
-        # floor(log2) of how many ratings ago: 0 is the last rating before the chunk.
-        age = np.log2(np.repeat(lengths, lengths) - position).astype(np.int64)
         ids = {
             "history_item": (history.item, lengths),
             "history_rating": (history.rating, lengths),
-            "history_age": (age, lengths),
+            "history_age": (ages(lengths), lengths),
             "target_item": (targets, target_lengths),
         }
         if stream is not None:
@@ -284,6 +281,13 @@ def ranges(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     lengths = end - start
     offsets = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(start - offsets, lengths), lengths
+
+
+def ages(lengths: np.ndarray) -> np.ndarray:
+    """The age of each event of histories of these lengths: floor(log2) of how many ratings ago it
+    was; 0 is the last rating before the chunk."""
+    position, _ = ranges(np.zeros_like(lengths), lengths)
+    return np.log2(np.repeat(lengths, lengths) - position).astype(np.int64)
 
 
 def bags(feature: Categorical, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -90,7 +90,10 @@ class RankingConfig:
 
 class Inputs(NamedTuple):
     """The embeddings that the model computes with. B users have L events in their histories, S in
-    their streams, and C candidates."""
+    their streams, and C candidates.
+
+    longest: in place of `RankingConfig.max_history`, a bound of the histories in this batch.
+    """
 
     history: torch.Tensor  # [L, E]
     history_offsets: torch.Tensor  # [B + 1]
@@ -100,11 +103,15 @@ class Inputs(NamedTuple):
     item_features: torch.Tensor  # [C, features, E]
     item_offsets: torch.Tensor  # [B + 1]
     users: torch.Tensor  # [B, features, E]
+    longest: int | None = None
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         """With embeddings of this dtype."""
         return Inputs(
-            *(x.to(dtype) if x is not None and x.is_floating_point() else x for x in self)
+            *(
+                x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                for x in self
+            )
         )
 
 
@@ -289,9 +296,8 @@ class RankingHead(nn.Module):
             summary = self.stream(self.sequence(stream, x.stream_offsets, config.max_stream))
             users = torch.cat([users, summary], dim=1)  # [B, user vectors, E]
 
-        history = self.sequence(
-            self.dropout(self.events(x.history)), x.history_offsets, config.max_history
-        )
+        longest = config.max_history if x.longest is None else x.longest
+        history = self.sequence(self.dropout(self.events(x.history)), x.history_offsets, longest)
         if self.gdpa is not None:
             history = self.gdpa(history)
         if self.interformer is not None:
@@ -409,14 +415,18 @@ class MeanPooling(nn.Module):
 
 class PaddedTargetAttention(nn.Module):
     """The usual implementation: pad the histories, repeat each once per candidate, mask the
-    padding, call `nn.MultiheadAttention`."""
+    padding, call `nn.MultiheadAttention`.
+
+    pads_to_bound: whether histories are padded to their `max_seqlen`, not to the longest one, which
+        would have to be read from the device.
+    """
 
     def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
         super().__init__()
         self.attention = AttentionToPadded(
             embedding_dim, num_heads, batch_first=True, device=device
         )
-        self._fused: Any = None
+        self.pads_to_bound, self._fused = False, None
 
     def fuse_broadcasts(self) -> None:
         """Projects each history once, and never repeats it, from now on. For inference: call it in
@@ -438,9 +448,8 @@ class PaddedTargetAttention(nn.Module):
     def forward(self, targets: Any, history: Any) -> Any:
         targets, history = jm.Jagged.wrap(targets), jm.Jagged.wrap(history)
         lengths = history.offsets.diff()[:, None]
-        padded = jm.functional.jagged_to_padded(
-            history.values, history.offsets, max([1, *lengths[:, 0].tolist()])
-        )
+        longest = history.max_seqlen if self.pads_to_bound else max([1, *lengths[:, 0].tolist()])
+        padded = jm.functional.jagged_to_padded(history.values, history.offsets, longest)
         num_candidates = targets.values.shape[0]
         if self._fused is None:
             padded, lengths = (

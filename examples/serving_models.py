@@ -35,6 +35,18 @@ def add_ranker_options(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of the dense layers and the cache; tables are float32",
     )
+    parser.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        help="replay batches from CUDA graphs; on a GPU they are, if not given",
+    )
+
+
+def uses_graphs(options: argparse.Namespace, device: torch.device) -> bool:
+    """Whether batches are replayed from CUDA graphs. ValueError for --graphs on another device."""
+    if options.graphs and device.type != "cuda":
+        raise ValueError(f"--graphs needs a CUDA device, got {device}")
+    return device.type == "cuda" if options.graphs is None else options.graphs
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +65,8 @@ def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker
     """The ranker of a file of weights and the options of `add_ranker_options` and
     `add_cache_options`."""
     device, cache_bytes = pick_device(options.device), int(options.cache_mb * 1e6)
-    return make_ranker(
-        weights, device, cache_bytes, options.data, options.page_rows, dtype=DTYPES[options.dtype]
-    )
+    kinds = dict(dtype=DTYPES[options.dtype], graphs=uses_graphs(options, device))
+    return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, **kinds)
 
 
 def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:
@@ -74,6 +85,7 @@ def make_ranker(
     page_rows: int | None = None,
     fuse_broadcasts: bool = True,
     dtype: torch.dtype = torch.float32,
+    graphs: bool = False,
 ) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
@@ -84,6 +96,7 @@ def make_ranker(
         fuse_broadcasts: whether the interaction "padded" is passed through
             `jm.transforms.fuse_broadcasts`. Others repeat no history.
         dtype: of the dense layers and of the cache.
+        graphs: whether batches are replayed from CUDA graphs.
 
     Raises:
         ValueError: the model has no ranker, or none with a cache; the log is not that of the
@@ -91,7 +104,7 @@ def make_ranker(
     """
     name, options = (
         weights.settings["model"],
-        dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype),
+        dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype, graphs=graphs),
     )
     if name in INTERACTIONS:
         ranker = _ranking_ranker(weights, device, data, **options)

@@ -24,9 +24,18 @@ import torch
 from checkpoints import Weights
 from data.event_log import EventLog
 from published_ids import Vocabulary
-from ranking_data import Events, RankingDataset, keyed, ranges
-from ranking_model import Inputs, RankingModel
+from ranking_data import RankingDataset, ages, ranges
+from ranking_model import PaddedTargetAttention, RankingModel
 from sequence_model import SequenceModel
+from serving_steps import (
+    GRAPHS,
+    CachedStep,
+    FeatureTable,
+    RankingStep,
+    SequenceStep,
+    Step,
+    to_device,
+)
 from torch import nn
 
 import jagged_modules as jm
@@ -132,8 +141,8 @@ def _joined(*events: NewEvents) -> NewEvents:
 
 @dataclass
 class Stages:
-    """Seconds by stage of the last call: lookup (embeddings), cache (encoding and gathering of
-    histories), score (the rest).
+    """Seconds by stage of the last call: lookup (ids of the batch), cache (encoding and gathering
+    of histories), score (the rest).
 
     On a GPU the first two are the host's time, and the device's is in the last, which waits for it.
     """
@@ -152,9 +161,8 @@ class Ranker(ABC):
 
     Args:
         model: the model, in eval mode, with its weights.
-        layer: the layer whose keys and values are cached.
-        dense: the module with the layer that computes in `dtype`. Embedding tables, and the last
-            step of a score, are fp32.
+        dense: the module that computes in `dtype`. Embedding tables, and the last step of a score,
+            are fp32.
         histories: the users' events.
         max_history: events of a history that the model takes.
         cache_bytes: budget of the cache; 0: none, each request computes its history.
@@ -163,14 +171,15 @@ class Ranker(ABC):
         vocabulary: what the rows of the tables must stand for, so that the weights fit the log.
         page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
         dtype: of `dense`, and of the cached keys and values.
+        graphs: whether steps are replayed from CUDA graphs.
     """
 
     needs_history: bool  # whether a user without events cannot be scored
+    step: Step
 
     def __init__(
         self,
         model: nn.Module,
-        layer: Any,
         dense: nn.Module,
         histories: Histories,
         max_history: int,
@@ -180,6 +189,7 @@ class Ranker(ABC):
         vocabulary: Vocabulary,
         page_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
+        graphs: bool = False,
     ):
         self.model, self.histories, self.max_history, self.held_out = (
             model.eval(),
@@ -191,7 +201,12 @@ class Ranker(ABC):
         dense.to(dtype)
         self.device = next(model.parameters()).device
         page_rows = PAGE_ROWS.get(self.device.type, 128) if page_rows is None else page_rows
-        self.cache = jm.PagedHistoryCache(layer, cache_bytes, page_rows) if cache_bytes else None
+        self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
+        self.cache = (
+            jm.PagedHistoryCache(self._cached_layer(), cache_bytes, page_rows)
+            if cache_bytes
+            else None
+        )
         self.ratings: list[float] = []
         self.stages = Stages()
         # requests by what happened to their histories
@@ -233,6 +248,10 @@ class Ranker(ABC):
                 self.cache.evict([request.user])
         parts = scores.split([len(request.candidates) for request in requests])
         return [parts[i] for i in np.argsort(order)]
+
+    @abstractmethod
+    def _cached_layer(self) -> CachedStep:
+        """The layer whose keys and values are cached."""
 
     @abstractmethod
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -381,24 +400,16 @@ def _merged(requests: Sequence[Request]) -> list[Request]:
     ]
 
 
-def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, list[int]]:
     """Candidates of all requests, and their numbers."""
-    return np.concatenate([x.candidates for x in requests]), np.array(
-        [len(x.candidates) for x in requests], dtype=np.int64
-    )
+    return np.concatenate([x.candidates for x in requests]), [len(x.candidates) for x in requests]
 
 
-def _jagged(values: torch.Tensor, lengths: Sequence[int]) -> jm.Jagged:
-    """Segments of these lengths, which the host then knows: no layer waits for the device to learn
-    them."""
-    return jm.Jagged(
-        values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-    )
-
-
-def _last_rows(x: jm.Jagged) -> torch.Tensor:
-    """The last row [B, width] of each segment, of which none is empty."""
-    return x.values[x.offsets[1:] - 1]
+def _jagged(columns: Sequence[np.ndarray] | np.ndarray, lengths: Sequence[int]) -> jm.Jagged:
+    """Segments of these lengths of the columns [rows, ...], on the host."""
+    values = np.column_stack(columns) if isinstance(columns, (list, tuple)) else columns
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return jm.Jagged(torch.from_numpy(values), torch.from_numpy(offsets))
 
 
 class RankingRanker(Ranker):
@@ -406,29 +417,40 @@ class RankingRanker(Ranker):
 
     needs_history = False
 
-    def __init__(self, model: RankingModel, dataset: RankingDataset, **options: Any):
-        super().__init__(model, model.head.interaction, model.head, **options)
+    def __init__(
+        self,
+        model: RankingModel,
+        dataset: RankingDataset,
+        dtype: torch.dtype = torch.float32,
+        graphs: bool = False,
+        **options: Any,
+    ):
+        self.users = FeatureTable(dataset.user_features, dataset.log.num_users)
+        self.items = FeatureTable(dataset.log.item_features, dataset.log.num_items)
+        self.step = RankingStep(model, dtype, (self.users.widths, self.items.widths))
+        super().__init__(model, model.head, dtype=dtype, graphs=graphs, **options)
         model.head.over.float()
         self.dataset, self.ratings = dataset, dataset.ratings.tolist()
+        interaction = model.head.interaction
+        self._pads = graphs and isinstance(interaction, PaddedTargetAttention)
+        if self._pads:
+            interaction.pads_to_bound = True
+
+    def _cached_layer(self) -> CachedStep:
+        return CachedStep(self.model.head.interaction, cache=lambda events: self.run(**events))
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
-        head, users = self.model.head, [request.user for request in requests]
         fresh = self._users_to_encode(requests)
         with self.stages("lookup"):
-            x, lengths = self._inputs(requests, fresh)
+            ids, users = self._ids(requests), [request.user for request in requests]
+            events = self._events([request for request in requests if request.user in fresh])
         if self.cache is None:
-            return head(x)
+            return self.run(**ids, **events)
         with self.stages("cache"):
-            vectors = x.users  # the parts of models with a cache leave them as they are
             if fresh:
-                history, vectors = head.encode(x)
-                lengths = [
-                    length for user, length in zip(users, lengths, strict=True) if user in fresh
-                ]
-                self.cache.put(list(fresh), _jagged(history.values, lengths))
+                self.cache.put(list(fresh), events)
             kept = self._select(users)
-        targets = head.targets(x)
-        return head.logits(x, vectors, targets.values, head.interaction.score(targets, kept).values)
+        return self.run(**ids, kept=kept)
 
     def _users_to_encode(self, requests: Sequence[Request]) -> dict[int, None]:
         """The users whose histories are encoded, in the order of the requests."""
@@ -445,43 +467,40 @@ class RankingRanker(Ranker):
         self.counts["reused"] += len(requests) - len(fresh)
         return fresh
 
-    def _inputs(
-        self, requests: Sequence[Request], fresh: Container[int]
-    ) -> tuple[Inputs, list[int]]:
-        """The model's embeddings, with the histories of the users in `fresh`; those of the others
-        are empty. And the histories' lengths."""
-        users = np.array([request.user for request in requests])
-        history = self._events(requests, self.max_history, fresh)
-        stream = (
-            self._events(requests, self.dataset.max_stream, fresh)
-            if self.dataset.max_stream
-            else None
-        )
+    def _ids(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """The ids of users and candidates, as `RankingStep.inputs` takes them."""
+        users = torch.from_numpy(self.users.columns[[request.user for request in requests]])
         targets, lengths = _targets(requests)
-        batch = self.dataset.make_batch(
-            users, history, targets, lengths, np.zeros(len(targets), np.float32), stream
-        ).to(self.device)
-        model = self.model
-        inputs = model.unpack(
-            model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items)
-        )
-        return inputs.to(self.dtype), history.lengths.tolist()
+        return dict(users=users, targets=_jagged([targets, self.items.columns[targets]], lengths))
 
-    def _events(self, requests: Sequence[Request], count: int, users: Container[int]) -> Events:
-        windows = [
-            self.histories.window(x.user, x.events, count) if x.user in users else NONE
-            for x in requests
-        ]
-        return Events(
-            *_joined(*windows), np.array([len(window.item) for window in windows], dtype=np.int64)
-        )
+    def _events(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """The ids of the users' histories, as `RankingStep.inputs` takes them."""
+        if not requests:
+            return {}
+        (item, rating), lengths = self._windows(requests, self.max_history)
+        columns = [item, rating, ages(np.array(lengths)), self.items.columns[item]]
+        events: dict[str, Any] = dict(events=_jagged(columns, lengths))
+        if self.dataset.max_stream:
+            stream, lengths = self._windows(requests, self.dataset.max_stream)
+            events["stream"] = _jagged([*stream], lengths)
+        if self._pads:
+            # each is a graph of its own
+            longest = 1 << (max(1, *lengths) - 1).bit_length()
+            events["longest"] = min(longest, self.max_history)
+        return events
+
+    def _windows(self, requests: Sequence[Request], count: int) -> tuple[NewEvents, list[int]]:
+        """The last events of the users, one user after another, and their numbers."""
+        windows = [self.histories.window(x.user, x.events, count) for x in requests]
+        return _joined(*windows), [len(window.item) for window in windows]
 
     @torch.no_grad()
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
         head, request = self.model.head, Request(user, candidates)
         if not isinstance(head.interaction, jm.JaggedTargetAttention):
             return None
-        x, _ = self._inputs([request], [user])
+        ids = self._ids([request]) | self._events([request])
+        x = self.step.inputs(**to_device(ids, self.device))
         history, _ = head.encode(x)
         k, _ = head.interaction.cache(history).layers[0].values.chunk(2, dim=2)
         q = head.interaction.q_proj(head.targets(x).values).unflatten(1, k.shape[1:])
@@ -539,25 +558,33 @@ class SequenceRanker(Ranker):
 
     needs_history = True
 
-    def __init__(self, model: SequenceModel, **options: Any):
-        super().__init__(model, model.encoder.encoder, model.encoder.encoder, **options)
+    def __init__(self, model: SequenceModel, dtype: torch.dtype = torch.float32, **options: Any):
+        self.step = SequenceStep(model, dtype)
+        super().__init__(model, model.encoder.encoder, dtype=dtype, **options)
         self._encoded = UserRows()  # of cached users, the encoder's output for the last event
 
+    def _cached_layer(self) -> CachedStep:
+        return CachedStep(
+            self.model.encoder.encoder,
+            append=lambda events, kept: self.run(events=events, kept=kept),
+        )
+
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
-        begins, events = self._to_encode(requests)
-        lengths = [len(x.item) for x in events]
         with self.stages("lookup"):
-            embedded, rows = self._lookup(requests, begins, events)
+            begins, events = self._to_encode(requests)
+            lengths = [len(x.item) for x in events]
+            begin = np.array(begins)
+            position, _ = ranges(begin, begin + lengths)
+            ids = _jagged([np.concatenate([x.item for x in events]), position], lengths)
+            targets, counts = _targets(requests)
+            candidates = _jagged(targets[:, None], counts)
         if self.cache is None:
-            encoded = _last_rows(self.model.encoder.encoder(_jagged(rows, lengths)))
-        else:
-            with self.stages("cache"):
-                self._update(self.cache, [x.user for x in requests], begins, lengths, rows)
-                encoded = self._encoded.read([x.user for x in requests])
-        vectors = self.model.encoder.vectors(encoded.float(), embedded)
-        counts = embedded["target"].lengths()
-        queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
-        return (queries * vectors.targets).sum(dim=1)
+            return self.run(events=ids, targets=candidates)
+        with self.stages("cache"):
+            users = [x.user for x in requests]
+            self._update(self.cache, users, begins, lengths, ids.values)
+            encoded = self._encoded.read(users)
+        return self.run(encoded=encoded, targets=candidates)
 
     def _to_encode(self, requests: Sequence[Request]) -> tuple[list[int], list[NewEvents]]:
         """The events of each request's user that are not cached, and the position of the first of
@@ -579,46 +606,28 @@ class SequenceRanker(Ranker):
             self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
         return begins, events
 
-    def _lookup(
-        self, requests: Sequence[Request], begins: list[int], events: list[NewEvents]
-    ) -> tuple[Any, torch.Tensor]:
-        """The embeddings, and the encoder's input rows of these events."""
-        item = np.concatenate([x.item for x in events])
-        begin = np.array(begins)
-        position, lengths = ranges(begin, begin + [len(x.item) for x in events])
-        nothing = np.zeros(0, np.int64), np.zeros(len(requests), np.int64)
-        ids = keyed(
-            {
-                "item": (item, lengths),
-                "position": (position, lengths),
-                "target": _targets(requests),
-                "rival": nothing,
-            }
-        )
-        embedded = self.model.embeddings(ids.to(self.device, non_blocking=True))
-        return embedded, self.model.encoder.inputs(embedded).to(self.dtype)
-
     def _update(
         self,
         cache: jm.PagedHistoryCache,
         users: list[int],
         begins: list[int],
         lengths: list[int],
-        rows: torch.Tensor,
+        ids: torch.Tensor,
     ) -> None:
-        """Append the rows, `lengths` of each user, and keep the encoder's output for each user's
+        """Append the events, `lengths` of each user, and keep the encoder's output for each user's
         last one.
 
         A history that is encoded anew is appended to an empty one, because `put` returns no output.
         So one pass of the encoder does all.
         """
         if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
-            cache.put(anew, _jagged(rows[:0], [0] * len(anew)))
+            width = self.model.encoder.norm.normalized_shape[0]
+            nothing = torch.empty(0, width, dtype=self.dtype, device=self.device)
+            cache.put(anew, jm.Jagged(nothing, torch.zeros(len(anew) + 1, dtype=torch.int64)))
         if grown := {user: length for user, length in zip(users, lengths, strict=True) if length}:
-            outputs = cache.append(
-                list(grown), _jagged(rows, list(grown.values())).to(self.device, non_blocking=True)
-            )
-            self._encoded.write(list(grown), _last_rows(outputs))
+            offsets = np.concatenate([[0], np.cumsum(list(grown.values()))])
+            last = cache.append(list(grown), jm.Jagged(ids, torch.from_numpy(offsets)))
+            self._encoded.write(list(grown), last)
         if len(self._encoded) > 2 * len(cache) + 1024:
             self._encoded.keep(set(cache.users()))
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .padded_arguments import OFFSETS, SCALAR, Arguments, build, pad
+from .padded_arguments import OFFSETS, SCALAR, STORAGE, TABLE, Arguments, Buffers, build
 from .tracing import rehearsal
 
 WARM_UPS = 2  # the first run compiles kernels, the second launches them as later ones do
@@ -115,12 +115,9 @@ class Step:
         )
         # what each result is: a place among the arguments, a capacity, or a constant
         self._results: list[Any] | None = None
-        self.buffers: list[Tensor] = []
-        for leaf in arguments.leaves:
-            rows = () if leaf.kind == SCALAR else (capacities[leaf.size] + (leaf.kind == OFFSETS),)
-            self.buffers.append(
-                torch.zeros((*rows, *leaf.tensor.shape[1:]), dtype=leaf.tensor.dtype, device=device)
-            )
+        self._rows = [capacities.get(leaf.rows, -1) for leaf in arguments.leaves]
+        self._buffers = Buffers(arguments.leaves, capacities, device)
+        self.buffers = self._buffers.tensors
         self.pad(arguments, capacities)
         versions = [(x, x._version, x.clone()) for x in module.buffers()]
         self._runner: Any = RUNNERS[device.type](
@@ -145,7 +142,7 @@ class Step:
             self._aliases = {
                 name: x.detach().requires_grad_() for name, x in self._parameters.items()
             }
-            args, kwargs = build(self._spec, self._leaves)
+            args, kwargs = build(self._spec, self._leaves, self._rows)
             result = torch.func.functional_call(self._module, self._aliases, args, kwargs)
             flat, self._structure = tree_flatten(result)
             if self._results is None:
@@ -179,7 +176,7 @@ class Step:
         sizes = {
             len(buffer) - (kind == OFFSETS)
             for buffer, kind in zip(self.buffers, self._kinds)
-            if kind != SCALAR
+            if kind not in (SCALAR, STORAGE, TABLE)
         }
         if not x.dim() or x.shape[0] not in sizes:
             raise ValueError(
@@ -207,9 +204,7 @@ class Step:
         return gradients
 
     def pad(self, arguments: Arguments, capacities: Mapping[int, int]) -> None:
-        with torch.no_grad():
-            for buffer, leaf in zip(self.buffers, arguments.leaves):
-                pad(buffer, leaf, capacities)
+        self._buffers.pad(arguments.leaves, capacities)
 
     def results(
         self, arguments: Arguments, capacities: Mapping[int, int], call: Call | None

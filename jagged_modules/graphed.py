@@ -8,6 +8,7 @@ the gradients of weights. docs/decisions/graphed.md has the reasons.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
@@ -20,14 +21,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - the base of all batch norms has no public name
 
 from .captured_step import RUNNERS, Call, Step
-from .padded_arguments import Arguments, Buckets, capacities_of, check_values
+from .padded_arguments import STORAGE, Arguments, Buckets, capacities_of, check_values
 from .scalars import check_kind, check_size
 from .settings import backward_workspace, batch_invariant, debug_checks
 from .submodules import submodules
-from .tracing import one_module
+from .tracing import call_through, one_module
 from .validation import transforms_are_active
 
 M = TypeVar("M", bound=nn.Module)
+REPLAYED = "score", "append"  # of a layer with these methods; `cache` may wait for the device
 
 
 def graphed(
@@ -44,8 +46,16 @@ def graphed(
     Sizes (rows, segments, candidates) are rounded up to capacities, and the arguments are copied
     into buffers of these sizes. The first batch of a bucket captures the graphs; all later ones
     replay them, whatever their sizes and lengths, and read nothing from the device. Results and
-    gradients are new tensors of the real sizes, equal to the module's up to rounding; gradients
-    accumulate as usual.
+    gradients are new tensors of the real sizes. They have the bits of the module's for the padded
+    batch, and equal those for the real one up to rounding; gradients accumulate as usual.
+
+    Without gradients, only the forward is captured. A layer's `score` and `append` are replayed
+    too, and `PagedHistoryCache(graphed(layer), ...)` appends by replays. Histories in pages are
+    read and written where they are: a replay sees what was appended since the last one. Each cache
+    has graphs of its own, which keep its pages allocated.
+
+    Arguments on the host are padded there, and all go to the device in one copy from page-locked
+    memory. If all of them are there, to the device of the module's parameters.
 
     The result shares the module's parameters, buffers, submodules and state_dict, under the same
     names, and has its other attributes for reading. Parameters may change in place (optimizers,
@@ -62,13 +72,13 @@ def graphed(
 
     Args:
         module: arguments and results may be tensors, `Jagged`s, (values, offsets) pairs,
-            `CandidateIndex`es and lists, tuples and dicts of them; arguments also None, numbers and
-            strings, each value of which takes graphs of its own, as each `max_seqlen` does. The
-            first dimension of an argument's tensors changes with the batch, and the padding is
-            zeros; other inputs must be parameters or buffers. So must the first dimension of a
-            result's tensors be one of these sizes. A Jagged in the result is a Jagged, whatever it
-            was wrapped from. Hooks run when graphs are captured, those on the result of this
-            function always.
+            `CandidateIndex`es, `HistoryCache`s and lists, tuples and dicts of them; arguments also
+            None, numbers and strings, each value of which takes graphs of its own, as each
+            `max_seqlen` does. The first dimension of an argument's tensors changes with the batch,
+            and the padding is zeros; other inputs must be parameters or buffers. So must the first
+            dimension of a result's tensors be one of these sizes. A Jagged in the result is a
+            Jagged, whatever it was wrapped from. Hooks run when graphs are captured, those on the
+            result of this function always.
         steps_per_octave: capacities between two powers of two. With 8, rows are padded by at most
             an eighth, or to the next multiple of 8.
         capacities: the capacities instead, in ascending order, for sizes of any kind.
@@ -161,17 +171,23 @@ class _Graphed(nn.Module):
     @one_module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Arguments, results and errors: see `graphed`."""
+        return self._replay(self._names, *args, **kwargs)
+
+    def _replay(self, names: list[str], /, *args: Any, **kwargs: Any) -> Any:
+        """A call of the module, whose positional arguments have these names."""
         inner = self._inner
         if torch.compiler.is_compiling() or transforms_are_active() or debug_checks.current():
             return inner(*args, **kwargs)
-        arguments = Arguments(args, kwargs, self._names, self._offsets)
-        device = arguments.device
-        if device is None or device.type not in RUNNERS:
-            return inner(*args, **kwargs)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return inner(*args, **kwargs)
         state = _state(inner)
         if state is None:  # torch.func.functional_call replaces the parameters
+            return inner(*args, **kwargs)
+        arguments = Arguments(args, kwargs, names, self._offsets)
+        device = arguments.device
+        if device is None or device.type == "cpu":
+            device = state.device or device
+        if device is None or device.type not in RUNNERS or not arguments.leaves:
+            return inner(*args, **kwargs)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return inner(*args, **kwargs)
         last = None if self._last is None else self._last()
         if last is not None and not last.differentiated:
@@ -219,6 +235,8 @@ class _Graphed(nn.Module):
                 trained and x.requires_grad,
                 capacities.get(leaf.size),
                 capacities.get(leaf.rows),
+                x.is_cpu,
+                (x.data_ptr(), x.shape, x.stride()) if leaf.kind == STORAGE else None,
             )
             for leaf in arguments.leaves
             for x in (leaf.tensor,)
@@ -260,14 +278,21 @@ class _Graphed(nn.Module):
     def _warn(self, message: str) -> None:
         if message.partition(":")[0] not in self._warned:
             self._warned.add(message.partition(":")[0])
-            warnings.warn(f"graphed: {message}", stacklevel=7)  # the caller of the module
+            warnings.warn(f"graphed: {message}", stacklevel=8)  # the caller of the module
 
     # -- as the module -----------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in vars(self):
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        found = getattr(self._inner, name)
+        if name not in REPLAYED:
+            return found
+        known = call_through(found)
+        if known is None:
+            return found
+        names = [*inspect.signature(found).parameters]
+        return functools.partial(self._replay, names, **known)
 
     def train(self, mode: bool = True) -> _Graphed:
         self._inner.train(mode)
@@ -297,16 +322,17 @@ class _Graphed(nn.Module):
 
 class _State(NamedTuple):
     """What the graphs of a module depend on. parts: its modes, and where its parameters and buffers
-    are. trained: some parameter is."""
+    are. trained: some parameter is. device: that of the first parameter or buffer."""
 
     parts: tuple[Any, ...]
     trained: bool
+    device: torch.device | None
 
 
 def _state(module: nn.Module) -> _State | None:
     """The state of the module. None if its parameters are not its own. Runs in each call."""
     state: list[Any] = []
-    trained = False
+    trained, device = False, None
     for part in submodules(module):
         state.append(part.training)
         attributes = vars(part)
@@ -315,8 +341,9 @@ def _state(module: nn.Module) -> _State | None:
                 if type(x) is Tensor:
                     return None
                 state += id(x), x.data_ptr(), x.dtype, x.requires_grad
-                trained = trained or x.requires_grad
+                trained, device = trained or x.requires_grad, device or x.device
         for x in attributes["_buffers"].values():
             if x is not None:
                 state += id(x), x.data_ptr(), x.dtype
-    return _State(tuple(state), trained)
+                device = device or x.device
+    return _State(tuple(state), trained, device)

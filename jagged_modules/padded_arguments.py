@@ -7,20 +7,26 @@ in segments behind the real ones.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.attention.pages import Pages
 from torch import Tensor
 
 from .containers.candidates import CandidateIndex
+from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
+from .containers.pages import PagedRows, Room
 from .scalars import possessive, to_ints
-from .segments import check_offsets
+from .segments import check_offsets, segmentation_of
 from .settings import debug_checks
 
 UNIT = 8  # capacities are multiples of it, unless the caller lists them
 ROWS, OFFSETS, ORDER, SCALAR = "rows", "offsets", "order", "scalar"
+# of rows in pages: the storage, which stays where it is; the page table; the rows that are written
+STORAGE, TABLE, ROOM = "storage", "table", "room"
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
 
 
@@ -43,14 +49,25 @@ class Buckets(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A tensor among the arguments. size: of its first dimension; of offsets, the number of
-    segments. rows: that offsets count."""
+    """A tensor among the arguments. size: of its first dimension; of offsets and page tables, the
+    number of segments. rows: that these count. number: of a page table, the rows of a page; of rows
+    that are written, the one that padding is written to."""
 
     name: str
     kind: str
     tensor: Tensor
     size: int = -1
     rows: int = -1
+    number: int = 0
+
+    def shape(self, capacities: Mapping[int, int]) -> tuple[int, ...]:
+        """The buffer's shape."""
+        x = self.tensor.shape
+        if self.kind == SCALAR:
+            return tuple(x)
+        if self.kind == TABLE:
+            return (capacities[self.rows] // self.number + capacities[self.size],)
+        return capacities[self.size] + (self.kind == OFFSETS), *x[1:]
 
 
 def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> dict[int, int] | None:
@@ -82,7 +99,7 @@ def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> dict[int, int] | 
         return True
 
     for leaf in leaves:
-        if leaf.kind != SCALAR:
+        if leaf.size >= 0:
             for size in (leaf.rows, leaf.size) if leaf.kind == OFFSETS else (leaf.size,):
                 if size not in found and size not in segments and not add(size):
                     return None
@@ -164,6 +181,11 @@ class Arguments:
                 return "tensor", self._add(name, ROWS if x.dim() else SCALAR, x)
             check_offsets(name, x, rows)
             return "tensor", self._add(name, OFFSETS, x, rows)
+        if isinstance(x, HistoryCache):
+            layers = self._flatten(f"{possessive(name)} layers", x.layers)
+            return "history", layers, self._flatten(name, x.timestamps), x.max_rows
+        if isinstance(x, PagedRows):
+            return self._flatten_pages(name, x)
         if isinstance(x, Jagged):
             return (
                 "jagged",
@@ -213,11 +235,39 @@ class Arguments:
             f" number or a string, or a tuple, list or dict of these, got {type(x).__name__}"
         )
 
-    def _add(self, name: str, kind: str, x: Tensor, rows: int = -1) -> int:
+    def _flatten_pages(self, name: str, x: PagedRows) -> tuple[Any, ...]:
+        rows, page_rows, room = x.num_rows, x.pages.page_rows, None
+        if x.room is not None:
+            spare = x.room.storage.shape[0] - 1
+            room = (
+                self._add(name, ROOM, x.room.rows, number=spare),
+                self._flatten_pages(name, x.room.grown),
+                self._add(name, STORAGE, x.room.storage),
+            )
+        return (
+            "pages",
+            self._add(name, STORAGE, x.storage),
+            self._add(name, OFFSETS, x.offsets, rows),
+            self._add(name, TABLE, x.pages.table, rows, x.num_segments, page_rows),
+            page_rows,
+            room,
+        )
+
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        x: Tensor,
+        rows: int = -1,
+        size: int | None = None,
+        number: int = 0,
+    ) -> int:
         place = self._places.setdefault((id(x), kind), len(self.leaves))
         if place == len(self.leaves):
-            size = x.shape[0] - (kind == OFFSETS) if x.dim() else -1
-            self.leaves.append(Leaf(name, kind, x, size, rows))
+            if size is None:
+                sized = x.dim() and kind != STORAGE
+                size = x.shape[0] - (kind == OFFSETS) if sized else -1
+            self.leaves.append(Leaf(name, kind, x, size, rows, number))
         return place
 
     def _candidates(self, name: str, index: CandidateIndex) -> int:
@@ -251,16 +301,16 @@ def _rows_of(name: str, owner: str, arguments: Mapping[str, Any]) -> int:
 
 
 def build(
-    spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor]
+    spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor], rows: Sequence[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by position and by name, from an `Arguments.spec` and tensors in place of its
-    leaves."""
+    leaves. rows: that each of them counts, if it is offsets."""
     count, parts = spec
-    built = [(name, _build(part, tensors)) for name, part in parts]
+    built = [(name, _build(part, tensors, rows)) for name, part in parts]
     return tuple(x for _, x in built[:count]), dict(built[count:])
 
 
-def _build(spec: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
+def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -> Any:
     kind, *parts = spec
     if kind == "tensor":
         return tensors[parts[0]]
@@ -269,16 +319,88 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
     if kind == "index":
         return CandidateIndex(*(None if place is None else tensors[place] for place in parts))
     if kind == "dict":
-        return {key: _build(part, tensors) for key, part in parts[0]}
+        return {key: _build(part, tensors, rows) for key, part in parts[0]}
     if kind == "constant":
         return parts[0]
-    built = [_build(part, tensors) for part in parts[0]]
+    if kind == "history":
+        layers, timestamps = (_build(part, tensors, rows) for part in parts[:2])
+        return HistoryCache(layers, timestamps, parts[2])
+    if kind == "pages":
+        storage, _, table, page_rows, room = parts
+        offsets: int = parts[1]
+        pages = Pages(tensors[table], page_rows, rows[offsets])
+        segmentation = segmentation_of(tensors[offsets])
+        x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation)
+        if room is not None:
+            written, grown, with_spare = room
+            x.room = Room(tensors[written], _build(grown, tensors, rows), tensors[with_spare])
+        return x
+    built = [_build(part, tensors, rows) for part in parts[0]]
     return built if kind == "list" else tuple(built)
+
+
+# -- buffers ---------------------------------------------------------------------------------------
+
+_ALIGNMENT = 128  # of the parts of a packed buffer, in bytes: more than any kernel asks for
+
+
+class Buffers:
+    """The buffers of a bucket, one for each leaf, `tensors`.
+
+    The arguments on the host have parts of one buffer, and of a copy of it in page-locked memory.
+    They are padded there, and go to the device in one copy.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Leaf], capacities: Mapping[int, int], device: torch.device
+    ) -> None:
+        self.tensors: list[Tensor] = []
+        self._written: list[Tensor] = []  # by `pad`
+        parts, end = list[tuple[int, int]](), 0
+        for leaf in leaves:
+            if leaf.tensor.is_cpu and leaf.kind != STORAGE:
+                size = math.prod(leaf.shape(capacities)) * leaf.tensor.element_size()
+                parts.append((end, end + size))
+                end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        on_gpu = device.type == "cuda"
+        self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._on_host = torch.zeros(end, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu and end else None
+        of_host = iter(parts)
+        for leaf in leaves:
+            x = leaf.tensor
+            if leaf.kind == STORAGE:
+                buffer = written = x
+            elif x.is_cpu:
+                part, shape = slice(*next(of_host)), leaf.shape(capacities)
+                written, buffer = (
+                    whole[part].view(x.dtype).view(shape)
+                    for whole in (self._on_host, self._on_device)
+                )
+            else:
+                shape = leaf.shape(capacities)
+                buffer = written = torch.zeros(shape, dtype=x.dtype, device=device)
+            self.tensors.append(buffer)
+            self._written.append(written)
+
+    @torch.no_grad()
+    def pad(self, leaves: Sequence[Leaf], capacities: Mapping[int, int]) -> None:
+        """Copy the leaves' tensors into the buffers, and write the rest of these."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy of the call before
+        for buffer, leaf in zip(self._written, leaves):
+            pad(buffer, leaf, capacities)
+        if len(self._on_host):
+            self._on_device.copy_(self._on_host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
     """Copy the leaf's tensor into the buffer, and write the rest of the buffer."""
     x, size = leaf.tensor, leaf.size
+    if leaf.kind == STORAGE:
+        return
     if leaf.kind == SCALAR:
         buffer.copy_(x, non_blocking=True)
     elif leaf.kind == OFFSETS:
@@ -289,11 +411,12 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
         torch.arange(first + step, last + 1, step, out=tail, device=tail.device)
         tail.clamp_(max=capacities[leaf.rows])
     else:
+        size = x.shape[0]
         buffer[:size].copy_(x, non_blocking=True)
         if leaf.kind == ORDER:
             torch.arange(size, len(buffer), out=buffer[size:], device=buffer.device)
         elif size < len(buffer):
-            buffer[size:].zero_()
+            buffer[size:].fill_(leaf.number if leaf.kind == ROOM else 0)
 
 
 def check_values(leaf: Leaf, sizes: set[int]) -> None:

@@ -155,6 +155,13 @@ def through_call(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate
     return public
 
 
+def call_through(method: Any) -> dict[str, str] | None:
+    """The keyword argument with which a call of the layer runs this method of it. None unless the
+    method is decorated with `through_call`."""
+    name = getattr(method, "__qualname__", None)
+    return {_METHOD: name} if name in _METHODS else None
+
+
 def call_of(forward: F) -> Callable[[Any], F]:
     """Decorator that gives `__call__` the type of forward: nn.Module declares that calls return
     Any. For type checkers only, because torch.fx replaces nn.Module's `__call__`."""

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
+from jagged_modules.captured_step import RUNNERS
 
 from . import gpu_suite
+from .direct_graphs import Direct
 from .distributed.ranks import Ranks
 
 # Neither a deadline nor the check of slow strategies: a busy machine would fail.
@@ -60,6 +62,12 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    """`Direct` takes the place of CUDA graphs on the CPU."""
+    monkeypatch.setitem(RUNNERS, "cpu", Direct)
 
 
 @pytest.fixture(scope="session")

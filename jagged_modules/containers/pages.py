@@ -53,16 +53,17 @@ class Room(NamedTuple):
     """Reserved rows for the events that follow those of `PagedRows`.
 
     rows: int64 `[N]` of the storage, in the order of the events. grown: the rows and the events
-    after them.
+    after them. storage: that of the rows with a spare row behind it, which no page has.
     """
 
     rows: Tensor
     grown: PagedRows
+    storage: Tensor
 
     def write(self, events: Tensor) -> PagedRows:
         """Write the events `[N, ...]`. Returns all rows. ValueError if the events have another
         dtype."""
-        storage = self.grown.storage
+        storage = self.storage
         if events.dtype != storage.dtype:
             raise ValueError(
                 "the layer's keys and values must keep the dtype of the first put,"

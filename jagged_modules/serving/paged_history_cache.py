@@ -452,8 +452,9 @@ class PagedHistoryCache:
         layers = self._rows.in_pages(known, [x.begin for x in ranges])
         grown = self._rows.in_pages(known, [x.begin + x.length for x in ranges])
         rows, _, _ = self._rows.indices(ranges)
-        for layer, all_rows in zip(layers, grown):
-            layer.room = Room(rows, all_rows)
+        assert self._rows.with_spare is not None
+        for layer, all_rows, storage in zip(layers, grown, self._rows.with_spare.unbind(1)):
+            layer.room = Room(rows, all_rows, storage)
         return self._history(layers)
 
     def _unpin(self) -> None:

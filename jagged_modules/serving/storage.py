@@ -21,10 +21,12 @@ class RowStorage:
 
     columns: keys and values `[rows, layers, H, width]`, and timestamps `[rows]` if the layer has
     them; empty before `allocate`.
+    with_spare: the keys and values with a spare row behind them, for padding of `jm.graphed`.
     """
 
     def __init__(self, page_rows: int) -> None:
         self.page_rows, self.columns = page_rows, list[Tensor]()
+        self.with_spare: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -34,13 +36,13 @@ class RowStorage:
     def page_bytes(self) -> int:
         return self.page_rows * sum(x[0].numel() * x.element_size() for x in self.columns)
 
-    def allocate(self, rows: HistoryCache, max_bytes: int) -> int:
+    def allocate(self, new: HistoryCache, max_bytes: int) -> int:
         """Allocate as many pages for rows of this kind as max_bytes holds. Returns their number."""
-        first = rows.layers[0].values
+        first = new.layers[0].values
         kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((len(rows.layers), *first.shape[1:]), first.dtype)
+            ((len(new.layers), *first.shape[1:]), first.dtype)
         ]
-        if rows.timestamps is not None:
+        if new.timestamps is not None:
             kinds.append(((), torch.int64))
         with torch.inference_mode(False):  # later calls may write outside of it
             row_bytes = sum(torch.empty(x, dtype=y, device="meta").nbytes for x, y in kinds)
@@ -50,10 +52,11 @@ class RowStorage:
                     f"max_bytes must be at least a page of {self.page_rows} rows,"
                     f" {row_bytes * self.page_rows}, got {max_bytes}"
                 )
-            self.columns = [
-                torch.empty(num_pages * self.page_rows, *x, dtype=dtype, device=first.device)
-                for x, dtype in kinds
+            rows = num_pages * self.page_rows
+            whole = [
+                torch.empty(rows + 1, *x, dtype=dtype, device=first.device) for x, dtype in kinds
             ]
+            self.with_spare, self.columns = whole[0], [x[:rows] for x in whole]
         return num_pages
 
     def check_kind(self, rows: HistoryCache) -> None:

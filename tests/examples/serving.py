@@ -42,8 +42,10 @@ def ranker_of(
     page_rows: int | None = None,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    graphs: bool = False,
 ) -> Ranker:
-    return make_ranker(load_weights(weights), device, cache_bytes, page_rows=page_rows, dtype=dtype)
+    options = dict(page_rows=page_rows, dtype=dtype, graphs=graphs)
+    return make_ranker(load_weights(weights), device, cache_bytes, **options)
 
 
 def body_of(request: Request, ranker: Ranker, **fields: Any) -> dict[str, Any]:

@@ -437,31 +437,44 @@ def test_models_without_a_cache(tmp_path, name, arguments, message):
         ranker_of(weights)
 
 
-def test_a_model_with_streams_is_served_without_a_cache(tmp_path):
-    ranker = ranker_of(
-        train(tmp_path, "attention", "--parts", "stream", "compress", "gdpa", "interformer"), 0
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_model_with_streams_is_served_without_a_cache(tmp_path, padded, device):
+    weights = train(tmp_path, "attention", "--parts", "stream", "compress", "gdpa", "interformer")
+    plain, graphed = (
+        ranker_of(weights, 0, None, torch.device(device), graphs=graphs) for graphs in (False, True)
     )
-    scores = ranker.score(Requests(ranker).batch())
-    assert all(x.isfinite().all() for x in scores)
+    requests = Requests(plain)
+    for _ in range(3):
+        batch = requests.batch()
+        scores = plain.score(batch)
+        assert all(x.isfinite().all() for x in scores)
+        assert_same_scores(graphed.score(batch), scores)
+    assert graphed.run._steps
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_padded_model_repeats_no_history(served, device):
+def test_a_padded_model_repeats_no_history(served, padded, device):
     """Its scores, through `fuse_broadcasts`, are those of the model as it is. Also after other
-    weights were loaded."""
+    weights were loaded, and from graphs."""
     weights = load_weights(served["padded"])
-    fused, plain = (
-        make_ranker(weights, torch.device(device), 0, fuse_broadcasts=fuse)
-        for fuse in (True, False)
+    *fused, plain = (
+        make_ranker(weights, torch.device(device), 0, fuse_broadcasts=fuse, graphs=graphs)
+        for fuse, graphs in ((True, False), (True, True), (False, False))
     )
-    requests = Requests(fused)
-    fused.model.head.interaction.attention.register_forward_hook(
-        lambda *_: pytest.fail("the histories were repeated")
-    )
-    for x in (*fused.model.parameters(), *plain.model.parameters()):
-        x.data += 0.01
-    batch = [requests.of(user, events=user % 3, candidates=9) for user in range(8)]
-    assert_same_scores(fused.score(batch), plain.score(batch))
+    requests = Requests(plain)
+    for ranker in fused:
+        ranker.model.head.interaction.attention.register_forward_hook(
+            lambda *_: pytest.fail("the histories were repeated")
+        )
+    for ranker in (*fused, plain):
+        for x in ranker.model.parameters():
+            x.data += 0.01
+    for number in range(3):
+        batch = [requests.of(user, events=user % 3, candidates=9) for user in range(8 - number)]
+        expected = plain.score(batch)
+        for ranker in fused:
+            assert_same_scores(ranker.score(batch), expected)
+    assert fused[1].run._steps
 
 
 def test_attention_weights(served):

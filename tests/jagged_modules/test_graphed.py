@@ -1,5 +1,4 @@
-"""jm.graphed without a GPU: `padded` runs the padded buffers through the module where a GPU would
-replay a graph."""
+"""jm.graphed without a GPU: with `padded`, `direct_graphs` takes the place of CUDA graphs."""
 
 import contextlib
 import copy
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import jagged_modules as jm
-from jagged_modules.captured_step import RUNNERS
 from jagged_modules.padded_arguments import OFFSETS, Arguments, Buckets, capacities_of, pad
 
 from ..compatibility.cases import (
@@ -27,6 +25,7 @@ from ..compatibility.cases import (
     make,
     training_step,
 )
+from ..direct_graphs import poison
 
 OF_VALUES = {"offsets": "values"}
 BATCHES = [  # lengths of histories
@@ -39,29 +38,6 @@ BATCHES = [  # lengths of histories
     [40, 1, 0, 9, 30, 2, 0, 0, 12],
     [2, 1, 5, 2],
 ]
-
-
-class Direct:
-    """Runs a step's calls anew each time: what a graph does, without one."""
-
-    pool = None
-
-    def __init__(self, forward, backward, *_):
-        self._forward, self._backward, self._outputs = forward, backward, []
-
-    def forward(self):
-        self._outputs = self._forward()
-        return [x.detach() for x in self._outputs]
-
-    def backward(self):
-        outputs, self._outputs = self._outputs, []
-        return self._backward(outputs)
-
-
-@pytest.fixture
-def padded(monkeypatch):
-    """Takes the place of CUDA graphs on the CPU."""
-    monkeypatch.setitem(RUNNERS, "cpu", Direct)
 
 
 def leaf(*shape):
@@ -91,13 +67,6 @@ def compare(module, other, arguments, wanted=()):
         if x is not None:
             assert x.shape == y.shape and y.isfinite().all()
             torch.testing.assert_close(y, x, rtol=1e-10, atol=1e-12)
-
-
-def poison(graph, value=float("nan")):
-    """Overwrite all buffers, as if other batches had been there."""
-    for step in graph._steps.values():
-        for x in (*step.buffers, *(x for x in step.gradients if x is not None)):
-            x.data.fill_(value if x.is_floating_point() else -(2**30))
 
 
 LAYERS = {

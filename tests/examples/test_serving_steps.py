@@ -1,0 +1,92 @@
+"""Steps of rankers: those from graphs give the scores of the model, ids go to the device in one
+copy, sums of bags are TorchRec's."""
+
+import argparse
+
+import numpy as np
+import pytest
+import torch
+
+# `make test-gpu` also runs without it
+pytest.importorskip("torchrec", reason="the programs need it")
+
+from checkpoints import load_weights
+from movielens import Categorical
+from ranking_data import bags, keyed
+from ranking_model import embedding_bags, stack_bags
+from serving_models import add_cache_options, add_ranker_options, ranker_from_options, uses_graphs
+from serving_steps import FeatureTable, sums_of_bags, to_device
+
+import jagged_modules as jm
+
+from .serving import CACHE, CPU, Requests, ranker_of
+from .test_serving_rankers import assert_same_scores, every_model
+
+
+@every_model
+@pytest.mark.parametrize("page_rows", [16, 128])
+@pytest.mark.parametrize("cache", [0, 200_000, CACHE])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_graphs_give_the_scores_of_the_model(served, padded, name, page_rows, cache, device):
+    """Of 30 batches of 1 to 5 users with new events, which are read by later batches. Some share
+    graphs."""
+    if not cache and page_rows == 128:
+        pytest.skip("there are no pages")
+    plain, graphed = (
+        ranker_of(served[name], cache, page_rows, torch.device(device), graphs=graphs)
+        for graphs in (False, True)
+    )
+    requests, calls = Requests(plain), 0
+    for _ in range(30):
+        batch = requests.batch(int(requests.random.integers(1, 6)))
+        assert_same_scores(graphed.score(batch), plain.score(batch))
+        calls += 1
+    assert graphed.counts == plain.counts and 1 < len(graphed.run._steps)
+    if not cache:
+        assert len(graphed.run._steps) < calls
+
+
+def test_graphs_are_the_default_on_a_gpu_alone(served):
+    parser = argparse.ArgumentParser()
+    add_ranker_options(parser), add_cache_options(parser)
+
+    def parse(*options):
+        return parser.parse_args(["--device", "cpu", *options])
+
+    for options, on_gpu in (((), True), (("--graphs",), True), (("--no-graphs",), False)):
+        assert uses_graphs(parse(*options), torch.device("cuda", 1)) == on_gpu
+    assert not uses_graphs(parse(), CPU) and not uses_graphs(parse("--no-graphs"), CPU)
+    with pytest.raises(ValueError, match="^--graphs needs a CUDA device, got cpu$"):
+        ranker_from_options(load_weights(served["hstu"]), parse("--graphs"))
+
+
+def test_ids_go_to_the_device_in_one_copy():
+    """Each with its type, shape and values. What is on the device is passed on."""
+    ids, history = torch.arange(6).view(3, 2), torch.tensor([0, 1, 3])
+    given = dict(a=ids, b=jm.Jagged(ids + 7, history, 5), c=None, d=3)
+    device = torch.device("cpu", 0)  # another one than that of the tensors
+    moved = to_device(given, device)
+    assert (
+        moved["a"].untyped_storage().data_ptr() == moved["b"].offsets.untyped_storage().data_ptr()
+    )
+    assert torch.equal(moved["a"], ids) and torch.equal(moved["b"].values, ids + 7)
+    assert torch.equal(moved["b"].offsets, history) and moved["b"].max_seqlen == 5
+    assert torch.equal(moved["b"].host_lengths, torch.tensor([1, 2]))
+    assert moved["c"] is None and moved["d"] == 3
+    assert to_device(given, torch.device("cpu")) is given
+
+
+def test_columns_of_features():
+    """A bag of categories, an empty one, and a feature with one category each. Their sums are those
+    of TorchRec's bags."""
+    bag = Categorical(np.array([4, 2, 7]), np.array([0, 2, 2, 3]), 8)
+    features = {"bag": bag, "one": Categorical.single(np.array([5, 6, 0]))}
+    table = FeatureTable(features, 3)
+    assert table.widths == [2, 1]
+    assert table.columns.tolist() == [[4, 2, 5], [-1, -1, 6], [7, -1, 0]]
+    collection = embedding_bags({name: x.cardinality for name, x in features.items()}, 4)
+    users = np.array([2, 0, 1, 0])
+    expected = collection(keyed({name: bags(x, users) for name, x in features.items()}))
+    ids = torch.from_numpy(table.columns[users])
+    found = sums_of_bags(collection, list(features), ids, table.widths)
+    torch.testing.assert_close(found, stack_bags(expected, list(features)), rtol=0, atol=0)
