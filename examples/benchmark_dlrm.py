@@ -1,11 +1,11 @@
 """Measures the training step of train_dlrm.py's model, of the same model by hand with padding, and
-of one with the jagged kernels that existed before: python examples/benchmark_dlrm.py
+of a baseline on jagged rows: python examples/benchmark_dlrm.py
 
 All have the same parameters, batches and embeddings (TorchRec's; on a GPU with the optimizer fused
 into their backward). padded_layers.py says what "by hand" means, jagged_baseline.py which kernels
-existed; --model measures a published model of models/ and its padded form. Prints samples/s (a
-sample is a candidate), peak memory, time by stage and the model FLOP utilisation (MFU) of each
-layer, beside published claims, and writes them as JSON.
+the baseline has; --model measures a published model of models/ and its padded form. Prints
+samples/s (a sample is a candidate), peak memory, time by stage and the model FLOP utilisation (MFU)
+of each layer, beside published claims, and writes them as JSON.
 
 Lengths are log-normal with the given means and maxima, or those of a rating log (--data). Defaults
 are small on a CPU. On a GPU, a step has thousands of samples, in bfloat16.
@@ -149,7 +149,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--models",
         nargs="+",
         choices=MODELS,
-        help=("models to measure, in turn; all if not given. A published model has no baseline"),
+        help="models to measure, in turn; all if not given. A published model has no baseline",
     )
     add_model_options(parser, SIZES)
     add_run_options(parser)

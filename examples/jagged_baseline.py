@@ -1,14 +1,16 @@
-"""The layers of the ranking model on jagged rows, from what existed before the fused kernels:
-`RankingModel(tables, config, layers=BASELINE)`. Nothing is padded, and a state_dict of the model
-fits.
+"""The layers of the ranking model on jagged rows, without kernels for Hopper and without layers of
+one node: `RankingModel(tables, config, layers=BASELINE)`. Nothing is padded, and a state_dict of
+the model fits.
 
 - Softmax attention, also in blocks of a stream and by learned queries, is FlashAttention-2 for
-  variable lengths (`torch.nn.attention.varlen`), between projections, rotation and norms in torch.
-- Other attention, of GDPA and of the PFFN, is the portable Triton kernel.
+  variable lengths (`torch.nn.attention.varlen`), between projections and rotation in torch.
+- Other attention, of GDPA and of the PFFN, is this project's portable Triton kernel, in place of
+  the published Triton kernel.
 - Linear compression multiplies the users' vectors once per user, repeats the results for the
   candidates and adds them.
 
-On a GPU, FlashAttention takes fp16 and bf16 only. On a CPU, attention is that of jagged_modules.
+RMSNorms, gates and the MLPs of InterFormer are those of jagged_modules, as is attention on a CPU.
+On a GPU, FlashAttention takes fp16 and bf16 only.
 """
 
 from collections.abc import Callable
