@@ -122,7 +122,6 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     )  # fmt: skip
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    first_target = first_target_of(tile, OPTIONS.mask)
     visited = visited_blocks(schedule, tile, OPTIONS)
     first = tile.block * WARPGROUP_ROWS
     scale = score_factor(scales.scale, OPTIONS.activation)
@@ -132,15 +131,16 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     dv = [warpgroup_mma_init(x) for x in zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)]
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
     for number in range(visited.masked):
-        _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
-        row = block * BLOCK
+        of_block, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+        row, q_len = block * BLOCK, of_block.q_len
+        first_target = first_target_of(of_block, OPTIONS.mask)
         rows = QueryBlock(row, row + tile.kv_len - q_len, q_len - row, first_target)
         dk, dv, tail_phase = _block(
             keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
             tail_phase, OPTIONS, True,
         )  # fmt: skip
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
-    rows = QueryBlock(0, 0, BLOCK, first_target)
+    rows = QueryBlock(0, 0, BLOCK, first_target_of(tile, OPTIONS.mask))
     for number in range(visited.masked, visited.count):
         dk, dv, tail_phase = _block(
             keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
