@@ -43,7 +43,8 @@ def attention_reference(
 
     The result of a row that sees no key is 0. q_shared: all segments use all rows of q, and
     q_offsets are those of the output. With n · B query segments, segments b, B + b, ... use key
-    segment b, and the mask is that of the first B. Values at masked positions must be finite here: 0 times NaN is NaN.
+    segment b, and the mask is that of the first B. Values at masked positions must be finite here:
+    0 times NaN is NaN.
     """
     group = q.shape[1] // k.shape[1]
     num_targets = (

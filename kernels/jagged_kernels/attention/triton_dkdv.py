@@ -228,9 +228,7 @@ def attention_bwd_dkdv_kernel(
                 tile.block * BLOCK_N, q_len, tile.kv_len, of_group, MASK, BLOCK_M, BLOCK_N
             )
             starts = _Starts(q_row, q_start, tile.kv_len - q_len, q_len)
-            keys = _KeyTile(
-                k, v, (tile.block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], of_group
-            )
+            keys = _KeyTile(k, v, (tile.block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], of_group)
             for group_head in range(0, OPTIONS.group):
                 head = tile.head * OPTIONS.group + group_head
                 lse_head, delta_head = x.lse, x.delta

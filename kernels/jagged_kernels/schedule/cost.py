@@ -270,9 +270,9 @@ def tile_work(
     targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
     rows, others = lengths[segment], other_lengths[segment % len(other_lengths)]
     if key_tiles:
-        work = key_tile_work(block, others, rows, targets, mask, *blocks)
+        work, others = key_tile_work(block, others, rows, targets, mask, *blocks), other_lengths
         if mask.grouped:
-            work += work_of_segments(other_lengths[len(lengths) :], len(lengths), blocks[1])[segment]
+            work += work_of_segments(others[len(lengths) :], len(lengths), blocks[1])[segment]
         return work
     work = query_tile_work(block, rows, others, targets, mask, *blocks)
     if mask.grouped:
