@@ -199,3 +199,34 @@ def test_errors():
         with pytest.raises((TypeError, ValueError), match=message):
             call()
     assert "mask=AttentionMask(causal=True)" in repr(layer)
+
+
+def test_compiled_and_exported_with_a_mask():
+    """One graph for all sizes, with gradients, and a program."""
+    layer = make_layer("window")
+
+    def call(layer, history, offsets, targets, index):
+        (values, _), out = layer((history, offsets), targets, index)
+        return values, out
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    program = None
+    for rows, offsets in ((9, OFFSETS), (12, torch.tensor([0, 3, 3, 5, 12]))):
+        history, targets, index = make_inputs()
+        history = torch.randn(rows, WIDTH).double().requires_grad_()
+        inputs = history, offsets, targets, index
+        found, expected = compiled(layer, *inputs), call(layer, *inputs)
+        torch.testing.assert_close(found, expected)
+        leaves = [history, *layer.parameters()]
+        gradients, theirs = (
+            torch.autograd.grad(x[0].square().sum() + x[1].square().sum(), leaves)
+            for x in (found, expected)
+        )
+        torch.testing.assert_close(gradients, theirs)
+        if program is None:
+            some, users = torch.export.Dim("rows", min=2), torch.export.Dim("users", min=1)
+            shapes = ({0: some}, {0: users + 1}), {}, {}
+            arguments = (history.detach(), offsets), targets, index
+            program = torch.export.export(layer.eval(), arguments, dynamic_shapes=shapes).module()
+        (values, _), out = program((history.detach(), offsets), targets, index)
+        torch.testing.assert_close((values, out), expected)
