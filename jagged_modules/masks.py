@@ -281,6 +281,12 @@ def is_visible(
     return keep
 
 
+def keeps_earlier_rows(mask: AttentionMask) -> bool:
+    """Whether what a row sees stays the same when later rows follow."""
+    of_end = mask.recent_history or mask.max_attn_len and mask.min_full_attn_seqlen
+    return mask.causal and not (mask.contextual_seqlen or of_end)
+
+
 def _check_length(name: str, value: int) -> None:
     """Raise unless value is an int from 0 to 2^30: kernels add it to positions, and the sum must
     fit int32."""

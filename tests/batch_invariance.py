@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -281,11 +282,15 @@ def _user_operators(make: _Operands, how: dict) -> dict[str, Operator]:
         )
         return out.squeeze(1)[order.argsort()]
 
-    def self_target(x: Segment, offsets: Segment) -> Tensor:
-        out = F.self_target_attention(
-            x["q"], x["candidates"], x["k"], x["v"], offsets["q"], offsets["candidates"], **how
-        )
-        return torch.cat(out)[_by_segment(offsets["q"], offsets["candidates"])]
+    mask = jm.AttentionMask(causal=True, window=(60, None), global_prefix=3)
+
+    def both(x: Segment, offsets: Segment, mask: jm.AttentionMask | None) -> tuple[Tensor, Tensor]:
+        operands = x["q"], x["candidates"], x["k"], x["v"], offsets["q"], offsets["candidates"]
+        return F.self_target_attention(*operands, mask=mask, **how)
+
+    def self_target(x: Segment, offsets: Segment, mask: jm.AttentionMask | None = None) -> Tensor:
+        out = torch.cat(both(x, offsets, mask))
+        return out[_by_segment(offsets["q"], offsets["candidates"])]
 
     def with_candidates(length: int) -> Segment:
         return make.attended(length) | {"candidates": make.random(4, make.heads, make.dim)}
@@ -305,6 +310,19 @@ def _user_operators(make: _Operands, how: dict) -> dict[str, Operator]:
             self_target,
             lambda segment: segment["q"].shape[0] + 4,
             ("candidates", *QKV),
+        ),
+        "self-target-attention-masked": Operator(
+            with_candidates,
+            partial(self_target, mask=mask),
+            lambda segment: segment["q"].shape[0] + 4,
+            ("candidates", *QKV),
+        ),
+        "self-target-attention-masked-candidates": Operator(
+            with_candidates,
+            lambda x, offsets: both(x, offsets, mask)[1],
+            "candidates",
+            ("candidates",),
+            joined="candidates",
         ),
         "linear-compress": Operator(make.compressed, compress, "candidate", ("user", "candidate")),
         "linear-compress-candidates": Operator(

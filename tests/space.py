@@ -269,7 +269,8 @@ def _fix_attention(dtype: str, o: dict) -> None:
     if o["activation"] == "softmax":
         o["output_scale"] = 1
     operands = o.get("operands", "self")
-    if operands == "kv shared" or operands.endswith("groups") or "query_tensors" in o:
+    in_groups = operands.endswith("groups") or "query_tensors" in o
+    if operands == "kv shared" or in_groups and "num_targets" in MASKS.get(o["mask"], {}):
         o["mask"] = None
     if operands == "kv shared" or operands == "q shared" or operands.endswith("groups"):
         o["schedule"] = False  # callers cannot build schedules for these operands
@@ -282,7 +283,7 @@ def _fix_attention(dtype: str, o: dict) -> None:
     if "bias" in o:
         _fix_bias(o, operands)
     if o["implementation"] == "hopper":
-        shares_keys = operands == "kv shared" or operands.endswith("groups") or "query_tensors" in o
+        shares_keys = operands == "kv shared" or in_groups
         if (
             dtype not in HALVES
             or dtype == "float16"
@@ -525,7 +526,7 @@ OPERATORS = {
         axes=COMMON
         | {
             name: ATTENTION[name]
-            for name in ("activation", "heads", "head_dim", "v_dim", "output_scale")
+            for name in ("activation", "heads", "head_dim", "v_dim", "output_scale", "mask")
         }
         | DROPOUT
         | dict(query_tensors=("two tensors", "one tensor")),

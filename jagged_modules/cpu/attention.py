@@ -232,12 +232,13 @@ def _gradients(
 
     dtables = TableGradients.of(ordered.params)
     divisible = is_fused and _is_one_call(params)
-    threads = 1 if ordered.is_by_rows else threads  # rows of a segment add to the same keys
-    for _, groups in itertools.groupby(
+    for query_group, groups in itertools.groupby(
         groups_of(q.shape[1], ordered), key=lambda group: group.query_group
     ):
+        # rows of a segment add to the same keys
+        of_group = 1 if ordered.is_by_rows(query_group) else threads
         for shared_dq, share_dtables in in_shares(
-            compute, list(groups), _cost(q, v), threads, divisible
+            compute, list(groups), _cost(q, v), of_group, divisible
         ):
             dtables.add_all(share_dtables)
             if shared_dq is not None:

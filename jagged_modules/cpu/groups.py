@@ -74,8 +74,8 @@ class Group(NamedTuple):
 def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
     """Groups of segments that have queries and keys, in the order of the query groups.
 
-    batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result
-    must not depend on the user's other candidates.
+    batch_invariant: a group is one segment or, of a query group without a mask, one query row: a
+    candidate's result must not depend on the user's other candidates.
     """
     segments, params, starts_of_queries, _, _ = ordered
     mask = (
@@ -84,13 +84,12 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
     q_shared, batch_invariant = segments.q_shared, params.batch_invariant
     q_bounds, kv_bounds = segments.q_offsets.tolist(), segments.kv_offsets.tolist()
     num_segments = len(kv_bounds) - 1
-    by_rows = ordered.is_by_rows
     targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
     shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
     own = starts_of_queries.tolist()
     starts: defaultdict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)
     for query_group in range((len(q_bounds) - 1) // max(1, num_segments)):
-        first = query_group * num_segments
+        first, by_rows = query_group * num_segments, ordered.is_by_rows(query_group)
         bounds = q_bounds[first : first + num_segments + 1]
         for q_start, q_end, kv_start, kv_end, start, *others in zip(
             bounds, bounds[1:], kv_bounds, kv_bounds[1:], own[first:], targets, shifts
@@ -104,6 +103,7 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
                 else:
                     pairs.append((q_start, kv_start, start, 0))
     for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
+        by_rows = ordered.is_by_rows(query_group)
         at_a_time = (
             1
             if batch_invariant
@@ -119,7 +119,7 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
                 rows,
                 q_rows,
                 kv_rows,
-                (mask, t),
+                (mask if query_group == 0 else None, t),
                 query_group,
                 query_group == 0 and not by_rows,
                 shift,

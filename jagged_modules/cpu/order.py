@@ -57,13 +57,13 @@ class Ordered(NamedTuple):
             rows_in_order(v, self.kv_order),
         )
 
-    @property
-    def is_by_rows(self) -> bool:
-        """Whether a group is one query row."""
+    def is_by_rows(self, query_group: int) -> bool:
+        """Whether a group of segments is one query row. The mask is that of the first query
+        group."""
         params = self.params
         return (
             params.batch_invariant
-            and params.mask is None
+            and (params.mask is None or query_group > 0)
             and not self.segments.q_shared
             and not params.has_bias
         )

@@ -75,8 +75,9 @@ def jagged_attention(
             `[B]`, one number for each segment of q. Must be 1 with softmax. With a tensor, fp16
             operands are computed in fp32 if segments share keys. In a graph of torch.compile, a
             number that changes from batch to batch becomes a tensor.
-        mask: which keys each query row sees; all if None. Must be None with shared keys or several
-            query groups.
+        mask: which keys each query row sees; all if None. Must be None with shared keys. With
+            several query groups it is that of the first one, and has no num_targets: rows of the
+            others see all keys.
         bias: learned biases of the scores by relative position and time, on q's device. Its tables
             get gradients. Must be None with shared queries or keys, or several query groups: their
             rows have no position.

@@ -111,7 +111,7 @@ def _segments(
     if own is not None and others is not None:
         num_segments, num_keys = (x.offsets.shape[0] - 1 for x in (own, others))
         if num_segments != num_keys:
-            num_query_groups("q_offsets", num_segments, "kv_offsets", num_keys, mask)
+            num_query_groups("q_offsets", num_segments, "kv_offsets", num_keys)
     if mask is not None:
         check_num_targets("mask.num_targets", mask.num_targets, keys.offsets, q.device, "q's")
     return own, others

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from jagged_kernels.attention.pages import Pages
 from jagged_kernels.attention.params import AttentionCall, AttentionParams, Segments
-from jagged_kernels.schedule.cost import MaskParams
-from jagged_kernels.schedule.host import TileSchedule
+from jagged_kernels.schedule.host import TileSchedule, mask_of_groups
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -100,7 +99,7 @@ def parsed_call(
     if mask is not None and mask.hides_nothing():
         mask = None
     if mask is not None:
-        params = params._replace(mask=MaskParams(*mask.params))
+        params = params._replace(mask=mask_of_groups(mask.params, segments.query_groups))
         if mask.num_targets is not None:
             params = params._replace(num_targets=normal_form(mask.num_targets, q.device))
     if bias is not None:

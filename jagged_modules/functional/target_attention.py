@@ -189,7 +189,8 @@ def self_target_attention(
         v: `[L, Hkv, Dv]`, their values.
         offsets: `[B + 1]` int32 or int64: the segments of q_user, k and v.
         candidate_offsets: `[B + 1]` int32 or int64: the segments of q_candidates.
-        options: keyword arguments of `jagged_attention` except mask. A tensor output_scale is
+        options: keyword arguments of `jagged_attention`. The mask is that of q_user's rows, and
+            has no num_targets: candidates see the whole history. A tensor output_scale is
             `[2 · B]`, first the factors of q_user's segments. A schedule is built for the lengths
             of q_user's segments followed by those of q_candidates.
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
+from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments
 from ..containers.pages import paged_operands
+from ..functional.tail import entering, leaving
 from ..scalars import check_kind
 from ..validation import check_layer_input
 from .one_node import linear, node_dtype
+from .parameters import in_heads
 
 
 def layer_of_cache(
@@ -42,6 +47,27 @@ def layer_of_cache(
     if x is not None:
         check_same_segments(name, x, "cache", layer)
     return layer
+
+
+def cached_rows(
+    name: str, rows: Jagged, projection: nn.Linear, heads: int, head_dim: int
+) -> HistoryCache:
+    """Keys and values of these rows, which errors call `name`, by a projection that gives k of all
+    heads, then v."""
+    end = rows.end(name)
+    values = entering(rows.values, end)
+    keys_and_values = projected_in_heads(values, projection, heads)
+    if keys_and_values is None:
+        k_and_v = in_heads("kv_proj", projection(values), 2, heads, head_dim).unbind(1)
+        keys_and_values = torch.cat(k_and_v, dim=2)
+    return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
+
+
+def cached_operands(histories: Collection[Jagged]) -> tuple[list[Sequence[Tensor]], Pages | None]:
+    """Keys and values of each level, and of one level the pages that they lie in."""
+    first, *others = histories
+    values, pages = (first.values, None) if others else paged_operands(first)
+    return [x.chunk(2, dim=2) for x in (values, *[x.values for x in others])], pages
 
 
 def projected_in_heads(x: Tensor, projection: nn.Linear, heads: int) -> Tensor | None:

@@ -12,19 +12,22 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
-from ..containers.jagged import wrap_rows
+from ..containers.history_cache import HistoryCache
+from ..containers.jagged import Jagged, wrap_rows
 from ..dropout import check_dropout
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
 from ..functional.target_levels import attend_to_levels
-from ..scalars import check_size
-from ..tracing import call_of, one_module
+from ..masks import AttentionMask, keeps_earlier_rows
+from ..scalars import check_kind, check_size
+from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from .cached_projections import cached_operands, cached_rows, layer_of_cache
 from .invariant import fixed_rows
 from .keywords import name_keywords
-from .one_node import in_training, node_dtype
+from .one_node import cast_linears, in_training, node_dtype
 from .parameters import check_parameter_dtype, in_heads, reset_all
 from .self_target_node import self_target_node
 from .targets import LevelIndices, Targets, parse_histories, parse_targets
@@ -39,7 +42,8 @@ class JaggedSelfTargetAttention(nn.Module):
     to the same history.
 
     Both share the projection of keys and values. Each kernel runs once for events and targets, and
-    reads keys and values in place. Targets do not see one another.
+    reads keys and values in place. Targets see the whole history, whatever the mask hides from
+    events, and do not see one another.
 
     Args:
         embedding_dim: width E of the history and of the outputs; a multiple of num_heads.
@@ -47,11 +51,13 @@ class JaggedSelfTargetAttention(nn.Module):
         target_dim: width E_t of the targets; embedding_dim if None.
         device: device of the parameters.
         dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        mask: which events each event sees, without num_targets; the whole history if None.
         attention_dropout: dropout probability of the attention weights, below 1.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
-            embedding_dim; the head dim is above 256; attention_dropout is not in 0 to 1, or is 1.
+            embedding_dim; the head dim is above 256; mask is no AttentionMask, or has num_targets;
+            attention_dropout is not in 0 to 1, or is 1.
 
     Example::
 
@@ -69,6 +75,7 @@ class JaggedSelfTargetAttention(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
+        mask: AttentionMask | None = None,
         attention_dropout: float = 0,
     ) -> None:
         super().__init__()
@@ -77,8 +84,14 @@ class JaggedSelfTargetAttention(nn.Module):
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
         check_size("target_dim", self.target_dim)
+        if mask is not None:
+            check_kind("mask", mask, AttentionMask, "an AttentionMask")
+        if mask is not None and mask.num_targets is not None:
+            raise ValueError(
+                f"mask.num_targets must be None: targets are no rows of the history; got {mask}"
+            )
         check_dropout("attention_dropout", attention_dropout)
-        self.attention_dropout = attention_dropout
+        self.mask, self.attention_dropout = mask, attention_dropout
         self.q_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
         self.target_proj = nn.Linear(self.target_dim, embedding_dim, device=device, dtype=dtype)
         self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device, dtype=dtype)
@@ -89,6 +102,117 @@ class JaggedSelfTargetAttention(nn.Module):
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
         built on the meta device."""
         reset_all(self.children())
+
+    @through_call
+    @fixed_rows
+    def cache(self, history: Any) -> HistoryCache:
+        """Compute the keys and values of the histories, for any number of later calls of `score`.
+
+        Args:
+            history: any container of `[L, E]` values in B segments, one per user.
+
+        Returns:
+            The cache, with one layer of values `[L, num_heads, 2 · head_dim]`.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
+        rows = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        return cached_rows("history", rows, self.kv_proj, self.num_heads, self.head_dim)
+
+    @through_call
+    @fixed_rows
+    def append(self, events: C, cache: HistoryCache) -> tuple[C | None, HistoryCache]:
+        """Process the next events of cached histories. The keys and values of the earlier events do
+        not change.
+
+        Args:
+            events: any container of `[N, E]` values; segment b has the next events of history b.
+            cache: keys and values of the histories.
+
+        Returns:
+            The events' rows of `forward` over the history and the events, in the events' kind of
+            container; None if later events would change them: unless the mask is causal, without
+            contextual_seqlen, recent_history, and max_attn_len with min_full_attn_seqlen. And the
+            keys and values of the events. `cache.append` adds them to the cache.
+
+        Raises:
+            TypeError, ValueError: as `forward`; the cache has another number of segments or another
+                shape.
+
+        Example::
+
+            attention = jm.JaggedSelfTargetAttention(32, 4, mask=jm.AttentionMask(causal=True))
+            cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # 2 and 3 events
+            event = torch.randn(1, 32), torch.tensor([0, 0, 1])  # of user 1
+            (values, _), new = attention.append(event, cache)
+            cache = cache.append(new)  # 2 and 4 events
+            # [3, 1, 32]
+            out = attention.score(torch.randn(3, 1, 32), cache, torch.tensor([0, 1, 1]))
+        """
+        rows = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
+        self._layer_of(cache, "events", rows)
+        new = cached_rows("events", rows, self.kv_proj, self.num_heads, self.head_dim)
+        if not self.append_reads_cache:
+            return None, new
+        (keys,), end = cache.append(new).layers, rows.end("events")
+        k, v = keys.values.chunk(2, dim=2)
+        q_proj, out_proj = cast_linears(rows.values, self.q_proj, self.out_proj)
+        q = q_proj(entering(rows.values, end))
+        q = in_heads("q_proj", q, self.num_heads, self.head_dim)
+        segments = rows.parsed("events"), keys.parsed("cache")
+        out = attend(q, k, v, *segments, self._options(self.mask))
+        return rows.unwrap(leaving(out_proj(out.flatten(1)), end)), new
+
+    @through_call
+    @fixed_rows
+    def score(
+        self,
+        targets: T,
+        cache: HistoryCache | Sequence[HistoryCache],
+        candidates: CandidateIndex | Tensor | LevelIndices | None = None,
+    ) -> T:
+        """Attend from the targets to cached histories: the targets' result of `forward`.
+
+        Args:
+            targets, candidates: as in `forward`.
+            cache: the result of `cache` for the histories, or of `PagedHistoryCache.select`. It is
+                valid until the parameters change. Of several levels, a tuple of caches.
+
+        Returns:
+            The targets' kind of container with `[N, E]` values, or `[num_candidates, n_q, E]`.
+
+        Raises:
+            TypeError, ValueError: as `forward`; the cache does not fit the layer.
+        """
+        histories = parse_histories(
+            "cache", cache, candidates, lambda _, x: self._layer_of(x, "targets", None)
+        )
+        linears = self.target_proj, self.target_out_proj
+        given = parse_targets(
+            targets, candidates, histories, linears[0], self.target_dim, may_be_equal=False
+        )
+        keys_and_values, pages = cached_operands(histories.values())
+        target_proj, out_proj = cast_linears(given.rows, *linears)
+        q = target_proj(entering(given.rows, given.end))
+        q = in_heads("target_proj", q, self.num_heads, self.head_dim)
+        options = self._options(None)._replace(pages=pages)
+        out = attend_to_levels(q, keys_and_values, given.levels, options, True)[0]
+        return given.unwrap(leaving(out_proj(out.flatten(-2)), given.end))
+
+    # for PagedHistoryCache
+    max_cached_rows = None
+
+    @property
+    def append_reads_cache(self) -> bool:
+        """Whether `append` computes the events' rows: later events do not change them."""
+        return self.mask is not None and keeps_earlier_rows(self.mask)
+
+    def _layer_of(self, cache: Any, name: str, x: Jagged | None) -> Jagged:
+        return layer_of_cache(cache, name, x, self.num_heads, 2 * self.head_dim, self.kv_proj)
+
+    def _options(self, mask: AttentionMask | None) -> AttentionOptions:
+        return AttentionOptions(mask=mask, dropout_p=in_training(self, self.attention_dropout))
 
     @one_module
     @fixed_rows
@@ -135,8 +259,7 @@ class JaggedSelfTargetAttention(nn.Module):
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
         levels = list(zip(histories.values(), given.levels))
         operands = [self._projected(entering(x.values, level.end)) for x, level in levels]
-        options = AttentionOptions(dropout_p=in_training(self, self.attention_dropout))
-        own, of_targets = self._attend(given, q, operands, options)
+        own, of_targets = self._attend(given, q, operands)
         of_users: Any = tuple(
             x.unwrap(leaving(self.out_proj(y.flatten(1)), level.end))
             for (x, level), y in zip(levels, own)
@@ -144,12 +267,12 @@ class JaggedSelfTargetAttention(nn.Module):
         of_targets = leaving(self.target_out_proj(of_targets.flatten(-2)), given.end)
         return of_users if given.of_levels else of_users[0], given.unwrap(of_targets)
 
-    @staticmethod
     def _attend(
-        given: Targets, q: Tensor, operands: Sequence[Sequence[Tensor]], options: AttentionOptions
+        self, given: Targets, q: Tensor, operands: Sequence[Sequence[Tensor]]
     ) -> tuple[Sequence[Tensor], Tensor]:
         """The attention of each history to itself, and that of the targets' q to all histories.
         operands: q, k and v of each history. There is one launch for one history."""
+        options = self._options(self.mask)
         if len(operands) == 1:
             ((own, k, v),), (level,) = operands, given.levels
             of_users, of_targets = attend_users_and_candidates(
@@ -160,7 +283,7 @@ class JaggedSelfTargetAttention(nn.Module):
             attend(own, k, v, level.keys, level.keys, options)
             for (own, k, v), level in zip(operands, given.levels)
         ]
-        keys_and_values = [x[1:] for x in operands]
+        keys_and_values, options = [x[1:] for x in operands], self._options(None)
         return outs, attend_to_levels(q, keys_and_values, given.levels, options, True)[0]
 
     def _projected(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,5 +300,5 @@ class JaggedSelfTargetAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
-            f" target_dim={self.target_dim}"
+            f" target_dim={self.target_dim}, mask={self.mask}"
         )

@@ -60,7 +60,7 @@ def self_target_node(
     """The layer's results for the history `[L, E]` and for the rows of these targets of one level,
     in the operands' dtype. linears: its projections."""
     dropout = in_training(layer, layer.attention_dropout)
-    call = TargetCall(given, layer.num_heads, dtype, attention_dropout=dropout)
+    call = TargetCall(given, layer.num_heads, dtype, attention_dropout=dropout, mask=layer.mask)
     values, results = apply(_Node, given.rows, history, *parameters_of(*linears), call)
     return values, results
 
@@ -194,7 +194,7 @@ def _attended(
     q, k, v = torch.unflatten(qkv, 1, (3, heads, -1)).unbind(1)
     queries, keys, _ = joined_segments(order.keys, order.queries, rows, {})
     k, v = k[: rows[0]], v[: rows[0]]
-    options = AttentionOptions(dropout_p=call.attention_dropout)
+    options = AttentionOptions(mask=call.mask, dropout_p=call.attention_dropout)
     attention = parsed_call(q, k, v, queries, keys, options).call
     trains = any(ctx.needs_input_grad)
     out, lse, (q, k, v, segments, *ctx.options) = attention_forward(attention, trains)

@@ -14,7 +14,6 @@ from torch.types import Device
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, wrap_rows
-from ..containers.pages import paged_operands
 from ..dropout import check_dropout
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
@@ -22,7 +21,7 @@ from ..functional.target_levels import LEVELS, attend_to_levels
 from ..scalars import check_choice, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
-from .cached_projections import layer_of_cache, projected_in_heads
+from .cached_projections import cached_operands, cached_rows, layer_of_cache
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
 from .keywords import name_keywords
@@ -137,9 +136,8 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError, ValueError: as `forward`.
         """
-        return self._cached(
-            "history", wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        )
+        rows = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        return cached_rows("history", rows, self.kv_proj, self.num_heads, self.head_dim)
 
     @through_call
     @fixed_rows
@@ -159,9 +157,9 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: as `forward`; the cache has another number of segments or another
                 shape.
         """
-        jagged = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
-        self._layer_of(cache, "events", jagged)
-        return None, self._cached("events", jagged)
+        rows = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
+        self._layer_of(cache, "events", rows)
+        return None, cached_rows("events", rows, self.kv_proj, self.num_heads, self.head_dim)
 
     @through_call
     @fixed_rows
@@ -196,10 +194,7 @@ class JaggedTargetAttention(nn.Module):
             "cache", cache, candidates, lambda _, x: self._layer_of(x, "targets", None)
         )
         given = parse_targets(targets, candidates, histories, self.q_proj, self.target_dim)
-        first, *others = histories.values()
-        values, pages = (first.values, None) if others else paged_operands(first)
-        rows = [values, *[x.values for x in others]]
-        keys_and_values = [x.chunk(2, dim=2) for x in rows]
+        keys_and_values, pages = cached_operands(histories.values())
         q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
         return self._attend(given, keys_and_values, q_proj, out_proj, pages)
 
@@ -274,15 +269,6 @@ class JaggedTargetAttention(nn.Module):
         results = [out_proj(self.dropout(x.flatten(-2))) for x in outs]
         results = [given.unwrap(leaving(x, given.end)) for x in results]
         return tuple(results) if given.of_levels and not jointly else results[0]
-
-    def _cached(self, name: str, rows: Jagged) -> HistoryCache:
-        """Keys and values of these rows, which errors call `name`."""
-        end = rows.end(name)
-        values = entering(rows.values, end)
-        keys_and_values = projected_in_heads(values, self.kv_proj, self.num_heads)
-        if keys_and_values is None:
-            keys_and_values = torch.cat(self._keys_and_values(values), dim=2)
-        return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:
         return in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)

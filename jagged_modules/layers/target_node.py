@@ -24,6 +24,7 @@ from ..functional.attention import attention_forward, packed_gradients
 from ..functional.attention_call import AttentionOptions, parsed_call
 from ..functional.nodes import apply, differentiable_once, release
 from ..functional.tail import cleared, runs_kernels, with_zero_tail
+from ..masks import AttentionMask
 from ..segments import RowSegments, values_are_checkable
 from .one_node import (
     cast,
@@ -60,7 +61,7 @@ class TargetInputs(NamedTuple):
 
 class TargetCall(NamedTuple):
     """What a node of targets computes. dtype: of the GEMMs' operands. dropout, attention_dropout:
-    probabilities, 0 outside of training."""
+    probabilities, 0 outside of training. mask: of the history's own rows."""
 
     given: Targets
     num_heads: int
@@ -68,6 +69,7 @@ class TargetCall(NamedTuple):
     schedule: TileSchedule | None = None
     dropout: float = 0.0
     attention_dropout: float = 0
+    mask: AttentionMask | None = None
 
 
 def target_node(

@@ -229,8 +229,8 @@ class PagedHistoryCache:
             events, timestamps: arguments of the layer's `append`.
 
         Returns:
-            What the layer's `append` returns for the events, which for an HSTUStack is the
-            container with the updated rows, else None.
+            What the layer's `append` returns for the events: for an HSTUStack, and for a
+            JaggedSelfTargetAttention under a causal mask, the container with their rows, else None.
 
         Raises:
             KeyError: a user is not cached with the layer's present weights.

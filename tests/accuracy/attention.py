@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from jagged_modules.bias import RelativeBias
 from jagged_modules.containers.offsets import block_offsets, positions_in_segments
@@ -112,9 +113,10 @@ def attention(
         q_rows = rows % q.shape[0]
         keep = None
         if mask is not None:
-            keep = mask.keep(rows.shape[1], kv_rows.shape[1], group.targets, q.device).repeat(
-                q.shape[1] // heads, 1
-            )
+            num_keys, masked = kv_rows.shape[1], group.masked
+            keep = mask.keep(masked, num_keys, group.targets, q.device)
+            keep = pad(keep, (0, 0, 0, rows.shape[1] - masked), value=True)
+            keep = keep.repeat(q.shape[1] // heads, 1)
         parts = zip((*operands, grad, factors_of_rows), (q_rows, kv_rows, kv_rows, rows, rows))
         *blocks, row_factor = (_take(x, index, heads) for x, index in parts)
         scores_bias = None if tables is None else tables.of_segments(group.numbers, rows, kv_rows)
@@ -401,11 +403,13 @@ def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
 
 
 class _Segment(NamedTuple):
-    """The rows of one segment of keys, and the rows of the result that read them."""
+    """The rows of one segment of keys, and the rows of the result that read them. masked: how many
+    of these, the first ones, are of the first query group, whose mask it is."""
 
     number: int
     rows: Tensor
     kv_rows: Tensor
+    masked: int = 0
 
 
 class _Segments(NamedTuple):
@@ -434,7 +438,8 @@ def _segments(
     segments = []
     for number, kv_rows in enumerate(keys):
         readers = queries[number :: len(keys)]
-        segments.append(_Segment(number, torch.cat(readers) if readers else every_q[:0], kv_rows))
+        rows = torch.cat(readers) if readers else every_q[:0]
+        segments.append(_Segment(number, rows, kv_rows, len(readers[0]) if readers else 0))
     return _Segments(segments, queries, kv_shared or len(queries) > len(keys))
 
 
@@ -445,12 +450,13 @@ def _rows_of(offsets: Tensor, device: torch.device) -> list[Tensor]:
 
 class _Group(NamedTuple):
     """Segments of equal lengths and targets: their numbers, and their rows,
-    `[segments, length]`."""
+    `[segments, length]`. masked: of a `_Segment`."""
 
     numbers: list[int]
     rows: Tensor
     kv_rows: Tensor
     targets: int
+    masked: int
 
 
 def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) -> Iterator[_Group]:
@@ -460,10 +466,9 @@ def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) ->
     alike = defaultdict(list)
     for segment in segments:
         if len(segment.rows) and len(segment.kv_rows):
-            alike[
-                len(segment.rows), len(segment.kv_rows), targets[segment.number] if targets else 0
-            ].append(segment)
-    for (num_queries, num_keys, count), members in alike.items():
+            count = targets[segment.number] if targets else 0
+            alike[len(segment.rows), len(segment.kv_rows), count, segment.masked].append(segment)
+    for (num_queries, num_keys, count, masked), members in alike.items():
         at_a_time = max(1, MOST_SCORES // (heads * num_queries * num_keys))
         for first in range(0, len(members), at_a_time):
             some = members[first : first + at_a_time]
@@ -472,6 +477,7 @@ def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) ->
                 torch.stack([x.rows for x in some]),
                 torch.stack([x.kv_rows for x in some]),
                 count,
+                masked,
             )
 
 

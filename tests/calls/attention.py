@@ -315,7 +315,8 @@ def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Cal
             len(users), 1
         )
     offsets = make.offsets("offsets", users), make.offsets("candidate_offsets", candidates)
-    options = dict(activation=o["activation"], scale=o["scale"]) | _dropout(make, o)
+    mask = _mask(make, o, users)
+    options = dict(activation=o["activation"], scale=o["scale"], mask=mask) | _dropout(make, o)
 
     def function(k, v, q=None, q_user=None, q_candidates=None, output_scale=scales):
         queries = q.split(rows) if one_tensor else (q_user, q_candidates)

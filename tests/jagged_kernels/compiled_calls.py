@@ -6,6 +6,8 @@ FUNCTIONS: name → (function, (segments, rows, candidates) → its inputs); it 
 LAYERS: name → (device → layer, (segments, rows, candidates) → inputs, (*inputs, layer) → result).
 """
 
+from functools import partial
+
 import pytest
 import torch
 from marks import SLOW
@@ -177,6 +179,10 @@ FUNCTIONS = {
         ),
     ),
     "self_target_attention": (_two_groups, _cross_inputs),
+    "self_target_attention-masked": (
+        partial(_two_groups, mask=jm.AttentionMask(causal=True)),
+        _cross_inputs,
+    ),
     "din_attention": (
         _din,
         lambda segments, rows, n: (

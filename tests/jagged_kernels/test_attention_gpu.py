@@ -179,15 +179,25 @@ def test_many_segments_of_several_query_groups(check_attention, activation, quer
     check_attention((queries.tolist(), keys.tolist()), torch.bfloat16, "cuda", **options)
 
 
+MASKS_OF_USERS = (
+    jm.AttentionMask(causal=True),
+    jm.AttentionMask(window=(100, 3)),
+    jm.AttentionMask(causal=True, contextual_seqlen=3, max_attn_len=90, min_full_attn_seqlen=40),
+    jm.AttentionMask(causal=True, window=(70, None), global_prefix=20, recent_history=200),
+)
+
+
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
 @pytest.mark.parametrize(
-    "case", [(24, torch.float32), (64, torch.float16), (128, torch.bfloat16)], ids=str
+    "case",
+    [(24, torch.float32), (64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)],
+    ids=str,
 )
 def test_user_rows_and_candidates_together(check_self_target_attention, kernels, case, activation):
     (dim, dtype), lengths, candidates = case, SELF, [200, 3, 0, 5, 0, 1, 129, 64, 65, 17, 300]
-    check_self_target_attention(
-        lengths, candidates, dtype, "cuda", dim=dim, kernels=kernels, activation=activation
-    )
+    for mask in (None, *MASKS_OF_USERS):
+        options = dict(dim=dim, kernels=kernels, activation=activation, mask=mask)
+        check_self_target_attention(lengths, candidates, dtype, "cuda", **options)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -175,6 +175,28 @@ def test_several_query_groups(problem, groups):
     assert list(zip(map(tuple, keys.tiles.tolist()), work)) == expected
 
 
+@given(problem=problems())
+def test_a_mask_of_several_query_groups(problem):
+    """It is the first group's: tiles of the second visit all keys, tiles of keys the rows of
+    both."""
+    lengths, others, sizes = problem
+    mask = jm.AttentionMask(causal=True, window=(20, None))
+    expected = {}
+    for group, (queries, rule) in enumerate(((lengths, mask), (others, None))):
+        for key_tiles, sides in ((False, (queries, lengths)), (True, (lengths, queries))):
+            alone = zigzag_schedule(*sides, **sizes, mask=rule, key_tiles=key_tiles)
+            for tile, work in zip(alone.tiles.tolist(), work_of(alone, *sides, rule, key_tiles)):
+                tile[0] += 0 if key_tiles else group * len(lengths)
+                tile = key_tiles, *tile
+                expected[tile] = expected.get(tile, 0) + int(work)
+    queries = lengths + others
+    for key_tiles, sides in ((False, (queries, lengths)), (True, (lengths, queries))):
+        tiles = zigzag_schedule(*sides, **sizes, mask=mask, key_tiles=key_tiles).tiles.tolist()
+        found = {(key_tiles, *tile): expected.pop((key_tiles, *tile)) for tile in tiles}
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert not expected
+
+
 def test_no_segments():
     schedule = zigzag_schedule([], [], **SIZES)
     assert schedule.tiles.shape == (0, 3) and schedule.num_tiles.tolist() == [0, 0]
@@ -325,9 +347,9 @@ BAD = [
     ),
     (dict(q_lengths=[]), ValueError, "q_lengths must describe as many segments .*, got 0 and 1"),
     (
-        dict(q_lengths=[1, 2], mask=jm.AttentionMask(causal=True)),
+        dict(q_lengths=[1, 2], mask=jm.AttentionMask(num_targets=torch.tensor([1, 1]))),
         ValueError,
-        "mask must be None with several query groups, got 2",
+        "mask.num_targets must be None with several query groups, got 2 groups",
     ),
     (dict(q_lengths=[-1]), ValueError, "q_lengths must not be negative, got -1"),
     (dict(kv_lengths=torch.tensor([-3])), ValueError, "kv_lengths must not be negative, got -3"),

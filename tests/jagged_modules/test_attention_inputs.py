@@ -111,9 +111,9 @@ BAD = [
         ),
     ),
     (
-        GROUPS | dict(mask=jm.AttentionMask()),
+        GROUPS | dict(mask=jm.AttentionMask(num_targets=torch.tensor([1]))),
         ValueError,
-        "mask must be None with several query groups, got 3 segments of q_offsets, 1 of",
+        "mask.num_targets must be None with several query groups, got 3 groups",
     ),
     (
         GROUPS | SILU | dict(output_scale=torch.ones(1)),

@@ -118,6 +118,49 @@ def test_gradcheck_of_groups(activation, offsets_of):
     assert torch.autograd.gradcheck(attend, inputs)
 
 
+MASKS = {
+    "none": None,
+    "all": jm.AttentionMask(),
+    "causal": jm.AttentionMask(causal=True),
+    "window": jm.AttentionMask(window=(3, 1)),
+    "hstu": jm.AttentionMask(
+        causal=True, contextual_seqlen=2, max_attn_len=3, min_full_attn_seqlen=2
+    ),
+    "semi-local": jm.AttentionMask(
+        causal=True, window=(2, None), global_prefix=1, recent_history=5
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("mask", list(MASKS)[1:])
+def test_a_mask_is_that_of_the_first_group(mask, activation, implementation, offsets_of):
+    """Of a user without candidates or without rows, and of users with equal lengths, too."""
+    users, candidates, others = [9, 0, 4, 4, 1], [3, 2, 0, 5, 20], [1, 0, 5, 5, 0]
+    keys, groups = offsets_of(users), [users, candidates, others]
+    options = dict(activation=activation, implementation=implementation)
+
+    def together(q, k, v):
+        queries = offsets_of(users + candidates + others)
+        return F.jagged_attention(q, k, v, queries, keys, mask=MASKS[mask], **options)
+
+    def apart(q, k, v):
+        parts = zip(q.split([sum(x) for x in groups]), groups, (MASKS[mask], None, None))
+        outs = [
+            F.jagged_attention(
+                x, k, v, offsets_of(n), keys, mask=m, activation=activation, implementation="auto"
+            )
+            for x, n, m in parts
+        ]
+        return torch.cat(outs)
+
+    tensors = make_qkv(sum(map(sum, groups)), sum(users))
+    torch.testing.assert_close(
+        outputs_and_gradients(together, *tensors), outputs_and_gradients(apart, *tensors)
+    )
+
+
 @given(data=st.data())
 def test_any_users_and_candidates(data, offsets_of):
     segments = data.draw(st.integers(0, 6))
@@ -131,19 +174,18 @@ def test_any_users_and_candidates(data, offsets_of):
         if activation == "softmax"
         else data.draw(st.sampled_from([0.25, torch.rand(2 * segments)]))
     )
+    mask = MASKS[data.draw(st.sampled_from(list(MASKS)))]
     in_place, rows = data.draw(st.booleans()), [sum(lengths), sum(candidates)]
     users, targets = offsets_of(lengths), offsets_of(candidates)
+    options = dict(activation=activation, output_scale=output_scale, mask=mask)
 
     def operator(q, k, v):
         parts = [x if in_place else x.clone() for x in q.split(rows)]
-        outputs = F.self_target_attention(
-            *parts, k, v, users, targets, activation=activation, output_scale=output_scale
-        )
+        outputs = F.self_target_attention(*parts, k, v, users, targets, **options)
         assert [x.shape for x in outputs] == [(n, 4, 5) for n in rows]
         return torch.cat(outputs)
 
     def bounds(*x):
-        options = dict(activation=activation, output_scale=output_scale)
         return accuracy.attention(*x, torch.cat([users, targets[1:] + rows[0]]), users, **options)
 
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
@@ -263,9 +305,9 @@ BAD = [
         "must describe the same number of segments, got 2 and 1",
     ),
     (
-        dict(mask=jm.AttentionMask(causal=True)),
+        dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 1]))),
         ValueError,
-        "mask must be None with several query groups, got 4 .* of q_offsets, 2 of",
+        "mask.num_targets must be None with several query groups, got 2 groups",
     ),
     (
         dict(activation="silu", output_scale=torch.ones(2)),

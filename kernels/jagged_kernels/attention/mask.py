@@ -4,6 +4,9 @@
 i is at column i + kv_len - q_len. A row sees the columns [low, high) and [own_low, row], and of the
 prefix [0, prefix), under a causal mask up to its own column. They follow from AttentionMask.rule.
 docs/decisions/mask-rule.md has the other copies.
+
+With MASK.grouped, there are several query groups, and the mask is that of the first. Rows of the
+others see all keys: their segments have -1 - kv_len for the first target's column.
 """
 
 from typing import NamedTuple
@@ -32,10 +35,13 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
-def first_target_column(num_targets_ptr, segment, kv_len, MASK: tl.constexpr):
-    """First target column of the segment; its end if it has no targets."""
+def first_target_column(num_targets_ptr, segment, kv_len, MASK: tl.constexpr, num_segments=None):
+    """First target column of the segment of queries; its end if it has no targets. num_segments: of
+    a query group, with MASK.grouped."""
     if MASK is None:
         return kv_len
+    elif MASK.grouped:
+        return tl.where(segment < num_segments, kv_len, -1 - kv_len)
     elif MASK.has_targets:
         return tl.maximum(kv_len - tl.load(num_targets_ptr + segment).to(tl.int32), 0)
     else:
@@ -93,6 +99,9 @@ def visible_columns(row, first_target, MASK: tl.constexpr):
     prefix = first_target * 0  # a tensor, as a function that is called takes no int in a tuple
     if MASK.global_prefix > 0:
         prefix = tl.minimum(first_target, MASK.global_prefix)
+    if MASK.grouped:
+        low = tl.where(first_target < 0, 0, low)
+        high = tl.where(first_target < 0, -1 - first_target, high)
     return low, high, own_low, prefix
 
 
@@ -110,6 +119,7 @@ def is_visible(column, row, bounds, MASK: tl.constexpr):
         and not MASK.has_targets
         and MASK.context == 0
         and MASK.global_prefix == 0
+        and not MASK.grouped
     ):
         return column <= row
     seen = ((column >= low) & (column < high)) | ((column >= own_low) & (column <= row))
@@ -309,6 +319,10 @@ def row_blocks(
                 lowest = lowest if MASK.causal else shift
             if last < prefix:
                 full, full_end = last if MASK.causal else shift, kv_len
+        if MASK.grouped:
+            if first_target < 0:
+                start, full, lowest, context_end = shift, shift, shift, shift
+                end, full_end, highest, exempt = kv_len, kv_len, kv_len, kv_len
 
         first, stop = _blocks(shift, context_end, shift, lowest, highest, 0, BLOCK_M)
         reach, reach_stop = _blocks(start, end, shift, lowest, highest, stop, BLOCK_M)

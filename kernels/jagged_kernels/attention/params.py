@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.configs import padded_dim
 from ..schedule.cost import MaskParams
-from ..schedule.host import NOT_LISTED, TileList
+from ..schedule.host import NOT_LISTED, TileList, num_query_groups
 from .pages import Pages
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ class Segments(NamedTuple):
     def num_segments(self) -> int:
         """Of queries."""
         return self.q_offsets.shape[0] - 1
+
+    @property
+    def query_groups(self) -> int:
+        num_keys = self.kv_offsets.shape[0] - 1
+        return num_query_groups("q_offsets", self.num_segments, "kv_offsets", num_keys)
 
     @property
     def share_keys(self) -> bool:

@@ -251,11 +251,11 @@ def tile_work_kernel(
     """
     program = tl.program_id(0)
     chunk_ptr = _chunks(lists_ptr, query_slots, key_slots, num_segments)
-    queries = _Sides(q_offsets_ptr, kv_offsets_ptr, num_segments, 1)
     keys = _Sides(kv_offsets_ptr, q_offsets_ptr, num_segments, 1)
     if QUERIES is None:
         program += query_programs
     else:
+        queries = _Sides(q_offsets_ptr, kv_offsets_ptr, num_segments * QUERIES.groups, 1)
         if program < query_programs:
             _count_tile(queries, num_targets_ptr, chunk_ptr, program, MASK, QUERIES, CHUNK)
     if KEYS is not None:
@@ -276,21 +276,34 @@ def _count_tile(
     block, bucket = virtual_row >> SHIFT, 0
     row = block * LIST.block_m
     if row < length:
-        _, other_length = load_segment(sides.other_offsets_ptr, segment)
+        num_segments, others = sides.num_segments // LIST.groups, segment
+        if LIST.groups > 1:
+            others = segment % num_segments
+        _, other_length = load_segment(sides.other_offsets_ptr, others)
         if LIST.key_tiles:
-            first_target = first_target_column(num_targets_ptr, segment, length, MASK)
+            first_target = first_target_column(num_targets_ptr, segment, length, MASK, num_segments)
             blocks = row_blocks(
                 row, other_length, length, first_target, MASK, LIST.block_n, LIST.block_m
             )
         else:
-            first_target = first_target_column(num_targets_ptr, segment, other_length, MASK)
+            first_target = first_target_column(
+                num_targets_ptr, segment, other_length, MASK, num_segments
+            )
             last_row, shift = tl.minimum(row + LIST.block_m, length) - 1, other_length - length
             blocks = column_blocks(
                 row + shift, last_row + shift, other_length, first_target, MASK, LIST.block_n
             )
-        bucket = 1 + _sort_key(
-            _work_class(num_masked_blocks(blocks) + blocks.full_count), length, other_length
-        )
+        work = num_masked_blocks(blocks) + blocks.full_count
+        OTHER_GROUPS: tl.constexpr = LIST.other_groups
+        for other_group in tl.static_range(1, OTHER_GROUPS):
+            _, columns = load_segment(
+                sides.other_offsets_ptr, segment + other_group * sides.num_segments
+            )
+            work += tl.cdiv(columns, LIST.block_n)
+        if MASK.grouped:
+            bucket = 1 + _work_class(work) + (SHORT_ROWS + 1)
+        else:
+            bucket = 1 + _sort_key(_work_class(work), length, other_length)
 
     chunk_ptr = chunks_ptr + program // CHUNK * (BUCKETS + 3 * CHUNK)
     tl.atomic_add(chunk_ptr + bucket, 1, sem="relaxed")

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..common.device import cdiv
 from ..common.ops import direct, operator
 from ..schedule.cost import LoopedSide, MaskParams, grouping
-from ..schedule.host import TileList, num_query_groups, tile_capacity
+from ..schedule.host import TileList, mask_of_groups, num_query_groups, tile_capacity
 from .params import AttentionParams
 from .segments import TiledSegments
 from .tile_list_kernels import (
@@ -113,8 +113,9 @@ def tile_lists(
         int32, in which `list_tiles` finds the lists.
     """
     offsets, sides = (q_offsets, kv_offsets), (queries, keys)
-    num_segments, params = kv_offsets.shape[0] - 1, None if mask is None else MaskParams(*mask)
-    groups = num_query_groups("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", num_segments, mask)
+    num_segments = kv_offsets.shape[0] - 1
+    groups = num_query_groups("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", num_segments)
+    params = None if mask is None else mask_of_groups(mask, groups)
     if params is not None and params.has_targets and num_targets is None:
         raise ValueError("num_targets must be given, as the mask has targets, got None")
     layout = _Layout.of(offsets, sides, Lists(*lists), params is not None)
@@ -133,12 +134,10 @@ def tile_lists(
             group_rows[i] = found.rows
             listed = Listed(*blocks, key_tiles, in_groups=True, alternates=found.alternates)
             ranked[i] = in_groups[i] = listed
-        elif params is not None and num_segments:
-            counted[i] = Listed(*blocks, key_tiles)
-        elif key_tiles:
-            ranked[i] = Listed(*blocks, key_tiles, other_groups=groups)
         else:
-            ranked[i] = Listed(*blocks, key_tiles, groups=groups)
+            kinds = counted if params is not None and num_segments else ranked
+            sides_in_groups = dict(other_groups=groups) if key_tiles else dict(groups=groups)
+            kinds[i] = Listed(*blocks, key_tiles, **sides_in_groups)
     buffer = q_offsets.new_zeros((layout.size,), dtype=torch.int32)  # gaps too are defined
     heads = queries[1], keys[1]
     if any(ranked):

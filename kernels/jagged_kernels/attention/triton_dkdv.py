@@ -208,26 +208,29 @@ def attention_bwd_dkdv_kernel(
         k = load_rows(
             k_rows, kv_row, tile.head, num_rows, OPTIONS.head_dim, BLOCK_N, BLOCK_D, k_desc is None
         )
-        first_target = first_target_column(call.num_targets_ptr, tile.segment, tile.kv_len, MASK)
+        first_target = first_target_column(
+            call.num_targets_ptr, tile.segment, tile.kv_len, MASK, num_segments
+        )
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         q_start, q_len = tile.q_start, tile.q_len
         for query_group in range(0, OPTIONS.query_groups):
+            of_group = first_target
             if OPTIONS.query_groups > 1:
-                q_start, q_len = load_segment(
-                    call.q_offsets_ptr, tile.segment + query_group * num_segments
+                segment = tile.segment + query_group * num_segments
+                q_start, q_len = load_segment(call.q_offsets_ptr, segment)
+                of_group = first_target_column(
+                    call.num_targets_ptr, segment, tile.kv_len, MASK, num_segments
                 )
             q_row = q_start
             if OPTIONS.q_shared:
                 q_row = q_start - q_start  # 0, of q_start's type
             blocks = row_blocks(
-                tile.block * BLOCK_N, q_len, tile.kv_len, first_target, MASK, BLOCK_M, BLOCK_N
+                tile.block * BLOCK_N, q_len, tile.kv_len, of_group, MASK, BLOCK_M, BLOCK_N
             )
             starts = _Starts(q_row, q_start, tile.kv_len - q_len, q_len)
-            keys = _KeyTile(
-                k, v, (tile.block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], first_target
-            )
+            keys = _KeyTile(k, v, (tile.block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], of_group)
             for group_head in range(0, OPTIONS.group):
                 head = tile.head * OPTIONS.group + group_head
                 lse_head, delta_head = x.lse, x.delta

@@ -122,7 +122,7 @@ def attention_bwd_dq_kernel(
         do = load_rows(
             do_rows, row, tile.head, num_rows, OPTIONS.v_dim, BLOCK_M, OPTIONS.block_dv, True
         )
-        blocks, visible = visited_blocks(call, tile, num_rows, OPTIONS)
+        blocks, visible = visited_blocks(call, tile, num_rows, num_segments, OPTIONS)
         lse, delta = 0.0, 0.0
         if ACTIVATION is None:
             out = load_rows(

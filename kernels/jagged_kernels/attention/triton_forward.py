@@ -106,7 +106,7 @@ def attention_fwd_kernel(
         q = load_rows(
             q_rows, q_row, tile.head, num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, True
         )
-        blocks, visible = visited_blocks(call, tile, num_rows, OPTIONS)
+        blocks, visible = visited_blocks(call, tile, num_rows, num_segments, OPTIONS)
         row_bias = None
         if OPTIONS.bias is not None:
             row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)

@@ -129,12 +129,14 @@ def query_rows(tile, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def visited_blocks(call, tile, num_rows, OPTIONS: tl.constexpr):
+def visited_blocks(call, tile, num_rows, num_segments, OPTIONS: tl.constexpr):
     """Blocks that a tile of query rows visits, and what its rows see."""
     ROWS: tl.constexpr = OPTIONS.tile
     MASK: tl.constexpr = OPTIONS.mask
     column = tile.block * ROWS + tile.kv_len - tile.q_len
-    first_target = first_target_column(call.num_targets_ptr, tile.segment, tile.kv_len, MASK)
+    first_target = first_target_column(
+        call.num_targets_ptr, tile.segment, tile.kv_len, MASK, num_segments
+    )
     last = column + tl.minimum(num_rows, ROWS) - 1
     blocks = column_blocks(column, last, tile.kv_len, first_target, MASK, OPTIONS.block)
     rows = (column + tl.arange(0, ROWS))[:, None]

@@ -40,8 +40,9 @@ class MaskParams(NamedTuple):
     """The fields of `AttentionMask` as integers, in the order of `AttentionMask.params`.
 
     left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without
-    max_attn_len. The last two have defaults because programs exported before they existed hold
-    lists without them.
+    max_attn_len. grouped: no field of `AttentionMask`; there are several query groups, and rows of
+    all but the first see all keys. The last three have defaults because programs exported before
+    they existed hold lists without them.
     """
 
     causal: int
@@ -54,6 +55,7 @@ class MaskParams(NamedTuple):
     full_attn_len: int
     global_prefix: int = 0
     recent_history: int = 0
+    grouped: int = 0
 
     @property
     def is_causal(self) -> bool:
@@ -64,6 +66,7 @@ class MaskParams(NamedTuple):
             self.max_attn_len,
             self.global_prefix,
             self.recent_history,
+            self.grouped,
         )
         return bool(self.causal) and self.left < 0 and self.right < 0 and not any(limits)
 
@@ -265,10 +268,16 @@ def tile_work(
     if mask is None:
         return work_of_segments(other_lengths, len(lengths), blocks[1])[segment]
     targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
-    rows, others = lengths[segment], other_lengths[segment]
+    rows, others = lengths[segment], other_lengths[segment % len(other_lengths)]
     if key_tiles:
-        return key_tile_work(block, others, rows, targets, mask, *blocks)
-    return query_tile_work(block, rows, others, targets, mask, *blocks)
+        work, others = key_tile_work(block, others, rows, targets, mask, *blocks), other_lengths
+        if mask.grouped:
+            work += work_of_segments(others[len(lengths) :], len(lengths), blocks[1])[segment]
+        return work
+    work = query_tile_work(block, rows, others, targets, mask, *blocks)
+    if mask.grouped:
+        work = torch.where(segment < len(other_lengths), work, cdiv(others, blocks[1]))
+    return work
 
 
 def query_tile_work(
@@ -321,9 +330,8 @@ def _visible_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(low, high, own_low): a row sees the columns [low, high) and [own_low, row], and the global
     prefix."""
-    causal, left, right, has_targets, group_size, context, max_attn_len, full, _, recent_history = (
-        mask
-    )
+    causal, left, right, has_targets, group_size, context, max_attn_len, full = mask[:8]
+    recent_history = mask.recent_history
     id, last_id = _row_id(row, first_target, context), _row_id(first_target, first_target, context)
     end = torch.minimum(row, first_target)
     low, high = torch.zeros_like(row), end if causal else first_target.expand_as(row)
@@ -370,7 +378,9 @@ def key_tile_work(
     reach [start, end), and those exempt from max_attn_len [exempt, kv_len). A window cuts all three
     to [lowest, highest). `row_blocks` has the same names.
     """
-    causal, left, right, _, group_size, context, max_attn_len, full, prefix, recent_history = mask
+    causal, left, right, _, group_size, context, max_attn_len, full, prefix, recent_history, _ = (
+        mask
+    )
     first_target = (kv_len - num_targets).clamp(min=0)
     shift, column = kv_len - q_len, block * block_m
     last = torch.minimum(column + block_m, kv_len) - 1

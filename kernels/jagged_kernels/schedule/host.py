@@ -141,7 +141,7 @@ def zigzag_schedule(
     Raises:
         TypeError: lengths or sizes that are not integers.
         ValueError: lengths whose counts do not fit together, negative or on a device, sizes below
-            1, several query groups under a mask.
+            1, several query groups under a mask with targets.
     """
     q_lengths = _host_lengths("q_lengths", q_lengths)
     kv_lengths = _host_lengths("kv_lengths", kv_lengths)
@@ -152,7 +152,7 @@ def zigzag_schedule(
     _check_options(sizes, head_dim, key_tiles, mask)
     sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
     queries, keys = reversed(sides) if key_tiles else sides
-    groups = num_query_groups(*queries, *keys, mask)
+    groups = num_query_groups(*queries, *keys)
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(
@@ -161,7 +161,7 @@ def zigzag_schedule(
         )
     if num_targets is not None and num_targets.device.type != "cpu":
         num_targets = None
-    params = None if mask is None else MaskParams(*mask.params)
+    params = None if mask is None else mask_of_groups(mask.params, groups)
     side = _Side(q_lengths, kv_lengths, (block_m, block_n), params, num_targets, key_tiles)
     in_groups = None
     if groups == 1 and head_dim:
@@ -236,13 +236,11 @@ def _tiles(side: _Side, num_heads: int, query_groups: int) -> tuple[Tensor, int]
     return tiles, num_long
 
 
-def num_query_groups(
-    queries: str, num_queries: int, keys: str, num_keys: int, mask: object = None
-) -> int:
+def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int) -> int:
     """The number of query groups: num_queries / num_keys, 1 if both are 0. queries, keys: names of
     the arguments in errors.
 
-    ValueError if it is not an integer, or if there are several groups and a mask.
+    ValueError if it is not an integer.
     """
     if num_queries == num_keys:
         return 1
@@ -251,12 +249,17 @@ def num_query_groups(
             f"{queries} must describe as many segments as {keys}, or a multiple of them, got"
             f" {num_queries} and {num_keys}"
         )
-    if mask is not None:
-        raise ValueError(
-            f"mask must be None with several query groups, got {num_queries} segments of {queries},"
-            f" {num_keys} of {keys}"
-        )
     return num_queries // num_keys
+
+
+def mask_of_groups(mask: Sequence[int], groups: int) -> MaskParams:
+    """The mask of the first query group. ValueError if it has targets and there are several."""
+    params = MaskParams(*mask)
+    if groups > 1 and params.has_targets:
+        raise ValueError(
+            f"mask.num_targets must be None with several query groups, got {groups} groups"
+        )
+    return params._replace(grouped=int(groups > 1))
 
 
 def _masked_tiles(side: _Side, num_heads: int) -> tuple[Tensor, int]:
@@ -265,7 +268,9 @@ def _masked_tiles(side: _Side, num_heads: int) -> tuple[Tensor, int]:
     lengths, other_lengths, *_ = side
     segment, block = _blocks_of_segments(side.blocks_of_segments)
     work = tile_work((segment, block), *side)
-    short = is_short(lengths[segment], other_lengths[segment])
+    short = torch.zeros_like(work, dtype=torch.bool)
+    if not side.mask.grouped:
+        short = is_short(lengths[segment], other_lengths[segment])
     order = torch.argsort(sort_key(work_class(work), short), descending=True, stable=True)
     return (_with_heads(segment[order], block[order], num_heads), int((~short).sum()) * num_heads)
 

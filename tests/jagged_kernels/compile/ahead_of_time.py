@@ -17,6 +17,7 @@ MASKS = {
     "hstu": MaskParams(1, -1, -1, 1, 2, 3, 100, 20),
     "window": MaskParams(0, 64, 32, 0, 1, 0, 0, 0),
     "semi-local": MaskParams(1, 256, -1, 1, 1, 0, 0, 0, global_prefix=70, recent_history=1000),
+    "grouped": MaskParams(1, 256, -1, 0, 1, 3, 0, 0, global_prefix=70, grouped=1),
 }
 BIASES = {  # what a RelativeBias has
     "position": BiasKind(position=True, boundaries=0, query_times=False, shift=False),

@@ -50,13 +50,14 @@ BIASED = [  # bias, head dim, dtype, activation, mask, capability
     ("both", 128, "fp32", "silu", "none", 86),
     ("both", 128, "fp32", "silu", "none", 90),
 ]
-GROUPED = [  # query groups, activation, capability
-    (2, "softmax", 80),
-    (3, "softmax", 90),
-    (2, "softmax", 100),
-    (2, "gelu_tanh", 90),
-    (3, "gelu_tanh", 80),
-    (3, "gelu_tanh", 100),
+GROUPED = [  # query groups, activation, capability, mask
+    (2, "softmax", 80, "none"),
+    (3, "softmax", 90, "none"),
+    (2, "softmax", 90, "grouped"),
+    (2, "softmax", 100, "none"),
+    (2, "gelu_tanh", 90, "none"),
+    (3, "gelu_tanh", 80, "grouped"),
+    (3, "gelu_tanh", 100, "none"),
 ]
 DROPPED = [  # head dim, dtype, capability, activation, mask
     (64, "bf16", 90, "softmax", "none"),
@@ -221,11 +222,12 @@ def test_attention_kernels_with_a_bias_compile(
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
-@slow_after(3, "name, query_groups, activation, capability", diagonal_first(KERNELS, GROUPED))
+@slow_after(3, "name, query_groups, activation, capability, mask", diagonal_first(KERNELS, GROUPED))
 def test_attention_kernels_compile_for_several_query_groups(
-    name, query_groups, activation, capability
+    name, query_groups, activation, capability, mask
 ):
     options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
+    options |= dict(mask=MASKS[mask])
     compiled = compile_attention(name, 128, "bf16", capability, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 

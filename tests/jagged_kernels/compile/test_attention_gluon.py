@@ -587,16 +587,20 @@ def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
 
 @slow_after(
     1,
-    "query_groups, dim, activation",
-    [(2, 64, "softmax"), (3, 128, "softmax"), (2, 128, "gelu_tanh")],
+    "query_groups, dim, activation, mask",
+    [
+        (2, 64, "softmax", "grouped"),
+        (3, 128, "softmax", "none"),
+        (2, 64, "softmax", "none"),
+        (2, 128, "softmax", "grouped"),
+        (2, 128, "gelu_tanh", "none"),
+        (3, 256, "gelu_tanh", "grouped"),
+    ],
 )
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
 def test_hopper_attention_kernels_compile_for_several_query_groups(
-    name, query_groups, dim, activation
+    name, query_groups, dim, activation, mask
 ):
-    assert (
-        compile_hopper_attention(
-            name, dim, "bf16", activation, query_groups=query_groups
-        ).metadata.shared
-        <= 227 * 1024
-    )
+    options = dict(query_groups=query_groups, mask=MASKS[mask])
+    compiled = compile_hopper_attention(name, dim, "bf16", activation, **options)
+    assert compiled.metadata.shared <= 227 * 1024

@@ -96,6 +96,25 @@ def test_user_rows_and_candidates_together(check_self_target_attention):
     check_self_target_attention([3, 0, 70], [20, 4, 0], torch.float32, "cpu")
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        jm.AttentionMask(causal=True),
+        jm.AttentionMask(window=(30, 3)),
+        jm.AttentionMask(
+            causal=True, contextual_seqlen=3, max_attn_len=20, min_full_attn_seqlen=10
+        ),
+        jm.AttentionMask(causal=True, window=(9, None), global_prefix=20, recent_history=40),
+    ],
+    ids=["causal", "window", "hstu", "semi-local"],
+)
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_a_mask_of_the_users_own_rows(check_self_target_attention, mask, activation):
+    lengths, candidates = [3, 0, 150, 5], [20, 4, 70, 90]
+    options = dict(activation=activation, mask=mask)
+    check_self_target_attention(lengths, candidates, torch.float32, "cpu", **options)
+
+
 @slow_after(
     3,
     "activation, dtype",

@@ -24,9 +24,9 @@ def test_tile_list_is_the_hosts(check_tile_list, num_segments, longest, dtype):
 @pytest.mark.parametrize("groups", [(2, 1), (1, 2), (3, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("num_segments, longest", [(1, 0), (7, 100), (40, 20), (300, 9)])
 def test_tile_list_of_several_groups_is_the_hosts(check_tile_list, num_segments, longest, groups):
-    check_tile_list(
-        num_segments, longest, torch.int64, "cpu", SIZES, groups=groups, key_tiles=groups[1] > 1
-    )
+    options = dict(groups=groups, key_tiles=groups[1] > 1)
+    for masked in (False, True):
+        check_tile_list(num_segments, longest, torch.int64, "cpu", SIZES, masked, **options)
 
 
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])

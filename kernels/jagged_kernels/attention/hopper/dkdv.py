@@ -62,7 +62,7 @@ from ...common.pipeline import (
 )
 from ...common.ptxas import safe_ptxas
 from ..dropout import dropout_of_head
-from ..mask import num_masked_blocks
+from ..mask import first_target_column, num_masked_blocks
 from ..scales import output_factor, score_factor
 from .args import UNSPECIALISED, Kernel, Outputs, Rings, Schedule, with_activation
 from .bias import bias_block, bias_of_keys, make_ranges
@@ -126,12 +126,14 @@ def _head_and_block(number, blocks, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _tile_of_group(schedule, tile, query_group):
+def _tile_of_group(schedule, tile, query_group, MASK: gl.constexpr):
     """The tile of keys with the query segment of another query group."""
-    q_start, q_len = load_segment(
-        schedule.q_offsets_ptr, tile.segment + query_group * schedule.num_segments
+    segment = tile.segment + query_group * schedule.num_segments
+    q_start, q_len = load_segment(schedule.q_offsets_ptr, segment)
+    first_target = first_target_column(
+        schedule.num_targets_ptr, segment, tile.kv_len, MASK, schedule.num_segments
     )
-    return of_queries(tile, q_start, q_len)
+    return of_queries(tile, q_start, q_len, first_target)
 
 
 @gluon.jit
@@ -144,7 +146,7 @@ def visited_blocks(schedule, tile, OPTIONS: gl.constexpr):
     visited *= OPTIONS.group
     masked = OPTIONS.group * num_masked_blocks(blocks)
     for query_group in gl.static_range(1, GROUPS):
-        other = _tile_of_group(schedule, tile, query_group)
+        other = _tile_of_group(schedule, tile, query_group, OPTIONS.mask)
         others, count = query_blocks(other, OPTIONS.mask, ROWS, BLOCK)
         visited += OPTIONS.group * count
         masked += OPTIONS.group * num_masked_blocks(others)
@@ -153,24 +155,26 @@ def visited_blocks(schedule, tile, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def visited_rows(schedule, tile, number, visited, OPTIONS: gl.constexpr):
-    """The number-th visited block: first row and number of rows of its query segment, its head in
-    the group, and the block."""
+    """The number-th visited block: the tile with its query segment, its head in the group, and the
+    block."""
     blocks, q_start, q_len = visited.blocks, tile.q_start, tile.q_len
+    first_target = first_target_of(tile, OPTIONS.mask)
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
     GROUPS: gl.constexpr = OPTIONS.query_groups
     if GROUPS > 1:
         full = number >= visited.masked
         number = gl.where(full, number - visited.masked, number)
         for query_group in gl.static_range(1, GROUPS):
-            other = _tile_of_group(schedule, tile, query_group)
+            other = _tile_of_group(schedule, tile, query_group, OPTIONS.mask)
             others, _ = query_blocks(other, OPTIONS.mask, ROWS, OPTIONS.block)
             count = OPTIONS.group * gl.where(full, blocks.full_count, num_masked_blocks(blocks))
             if number >= count:
                 number -= count
                 q_start, q_len, blocks = other.q_start, other.q_len, others
+                first_target = first_target_of(other, OPTIONS.mask)
         number += gl.where(full, OPTIONS.group * num_masked_blocks(blocks), 0)
     group_head, block = _head_and_block(number, blocks, OPTIONS.group)
-    return q_start, q_len, group_head, block
+    return of_queries(tile, q_start, q_len, first_target), group_head, block
 
 
 # -- producer --------------------------------------------------------------------------------------
@@ -200,9 +204,8 @@ def _load_tile(tile, wave, step, kernel, OPTIONS: gl.constexpr):
         if number == gl.minimum(visited.count, rings.q.buffers.shape[0]):
             load_keys(kernel, tile, wave, key_row, OPTIONS.consumers)
         if number < visited.count:
-            q_start, q_len, group_head, block = visited_rows(
-                schedule, tile, number, visited, OPTIONS
-            )
+            of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+            q_start, q_len = of_block.q_start, of_block.q_len
             head = tile.head * OPTIONS.group + group_head
             first = block * OPTIONS.block
             if OPTIONS.activation is None:
@@ -301,7 +304,6 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    first_target = first_target_of(tile, OPTIONS.mask)
     visited = visited_blocks(schedule, tile, OPTIONS)
     first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
     num_keys = tile.kv_len - first
@@ -316,17 +318,16 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
         keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
         for number in range(visited.masked):
-            q_start, q_len, group_head, block = visited_rows(
-                schedule, tile, number, visited, OPTIONS
-            )
-            row = block * BLOCK
+            of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+            row, q_len = block * BLOCK, of_block.q_len
             bias = None
             if OPTIONS.bias is not None:
                 bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
-            if consumer_visits(tile, block, query_blocks, consumer, OPTIONS, BLOCK):
+            if consumer_visits(of_block, block, query_blocks, consumer, OPTIONS, BLOCK):
+                first_target = first_target_of(of_block, OPTIONS.mask)
                 rows = QueryBlock(
                     row, row + tile.kv_len - q_len, q_len - row, first_target,
-                    dropout, q_start, tile.head * OPTIONS.group + group_head,
+                    dropout, of_block.q_start, tile.head * OPTIONS.group + group_head,
                 )  # fmt: skip
                 dk, dv, tail_phase = _dkdv_block(
                     keys, rings, step + number, dk, dv, rows, scale, bias, tail_phase,
@@ -340,10 +341,12 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         for number in range(visited.masked, visited.count):
             bias, row, start, head = None, 0, 0, 0
             if OPTIONS.bias is not None or dropout is not None:
-                start, _, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
-                row, head = block * BLOCK, tile.head * OPTIONS.group + group_head
+                of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+                row, start = block * BLOCK, of_block.q_start
+                head = tile.head * OPTIONS.group + group_head
             if OPTIONS.bias is not None:
                 bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
+            first_target = first_target_of(tile, OPTIONS.mask)
             rows = QueryBlock(row, 0, BLOCK, first_target, dropout, start, head)
             dk, dv, tail_phase = _dkdv_block(
                 keys, rings, step + number, dk, dv, rows, scale, bias, tail_phase,
@@ -366,8 +369,8 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         )  # fmt: skip
     else:
         for number in range(visited.count):
-            _, q_len, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
-            left = q_len - block * BLOCK
+            of_block, _, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+            left = of_block.q_len - block * BLOCK
             tail_phase = _skip_rows(rings, step + number, left, tail_phase, consumer, CONSUMERS)
         skip_stage(rings.k, wave)
         skip_stage(rings.v, wave)

@@ -76,11 +76,11 @@ def _tile(tile, segment, block, first_target):
 
 
 @gluon.jit
-def of_queries(tile, q_start, q_len):
+def of_queries(tile, q_start, q_len, first_target):
     """A tile of keys with another query segment."""
     return Tile(
         tile.segment, tile.head, tile.block,
-        q_start, q_len, tile.kv_start, tile.kv_len, tile.first_target,
+        q_start, q_len, tile.kv_start, tile.kv_len, first_target,
     )  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def load_wave(schedule, wave, waves, MASK: gl.constexpr):
         schedule.tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0),
         schedule.q_offsets_ptr, schedule.kv_offsets_ptr, schedule.num_segments,
     )  # fmt: skip
-    first_target = first_target_column(schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK)
+    first_target = first_target_column(
+        schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK, schedule.num_segments
+    )
     return _tile(tile, tile.segment, tile.block, first_target)
 
 
@@ -111,7 +113,9 @@ def take_tile(schedule, num_tiles, MASK: gl.constexpr):
         schedule.tiles_ptr, gl.maximum(gl.minimum(position, num_tiles - 1), 0),
         schedule.q_offsets_ptr, schedule.kv_offsets_ptr, schedule.num_segments,
     )  # fmt: skip
-    first_target = first_target_column(schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK)
+    first_target = first_target_column(
+        schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK, schedule.num_segments
+    )
     segment = gl.where(position < num_tiles, tile.segment, -1)
     return _tile(tile, segment, tile.block, first_target)
 

@@ -131,7 +131,6 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     )  # fmt: skip
     BLOCK: gl.constexpr = rings.q.buffers.shape[2]
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    first_target = first_target_of(tile, OPTIONS.mask)
     visited = visited_blocks(schedule, tile, OPTIONS)
     first = tile.block * WARPGROUP_ROWS
     scale = score_factor(scales.scale, OPTIONS.activation)
@@ -144,11 +143,11 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     dv = [warpgroup_mma_init(x) for x in zero_parts(WIDTH, OPTIONS.v_dim, GROUPS)]
     keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
     for number in range(visited.masked):
-        q_start, q_len, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
-        row = block * BLOCK
+        of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+        row, q_len = block * BLOCK, of_block.q_len
         rows = QueryBlock(
-            row, row + tile.kv_len - q_len, q_len - row, first_target,
-            dropout, q_start, tile.head * OPTIONS.group + group_head,
+            row, row + tile.kv_len - q_len, q_len - row, first_target_of(of_block, OPTIONS.mask),
+            dropout, of_block.q_start, tile.head * OPTIONS.group + group_head,
         )  # fmt: skip
         dk, dv, tail_phase = _block(
             keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
@@ -158,8 +157,10 @@ def _tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS:
     for number in range(visited.masked, visited.count):
         row, start, head = 0, 0, 0
         if dropout is not None:
-            start, _, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
-            row, head = block * BLOCK, tile.head * OPTIONS.group + group_head
+            of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
+            row, start = block * BLOCK, of_block.q_start
+            head = tile.head * OPTIONS.group + group_head
+        first_target = first_target_of(tile, OPTIONS.mask)
         rows = QueryBlock(row, 0, BLOCK, first_target, dropout, start, head)
         dk, dv, tail_phase = _block(
             keys, rings, kernel.exchange, step + number, number > 0, dk, dv, rows, scale,
