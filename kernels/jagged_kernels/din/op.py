@@ -92,6 +92,7 @@ def _prepare(
         OPTIONS=options,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
     contiguous = (
         tuple(x.contiguous() for x in xs if x is not None) for xs in (weights, biases, tables)
