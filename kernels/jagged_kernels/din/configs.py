@@ -16,12 +16,13 @@ MAX_WEIGHTS = {2: 2**15, 4: 3 * 2**13}
 @dataclasses.dataclass(frozen=True)
 class DINConfig:
     """block: events of a tile. num_warps, num_stages: of the launch. ctas_per_sm: programs per SM
-    at most, of the kernels whose programs take many rows of q."""
+    at most, of the kernels whose programs take many rows of q. max_registers: of a thread."""
 
     block: int
     num_warps: int
     num_stages: int
     ctas_per_sm: int
+    max_registers: int | None = None
 
 
 # More programs than run at once, because histories have different lengths. Each one of the backward
@@ -41,7 +42,9 @@ def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) 
     if large:
         return DINConfig(32 if kernel in ("dq", "dmlp") else 64, 8, 1, CTAS[kernel])
     # A warpgroup takes 64 rows of an MMA: eight warps would compute the same rows twice.
-    return DINConfig(64, 4, 2, CTAS[kernel])
+    # with 168 registers, three programs of four warps run at once on an SM of 65536
+    max_registers = 168 if kernel == "fwd" and width <= 64 else None
+    return DINConfig(64, 4, 2, CTAS[kernel], max_registers)
 
 
 def pieces(units: int) -> tuple[tuple[int, int], ...]:

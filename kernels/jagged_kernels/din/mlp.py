@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..common.loads import find_segment, load_segment
+from .accumulators import partial_sums, zeros
 
 
 class Options(NamedTuple):
@@ -155,18 +156,26 @@ def load_tile_pieces(ptr, stride, num_rows, LAYER: tl.constexpr, OPTIONS: tl.con
 
 
 @triton.jit
+def _load_row(
+    mlp, ROW: tl.constexpr, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """A row [1, n] of a piece of a layer's table. Row 0 has the slopes."""
+    row = load_vector(
+        mlp.tables[LAYER] + ROW * OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][0],
+        OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][1],
+    )  # fmt: skip
+    return row[None, :]
+
+
+@triton.jit
 def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.constexpr):
-    """The Unit of a piece of a layer."""
+    """The Unit of a piece of a layer with Dice."""
     rows = ()
     for row in tl.static_range(7):
-        piece = load_vector(
-            mlp.tables[LAYER] + row * OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][0],
-            OPTIONS.hidden[LAYER], OPTIONS.pieces[LAYER][PIECE][1],
-        )  # fmt: skip
-        rows = rows + (piece[None, :],)
+        rows = rows + (_load_row(mlp, row, LAYER, PIECE, OPTIONS),)
     slope, mean, rstd, weight, bias, d0, d1 = rows
-    scale, shift = weight * rstd, bias - mean * weight * rstd
-    d0, d1 = d0 - d1 * mean * rstd, d1 * rstd
+    scale, d1 = weight * rstd, d1 * rstd
+    shift, d0 = bias - mean * scale, d0 - mean * d1
     return Unit(slope, 1.0 - slope, mean, rstd, scale, shift, d0, d1)
 
 
@@ -271,8 +280,8 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
         if OPTIONS.units is None:
             h = h + (ACTIVATION(z[i], 1.0)[0] * OPTIONS.factors[0],)
         elif OPTIONS.units == "prelu":
-            unit = _load_unit(mlp, LAYER, i, OPTIONS)
-            h = h + (tl.where(z[i] > 0, z[i], z[i] * unit.slope),)
+            slope = _load_row(mlp, 0, LAYER, i, OPTIONS)
+            h = h + (tl.where(z[i] > 0, z[i], slope * z[i]),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
             p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
@@ -371,17 +380,17 @@ def last_gradient(ds, mlp, OPTIONS: tl.constexpr):
 def activation_gradient(
     dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """dz of a layer, and for each piece `partial_sums` of the gradients of slope, bias and weight
-    of its table; none for a function of z alone."""
+    """dz of a layer, and for each piece `partial_sums` of the gradients of slope, and with Dice
+    of bias and weight, of its table; none for a function of z alone."""
     dz, sums = (), ()
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
             dz = dz + (dh[i] * (ACTIVATION(z[i], 1.0)[1] * OPTIONS.factors[1]),)
         elif OPTIONS.units == "prelu":
-            slope = _load_unit(mlp, LAYER, i, OPTIONS).slope
+            slope = _load_row(mlp, 0, LAYER, i, OPTIONS)
             dz = dz + (tl.where(z[i] > 0, dh[i], slope * dh[i]),)
             dslope = partial_sums(tl.where(z[i] > 0, 0.0, dh[i] * z[i]))
-            sums = sums + ((dslope, dslope * 0.0, dslope * 0.0),)
+            sums = sums + ((dslope,),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
             p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
@@ -416,102 +425,3 @@ def product_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     for i in tl.static_range(len(dz)):
         dx = tl.dot(dz[i].to(DTYPE), mlp.first[i], dx, input_precision=OPTIONS.precision)
     return dx
-
-
-# -- tuples of accumulators ------------------------------------------------------------------------
-
-
-@triton.jit
-def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """An accumulator [ROWS, COLUMNS]."""
-    return tl.zeros([ROWS, COLUMNS], tl.float32)
-
-
-@triton.jit
-def zero_vector(SIZE: tl.constexpr):
-    """An accumulator [SIZE]."""
-    return tl.zeros([SIZE], tl.float32)
-
-
-@triton.jit
-def zero_pieces(ROWS: tl.constexpr, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
-    """An accumulator [ROWS, n] for each piece of a layer."""
-    pieces = ()
-    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
-        pieces = pieces + (zeros(ROWS, OPTIONS.pieces[LAYER][i][1]),)
-    return pieces
-
-
-@triton.jit
-def zero_vectors(LAYER: tl.constexpr, OPTIONS: tl.constexpr):
-    """An accumulator [n] for each piece of a layer."""
-    pieces = ()
-    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
-        pieces = pieces + (zero_vector(OPTIONS.pieces[LAYER][i][1]),)
-    return pieces
-
-
-@triton.jit
-def zero_sums(LAYER: tl.constexpr, OPTIONS: tl.constexpr):
-    """An accumulator of `partial_sums` for each piece of a layer."""
-    pieces = ()
-    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
-        pieces = pieces + (partial_sums(zeros(OPTIONS.block, OPTIONS.pieces[LAYER][i][1])),)
-    return pieces
-
-
-@triton.jit
-def plus(x, y):
-    """The sums of the items of two tuples."""
-    out = ()
-    for i in tl.static_range(len(x)):
-        out = out + (x[i] + y[i],)
-    return out
-
-
-@triton.jit
-def partial_sums(x):
-    """Sums over the rows of x [16 m, n] that an MMA leaves to one thread, two of sixteen:
-    [m, 8, n]. A loop adds them; sums over all rows, in each round, would wait for all threads."""
-    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
-
-
-@triton.jit
-def total_sums(sums):
-    """The sums over all rows of each item, of `partial_sums`."""
-    out = ()
-    for i in tl.static_range(len(sums)):
-        out = out + (tl.sum(tl.sum(sums[i], 1), 0),)
-    return out
-
-
-@triton.jit
-def column_sums(x):
-    """The `partial_sums` of each item."""
-    out = ()
-    for i in tl.static_range(len(x)):
-        out = out + (partial_sums(x[i]),)
-    return out
-
-
-@triton.jit
-def store_pieces(ptr, pieces, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
-    """Store a vector with an element for each unit of a layer."""
-    for i in tl.static_range(len(pieces)):
-        columns = OPTIONS.pieces[LAYER][i][0] + tl.arange(0, OPTIONS.pieces[LAYER][i][1])
-        value = pieces[i].to(ptr.dtype.element_ty)
-        tl.store(ptr + columns, value, mask=columns < OPTIONS.hidden[LAYER])
-
-
-@triton.jit
-def store_tile_pieces(
-    ptr, pieces, num_rows, ROWS: tl.constexpr, LAYER: tl.constexpr, OPTIONS: tl.constexpr
-):
-    """Store the first num_rows rows of pieces [ROWS, n] to a contiguous matrix with a column for
-    each unit of a layer."""
-    for i in tl.static_range(len(pieces)):
-        rows = tl.arange(0, ROWS)
-        columns = OPTIONS.pieces[LAYER][i][0] + tl.arange(0, OPTIONS.pieces[LAYER][i][1])
-        ptrs = ptr + rows[:, None] * OPTIONS.hidden[LAYER] + columns[None, :]
-        mask = (rows < num_rows)[:, None] & (columns < OPTIONS.hidden[LAYER])[None, :]
-        tl.store(ptrs, pieces[i].to(ptr.dtype.element_ty), mask=mask)

@@ -5,9 +5,9 @@
 
 a and b are what the first layer adds for a row of q and for an event; their GEMMs, and those of
 their gradients, are the caller's. triton_forward.py and triton_backward.py have the kernels, mlp.py
-their device functions, configs.py the launch configurations. Results are deterministic: each row of
-a result has one program, and gradients of the MLP are parts of a fixed number of programs, summed
-in a fixed order.
+and accumulators.py their device functions, configs.py the launch configurations. Results are
+deterministic: each row of a result has one program, and gradients of the MLP are parts of a fixed
+number of programs, summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def _prepare(
         OPTIONS=options,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )
     contiguous = (
         tuple(x.contiguous() for x in xs if x is not None) for xs in (weights, biases, tables)
@@ -207,7 +208,7 @@ def triton_din_backward(
     programs, hidden = launch.programs(rows), [x.shape[0] for x in weights[:-1]]
     sizes = [x.numel() for x in (*weights[1:], *biases)]
     parts = do.new_empty((programs, sum(sizes)), dtype=torch.float32)
-    sums = [do.new_empty((programs, 3, size), dtype=torch.float32) for size in hidden]
+    sums = [do.new_zeros((programs, 3, size), dtype=torch.float32) for size in hidden]
     if layer in (-1, last):
         din_bwd_dmlp_kernel[(programs,)](
             *launch.tensors, (do, lse, delta, parts, sums[last]), *shared, rows, users,

@@ -12,22 +12,10 @@ import triton.language as tl
 
 from ..common.loads import find_tile, load_segment, log2
 from ..common.ptxas import safe_ptxas
-from .mlp import (
-    activation_gradient,
+from .accumulators import (
     column_sums,
-    last_gradient,
-    load_events,
-    load_keys,
-    load_mlp,
-    load_query,
-    load_vector,
     partial_sums,
     plus,
-    product_gradient,
-    reread,
-    score_gradient,
-    scores,
-    second_gradient,
     store_pieces,
     store_tile_pieces,
     total_sums,
@@ -35,6 +23,20 @@ from .mlp import (
     zero_sums,
     zero_vector,
     zeros,
+)
+from .mlp import (
+    activation_gradient,
+    last_gradient,
+    load_events,
+    load_keys,
+    load_mlp,
+    load_query,
+    load_vector,
+    product_gradient,
+    reread,
+    score_gradient,
+    scores,
+    second_gradient,
 )
 
 
@@ -154,12 +156,16 @@ def _add_products(acc, x, dz, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _zero_sums(LAYER: tl.constexpr, WANTED: tl.constexpr, OPTIONS: tl.constexpr):
-    """Three `partial_sums` for each piece of a layer; none unless they are wanted."""
+    """The `partial_sums` of a table's gradients for each piece of a layer, one of PReLU and three
+    of Dice; none unless they are wanted."""
     pieces = ()
     if WANTED:
         zero = zero_sums(LAYER, OPTIONS)
         for i in tl.static_range(len(zero)):
-            pieces = pieces + ((zero[i], zero[i], zero[i]),)
+            if OPTIONS.units == "prelu":
+                pieces = pieces + ((zero[i],),)
+            else:
+                pieces = pieces + ((zero[i], zero[i], zero[i]),)
     return pieces
 
 
@@ -173,9 +179,9 @@ def _plus_sums(acc, sums):
 
 @triton.jit
 def _store_sums(ptr, sums, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
-    """Store the program's part `[3, H]`."""
+    """Store rows of the program's part `[3, H]`."""
     ptr += tl.program_id(0) * (3 * OPTIONS.hidden[LAYER])
-    for row in tl.static_range(3):
+    for row in tl.static_range(len(sums[0])):
         pieces = ()
         for i in tl.static_range(len(sums)):
             pieces = pieces + (sums[i][row],)

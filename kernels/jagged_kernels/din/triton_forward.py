@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common.ptxas import safe_ptxas
+from .accumulators import store_pieces, zero_vectors, zeros
 from .mlp import (
     activate,
     first_layer,
@@ -17,9 +18,6 @@ from .mlp import (
     reread,
     scores,
     second_layer,
-    store_pieces,
-    zero_vectors,
-    zeros,
 )
 
 ROWS = tl.constexpr(16)  # the smallest side of an MMA

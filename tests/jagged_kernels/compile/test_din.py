@@ -74,6 +74,7 @@ def compile_din(
     return compile_for(
         capability, KERNELS[name], dict(ACTIVATION=function, OPTIONS=options), type_of, aligned,
         num_warps=config.num_warps, num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )  # fmt: skip
 
 
