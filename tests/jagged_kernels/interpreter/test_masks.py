@@ -24,9 +24,10 @@ import jagged_modules as jm
 def _visit_kernel(
     visits_ptr, full_ptr, targets_ptr, q_len, kv_len, num_blocks,
     MASK: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr = 0,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    first_target = first_target_column(targets_ptr, 0, kv_len, MASK)
+    first_target = first_target_column(targets_ptr, SEGMENT, kv_len, MASK, 1)
     if KEYS:
         blocks = row_blocks(tile * BLOCK_N, q_len, kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
     else:
@@ -78,6 +79,24 @@ def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
     check_tiles(
         *random_case(random.Random(seed)), *random.Random(seed).choice([(2, 2), (4, 2), (2, 4)])
     )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tiles_of_other_query_groups_visit_all(seed):
+    """Once each, and without masking up to the segment's end."""
+    choose = random.Random(seed)
+    mask, num_queries, num_keys, _ = random_case(choose)
+    block_m, block_n = choose.choice([(2, 2), (4, 2), (2, 4)])
+    params = mask.params._replace(has_targets=0, grouped=1)
+    blocks = triton.cdiv(num_queries, block_m), triton.cdiv(num_keys, block_n)
+    for keys in (False, True):
+        visits, full = torch.zeros(2, *(reversed(blocks) if keys else blocks), dtype=torch.int32)
+        sizes = num_queries, num_keys, visits.shape[1]
+        constants = dict(MASK=params, KEYS=keys, BLOCK_M=block_m, BLOCK_N=block_n, SEGMENT=1)
+        _visit_kernel[(len(visits),)](visits, full, None, *sizes, **constants)
+        assert bool((visits == 1).all())
+        whole = num_queries // block_m if keys else num_keys // block_n
+        assert bool((full[:, :whole] == 1).all()) and not full[:, whole:].any()
 
 
 CORNERS = [  # mask, queries, keys, targets, block_m, block_n
