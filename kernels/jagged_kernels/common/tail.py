@@ -6,6 +6,8 @@ segment, or writes them.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -44,10 +46,20 @@ def zero_tails_kernel(
             tl.store(out_ptrs[i] + elements, zeros, mask=(elements >= first) & (elements < last))
 
 
+class KeptRows(NamedTuple):
+    """Tensors of `keep_rows_kernel`. added, order, offsets: or None."""
+
+    x: Any
+    added: Any
+    order: Any
+    offsets: Any
+    out: Any
+
+
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "num_rows", "stride"])
 def keep_rows_kernel(
-    x_ptr, added_ptr, order_ptr, offsets_ptr, out_ptr, num_segments, num_rows, stride,
+    tensors, num_segments, num_rows, stride,
     SIZE: tl.constexpr, EXTRA: tl.constexpr,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -62,20 +74,21 @@ def keep_rows_kernel(
     rows = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     exists, in_row = rows < num_rows, (columns < SIZE)[None, :]
-    kept = exists
-    if offsets_ptr is not None:
-        kept &= rows < tl.load(offsets_ptr + num_segments)
-    source = rows if order_ptr is None else tl.load(order_ptr + rows, mask=exists, other=0)
+    kept, source = exists, rows
+    if tensors.offsets is not None:
+        kept &= rows < tl.load(tensors.offsets + num_segments)
+    if tensors.order is not None:
+        source = tl.load(tensors.order + rows, mask=exists, other=0)
     source, rows = source.to(tl.int64)[:, None], rows.to(tl.int64)[:, None]
     mask = kept[:, None] & in_row
-    x = tl.load(x_ptr + source * (stride * ALIGN) + columns[None, :], mask=mask, other=0.0)
-    if added_ptr is not None:
-        x += tl.load(added_ptr + rows * SIZE + columns[None, :], mask=mask, other=0.0)
-    out_ptrs = out_ptr + rows * (SIZE + EXTRA)
+    x = tl.load(tensors.x + source * (stride * ALIGN) + columns[None, :], mask=mask, other=0.0)
+    if tensors.added is not None:
+        x += tl.load(tensors.added + rows * SIZE + columns[None, :], mask=mask, other=0.0)
+    out_ptrs = tensors.out + rows * (SIZE + EXTRA)
     tl.store(out_ptrs + columns[None, :], x, mask=exists[:, None] & in_row)
     if EXTRA > 0:
         behind = tl.arange(0, EXTRA)[None, :]
-        one = (behind == 0).to(out_ptr.dtype.element_ty)
+        one = (behind == 0).to(tensors.out.dtype.element_ty)
         tl.store(out_ptrs + SIZE + behind, one, mask=exists[:, None])
 
 
@@ -128,7 +141,7 @@ def kept_rows(
     align, (stride,) = aligned_strides((rows, 0))
     segments = 0 if offsets is None else offsets.shape[0] - 1
     keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
-        rows, added, order, offsets, out, segments, x.shape[0], stride,
+        KeptRows(rows, added, order, offsets, out), segments, x.shape[0], stride,
         SIZE=size, EXTRA=extra, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out

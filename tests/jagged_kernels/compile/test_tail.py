@@ -32,10 +32,11 @@ def test_zero_tails_compiles(capability, index):
 @pytest.mark.parametrize(("extra", "other"), [(0, "offsets"), (32, "offsets"), (0, "order")])
 def test_keep_rows_compiles(capability, index, extra, other):
     for dtype in DTYPES:
-        types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", f"{other}_ptr": f"*{index}"}
-        constants = dict.fromkeys({"added_ptr", "offsets_ptr", "order_ptr"} - set(types))
-        constants |= dict(SIZE=512, EXTRA=extra, ALIGN=2, ROWS=8, COLUMNS=512)
-        ptx = compile_for(capability, tail.keep_rows_kernel, constants, types.get, num_warps=4).asm[
-            "ptx"
-        ]
+        types = dict.fromkeys(tail.KeptRows._fields, "constexpr") | {other: f"*{index}"}
+        types |= dict(x=f"*{dtype}", out=f"*{dtype}")
+        tensors = dict(tensors=tail.KeptRows(**types))
+        constants = dict(SIZE=512, EXTRA=extra, ALIGN=2, ROWS=8, COLUMNS=512)
+        ptx = compile_for(
+            capability, tail.keep_rows_kernel, constants, tensors.get, num_warps=4
+        ).asm["ptx"]
         assert ".v" in ptx
