@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from movielens import Categorical
+from data.event_log import Categorical
 from ranking_model import Inputs, RankingModel
 from sequence_model import SequenceModel
 from torch import nn

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("torchrec", reason="the programs need it")
 
 from checkpoints import load_weights
-from movielens import Categorical
+from data.event_log import Categorical
 from ranking_data import bags, keyed
 from ranking_model import embedding_bags, stack_bags
 from serving_models import add_cache_options, add_ranker_options, ranker_from_options, uses_graphs

@@ -151,11 +151,14 @@ def test_hopper_drops_what_the_portable_kernels_drop(shared, invariant, dim, off
             for x in ("hopper", "triton")
         )
         everything = weights_by_kernel(dim, shared, offsets, implementation="triton")
-    for ours, others, whole in zip(hopper, portable, everything):
+    # dq of shared rows is a sum over segments: 5 of 300 places are in three of them, 125 in two.
+    # dv is a sum over two heads. By place, all segments drop the same.
+    of_dq = 0.792 if shared == "q" and not invariant else 0.7
+    expected = 0.7, of_dq, 0.91
+    for ours, others, whole, share in zip(hopper, portable, everything, expected):
         torch.testing.assert_close(ours, others, rtol=0.03, atol=0)
         kept = float((ours[:, 0] > 0).sum() / (whole[:, 0] > 0).sum())
-        # the last kernel's weights are those of two heads, of which one may keep it
-        assert abs(kept - (0.91 if ours.shape[1] == 2 else 0.7)) < 0.02
+        assert abs(kept - share) < 0.02
 
 
 def test_hopper_drops_by_place_where_keys_lie_in_pages(check_pages):
