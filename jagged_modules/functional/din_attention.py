@@ -80,7 +80,7 @@ def din_attention(
             and "q*k" at most once.
         units: slopes of PReLU, or slopes and statistics of Dice.
         implementation: "auto", "reference" or "triton". The kernels take one or two hidden layers
-            of at most 256 units, E and Ev up to 256, and E · H1 + H1 · H2 up to 32768 (24576 in
+            of at most 256 units, E and Ev up to 256, and E · H1 + H1 · H2 up to 32768 (14336 in
             fp32), with sizes rounded up to sums of powers of two. Other sizes run on a GPU as
             "reference" only, which has a row for each pair.
 

@@ -114,6 +114,14 @@ def test_sizes_compile(name, sizes):
     assert compiled.metadata.shared <= 163 * 1024  # of compute capability 8.0
 
 
+@by_name
+def test_large_fp32_sizes_fit_a_thread_block(name):
+    """14080 of the 14336 weights that the kernels take."""
+    only = 0 if name == "moments" else -1
+    compiled = compile_din(90, name, "fp32", hidden=(80, 40), width=128, only=only)
+    assert compiled.metadata.shared <= 227 * 1024
+
+
 def test_passes_for_the_sums_of_one_layer_compile():
     for name, only in (("moments", 1), ("dmlp", 1), ("dq", 0)):
         compile_din(90, name, "bf16", "dice", only=only)
