@@ -68,7 +68,9 @@ BACKENDS = [  # what differs from long segments of head dim 128 in bf16 on an H1
     (dict(activation="gelu", head_dim=64, biased=True), "triton"),
     (dict(activation="gelu_tanh", head_dim=64, biased=True), "hopper"),
     (dict(masked=True), "hopper"),
-    (dict(dropout=True), "hopper"),
+    (dict(dropout=True), "triton"),
+    (dict(dropout=True, head_dim=256), "hopper"),
+    (dict(dropout=True, implementation="hopper"), "hopper"),
     (sizes(1, 1), "hopper"),
     (sizes(32, 32) | dict(biased=True), "hopper"),
     (sizes(31, 33) | dict(biased=True), "triton"),
@@ -268,7 +270,7 @@ def test_hoppers_key_blocks_are_larger_where_segments_are_long(head_dim, masked,
 def test_hoppers_blocks_are_small_with_dropout(head_dim):
     """Random numbers take registers."""
     options = dict(head_dim=head_dim, **sizes(4096, 4096))
-    selection = select(problem(**options, dropout=True))
+    selection = select(problem(**options, dropout=True, implementation="hopper"))
     assert (selection.fwd.block, selection.dkdv.block) == (64, 64)
     assert select(problem(**options)).fwd.block == 128
 

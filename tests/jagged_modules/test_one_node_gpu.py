@@ -370,3 +370,12 @@ def test_a_second_derivative_raises(name):
     (dx,) = torch.autograd.grad(case.run(case.layer, x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("rows_of_each", [1, 3])
+def test_many_targets_in_another_order(rows_of_each):
+    x = torch.randn(6000 * rows_of_each, 256, device="cuda", dtype=torch.bfloat16)
+    assert x.numel() >= target_node.MANY
+    order = torch.randperm(6000, device="cuda")
+    expected = x.view(6000, -1)[order].view(x.shape)
+    assert torch.equal(target_node.in_order(x, order), expected)

@@ -85,13 +85,13 @@ def on_the_tensors_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current device. Set the tensors' device where it is another; that
     costs more than comparing them."""
 
-    def launch(*args):
+    def launch(*args, **options):
         first = args[0]
         device = (first[0] if isinstance(first, (list, tuple)) else first).device
         if device.index == torch.cuda.current_device():
-            return launcher(*args)
+            return launcher(*args, **options)
         with torch.cuda.device(device):
-            return launcher(*args)
+            return launcher(*args, **options)
 
     return launch
 

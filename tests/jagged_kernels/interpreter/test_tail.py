@@ -7,6 +7,7 @@ from tails import LAYERS, ON_KERNELS, ON_TORCH, check, compiled, layer_case
 from torch import library
 
 from jagged_modules.functional.tail import with_clean_tail, without_tail
+from jagged_modules.layers import target_node
 
 
 @slow_after(1, "dtype", [torch.float16, torch.float32], ids=str)
@@ -96,6 +97,17 @@ def test_rows_in_an_order(poisoned_memory, columns, dtype):
 
     x, order = torch.randn(300, columns), torch.randperm(300).to(dtype)
     assert torch.equal(kept_rows(x, None, order=order), x[order])
+
+
+@pytest.mark.parametrize("rows_of_each", [1, 3])
+def test_many_targets_are_ordered_by_the_kernel(monkeypatch, rows_of_each):
+    """By the launch on their device, which is here the current one."""
+    monkeypatch.setattr(target_node, "MANY", 0)
+    monkeypatch.setattr(target_node, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    x, order = torch.randn(20 * rows_of_each, 7), torch.randperm(20)
+    expected = x.view(20, -1)[order].view(x.shape)
+    assert torch.equal(target_node.in_order(x, order), expected)
 
 
 @pytest.mark.parametrize("columns", [5, 1100])
