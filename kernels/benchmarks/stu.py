@@ -4,6 +4,8 @@ Like every peer, it is imported when it is called: `generative_recommenders` mus
 """
 
 import importlib
+import sys
+import types
 from collections.abc import Callable
 
 import torch
@@ -47,6 +49,10 @@ def stu(
         lengths: `[B]`, on the host.
         kernel: a name of its `HammerKernel`.
     """
+    # of a newer torchrec than torch 2.11 has; what reads it is not called
+    absent = types.ModuleType("torchrec.modules.sorted_index_select")
+    vars(absent)["maybe_sorted_index_select"] = None
+    sys.modules.setdefault(absent.__name__, absent)
     common = importlib.import_module("generative_recommenders.common")
     modules = importlib.import_module("generative_recommenders.modules.stu")
     operator = importlib.import_module(
