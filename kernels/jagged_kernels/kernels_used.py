@@ -18,7 +18,7 @@ import torch
 
 from .attention.select import AttentionProblem, Selection, select
 from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
-from .din.configs import CTAS, din_config
+from .din import configs as din_configs
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
 from .rows.configs import GATE_BACKWARD, RowsConfig, activation_config, padding_config, rows_config
@@ -363,7 +363,7 @@ def din() -> str:
     return f"""## DIN's attention
 
 `jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A
-multiprocessor gets at most {CTAS["fwd"]} programs of the forward, {CTAS["dq"]} of dq and of the
+multiprocessor gets at most {din_configs.CTAS["fwd"]} programs of the forward, {din_configs.CTAS["dq"]} of dq and of the
 MLP's gradients.
 
 {merged(["dtype", "kernel"], sizes, rows)}
@@ -371,7 +371,9 @@ MLP's gradients.
 
 
 def _din_tile(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) -> str:
-    config = din_config(kernel, itemsize, width, hidden)
+    if not din_configs.has_kernels(width, width, hidden, itemsize):
+        return "none"
+    config = din_configs.din_config(kernel, itemsize, width, hidden)
     return f"{config.block}, {config.num_warps}"
 
 
