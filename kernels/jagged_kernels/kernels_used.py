@@ -355,6 +355,7 @@ def din() -> str:
     kernels = {"forward": "fwd", "dq": "dq", "the MLP's gradients": "dmlp", "dk and dv": "dkdv"}
     sizes = {"E=64, (80, 40)": (64, (80, 40)), "E=128, (80, 40)": (128, (80, 40))}
     sizes["E=256, (128,)"] = (256, (128,))
+    programs = din_configs.CTAS
     rows = [
         [dtype, name, *(_din_tile(kernel, kind.itemsize, *size) for size in sizes.values())]
         for dtype, kind in DTYPES.items()
@@ -363,8 +364,8 @@ def din() -> str:
     return f"""## DIN's attention
 
 `jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A
-multiprocessor gets at most {din_configs.CTAS["fwd"]} programs of the forward, {din_configs.CTAS["dq"]} of dq and of the
-MLP's gradients.
+multiprocessor gets at most {programs["fwd"]} programs of the forward, {programs["dq"]} of dq and of
+the MLP's gradients.
 
 {merged(["dtype", "kernel"], sizes, rows)}
 """
