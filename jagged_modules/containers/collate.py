@@ -59,13 +59,13 @@ def _join(key: str, values: list[Any]) -> Jagged | Tensor:
         name = f"samples[{at}][{key!r}]"
         if not isinstance(value, Tensor | int | float):
             raise TypeError(f"{name} must be a tensor or a number, got {type(value).__name__}")
-        rows.append(torch.as_tensor(value))
+        rows.append(value if isinstance(value, Tensor) else torch.tensor(value, device="cpu"))
         if _kind(rows[at]) != _kind(rows[0]):
             expected, found = _kind(rows[0]), _kind(rows[at])
             raise ValueError(f"{name} must be {expected} as samples[0][{key!r}], got {found}")
     if not rows[0].dim():
         return torch.stack(rows)
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(rows[0].device)
     return Jagged(torch.cat(rows), offsets, host_lengths=lengths)
 

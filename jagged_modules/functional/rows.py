@@ -27,7 +27,7 @@ from ..segments import (
     values_are_checkable,
 )
 from ..tracing import is_symbolic
-from ..validation import check_dense, check_dtype, check_tensor, transforms_are_active
+from ..validation import check_dense, check_dtype, check_tensor, runs_transforms
 from .tail import copies_by_kernels, padded_to, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
@@ -358,7 +358,7 @@ def jagged_select(
 
 
 def _fbgemm_is_right(values: Tensor, padding_value: float) -> bool:
-    if (torch.is_grad_enabled() and values.requires_grad) or transforms_are_active():
+    if (torch.is_grad_enabled() and values.requires_grad) or runs_transforms():
         return False
     # as fp64, in every integer dtype
     exact = values.is_floating_point() or abs(padding_value) < 2**31
