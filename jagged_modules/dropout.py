@@ -11,6 +11,7 @@ rounds (Salmon et al. 2011):
 
 start is the row of the output in which the segment of queries starts; 0 if batch-invariant. So a
 number follows from the seed and the pair alone. A thread has such four weights of an MMA's result.
+The kernels repeat this in `jagged_kernels/attention/dropout.py`.
 """
 
 from __future__ import annotations

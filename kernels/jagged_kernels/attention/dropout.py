@@ -1,4 +1,5 @@
-"""Dropout on the weights P of attention, in device code: which of them are kept.
+"""Dropout on the weights P of attention, in device code: which of them are kept. The definition is
+in `jagged_modules/dropout.py`.
 
 A weight has a 16-bit number, and is kept if this is at least `threshold`: p is a multiple of 2^-16.
 One call of Philox-2x32 with 7 rounds gives 64 bits, the numbers of four weights: of two query rows,

@@ -1,5 +1,5 @@
-"""Which kernels run an attention call, and with which tiles. Nothing else decides it, and nothing
-else asks which GPU this is.
+"""Which kernels run an attention call, and with which tiles. Nothing else decides it but the room
+for the one-pass backward's workspace (`hopper/launch.py`), and nothing else asks which GPU this is.
 
 `select` is a pure function of an `AttentionProblem`. It needs neither a GPU nor triton: a data
 loader asks it for the tiles of a schedule, and docs/kernels-used.md is printed from it. A forward
