@@ -281,10 +281,13 @@ def is_visible(
     return keep
 
 
-def keeps_earlier_rows(mask: AttentionMask) -> bool:
-    """Whether what a row sees stays the same when later rows follow."""
-    of_end = mask.recent_history or mask.max_attn_len and mask.min_full_attn_seqlen
-    return mask.causal and not (mask.contextual_seqlen or of_end)
+def field_of_later_rows(mask: AttentionMask) -> str | None:
+    """The name of a field of a causal mask by which later rows change what earlier ones see; None
+    if no field does."""
+    for name in ("contextual_seqlen", "recent_history"):
+        if getattr(mask, name):
+            return name
+    return "min_full_attn_seqlen" if mask.max_attn_len and mask.min_full_attn_seqlen else None
 
 
 def _check_length(name: str, value: int) -> None:

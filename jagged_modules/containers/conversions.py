@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..scalars import possessive, to_ints
+from ..scalars import is_sequence, possessive, to_ints
 from ..segments import values_are_checkable
 
 
@@ -127,8 +127,7 @@ def _is_nested(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    kinds: Any = (list, tuple)  # Any: type checkers keep the declared type of x
-    return isinstance(x, kinds) and len(x) == 2 and isinstance(x[0], Tensor)
+    return is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor)
 
 
 def _is_one_of(x: Any, *names: str) -> bool:

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged
-from ..scalars import is_sequence
+from ..scalars import is_sequence, to_ints
 from ..segments import RowSegments, check_device, check_offsets, parse_segments
 from ..validation import check_implementation, check_tensor
 from .attention import attention_backward, attention_forward, computed
@@ -171,9 +171,8 @@ def _joint_by_definition(
     q: Tensor, operands: Sequence[Operands], levels: Sequence[Level], options: AttentionOptions
 ) -> Tensor:
     """With a copy of the keys of all levels for each candidate."""
-    given: Any = levels  # torch types a list of numbers as a list of anything
-    parents = [level.parents(q.shape[0]).tolist() for level in given]
-    bounds = [level.keys.offsets.tolist() for level in given]
+    parents = [to_ints(level.parents(q.shape[0])) for level in levels]
+    bounds = [to_ints(level.keys.offsets) for level in levels]
     keys, values, ends = [operands[0][0][:0]], [operands[0][1][:0]], [0]
     for of_candidate in zip(*parents):
         ends.append(ends[-1])

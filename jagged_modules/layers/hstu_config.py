@@ -13,7 +13,7 @@ from ..bias import check_timestamps
 from ..containers.jagged import Jagged
 from ..containers.offsets import rows_and_segments, segments_and_positions
 from ..dropout import check_dropout
-from ..masks import AttentionMask, is_visible
+from ..masks import AttentionMask, field_of_later_rows, is_visible
 from ..scalars import check_choice, check_kind, check_number, check_size, possessive
 from ..segments import values_are_checkable
 from .norms import NORM_KINDS
@@ -116,22 +116,14 @@ def check_appendable(config: HSTUConfig) -> None:
         raise ValueError(
             f"config.scaling_seqlen must be given {why}all rows change with the length, got None"
         )
-    for name in ("contextual_seqlen", "recent_history"):
-        if getattr(config, name):
-            raise ValueError(
-                f"config.{name} must be 0 {why}later events change earlier rows, got"
-                f" {getattr(config, name)}"
-            )
-    effects = dict(
-        min_full_attn_seqlen="later events change earlier rows",
-        global_prefix="cached rows have gaps between their positions",
-    )
-    for name, effect in effects.items():
-        if config.max_attn_len and getattr(config, name):
-            raise ValueError(
-                f"config.{name} must be 0 with max_attn_len {why}{effect}, got"
-                f" {getattr(config, name)}"
-            )
+    name, effect = field_of_later_rows(config.mask()), "later events change earlier rows"
+    if name is None and config.max_attn_len and config.global_prefix:
+        name, effect = "global_prefix", "cached rows have gaps between their positions"
+    if name is not None:
+        beside = "with max_attn_len " if name in ("min_full_attn_seqlen", "global_prefix") else ""
+        raise ValueError(
+            f"config.{name} must be 0 {beside}{why}{effect}, got {getattr(config, name)}"
+        )
 
 
 def check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:

@@ -20,7 +20,7 @@ from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
 from ..functional.target_attention import attend_users_and_candidates
 from ..functional.target_levels import attend_to_levels
-from ..masks import AttentionMask, keeps_earlier_rows
+from ..masks import AttentionMask, field_of_later_rows
 from ..scalars import check_kind, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
@@ -206,7 +206,8 @@ class JaggedSelfTargetAttention(nn.Module):
     @property
     def append_reads_cache(self) -> bool:
         """Whether `append` computes the events' rows: later events do not change them."""
-        return self.mask is not None and keeps_earlier_rows(self.mask)
+        mask = self.mask
+        return mask is not None and mask.causal and field_of_later_rows(mask) is None
 
     def _layer_of(self, cache: Any, name: str, x: Jagged | None) -> Jagged:
         return layer_of_cache(cache, name, x, self.num_heads, 2 * self.head_dim, self.kv_proj)
