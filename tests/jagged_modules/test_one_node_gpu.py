@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from marks import slow_after
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import jagged_modules as jm
 from jagged_modules.layers import (
@@ -49,7 +52,8 @@ LAYERS = {
         width, heads, 2 * width, activation="gelu", mask=CAUSAL
     ),
 }
-SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1)]  # widths, heads
+# widths, heads
+SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1), (128, 8), (256, 2), (1024, 8)]
 
 
 @pytest.fixture
@@ -290,6 +294,68 @@ def test_a_backward_inside_autocast(name):
             *torch.autograd.grad(out, [*inputs, *case.layer.parameters()], case.do.to(out)),
         ]
     assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+@pytest.fixture
+def mesh():
+    """Of one GPU."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fully_sharded(nodes, mesh, name):
+    """FSDP2 gathers a layer's parameters before its node reads them: the same bits."""
+    case = Case(name)
+    out, *grads = case.results(case.layer)
+    nodes.clear()
+    layer = fully_shard(case.layer, mesh=mesh)
+    leaves = [x.cuda().requires_grad_() for x in case.inputs]
+    with torch.autocast("cuda", torch.bfloat16):
+        sharded = case.run(layer, *leaves)
+    sharded.backward(case.do.to(sharded))
+    assert len(nodes) == 1 and torch.equal(sharded, out)
+    found = [x.grad for x in leaves] + [x.grad.full_tensor() for x in layer.parameters()]
+    assert all(torch.equal(x, y) for x, y in zip(found, grads, strict=True))
+
+
+class LowRank(torch.nn.Module):
+    """A frozen Linear beside a trained one of rank 4."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = torch.nn.Linear(linear.in_features, 4, bias=False)
+        self.up = torch.nn.Linear(4, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("mlp", "swiglu")])
+def test_a_low_rank_adapter(nodes, name):
+    case = Case(name)
+    for layer in (case.layer, case.exact):
+        key = [key for key, x in layer.named_modules() if type(x) is torch.nn.Linear][0]
+        adapter = LowRank(layer.get_submodule(key))
+        layer.set_submodule(key, adapter.to(next(layer.parameters())))
+    names = [key for key, x in case.layer.named_parameters() if x.requires_grad]
+    with torch.no_grad():
+        for x, y in zip(case.layer.parameters(), case.exact.parameters(), strict=True):
+            y.copy_(x)
+
+    def results(layer, enabled):
+        inputs = [x.to(next(layer.parameters())).requires_grad_() for x in case.inputs]
+        with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+            out = case.run(layer, *inputs)
+        wanted = [*inputs, *(layer.get_parameter(key) for key in names)]
+        return [out.detach(), *torch.autograd.grad(out, wanted, case.do.to(out))]
+
+    actual = results(case.layer, True)
+    assert not nodes
+    expected = results(case.exact, False)
+    assert_rounded(actual, expected, torch.bfloat16, sum(LENGTHS), name)
 
 
 @pytest.mark.parametrize("name", ["block", "blocks"])
