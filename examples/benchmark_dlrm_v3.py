@@ -1,0 +1,205 @@
+"""Measures a ranker of the form of MLPerf's DLRMv3: python examples/benchmark_dlrm_v3.py
+
+An HSTU reads each user's events and, behind them, the candidates, which see the events but not one
+another. Tables are smaller than MLPerf's (--ids), ids and lengths are random: it is not an official
+result. mlperf_serving.py runs MLPerf's LoadGen on a trained ranker.
+
+Prints training samples/s (a sample is a candidate), step time and peak memory, and the time of a
+batch of requests: eager, replayed from CUDA graphs, and with cached histories. Times are wall times
+of one synchronised call. Writes them as JSON.
+"""
+
+import argparse
+import platform
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from training import (
+    HelpFormatter,
+    check_at_least_1,
+    peak_memory,
+    pick_device,
+    save_json,
+    time_steps,
+)
+
+import jagged_modules as jm
+
+SIZES = {  # option: default on a GPU, on a CPU, help
+    "width": (512, 32, "embedding dim"),
+    "heads": (4, 2, "attention heads"),
+    "layers": (5, 2, "HSTU layers"),
+    "ids": (1_000_000, 1000, "rows of the table of items and users"),
+    "train_users": (32, 4, "users of a training step"),
+    "train_history": (4096, 64, "longest history in training; lengths are uniform to it"),
+    "train_candidates": (64, 4, "candidates of a user in training"),
+    "requests": (32, 4, "requests of a batch, one user each"),
+    "history": (1024, 32, "events of a request's user"),
+    "candidates": (2048, 16, "candidates of a request"),
+    "batches": (8, 2, "random batches, each of which is timed three times"),
+}
+ACTIONS = 16  # kinds of actions
+
+
+class Batch(NamedTuple):
+    """Rows of each user: its own, those of its events, those of its candidates.
+
+    Attributes:
+        ids, actions: `[L]`. A candidate's action is 0.
+        offsets: `[B + 1]` of the users' rows.
+        num_targets: `[B]`, candidates of each user.
+        targets: `[N]`, the candidates among the rows.
+        labels: `[N]`.
+    """
+
+    ids: torch.Tensor
+    actions: torch.Tensor
+    offsets: torch.Tensor
+    num_targets: torch.Tensor
+    targets: torch.Tensor
+    labels: torch.Tensor
+
+
+def random_batch(events: torch.Tensor, candidates: int, options: argparse.Namespace) -> Batch:
+    """events: how many each user has, on the host."""
+    offsets = functional.pad((1 + events + candidates).cumsum(0), (1, 0))
+    targets = (offsets[1:, None] - candidates + torch.arange(candidates)).flatten()
+    ids = torch.randint(options.ids, (int(offsets[-1]),))
+    actions = torch.randint(1, ACTIONS, ids.shape).index_fill_(0, targets, 0)
+    num_targets, labels = torch.full_like(events, candidates), torch.randint(2, targets.shape)
+    batch = ids, actions, offsets, num_targets, targets, labels.float()
+    return Batch(*(x.to(options.device) for x in batch))
+
+
+class Ranker(nn.Module):
+    """Logits of candidates."""
+
+    def __init__(self, options: argparse.Namespace):
+        super().__init__()
+        width, device = options.width, options.device
+        self.ids, self.actions = (
+            nn.Embedding(count, width, device=device, sparse=True)
+            for count in (options.ids, ACTIONS)
+        )
+        config = jm.HSTUConfig(scaling_seqlen=1 + options.history + options.candidates)
+        self.hstu = jm.HSTUStack(width, options.heads, options.layers, config, device=device)
+        self.head = nn.Linear(width, 1, device=device)
+
+    def rows(self, batch: Batch) -> torch.Tensor:
+        return self.ids(batch.ids) + self.actions(batch.actions)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.score(self.hstu, batch)
+
+    def score(self, hstu: nn.Module, batch: Batch) -> torch.Tensor:
+        """With the model's HSTU, or one that replays it."""
+        x = hstu(jm.Jagged(self.rows(batch), batch.offsets), batch.num_targets)
+        return self.head(x.values[batch.targets]).squeeze(1)
+
+    def score_cached(self, hstu: Any, cache: jm.HistoryCache, batch: Batch) -> torch.Tensor:
+        """As `score`. cache: of the rows of the users and their events."""
+        ids, actions = batch.ids[batch.targets], batch.actions[batch.targets]
+        offsets = functional.pad(batch.num_targets.cumsum(0), (1, 0))
+        targets = jm.Jagged(self.rows(batch._replace(ids=ids, actions=actions)), offsets)
+        return self.head(hstu.score(targets, cache).values).squeeze(1)
+
+
+def measure_training(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of Adam, and of SGD for the tables, under autocast to bfloat16."""
+    model, device = Ranker(options), options.device
+    tables = [*model.ids.parameters(), *model.actions.parameters()]
+    rest = [*model.hstu.parameters(), *model.head.parameters()]
+    optimizers = torch.optim.SGD(tables, 0.1), torch.optim.Adam(rest, 1e-3)
+
+    def step(batch: Batch) -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(batch)
+        functional.binary_cross_entropy_with_logits(logits.float(), batch.labels).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    users, candidates = options.train_users, options.train_candidates
+    batches = [
+        random_batch(torch.randint(options.train_history + 1, (users,)), candidates, options)
+        for _ in range(options.batches)
+    ]
+    seconds = time_steps({"step": step}, batches, device)["step"]
+    return {
+        "rows": sum(len(x.ids) for x in batches) / len(batches),
+        "step_ms": 1e3 * seconds,
+        "samples_per_second": users * candidates / seconds,
+        "peak_mib": peak_memory(lambda: step(batches[0]), device) / 2**20,
+    }
+
+
+@torch.inference_mode()
+def measure_inference(options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a batch of requests in bfloat16, by how it is computed."""
+    model = Ranker(options).to(torch.bfloat16).eval()
+    events = torch.full((options.requests,), options.history)
+    requests = [random_batch(events, options.candidates, options) for _ in range(options.batches)]
+    history = random_batch(events, 0, options)
+    cache = model.hstu.cache(jm.Jagged(model.rows(history), history.offsets))
+    ways = {
+        "eager": partial(model.score, model.hstu),
+        "cached": partial(model.score_cached, model.hstu, cache),
+    }
+    if options.device.type == "cuda":
+        replayed = jm.graphed(model.hstu)
+        ways["graphs"] = partial(model.score, replayed)
+        ways["cached, graphs"] = partial(model.score_cached, replayed, cache)
+    return {name: 1e3 * x for name, x in time_steps(ways, requests, options.device).items()}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=HelpFormatter
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    for name, (on_gpu, on_cpu, text) in SIZES.items():
+        text += f" ({on_gpu} on a GPU, {on_cpu} on a CPU)"
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--seed", type=int, default=0, help="seed of batches and parameters")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmark_dlrm_v3.json"), help="results"
+    )
+    options = parser.parse_args(arguments)
+    options.device = pick_device(options.device)
+    for name, (on_gpu, on_cpu, _) in SIZES.items():
+        vars(options).setdefault(name, on_gpu if options.device.type == "cuda" else on_cpu)
+    check_at_least_1(parser, options, SIZES)
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    torch.manual_seed(options.seed)
+    device = options.device
+    on_gpu = device.type == "cuda"
+    report = {
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
+        "torch": torch.__version__,
+        "sizes": {name: getattr(options, name) for name in SIZES},
+        "training": measure_training(options),
+        "inference_ms": measure_inference(options),
+    }
+    training = report["training"]
+    print(
+        f"training, {training['rows']:,.0f} rows: {training['step_ms']:.2f} ms,"
+        f" {training['samples_per_second']:,.0f} samples/s, {training['peak_mib']:,.0f} MiB"
+    )
+    for name, ms in report["inference_ms"].items():
+        rate = 1e3 * options.requests / ms
+        print(f"requests, {name}: {ms:.2f} ms, {rate:,.0f} requests/s")
+    save_json(options.out, report)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
