@@ -1,17 +1,19 @@
-"""fuse_broadcasts on public ranking models, unedited, on one thread of a CPU: the gain that the
-report estimates, and the measured one.
+"""fuse_broadcasts on public ranking models, unedited, on one thread of a CPU or on a GPU: the gain
+that the report estimates, and the measured one.
 
     export OMP_NUM_THREADS=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=68719476736
-    python kernels/benchmarks/public_models.py --folder /tmp/models --compiled
+    python kernels/benchmarks/public_models.py --folder /tmp/models --mode eager compiled
+    python kernels/benchmarks/public_models.py --device cuda --mode eager compiled graphs
 
 The repositories are cloned into --folder from their public addresses, unless they are there. A
 model that cannot be cloned, built or captured is a row with its error. FuxiCTR needs pandas. What
 the models import for training alone is replaced by empty stand-ins where it is not installed.
 
 "Left in": the rows of users are gathered for the candidates, then the model runs. Times are CPU
-times of the thread, the least of --calls calls of both in turn, with inputs that the example of the
-capture does not have. glibc gives memory of more than 32 MB back at each free; the environment
-above keeps it, as other allocators do. Otherwise page faults are a large part of the time.
+times of the thread, on a GPU wall times of synchronised calls: the least of --calls calls of both
+in turn, with inputs that the example of the capture does not have. glibc gives memory of more than
+32 MB back at each free; the environment above keeps it, as other allocators do. Otherwise page
+faults are a large part of the time. --mode graphs replays a CUDA graph of the eager call.
 """
 
 import argparse
@@ -32,6 +34,7 @@ import numpy as np
 import torch
 import torch._dynamo  # looks for installed packages, before there are stand-ins
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import jagged_modules as jm
 from jagged_modules.transforms.capture import map_named
@@ -50,6 +53,7 @@ FOR_TRAINING = (
 USERS, CANDIDATES, EVENTS, WIDTH, IDS = 16, 800, 100, 32, 1000
 EXAMPLE_ROWS = 32
 RANGES = (1, 64), (64, 4096)  # of users and candidates, for --ranges
+EAGER, COMPILED, GRAPHS = "eager", "compiled", "graphs"
 
 
 @dataclass(frozen=True)
@@ -254,37 +258,62 @@ MODELS: dict[str, tuple[str, Callable[[Path], Public]]] = {
 # -- measurements ----------------------------------------------------------------------------------
 
 
-def least_times(functions: list[Callable[[], Any]], calls: int) -> list[float]:
-    """ms of CPU time of each function, called in turn."""
+def least_times(
+    functions: list[Callable[[], Any]], calls: int, device: torch.device
+) -> list[float]:
+    """ms of each function, called in turn: of CPU time, on a GPU of wall time."""
     times: list[list[float]] = [[] for _ in functions]
+    on_gpu = device.type == "cuda"
+    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    clock = time.perf_counter if on_gpu else time.thread_time
     with torch.no_grad():
         for function in functions * 2:
             function()
         for _ in range(calls):
             for own, function in zip(times, functions):
-                start = time.thread_time()
+                wait()
+                start = clock()
                 function()
-                own.append(1e3 * (time.thread_time() - start))
+                wait()
+                own.append(1e3 * (clock() - start))
     return [min(own) for own in times]
 
 
-def measured(public: Public, fused: nn.Module, compiled: bool, calls: int) -> tuple[float, float]:
+@torch.no_grad()
+def replayed(function: Callable[[], Any]) -> Callable[[], None]:
+    """A CUDA graph of a call."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def measured(
+    public: Public, fused: nn.Module, mode: str, calls: int, device: torch.device
+) -> tuple[float, float]:
     """ms of the model on gathered rows, and of the fused model."""
-    given, index = public.inputs(USERS, CANDIDATES), torch.arange(CANDIDATES) * 7 % USERS
+    given = tree_map(lambda x: x.to(device), public.inputs(USERS, CANDIDATES))
+    index = torch.arange(CANDIDATES, device=device) * 7 % USERS
     left_in, model = fused, public.model
-    if compiled:
+    if mode == COMPILED:
         model, left_in = (torch.compile(x, dynamic=True) for x in (model, left_in))
 
     def gathered() -> Any:
         return model(**map_named(lambda x: x[index], given, public.shared))
 
-    first, second = least_times(
-        [gathered, lambda: left_in(**given, candidate_to_user=index)], calls
-    )
+    calls_of_both = [gathered, lambda: left_in(**given, candidate_to_user=index)]
+    if mode == GRAPHS:
+        calls_of_both = [replayed(x) for x in calls_of_both]
+    first, second = least_times(calls_of_both, calls, device)
     return first, second
 
 
-def built(name: str, folder: Path) -> tuple[Public, str]:
+def built(name: str, folder: Path, device: torch.device) -> tuple[Public, str]:
     """A model in eval mode, and its repository's name and commit."""
     repository, build = MODELS[name]
     path, commit = cloned(folder, repository)
@@ -293,11 +322,14 @@ def built(name: str, folder: Path) -> tuple[Public, str]:
     for module in public.model.modules():  # some start at 1e-4, where results hardly differ
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             nn.init.normal_(module.weight, std=0.3)
+        if isinstance(vars(module).get("device"), (str, torch.device)):  # to which they move inputs
+            module.device = device
+    public.model.to(device)
     return public, f"{repository} {commit}"
 
 
-def fused_for(public: Public, max_batch: Any) -> Any:
-    example = public.inputs(EXAMPLE_ROWS, EXAMPLE_ROWS)
+def fused_for(public: Public, max_batch: Any, device: torch.device) -> Any:
+    example = tree_map(lambda x: x.to(device), public.inputs(EXAMPLE_ROWS, EXAMPLE_ROWS))
     return jm.transforms.fuse_broadcasts(
         public.model, example, request_only=public.shared, max_batch=max_batch
     )
@@ -305,23 +337,23 @@ def fused_for(public: Public, max_batch: Any) -> Any:
 
 def timed_cells(name: str, options: argparse.Namespace) -> list[str]:
     """The cells of a model: estimated and measured gains."""
-    public, source = built(name, options.folder)
-    fused = fused_for(public, (USERS, CANDIDATES))
+    public, source = built(name, options.folder, options.device)
+    fused = fused_for(public, (USERS, CANDIDATES), options.device)
     report = fused.report
     if options.report:
         print(f"{name}\n{report}\n")
     cells = [name.strip(), source, f"{report.gain:.2f}"]
-    for mode in [False, True][: 1 + options.compiled]:
+    for mode in options.mode:
         torch.compiler.reset()
-        before, after = measured(public, fused, mode, options.calls)
-        cells += [f"{before / after:.2f}", f"{before:.1f} → {after:.1f}"]
+        before, after = measured(public, fused, mode, options.calls, options.device)
+        cells += [f"{before / after:.2f}", f"{before:.3g} → {after:.3g}"]
     return [*cells, "the model runs" if report.runs_model else ""]
 
 
 def ranges_cells(name: str, options: argparse.Namespace) -> list[str]:
     """The cells of a model: the numbers of its operators by the sizes that they have."""
-    public, source = built(name, options.folder)
-    report = fused_for(public, RANGES).report
+    public, source = built(name, options.folder, options.device)
+    report = fused_for(public, RANGES, options.device).report
     cells = [name.strip(), source]
     for own in filter(None, (report, report.other)):
         if options.report:
@@ -354,7 +386,10 @@ def main() -> None:
         "--only", type=re.compile, default=".", help="models whose name this expression finds"
     )
     parser.add_argument("--calls", type=int, default=9, help="of which the shortest counts")
-    parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu or cuda")
+    parser.add_argument(
+        "--mode", choices=(EAGER, COMPILED, GRAPHS), nargs="+", default=[EAGER], help="modes"
+    )
     parser.add_argument("--report", action="store_true", help="print each report")
     parser.add_argument(
         "--ranges", action="store_true", help="the sizes of operators, for ranges; no times"
@@ -364,8 +399,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     add_stand_ins()
-    head = ["model", "repository", "estimated gain", "gain", "ms, left in → fused"]
-    head += ["gain, compiled", "ms, compiled"] * options.compiled + ["note"]
+    head = ["model", "repository", "estimated gain"]
+    head += [x for mode in options.mode for x in (f"gain, {mode}", "ms, left in → fused")]
+    head += ["note"]
     sizes = f"{USERS} users, {CANDIDATES} candidates"
     if options.ranges:
         head = ["model", "repository", "operators of users / candidates / both"]
