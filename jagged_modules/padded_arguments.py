@@ -243,6 +243,7 @@ class Arguments:
                 self._add(name, ROOM, x.room.rows, number=spare),
                 self._flatten_pages(name, x.room.grown),
                 self._add(name, STORAGE, x.room.storage),
+                self._add_scales(name, x.room.scales),
             )
         return (
             "pages",
@@ -251,7 +252,12 @@ class Arguments:
             self._add(name, TABLE, x.pages.table, rows, x.num_segments, page_rows),
             page_rows,
             room,
+            self._add_scales(name, x.pages.scales),
+            x.dtype,
         )
+
+    def _add_scales(self, name: str, scales: Tensor | None) -> int | None:
+        return None if scales is None else self._add(name, STORAGE, scales)
 
     def _add(
         self,
@@ -326,14 +332,17 @@ def _build(spec: tuple[Any, ...], tensors: Sequence[Any], rows: Sequence[int]) -
         layers, timestamps = (_build(part, tensors, rows) for part in parts[:2])
         return HistoryCache(layers, timestamps, parts[2])
     if kind == "pages":
-        storage, _, table, page_rows, room = parts
+        storage, _, table, page_rows, room, scales, dtype = parts
         offsets: int = parts[1]
-        pages = Pages(tensors[table], page_rows, rows[offsets])
+        factors = None if scales is None else tensors[scales]
+        pages = Pages(tensors[table], page_rows, rows[offsets], factors)
         segmentation = segmentation_of(tensors[offsets])
-        x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation)
+        x = PagedRows(tensors[storage], tensors[offsets], pages, segmentation, dtype)
         if room is not None:
-            written, grown, with_spare = room
-            x.room = Room(tensors[written], _build(grown, tensors, rows), tensors[with_spare])
+            written, grown, with_spare, scales = room
+            factors = None if scales is None else tensors[scales]
+            all_rows = _build(grown, tensors, rows)
+            x.room = Room(tensors[written], all_rows, tensors[with_spare], factors)
         return x
     built = [_build(part, tensors, rows) for part in parts[0]]
     return built if kind == "list" else tuple(built)

@@ -12,12 +12,15 @@ from ..segments import Segmentation
 from .jagged import Jagged
 from .offsets import segments_and_positions
 
+DTYPES_OF_8_BITS = torch.int8, torch.float8_e4m3fn
+
 
 class PagedRows(Jagged):
     """A Jagged whose rows lie in pages. Attention reads them there (`paged_operands`); what asks
     for `values` gets a copy, made once.
 
     storage: `[num_pages · page_rows, ...]`, on the device of the pages' table and of offsets.
+    dtype: of `values`; another one than that of the storage if the pages have scales.
     room: where an HSTU's `append` writes the keys and values of the events that follow; None:
     nowhere.
     """
@@ -25,16 +28,22 @@ class PagedRows(Jagged):
     room: Room | None = None
 
     def __init__(
-        self, storage: Tensor, offsets: Tensor, pages: Pages, segmentation: Segmentation
+        self,
+        storage: Tensor,
+        offsets: Tensor,
+        pages: Pages,
+        segmentation: Segmentation,
+        dtype: torch.dtype,
     ) -> None:
         self.storage, self.pages, self.offsets, self.max_seqlen = storage, pages, offsets, None
+        self.dtype = dtype
         self._known, self._container, self.feature_keys = segmentation, None, None
 
     def __getattr__(self, name: str) -> Tensor:
         """`values`, until the first use stores it."""
         if name != "values":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.values = gather_pages(self.pages, self.offsets, self.storage)[0]
+        self.values = gather_keys(self.pages, self.offsets, self.dtype, self.storage)[0]
         return self.values
 
     @property
@@ -53,23 +62,23 @@ class Room(NamedTuple):
     """Reserved rows for the events that follow those of `PagedRows`.
 
     rows: int64 `[N]` of the storage, in the order of the events. grown: the rows and the events
-    after them. storage: that of the rows with a spare row behind it, which no page has.
+    after them. storage, scales: those of the rows with a spare row behind them, which no page has.
     """
 
     rows: Tensor
     grown: PagedRows
     storage: Tensor
+    scales: Tensor | None = None
 
     def write(self, events: Tensor) -> PagedRows:
         """Write the events `[N, ...]`. Returns all rows. ValueError if the events have another
         dtype."""
-        storage = self.storage
-        if events.dtype != storage.dtype:
+        if events.dtype != self.grown.dtype:
             raise ValueError(
                 "the layer's keys and values must keep the dtype of the first put,"
-                f" {storage.dtype}, got {events.dtype}"
+                f" {self.grown.dtype}, got {events.dtype}"
             )
-        storage.index_copy_(0, self.rows, events)
+        write_rows(self.storage, self.scales, self.rows, events)
         return self.grown
 
 
@@ -84,6 +93,40 @@ def paged_operands(rows: Jagged) -> tuple[Tensor, Pages | None]:
 def room_of(rows: Jagged) -> Room | None:
     """The room for events that follow these rows."""
     return rows.room if isinstance(rows, PagedRows) else None
+
+
+def write_rows(storage: Tensor, scales: Tensor | None, rows: Tensor, new: Tensor) -> None:
+    """Write new rows `[N, heads, width]` to these rows of the storage."""
+    if scales is not None:
+        new, of_rows = in_8_bits(new, storage.dtype)
+        scales.index_copy_(0, rows, of_rows)
+        storage, new = storage.view(torch.int8), new.view(torch.int8)  # torch copies no float8
+    storage.index_copy_(0, rows, new)
+
+
+def in_8_bits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x `[..., width]` as numbers of dtype, and their factors `[...]` in fp32: the largest of a row
+    and head becomes the dtype's largest number. An inf or a NaN makes its row and head NaN."""
+    whole, x = not dtype.is_floating_point, x.float()
+    scales = x.abs().amax(-1) / (127 if whole else torch.finfo(dtype).max)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    x = x / torch.where(scales > 0, scales, 1).unsqueeze(-1)
+    return (x.round() if whole else x).to(dtype), scales
+
+
+def from_8_bits(x: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Undo `in_8_bits`; without scales, x."""
+    return x if scales is None else (x.float() * scales.unsqueeze(-1)).to(dtype)
+
+
+def gather_keys(
+    pages: Pages, offsets: Tensor, dtype: torch.dtype, *storages: Tensor
+) -> list[Tensor]:
+    """`gather_pages` of keys and values, in this dtype if their storages are in 8 bits."""
+    if pages.scales is None:
+        return gather_pages(pages, offsets, *storages)
+    *rows, scales = gather_pages(pages, offsets, *storages, pages.scales)
+    return [from_8_bits(x, scales, dtype) for x in rows]
 
 
 def gather_pages(pages: Pages, offsets: Tensor, *storages: Tensor) -> list[Tensor]:

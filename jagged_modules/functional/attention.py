@@ -125,7 +125,8 @@ def jagged_attention(
         ("k", k, "[Lk, Hkv, D]"),
         ("v", v, "[Lk, Hkv, Dv]"),
     ):
-        check_tensor(name, x, 3, shape, "jagged_attention", implementation)
+        if name == "q" or pages is None or getattr(pages, "scales", None) is None:
+            check_tensor(name, x, 3, shape, "jagged_attention", implementation)
     options = AttentionOptions(
         activation, scale, output_scale, mask, bias, schedule, implementation, pages, dropout_p,
         dropout_seed,
@@ -273,6 +274,7 @@ def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
         masked=p.mask is not None,
         biased=p.has_bias,
         timed=p.time_bias is not None,
+        scaled=segments.pages is not None and segments.pages.scales is not None,
         dropout=p.dropout_seed is not None,
         batch_invariant=p.batch_invariant,
         q_rows=segments.num_output_rows(q),

@@ -12,7 +12,7 @@ from jagged_kernels.schedule.host import TileSchedule, mask_of_groups
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..autocast import autocast_operands
+from ..autocast import autocast, autocast_operands
 from ..bias import RelativeBias
 from ..dropout import parse_dropout
 from ..masks import AttentionMask
@@ -77,8 +77,9 @@ def parsed_call(
     activation, scale, output_scale, mask, bias, schedule, implementation, pages, *_ = options
     if pages is not None and keys is not None:
         k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
-    q, k, v = autocast_operands(q, k, v)
-    check_operands(q, k, v)
+    scaled = pages is not None and pages.scales is not None
+    q, k, v = (autocast(q), k, v) if scaled else autocast_operands(q, k, v)
+    check_operands(q, k, v, scaled=scaled)
     if implementation != "reference":
         refuse_transforms("jagged_attention does")
     segments = _segments(q, queries, keys, pages)
@@ -117,12 +118,14 @@ def parsed_call(
     return ParsedAttention(call, mask, bias, row_scale, q.dtype)
 
 
-def check_operands(q: Tensor, k: Tensor, v: Tensor, q_name: str = "q") -> None:
+def check_operands(
+    q: Tensor, k: Tensor, v: Tensor, q_name: str = "q", scaled: bool = False
+) -> None:
     """ValueError unless q, k and v, cast by autocast already, match. q_name: what the caller calls
-    q."""
+    q. scaled: k and v are in 8 bits."""
     dtype, device = q.dtype, q.device
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != dtype:
+        if x.dtype != dtype and not scaled:
             raise ValueError(f"{name} must have {q_name}'s dtype, {dtype}, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name} must be on {q_name}'s device, {device}, got {x.device}")

@@ -10,7 +10,8 @@ from jagged_kernels.attention.pages import SMALLEST_PAGE, Pages
 from torch import Tensor
 
 from ..autocast import autocast_dtype
-from ..containers.pages import gather_pages
+from ..containers.pages import DTYPES_OF_8_BITS, gather_keys
+from ..dtypes import names
 from ..scalars import check_kind, check_size
 from ..segments import (
     check_device,
@@ -73,6 +74,8 @@ def check_pages(
             )
     if v.shape[0] != k.shape[0]:
         raise ValueError(f"v must have k's rows, {k.shape[0]}, got {v.shape[0]}")
+    if pages.scales is not None:
+        _check_scales(pages.scales, k, v)
     table, entries = pages.table, pages.num_rows // pages.page_rows + kv_offsets.shape[0] - 1
     check_kind("pages.table", table, Tensor, "a torch.Tensor")
     if table.dtype != torch.int32 or table.shape != (entries,):
@@ -90,6 +93,21 @@ def check_pages(
             )
 
 
+def _check_scales(scales: Tensor, k: Tensor, v: Tensor) -> None:
+    check_kind("pages.scales", scales, Tensor, "a torch.Tensor")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype not in DTYPES_OF_8_BITS:
+            raise ValueError(
+                f"{name} must be {names(DTYPES_OF_8_BITS)} with pages.scales, got {x.dtype}"
+            )
+    if scales.dtype != torch.float32 or scales.shape != k.shape[:2]:
+        raise ValueError(
+            f"pages.scales must be float32 with k's rows and heads, {list(k.shape[:2])}, got"
+            f" {scales.dtype} {list(scales.shape)}"
+        )
+    check_device("pages.scales", scales, k.device, "k's")
+
+
 def readable_keys(
     pages: Pages, kv_offsets: Tensor, operands: tuple[Tensor, Tensor, Tensor], implementation: str
 ) -> tuple[Tensor, Tensor, Pages | None]:
@@ -97,7 +115,8 @@ def readable_keys(
     rows and None."""
     q, k, v = operands
     on_cpu = implementation == "auto" and not q.is_cuda
-    if implementation == "reference" or on_cpu or autocast_dtype(k) != k.dtype:
-        k, v = gather_pages(pages, kv_offsets, k, v)
+    changes = pages.scales is None and autocast_dtype(k) != k.dtype
+    if implementation == "reference" or on_cpu or changes:
+        k, v = gather_keys(pages, kv_offsets, autocast_dtype(q), k, v)
         return k, v, None
     return k, v, dataclasses.replace(pages, table=normal_form(pages.table, k.device))

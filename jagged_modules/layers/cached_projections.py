@@ -37,13 +37,14 @@ def layer_of_cache(
         raise ValueError(f"cache must have 1 layer, got {len(cache.layers)}")
     (layer,) = cache.layers
     check_kind("cache", layer, Jagged, "a HistoryCache of Jagged layers")
-    values, _ = paged_operands(layer)
+    values, pages = paged_operands(layer)
     if list(values.shape[1:]) != [heads, width]:
         raise ValueError(
             f"cache's values must have shape [L, {heads}, {width}], got"
             f" {[layer.num_rows, *values.shape[1:]]}"
         )
-    check_layer_input("cache's values", values, projection)
+    if pages is None or pages.scales is None:
+        check_layer_input("cache's values", values, projection)
     if x is not None:
         check_same_segments(name, x, "cache", layer)
     return layer

@@ -335,7 +335,7 @@ class HSTULayer(nn.Module):
         """
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
-        values, _ = paged_operands(cache)
+        values, pages = paged_operands(cache)
         heads, width = self.num_heads, self.head_dim + self.linear_dim
         if list(values.shape[1:]) != [heads, width]:
             raise ValueError(
@@ -343,7 +343,8 @@ class HSTULayer(nn.Module):
                 f" {[cache.num_rows, *values.shape[1:]]}"
             )
         check_lengths(f"{name} and cache", self.config, x.offsets, cache.offsets)
-        check_layer_input("cache's values", values, self.uvqk_proj)
+        if pages is None or pages.scales is None:
+            check_layer_input("cache's values", values, self.uvqk_proj)
         check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache, self.config)
 
     def _bias(

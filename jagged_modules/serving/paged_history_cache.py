@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import PagedRows, Room, room_of
+from ..containers.pages import DTYPES_OF_8_BITS, PagedRows, room_of
+from ..dtypes import names
 from ..scalars import check_kind, check_size, to_ints
 from ..submodules import submodules
 from .pages import CacheFull, PageTable, RowRange, UserPages
@@ -112,7 +113,13 @@ class PagedHistoryCache:
         values, offsets = hstu.score(targets, cache.select(["bob", "ann"]))  # [4, 32]
     """
 
-    def __init__(self, layer: CachingLayer, max_bytes: int, page_rows: int = 16) -> None:
+    def __init__(
+        self,
+        layer: CachingLayer,
+        max_bytes: int,
+        page_rows: int = 16,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         check_kind("layer", layer, nn.Module, "a layer with cache and append")
         for name in ("cache", "append", "append_reads_cache", "max_cached_rows"):
             if not hasattr(layer, name):
@@ -125,7 +132,7 @@ class PagedHistoryCache:
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
         self._version, self._weights = 0, tuple[object, ...]()
         self._storages: list[torch.UntypedStorage] = []
-        self._rows = RowStorage(page_rows)
+        self._rows = RowStorage(page_rows, _checked_dtype(dtype))
         self._table: PageTable | None = None
         self._hits = self._misses = 0
         # the second guards all attributes
@@ -277,8 +284,8 @@ class PagedHistoryCache:
             outputs, added = self.layer.append(events, cached, **timestamps)
             with self._ordered():
                 room = room_of(cached.layers[0])
-                if room is not None and added.timestamps is not None:
-                    self._rows.columns[1].index_copy_(0, room.rows, added.timestamps)
+                if room is not None:
+                    self._rows.write_timestamps(room.rows, added.timestamps)
                 table.count(users, lengths)
                 self._keep_last(table, users)
         except BaseException:
@@ -353,7 +360,7 @@ class PagedHistoryCache:
             try:
                 yield
             finally:
-                if self._rows.columns and self._rows.device.type == "cuda":
+                if self._rows.values is not None and self._rows.device.type == "cuda":
                     self._last_copy = torch.cuda.current_stream(self._rows.device).record_event()
 
     def _current_weights(self) -> int:
@@ -440,21 +447,19 @@ class PagedHistoryCache:
         layer of it, exists."""
         layers = self._rows.in_pages(known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
-        table.pin(pinned)
         device = self._rows.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        weakref.finalize(layers[0].pages, self._read.append, (pinned, stream)).atexit = False
+        for pages in {id(x.pages): x.pages for x in layers}.values():
+            table.pin(pinned)
+            weakref.finalize(pages, self._read.append, (pinned, stream)).atexit = False
         return self._history(layers)
 
     def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
         """The rows of these users from the start of their pages, with these ranges after them as
         room."""
         layers = self._rows.in_pages(known, [x.begin for x in ranges])
-        grown = self._rows.in_pages(known, [x.begin + x.length for x in ranges])
-        rows, _, _ = self._rows.indices(ranges)
-        assert self._rows.with_spare is not None
-        for layer, all_rows, storage in zip(layers, grown, self._rows.with_spare.unbind(1)):
-            layer.room = Room(rows, all_rows, storage)
+        for layer, room in zip(layers, self._rows.rooms(known, ranges)):
+            layer.room = room
         return self._history(layers)
 
     def _unpin(self) -> None:
@@ -471,6 +476,12 @@ class PagedHistoryCache:
         with self._lock:
             self._check_cached(users)
             return self._gather([RowRange(array("q"), 0, 0)] * len(users))
+
+
+def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype in DTYPES_OF_8_BITS:
+        return dtype
+    raise ValueError(f"dtype must be None or {names(DTYPES_OF_8_BITS)}, got {dtype}")
 
 
 def _lengths(rows: Jagged) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jagged_kernels.attention.pages import Pages
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.pages import PagedRows, gather_pages
+from ..containers.pages import PagedRows, Room, from_8_bits, gather_pages, write_rows
 from ..segments import segmentation_of
 from .pages import CacheFull, RowRange, UserPages, row_indices
 
@@ -19,54 +20,64 @@ from .pages import CacheFull, RowRange, UserPages, row_indices
 class RowStorage:
     """The rows of all pages. PageTable says whose they are.
 
-    columns: keys and values `[rows, layers, H, width]`, and timestamps `[rows]` if the layer has
-    them; empty before `allocate`.
-    with_spare: the keys and values with a spare row behind them, for padding of `jm.graphed`.
+    stored_dtype: of the keys and values in 8 bits, which then have `scales`; None: theirs.
+    values: keys and values `[rows, layers, H, width]`, with a spare row behind them for padding of
+    `jm.graphed`; None before `allocate`.
+    scales: `[rows, layers, H]` beside them. timestamps: `[rows]`, if the layer has them.
+    dtype: of the layer's keys and values.
     """
 
-    def __init__(self, page_rows: int) -> None:
-        self.page_rows, self.columns = page_rows, list[Tensor]()
-        self.with_spare: Tensor | None = None
+    def __init__(self, page_rows: int, stored_dtype: torch.dtype | None) -> None:
+        self.page_rows, self.stored_dtype = page_rows, stored_dtype
+        self.dtype: torch.dtype | None = None
+        self.values: Tensor | None = None
+        self.scales: Tensor | None = None
+        self.timestamps: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
-        return self.columns[0].device
+        assert self.values is not None
+        return self.values.device
 
     @property
     def page_bytes(self) -> int:
-        return self.page_rows * sum(x[0].numel() * x.element_size() for x in self.columns)
+        parts = [x for x in (self.values, self.scales, self.timestamps) if x is not None]
+        return self.page_rows * sum(x[0].nbytes for x in parts)
 
     def allocate(self, new: HistoryCache, max_bytes: int) -> int:
         """Allocate as many pages for rows of this kind as max_bytes holds. Returns their number."""
         first = new.layers[0].values
-        kinds: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((len(new.layers), *first.shape[1:]), first.dtype)
+        per_head = len(new.layers), *first.shape[1:2]
+        stored, times = self.stored_dtype, new.timestamps is not None
+        kinds: list[tuple[tuple[int, ...], torch.dtype] | None] = [
+            ((*per_head, *first.shape[2:]), stored or first.dtype),
+            (per_head, torch.float32) if stored else None,
+            ((), torch.int64) if times else None,
         ]
-        if new.timestamps is not None:
-            kinds.append(((), torch.int64))
         with torch.inference_mode(False):  # later calls may write outside of it
-            row_bytes = sum(torch.empty(x, dtype=y, device="meta").nbytes for x, y in kinds)
+            row_bytes = sum(torch.empty(x[0], dtype=x[1], device="meta").nbytes for x in kinds if x)
             num_pages = max_bytes // (row_bytes * self.page_rows)
             if not num_pages:
                 raise CacheFull(
                     f"max_bytes must be at least a page of {self.page_rows} rows,"
                     f" {row_bytes * self.page_rows}, got {max_bytes}"
                 )
-            rows = num_pages * self.page_rows
-            whole = [
-                torch.empty(rows + 1, *x, dtype=dtype, device=first.device) for x, dtype in kinds
-            ]
-            self.with_spare, self.columns = whole[0], [x[:rows] for x in whole]
+            rows = num_pages * self.page_rows + 1
+            self.values, self.scales, self.timestamps = (
+                torch.empty(rows, *x[0], dtype=x[1], device=first.device) if x else None
+                for x in kinds
+            )
+        self.dtype = first.dtype
         return num_pages
 
     def check_kind(self, rows: HistoryCache) -> None:
         """ValueError if the rows are not of the kind that was allocated."""
-        if not self.columns:
+        if self.values is None:
             return
-        pages, first = self.columns[0], rows.layers[0].values
+        pages, first = self.values, rows.layers[0].values
         shape, has_timestamps = (len(rows.layers), *first.shape[1:]), rows.timestamps is not None
         found = shape, first.dtype, first.device, has_timestamps
-        expected = tuple(pages.shape[1:]), pages.dtype, pages.device, len(self.columns) > 1
+        expected = tuple(pages.shape[1:]), self.dtype, pages.device, self.timestamps is not None
         for name, x, own in zip(("shape", "dtype", "device", "timestamps"), found, expected):
             if x != own:
                 raise ValueError(
@@ -81,31 +92,64 @@ class RowStorage:
     def write(self, rows: HistoryCache, ranges: Sequence[RowRange]) -> None:
         """Copy the rows to these ranges."""
         index, _, _ = self.indices(ranges)
-        for i, layer in enumerate(rows.layers):
-            self.columns[0][:, i].index_copy_(0, index, layer.values)
-        if rows.timestamps is not None:
-            self.columns[1].index_copy_(0, index, rows.timestamps)
+        for (values, scales), layer in zip(self._layers(), rows.layers):
+            write_rows(values, scales, index, layer.values)
+        self.write_timestamps(index, rows.timestamps)
+
+    def write_timestamps(self, index: Tensor, new: Tensor | None) -> None:
+        if self.timestamps is not None and new is not None:
+            self.timestamps.index_copy_(0, index, new)
 
     def gather(self, ranges: Sequence[RowRange], max_rows: int | None) -> HistoryCache:
         """A copy of these ranges."""
         index, offsets, lengths = self.indices(ranges)
-        values, *times = (x.index_select(0, index) for x in self.columns)
-        layers = values.unbind(1)
+        assert self.values is not None and self.dtype is not None
+        values, scales, times = (
+            None if x is None else x.index_select(0, index)
+            for x in (self.values, self.scales, self.timestamps)
+        )
+        assert values is not None
+        layers = from_8_bits(values, scales, self.dtype).unbind(1)
         first = Jagged(layers[0], offsets, host_lengths=lengths)
         others = (first.with_values(x) for x in layers[1:])
-        return HistoryCache((first, *others), times[0] if times else None, max_rows)
+        return HistoryCache((first, *others), times, max_rows)
 
     def in_pages(self, known: Sequence[UserPages], lengths: list[int]) -> tuple[PagedRows, ...]:
         """So many rows of each user, from the start of the pages, of each layer."""
-        storage = self.columns[0]
-        pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(storage.device)
+        assert self.dtype is not None
+        pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(self.device)
         ends = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
-        offsets = ends.to(storage.device, non_blocking=True)
+        offsets = ends.to(self.device, non_blocking=True)
         host_lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         segmentation = segmentation_of(offsets, host_lengths)
-        return tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
+        return tuple(
+            PagedRows(
+                values[:-1],
+                offsets,
+                pages if scales is None else dataclasses.replace(pages, scales=scales[:-1]),
+                segmentation,
+                self.dtype,
+            )
+            for values, scales in self._layers()
+        )
+
+    def rooms(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> Iterator[Room]:
+        """For each layer these ranges, behind the rows of each user."""
+        grown = self.in_pages(known, [x.begin + x.length for x in ranges])
+        index, _, _ = self.indices(ranges)
+        for rows, (values, scales) in zip(grown, self._layers()):
+            yield Room(index, rows, values, scales)
 
     def history(self, layers: tuple[PagedRows, ...], max_rows: int | None) -> HistoryCache:
         """Layers in pages, with their timestamps."""
-        times = [gather_pages(layers[0].pages, layers[0].offsets, x)[0] for x in self.columns[1:]]
-        return HistoryCache(layers, times[0] if times else None, max_rows)
+        times, first = None, layers[0]
+        if self.timestamps is not None:
+            (times,) = gather_pages(first.pages, first.offsets, self.timestamps)
+        return HistoryCache(layers, times, max_rows)
+
+    def _layers(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Keys and values of each layer, and their scales, with the spare row."""
+        assert self.values is not None
+        values = self.values.unbind(1)
+        scales = [None] * len(values) if self.scales is None else self.scales.unbind(1)
+        return list(zip(values, scales))

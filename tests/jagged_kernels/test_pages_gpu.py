@@ -45,6 +45,18 @@ def test_portable_dtypes_and_dims(check_pages, dtype, dims):
     check_pages("mixed", dtype, "cuda", dims=dims)
 
 
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bits(check_pages, stored, dtype, dim, activation):
+    if stored == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("these GPUs have no float8")
+    for mask in (None, "hstu"):
+        options = dict(stored=stored, activation=activation, mask=mask)
+        check_pages(LONG, dtype, "cuda", dims=(dim, dim), **options)
+
+
 @pytest.mark.parametrize(
     "mask, activation",
     [(None, "silu"), ("hstu", "silu"), ("semi-local", "softmax"), ("causal", "gelu_tanh")],

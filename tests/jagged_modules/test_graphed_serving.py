@@ -19,17 +19,19 @@ SHORT = {"hstu-short": lambda: hstu(jm.HSTUConfig(scaling_seqlen=400, max_attn_l
 CACHING = layers() | SHORT
 
 
-@pytest.mark.parametrize("page_rows", [PAGE, 3])
+@pytest.mark.parametrize(
+    "page_rows, stored", [(PAGE, None), (3, None), (PAGE, torch.int8)], ids=str
+)
 @pytest.mark.parametrize("name", CACHING)
-def test_scores_and_appends_of_a_cache(padded, poisoned_memory, name, page_rows):
+def test_scores_and_appends_of_a_cache(padded, poisoned_memory, name, page_rows, stored):
     """Each score sees the rows that were appended since the last one, and the graph of one bucket
     serves several of them."""
     layer, timed = CACHING[name]().double().eval(), name == "hstu-timed"
     graph = jm.graphed(layer)
     timeline = Timeline([HISTORIES, *APPENDED], TARGETS)
     plain, replayed = (
-        jm.PagedHistoryCache(layer, 2**24, page_rows),
-        jm.PagedHistoryCache(graph, 2**24, page_rows),
+        jm.PagedHistoryCache(layer, 2**24, page_rows, stored),
+        jm.PagedHistoryCache(graph, 2**24, page_rows, stored),
     )
     users, targets = list("abcde"), jagged(timeline.take(timeline.rows, -1))
     calls = 0
@@ -61,7 +63,7 @@ def test_padding_is_written_to_the_spare_row(padded):
     layer = hstu(jm.HSTUConfig(scaling_seqlen=400))
     cache = jm.PagedHistoryCache(jm.graphed(layer), 2**19, PAGE)
     cache.put(list("ab"), jagged([torch.randn(n, WIDTH, dtype=torch.float64) for n in (130, 7)]))
-    storage = cache._rows.with_spare.nan_to_num_()  # pages that nothing was written to
+    storage = cache._rows.values.nan_to_num_()  # pages that nothing was written to
     for counts in ([1, 4], [0, 0], [3, 0]):
         before = storage[:-1].clone()
         cache.append(

@@ -157,14 +157,14 @@ def test_statistics_and_forgetting():
     assert cache.statistics() == jm.CacheStatistics(
         2, 6, 3 * 4 * ROW_BYTES, cache.max_bytes, 2, 2, 0
     )
-    storage = cache._rows.columns[0].data_ptr()
+    storage = cache._rows.values.data_ptr()
     cache.evict([1, 3])
     assert len(cache) == 1 and 1 not in cache
     cache.clear()
     assert len(cache) == 0
     put(cache, {1: 40})
     assert_holds(cache, {1: (0, 40)})
-    assert cache._rows.columns[0].data_ptr() == storage
+    assert cache._rows.values.data_ptr() == storage
 
 
 def test_pages_made_in_inference_mode_serve_outside_of_it():

@@ -230,7 +230,8 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
     q_rows, num_heads, head_dim = q.shape
     q_offsets, kv_offsets, q_shared, kv_shared, _, pages = segments
     # Hopper's kernels take 16 bits alone
-    judges_alignment = params.implementation != "triton" and q.element_size() == 2
+    scaled = pages is not None and pages.scales is not None
+    judges_alignment = params.implementation != "triton" and q.element_size() == 2 and not scaled
     single_rows = params.batch_invariant and params.implementation == "auto"
     capability, num_sms = device_properties(q.device)
     problem = AttentionProblem(
@@ -254,6 +255,7 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
         kv_shared=kv_shared,
         self_attention=segments.is_self_attention,
         paged=pages is not None,
+        scaled=scaled,
         misaligned=_misaligned(q, k, v, single_rows) if judges_alignment else (),
         schedule=(tile_rows, key_tile_rows),
         num_heads=num_heads,

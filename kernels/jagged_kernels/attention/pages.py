@@ -30,11 +30,14 @@ class Pages:
         table: int32 `[num_rows // page_rows + B]`, page numbers. Spare entries may be any page's.
         page_rows: rows of a page: a power of 2, at least 128.
         num_rows: keys of all segments together, kv_offsets[-1].
+        scales: fp32 `[num_pages · page_rows, heads]`, the factors of rows of a storage in 8 bits,
+            which are then rounded to the dtype of the queries; None: the storage has their dtype.
     """
 
     table: Tensor
     page_rows: int
     num_rows: int
+    scales: Tensor | None = None
 
     @classmethod
     def of(cls, pages: Iterable[Sequence[int]], lengths: Sequence[int], page_rows: int) -> Pages:

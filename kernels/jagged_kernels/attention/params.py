@@ -183,7 +183,8 @@ class SegmentTensors(NamedTuple):
     num_tiles: Tensor | None
     key_tiles: Tensor | None
     num_key_tiles: Tensor | None
-    dropout_seed: Tensor | None = None  # exported programs may hold lists without it
+    dropout_seed: Tensor | None = None  # exported programs may hold lists without the last two
+    page_scales: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -244,13 +245,14 @@ def pack(
 ) -> Arguments:
     """The arguments of an operator. queries, keys: the schedule's tiles."""
     q, k, v, (q_offsets, kv_offsets, q_shared, kv_shared, has_tail, pages), p, _ = call
-    table, page_rows, num_keys = None, -1, -1
+    table, page_rows, num_keys, scales = None, -1, -1, None
     if pages is not None:
         table, page_rows, num_keys = pages.table, pages.page_rows, pages.num_rows
+        scales = pages.scales
     tiles, num_tiles, tile_rows = queries
     key_tiles, num_key_tiles, key_tile_rows = keys
     of_rows = [q_offsets, kv_offsets, p.num_targets, p.segment_scale]
-    of_kernels = [table, tiles, num_tiles, key_tiles, num_key_tiles, p.dropout_seed]
+    of_kernels = [table, tiles, num_tiles, key_tiles, num_key_tiles, p.dropout_seed, scales]
     tables = [p.position_bias, p.time_bias]
     of_tables = [p.timestamps, p.boundaries, p.query_timestamps, p.query_shift]
     flags = [int(q_shared), int(kv_shared), int(has_tail)]
@@ -272,7 +274,9 @@ def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
     """Undo `pack`. The call has no schedule."""
     q, k, v, tensors, bias, mask, options, factors, activation, implementation = arguments
     t, o = SegmentTensors(*tensors), Options(*options)
-    pages = None if t.page_table is None else Pages(t.page_table, o.page_rows, o.num_keys)
+    pages = None
+    if t.page_table is not None:
+        pages = Pages(t.page_table, o.page_rows, o.num_keys, t.page_scales)
     segments = Segments(
         t.q_offsets, t.kv_offsets, bool(o.q_shared), bool(o.kv_shared), bool(o.has_tail), pages
     )

@@ -71,7 +71,7 @@ class AttentionProblem(NamedTuple):
             segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
         self_attention: queries and keys have the same offsets.
-        paged: keys and values lie in pages.
+        paged: keys and values lie in pages. scaled: in 8 bits, with factors.
         misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator
             cannot read. Only Hopper's kernels ask.
         schedule: rows of the query tiles and of the key tiles of the given schedule; None for a
@@ -99,6 +99,7 @@ class AttentionProblem(NamedTuple):
     kv_shared: bool = False
     self_attention: bool = False
     paged: bool = False
+    scaled: bool = False
     misaligned: tuple[str, ...] = ()
     schedule: tuple[int | None, int | None] = (None, None)
     num_heads: int = 1
@@ -391,7 +392,9 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
             "implementation 'hopper' takes a bias at head dims up to 128: use 'auto' or 'triton';"
             f" got {p.head_dim}"
         )
-    if not supported or p.implementation == "triton":
+    if p.implementation == "hopper" and p.scaled:
+        raise ValueError("implementation 'hopper' takes no pages in 8 bits: use 'auto' or 'triton'")
+    if not supported or p.scaled or p.implementation == "triton":
         return False
     misaligned = p.misaligned and p.q_rows != 0 and p.kv_rows != 0  # without rows no kernel runs
     if p.implementation == "hopper" and misaligned:

@@ -107,6 +107,7 @@ def attention_bwd_dq_kernel(
     keys = Keys(
         Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
         Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
+        None,
     )
     out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
     do_rows = Rows(x.do, None, strides[8] * ALIGN, strides[9] * ALIGN)

@@ -18,6 +18,7 @@ from .triton_tiles import (
     load_call_tile,
     load_keys,
     query_rows,
+    scaled_keys,
     segment_dropout,
     segment_factor,
     visited_blocks,
@@ -41,6 +42,8 @@ def _fwd_block(
     MASK: tl.constexpr = OPTIONS.mask
     BLOCK_N: tl.constexpr = OPTIONS.block
     k, v = load_keys(keys, block, OPTIONS, MASKED)
+    if keys.scales is not None:
+        k, v = scaled_keys(k, v, keys.scales, block, q.dtype)
     scores = block_scores(q, k, block, bias, OPTIONS)
     columns = tl.arange(0, BLOCK_N)[None, :]
     if MASKED and OPTIONS.mask is not None:
@@ -78,11 +81,12 @@ def _fwd_block(
 )
 def attention_fwd_kernel(
     x, k_desc, v_desc, call, num_segments, num_tiles_ptr, bias, strides, stride_lse, page_table_ptr,
+    key_scales,
     ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Operands, of
     whose `[rows, heads, dim]` tensors `strides` has the strides of rows and heads in turn.
-    page_table_ptr: as in load_page."""
+    page_table_ptr: as in load_page. key_scales: as in Keys."""
     BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
@@ -94,6 +98,7 @@ def attention_fwd_kernel(
     keys = Keys(
         Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
         Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
+        key_scales,
     )
     out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
     scale = score_factor(call.scale, ACTIVATION)

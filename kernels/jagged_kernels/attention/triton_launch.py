@@ -37,12 +37,15 @@ def triton_forward(
     """Write `out`, and with softmax `lse`."""
     q, k, v, out, lse = operands
     config, pages = selection.fwd, segments.pages
+    scales = pages and pages.scales
     tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
     if grid := _grid(config, tiles):
         align, strides = row_and_head_strides(q, k, v, out)
         attention_fwd_kernel[grid](
             operands,
-            *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
+            *_descriptors(
+                selection.tma and scales is None, align, (k, config.block), (v, config.block)
+            ),
             _call(segments, tiles, q, params),
             segments.segments_per_group,
             num_tiles,
@@ -50,6 +53,7 @@ def triton_forward(
             tuple(strides),
             lse.stride(0),
             pages and pages.table,
+            None if scales is None else (scales, *scales.stride()),
             **_constants(
                 config,
                 operands,

@@ -92,10 +92,12 @@ class Visible(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What a tile of query rows loops over."""
+    """What a tile of query rows loops over. scales: pointer to the factors of rows in 8 bits, and
+    the strides of their rows and heads; None of other rows."""
 
     k: Rows
     v: Rows
+    scales: tl.tuple
 
 
 class KeyBlock(NamedTuple):
@@ -155,6 +157,15 @@ def load_keys(keys, block, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
     k = load_rows(keys.k, row, head, num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
     v = load_rows(keys.v, row, head, num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)
     return k, v
+
+
+@triton.jit
+def scaled_keys(k, v, scales, block, DTYPE: tl.constexpr):
+    """k and v of a key block in this dtype, from rows in 8 bits and `Keys.scales`."""
+    lanes = tl.arange(0, k.shape[0])
+    place = (block.row + lanes).to(tl.int64) * scales[1] + block.head.to(tl.int64) * scales[2]
+    factors = tl.load(scales[0] + place, mask=lanes < block.num_keys, other=0.0)[:, None]
+    return (k.to(tl.float32) * factors).to(DTYPE), (v.to(tl.float32) * factors).to(DTYPE)
 
 
 @triton.jit

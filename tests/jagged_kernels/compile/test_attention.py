@@ -92,10 +92,11 @@ def compile_attention(
     bias=None,
     page_rows: int | None = None,
     dropout: bool = False,
+    stored: str | None = None,
 ):
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that
     capability. bias: a BiasKind, whose tables have gradients. page_rows: of the forward's keys;
-    None: they are not in pages. dropout: weights are dropped."""
+    None: they are not in pages. dropout: weights are dropped. stored: dtype of keys in 8 bits."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize, divmod(capability, 10))
     config = getattr(
@@ -130,6 +131,7 @@ def compile_attention(
     constants |= {} if bias else dict(bias=None)
     constants |= {} if sums else dict(sums=None)
     constants |= {} if page_rows else dict(page_table_ptr=None)
+    constants |= {} if stored or name != "fwd" else dict(key_scales=None)
     by_segment = ("*i64", "*fp32") if masked else ("constexpr", "constexpr")
     of_dropout = ("*i64", "fp32") if dropout else ("constexpr", "constexpr")
     call = Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4, *of_dropout)
@@ -140,14 +142,15 @@ def compile_attention(
         if arg in ("bias", "sums"):
             return bias_types(arg, bias, scratch=True, entries=False)
         if arg == "x":
-            return operands(
-                *("*fp32" if x in ("lse", "delta") else f"*{dtype}" for x in operands._fields)
-            )
+            own = dict(k=stored, v=stored) if stored else {}
+            own |= dict(lse="fp32", delta="fp32")
+            return operands(*(f"*{own.get(x, dtype)}" for x in operands._fields))
         if arg.endswith("_desc"):
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
             return f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         types = dict(call=call, strides=("i32",) * (2 * num_rows), num_tiles_ptr="*i32")
-        return (types | dict(page_table_ptr="*i32")).get(arg)
+        types |= dict(page_table_ptr="*i32", key_scales=("*fp32", "i32", "i32"))
+        return types.get(arg)
 
     of_call = (f"call.{x}" for x in call._fields if x != "tiles_ptr")
     aligned = ["x", "num_tiles_ptr", *of_call]
@@ -244,6 +247,24 @@ def test_the_forward_compiles_with_keys_in_pages(dim, dtype, capability, activat
         for rows in (256, None)
     )
     assert paged.metadata.shared == plain.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@slow_after(
+    3,
+    "stored, dim, dtype, capability",
+    [
+        ("i8", 64, "bf16", 90),
+        ("fp8e4nv", 128, "fp16", 90),
+        ("i8", 256, "fp32", 80),
+        ("fp8e4nv", 128, "bf16", 100),
+        ("i8", 128, "bf16", 86),
+    ],
+)
+def test_the_forward_compiles_with_keys_in_8_bits(stored, dim, dtype, capability):
+    options = dict(activation="silu", mask=MASKS["hstu"], stored=stored)
+    options |= dict(precision="bf16x6" if dtype == "fp32" else "ieee")
+    compiled = compile_attention("fwd", dim, dtype, capability, page_rows=256, **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @slow_after(3, "name, dim, dtype, capability, activation, mask", diagonal_first(KERNELS, DROPPED))
