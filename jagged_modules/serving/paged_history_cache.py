@@ -94,10 +94,15 @@ class PagedHistoryCache:
     Args:
         layer: an `HSTUStack`, `JaggedTargetAttention` or `JaggedGDPA`. Call its `eval()` first if
             it has dropout.
-        max_bytes: budget of the pages, which are allocated at the first write, on the device and in
-            the dtype of the layer's keys.
+        max_bytes: budget of the pages, which are allocated at the first write, on the device of the
+            layer's keys.
         page_rows: rows of a page. A user's last page is filled in part, on average by half. From
             128 on, in powers of 2, attention reads the pages.
+        dtype: torch.int8 or torch.float8_e4m3fn to keep keys and values in 8 bits, with one fp32
+            factor for each row and head, which half as many bytes hold; None: in their own dtype.
+            An element of int8 is rounded by at most 1/254 of the largest of its row and head; one
+            of float8, which GPUs have from compute capability 8.9 on, by 1/16 of itself. An inf or
+            a NaN makes its row and head NaN. Scores are those of the rounded rows.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range.

@@ -47,6 +47,13 @@ class RowStorage:
     def allocate(self, new: HistoryCache, max_bytes: int) -> int:
         """Allocate as many pages for rows of this kind as max_bytes holds. Returns their number."""
         first = new.layers[0].values
+        if self.stored_dtype == torch.float8_e4m3fn and first.is_cuda:
+            capability = torch.cuda.get_device_capability(first.device)
+            if capability < (8, 9):
+                raise ValueError(
+                    "dtype must be None or int8 on a GPU of compute capability below 8.9, got"
+                    f" float8_e4m3fn on {capability[0]}.{capability[1]}"
+                )
         per_head = len(new.layers), *first.shape[1:2]
         stored, times = self.stored_dtype, new.timestamps is not None
         kinds: list[tuple[tuple[int, ...], torch.dtype] | None] = [

@@ -7,7 +7,8 @@ against histories that are encoded anew.
     python kernels/benchmarks/bench_pages.py --tiny --device cpu
 
 The pages of a batch lie in random places, and a row has the keys and values of LAYERS layers.
-"attention" is that of one layer: its share of the gather, and the kernel. "scores" is what a server
+"attention" is that of one layer: its share of the gather, and the kernel; also with keys and
+values in 8 bits. "scores" is what a server
 computes per batch, `layer.score(targets, cache.select(users))` of a target attention; its time is
 that of host and device together. Speed-ups are over the gather.
 
@@ -44,6 +45,7 @@ from torch.nn.functional import layer_norm, linear, silu
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.containers.pages import in_8_bits
 
 LAYERS = 4
 PAGE_ROWS = 128
@@ -52,6 +54,8 @@ GATHERED, IN_PAGES, NO_GATHER = (
     f"{OURS}, in pages",
     f"{OURS}, rows gathered before",
 )
+IN_8_BITS = f"{OURS}, in pages of int8"
+ROUNDED = 0.03  # error of scores whose keys and values have 8 bits
 APPENDED, ANEW = f"{OURS}, event appended", f"{OURS}, encoded anew"
 
 
@@ -129,7 +133,9 @@ def attention(
             ).transpose(0, 1)
         return outs
 
-    def implementation(rows_now, kernels: str, **extra) -> Implementation:
+    def implementation(
+        rows_now, kernels: str, bound: float | None = None, **extra
+    ) -> Implementation:
         schedule, build_ms = timed_schedule(counts, lengths, q, implementation=kernels)
         options = {"schedule": schedule, "implementation": kernels, **extra}
 
@@ -141,9 +147,14 @@ def attention(
             {"q": q},
             lambda _, x: {user: rows_of(x, q_offsets, user) for user in samples},
             host_ms=build_ms,
+            bound=bound,
         )
 
-    implementations = {}
+    numbers, factors = in_8_bits(storage, torch.int8)
+    small, scaled = numbers[:, 1], dataclasses.replace(pages, scales=factors[:, 1])
+    implementations = {
+        IN_8_BITS: partial(implementation, lambda: small, "auto", ROUNDED, pages=scaled)
+    }
     for name, kernels in our_kernels(device).items():
         suffix = name.removeprefix(OURS)
         implementations |= {

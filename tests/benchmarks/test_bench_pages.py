@@ -11,4 +11,11 @@ def test_all_forms_are_right_and_measured(tiny_run):
     for row in results["rows"]:
         assert row["status"] == "ok" and row["forward_ms"] > 0
     names = {row["implementation"] for row in results["rows"]}
-    assert names == {bench.GATHERED, bench.IN_PAGES, bench.NO_GATHER, bench.APPENDED, bench.ANEW}
+    assert names == {
+        bench.GATHERED,
+        bench.IN_PAGES,
+        bench.IN_8_BITS,
+        bench.NO_GATHER,
+        bench.APPENDED,
+        bench.ANEW,
+    }
