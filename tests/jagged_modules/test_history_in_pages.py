@@ -69,9 +69,9 @@ def test_appended_events_are_written_to_pages_and_read_there(fields, monkeypatch
     """No cached row of keys and values is copied, also where max_attn_len has cut a history within
     a page, and each layer attends once."""
     copied, attended = [], []
-    gather, attend = containers.pages.gather_pages, jm.HSTULayer._attend
+    gather, attend = containers.pages.gather_keys, jm.HSTULayer._attend
     monkeypatch.setattr(
-        containers.pages, "gather_pages", lambda *args: copied.append(1) or gather(*args)
+        containers.pages, "gather_keys", lambda *args: copied.append(1) or gather(*args)
     )
     monkeypatch.setattr(jm.PagedHistoryCache, "_gather", lambda *_: copied.append(1))
     monkeypatch.setattr(

@@ -68,7 +68,7 @@ def test_8_bits(check_pages, stored, mask, bias):
     """The rows are those that the storage stands for, rounded to q's dtype."""
     lengths = [3, 70, 9], [300, 40, 129]
     for dtype in (torch.float32, torch.float16):
-        check_pages(lengths, dtype, "cpu", heads=(2, 1), stored=stored, mask=mask, bias=bias)
+        check_pages(lengths, dtype, "cpu", heads=(4, 2), stored=stored, mask=mask, bias=bias)
 
 
 def test_one_graph_for_all_lengths(check_compiled_pages):
