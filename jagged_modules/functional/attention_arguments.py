@@ -24,7 +24,7 @@ from ..segments import (
 )
 from ..validation import IMPLEMENTATIONS, check_implementation, check_tensor
 from .attention_bias import check_bias
-from .attention_call import AttentionOptions, ParsedAttention, parsed_call
+from .attention_call import AttentionOptions, ParsedAttention, checked_call
 from .paged_keys import check_pages
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
@@ -47,7 +47,7 @@ def parse_arguments(
     keys: Side | RowSegments,
     options: AttentionOptions,
 ) -> ParsedAttention:
-    """`parsed_call` of operands with three dimensions, after checks of everything else that a
+    """`checked_call` of operands with three dimensions, after checks of everything else that a
     caller of a public function gives."""
     activation, scale, output_scale, mask, bias, schedule, implementation, pages, *_ = options
     if pages is not None:
@@ -75,7 +75,7 @@ def parse_arguments(
                 " groups: rows have no position"
             )
         check_bias(bias, q, kv_rows, queries.offsets, keys.offsets)
-    parsed = parsed_call(q, k, v, own, others, options)
+    parsed = checked_call(q, k, v, own, others, options)
     segments, tiles = parsed.call.segments, parsed.call.schedule
     if tiles is not None and values_are_checkable(tiles.num_tiles):
         check_schedule(tiles, segments.q_offsets, segments.kv_offsets)

@@ -19,8 +19,13 @@ from torch import Tensor
 
 from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.configs import KernelChoice
-from ..common.descriptors import has_descriptor
-from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
+from ..common.device import (
+    contiguous_last_dim,
+    device_properties,
+    has_descriptor,
+    precision,
+    row_and_head_strides,
+)
 from ..common.ops import direct, operator
 from ..common.tail import zero_tails
 from .configs import BlockAttentionConfig
