@@ -439,13 +439,9 @@ def _fwd_tile(
         if _skips_blocks(OPTIONS.mask, CONSUMERS, BLOCK):
             skipped = _num_skipped(tile, blocks, visited, consumer, OPTIONS, BLOCK)
             _skip_blocks(rings, step, skipped, num_keys, has_tail, tail, consumer, CONSUMERS)
-        bias = None
-        if OPTIONS.bias is not None:
-            bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
+        bias = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias)
         row = first + tile.kv_len - tile.q_len
-        dropout = None
-        if scales.seed_ptr is not None:
-            dropout = dropout_of_queries(scales, tile, first, OPTIONS)
+        dropout = dropout_of_queries(scales, tile, first, OPTIONS)
         visit = _Visit(
             wave, step, tile, blocks, visited, skipped, row, num_keys, scale, bias, tail, dropout
         )
