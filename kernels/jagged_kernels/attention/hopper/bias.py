@@ -149,9 +149,12 @@ def bias_of_queries(kernel, tile, first, consumer: gl.constexpr, KIND: gl.conste
 
 
 @gluon.jit
-def bias_of_keys(kernel, tile, head, first, consumer: gl.constexpr, KIND: gl.constexpr):
-    """ConsumerBias of a consumer's keys, which begin at `first`, for a query head; or None."""
+def bias_of_keys(kernel, tile, group_head, first, consumer: gl.constexpr, OPTIONS: gl.constexpr):
+    """ConsumerBias of a consumer's keys, which begin at `first`, for a query head of the key head's
+    group; or None."""
+    KIND: gl.constexpr = OPTIONS.bias
     if KIND is not None:
+        head = tile.head * OPTIONS.group + group_head
         of_tile = bias_of_tile(kernel.bias, tile, head, KIND)
         rows = _row_indices(first)
         if KIND.boundaries > 0:

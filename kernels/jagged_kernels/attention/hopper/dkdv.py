@@ -312,13 +312,12 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         for number in range(visited.masked):
             of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
             row, q_len = block * BLOCK, of_block.q_len
-            head = tile.head * OPTIONS.group + group_head
-            bias = bias_of_keys(kernel, tile, head, first, consumer, OPTIONS.bias)
+            bias = bias_of_keys(kernel, tile, group_head, first, consumer, OPTIONS)
             if consumer_visits(of_block, block, query_blocks, consumer, OPTIONS, BLOCK):
                 first_target = first_target_of(of_block, OPTIONS.mask)
                 rows = QueryBlock(
                     row, row + tile.kv_len - q_len, q_len - row, first_target,
-                    dropout, of_block.q_start, head,
+                    dropout, of_block.q_start, tile.head * OPTIONS.group + group_head,
                 )  # fmt: skip
                 dk, dv, tail_phase = _dkdv_block(
                     keys, rings, step + number, dk, dv, rows, scale, bias, tail_phase,
@@ -330,12 +329,12 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
                 )
         keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
         for number in range(visited.masked, visited.count):
-            row, start, head = 0, 0, 0
+            row, start, head, group_head = 0, 0, 0, 0
             if OPTIONS.bias is not None or dropout is not None:
                 of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
                 row, start = block * BLOCK, of_block.q_start
                 head = tile.head * OPTIONS.group + group_head
-            bias = bias_of_keys(kernel, tile, head, first, consumer, OPTIONS.bias)
+            bias = bias_of_keys(kernel, tile, group_head, first, consumer, OPTIONS)
             first_target = first_target_of(tile, OPTIONS.mask)
             rows = QueryBlock(row, 0, BLOCK, first_target, dropout, start, head)
             dk, dv, tail_phase = _dkdv_block(
