@@ -147,21 +147,19 @@ def check_mask(mask: object, keys_are_shared: bool) -> None:
     """TypeError or ValueError unless mask is an AttentionMask or None."""
     if mask is None:
         return
-    if not isinstance(mask, AttentionMask):
-        raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    check_kind("mask", mask, AttentionMask, "an AttentionMask")
     if keys_are_shared:
         raise ValueError(
             "mask must be None where keys are shared by all segments: their rows have no position"
         )
 
 
-def check_schedule_of(q: Tensor, schedule: object) -> None:
+def check_schedule_of(q: Tensor, schedule: Any) -> None:
     """TypeError or ValueError unless schedule is None or has q's heads, and tiles that kernels
     have."""
     if schedule is None:
         return
-    if not isinstance(schedule, TileSchedule):
-        raise TypeError(f"schedule must be a TileSchedule, got {type(schedule).__name__}")
+    check_kind("schedule", schedule, TileSchedule, "a TileSchedule")
     if schedule.num_heads != q.shape[1]:
         raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
     for half in (schedule, schedule.backward or schedule):
