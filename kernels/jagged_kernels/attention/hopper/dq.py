@@ -225,8 +225,8 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         row = first + tile.kv_len - tile.q_len
         scale = score_factor(scales.scale, OPTIONS.activation)
         rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
-        sums = _sums(kernel, tile, num_rows, consumer, OPTIONS)
-        tables = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias), sums
+        bias = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias)
+        tables = bias, _sums(kernel, tile, num_rows, consumer, OPTIONS)
         for number in range(masked):
             key_block = visited_block(number, blocks)
             column = key_block * BLOCK
