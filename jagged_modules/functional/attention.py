@@ -20,7 +20,7 @@ from ..schedule import device_schedule
 from ..segments import RowSegments
 from ..validation import check_tensor
 from .attention_arguments import Side, parse_arguments
-from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, parsed_call
+from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, checked_call
 from .tail import padded_to
 
 
@@ -146,7 +146,7 @@ def attend(
 ) -> Tensor:
     """`jagged_attention` of operands with three dimensions, and segments and options that need no
     checks: those of a layer. queries, keys: None where all segments share the operand."""
-    parsed = parsed_call(q, k, v, queries, keys, options)
+    parsed = checked_call(q, k, v, queries, keys, options)
     return _scaled(_by_kernels_or_cpu(parsed.call), parsed)
 
 
@@ -215,7 +215,7 @@ def attention_arguments(
     from jagged_kernels.attention.op import operator_arguments
 
     q, v = like.expand(q_shape), like.expand(v_shape)
-    call = parsed_call(q, q, v, segments, segments, options).call
+    call = checked_call(q, q, v, segments, segments, options).call
     return operator_arguments(_with_schedule(call, torch.is_grad_enabled()))
 
 

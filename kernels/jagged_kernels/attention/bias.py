@@ -120,19 +120,13 @@ class BiasOfTile(NamedTuple):
 
 
 @triton.jit
-def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl.constexpr):
-    """The BiasOfTile of a segment and query head."""
-    shift = kv_len - q_len
+def bias_of_tile(bias, tile, head, KIND: tl.constexpr):
+    """The BiasOfTile of a tile's segment and a query head. tile: as ScheduledTile."""
+    shift = tile.kv_len - tile.q_len
     if KIND.shift:
-        shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
-    middle = 0
-    position_ptr = 0
-    time_ptr = 0
-    boundaries_ptr = 0
-    num_boundaries = 0
-    edges_ptr = 0
-    leading_bits_ptr = 0
-    entries_ptr = 0
+        shift += tl.load(bias.query_shift_ptr + tile.segment).to(tl.int32)
+    middle, position_ptr, time_ptr, entries_ptr = 0, 0, 0, 0
+    boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr = 0, 0, 0, 0
     timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr = 0, 0, 0, 0
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
@@ -141,18 +135,20 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
         time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
         boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
         edges_ptr, leading_bits_ptr = bias.edges_ptr, bias.leading_bits_ptr
-        timestamps_ptr = bias.timestamps_ptr + kv_start
+        timestamps_ptr = bias.timestamps_ptr + tile.kv_start
     if bias.entries_ptr is not None:
         entries_ptr = bias.entries_ptr + head.to(tl.int64) * bias.entries_stride
     if KIND.query_times:
-        query_ptr = bias.query_timestamps_ptr + q_start
+        query_ptr = bias.query_timestamps_ptr + tile.q_start
     if bias.key_extremes_ptr is not None:
-        query_extremes_ptr = bias.query_extremes_ptr + 2 * first_time_block(q_start, segment)
-        key_extremes_ptr = bias.key_extremes_ptr + 2 * first_time_block(kv_start, segment)
+        query_block = first_time_block(tile.q_start, tile.segment)
+        query_extremes_ptr = bias.query_extremes_ptr + 2 * query_block
+        key_block = first_time_block(tile.kv_start, tile.segment)
+        key_extremes_ptr = bias.key_extremes_ptr + 2 * key_block
     return BiasOfTile(
         position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr,
-        entries_ptr, timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr, shift, q_len,
-        kv_len,
+        entries_ptr, timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr, shift,
+        tile.q_len, tile.kv_len,
     )  # fmt: skip
 
 

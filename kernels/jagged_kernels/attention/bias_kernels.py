@@ -4,7 +4,7 @@ kernels run, and the final sums of the gradients."""
 import triton
 import triton.language as tl
 
-from ..common.loads import load_segment
+from ..common.loads import ScheduledTile, load_segment
 from ..common.ptxas import safe_ptxas
 from .bias import (
     LEADING,
@@ -63,7 +63,8 @@ def _find_extremes(q_offsets_ptr, kv_offsets_ptr, segment, bias, KIND: tl.conste
     """query_extremes and key_extremes of a segment."""
     q_start, q_len = load_segment(q_offsets_ptr, segment)
     kv_start, kv_len = load_segment(kv_offsets_ptr, segment)
-    of_segment = bias_of_tile(bias, segment, 0 * segment, q_start, q_len, kv_start, kv_len, KIND)
+    tile = ScheduledTile(segment, 0 * segment, 0, q_start, q_len, kv_start, kv_len)
+    of_segment = bias_of_tile(bias, tile, tile.head, KIND)
     for first in range(0, q_len, TIME_BLOCKS * TIME_BLOCK):
         rows = _rows_of_blocks(first)
         _store_extremes(

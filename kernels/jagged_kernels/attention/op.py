@@ -32,8 +32,12 @@ import torch
 from torch import Tensor
 
 from ..common.autograd import refuse_derivative
-from ..common.descriptors import has_descriptor
-from ..common.device import contiguous_last_dim, device_properties, row_and_head_strides
+from ..common.device import (
+    contiguous_last_dim,
+    device_properties,
+    has_descriptor,
+    row_and_head_strides,
+)
 from ..common.ops import direct, on_the_tensors_device, operator
 from ..common.tail import zero_tails
 from ..schedule.cost import LoopedSide, one_pass_may_run

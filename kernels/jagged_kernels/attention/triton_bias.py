@@ -20,26 +20,20 @@ class RowBias(NamedTuple):
 
 @triton.jit
 def bias_of_rows(bias, tile, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """RowBias of a tile of query rows."""
-    of_tile = bias_of_tile(
-        bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
-    return RowBias(
-        of_tile,
-        tile.block * ROWS,
-        query_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND),
-    )
+    """RowBias of a tile of query rows, or None."""
+    if KIND is not None:
+        of_tile = bias_of_tile(bias, tile, tile.head, KIND)
+        row = tile.block * ROWS
+        return RowBias(of_tile, row, query_times(of_tile, row + tl.arange(0, ROWS), KIND))
 
 
 @triton.jit
 def bias_of_keys(bias, tile, head, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """RowBias of a tile of keys and a query head."""
-    of_tile = bias_of_tile(
-        bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
-    return RowBias(
-        of_tile, tile.block * ROWS, key_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND)
-    )
+    """RowBias of a tile of keys and a query head, or None."""
+    if KIND is not None:
+        of_tile = bias_of_tile(bias, tile, head, KIND)
+        row = tile.block * ROWS
+        return RowBias(of_tile, row, key_times(of_tile, row + tl.arange(0, ROWS), KIND))
 
 
 @triton.jit

@@ -180,7 +180,6 @@ def attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """dk, dv of a tile of key rows. It loops over the query groups, the query heads of the key
     head, and their blocks of rows. x: BackwardDkdv, with `strides` as the forward's."""
-    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.block
     BLOCK_N: tl.constexpr = OPTIONS.tile
     BLOCK_D: tl.constexpr = OPTIONS.block_d
@@ -237,13 +236,9 @@ def attention_bwd_dkdv_kernel(
                 if ACTIVATION is None:
                     of_head = head.to(tl.int64) * stride_lse
                     lse_head, delta_head = x.lse + of_head, x.delta + of_head
-                dropout = None
-                if call.seed_ptr is not None:
-                    dropout = segment_dropout(call, head, q_start, OPTIONS)
+                dropout = segment_dropout(call, head, q_start, OPTIONS)
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head, head, dropout)
-                key_bias = None
-                if OPTIONS.bias is not None:
-                    key_bias = bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
+                key_bias = bias_of_keys(bias, tile, head, BLOCK_N, OPTIONS.bias)
                 dk, dv = _dkdv_head(
                     keys, queries, starts, blocks, dk, dv, score_scale, key_bias,
                     ACTIVATION, OPTIONS,

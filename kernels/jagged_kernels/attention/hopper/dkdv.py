@@ -286,17 +286,9 @@ def _dkdv_block(
 
 
 @gluon.jit
-def _bias(kernel, tile, group_head, first, consumer: gl.constexpr, OPTIONS: gl.constexpr):
-    """ConsumerBias of a consumer's keys from `first` on."""
-    head = tile.head * OPTIONS.group + group_head
-    return bias_of_keys(kernel.bias, tile, head, first, kernel.ranges[consumer], OPTIONS.bias)
-
-
-@gluon.jit
 def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
-    schedule, outputs, scales, shared = (
-        kernel.schedule, kernel.outputs, kernel.args, kernel.rings,
-    )  # fmt: skip
+    schedule, outputs = kernel.schedule, kernel.outputs
+    scales, shared = kernel.args, kernel.rings
     rings = Rings(
         q=shared.q, do=shared.do, k=shared.k[consumer], v=shared.v[consumer],
         lse=shared.lse, delta=shared.delta, tail=shared.tail,
@@ -320,9 +312,7 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         for number in range(visited.masked):
             of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
             row, q_len = block * BLOCK, of_block.q_len
-            bias = None
-            if OPTIONS.bias is not None:
-                bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
+            bias = bias_of_keys(kernel, tile, group_head, first, consumer, OPTIONS)
             if consumer_visits(of_block, block, query_blocks, consumer, OPTIONS, BLOCK):
                 first_target = first_target_of(of_block, OPTIONS.mask)
                 rows = QueryBlock(
@@ -339,13 +329,12 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
                 )
         keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
         for number in range(visited.masked, visited.count):
-            bias, row, start, head = None, 0, 0, 0
+            row, start, head, group_head = 0, 0, 0, 0
             if OPTIONS.bias is not None or dropout is not None:
                 of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
                 row, start = block * BLOCK, of_block.q_start
                 head = tile.head * OPTIONS.group + group_head
-            if OPTIONS.bias is not None:
-                bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
+            bias = bias_of_keys(kernel, tile, group_head, first, consumer, OPTIONS)
             first_target = first_target_of(tile, OPTIONS.mask)
             rows = QueryBlock(row, 0, BLOCK, first_target, dropout, start, head)
             dk, dv, tail_phase = _dkdv_block(
