@@ -37,9 +37,9 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
 .PHONY: train serve test test-slow test-all test-interpreter test-compile test-modules test-others test-slow-interpreter \
-	test-slow-compile test-slow-modules test-slow-others test-all-interpreter test-all-compile test-all-modules test-all-others fuzz mutants mutants-sample test-gpu test-newer-tritons \
-	test-newer-tritons-sample notebooks lint docs links dist smoke bench leaderboard profile record \
-	environments clean
+	test-slow-compile test-slow-modules test-slow-others test-all-interpreter test-all-compile test-all-modules test-all-others \
+	fuzz mutants mutants-sample test-gpu test-newer-tritons test-newer-tritons-sample notebooks lint docs links dist smoke bench \
+	leaderboard profile record environments clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
