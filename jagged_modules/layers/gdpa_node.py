@@ -1,6 +1,6 @@
 """JaggedGDPA and GDPABlock as one autograd node, and as part of an encoder's.
 
-    [q | k | v] = x [W_q | W_kv]ᵀ + [b_q | b_kv]      q also learned, k and v from a context or learned
+    [q | k | v] = x [W_q | W_kv]ᵀ + [b_q | b_kv]      each also learned, k and v from a context
     q, k = norm(q), norm(k)                           with qk_norm, per head
     h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o
 
@@ -186,8 +186,9 @@ def node_arguments(
 
 class _Saved(NamedTuple):
     """What the backward of the attention reads, besides its segments. weight: of q, or of q, k and
-    v; None for learned queries. kv_weight: of k and v from a context. out: with softmax. kept: what dropout keeps. of_q: of
-    `HeadNorm`, of q, or of q and k; of_k: of k from a context. None without."""
+    v. kv_weight: of k and v from a context. out: with softmax. kept: what dropout keeps. of_q: of
+    `HeadNorm`, of q, or of q and k; of_k: of k from a context. None without: weight for learned
+    queries."""
 
     rows: Tensor
     context: Any
@@ -302,8 +303,8 @@ def _projected(
     call: GDPACall,
 ) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None], tuple[Any, ...]]:
     """q, k and v `[rows, heads, head_dim]`, and the weights of their projections and the norms of
-    their heads, as `_Saved` has them. parameters: those of q_weight, q_bias, keys and values that are
-    not None, cast."""
+    their heads, as `_Saved` has them. parameters: those of q_weight, q_bias, keys and values that
+    are not None, cast."""
     *of_queries, keys, values = parameters
     of_q, of_k = (inputs.q_norm, call.num_heads), (inputs.k_norm, call.num_kv_heads)
 

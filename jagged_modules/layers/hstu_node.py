@@ -5,8 +5,8 @@
 
 The backward goes through these in reverse. du, dv, dq and dk are columns of one tensor: one GEMM
 gives the gradients of W and b, and one that of x̂. Until dv, dq and dk are written, their columns
-hold the gradient of gate(u, a). da replaces a. The residual's gradient is added where the norm's backward rounds
-dx.
+hold the gradient of gate(u, a). da replaces a. The residual's gradient is added where the norm's
+backward rounds dx.
 
 What the backward reads is kept or computed again, as `HSTUConfig.recompute` says. Each parameter of
 a GEMM is cast once.

@@ -144,7 +144,8 @@ def kept_rows(
     segments = 0 if offsets is None else offsets.shape[0] - 1
     keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
         KeptRows(rows, added, order, offsets, out), segments, x.shape[0], stride,
-        SIZE=size, EXTRA=extra, WIDTH=out.stride(0), ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
+        SIZE=size, EXTRA=extra, WIDTH=out.stride(0), ALIGN=align, ROWS=height, COLUMNS=columns,
+        num_warps=4,
     )  # fmt: skip
     return out
 

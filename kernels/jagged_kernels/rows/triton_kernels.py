@@ -296,8 +296,8 @@ def gate_bwd_kernel(
     RECOMPUTE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """du, da, which may replace a, and partial sums of the gradients of weight and bias. RECOMPUTE:
-    the forward's out replaces dout. tensors: Gate; grads: GateGradients. strides: of u, a, dout, du and da, in units
-    of `align` elements. Grid: programs, groups."""
+    the forward's out replaces dout. tensors: Gate; grads: GateGradients. strides: of u, a, dout, du
+    and da, in units of `align` elements. Grid: programs, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
