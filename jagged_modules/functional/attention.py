@@ -194,12 +194,12 @@ def packed_gradients(
 
         q_shared = Arguments(*arguments).options[0]
         if q_shared:  # rows for each segment, then a sum in a fixed order
-            of_queries = q.new_empty(do.shape[0], q.shape[1] * q.shape[2], dtype=torch.float32)
-            outs = outs._replace(of_queries=of_queries)
+            parts = q.new_empty(do.shape[0], q.shape[1] * q.shape[2], dtype=torch.float32)
+            outs = outs._replace(of_queries=parts)
         op.attention_packed_backward(do, results, outs, *arguments)
         if q_shared:
-            segments = do.shape[0] // q.shape[0], q.shape[0]
-            outs = outs._replace(of_queries=torch.unflatten(of_queries, 0, segments).sum(0))
+            parts = torch.unflatten(outs.of_queries, 0, (do.shape[0] // len(q), len(q)))
+            outs = outs._replace(of_queries=parts.sum(0))
     else:
         cpu_packed_backward(do, results, outs, *arguments)
     return outs.of_queries, outs.of_queries if outs.of_keys is None else outs.of_keys

@@ -289,8 +289,8 @@ class JaggedGDPA(nn.Module):
         dtype = gdpa_dtype(self, rows.values, bias)
         if dtype is not None:
             sides = self._sides(rows, context, num_targets, dtype)
-            x: Tensor = self.seeds if config.num_seeds else rows.values
-            return self._unwrapped(rows, gdpa_node(self, x, None, dtype, sides))
+            of_queries: Tensor = self.seeds if config.num_seeds else rows.values
+            return self._unwrapped(rows, gdpa_node(self, of_queries, None, dtype, sides))
         end = rows.end("x")
         values = entering(rows.values, end)
         keys, keys_name, mask = self._checked_inputs(rows, context, num_targets, bias)

@@ -17,6 +17,7 @@ from ..validation import runs_transforms
 from .one_node import may_be_one_node
 
 NORM_EPS = 1e-6
+_vector_norm: Any = torch.linalg.vector_norm  # pyright: ignore - unannotated in torch
 
 
 class RowNorm(nn.LayerNorm):
@@ -86,8 +87,8 @@ class _CPUNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        of_squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        rstd = of_squares.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        norms: Tensor = _vector_norm(x, dim=-1, keepdim=True)
+        rstd = norms.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         ctx.eps = eps
         return (x * rstd).mul_(weight)

@@ -165,7 +165,7 @@ def triton_attention_packed_backward(
         return dposition, dtime
     dtables = _write_gradients(do, results, arguments, *parts)
     if call.segments.has_tail:
-        of_rows = [] if call.segments.q_shared else [(of_queries, call.segments.q_offsets)]
+        of_rows = [(of_queries, call.segments.q_offsets)]
         if not call.segments.is_self_attention:
             keys = of_queries[: call.k.shape[0]] if of_keys is None else of_keys
             of_rows.append((keys, call.segments.kv_offsets))
