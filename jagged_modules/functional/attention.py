@@ -181,18 +181,26 @@ def attention_backward(
 def packed_gradients(
     do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the projections in a layer's node, each in one tensor. Nothing is shared.
+    """The gradients of the projections in a layer's node, each in one tensor. Keys are not shared.
 
     Returns:
         With `together`, where the first rows of queries are those of the keys:
         `[rows, (H + 2 Hkv) · D]` of `[q | k | v]`, twice.
-        Without: `[rows, H · D]` of q, and `[keys, 2 Hkv · D]` of `[k | v]`.
+        Without: `[rows, H · D]` of q, in fp32 on a GPU if all segments share q, and
+        `[keys, 2 Hkv · D]` of `[k | v]`.
     """
-    outs = PackedGradients.empty(arguments[:3], together)
+    q, outs = arguments[0], PackedGradients.empty(arguments[:3], together)
     if do.is_cuda:
         from jagged_kernels.attention import op
 
+        q_shared = Arguments(*arguments).options[0]
+        if q_shared:  # rows for each segment, then a sum in a fixed order
+            parts = q.new_empty(do.shape[0], q.shape[1] * q.shape[2], dtype=torch.float32)
+            outs = outs._replace(of_queries=parts)
         op.attention_packed_backward(do, results, outs, *arguments)
+        if q_shared:
+            parts = torch.unflatten(outs.of_queries, 0, (do.shape[0] // len(q), len(q)))
+            outs = outs._replace(of_queries=parts.sum(0))
     else:
         cpu_packed_backward(do, results, outs, *arguments)
     return outs.of_queries, outs.of_queries if outs.of_keys is None else outs.of_keys

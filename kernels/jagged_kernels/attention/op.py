@@ -154,7 +154,7 @@ def triton_attention_packed_backward(
     *arguments: Any,
 ):
     """`triton_attention_backward` that writes dq, dk and dv to columns of contiguous tensors, see
-    `PackedGradients`: a GEMM of a packed projection then needs no sum and no copy. Nothing is
+    `PackedGradients`: a GEMM of a packed projection then needs no sum and no copy. Keys are not
     shared. Rows behind the last segment become 0, in all columns.
 
     Returns the gradients of position_bias and time_bias.
