@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from published_ids import Vocabulary
 from ranking_data import RankingDataset, ages, ranges
 from ranking_model import PaddedTargetAttention, RankingModel
 from sequence_model import SequenceModel
+from serving_events import EventStore, StoredEvent
 from serving_steps import (
     GRAPHS,
     CachedStep,
@@ -83,7 +85,7 @@ class Request:
 
 class Histories:
     """The events of all users: those of a log, then those of requests. Users and items are rows of
-    `users` and `items`, the log's ids.
+    `users` and `items`, the log's ids. Rows from `num_users` on are users without a history.
 
     Args:
         log: the log.
@@ -100,22 +102,27 @@ class Histories:
         )
         self._item, self._rating = log.item[kept], rating[kept]
         self._offsets = np.concatenate(
-            [[0], np.bincount(log.user[kept], minlength=log.num_users).cumsum()]
+            [[0], np.bincount(log.user[kept], minlength=log.num_users + 1).cumsum()]
         )
         self._added: dict[int, NewEvents] = {}
 
     def length(self, user: int) -> int:
-        return int(self._offsets[user + 1] - self._offsets[user]) + len(
-            self._added.get(user, NONE).item
-        )
+        rows = self._rows(user)
+        return rows.stop - rows.start + len(self._added.get(user, NONE).item)
 
     def longest(self) -> int:
         """The user of the longest history of the log."""
         return int(np.diff(self._offsets).argmax())
 
-    def add(self, user: int, events: NewEvents) -> None:
+    @cached_property
+    def popularity(self) -> np.ndarray:
+        """How many of the log's events have each item, [num_items]."""
+        return np.bincount(self._item, minlength=self.num_items)
+
+    def add(self, user: int, events: NewEvents, keep: int) -> None:
+        """Add a user's events. Of all that were added, the last `keep` remain."""
         if len(events.item):
-            self._added[user] = _joined(self._added.get(user, NONE), events)
+            self._added[user] = _last(_joined(self._added.get(user, NONE), events), keep)
 
     def forget(self) -> None:
         """Forget the events of all requests."""
@@ -127,12 +134,19 @@ class Histories:
 
     def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
         """The last `count` events of a user's history and these new ones."""
-        rows = slice(
-            max(self._offsets[user], self._offsets[user + 1] - count), self._offsets[user + 1]
-        )
+        rows = self._rows(user)
+        rows = slice(max(rows.start, rows.stop - count), rows.stop)
         known = NewEvents(self._item[rows], self._rating[rows])
-        whole = _joined(known, self._added.get(user, NONE), events)
-        return NewEvents(*(column[max(0, len(column) - count) :] for column in whole))
+        return _last(_joined(known, self._added.get(user, NONE), events), count)
+
+    def _rows(self, user: int) -> slice:
+        """The rows of the user's events of the log."""
+        user = min(user, self.num_users)
+        return slice(int(self._offsets[user]), int(self._offsets[user + 1]))
+
+
+def _last(events: NewEvents, count: int) -> NewEvents:
+    return NewEvents(*(column[max(0, len(column) - count) :] for column in events))
 
 
 def _joined(*events: NewEvents) -> NewEvents:
@@ -208,6 +222,7 @@ class Ranker(ABC):
             else None
         )
         self.ratings: list[float] = []
+        self._events: EventStore | None = None
         self.stages = Stages()
         # requests by what happened to their histories
         self.counts = {"reused": 0, "appended": 0, "encoded": 0}
@@ -234,6 +249,7 @@ class Ranker(ABC):
             scores = self._score(_merged(requests)).float().cpu()
             if not bool(scores.isfinite().all()):
                 raise FloatingPointError("the model's scores are not finite")
+            self._store([request for request in requests if request.stores_events])
         except BaseException:
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests])
@@ -241,17 +257,60 @@ class Ranker(ABC):
         self.stages.seconds["score"] = (
             time.perf_counter() - begin - sum(self.stages.seconds.values())
         )
-        for request in requests:
-            if request.stores_events:
-                self.histories.add(request.user, request.events)
-            elif self.cache is not None:
-                self.cache.evict([request.user])
+        not_stored = [request.user for request in requests if not request.stores_events]
+        if self.cache is not None and not_stored:
+            self.cache.evict(not_stored)
         parts = scores.split([len(request.candidates) for request in requests])
         return [parts[i] for i in np.argsort(order)]
+
+    def _store(self, requests: Sequence[Request]) -> None:
+        """Add the requests' events to the histories, when the store has them."""
+        if self._events is not None and (
+            events := [event for x in requests for event in self._published(x.user, x.events)]
+        ):
+            self._events.append(events)
+        for request in requests:
+            self.histories.add(request.user, request.events, self.longest_window)
+
+    def _published(self, user: int, events: NewEvents) -> list[StoredEvent]:
+        name, items, ratings = str(self.histories.users[user]), self.histories.items, self.ratings
+        return [
+            StoredEvent(name, str(items[item]), ratings[rating] if ratings else None)
+            for item, rating in zip(events.item.tolist(), events.rating.tolist(), strict=True)
+        ]
+
+    def keep_events(self, store: EventStore) -> None:
+        """Add the store's events to the histories, and from now on those of requests to the store.
+        Call it before the first request, after `warm_up`. ValueError if an event is not of this
+        log."""
+        ratings = {rating: index for index, rating in enumerate(self.ratings or [None])}
+        by_user: dict[str, list[StoredEvent]] = defaultdict(list)
+        for event in store.load():
+            by_user[event.user].append(event)
+        rows = self.histories.users.rows(by_user).tolist()
+        for row, (user, events) in zip(rows, by_user.items(), strict=True):
+            items = self.histories.items.rows(event.item for event in events)
+            unknown = [x for x, item in zip(events, items) if item < 0 or x.rating not in ratings]
+            if row < 0 or unknown:
+                raise ValueError(f"{(unknown or events)[0]} is not an event of the log's ids")
+            indices = np.array([ratings[event.rating] for event in events], dtype=np.int64)
+            self.histories.add(row, NewEvents(items, indices), self.longest_window)
+        self._events = store
+
+    def forget_user(self, user: int) -> None:
+        """Forget the events that the user's requests brought."""
+        if self._events is not None:
+            self._events.forget(str(self.histories.users[user]))
+        self.replace_events(user, NONE)
 
     @abstractmethod
     def _cached_layer(self) -> CachedStep:
         """The layer whose keys and values are cached."""
+
+    @property
+    def longest_window(self) -> int:
+        """The events of a history that the model can see."""
+        return self.max_history
 
     @abstractmethod
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -439,6 +498,10 @@ class RankingRanker(Ranker):
     def _cached_layer(self) -> CachedStep:
         return CachedStep(self.model.head.interaction, cache=lambda events: self.run(**events))
 
+    @property
+    def longest_window(self) -> int:
+        return max(self.max_history, self.dataset.max_stream)
+
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
         fresh = self._users_to_encode(requests)
         with self.stages("lookup"):
@@ -469,7 +532,8 @@ class RankingRanker(Ranker):
 
     def _ids(self, requests: Sequence[Request]) -> dict[str, Any]:
         """The ids of users and candidates, as `RankingStep.inputs` takes them."""
-        users = torch.from_numpy(self.users.columns[[request.user for request in requests]])
+        known = [min(request.user, self.histories.num_users) for request in requests]
+        users = torch.from_numpy(self.users.columns[known])
         targets, lengths = _targets(requests)
         return dict(users=users, targets=_jagged([targets, self.items.columns[targets]], lengths))
 
