@@ -3,9 +3,9 @@ TOKEN`.
 
 | request | answer |
 |---|---|
-| `POST /reload` | reads the file of weights again, and puts them in place between two batches if they
-are others | | `DELETE /users/{user}` | forgets the events that the user's requests brought, also in
-the store | | `GET /config` | the options of the program |
+| `POST /reload` | reads the file of weights again, and puts them in place between two batches if
+they are others | | `DELETE /users/{user}` | forgets the events that the user's requests brought,
+also in the store | | `GET /config` | the options of the program |
 """
 
 import asyncio

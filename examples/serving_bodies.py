@@ -114,4 +114,4 @@ def parse(kind: type[Parsed], content_type: str, content: bytes) -> Parsed:
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
-        raise HTTPException(*_fault(error, "body")) from error
+        raise HTTPException(*fault(error, "body")) from error

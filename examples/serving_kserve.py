@@ -14,11 +14,11 @@ The output is `scores`, FP32 [C]; model_version is the version of the weights. T
 of extensions that this server does not have, and are ignored, as the protocol says.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, FailFast, ValidationError
 from serving_bodies import Asked, RankBody, parse
 from serving_errors import fault
 
@@ -29,9 +29,9 @@ TYPES = {"INT64": {int}, "BYTES": {str}, "FP32": {int, float}, "FP64": {int, flo
 
 class InputTensor(BaseModel):
     name: str
-    shape: list[int]
+    shape: Annotated[list[int], FailFast()]
     datatype: Literal["INT64", "BYTES", "FP32", "FP64"]
-    data: list[int | str | float]
+    data: list[Any]
     parameters: dict[str, Any] = {}
 
     def values(self) -> list[Any]:
@@ -67,8 +67,8 @@ class RequestedOutput(BaseModel):
 
 class InferBody(BaseModel):
     id: str | None = None
-    inputs: list[InputTensor]
-    outputs: list[RequestedOutput] = []
+    inputs: Annotated[list[InputTensor], FailFast()]
+    outputs: Annotated[list[RequestedOutput], FailFast()] = []
     parameters: dict[str, Any] = {}
 
     def to_rank(self) -> RankBody:

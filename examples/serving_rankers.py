@@ -222,7 +222,7 @@ class Ranker(ABC):
             else None
         )
         self.ratings: list[float] = []
-        self._events: EventStore | None = None
+        self.store: EventStore | None = None
         self.stages = Stages()
         # requests by what happened to their histories
         self.counts = {"reused": 0, "appended": 0, "encoded": 0}
@@ -249,7 +249,7 @@ class Ranker(ABC):
             scores = self._score(_merged(requests)).float().cpu()
             if not bool(scores.isfinite().all()):
                 raise FloatingPointError("the model's scores are not finite")
-            self._store([request for request in requests if request.stores_events])
+            self._add_events([request for request in requests if request.stores_events])
         except BaseException:
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests])
@@ -263,12 +263,12 @@ class Ranker(ABC):
         parts = scores.split([len(request.candidates) for request in requests])
         return [parts[i] for i in np.argsort(order)]
 
-    def _store(self, requests: Sequence[Request]) -> None:
+    def _add_events(self, requests: Sequence[Request]) -> None:
         """Add the requests' events to the histories, when the store has them."""
-        if self._events is not None and (
+        if self.store is not None and (
             events := [event for x in requests for event in self._published(x.user, x.events)]
         ):
-            self._events.append(events)
+            self.store.append(events)
         for request in requests:
             self.histories.add(request.user, request.events, self.longest_window)
 
@@ -288,19 +288,19 @@ class Ranker(ABC):
         for event in store.load():
             by_user[event.user].append(event)
         rows = self.histories.users.rows(by_user).tolist()
-        for row, (user, events) in zip(rows, by_user.items(), strict=True):
+        for row, events in zip(rows, by_user.values(), strict=True):
             items = self.histories.items.rows(event.item for event in events)
             unknown = [x for x, item in zip(events, items) if item < 0 or x.rating not in ratings]
             if row < 0 or unknown:
                 raise ValueError(f"{(unknown or events)[0]} is not an event of the log's ids")
             indices = np.array([ratings[event.rating] for event in events], dtype=np.int64)
             self.histories.add(row, NewEvents(items, indices), self.longest_window)
-        self._events = store
+        self.store = store
 
     def forget_user(self, user: int) -> None:
         """Forget the events that the user's requests brought."""
-        if self._events is not None:
-            self._events.forget(str(self.histories.users[user]))
+        if self.store is not None:
+            self.store.forget(str(self.histories.users[user]))
         self.replace_events(user, NONE)
 
     @abstractmethod
