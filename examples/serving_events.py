@@ -68,19 +68,17 @@ class SQLiteEvents:
                     " (id INTEGER PRIMARY KEY, user TEXT NOT NULL, item TEXT NOT NULL, rating REAL)"
                 )
                 file.execute("CREATE INDEX IF NOT EXISTS of_user ON events (user, id)")
-                found = file.execute("SELECT fingerprint FROM log").fetchone()
-                if not found:
-                    file.execute("INSERT INTO log VALUES (?)", [log])
-                elif found[0] != log:
-                    file.close()
-                    raise ValueError(
-                        f"{path} has events that follow another log: fingerprint {found[0]}, not"
-                        f" {log}"
-                    )
+                file.execute("INSERT INTO log SELECT ? WHERE NOT EXISTS (SELECT * FROM log)", [log])
+                (found,) = file.execute("SELECT fingerprint FROM log").fetchone()
                 counts = file.execute("SELECT user, count(*) FROM events GROUP BY user")
                 self._counts = Counter(dict(counts.fetchall()))
         except sqlite3.Error as error:
             raise OSError(f"{path} is not a file of events that can be opened: {error}") from error
+        if found != log:
+            self.close()
+            raise ValueError(
+                f"{path} has events that follow another log: fingerprint {found}, not {log}"
+            )
 
     def append(self, events: Sequence[StoredEvent]) -> None:
         counts = Counter(event.user for event in events)
