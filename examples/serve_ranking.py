@@ -98,9 +98,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if not 0 <= options.cache_mb < math.inf:
         parser.error(f"--cache-mb must be finite and at least 0, not {options.cache_mb}")
     if not re.fullmatch(r"[\w.-]+", options.name, re.ASCII):
-        parser.error(f"--name must have letters, digits, '_', '.' and '-', not {options.name!r}")
+        parser.error(f"--name must be letters, digits, '_', '.' or '-', not {options.name!r}")
     if (options.tls_certificate is None) != (options.tls_key is None):
-        parser.error("--tls-certificate and --tls-key must be given together")
+        parser.error("--tls-key must be given together with --tls-certificate")
     return options
 
 
