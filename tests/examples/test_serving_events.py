@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 # `make test-gpu` also runs without these
 for _name in ("torchrec", "fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 from serving_app import Service
+from serving_bodies import Event, RankBody
 from serving_events import NotStored, SQLiteEvents, StoredEvent
 from serving_rankers import Ranker
 
@@ -262,6 +264,18 @@ def test_the_scores_of_an_empty_history(start, served, name, cache):
     assert running.metric("rank_unknown_users_total") == 3 + (name == "attention")
     assert not ranker.histories._added and (not cache or ranker.cache.users() == [3])
     running.stop()
+
+
+def test_unknown_users_of_a_batch_do_not_see_one_another(start, served):
+    """One has events, the other none."""
+    ranker = ranker_of(served["attention"])
+    service = start(ranker, unknown_users="empty").service
+    bodies = [RankBody(user="ann", candidates=[4, 6], events=[Event(item=9, rating=5)])]
+    bodies.append(RankBody(user="bob", candidates=[4, 6]))
+    both = ranker.score([service.to_request(body) for body in bodies])
+    for body, scores in zip(bodies, both, strict=True):
+        assert_same_scores([scores], ranker.score([service.to_request(body)]))
+    assert not torch.equal(*both)
 
 
 @pytest.mark.parametrize("name", ["attention", "hstu"])
