@@ -12,6 +12,7 @@ import secrets
 import time
 from contextvars import ContextVar
 from datetime import datetime, timezone
+from logging.handlers import WatchedFileHandler
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -32,7 +33,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="-")
 ID = re.compile(r"[!-~]{1,128}")
 # version, trace, parent and flags. Later versions may have more fields
 TRACE = re.compile(
-    r"(?!ff|00.{53}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
+    r"(?!ff|00.{53}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-[!-~]*)?"
 )
 
 
@@ -101,7 +102,8 @@ def traceparent(received: str) -> str:
 
 def log_access(path: str) -> None:
     """Append the access log to this file; "-" is the standard error."""
-    handler = logging.StreamHandler() if path == "-" else logging.FileHandler(path)
+    # programs that rotate logs may move the file
+    handler = logging.StreamHandler() if path == "-" else WatchedFileHandler(path)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ACCESS.addHandler(handler)
     ACCESS.setLevel(logging.INFO)

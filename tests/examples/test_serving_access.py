@@ -19,7 +19,7 @@ from .serving import ranker_of
 
 GOOD = {"user": 3, "candidates": [4, 6, 8]}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-LATER = "cc" + TRACE[2:] + "-fields of a later version"
+LATER = "cc" + TRACE[2:] + "-fields"  # of a later version
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,11 @@ def test_names_of_a_request_are_kept_returned_and_logged(
         "no trace",
         TRACE.upper(),
         "ff" + TRACE[2:],
+        "ff" + LATER[2:],
         TRACE.replace("4bf92f3577b34da6a3ce929d0e0e4736", "0" * 32),
         TRACE.replace("00f067aa0ba902b7", "0" * 16),
         TRACE + "-fields",
+        LATER + " x",
     ],
 )
 @pytest.mark.parametrize("request_id", ["", "two words", "x" * 129])
