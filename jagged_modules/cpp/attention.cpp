@@ -1,0 +1,562 @@
+// Jagged attention on the CPU for programs without Python: the operator that exported models call,
+// on torch's stable ABI. reference.py is its definition, cpu/attention.py its twin for Python.
+//
+// An item of work is a block of query rows of one segment. It visits the keys in tiles, with
+// softmax's sum and maximum carried along. A row's result depends on its own segment alone, not on
+// other rows, the batch or the threads. What the mask hides is not read into a result.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Int = int64_t;
+using MaybeTensors = std::vector<std::optional<Tensor>>;
+
+constexpr int KEYS = 64;     // of a tile
+constexpr int COLUMNS = 32;  // of values that stay in registers; a multiple of LANES
+constexpr int LANES = 16;    // of sums and maxima
+constexpr Int ROWS = 32;     // query rows of an item, times the heads that share keys
+constexpr Int COST = 1 << 16;  // multiplications that are worth another thread
+
+// -- activations ---------------------------------------------------------------------------------
+
+// 1 / i!
+template <class A, int N>
+constexpr std::array<A, N + 1> taylor_coefficients() {
+  std::array<A, N + 1> found{};
+  long double factor = 1;
+  for (int i = 0; i <= N; factor /= ++i) found[i] = A(factor);
+  return found;
+}
+
+// e^x for x <= 0 or NaN, within 2 units in the last place; vectorised by the compiler, as std::exp
+// is not. x = 2 n ln 2 + r with |r| <= ln 2, so that 2^n is not subnormal where e^x is.
+template <class A>
+inline A exponential(A x) {
+  constexpr bool is_float = sizeof(A) == 4;
+  using Bits = std::conditional_t<is_float, uint32_t, uint64_t>;
+  constexpr int mantissa = is_float ? 23 : 52, bias = is_float ? 127 : 1023;
+  constexpr int terms = is_float ? 10 : 18;
+  constexpr auto coefficients = taylor_coefficients<A, terms>();
+  constexpr long double twice_ln2 = 1.386294361119890618834464242916353136L;
+  constexpr Int cut = is_float ? Int(1) << 12 : Int(1) << 40;  // n times `high` is exact
+  constexpr A high = A(Int(twice_ln2 * cut)) / cut, low = A(twice_ln2 - high);
+  constexpr A rounding = A(Int(3) << (mantissa - 1)), lowest = is_float ? -104 : -746;
+  x = x < lowest ? lowest : x;
+  const A shifted = x * A(1 / twice_ln2) + rounding, n = shifted - rounding;
+  const A r = (x - n * high) - n * low;
+  A p = coefficients[terms];
+#pragma GCC unroll 32
+  for (int i = terms - 1; i >= 0; --i) p = p * r + coefficients[i];
+  Bits bits;
+  std::memcpy(&bits, &shifted, sizeof(A));
+  bits = (bits + bias) << mantissa;
+  A power;
+  std::memcpy(&power, &bits, sizeof(A));
+  return p * power * power;
+}
+
+template <class A>
+inline A sigmoid(A x) {
+  const A e = exponential(-std::abs(x));
+  return (x >= 0 ? A(1) : e) / (1 + e);
+}
+
+template <class A>
+inline A gelu_taylor(A x) {  // see activations.py
+  constexpr A coefficients[] = {A(-0.00015379236612135828), A(0.0044996411707417154),
+                                A(-0.05253872479237837), A(0.387094523507696)};
+  const A range = A(3.06), size = std::abs(x), a = size > range ? range : size, t = a * a;
+  A polynomial = 0;
+  for (A coefficient : coefficients) polynomial = (polynomial + coefficient) * t;
+  return (A(0.5) * x + A(0.5) * size) - A(0.5) * a + polynomial;
+}
+
+template <class A, class F>
+inline void each(A* s, F f) {
+  for (int j = 0; j < KEYS; ++j) s[j] = f(s[j]);
+}
+
+template <class A>
+struct Activation {
+  std::string_view name;
+  void (*apply)(A* s);  // to a tile's scores of a row
+};
+
+// Of a NaN, each is NaN.
+template <class A>
+constexpr Activation<A> ACTIVATIONS[] = {
+    {"identity", [](A*) {}},
+    {"relu", [](A* s) { each(s, [](A x) { return x < 0 ? A(0) : x; }); }},
+    {"relu_squared", [](A* s) { each(s, [](A x) { return x < 0 ? A(0) : x * x; }); }},
+    {"leaky_relu", [](A* s) { each(s, [](A x) { return x < 0 ? A(0.01) * x : x; }); }},
+    {"silu", [](A* s) { each(s, [](A x) { return x * sigmoid(x); }); }},
+    {"gelu",
+     [](A* s) { each(s, [](A x) { return A(0.5) * x * std::erfc(x * A(-0.70710678118654752)); }); }},
+    {"gelu_tanh",
+     [](A* s) {
+       each(s, [](A x) {
+         return x * sigmoid(A(1.5957691216057308) * (x + A(0.044715) * x * x * x));
+       });
+     }},
+    {"gelu_taylor", [](A* s) { each(s, gelu_taylor<A>); }},
+    {"hardswish",
+     [](A* s) {
+       each(s, [](A x) {
+         const A y = x + 3;
+         return x * (y < 0 ? A(0) : y > 6 ? A(6) : y) / 6;
+       });
+     }},
+    {"sigmoid", [](A* s) { each(s, sigmoid<A>); }},
+};
+
+// -- arguments -----------------------------------------------------------------------------------
+
+// f(a pointer to the data of x)
+template <class F>
+auto typed(const char* name, const Tensor& x, F f) {
+  const void* data = x.const_data_ptr();
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return f(static_cast<const float*>(data));
+    case ScalarType::Double: return f(static_cast<const double*>(data));
+    case ScalarType::Half: return f(static_cast<const torch::headeronly::Half*>(data));
+    case ScalarType::BFloat16: return f(static_cast<const torch::headeronly::BFloat16*>(data));
+    case ScalarType::Int: return f(static_cast<const int32_t*>(data));
+    case ScalarType::Long: return f(static_cast<const int64_t*>(data));
+    default: STD_TORCH_CHECK(false, "attention_cpu: ", name, " has a dtype that it does not take");
+  }
+}
+
+// The elements of a vector or of a matrix's rows; none without a tensor.
+template <class A>
+std::vector<A> elements(const char* name, const std::optional<Tensor>& x) {
+  std::vector<A> found;
+  if (!x.has_value()) return found;
+  const bool is_matrix = x->dim() > 1;
+  const Int rows = is_matrix ? x->size(0) : 1, columns = x->size(is_matrix);
+  typed(name, *x, [&](auto* data) {
+    for (Int i = 0; i < rows; ++i)
+      for (Int j = 0; j < columns; ++j)
+        found.push_back(A(data[(is_matrix ? i * x->stride(0) : 0) + j * x->stride(is_matrix)]));
+  });
+  return found;
+}
+
+// Exported programs check no values: wrong ones must not become addresses.
+std::vector<Int> offsets_of(const char* name, const std::optional<Tensor>& x, Int rows) {
+  std::vector<Int> found = elements<Int>(name, x);
+  STD_TORCH_CHECK(!found.empty(), name, " must have at least one element, got none");
+  for (size_t b = 1; b < found.size(); ++b)
+    STD_TORCH_CHECK(found[b - 1] <= found[b], name, " must not decrease, got ", found[b - 1],
+                    " before ", found[b], " at segment ", b - 1);
+  STD_TORCH_CHECK(found.front() >= 0 && found.back() <= rows, name, " must be 0 to ", rows,
+                  ", the number of rows, got ", found.front(), " to ", found.back());
+  return found;
+}
+
+// `[rows, heads, dim]`
+template <class T>
+struct Operand {
+  const T* data;
+  Int rows, heads, dim, row_stride, head_stride, stride;
+
+  Operand(const Tensor& x)
+      : data(static_cast<const T*>(x.const_data_ptr())), rows(x.size(0)), heads(x.size(1)),
+        dim(x.size(2)), row_stride(x.stride(0)), head_stride(x.stride(1)), stride(x.stride(2)) {}
+
+  const T* at(Int row, Int head) const { return data + row * row_stride + head * head_stride; }
+};
+
+// The columns that a query row sees: [low, high), [own_low, own_high) and [0, prefix).
+struct Visible {
+  Int low, high, own_low, own_high, prefix;
+
+  bool sees(Int j) const {
+    return (j >= low && j < high) || (j >= own_low && j < own_high) || j < prefix;
+  }
+  bool sees_any(Int first, Int end) const {
+    return std::max(low, first) < std::min(high, end) ||
+           std::max(own_low, first) < std::min(own_high, end) || first < prefix;
+  }
+  bool sees_all(Int first, Int end) const { return (low <= first && end <= high) || end <= prefix; }
+};
+
+// MaskParams: the rule of AttentionMask, in the form of the kernels (attention/mask.py)
+struct Mask {
+  enum Field { causal, left, right, has_targets, group_size, context, max_attn_len, full_attn_len,
+               global_prefix, recent_history, grouped, num_fields };
+  std::array<Int, num_fields> fields{};
+
+  Int operator[](Field field) const { return fields[field]; }
+
+  Int id(Int row, Int first_target) const {
+    const Int c = fields[context];
+    return c ? std::min(std::max<Int>(row - c + 1, 0), first_target - c + 1)
+             : std::min(row, first_target);
+  }
+
+  Visible columns(Int row, Int keys, Int num_targets) const {
+    const Mask& m = *this;
+    const Int target = std::max<Int>(keys - num_targets, 0);
+    const Int own_id = id(row, target), last_id = id(target, target), reach = m[max_attn_len];
+    const bool is_exempt = m[full_attn_len] && own_id >= last_id - m[full_attn_len];
+    Visible found{0, m[causal] ? std::min(row, target) : target, row, row + 1, 0};
+    if (reach && own_id > reach && !is_exempt) found.low = std::min(row, target) - reach;
+    if (reach && !m[causal] && !is_exempt)
+      found.high = std::min(found.high, own_id + reach + std::max<Int>(m[context], 1));
+    if (m[context]) {
+      if (row < m[context]) found.low = 0;
+      if (row < m[context] && last_id > 0) found.high = target;
+      if (m[causal] && last_id <= 0) found.high = 0;
+    }
+    if (m[has_targets] && row >= target)
+      found.own_low = target + (row - target) / m[group_size] * m[group_size];
+    if (m[left] >= 0) {
+      found.low = std::max(found.low, row - m[left]);
+      found.own_low = std::max(found.own_low, row - m[left]);
+    }
+    if (m[right] >= 0) found.high = std::min(found.high, row + m[right] + 1);
+    if (m[recent_history]) found.low = std::max(found.low, target - m[recent_history]);
+    if (m[global_prefix]) {
+      found.prefix = std::min(target, m[global_prefix]);
+      if (m[causal]) found.prefix = std::min(found.prefix, row + 1);
+    }
+    return found;
+  }
+};
+
+// The tables of a RelativeBias, and what they are indexed by. A table without entries is none.
+template <class A>
+struct Bias {
+  std::vector<A> position, time;
+  Int positions, buckets;  // entries of a head
+  bool position_per_head, time_per_head;
+  std::vector<Int> timestamps, boundaries, query_timestamps, query_shift;
+
+  Bias(const MaybeTensors& x)
+      : position(elements<A>("position_bias", x[0])), time(elements<A>("time_bias", x[1])),
+        positions(x[0].has_value() ? x[0]->size(1) : 0),
+        buckets(x[1].has_value() ? x[1]->size(1) : 0),
+        position_per_head(positions && x[0]->size(0) > 1),
+        time_per_head(buckets && x[1]->size(0) > 1), timestamps(elements<Int>("timestamps", x[2])),
+        boundaries(elements<Int>("boundaries", x[3])),
+        query_timestamps(elements<Int>("query_timestamps", x[4])),
+        query_shift(elements<Int>("query_shift", x[5])) {}
+};
+
+// -- arithmetic ----------------------------------------------------------------------------------
+
+// T: of the operands and the result. A: of the arithmetic.
+template <class T, class A>
+struct Attention {
+  Operand<T> q, k, v;
+  std::vector<Int> q_offsets, kv_offsets, num_targets;
+  std::vector<A> segment_scale;
+  std::optional<Mask> mask;
+  Bias<A> bias;
+  A scale, output_scale;
+  bool q_shared;
+  const Activation<A>* activation;  // nullptr: softmax
+  T* out;
+  A* lse;
+
+  struct Item {
+    Int segment, first, rows, head, heads;  // heads of keys
+  };
+
+  // An item's memory, which the next item of the same thread takes again.
+  struct Scratch {
+    std::vector<A> queries, keys, values, sums, top, total;
+    std::vector<Int> buckets;
+    std::vector<Visible> visible;
+  };
+
+  Int group() const { return q.heads / k.heads; }
+  Int width() const { return (v.dim + COLUMNS - 1) / COLUMNS * COLUMNS; }
+  Int num_keys(Int b) const {
+    const Int segment = b % (kv_offsets.size() - 1);
+    return kv_offsets[segment + 1] - kv_offsets[segment];
+  }
+
+  void run() const {
+    std::vector<Item> items;
+    Int cost = 0;
+    // time buckets are found once for all heads
+    const Int heads = bias.time.empty() ? 1 : k.heads, most = std::max<Int>(ROWS / group(), 1);
+    for (Int b = 0; b + 1 < Int(q_offsets.size()); ++b) {
+      const Int rows = q_offsets[b + 1] - q_offsets[b];
+      if (!num_keys(b)) continue;
+      cost += rows * num_keys(b) * q.heads * (q.dim + v.dim);
+      for (Int first = 0; first < rows; first += most)
+        for (Int head = 0; head < k.heads; head += heads)
+          items.push_back({b, first, std::min(most, rows - first), head, heads});
+    }
+    std::atomic<size_t> next{0};
+    const Int threads = std::min<Int>(torch::stable::get_num_threads(), cost / COST + 1);
+    torch::stable::parallel_for(0, threads, 1, [&](Int, Int) {
+      Scratch scratch;
+      for (size_t i; (i = next++) < items.size();) compute(items[i], scratch);
+    });
+  }
+
+  void compute(const Item& item, Scratch& x) const {
+    const Int keys = num_keys(item.segment), of_head = item.rows * group();
+    find_visible(item, x);
+    load_queries(item, x);
+    x.sums.assign(item.heads * of_head * width(), 0);
+    x.top.assign(item.heads * of_head, -std::numeric_limits<A>::infinity());
+    x.total.assign(item.heads * of_head, 0);
+    for (Int first = 0; first < keys; first += KEYS) {
+      const Int end = std::min(first + KEYS, keys);
+      const auto sees = [&](const Visible& row) { return row.sees_any(first, end); };
+      if (std::none_of(x.visible.begin(), x.visible.end(), sees)) continue;
+      if (bias.buckets) find_buckets(item, first, end, x);
+      for (Int head = 0; head < item.heads; ++head) {
+        load_keys(item, item.head + head, first, end, x);
+        for (Int row = 0; row < item.rows; ++row)
+          for (Int i = 0; i < group() && sees(x.visible[row]); ++i)
+            add_tile(item, head, row, i, first, end, x);
+      }
+    }
+    store(item, x);
+  }
+
+  void find_visible(const Item& item, Scratch& x) const {
+    const Int segments = kv_offsets.size() - 1, keys = num_keys(item.segment);
+    const Int targets = num_targets.empty() ? 0 : num_targets[item.segment % segments];
+    x.visible.clear();
+    for (Int i = item.first; i < item.first + item.rows; ++i)
+      // with several query groups, the mask is that of the first
+      x.visible.push_back(mask.has_value() && item.segment < segments
+                              ? mask->columns(i + aligned(item.segment), keys, targets)
+                              : Visible{0, keys, 0, 0, 0});
+  }
+
+  // Position of the first query row of a segment.
+  Int aligned(Int b) const { return num_keys(b) - (q_offsets[b + 1] - q_offsets[b]); }
+
+  void load_queries(const Item& item, Scratch& x) const {
+    x.queries.resize(item.heads * group() * item.rows * q.dim);
+    A* to = x.queries.data();
+    for (Int head = 0; head < item.heads; ++head)
+      for (Int row = 0; row < item.rows; ++row)
+        for (Int i = 0; i < group(); ++i)
+          for (Int d = 0; d < q.dim; ++d)
+            *to++ = A(q.at(item.first + row + (q_shared ? 0 : q_offsets[item.segment]),
+                           (item.head + head) * group() + i)[d * q.stride]);
+  }
+
+  // A tile of keys `[dim, KEYS]` and of values `[KEYS, width]`; zeros fill it up.
+  void load_keys(const Item& item, Int head, Int first, Int end, Scratch& x) const {
+    const Int start = kv_offsets[item.segment % (kv_offsets.size() - 1)] + first, n = end - first;
+    if (n < KEYS || x.values.size() != size_t(KEYS * width())) {
+      x.keys.assign(k.dim * KEYS, 0);
+      x.values.assign(KEYS * width(), 0);
+    }
+    for (Int j = 0; j < n; ++j) {
+      const T *key = k.at(start + j, head), *value = v.at(start + j, head);
+      for (Int d = 0; d < k.dim; ++d) x.keys[d * KEYS + j] = A(key[d * k.stride]);
+      for (Int d = 0; d < v.dim; ++d) x.values[j * width() + d] = A(value[d * v.stride]);
+    }
+  }
+
+  void find_buckets(const Item& item, Int first, Int end, Scratch& x) const {
+    const Int segment = item.segment % (kv_offsets.size() - 1), keys = num_keys(segment);
+    const Int* t = bias.timestamps.data() + kv_offsets[segment];
+    const auto& edges = bias.boundaries;
+    x.buckets.resize(item.rows * KEYS);
+    for (Int row = 0; row < item.rows; ++row) {
+      const Int i = position(item, row);
+      const Int u = bias.query_timestamps.empty()
+                        ? t[std::clamp<Int>(i + 1, 0, keys - 1)]
+                        : bias.query_timestamps[q_offsets[item.segment] + item.first + row];
+      for (Int j = first; j < end; ++j)
+        x.buckets[row * KEYS + j - first] =
+            std::upper_bound(edges.begin(), edges.end(), std::abs(u - t[j])) - edges.begin();
+    }
+  }
+
+  // Position of a row of an item, as the bias counts it.
+  Int position(const Item& item, Int row) const {
+    const Int segment = item.segment % (kv_offsets.size() - 1);
+    return aligned(item.segment) + item.first + row +
+           (bias.query_shift.empty() ? 0 : bias.query_shift[segment]);
+  }
+
+  // Adds a tile's weighted values to the sums of a row of an item and of the i-th of the heads that
+  // share keys.
+  void add_tile(const Item& item, Int head, Int row, Int i, Int first, Int end, Scratch& x) const {
+    const Int place = (head * item.rows + row) * group() + i, n = end - first;
+    const Visible& visible = x.visible[row];
+    const bool all = n == KEYS && visible.sees_all(first, end);
+    alignas(64) A s[KEYS] = {};
+    bool hidden[KEYS] = {};
+    const A* query = x.queries.data() + place * q.dim;
+    for (Int d = 0; d < q.dim; ++d)
+      for (int j = 0; j < KEYS; ++j) s[j] += query[d] * x.keys[d * KEYS + j];
+    for (int j = 0; j < KEYS; ++j) s[j] *= scale;
+    if (!bias.position.empty() || !bias.time.empty())
+      add_bias(item, row, (item.head + head) * group() + i, first, n, s, x);
+    if (!all)
+      for (int j = 0; j < KEYS; ++j) hidden[j] = j >= n || !visible.sees(first + j);
+    A *sums = x.sums.data() + place * width(), keep = 1;
+    if (activation)
+      activation->apply(s);
+    else
+      keep = exponentials(s, hidden, x.top[place], x.total[place]);
+    for (Int d = 0; d < width(); d += COLUMNS) {
+      A sum[COLUMNS];
+      for (int c = 0; c < COLUMNS; ++c) sum[c] = sums[d + c] * keep;
+      for (Int j = 0; j < n; ++j) {
+        if (hidden[j]) continue;
+        const A* value = x.values.data() + j * width() + d;
+        for (int c = 0; c < COLUMNS; ++c) sum[c] += s[j] * value[c];
+      }
+      for (int c = 0; c < COLUMNS; ++c) sums[d + c] = sum[c];
+    }
+  }
+
+  void add_bias(const Item& item, Int row, Int head, Int first, Int n, A* s,
+                const Scratch& x) const {
+    if (bias.positions) {
+      const A* table = bias.position.data() + (bias.position_per_head ? head * bias.positions : 0);
+      const Int from = first - position(item, row) + (bias.positions - 1) / 2;
+      for (Int j = 0; j < n; ++j) s[j] += table[std::clamp<Int>(from + j, 0, bias.positions - 1)];
+    }
+    if (bias.buckets) {
+      const A* table = bias.time.data() + (bias.time_per_head ? head * bias.buckets : 0);
+      for (Int j = 0; j < n; ++j) s[j] += table[x.buckets[row * KEYS + j]];
+    }
+  }
+
+  // Scores to e^(score - top), with the top and the total of a row brought up to date. Returns the
+  // factor of what was summed before. A row of -inf scores has a total of 0, so NaN.
+  static A exponentials(A* s, const bool* hidden, A& top, A& total) {
+    constexpr A infinity = std::numeric_limits<A>::infinity();
+    A tops[LANES], totals[LANES] = {};
+    for (int j = 0; j < KEYS; ++j) s[j] = hidden[j] ? -infinity : s[j];
+    for (int i = 0; i < LANES; ++i) tops[i] = top;
+    for (int j = 0; j < KEYS; j += LANES)
+      for (int i = 0; i < LANES; ++i) tops[i] = s[j + i] > tops[i] ? s[j + i] : tops[i];
+    const A highest = *std::max_element(tops, tops + LANES);
+    const A base = highest == -infinity ? A(0) : highest;
+    for (int j = 0; j < KEYS; ++j) s[j] = exponential(s[j] - base);
+    for (int j = 0; j < KEYS; j += LANES)
+      for (int i = 0; i < LANES; ++i) totals[i] += s[j + i];
+    for (int half = LANES / 2; half; half /= 2)
+      for (int i = 0; i < half; ++i) totals[i] += totals[i + half];
+    const A keep = top == highest ? A(1) : exponential(top - base);
+    top = highest;
+    total = total * keep + totals[0];
+    return keep;
+  }
+
+  void store(const Item& item, const Scratch& x) const {
+    const Int keys = num_keys(item.segment), start = q_offsets[item.segment] + item.first;
+    const A factor = output_scale * (segment_scale.empty() ? A(1) : segment_scale[item.segment]);
+    for (Int head = 0; head < item.heads; ++head)
+      for (Int row = 0; row < item.rows; ++row) {
+        if (!x.visible[row].sees_any(0, keys)) continue;  // stays 0
+        for (Int i = 0; i < group(); ++i) {
+          const Int place = (head * item.rows + row) * group() + i;
+          const Int to = (start + row) * q.heads + (item.head + head) * group() + i;
+          const A* sums = x.sums.data() + place * width();
+          for (Int d = 0; d < v.dim; ++d)
+            out[to * v.dim + d] = T((activation ? sums[d] : sums[d] / x.total[place]) * factor);
+          if (!activation) lse[to] = x.top[place] + std::log(x.total[place]);
+        }
+      }
+  }
+};
+
+// -- the operator --------------------------------------------------------------------------------
+
+// The arguments are those of `pack` in attention/params.py.
+std::tuple<Tensor, Tensor> attention_cpu(Tensor q, Tensor k, Tensor v, MaybeTensors segments,
+                                         MaybeTensors bias, std::optional<std::vector<Int>> mask,
+                                         std::vector<Int> options, std::vector<double> factors,
+                                         std::string activation, std::string) {
+  STD_TORCH_CHECK(!segments[4].has_value(), "attention_cpu: pages are not supported");
+  STD_TORCH_CHECK(segments.size() < 10 || !segments[9].has_value(),
+                  "attention_cpu: dropout is not supported");
+  const bool q_shared = options[0], is_softmax = activation == "softmax";
+  const Int rows = q_shared ? q.size(0) * (segments[0]->size(0) - 1) : q.size(0);
+  const bool is_double = q.scalar_type() == ScalarType::Double;
+  Tensor out = torch::stable::new_zeros(q, {rows, q.size(1), v.size(2)});
+  Tensor lse = torch::stable::new_zeros(q, {is_softmax ? rows : 0, q.size(1), 1},
+                                        is_double ? ScalarType::Double : ScalarType::Float);
+  std::optional<Mask> rule;
+  if (mask.has_value()) {
+    rule.emplace();
+    std::copy(mask->begin(), mask->end(), rule->fields.begin());
+  }
+  const auto q_offsets = offsets_of("q_offsets", segments[0], rows);
+  const auto kv_offsets = offsets_of("kv_offsets", segments[1], k.size(0));
+  const auto num_targets = elements<Int>("num_targets", segments[2]);
+  typed("q", q, [&](auto* data) {
+    using T = std::decay_t<decltype(*data)>;
+    using A = std::conditional_t<sizeof(T) == 8, double, float>;
+    if constexpr (!std::is_integral_v<T>) {
+      const Activation<A>* found = nullptr;
+      for (const auto& entry : ACTIVATIONS<A>)
+        if (entry.name == activation) found = &entry;
+      STD_TORCH_CHECK(found || is_softmax, "attention_cpu: no activation ", activation);
+      Attention<T, A>{q, k, v, q_offsets, kv_offsets, num_targets,
+                      elements<A>("segment_scale", segments[3]), rule, Bias<A>(bias),
+                      A(factors[0]), A(factors[1]), q_shared, found,
+                      static_cast<T*>(out.mutable_data_ptr()),
+                      static_cast<A*>(lse.mutable_data_ptr())}
+          .run();
+    }
+  });
+  return {out, lse};
+}
+
+struct Operator {
+  const char *name, *schema;
+  void (*call)(StableIValue*, uint64_t, uint64_t);
+};
+
+constexpr Operator OPERATORS[] = {
+    {"attention_cpu",
+     "attention_cpu(Tensor q, Tensor k, Tensor v, Tensor?[] segments, Tensor?[] bias, SymInt[]? mask,"
+     " SymInt[] options, float[] factors, str activation, str implementation) -> (Tensor, Tensor)",
+     TORCH_BOX(&attention_cpu)},
+};
+
+// Defines what the namespace does not have. False if it has one of them: Python's.
+bool register_in(const char* space) {
+  TorchLibraryHandle schemas, kernels;
+  aoti_torch_library_init_fragment(space, __FILE__, __LINE__, &schemas);
+  aoti_torch_library_init_impl(space, "CPU", __FILE__, __LINE__, &kernels);
+  for (const Operator& x : OPERATORS)
+    if (aoti_torch_library_def(schemas, x.schema) ||
+        torch_library_impl(kernels, x.name, x.call, TORCH_ABI_VERSION))
+      return false;
+  return true;
+}
+
+// Beside Python's operators, these get a namespace of their own, so that both can be compared.
+const bool registered = register_in("jagged_modules") || register_in("jagged_modules_cpp");
+
+}  // namespace
