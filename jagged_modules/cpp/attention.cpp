@@ -409,12 +409,9 @@ struct Attention {
     const Int place = (head * item.rows + row) * group() + i, n = end - first;
     const Visible& visible = x.visible[row];
     const bool all = n == KEYS && visible.sees_all(first, end);
-    alignas(64) A s[KEYS] = {};
+    A s[KEYS];
     bool hidden[KEYS] = {};
-    const A* query = x.queries.data() + place * q.dim;
-    for (Int d = 0; d < q.dim; ++d)
-      for (int j = 0; j < KEYS; ++j) s[j] += query[d] * x.keys[d * KEYS + j];
-    for (int j = 0; j < KEYS; ++j) s[j] *= scale;
+    dot_products(x.queries.data() + place * q.dim, x.keys.data(), s);
     if (!bias.position.empty() || !bias.time.empty())
       add_bias(item, row, (item.head + head) * group() + i, first, n, s, x);
     if (!all)
@@ -434,6 +431,13 @@ struct Attention {
       }
       for (int c = 0; c < COLUMNS; ++c) sums[d + c] = sum[c];
     }
+  }
+
+  void dot_products(const A* query, const A* keys, A* s) const {
+    A sums[KEYS] = {};  // in registers, as no pointer to it is kept
+    for (Int d = 0; d < q.dim; ++d)
+      for (int j = 0; j < KEYS; ++j) sums[j] += query[d] * keys[d * KEYS + j];
+    for (int j = 0; j < KEYS; ++j) s[j] = sums[j] * scale;
   }
 
   void add_bias(const Item& item, Int row, Int head, Int first, Int n, A* s,
