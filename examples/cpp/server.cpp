@@ -4,7 +4,7 @@
 //
 // A message is its length in 8 bytes, little-endian, and what torch.save writes of a list of
 // tensors: the inputs of the model as export_model.py orders them. The answer is such a message of
-// its outputs, or of a string that says what is wrong. Connections are served side by side, one
+// a tuple of its outputs, or of a string that says what is wrong. Connections are served side by side, one
 // request of a connection after the other.
 
 #include <dlfcn.h>
@@ -39,9 +39,9 @@ bool receive(int connection, void* to, size_t size) {
 
 bool answer(int connection, const std::vector<char>& message) {
   const uint64_t size = message.size();
-  std::vector<char> bytes(sizeof(size) + size);
-  std::memcpy(bytes.data(), &size, sizeof(size));
-  std::memcpy(bytes.data() + sizeof(size), message.data(), size);
+  const auto length = reinterpret_cast<const char*>(&size);
+  std::vector<char> bytes(length, length + sizeof(size));
+  bytes.insert(bytes.end(), message.begin(), message.end());
   for (size_t sent = 0; sent < bytes.size();) {
     const ssize_t more = send(connection, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
     if (more <= 0) return false;
@@ -53,9 +53,14 @@ bool answer(int connection, const std::vector<char>& message) {
 std::vector<char> outputs_of(torch::inductor::AOTIModelPackageLoader& model,
                              const std::vector<char>& message) {
   try {
-    const c10::List<at::Tensor> outputs(
-        model.run(torch::jit::pickle_load(message).toTensorVector()));
-    return torch::jit::pickle_save(outputs);
+    std::vector<at::Tensor> inputs;
+    for (const c10::IValue& x : torch::jit::pickle_load(message).toList().vec())
+      inputs.push_back(x.toTensor());
+    const auto outputs = model.run(inputs);
+    return torch::jit::pickle_save(
+        c10::ivalue::Tuple::create(std::vector<c10::IValue>(outputs.begin(), outputs.end())));
+  } catch (const c10::Error& error) {
+    return torch::jit::pickle_save(std::string(error.what_without_backtrace()));
   } catch (const std::exception& error) {
     return torch::jit::pickle_save(std::string(error.what()));
   }
