@@ -1,6 +1,7 @@
 // Serves a package of AOTInductor over TCP, without Python.
 //
-//   server model.pt2 libjagged_modules.so PORT
+//   server model.pt2 PORT libjagged_modules.so
+//   LD_PRELOAD=./libjagged_modules.so server model.pt2 PORT
 //
 // A message is its length in 8 bytes, little-endian, and what torch.save writes of a list of
 // tensors: the inputs of the model as export_model.py orders them. The answer is such a message of
@@ -79,18 +80,18 @@ void serve(torch::inductor::AOTIModelPackageLoader& model, int connection) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 4) fail("server model.pt2 libjagged_modules.so PORT");
-  if (!dlopen(arguments[2], RTLD_NOW)) fail(dlerror());
+  if (count != 3 && count != 4) fail("server model.pt2 PORT [libjagged_modules.so]");
+  if (count == 4 && !dlopen(arguments[3], RTLD_NOW)) fail(dlerror());
   torch::inductor::AOTIModelPackageLoader model(arguments[1], "model", false, RUNNERS);
   const int listener = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_port = htons(std::atoi(arguments[3]));
+  address.sin_port = htons(std::atoi(arguments[2]));
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof(address);
   const auto where = reinterpret_cast<sockaddr*>(&address);
   if (bind(listener, where, size) || listen(listener, 64) || getsockname(listener, where, &size))
-    fail("cannot listen at port " + std::string(arguments[3]));
+    fail("cannot listen at port " + std::string(arguments[2]));
   std::printf("port %d\n", ntohs(address.sin_port));
   std::fflush(stdout);
   for (int connection; (connection = accept(listener, nullptr, nullptr)) >= 0;)
