@@ -147,9 +147,10 @@ auto typed(const char* name, const Tensor& x, F f) {
   }
 }
 
-// The elements of a vector or of a matrix's rows; none without a tensor.
+// The elements of a vector, `size` or more, or of a matrix's rows; none without a tensor. Packages
+// check neither sizes nor values of their inputs: wrong ones must not become addresses.
 template <class A>
-std::vector<A> elements(const char* name, const std::optional<Tensor>& x) {
+std::vector<A> elements(const char* name, const std::optional<Tensor>& x, Int size = 0) {
   std::vector<A> found;
   if (!x.has_value()) return found;
   const bool is_matrix = x->dim() > 1;
@@ -159,13 +160,13 @@ std::vector<A> elements(const char* name, const std::optional<Tensor>& x) {
       for (Int j = 0; j < columns; ++j)
         found.push_back(A(data[(is_matrix ? i * x->stride(0) : 0) + j * x->stride(is_matrix)]));
   });
+  STD_TORCH_CHECK(Int(found.size()) >= size, name, " must have ", size, " elements, got ",
+                  found.size());
   return found;
 }
 
-// Exported programs check no values: wrong ones must not become addresses.
 std::vector<Int> offsets_of(const char* name, const std::optional<Tensor>& x, Int rows) {
-  std::vector<Int> found = elements<Int>(name, x);
-  STD_TORCH_CHECK(!found.empty(), name, " must have at least one element, got none");
+  std::vector<Int> found = elements<Int>(name, x, 1);
   for (size_t b = 1; b < found.size(); ++b)
     STD_TORCH_CHECK(found[b - 1] <= found[b], name, " must not decrease, got ", found[b - 1],
                     " before ", found[b], " at segment ", b - 1);
@@ -253,15 +254,16 @@ struct Bias {
   bool position_per_head, time_per_head;
   std::vector<Int> timestamps, boundaries, query_timestamps, query_shift;
 
-  Bias(const MaybeTensors& x)
+  Bias(const MaybeTensors& x, Int queries, Int keys, Int segments)
       : position(elements<A>("position_bias", x[0])), time(elements<A>("time_bias", x[1])),
         positions(x[0].has_value() ? x[0]->size(1) : 0),
         buckets(x[1].has_value() ? x[1]->size(1) : 0),
         position_per_head(positions && x[0]->size(0) > 1),
-        time_per_head(buckets && x[1]->size(0) > 1), timestamps(elements<Int>("timestamps", x[2])),
+        time_per_head(buckets && x[1]->size(0) > 1),
+        timestamps(elements<Int>("timestamps", x[2], keys)),
         boundaries(elements<Int>("boundaries", x[3])),
-        query_timestamps(elements<Int>("query_timestamps", x[4])),
-        query_shift(elements<Int>("query_shift", x[5])) {}
+        query_timestamps(elements<Int>("query_timestamps", x[4], queries)),
+        query_shift(elements<Int>("query_shift", x[5], segments)) {}
 };
 
 // -- arithmetic ----------------------------------------------------------------------------------
@@ -366,13 +368,11 @@ struct Attention {
                            (item.head + head) * group() + i)[d * q.stride]);
   }
 
-  // A tile of keys `[dim, KEYS]` and of values `[KEYS, width]`; zeros fill it up.
+  // A tile of keys `[dim, KEYS]` and of values `[KEYS, width]`. Behind `end` it has what was there.
   void load_keys(const Item& item, Int head, Int first, Int end, Scratch& x) const {
     const Int start = kv_offsets[item.segment % (kv_offsets.size() - 1)] + first, n = end - first;
-    if (n < KEYS || x.values.size() != size_t(KEYS * width())) {
-      x.keys.assign(k.dim * KEYS, 0);
-      x.values.assign(KEYS * width(), 0);
-    }
+    x.keys.resize(k.dim * KEYS);
+    x.values.resize(KEYS * width());
     for (Int j = 0; j < n; ++j) {
       const T *key = k.at(start + j, head), *value = v.at(start + j, head);
       for (Int d = 0; d < k.dim; ++d) x.keys[d * KEYS + j] = A(key[d * k.stride]);
@@ -415,7 +415,7 @@ struct Attention {
     if (!bias.position.empty() || !bias.time.empty())
       add_bias(item, row, (item.head + head) * group() + i, first, n, s, x);
     if (!all)
-      for (int j = 0; j < KEYS; ++j) hidden[j] = j >= n || !visible.sees(first + j);
+      for (int j = 0; j < KEYS; ++j) hidden[j] = !visible.sees(first + j);
     A *sums = x.sums.data() + place * width(), keep = 1;
     if (activation)
       activation->apply(s);
@@ -515,8 +515,9 @@ std::tuple<Tensor, Tensor> attention_cpu(Tensor q, Tensor k, Tensor v, MaybeTens
     std::copy(mask->begin(), mask->end(), rule->fields.begin());
   }
   const auto q_offsets = offsets_of("q_offsets", segments[0], rows);
-  const auto kv_offsets = offsets_of("kv_offsets", segments[1], k.size(0));
-  const auto num_targets = elements<Int>("num_targets", segments[2]);
+  const auto kv_offsets = offsets_of("kv_offsets", segments[1], std::min(k.size(0), v.size(0)));
+  const Int of_queries = q_offsets.size() - 1, of_keys = kv_offsets.size() - 1;
+  const auto num_targets = elements<Int>("num_targets", segments[2], of_keys);
   typed("q", q, [&](auto* data) {
     using T = std::decay_t<decltype(*data)>;
     using A = std::conditional_t<sizeof(T) == 8, double, float>;
@@ -526,8 +527,8 @@ std::tuple<Tensor, Tensor> attention_cpu(Tensor q, Tensor k, Tensor v, MaybeTens
         if (entry.name == activation) found = &entry;
       STD_TORCH_CHECK(found || is_softmax, "attention_cpu: no activation ", activation);
       Attention<T, A>{q, k, v, q_offsets, kv_offsets, num_targets,
-                      elements<A>("segment_scale", segments[3]), rule, Bias<A>(bias),
-                      A(factors[0]), A(factors[1]), q_shared, found,
+                      elements<A>("segment_scale", segments[3], of_queries), rule,
+                      Bias<A>(bias, rows, k.size(0), of_keys), A(factors[0]), A(factors[1]), q_shared, found,
                       static_cast<T*>(out.mutable_data_ptr()),
                       static_cast<A*>(lse.mutable_data_ptr())}
           .run();

@@ -135,32 +135,41 @@ def test_infinite_scores_give_what_softmax_does(calls):
     assert calls
 
 
+def call(operator, tensors):
+    """tensors: those of the segments, then those of the bias."""
+    x, options, factors = torch.randn(6, 1, 8), [0, 0, 1, 0, 0, *[-1] * 5], [1.0, 1.0]
+    operator(x, x, x, tensors[:10], tensors[10:], None, options, factors, "softmax", "auto")
+
+
 @pytest.mark.parametrize(
     "offsets, message",
     [
         ([0, 5, 3], "q_offsets must not decrease, got 5 before 3 at segment 1"),
         ([0, 5, 9], "q_offsets must be 0 to 6, the number of rows, got 0 to 9"),
         ([-1, 5, 6], "q_offsets must be 0 to 6, the number of rows, got -1 to 6"),
-        ([], "q_offsets must have at least one element, got none"),
+        ([], "q_offsets must have 1 elements, got 0"),
     ],
 )
 def test_offsets_that_are_no_addresses(operator, offsets, message):
-    x = torch.randn(6, 1, 8)
-    segments = [torch.tensor(offsets, dtype=torch.int64)] * 2 + [None] * 8
-    options, factors = [0, 0, 1, 0, 0, *[-1] * 5], [1.0, 1.0]
-    call = lambda segments: operator(
-        x, x, x, segments, [None] * 6, None, options, factors, "softmax", "auto"
-    )
     with pytest.raises(RuntimeError, match=message):
-        call(segments)
+        call(operator, [torch.tensor(offsets, dtype=torch.int64)] * 2 + [None] * 14)
 
 
-def test_what_packages_do_not_compute(operator):
-    x, offsets = torch.randn(6, 1, 8), torch.tensor([0, 6])
-    segments = [offsets, offsets, *[None] * 8]
-    for place, name in (4, "pages"), (9, "dropout"):
-        given = [*segments]
-        given[place] = torch.tensor(1)
-        options, factors = [0, 0, 1, 0, 0, *[-1] * 5], [1.0, 1.0]
-        with pytest.raises(RuntimeError, match=f"attention_cpu: {name}"):
-            operator(x, x, x, given, [None] * 6, None, options, factors, "softmax", "auto")
+@pytest.mark.parametrize(
+    "place, message",
+    [
+        (2, "num_targets must have 2 elements, got 1"),
+        (3, "segment_scale must have 2 elements, got 1"),
+        (4, "attention_cpu: pages are not supported"),
+        (9, "attention_cpu: dropout is not supported"),
+        (12, "timestamps must have 6 elements, got 1"),
+        (14, "query_timestamps must have 6 elements, got 1"),
+        (15, "query_shift must have 2 elements, got 1"),
+    ],
+)
+def test_what_is_too_short_or_not_computed(operator, place, message):
+    offsets = torch.tensor([0, 4, 6])
+    tensors = [offsets, offsets, *[None] * 14]
+    tensors[place] = torch.tensor([1])
+    with pytest.raises(RuntimeError, match=message):
+        call(operator, tensors)
