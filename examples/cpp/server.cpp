@@ -5,8 +5,8 @@
 //
 // A message is its length in 8 bytes, little-endian, and what torch.save writes of a list of
 // tensors: the inputs of the model as export_model.py orders them. The answer is such a message of
-// a tuple of its outputs, or of a string that says what is wrong. Connections are served side by side, one
-// request of a connection after the other.
+// a tuple of its outputs, or of a string that says what is wrong. Connections are served side by
+// side, one request of a connection after the other.
 
 #include <dlfcn.h>
 #include <netinet/in.h>
