@@ -105,7 +105,7 @@ struct Mask {
 
   Visible columns(Int row, Int keys, Int num_targets) const {
     const Mask& m = *this;
-    const Int target = std::max<Int>(keys - num_targets, 0);
+    const Int target = std::clamp<Int>(keys - num_targets, 0, keys);
     const Int own_id = id(row, target), last_id = id(target, target), reach = m[max_attn_len];
     const bool is_exempt = m[full_attn_len] && own_id >= last_id - m[full_attn_len];
     Visible found{0, m[causal] ? std::min(row, target) : target, row, row + 1, 0};

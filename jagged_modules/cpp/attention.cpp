@@ -267,12 +267,16 @@ std::tuple<Tensor, Tensor> attention_cpu(Tensor q, Tensor k, Tensor v, MaybeTens
                                         is_double ? ScalarType::Double : ScalarType::Float);
   std::optional<Mask> rule;
   if (mask.has_value()) {
+    STD_TORCH_CHECK(mask->size() <= Mask::num_fields, "attention_cpu: mask has fields of a newer",
+                    " jagged_modules: compile this library with it");
     rule.emplace();
     std::copy(mask->begin(), mask->end(), rule->fields.begin());
   }
   const auto q_offsets = offsets_of("q_offsets", segments[0], rows);
   const auto kv_offsets = offsets_of("kv_offsets", segments[1], std::min(k.size(0), v.size(0)));
   const Int of_queries = q_offsets.size() - 1, of_keys = kv_offsets.size() - 1;
+  STD_TORCH_CHECK(of_keys ? of_queries % of_keys == 0 : !of_queries, "q_offsets must be of ",
+                  of_keys, " segments, as kv_offsets, or a multiple, got ", of_queries);
   const auto num_targets = elements<Int>("num_targets", segments[2], of_keys);
   typed("q", q, [&](auto* data) {
     using T = std::decay_t<decltype(*data)>;

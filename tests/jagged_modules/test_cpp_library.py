@@ -156,6 +156,14 @@ def test_offsets_that_are_no_addresses(operator, offsets, message):
         call(operator, [torch.tensor(offsets, dtype=torch.int64)] * 2 + [None] * 14)
 
 
+@pytest.mark.parametrize("keys", [[0], [0, 2, 4, 6]])
+def test_other_numbers_of_segments(operator, keys):
+    offsets = torch.tensor([0, 2, 6]), torch.tensor(keys)
+    message = f"q_offsets must be of {len(keys) - 1} segments, as kv_offsets, or a multiple, got 2"
+    with pytest.raises(RuntimeError, match=message):
+        call(operator, [*offsets, *[None] * 14])
+
+
 @pytest.mark.parametrize(
     "place, message",
     [
