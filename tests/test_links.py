@@ -15,6 +15,7 @@ DOCUMENTS = [
             "CONTRIBUTING.md",
             "SECURITY.md",
             "kernels/README.md",
+            "examples/cpp/README.md",
         )
     ),
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
