@@ -51,7 +51,7 @@ class DINCall(NamedTuple):
 
 
 class DINTensors(NamedTuple):
-    """What may have gradients: q, k, a, b, and v unless it is k; weights and biases as the
+    """What may have gradients: q, k, a, b or its weight, and v unless it is k; weights and biases as the
     operators take them; one slope, norm weight and norm bias for each hidden layer, or none."""
 
     operands: list[Tensor]

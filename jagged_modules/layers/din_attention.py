@@ -234,7 +234,7 @@ class JaggedDINAttention(nn.Module):
         jagged = self._wrapped("history", history)
         given = self._parsed(targets, candidates, "history", jagged)
         k = entering(autocast(jagged.values), given.levels[0].end)
-        return self._attend(given, k, event_part(k, self._mlp()))
+        return self._attend(given, k, None)
 
     if TYPE_CHECKING:
 
@@ -259,7 +259,7 @@ class JaggedDINAttention(nn.Module):
         values = torch.cat([k, event_part(k, self._mlp())], 1).unsqueeze(1)
         return HistoryCache((rows.with_values(leaving(values, end)),))
 
-    def _attend(self, given: Targets, k: Tensor, b: Tensor) -> Any:
+    def _attend(self, given: Targets, k: Tensor, b: Tensor | None) -> Any:
         (level,) = given.levels
         kernels = runs_kernels("auto", k)
         if is_batch_invariant() and not kernels:

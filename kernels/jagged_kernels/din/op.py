@@ -1,10 +1,10 @@
 """DIN's attention: the registered operators and their launches.
 
-    z1 = D (q ∘ k) + a + b,  h = act(z),  z2 = W2 h1 + b2,  s = w · h + b3
+    z1 = (B + D ∘ q) k + a,  h = act(z),  z2 = W2 h1 + b2,  s = w · h + b3
     out = Σ_i p_i v_i  with  p = s, or the softmax of s over the events
 
-a and b are what the first layer adds for a row of q and for an event; their GEMMs, and those of
-their gradients, are the caller's. triton_forward.py and triton_backward.py have the kernels, mlp.py
+a is what the first layer adds for a row of q; its GEMM, and those of its gradients, are the
+caller's. triton_forward.py and triton_backward.py have the kernels, mlp.py
 and accumulators.py their device functions, configs.py the launch configurations. Results are
 deterministic: each row of a result has one program, and gradients of the MLP are parts of a fixed
 number of programs, summed in a fixed order.
@@ -63,7 +63,8 @@ def _prepare(
     only: int = -1,
 ) -> _Launch:
     same = len(operands) == 4
-    given = Operands(*map(contiguous_last_dim, [*operands, operands[1]][:5]))
+    q, k, a, of_k, v = map(contiguous_last_dim, [*operands, operands[1]][:5])
+    given = Operands(q, k, a, of_k.contiguous(), v)
     width, v_width = given.q.shape[1], given.v.shape[1]
     hidden = tuple(x.shape[0] for x in weights[:-1])
     config = din_config(kernel, given.q.element_size(), max(width, v_width), hidden)
@@ -119,7 +120,7 @@ def triton_din(
     """The weighted sums of the events.
 
     Args:
-        operands: q `[R, E]`, k `[L, E]`, a `[R, H1]`, b `[L, H1]`, and v `[L, Ev]` unless it is k;
+        operands: q `[R, E]`, k `[L, E]`, a `[R, H1]`, B `[H1, E]`, and v `[L, Ev]` unless it is k;
             fp32, fp16 or bf16.
         weights: D `[H1, E]`, then `[H2, H1]` of a second hidden layer, then `[1, H]`.
         biases: of the layers but the first.
@@ -214,8 +215,8 @@ def triton_din_backward(
             *launch.tensors, (do, lse, delta, parts, sums[last]), *shared, rows, users,
             **launch.constants,
         )  # fmt: skip
-    dq, dk, da, db, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
-    first = do.new_zeros((programs, *weights[0].shape[::-1]), dtype=torch.float32)
+    dq, dk, da, _, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
+    first = do.new_zeros((programs, 2, *weights[0].shape[::-1]), dtype=torch.float32)
     if layer < last:
         launch = _prepare("dq", *tensors, layer)
         din_bwd_dq_kernel[(programs,)](
@@ -226,17 +227,19 @@ def triton_din_backward(
         return [sums[layer].sum(0)]
     launch = _prepare("dkdv", *tensors)
     din_bwd_dkdv_kernel[(cdiv(dk.shape[0], launch.config.block) + users,)](
-        *launch.tensors, (do, lse, delta, dk, db, dv), *shared, users, **launch.constants
+        *launch.tensors, (do, lse, delta, dk, dv), *shared, users, **launch.constants
     )
     zero_tails((dq, q_offsets), (da, q_offsets))
-    zero_tails(*((x, kv_offsets) for x in (dk, db, dv)[: count - 2]))
+    zero_tails(*((x, kv_offsets) for x in (dk, dv)[: count - 3]))
+    d_products, d_of_k = first.sum(0).mT
+    results[3].copy_(d_of_k)
     found = list(parts.sum(0).split(sizes))
     if last == 1:  # which the kernel stores transposed
         found[0] = found[0].view(hidden).t().reshape(-1)
     # copies, because an operator's results share no memory
     found = [x.view(y.shape).clone() for x, y in zip(found, (*weights[1:], *biases))]
     of_tables = (x.sum(0) for x in sums if tables[0] is not None)
-    return [*results[:count], first.sum(0).t().contiguous(), *found, *of_tables]
+    return [*results[:count], d_products.contiguous(), *found, *of_tables]
 
 
 refuse_derivative(

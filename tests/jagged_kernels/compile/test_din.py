@@ -26,7 +26,7 @@ RESULTS = dict(
     fwd=("out", "lse"),
     dmlp=("do", "lse", "delta", "parts", "sums"),
     dq=("do", "lse", "delta", "dq", "da", "parts", "sums"),
-    dkdv=("do", "lse", "delta", "dk", "db", "dv"),
+    dkdv=("do", "lse", "delta", "dk", "dv"),
 )
 # Bytes of a thread's registers in memory. Those of dq are read between rows of q only.
 SPILLED = dict(fwd=0, moments=0, dmlp=32, dq=288, dkdv=224)
