@@ -21,9 +21,12 @@ from ..common.activations import activation_factors, activation_function
 from ..common.autograd import refuse_derivative
 from ..common.configs import padded_dim
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
+from ..common.descriptors import has_descriptor
 from ..common.ops import operator
+from ..common.pipeline import descriptor
 from ..common.tail import zero_tails
 from .configs import DINConfig, din_config, pieces
+from .hopper_forward import din_fwd_hopper_kernel
 from .mlp import Operands, Options
 from .results import empty_gradients, joined_moments
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
@@ -101,6 +104,23 @@ def _prepare(
     return _Launch(given, tuple(strides), *contiguous, constants, config)
 
 
+def _runs_hopper(operands: Operands, options: Options) -> bool:
+    """Whether the forward is that of hopper_forward.py."""
+    k = operands.k
+    return (
+        k.is_cuda
+        and device_properties(k.device).capability == (9, 0)
+        and k.dtype == torch.bfloat16
+        and options.same
+        and not options.softmax
+        and len(options.hidden) == 2
+        and options.hidden[0] <= 128
+        and options.hidden[1] <= 64
+        and options.width <= 128
+        and has_descriptor(k[:, None])
+    )
+
+
 def _fake(operands, *_):
     q, v = operands[0], operands[1 if len(operands) == 4 else 4]
     return q.new_empty((q.shape[0], v.shape[1])), q.new_empty(q.shape[:1], dtype=torch.float32)
@@ -136,6 +156,17 @@ def triton_din(
     rows, users = out.shape[0], q_offsets.shape[0] - 1
     if rows == 0 or users == 0:
         return out.zero_(), lse.zero_()
+    if _runs_hopper(launch.operands, launch.constants["OPTIONS"]):
+        options, k = launch.constants["OPTIONS"], launch.operands.k
+        box = 64, max(64, options.block_e)
+        name = "relu" if activation == "relu" else options.units
+        constants = launch.constants | dict(OPTIONS=options._replace(units=name), maxnreg=168)
+        del constants["num_stages"]
+        din_fwd_hopper_kernel[(launch.programs(rows),)](
+            descriptor(k, *box), *launch.tensors, out, (q_offsets, kv_offsets), rows, users,
+            **constants,
+        )  # fmt: skip
+        return out, lse
     din_fwd_kernel[(launch.programs(rows),)](
         *launch.tensors, (out, lse), q_offsets, kv_offsets, rows, users, **launch.constants
     )
