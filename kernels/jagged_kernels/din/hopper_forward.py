@@ -69,6 +69,15 @@ class Last(NamedTuple):
     last_bias: gl.tensor
 
 
+class Sums(NamedTuple):
+    """Of a row of q: acc, outᵀ in 8 equal columns [E, 8]; with softmax the largest score so far,
+    and the sum of the weights, of which each of the 64 events of a tile has a part."""
+
+    acc: gl.tensor
+    largest: gl.tensor
+    total: gl.tensor
+
+
 @gluon.jit
 def _find_user(row, offsets_ptr, num_segments):
     """The last segment that starts at a row or before: as common/loads.py's find_segment."""
@@ -280,11 +289,11 @@ def _start_second(
 
 @gluon.jit
 def _tile(
-    z, acc, k_desc, buffers, last, row, step, num_rows,
+    z, sums, k_desc, buffers, last, row, step, num_rows,
     NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """z1 of the next tile and acc with this tile's, both under way. row: the tile's first one.
-    num_rows: of the segment from there on."""
+    """z1 of the next tile, if there is one (NEXT), and the sums with this tile's. row: the tile's
+    first one. num_rows: of the segment from there on."""
     DTYPE: gl.constexpr = k_desc.dtype
     FIRST: gl.constexpr = len(OPTIONS.pieces[0])
     SECOND: gl.constexpr = len(OPTIONS.pieces[1])
@@ -312,27 +321,36 @@ def _tile(
         h2 = _activate(found[j] + last.bias[j][None, :], buffers, 1, j, ACTIVATION, OPTIONS)
         s = gl.sum(h2 * last.weight[j][None, :], 1)
         p += gl.convert_layout(s, gl.SliceLayout(1, L), assert_trivial=True)
+    acc, largest, total = sums
+    if OPTIONS.softmax:
+        rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
+        p = gl.where(rows < num_rows, p, float("-inf"))
+        new = gl.maximum(largest, gl.max(p, 0))
+        p, rescale = gl.exp(p - new), gl.exp(largest - new)
+        acc, total, largest = acc * rescale, total * rescale + p, new
     of_tile = buffers.p.index(step & 1)
-    of_tile.permute((1, 0)).store(
-        p.to(DTYPE)[:, None].broadcast_to([BLOCK, COPIES])
-    )
+    of_tile.permute((1, 0)).store(p.to(DTYPE)[:, None].broadcast_to([BLOCK, COPIES]))
     fence_async_shared()
     thread_barrier()
     _load_events(k_desc, buffers, row + 2 * BLOCK, step + 2, num_rows > 2 * BLOCK)
     acc = warpgroup_mma(
         buffers.k.index(step % STAGES).permute((1, 0)), of_tile.permute((1, 0)), acc, is_async=True
     )
-    found = warpgroup_mma_wait(0, deps=next_z + (acc,) + ()) if NEXT else (warpgroup_mma_wait(0, deps=(acc,)),)
-    return found
+    if NEXT:
+        done = warpgroup_mma_wait(0, deps=next_z + (acc,))
+        return done[:FIRST], Sums(done[FIRST], largest, total)
+    else:
+        return (), Sums(warpgroup_mma_wait(0, deps=(acc,)), largest, total)
 
 
 @safe_ptxas
 @gluon.jit(do_not_specialize=["num_rows", "num_segments"])
 def din_fwd_hopper_kernel(
-    k_desc, operands, strides, weights, biases, tables, out_ptr, offsets,
+    k_desc, operands, strides, weights, biases, tables, results, offsets,
     num_rows, num_segments, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """Each program has every num_programs-th row of q. offsets: of q and of the events."""
+    """Each program has every num_programs-th row of q. results: as in triton_forward.py. offsets:
+    of q and of the events."""
     WIDTH: gl.constexpr = k_desc.block_type.shape[1]
     DTYPE: gl.constexpr = k_desc.dtype
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, BLOCK], DTYPE)
@@ -353,14 +371,17 @@ def din_fwd_hopper_kernel(
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
-    FIRST: gl.constexpr = len(OPTIONS.pieces[0])
     step = 0
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
         user = _find_user(row, offsets[0], num_segments)
         start, length = load_segment(offsets[1], user)
         length = gl.where(row < gl.load(offsets[0] + num_segments), length, 0)
         row = row.to(gl.int64)
-        acc = gl.zeros([WIDTH, COPIES], gl.float32, L)
+        sums = Sums(
+            gl.zeros([WIDTH, COPIES], gl.float32, L),
+            float("-inf"),
+            gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)),
+        )
         if length > 0:
             _load_events(k_desc, buffers, start, step, True)
             _load_events(k_desc, buffers, start + BLOCK, step + 1, length > BLOCK)
@@ -372,20 +393,25 @@ def din_fwd_hopper_kernel(
             thread_barrier()
             z = warpgroup_mma_wait(0, deps=_start_first(buffers, step, length))
             while length > BLOCK:
-                found = _tile(
-                    z, acc, k_desc, buffers, last, start, step, length, True, ACTIVATION, OPTIONS
+                z, sums = _tile(
+                    z, sums, k_desc, buffers, last, start, step, length, True, ACTIVATION, OPTIONS
                 )
-                z, acc = found[:FIRST], found[FIRST]
                 start += BLOCK
                 length -= BLOCK
                 step += 1
-            found = _tile(
-                z, acc, k_desc, buffers, last, start, step, length, False, ACTIVATION, OPTIONS
+            _, sums = _tile(
+                z, sums, k_desc, buffers, last, start, step, length, False, ACTIVATION, OPTIONS
             )
             step += 1
-            acc = found[0]
-            thread_barrier()
+            thread_barrier()  # every warp has read what the next row writes
+        acc = sums.acc
+        if OPTIONS.softmax:
+            total = gl.sum(sums.total, 0)
+            total = gl.where(total > 0, total, 1.0)  # rows without events
+            acc /= total
+            gl.store(results[1] + row, sums.largest + gl.log(total))
         gl.store(
-            out_ptr + row * OPTIONS.width + units + columns * 0,
-            acc.to(out_ptr.dtype.element_ty), mask=(columns == 0) & (units < OPTIONS.width),
-        )  # fmt: skip
+            results[0] + row * OPTIONS.width + units + columns * 0,
+            acc.to(results[0].dtype.element_ty),
+            mask=(columns == 0) & (units < OPTIONS.width),
+        )

@@ -112,7 +112,6 @@ def _runs_hopper(operands: Operands, options: Options) -> bool:
         and device_properties(k.device).capability == (9, 0)
         and k.dtype == torch.bfloat16
         and options.same
-        and not options.softmax
         and len(options.hidden) == 2
         and options.hidden[0] <= 128
         and options.hidden[1] <= 64
@@ -163,7 +162,7 @@ def triton_din(
         constants = launch.constants | dict(OPTIONS=options._replace(units=name), maxnreg=168)
         del constants["num_stages"]
         din_fwd_hopper_kernel[(launch.programs(rows),)](
-            descriptor(k, *box), *launch.tensors, out, (q_offsets, kv_offsets), rows, users,
+            descriptor(k, *box), *launch.tensors, (out, lse), (q_offsets, kv_offsets), rows, users,
             **constants,
         )  # fmt: skip
         return out, lse
