@@ -41,6 +41,7 @@ from ..common.pipeline import (
     zero_rows,
 )
 from ..common.ptxas import safe_ptxas
+from .mlp import has_table
 
 BLOCK = gl.constexpr(64)  # events of a tile
 STAGES = gl.constexpr(3)
@@ -157,7 +158,7 @@ def _make_table(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
 @gluon.jit
 def _make_tables(tables, OPTIONS: gl.constexpr):
     """_make_table of both layers."""
-    if OPTIONS.units == "prelu" or OPTIONS.units == "dice":
+    if has_table(OPTIONS.units):
         return _make_table(tables[0], 0, OPTIONS), _make_table(tables[1], 1, OPTIONS)
     else:
         return ()
@@ -236,7 +237,7 @@ def _relu16(z):
 @gluon.jit
 def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
     """h of a piece of a layer."""
-    if OPTIONS.units is None or OPTIONS.units == "relu":
+    if not has_table(OPTIONS.units):
         return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
     else:
         L: gl.constexpr = gl.SliceLayout(0, z.type.layout)

@@ -27,7 +27,7 @@ class Options(NamedTuple):
         hidden: numbers of units. pieces: of each hidden layer, (first unit, size) of its pieces.
         block: events of a tile.
         align: see `aligned_strides`. precision: of MMAs.
-        units: "prelu" or "dice"; None: ACTIVATION is a function of z alone.
+        units: "relu", "prelu" or "dice"; None: ACTIVATION, a function of z alone.
         factors: which ACTIVATION leaves out, of value and derivative.
         softmax: over the events. same: v is k.
         only: the hidden layer of which the kernel computes only the sums; -1: all.
@@ -106,6 +106,12 @@ class Scores(NamedTuple):
     z: tl.tuple
     h: tl.tuple
     s: tl.tensor
+
+
+@triton.constexpr_function
+def has_table(units):
+    """Whether units have parameters."""
+    return units in ("prelu", "dice")
 
 
 # -- loads -----------------------------------------------------------------------------------------
@@ -275,6 +281,8 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
             h = h + (ACTIVATION(z[i], 1.0)[0] * OPTIONS.factors[0],)
+        elif OPTIONS.units == "relu":
+            h = h + (ACTIVATION(z[i], 1.0)[0],)
         elif OPTIONS.units == "prelu":
             slope = _load_row(mlp, 0, LAYER, i, OPTIONS)
             h = h + (tl.where(z[i] > 0, z[i], slope * z[i]),)
@@ -290,7 +298,7 @@ def first_layer(events, mlp, OPTIONS: tl.constexpr):
     """z of the first layer, for one row of q."""
     z, a = (), load_pieces(mlp.a, 0, OPTIONS)
     for i in tl.static_range(len(mlp.first)):
-        start = zeros(OPTIONS.block, OPTIONS.pieces[0][i][1]) + a[i][None, :]
+        start = tl.broadcast_to(a[i][None, :], [OPTIONS.block, OPTIONS.pieces[0][i][1]])
         piece = tl.dot(events.k, tl.trans(mlp.first[i]), start, input_precision=OPTIONS.precision)
         z = z + (piece,)
     return z
@@ -301,7 +309,7 @@ def second_layer(h, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     """z of the second layer. DTYPE: of the MMA's operands."""
     z, bias = (), load_pieces(mlp.bias, 1, OPTIONS)
     for j in tl.static_range(len(bias)):
-        piece = zeros(OPTIONS.block, OPTIONS.pieces[1][j][1]) + bias[j][None, :]
+        piece = tl.broadcast_to(bias[j][None, :], [OPTIONS.block, OPTIONS.pieces[1][j][1]])
         for i in tl.static_range(len(h)):
             piece = tl.dot(
                 h[i].to(DTYPE), tl.trans(mlp.second[i][j]), piece,
@@ -363,11 +371,13 @@ def activation_gradient(
     dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """dz of a layer, and for each piece `partial_sums` of the gradients of slope, and with Dice
-    of bias and weight, of its table; none for a function of z alone."""
+    of bias and weight, of its table; none without one."""
     dz, sums = (), ()
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
             dz = dz + (dh[i] * (ACTIVATION(z[i], 1.0)[1] * OPTIONS.factors[1]),)
+        elif OPTIONS.units == "relu":
+            dz = dz + (tl.where(z[i] > 0, dh[i], 0.0),)
         elif OPTIONS.units == "prelu":
             slope = _load_row(mlp, 0, LAYER, i, OPTIONS)
             dz = dz + (tl.where(z[i] > 0, dh[i], slope * dh[i]),)

@@ -27,7 +27,7 @@ from ..common.pipeline import descriptor
 from ..common.tail import zero_tails
 from .configs import DINConfig, din_config, pieces
 from .hopper_forward import din_fwd_hopper_kernel
-from .mlp import Operands, Options
+from .mlp import Operands, Options, has_table
 from .results import empty_gradients, joined_moments
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
 from .triton_forward import din_fwd_kernel, din_moments_kernel
@@ -72,8 +72,7 @@ def _prepare(
     hidden = tuple(x.shape[0] for x in weights[:-1])
     config = din_config(kernel, given.q.element_size(), max(width, v_width), hidden)
     bfloat16 = given.q.dtype == torch.bfloat16
-    with_units = activation in ("prelu", "dice")
-    name = "sigmoid" if with_units else activation
+    name = "sigmoid" if has_table(activation) else activation
     align, strides = aligned_strides(*((x, 0) for x in given))
     options = Options(
         width=width,
@@ -85,7 +84,7 @@ def _prepare(
         block=config.block,
         align=align,
         precision=precision(given.q),
-        units=activation if with_units else None,
+        units=activation if activation in ("relu", "prelu", "dice") else None,
         factors=activation_factors(name, bfloat16, 1.0),
         softmax=softmax,
         same=same,
@@ -156,13 +155,11 @@ def triton_din(
     if rows == 0 or users == 0:
         return out.zero_(), lse.zero_()
     if _runs_hopper(launch.operands, launch.constants["OPTIONS"]):
-        options, k = launch.constants["OPTIONS"], launch.operands.k
-        box = 64, max(64, options.block_e)
-        name = "relu" if activation == "relu" else options.units
-        constants = launch.constants | dict(OPTIONS=options._replace(units=name), maxnreg=168)
+        k, width = launch.operands.k, launch.constants["OPTIONS"].block_e
+        constants = launch.constants | dict(maxnreg=168)
         del constants["num_stages"]
         din_fwd_hopper_kernel[(launch.programs(rows),)](
-            descriptor(k, *box), *launch.tensors, (out, lse), (q_offsets, kv_offsets), rows, users,
+            descriptor(k, 64, max(64, width)), *launch.tensors, (out, lse), (q_offsets, kv_offsets), rows, users,
             **constants,
         )  # fmt: skip
         return out, lse

@@ -28,6 +28,7 @@ from .mlp import (
     Mlp,
     activation_gradient,
     add_event_gradient,
+    has_table,
     last_gradient,
     load_events,
     load_keys,
@@ -105,7 +106,7 @@ def din_bwd_dq_kernel(
     gradients: do, lse, delta, dq, da, parts of zeros, sums. With S = Kᵀ dZ1 of a row of q, dBᵀ =
     Σ S, dDᵀ = Σ S ∘ q and dq = Σ_units S ∘ Dᵀ: one MMA gives all. OPTIONS.only = 0: only the sums.
     """
-    SUMS: tl.constexpr = OPTIONS.units is not None and len(OPTIONS.hidden) == 2
+    SUMS: tl.constexpr = has_table(OPTIONS.units) and len(OPTIONS.hidden) == 2
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     sums = _zero_sums(0, SUMS, OPTIONS)
     SIZE: tl.constexpr = OPTIONS.width * OPTIONS.hidden[0]
@@ -217,7 +218,7 @@ def din_bwd_dmlp_kernel(
     second layer, those of w and b3. OPTIONS.only >= 0: only the sums.
     """
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
-    SUMS: tl.constexpr = OPTIONS.units is not None
+    SUMS: tl.constexpr = has_table(OPTIONS.units)
     dtype: tl.constexpr = operands.k.dtype.element_ty
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     dsecond, sums = _zero_second(OPTIONS), _zero_sums(LAST, SUMS, OPTIONS)

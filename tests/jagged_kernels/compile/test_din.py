@@ -9,7 +9,7 @@ from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
 from jagged_kernels.din import triton_backward, triton_forward
 from jagged_kernels.din.configs import din_config, pieces
-from jagged_kernels.din.mlp import Operands, Options
+from jagged_kernels.din.mlp import Operands, Options, has_table
 
 from ..sass import spilled_bytes
 from .ahead_of_time import compile_for
@@ -40,21 +40,21 @@ def compile_din(
 ):  # fmt: skip
     """A compiled kernel, as op.py launches it. v is k."""
     config = din_config(name, 4 if dtype == "fp32" else 2, width, hidden)
-    units = activation if activation in ("prelu", "dice") else None
+    units = activation if activation in ("relu", "prelu", "dice") else None
     options = Options(
         width=width, v_width=width, block_e=padded_dim(width), block_v=padded_dim(width),
         hidden=hidden, pieces=tuple(map(pieces, hidden)), block=config.block, align=align,
         precision="bf16x6" if dtype == "fp32" else "tf32", units=units,
         factors=(1.0, 1.0), softmax=softmax, same=True, only=only,
     )  # fmt: skip
-    function = activation_function("sigmoid" if units else activation, dtype == "bf16")
+    function = activation_function("sigmoid" if has_table(units) else activation, dtype == "bf16")
     element, layers = f"*{dtype}", len(hidden)
     tuples = dict(
         operands=Operands(*[element] * 5),
         strides=("i32",) * 5,
         weights=(element,) * (layers + 1),
         biases=(element,) * layers,
-        tables=("*fp32",) * (layers if units else 0),
+        tables=("*fp32",) * (layers if has_table(units) else 0),
     )
     if name in RESULTS:
         argument = "results" if name == "fwd" else "gradients"
