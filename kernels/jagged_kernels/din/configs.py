@@ -1,8 +1,10 @@
-"""Launch configurations of DIN's attention. Triton is its one backend."""
+"""Which kernels of DIN's attention run, and their launch configurations."""
 
 from __future__ import annotations
 
 import dataclasses
+
+import torch
 
 from ..common.configs import padded_dim
 
@@ -45,6 +47,34 @@ def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) 
     # with 168 registers, three programs of four warps run at once on an SM of 65536
     max_registers = 168 if kernel == "fwd" and width <= 64 else None
     return DINConfig(64, 4, 2, CTAS[kernel], max_registers)
+
+
+@dataclasses.dataclass(frozen=True)
+class DINProblem:
+    """What decides which forward runs. same: v is k. aligned: TMA can read rows of k."""
+
+    width: int
+    hidden: tuple[int, ...]
+    dtype: torch.dtype
+    same: bool
+    aligned: bool
+    device_type: str
+    capability: tuple[int, int]
+
+
+def forward_runs_on_hopper(problem: DINProblem) -> bool:
+    """Whether the forward is that of hopper_forward.py, which keeps the accumulators of all units
+    in registers."""
+    return (
+        (problem.device_type, problem.capability) == ("cuda", (9, 0))
+        and problem.dtype == torch.bfloat16
+        and problem.same
+        and problem.aligned
+        and problem.width <= 128
+        and len(problem.hidden) == 2
+        and problem.hidden[0] <= 128
+        and problem.hidden[1] <= 64
+    )
 
 
 def pieces(units: int) -> tuple[tuple[int, int], ...]:

@@ -25,7 +25,7 @@ from ..common.descriptors import has_descriptor
 from ..common.ops import operator
 from ..common.pipeline import descriptor
 from ..common.tail import zero_tails
-from .configs import DINConfig, din_config, pieces
+from .configs import DINConfig, DINProblem, din_config, forward_runs_on_hopper, pieces
 from .hopper_forward import din_fwd_hopper_kernel
 from .mlp import Operands, Options, has_table
 from .results import empty_gradients, joined_moments
@@ -103,19 +103,14 @@ def _prepare(
     return _Launch(given, tuple(strides), *contiguous, constants, config)
 
 
-def _runs_hopper(operands: Operands, options: Options) -> bool:
-    """Whether the forward is that of hopper_forward.py."""
-    k = operands.k
-    return (
-        k.is_cuda
-        and device_properties(k.device).capability == (9, 0)
-        and k.dtype == torch.bfloat16
-        and options.same
-        and len(options.hidden) == 2
-        and options.hidden[0] <= 128
-        and options.hidden[1] <= 64
-        and options.width <= 128
-        and has_descriptor(k[:, None])
+def _runs_hopper(k: Tensor, options: Options) -> bool:
+    """Whether the forward is Hopper's. k: the events."""
+    aligned = has_descriptor(k[:, None])
+    capability = device_properties(k.device).capability
+    return forward_runs_on_hopper(
+        DINProblem(
+            options.width, options.hidden, k.dtype, options.same, aligned, k.device.type, capability
+        )
     )
 
 
@@ -154,12 +149,13 @@ def triton_din(
     rows, users = out.shape[0], q_offsets.shape[0] - 1
     if rows == 0 or users == 0:
         return out.zero_(), lse.zero_()
-    if _runs_hopper(launch.operands, launch.constants["OPTIONS"]):
-        k, width = launch.operands.k, launch.constants["OPTIONS"].block_e
-        constants = launch.constants | dict(maxnreg=168)
-        del constants["num_stages"]
+    k, options = launch.operands.k, launch.constants["OPTIONS"]
+    if _runs_hopper(k, options):
+        constants = dict(
+            ACTIVATION=launch.constants["ACTIVATION"], OPTIONS=options, num_warps=4, maxnreg=168
+        )
         din_fwd_hopper_kernel[(launch.programs(rows),)](
-            descriptor(k, 64, max(64, width)), *launch.tensors, (out, lse), (q_offsets, kv_offsets), rows, users,
+            descriptor(k, 64, max(64, options.block_e)), *launch.tensors, (out, lse), (q_offsets, kv_offsets), rows, users,
             **constants,
         )  # fmt: skip
         return out, lse
