@@ -16,7 +16,9 @@ TYPICAL = DINProblem(
     "changes, expected",
     [
         ({}, True),
-        (dict(width=128, hidden=(128, 64)), True),
+        (dict(hidden=(128, 64)), True),
+        (dict(width=128, hidden=(80, 64)), True),
+        (dict(width=128, hidden=(128, 64)), False),  # one program an SM
         (dict(width=129), False),
         (dict(hidden=(129, 40)), False),
         (dict(hidden=(80, 65)), False),

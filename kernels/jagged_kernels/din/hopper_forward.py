@@ -41,17 +41,19 @@ from ..common.pipeline import (
     zero_rows,
 )
 from ..common.ptxas import safe_ptxas
+from .configs import HOPPER_STAGES
 from .mlp import has_table
 
 BLOCK = gl.constexpr(64)  # events of a tile
-STAGES = gl.constexpr(3)
+STAGES = gl.constexpr(HOPPER_STAGES)
+AHEAD = gl.constexpr(HOPPER_STAGES - 1)  # tiles that are loaded before their turn
 COPIES = gl.constexpr(8)  # columns of p
 WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Buffers(NamedTuple):
     """Shared memory. k `[STAGES, 64, E]`, their barriers, pieces of M `[n, E]`, of W2 `[m, n]` for
-    each piece of the first layer, p `[2, 8, 64]`, and pieces of vectors."""
+    each piece of the first layer, p `[2, 8, 64]`, and pieces of a, b2, w, and of tables."""
 
     k: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -59,15 +61,16 @@ class Buffers(NamedTuple):
     second: gl.tuple
     p: gl.shared_memory_descriptor
     a: gl.tuple
+    bias: gl.tuple
+    weight: gl.tuple
     tables: gl.tuple
 
 
-class Last(NamedTuple):
-    """Pieces of b2 and of w in registers, and b3."""
+class Events(NamedTuple):
+    """The events of a row of q: the first one, and how many."""
 
-    bias: gl.tuple
-    weight: gl.tuple
-    last_bias: gl.tensor
+    start: gl.tensor
+    length: gl.tensor
 
 
 class Sums(NamedTuple):
@@ -93,6 +96,15 @@ def _find_user(row, offsets_ptr, num_segments):
         low += skipped
         size = gl.minimum(step, size - skipped)
     return low
+
+
+@gluon.jit
+def _find_events(row, num_rows, num_segments, offsets):
+    """The Events of a row of q; none from num_rows on, and behind the last segment."""
+    user = _find_user(row, offsets[0], num_segments)
+    start, length = load_segment(offsets[1], user)
+    there = (row < num_rows) & (row < gl.load(offsets[0] + num_segments))
+    return Events(start, gl.where(there, length, 0))
 
 
 @gluon.jit
@@ -226,6 +238,18 @@ def _store_first(buffers, q_ptr, of_k_ptr, products_ptr, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
+def _of_columns(vector, z):
+    """A vector in shared memory as a row [1, n] beside z."""
+    return vector.load(gl.SliceLayout(0, z.type.layout))[None, :]
+
+
+@gluon.jit
+def _plus(z, vector):
+    """z plus a vector in shared memory."""
+    return z + _of_columns(vector, z)
+
+
+@gluon.jit
 def _relu16(z):
     """ReLU of z, rounded to bf16: one instruction for two numbers."""
     return gl.inline_asm_elementwise(
@@ -240,14 +264,13 @@ def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTI
     if not has_table(OPTIONS.units):
         return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
     else:
-        L: gl.constexpr = gl.SliceLayout(0, z.type.layout)
         vectors = buffers.tables[LAYER]
-        first = vectors[0][i].load(L)[None, :]
+        first = _of_columns(vectors[0][i], z)
         if OPTIONS.units == "prelu":
             return gl.where(z > 0, z, first * z)
         else:
-            scale, shift = vectors[2][i].load(L)[None, :], vectors[3][i].load(L)[None, :]
-            return z * (first + vectors[1][i].load(L)[None, :] * _fast_tanh(z * scale + shift))
+            t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
+            return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
 
 
 @gluon.jit
@@ -259,6 +282,34 @@ def _load_events(k_desc, buffers, row, step, wanted):
         k_desc, [row.to(gl.int32), 0], buffers.full.index(stage), buffers.k.index(stage),
         pred=wanted,
     )  # fmt: skip
+
+
+@gluon.jit
+def _load_missing(k_desc, buffers, events, step, missing):
+    """Start to load the first tiles of a row, of which only `missing` were not."""
+    for i in gl.static_range(AHEAD):
+        wanted = (i < missing) & (events.length > BLOCK * i)
+        _load_events(k_desc, buffers, events.start + BLOCK * i, step + i, wanted)
+
+
+@gluon.jit
+def _load_ahead(k_desc, buffers, events, next_events, step):
+    """Start to load the tile that is AHEAD of the first one of these events: it may be one of the
+    next row of q."""
+    tiles = (events.length + BLOCK - 1) // BLOCK
+    column = BLOCK * (AHEAD - tiles)
+    inside = tiles > AHEAD
+    row = gl.where(inside, events.start + BLOCK * AHEAD, next_events.start + column)
+    _load_events(k_desc, buffers, row, step + AHEAD, inside | (column < next_events.length))
+
+
+@gluon.jit
+def _wait(mmas, PENDING: gl.constexpr):
+    """The results of all MMAs but the last PENDING, as a tuple."""
+    if len(mmas) == 1:
+        return (warpgroup_mma_wait(PENDING, deps=mmas),)
+    else:
+        return warpgroup_mma_wait(PENDING, deps=mmas)
 
 
 @gluon.jit
@@ -290,42 +341,41 @@ def _start_second(
 
 @gluon.jit
 def _tile(
-    z, sums, k_desc, buffers, last, row, step, num_rows,
+    z, sums, k_desc, buffers, last_bias, events, next_events, step,
     NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """z1 of the next tile, if there is one (NEXT), and the sums with this tile's. row: the tile's
-    first one. num_rows: of the segment from there on."""
+    """z1 of the next tile, if there is one (NEXT), and the sums with this tile's, the first of
+    these events. next_events: of the next row of q."""
     DTYPE: gl.constexpr = k_desc.dtype
     FIRST: gl.constexpr = len(OPTIONS.pieces[0])
     SECOND: gl.constexpr = len(OPTIONS.pieces[1])
     h = ()
     for i in gl.static_range(FIRST):
-        a = buffers.a[i].load(gl.SliceLayout(0, z[i].type.layout))[None, :]
         if OPTIONS.units == "relu":
-            piece = _relu16(z[i] + a)
+            piece = _relu16(_plus(z[i], buffers.a[i]))
         else:
-            piece = _activate(z[i] + a, buffers, 0, i, ACTIVATION, OPTIONS)
+            piece = _activate(_plus(z[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
         h = h + (piece,)
     z2, operands = (), ()
     for j in gl.static_range(SECOND):
         part, used = _start_second(h, buffers, j, DTYPE, OPTIONS)
         z2, operands = z2 + (part,), operands + used
     if NEXT:
-        next_z = _start_first(buffers, step + 1, num_rows - BLOCK)
+        next_z = _start_first(buffers, step + 1, events.length - BLOCK)
         found = warpgroup_mma_wait(FIRST, deps=z2 + operands)
     else:
         next_z = ()
         found = warpgroup_mma_wait(0, deps=z2 + operands)
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
-    p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last.last_bias
+    p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last_bias
     for j in gl.static_range(SECOND):
-        h2 = _activate(found[j] + last.bias[j][None, :], buffers, 1, j, ACTIVATION, OPTIONS)
-        s = gl.sum(h2 * last.weight[j][None, :], 1)
+        h2 = _activate(_plus(found[j], buffers.bias[j]), buffers, 1, j, ACTIVATION, OPTIONS)
+        s = gl.sum(h2 * _of_columns(buffers.weight[j], h2), 1)
         p += gl.convert_layout(s, gl.SliceLayout(1, L), assert_trivial=True)
     acc, largest, total = sums
     if OPTIONS.softmax:
         rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
-        p = gl.where(rows < num_rows, p, float("-inf"))
+        p = gl.where(rows < events.length, p, float("-inf"))
         new = gl.maximum(largest, gl.max(p, 0))
         p, rescale = gl.exp(p - new), gl.exp(largest - new)
         acc, total, largest = acc * rescale, total * rescale + p, new
@@ -333,7 +383,7 @@ def _tile(
     of_tile.permute((1, 0)).store(p.to(DTYPE)[:, None].broadcast_to([BLOCK, COPIES]))
     fence_async_shared()
     thread_barrier()
-    _load_events(k_desc, buffers, row + 2 * BLOCK, step + 2, num_rows > 2 * BLOCK)
+    _load_ahead(k_desc, buffers, events, next_events, step)
     acc = warpgroup_mma(
         buffers.k.index(step % STAGES).permute((1, 0)), of_tile.permute((1, 0)), acc, is_async=True
     )
@@ -362,47 +412,48 @@ def din_fwd_hopper_kernel(
         _make_second(weights[1], OPTIONS),
         gl.allocate_shared_memory(DTYPE, [2, COPIES, BLOCK], P),
         _make_vectors(0, OPTIONS),
+        _make_vectors(1, OPTIONS),
+        _make_vectors(1, OPTIONS),
         _make_tables(tables, OPTIONS),
     )
-    last = Last(
-        _load_pieces(biases[0], 1, OPTIONS),
-        _load_pieces(weights[2], 1, OPTIONS),
-        gl.load(biases[1]).to(gl.float32),
-    )
+    _store_vectors(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
+    _store_vectors(buffers.weight, _load_pieces(weights[2], 1, OPTIONS))
+    last_bias = gl.load(biases[1]).to(gl.float32)
     L: gl.constexpr = mma_layout(BLOCK, COPIES)
     columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
     units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
-    step = 0
+    step, missing = 0, AHEAD
+    next_events = _find_events(gl.program_id(0), num_rows, num_segments, offsets)
     for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
-        user = _find_user(row, offsets[0], num_segments)
-        start, length = load_segment(offsets[1], user)
-        length = gl.where(row < gl.load(offsets[0] + num_segments), length, 0)
+        events = next_events
+        _load_missing(k_desc, buffers, events, step, missing)
+        next_events = _find_events(row + gl.num_programs(0), num_rows, num_segments, offsets)
+        missing = gl.maximum(AHEAD - (events.length + BLOCK - 1) // BLOCK, 0)
         row = row.to(gl.int64)
         sums = Sums(
             gl.zeros([WIDTH, COPIES], gl.float32, L),
             float("-inf"),
             gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)),
         )
-        if length > 0:
-            _load_events(k_desc, buffers, start, step, True)
-            _load_events(k_desc, buffers, start + BLOCK, step + 1, length > BLOCK)
+        if events.length > 0:
             q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
             _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
             a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
             _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
             fence_async_shared()
             thread_barrier()
-            z = warpgroup_mma_wait(0, deps=_start_first(buffers, step, length))
-            while length > BLOCK:
+            z = _wait(_start_first(buffers, step, events.length), 0)
+            while events.length > BLOCK:
                 z, sums = _tile(
-                    z, sums, k_desc, buffers, last, start, step, length, True, ACTIVATION, OPTIONS
-                )
-                start += BLOCK
-                length -= BLOCK
+                    z, sums, k_desc, buffers, last_bias, events, next_events, step,
+                    True, ACTIVATION, OPTIONS,
+                )  # fmt: skip
+                events = Events(events.start + BLOCK, events.length - BLOCK)
                 step += 1
             _, sums = _tile(
-                z, sums, k_desc, buffers, last, start, step, length, False, ACTIVATION, OPTIONS
-            )
+                z, sums, k_desc, buffers, last_bias, events, next_events, step,
+                False, ACTIVATION, OPTIONS,
+            )  # fmt: skip
             step += 1
             thread_barrier()  # every warp has read what the next row writes
         acc = sums.acc

@@ -25,7 +25,14 @@ from ..common.descriptors import has_descriptor
 from ..common.ops import operator
 from ..common.pipeline import descriptor
 from ..common.tail import zero_tails
-from .configs import DINConfig, DINProblem, din_config, forward_runs_on_hopper, pieces
+from .configs import (
+    DINConfig,
+    DINProblem,
+    din_config,
+    forward_runs_on_hopper,
+    hopper_config,
+    pieces,
+)
 from .hopper_forward import din_fwd_hopper_kernel
 from .mlp import Operands, Options, has_table
 from .results import empty_gradients, joined_moments
@@ -151,8 +158,10 @@ def triton_din(
         return out.zero_(), lse.zero_()
     k, options = launch.operands.k, launch.constants["OPTIONS"]
     if _runs_hopper(k, options):
-        constants = dict(
-            ACTIVATION=launch.constants["ACTIVATION"], OPTIONS=options, num_warps=4, maxnreg=168
+        config = hopper_config(options.width, options.hidden)
+        by_size = options.pieces[0], pieces(options.hidden[1], 8)
+        constants = launch.constants | dict(
+            OPTIONS=options._replace(pieces=by_size), maxnreg=config.max_registers
         )
         din_fwd_hopper_kernel[(launch.programs(rows),)](
             descriptor(k, 64, max(64, options.block_e)), *launch.tensors, (out, lse), (q_offsets, kv_offsets), rows, users,
