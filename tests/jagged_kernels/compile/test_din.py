@@ -30,9 +30,9 @@ RESULTS = dict(
     dq=("do", "lse", "delta", "dq", "da", "parts", "sums"),
     dkdv=("do", "lse", "delta", "dk", "dv"),
 )
-# Bytes of a thread's registers in memory. Those of dq are read between rows of q only.
-SPILLED = dict(fwd=0, moments=0, dmlp=32, dq=288, dkdv=224)
-SPILLED_BY_DICE = dict(fwd=32, moments=0, dmlp=288, dq=864, dkdv=256)
+# Bytes of a thread's registers in memory. Those of dmlp and dq are read between rows of q only.
+SPILLED = dict(fwd=0, moments=0, dmlp=120, dq=64, dkdv=160)
+SPILLED_BY_DICE = dict(fwd=0, moments=0, dmlp=320, dq=400, dkdv=104)
 by_name = pytest.mark.parametrize("name", [x for x in KERNELS if x != "hopper"])
 
 
@@ -45,7 +45,7 @@ def compile_din(
     if name == "hopper":
         config, by_size = hopper_config(width, hidden), (by_size[0], pieces(hidden[1], 8))
     else:
-        config = din_config(name, 4 if dtype == "fp32" else 2, width, hidden)
+        config = din_config(name, 4 if dtype == "fp32" else 2, width, hidden, activation)
     units = activation if activation in ("relu", "prelu", "dice") else None
     options = Options(
         width=width, v_width=width, block_e=padded_dim(width), block_v=padded_dim(width),
