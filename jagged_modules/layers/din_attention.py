@@ -35,8 +35,7 @@ class JaggedDINAttention(nn.Module):
     """Target attention of DIN (Zhou et al. 2018, arXiv:1706.06978): the weight of each event is an
     MLP's score of the features of target and event. No tensor has a row for each pair.
 
-    The first linear is split: what it adds for an event is computed once per user, for all of the
-    user's candidates. See `functional.din_attention`.
+    The first linear is split, see `functional.din_attention`.
 
     Args:
         embedding_dim: width E of targets, history and output.

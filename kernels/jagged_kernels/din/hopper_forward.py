@@ -326,9 +326,7 @@ def _start_first(buffers, step, num_rows):
 
 
 @gluon.jit
-def _start_second(
-    h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.constexpr
-):
+def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
     """Start z2 of a piece, and its operands in registers."""
     N: gl.constexpr = OPTIONS.pieces[1][j][1]
     operands = (to_mma_operand(h[0], DTYPE, N),)

@@ -78,8 +78,8 @@ class Mlp(NamedTuple):
     """The MLP's matrices, and pointers to its vectors.
 
     first: M of a row of q, pieces [n, block_e]. second: W2, for each piece of the first layer those
-    of the second one, [m, n], which a program keeps. a: of the row of q. bias: b2. last: w. last_bias: b3, its value. tables: those of
-    each layer.
+    of the second one, [m, n], which a program keeps. a: of the row of q. bias: b2. last: w.
+    last_bias: b3, its value. tables: those of each layer.
     """
 
     first: tl.tuple

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..common.activations import activation_factors, activation_function
 from ..common.autograd import refuse_derivative
 from ..common.configs import padded_dim
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
 from ..common.descriptors import has_descriptor
+from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
 from ..common.ops import operator
 from ..common.pipeline import descriptor
 from ..common.tail import zero_tails
@@ -164,8 +164,8 @@ def triton_din(
             OPTIONS=options._replace(pieces=by_size), maxnreg=config.max_registers
         )
         din_fwd_hopper_kernel[(launch.programs(rows),)](
-            descriptor(k, 64, max(64, options.block_e)), *launch.tensors, (out, lse), (q_offsets, kv_offsets), rows, users,
-            **constants,
+            descriptor(k, 64, max(64, options.block_e)), *launch.tensors, (out, lse),
+            (q_offsets, kv_offsets), rows, users, **constants,
         )  # fmt: skip
         return out, lse
     din_fwd_kernel[(launch.programs(rows),)](

@@ -1,8 +1,8 @@
 """Backward kernels of DIN's attention. Each computes the scores again, and sums over what it loops
 over: dq and da over events, gradients of events over rows of q, gradients of the MLP over both.
 
-The gradients of q and of the MLP have kernels of their own, and dB and dD are summed in memory, because the
-sums of one kernel for all would take more registers than there are.
+The gradients of q and of the MLP have kernels of their own, and dB and dD are summed in memory,
+because the sums of one kernel for all would take more registers than there are.
 """
 
 from typing import NamedTuple
@@ -66,9 +66,7 @@ def _load_query(mlp, operands, strides, weights, gradients, row, OPTIONS: tl.con
 
 
 @triton.jit
-def _last_layer_gradient(
-    query, events, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
-):
+def _last_layer_gradient(query, events, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
     """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums. index: of
     the round of a loop."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
@@ -119,9 +117,7 @@ def din_bwd_dq_kernel(
         products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_sums(0, OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            found, _, ds, dz, more = _last_layer_gradient(
-                query, events, start, ACTIVATION, OPTIONS
-            )
+            found, _, ds, dz, more = _last_layer_gradient(query, events, start, ACTIVATION, OPTIONS)
             if len(OPTIONS.hidden) == 2:
                 dz, more = _first_layer_gradient(
                     dz, found, query, events, start, ACTIVATION, OPTIONS
@@ -231,9 +227,7 @@ def din_bwd_dmlp_kernel(
         )
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            found, _, ds, dz, more = _last_layer_gradient(
-                query, events, start, ACTIVATION, OPTIONS
-            )
+            found, _, ds, dz, more = _last_layer_gradient(query, events, start, ACTIVATION, OPTIONS)
             if SUMS:
                 sums = _plus_sums(sums, more)
             if OPTIONS.only < 0:
