@@ -60,15 +60,16 @@ class Operands(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, the
-    argument of Dice's sigmoid is scale · z + shift, and the gradient of z through the statistics is
-    d0 + d1 · z."""
+    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, half of
+    the argument of Dice's sigmoid is half · z + shift, and the gradient of z through the statistics
+    is d0 + d1 · z."""
 
     slope: tl.tensor
     rest: tl.tensor
     mean: tl.tensor
     rstd: tl.tensor
     scale: tl.tensor
+    half: tl.tensor
     shift: tl.tensor
     d0: tl.tensor
     d1: tl.tensor
@@ -168,8 +169,9 @@ def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.conste
         rows = rows + (_load_row(mlp, row, LAYER, PIECE, OPTIONS),)
     slope, mean, rstd, weight, bias, d0, d1 = rows
     scale, d1 = weight * rstd, d1 * rstd
-    shift, d0 = bias - mean * scale, d0 - mean * d1
-    return Unit(slope, 1.0 - slope, mean, rstd, scale, shift, d0, d1)
+    half = 0.5 * scale  # the fast sigmoid takes half of its argument
+    shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
+    return Unit(slope, 1.0 - slope, mean, rstd, scale, half, shift, d0, d1)
 
 
 @triton.jit
@@ -288,7 +290,7 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
             h = h + (tl.where(z[i] > 0, z[i], slope * z[i]),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
-            p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
+            p = ACTIVATION(z[i] * unit.half + unit.shift, 2.0)[0]
             h = h + (z[i] * (unit.slope + unit.rest * p),)
     return h
 
@@ -385,7 +387,7 @@ def activation_gradient(
             sums = sums + ((dslope,),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
-            p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
+            p = ACTIVATION(z[i] * unit.half + unit.shift, 2.0)[0]
             dslope = dh[i] * z[i] * (1.0 - p)
             g = dslope * (unit.rest * p)
             piece = dh[i] * (unit.slope + unit.rest * p) + g * unit.scale
