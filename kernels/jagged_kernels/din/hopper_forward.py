@@ -2,20 +2,22 @@
 
     M = B + D ∘ q,  h1 = act(k Mᵀ + a),  h2 = act(h1 W2ᵀ + b2),  p = h2 · w + b3,  out = Σ_i p_i k_i
 
-Warps           no specialisation: four warps compute one row of q after another, three or four
-                thread blocks an SM
+Warps           no specialisation: four warps compute one row of q after another; four thread
+                blocks an SM, or two
 Tiles           64 events of E columns, 64 or 128. A layer's units are in pieces, see mlp.py
 MMAs            z1: k from shared memory. z2: h1 from registers. out: kᵀ, 64 or 128 rows, times p in
                 eight equal columns, the smallest number
 Barriers        full, one for each stage of the ring of k: arrive count 1 (the thread that expects
-                the TMA's bytes). There are no empty barriers: a stage is filled again behind the
-                barrier of a tile whose MMAs before it have read the stage
-Shared memory   at E = 64 and hidden (80, 40): k 3 x 8 + M 10 + W2 7.5 + p 2 x 1 = 43.5 KiB, and
-                the vectors; at E = 128 78 KiB
-Registers       at most 168 a thread
+                the TMA's bytes). There are no empty barriers: a stage is filled again behind a
+                barrier of all warps that have waited for the MMAs that read it. Tiles are loaded
+                three ahead, also those of the next row of q
+Shared memory   in KiB, and less than 3 for vectors and barriers, at hidden (80, 40):
+                E =  64:  50 = k 4 x 8 + M 10 + W2 6 + p 2 x 1
+                E = 128:  92 = k 4 x 16 + M 20 + W2 6 + p 2 x 1
+Registers       128 a thread for four thread blocks an SM, no limit for two: configs.hopper_config
 
-Order of a tile (`_tile`): wait for its z1; start z2; start z1 of the next tile, which runs during
-all that follows; wait for z2, and so for the last tile's out; store p; start out.
+Order of a tile (`_tile`): h1; start z2; start z1 of the next tile, which runs during all that
+follows but the last wait; wait for z2; store p; start out; wait for both.
 """
 
 from typing import NamedTuple

@@ -4,8 +4,8 @@
     out = Σ_i p_i v_i  with  p = s, or the softmax of s over the events
 
 a is what the first layer adds for a row of q; its GEMM, and those of its gradients, are the
-caller's. triton_forward.py and triton_backward.py have the kernels, mlp.py
-and accumulators.py their device functions, configs.py the launch configurations. Results are
+caller's. triton_forward.py, hopper_forward.py and triton_backward.py have the kernels, mlp.py and
+accumulators.py their device functions, configs.py the launch configurations. Results are
 deterministic: each row of a result has one program, and gradients of the MLP are parts of a fixed
 number of programs, summed in a fixed order.
 """
