@@ -19,11 +19,12 @@ class RowBias(NamedTuple):
 
 
 @triton.jit
-def bias_of_rows(bias, tile, ROWS: tl.constexpr, KIND: tl.constexpr):
+def bias_of_rows(bias, tile, num_segments, ROWS: tl.constexpr, KIND: tl.constexpr):
     """RowBias of a tile of query rows."""
     of_tile = bias_of_tile(
-        bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
+        bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len,
+        num_segments, KIND,
+    )  # fmt: skip
     return RowBias(
         of_tile,
         tile.block * ROWS,
@@ -32,10 +33,11 @@ def bias_of_rows(bias, tile, ROWS: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def bias_of_keys(bias, tile, head, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """RowBias of a tile of keys and a query head."""
+def bias_of_keys(bias, tile, queries, head, num_segments, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """RowBias of a tile of keys and a query head. queries: their segment, first row, length."""
+    segment, q_start, q_len = queries
     of_tile = bias_of_tile(
-        bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
+        bias, segment, head, q_start, q_len, tile.kv_start, tile.kv_len, num_segments, KIND
     )
     return RowBias(
         of_tile, tile.block * ROWS, key_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND)
@@ -65,6 +67,8 @@ def bias_block(
             bias.time_ptr
             + bucket_block(row_times, column_times, bias, tl.arange(0, KIND.boundaries))
         )
+    if bias.own is not None:
+        block = tl.where(bias.own, block, 0.0)
     return block
 
 
@@ -108,7 +112,10 @@ def add_to_tables(ds, block, bias, sums, buckets, KIND: tl.constexpr):
     ROWS: tl.constexpr = ds.shape[0]
     COLUMNS: tl.constexpr = ds.shape[1]
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    ds = tl.where((rows < sums.num_rows) & (columns < block.num_keys), ds, 0.0)
+    inside = (rows < sums.num_rows) & (columns < block.num_keys)
+    if bias.of_tile.own is not None:
+        inside = inside & bias.of_tile.own
+    ds = tl.where(inside, ds, 0.0)
     if KIND.position:
         entry = first_entry(bias.of_tile, bias.row, block.column, ROWS, COLUMNS)
         _add_diagonals(ds, sums.scratch_ptr, sums.position_ptr + entry, sums.factor, ROWS, COLUMNS)

@@ -214,7 +214,7 @@ def attention_bwd_dkdv_kernel(
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        q_start, q_len = tile.q_start, tile.q_len
+        segment, q_start, q_len = tile.segment, tile.q_start, tile.q_len
         for query_group in range(0, OPTIONS.query_groups):
             of_group = first_target
             if OPTIONS.query_groups > 1:
@@ -243,7 +243,9 @@ def attention_bwd_dkdv_kernel(
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head, head, dropout)
                 key_bias = None
                 if OPTIONS.bias is not None:
-                    key_bias = bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
+                    key_bias = bias_of_keys(
+                        bias, tile, (segment, q_start, q_len), head, num_segments, BLOCK_N, BIAS
+                    )
                 dk, dv = _dkdv_head(
                     keys, queries, starts, blocks, dk, dv, score_scale, key_bias,
                     ACTIVATION, OPTIONS,

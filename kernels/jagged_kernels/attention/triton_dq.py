@@ -140,7 +140,7 @@ def attention_bwd_dq_kernel(
         queries = _QueryTile(q, do, lse, delta, dropout)
         row_bias, tile_sums = None, None
         if OPTIONS.bias is not None:
-            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
+            row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, BIAS)
         if BUCKETS > 0:
             factor = call.dact_factor * segment_factor(call, tile)
             tile_sums = sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS)

@@ -109,7 +109,7 @@ def attention_fwd_kernel(
         blocks, visible = visited_blocks(call, tile, num_rows, num_segments, OPTIONS)
         row_bias = None
         if OPTIONS.bias is not None:
-            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
+            row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, BIAS)
         dropout = None
         if call.seed_ptr is not None:
             dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)

@@ -137,11 +137,12 @@ def _no_ranges():
 
 
 @gluon.jit
-def bias_of_queries(bias, tile, first, ranges, KIND: gl.constexpr):
+def bias_of_queries(bias, tile, first, ranges, num_segments, KIND: gl.constexpr):
     """ConsumerBias of the query rows from `first` on. ranges: the consumer's memory."""
     of_tile = bias_of_tile(
-        bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
+        bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len,
+        num_segments, KIND,
+    )  # fmt: skip
     rows = _row_indices(first)
     if KIND.boundaries > 0:
         rows = load_query_times(of_tile, rows, KIND).to(gl.int32)
@@ -150,15 +151,19 @@ def bias_of_queries(bias, tile, first, ranges, KIND: gl.constexpr):
 
 
 @gluon.jit
-def bias_of_keys(bias, tile, head, first, ranges, KIND: gl.constexpr):
-    """ConsumerBias of the keys from `first` on, for a query head. ranges: the consumer's memory."""
+def bias_of_keys(bias, tile, head, first, ranges, num_segments, KIND: gl.constexpr):
+    """ConsumerBias of the keys from `first` on, for a segment of queries and a query head. ranges:
+    the consumer's memory."""
     of_tile = bias_of_tile(
-        bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
+        bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len,
+        num_segments, KIND,
+    )  # fmt: skip
     rows = _row_indices(first)
     if KIND.boundaries > 0:
         rows = load_key_times(of_tile, rows).to(gl.int32)
     block = first_time_block(tile.kv_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
+    if of_tile.own is not None:  # no number of a block of other keys
+        block = gl.where(of_tile.own, block, -2 - block)
     return ConsumerBias(of_tile, first, rows, block, ranges)
 
 
@@ -304,4 +309,6 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         block += time
     else:
         buckets = Buckets(first, first, first)  # nothing reads them
+    if of_tile.own is not None:
+        block = gl.where(of_tile.own, block, 0.0)
     return block, buckets

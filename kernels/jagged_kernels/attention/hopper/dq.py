@@ -229,7 +229,10 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
         bias, sums = None, None
         if OPTIONS.bias is not None:
-            bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
+            bias = bias_of_queries(
+                kernel.bias, tile, first, kernel.ranges[consumer], kernel.schedule.num_segments,
+                OPTIONS.bias,
+            )  # fmt: skip
         if OPTIONS.has_sums:
             sums = _sums(kernel, tile, num_rows, consumer, OPTIONS)
         tables = bias, sums

@@ -441,7 +441,10 @@ def _fwd_tile(
             _skip_blocks(rings, step, skipped, num_keys, has_tail, tail, consumer, CONSUMERS)
         bias = None
         if OPTIONS.bias is not None:
-            bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
+            bias = bias_of_queries(
+                kernel.bias, tile, first, kernel.ranges[consumer], kernel.schedule.num_segments,
+                OPTIONS.bias,
+            )  # fmt: skip
         row = first + tile.kv_len - tile.q_len
         dropout = None
         if scales.seed_ptr is not None:
