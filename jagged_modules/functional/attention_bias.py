@@ -18,9 +18,10 @@ def check_bias(
     q_offsets: Tensor,
     kv_offsets: Tensor,
     q_name: str = "q",
+    offsets_name: str = "q_offsets",
 ) -> None:
-    """Check the bias against the operands and, if their values may be read, the offsets. q_name: as
-    the caller calls q."""
+    """Check the bias against the operands and, if their values may be read, the offsets. q_name,
+    offsets_name: of q and q_offsets in errors."""
     num_segments = q_offsets.shape[0] - 1
     for name in ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"):
         x = getattr(bias, name)
@@ -52,7 +53,7 @@ def check_bias(
     if bias.max_seqlen is None:
         return
     own = q_offsets[: kv_offsets.shape[0]]  # of the first query group
-    for name, offsets in (("q_offsets", own), ("kv_offsets", kv_offsets)):
+    for name, offsets in ((offsets_name, own), ("kv_offsets", kv_offsets)):
         if (
             values_are_checkable(offsets)
             and offsets.shape[0] > 1

@@ -239,7 +239,7 @@ def self_target_attention(
         )
     if (bias := options.get("bias")) is not None:
         check_kind("bias", bias, RelativeBias, "a RelativeBias")
-        check_bias(bias, q_user, rows[0], offsets, offsets, "q_user")
+        check_bias(bias, q_user, rows[0], offsets, offsets, "q_user", "offsets")
     users = parse_segments("offsets", offsets, rows[0], device)
     candidates = parse_segments("candidate_offsets", candidate_offsets, rows[1], device)
     queries, keys, options = joined_segments(users, candidates, rows, options)
