@@ -52,18 +52,15 @@ def check_bias(
         )
     if bias.max_seqlen is None:
         return
-    own = q_offsets[: kv_offsets.shape[0]]  # of the first query group
-    for name, offsets in ((offsets_name, own), ("kv_offsets", kv_offsets)):
-        if (
-            values_are_checkable(offsets)
-            and offsets.shape[0] > 1
-            and int(offsets.diff().max()) > bias.max_seqlen
-        ):
-            longest = int(offsets.diff().max())
-            raise ValueError(
-                f"{name} must have segments of at most {bias.max_seqlen} rows, those of"
-                f" bias.position, got {longest}"
-            )
+    num_offsets = kv_offsets.shape[0]  # of the queries, those of the first group
+    for name, offsets in ((offsets_name, q_offsets), ("kv_offsets", kv_offsets)):
+        if values_are_checkable(offsets) and num_offsets > 1:
+            longest = int(offsets[:num_offsets].diff().max())
+            if longest > bias.max_seqlen:
+                raise ValueError(
+                    f"{name} must have segments of at most {bias.max_seqlen} rows, those of"
+                    f" bias.position, got {longest}"
+                )
 
 
 def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:
