@@ -262,10 +262,11 @@ def attend_users_and_candidates(
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """`self_target_attention` of a layer. q: those of the users and of the candidates."""
-    rows, given = (q[0].shape[0], q[1].shape[0]), dict(bias=options.bias)
-    queries, keys, given = joined_segments(users, candidates, rows, given)
+    rows = q[0].shape[0], q[1].shape[0]
+    queries, keys, given = joined_segments(users, candidates, rows, dict(bias=options.bias))
+    options = options._replace(bias=given["bias"])
     of_users, of_candidates = torch.split_with_sizes(
-        attend(joined_rows(*q), k, v, queries, keys, options._replace(**given)), rows
+        attend(joined_rows(*q), k, v, queries, keys, options), rows
     )
     return of_users, of_candidates
 
@@ -282,11 +283,11 @@ def joined_segments(
     q_offsets, num_segments = candidates.offsets + rows[0], users.offsets.shape[0] - 1
     has_tail = users.has_tail or candidates.has_tail
     if (bias := options.get("bias")) is not None:  # of the candidates, nothing is read
-        others = dict(query_timestamps=rows[1], query_shift=num_segments + 2 * has_tail)
-        others = {
-            x: pad(y, (0, n)) for x, n in others.items() if (y := getattr(bias, x)) is not None
+        behind = dict(query_timestamps=rows[1], query_shift=num_segments + 2 * has_tail)
+        given = {
+            x: pad(y, (0, n)) for x, n in behind.items() if (y := getattr(bias, x)) is not None
         }
-        options = options | dict(bias=dataclasses.replace(bias, **others))
+        options = options | dict(bias=dataclasses.replace(bias, **given))
     if not has_tail:
         # torch.export: a sum of [B] would exclude B = 1
         q_offsets = torch.cat([users.offsets, q_offsets[1:]])

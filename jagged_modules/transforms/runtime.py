@@ -192,7 +192,7 @@ def attend_in_place(
         In the shape of query.
     """
     given = key, value, candidates, hidden, num_heads, scale, empty
-    return _attended(query, *given)[-1]
+    return _attended(None, False, query, *given)[-1]
 
 
 def attend_with_users(
@@ -208,11 +208,13 @@ def attend_with_users(
     Returns:
         In the shapes of own and of query.
     """
-    of_users, of_candidates = _attended(query, *given, own, causal)
+    of_users, of_candidates = _attended(own, causal, query, *given)
     return of_users, of_candidates
 
 
 def _attended(
+    own: Tensor | None,
+    causal: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -221,8 +223,6 @@ def _attended(
     num_heads: int | None,
     scale: float,
     empty: float,
-    own: Tensor | None = None,
-    causal: bool = False,
 ) -> list[Tensor]:
     """The results of `attend_with_users`; without `own`, that of `attend_in_place`."""
     check_tensor("query", query, query.dim(), "[C, H, Lq, D]", "target_attention")

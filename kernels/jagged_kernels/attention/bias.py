@@ -102,8 +102,8 @@ class BiasOfTile(NamedTuple):
     position_ptr: the head's padded table, at distance 0, `middle` entries from either end.
     time_ptr, entries_ptr: the head's. timestamps_ptr: at the segment's first key.
     query_timestamps_ptr: at its first query. query_extremes_ptr, key_extremes_ptr: at its first
-    blocks. shift: position of query 0. 0 stands for what is not there. own: whether the queries are
-    those of the first query group; None if there is one.
+    blocks. shift: position of query 0. own: 1 for queries of the first query group, which have the
+    bias. 0 stands for what is not there.
     """
 
     position_ptr: tl.tensor
@@ -130,9 +130,9 @@ def bias_of_tile(
 ):
     """The BiasOfTile of a segment of queries and a query head. num_segments: of a query group; None
     if there is one."""
-    own, kv_segment = None, segment
+    own, kv_segment = 1, segment
     if num_segments is not None:
-        own, kv_segment = segment < num_segments, segment % num_segments
+        own, kv_segment = (segment < num_segments).to(tl.int32), segment % num_segments
     shift = kv_len - q_len
     if KIND.shift:
         shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)

@@ -67,9 +67,7 @@ def bias_block(
             bias.time_ptr
             + bucket_block(row_times, column_times, bias, tl.arange(0, KIND.boundaries))
         )
-    if bias.own is not None:
-        block = tl.where(bias.own, block, 0.0)
-    return block
+    return tl.where(bias.own > 0, block, 0.0)
 
 
 # -- gradients of the tables -----------------------------------------------------------------------
@@ -112,10 +110,8 @@ def add_to_tables(ds, block, bias, sums, buckets, KIND: tl.constexpr):
     ROWS: tl.constexpr = ds.shape[0]
     COLUMNS: tl.constexpr = ds.shape[1]
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    inside = (rows < sums.num_rows) & (columns < block.num_keys)
-    if bias.of_tile.own is not None:
-        inside = inside & bias.of_tile.own
-    ds = tl.where(inside, ds, 0.0)
+    num_rows = tl.where(bias.of_tile.own > 0, sums.num_rows, 0)
+    ds = tl.where((rows < num_rows) & (columns < block.num_keys), ds, 0.0)
     if KIND.position:
         entry = first_entry(bias.of_tile, bias.row, block.column, ROWS, COLUMNS)
         _add_diagonals(ds, sums.scratch_ptr, sums.position_ptr + entry, sums.factor, ROWS, COLUMNS)

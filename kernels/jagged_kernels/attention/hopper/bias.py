@@ -162,8 +162,7 @@ def bias_of_keys(bias, tile, head, first, ranges, num_segments, KIND: gl.constex
     if KIND.boundaries > 0:
         rows = load_key_times(of_tile, rows).to(gl.int32)
     block = first_time_block(tile.kv_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
-    if of_tile.own is not None:  # no number of a block of other keys
-        block = gl.where(of_tile.own, block, -2 - block)
+    block = gl.where(of_tile.own > 0, block, -2 - block)  # no number of a block of other keys
     return ConsumerBias(of_tile, first, rows, block, ranges)
 
 
@@ -309,6 +308,4 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         block += time
     else:
         buckets = Buckets(first, first, first)  # nothing reads them
-    if of_tile.own is not None:
-        block = gl.where(of_tile.own, block, 0.0)
-    return block, buckets
+    return gl.where(of_tile.own > 0, block, 0.0), buckets
