@@ -79,8 +79,8 @@ def jagged_attention(
             several query groups it is that of the first one, and has no num_targets: rows of the
             others see all keys.
         bias: learned biases of the scores by relative position and time, on q's device. Its tables
-            get gradients. Must be None with shared queries or keys, or several query groups: their
-            rows have no position.
+            get gradients. Must be None with shared queries or keys: their rows have no position.
+            With several query groups it is that of the first one; rows of the others have none.
         schedule: the tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`.
             If None, it is built from the offsets, without a sync if they are on the device. Only
             the kernels use it.

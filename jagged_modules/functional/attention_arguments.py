@@ -69,10 +69,9 @@ def parse_arguments(
     kv_rows = k.shape[0] if pages is None else pages.num_rows
     own, others = _segments(q, kv_rows, queries, keys, mask)
     if bias is not None:
-        if own is None or others is None or own.offsets.shape != others.offsets.shape:
+        if own is None or others is None:
             raise ValueError(
-                "bias must be None where segments share queries or keys, or with several query"
-                " groups: rows have no position"
+                "bias must be None where segments share queries or keys: rows have no position"
             )
         check_bias(bias, q, kv_rows, queries.offsets, keys.offsets)
     parsed = checked_call(q, k, v, own, others, options)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import Rows, load_rows, load_segment, store_rows, zigzag_waves
+from ..common.loads import Rows, ScheduledTile, load_rows, load_segment, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .bias import query_times
 from .dropout import Dropout, is_kept, kept_factor
@@ -213,7 +213,7 @@ def attention_bwd_dkdv_kernel(
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        q_start, q_len = tile.q_start, tile.q_len
+        segment, q_start, q_len = tile.segment, tile.q_start, tile.q_len
         for query_group in range(0, OPTIONS.query_groups):
             of_group = first_target
             if OPTIONS.query_groups > 1:
@@ -238,7 +238,10 @@ def attention_bwd_dkdv_kernel(
                     lse_head, delta_head = x.lse + of_head, x.delta + of_head
                 dropout = segment_dropout(call, head, q_start, OPTIONS)
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head, head, dropout)
-                key_bias = bias_of_keys(bias, tile, head, BLOCK_N, OPTIONS.bias)
+                of_queries = ScheduledTile(
+                    segment, tile.head, tile.block, q_start, q_len, tile.kv_start, tile.kv_len
+                )
+                key_bias = bias_of_keys(bias, of_queries, head, num_segments, BLOCK_N, OPTIONS.bias)
                 dk, dv = _dkdv_head(
                     keys, queries, starts, blocks, dk, dv, score_scale, key_bias,
                     ACTIVATION, OPTIONS,

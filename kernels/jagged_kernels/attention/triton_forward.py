@@ -111,7 +111,7 @@ def attention_fwd_kernel(
             q_rows, q_row, tile.head, num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, True
         )
         blocks, visible = visited_blocks(call, tile, num_rows, num_segments, OPTIONS)
-        row_bias = bias_of_rows(bias, tile, BLOCK_M, OPTIONS.bias)
+        row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, OPTIONS.bias)
         dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
 
         state = _State(

@@ -140,7 +140,7 @@ def _no_ranges():
 def bias_of_queries(kernel, tile, first, consumer: gl.constexpr, KIND: gl.constexpr):
     """ConsumerBias of a consumer's query rows, which begin at `first`, or None."""
     if KIND is not None:
-        of_tile = bias_of_tile(kernel.bias, tile, tile.head, KIND)
+        of_tile = bias_of_tile(kernel.bias, tile, tile.head, kernel.schedule.num_segments, KIND)
         rows = _row_indices(first)
         if KIND.boundaries > 0:
             rows = load_query_times(of_tile, rows, KIND).to(gl.int32)
@@ -150,16 +150,17 @@ def bias_of_queries(kernel, tile, first, consumer: gl.constexpr, KIND: gl.conste
 
 @gluon.jit
 def bias_of_keys(kernel, tile, group_head, first, consumer: gl.constexpr, OPTIONS: gl.constexpr):
-    """ConsumerBias of a consumer's keys, which begin at `first`, for a query head of the key head's
-    group; or None."""
+    """ConsumerBias of a consumer's keys, which begin at `first`, for the tile's segment of queries
+    and a query head of the key head's group; or None."""
     KIND: gl.constexpr = OPTIONS.bias
     if KIND is not None:
         head = tile.head * OPTIONS.group + group_head
-        of_tile = bias_of_tile(kernel.bias, tile, head, KIND)
+        of_tile = bias_of_tile(kernel.bias, tile, head, kernel.schedule.num_segments, KIND)
         rows = _row_indices(first)
         if KIND.boundaries > 0:
             rows = load_key_times(of_tile, rows).to(gl.int32)
         block = first_time_block(tile.kv_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
+        block = gl.where(of_tile.own > 0, block, -2 - block)  # no number of a block of other keys
         return ConsumerBias(of_tile, first, rows, block, kernel.ranges[consumer])
 
 
@@ -305,4 +306,4 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         block += time
     else:
         buckets = Buckets(first, first, first)  # nothing reads them
-    return block, buckets
+    return gl.where(of_tile.own > 0, block, 0.0), buckets

@@ -76,10 +76,10 @@ def _tile(tile, segment, block, first_target):
 
 
 @gluon.jit
-def of_queries(tile, q_start, q_len, first_target):
+def of_queries(tile, segment, q_start, q_len, first_target):
     """A tile of keys with another query segment."""
     return Tile(
-        tile.segment, tile.head, tile.block,
+        segment, tile.head, tile.block,
         q_start, q_len, tile.kv_start, tile.kv_len, first_target,
     )  # fmt: skip
 
