@@ -300,7 +300,6 @@ def packed_attention_bwd_kernel(
             key_factor = factor
             if CROSS:
                 key_factor = _output_factors(batch, keys, scales.output_scale)
-            dv_factor = scales.act_factor * key_factor
             dk, dv = tl.zeros([ROWS, BLOCK_D], tl.float32), tl.zeros([ROWS, BLOCK_DV], tl.float32)
             checksum = 0.0
             for group_head in range(0, GROUP):
@@ -330,10 +329,17 @@ def packed_attention_bwd_kernel(
                 _store(dq_rows, queries, head, dq, HEAD_DIM, BLOCK_D)
                 dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
                 if GROUP == 1:  # frees the registers of dv before dk takes as many
-                    _store(dv_rows, keys, key_head, dv * dv_factor, V_DIM, BLOCK_DV)
+                    _store(
+                        dv_rows, keys, key_head, dv * (scales.act_factor * key_factor), V_DIM,
+                        BLOCK_DV,
+                    )  # fmt: skip
                 dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
             if GROUP > 1:
-                _store(dv_rows, keys, key_head, dv * dv_factor, V_DIM, BLOCK_DV)
-            dk *= scales.scale * scales.dact_factor * key_factor
-            _store(dk_rows, keys, key_head, dk, HEAD_DIM, BLOCK_D)
+                _store(
+                    dv_rows, keys, key_head, dv * (scales.act_factor * key_factor), V_DIM, BLOCK_DV
+                )
+            _store(
+                dk_rows, keys, key_head, dk * (scales.scale * scales.dact_factor * key_factor),
+                HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
             segment = _next_segment(queries, keys, segment, checksum, CROSS)
