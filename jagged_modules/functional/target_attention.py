@@ -280,8 +280,8 @@ def joined_segments(
     the candidates' are one more query segment, and those behind the candidates another. They are
     the queries of one more segment of keys, which is empty, so their results and gradients are 0.
     """
-    q_offsets, num_segments = candidates.offsets + rows[0], users.offsets.shape[0] - 1
-    has_tail = users.has_tail or candidates.has_tail
+    q_offsets = candidates.offsets + rows[0]
+    num_segments, has_tail = users.offsets.shape[0] - 1, users.has_tail or candidates.has_tail
     if (bias := options.get("bias")) is not None:  # of the candidates, nothing is read
         behind = dict(query_timestamps=rows[1], query_shift=num_segments + 2 * has_tail)
         given = {
