@@ -20,8 +20,14 @@ from torch import Tensor
 from ..common.activations import activation_factors, activation_function
 from ..common.autograd import refuse_derivative
 from ..common.configs import padded_dim
-from ..common.descriptors import has_descriptor
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
+from ..common.device import (
+    aligned_strides,
+    cdiv,
+    contiguous_last_dim,
+    device_properties,
+    has_descriptor,
+    precision,
+)
 from ..common.ops import operator
 from ..common.pipeline import descriptor
 from ..common.tail import zero_tails
