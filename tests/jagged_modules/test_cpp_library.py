@@ -66,6 +66,14 @@ def test_random_calls(calls, function):
     assert len(calls) >= 12
 
 
+def test_the_mask_is_that_of_the_first_query_group(calls):
+    fixed = dict(dropout_p=0, operands="2 groups", mask="causal")
+    for seed in range(4):
+        check(random_case("jagged_attention", seed, "cpu", **fixed))
+    assert all(mask is not None and x[0].shape != x[1].shape for _, _, _, x, _, mask, *_ in calls)
+    assert calls
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(calls, activation, dtype):
