@@ -88,7 +88,7 @@ struct Attention {
       const Int end = std::min(first + KEYS, keys);
       const auto sees = [&](const Visible& row) { return row.sees_any(first, end); };
       if (std::none_of(x.visible.begin(), x.visible.end(), sees)) continue;
-      if (bias.buckets) find_buckets(item, first, end, x);
+      if (bias.buckets && is_biased(item)) find_buckets(item, first, end, x);
       for (Int head = 0; head < item.heads; ++head) {
         load_keys(item, item.head + head, first, end, x);
         for (Int row = 0; row < item.rows; ++row)
@@ -136,8 +136,13 @@ struct Attention {
     }
   }
 
+  // The bias is that of the first query group, as the mask.
+  bool is_biased(const Item& item) const {
+    return (bias.positions || bias.buckets) && item.segment + 1 < Int(kv_offsets.size());
+  }
+
   void find_buckets(const Item& item, Int first, Int end, Scratch& x) const {
-    const Int segment = item.segment % (kv_offsets.size() - 1), keys = num_keys(segment);
+    const Int segment = item.segment, keys = num_keys(segment);
     const Int* t = bias.timestamps.data() + kv_offsets[segment];
     const auto& edges = bias.boundaries;
     x.buckets.resize(item.rows * KEYS);
@@ -154,9 +159,8 @@ struct Attention {
 
   // Position of a row of an item, as the bias counts it.
   Int position(const Item& item, Int row) const {
-    const Int segment = item.segment % (kv_offsets.size() - 1);
     return aligned(item.segment) + item.first + row +
-           (bias.query_shift.empty() ? 0 : bias.query_shift[segment]);
+           (bias.query_shift.empty() ? 0 : bias.query_shift[item.segment]);
   }
 
   // Adds a tile's weighted values to the sums of a row of an item and of the i-th of the heads that
@@ -168,7 +172,7 @@ struct Attention {
     A s[KEYS];
     bool hidden[KEYS] = {};
     dot_products(x.queries.data() + place * q.dim, x.keys.data(), s);
-    if (!bias.position.empty() || !bias.time.empty())
+    if (is_biased(item))
       add_bias(item, row, (item.head + head) * group() + i, first, n, s, x);
     if (!all)
       for (int j = 0; j < KEYS; ++j) hidden[j] = !visible.sees(first + j);

@@ -66,11 +66,13 @@ def test_random_calls(calls, function):
     assert len(calls) >= 12
 
 
-def test_the_mask_is_that_of_the_first_query_group(calls):
-    fixed = dict(dropout_p=0, operands="2 groups", mask="causal")
+@pytest.mark.parametrize("bias", [None, "both"])
+def test_mask_and_bias_are_those_of_the_first_query_group(calls, bias):
+    fixed = dict(dropout_p=0, operands="2 groups", mask="causal", bias=bias)
     for seed in range(4):
         check(random_case("jagged_attention", seed, "cpu", **fixed))
     assert all(mask is not None and x[0].shape != x[1].shape for _, _, _, x, _, mask, *_ in calls)
+    assert all((x[0] is not None) == (bias is not None) for _, _, _, _, x, *_ in calls)
     assert calls
 
 
