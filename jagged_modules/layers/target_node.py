@@ -225,8 +225,5 @@ def in_order(x: Tensor, order: Tensor | None, out: Tensor | None = None) -> Tens
         from jagged_kernels.common.tail import kept_rows_on_device
 
         return kept_rows_on_device(rows, None, order=order, out=out).view(x.shape)
-    if out is None:
-        return rows.index_select(0, order).view(x.shape)
-    # torch.index_select takes no strided result in a graph
-    torch.ops.aten.index_select.out(rows, 0, order, out=torch.unflatten(out, 0, rows.shape[:2]))
-    return out
+    ordered = rows.index_select(0, order).view(x.shape)
+    return ordered if out is None else out.copy_(ordered)  # graphs take no strided `out=`

@@ -180,6 +180,7 @@ def attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """dk, dv of a tile of key rows. It loops over the query groups, the query heads of the key
     head, and their blocks of rows. x: BackwardDkdv, with `strides` as the forward's."""
+    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.block
     BLOCK_N: tl.constexpr = OPTIONS.tile
     BLOCK_D: tl.constexpr = OPTIONS.block_d
@@ -241,7 +242,7 @@ def attention_bwd_dkdv_kernel(
                 of_queries = ScheduledTile(
                     segment, tile.head, tile.block, q_start, q_len, tile.kv_start, tile.kv_len
                 )
-                key_bias = bias_of_keys(bias, of_queries, head, num_segments, BLOCK_N, OPTIONS.bias)
+                key_bias = bias_of_keys(bias, of_queries, head, num_segments, BLOCK_N, BIAS)
                 dk, dv = _dkdv_head(
                     keys, queries, starts, blocks, dk, dv, score_scale, key_bias,
                     ACTIVATION, OPTIONS,

@@ -137,7 +137,8 @@ def attention_bwd_dq_kernel(
 
         dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
         queries = _QueryTile(q, do, lse, delta, dropout)
-        row_bias, tile_sums = bias_of_rows(bias, tile, num_segments, BLOCK_M, BIAS), None
+        row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, BIAS)
+        tile_sums = None
         if BUCKETS > 0:
             factor = call.dact_factor * segment_factor(call, tile)
             tile_sums = sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS)

@@ -87,6 +87,7 @@ def attention_fwd_kernel(
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Operands, of
     whose `[rows, heads, dim]` tensors `strides` has the strides of rows and heads in turn.
     page_table_ptr: as in load_page. key_scales: as in Keys."""
+    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
     BLOCK_DV: tl.constexpr = OPTIONS.block_dv
@@ -111,7 +112,7 @@ def attention_fwd_kernel(
             q_rows, q_row, tile.head, num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, True
         )
         blocks, visible = visited_blocks(call, tile, num_rows, num_segments, OPTIONS)
-        row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, OPTIONS.bias)
+        row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, BIAS)
         dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
 
         state = _State(

@@ -179,17 +179,16 @@ def _rows_of_block(rows, rings, wave):
 
 @gluon.jit
 def _sums(kernel, tile, num_rows, consumer: gl.constexpr, OPTIONS: gl.constexpr):
-    """SumsOfTile of a consumer's rows, or None."""
-    if OPTIONS.has_sums:
-        scales = kernel.args
-        factor = scales.dact_factor * output_factor(
-            scales.output_scale, scales.segment_scale_ptr, tile.segment
-        )
-        part = gl.program_id(0) * OPTIONS.consumers + consumer
-        return sums_of_tile(
-            kernel.sums, kernel.bias, kernel.scratch[consumer], part,
-            tile.head, num_rows, factor, OPTIONS.bias,
-        )  # fmt: skip
+    """SumsOfTile of a consumer's rows."""
+    scales = kernel.args
+    factor = scales.dact_factor * output_factor(
+        scales.output_scale, scales.segment_scale_ptr, tile.segment
+    )
+    part = gl.program_id(0) * OPTIONS.consumers + consumer
+    return sums_of_tile(
+        kernel.sums, kernel.bias, kernel.scratch[consumer], part,
+        tile.head, num_rows, factor, OPTIONS.bias,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -225,8 +224,13 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         row = first + tile.kv_len - tile.q_len
         scale = score_factor(scales.scale, OPTIONS.activation)
         rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
-        bias = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias)
-        tables = bias, _sums(kernel, tile, num_rows, consumer, OPTIONS)
+        tables = None, None  # what a function returns as None may not stand in a tuple
+        if OPTIONS.bias is not None:
+            sums = None
+            bias = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias)
+            if OPTIONS.has_sums:
+                sums = _sums(kernel, tile, num_rows, consumer, OPTIONS)
+            tables = bias, sums
         for number in range(masked):
             key_block = visited_block(number, blocks)
             column = key_block * BLOCK
