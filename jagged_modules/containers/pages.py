@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
 from torch import Tensor
 
-from ..segments import Segmentation
+from ..segments import Segmentation, segmentation_of
 from .jagged import Jagged
 from .offsets import segments_and_positions
 
@@ -39,6 +40,13 @@ class PagedRows(Jagged):
         self.dtype = dtype
         self._known, self._container, self.feature_keys = segmentation, None, None
 
+    @classmethod
+    def unchecked(cls, storage: Any, offsets: Any, pages: Any, dtype: torch.dtype) -> PagedRows:
+        """The rows that a pytree is rebuilt to, from tensors, fake tensors or other objects."""
+        rows = object.__new__(cls)
+        cls.__init__(rows, storage, offsets, pages, segmentation_of(offsets), dtype)
+        return rows
+
     def __getattr__(self, name: str) -> Tensor:
         """`values`, until the first use stores it."""
         if name != "values":
@@ -55,7 +63,19 @@ class PagedRows(Jagged):
         return self.storage.device
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Jagged.unchecked, (self.values, self.offsets, self.max_seqlen, self.segmentation)
+        """A copy has pages of its own, without those of other segments."""
+        pages, entries = self.pages, self.pages.table.long()
+
+        def own(x: Tensor) -> Tensor:
+            by_page = torch.unflatten(x, 0, (-1, pages.page_rows))
+            return by_page.index_select(0, entries).flatten(0, 1)
+
+        pages = dataclasses.replace(
+            pages,
+            table=torch.arange(len(entries), dtype=torch.int32, device=entries.device),
+            scales=None if pages.scales is None else own(pages.scales),
+        )
+        return PagedRows, (own(self.storage), self.offsets, pages, self.segmentation, self.dtype)
 
 
 class Room(NamedTuple):
