@@ -63,7 +63,7 @@ class PagedRows(Jagged):
         return self.storage.device
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy has pages of its own, without those of other segments."""
+        """A copy has a storage with the pages of its table alone."""
         pages, entries = self.pages, self.pages.table.long()
 
         def own(x: Tensor) -> Tensor:
