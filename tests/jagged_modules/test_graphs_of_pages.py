@@ -8,7 +8,13 @@ import torch
 from marks import SLOW, slow_after
 from paging import in_pages, in_pages_of_8_bits
 from torch.fx.experimental import _config
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -130,6 +136,18 @@ def test_an_exported_attention_takes_a_page_table(stored, strict):
     for users, count in (("abcde", 11), ("cg", 3), ("a", 1), ("abcdeffg" * 9, 50)):
         given = inputs(users, count)
         torch.testing.assert_close(exported(*given), model(*given))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+def test_a_pytree_keeps_every_part(dtype):
+    (layer,) = Score("target", dtype).cache.select(["g", "a"]).layers
+    leaves, structure = tree_flatten(layer)
+    structure = treespec_loads(treespec_dumps(structure))
+    copy = tree_unflatten(leaves, structure)
+    for x, y in ((copy, layer), (copy.pages, layer.pages)):
+        for name in ("storage", "offsets", "dtype", "table", "num_rows", "page_rows", "scales"):
+            assert not hasattr(y, name) or getattr(x, name) is getattr(y, name)
+    assert copy.dtype is torch.float32 and copy.host_lengths.tolist() == [260, 300]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
