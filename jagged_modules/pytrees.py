@@ -32,7 +32,7 @@ from .layers.kunlun import KunlunConfig
 from .masks import AttentionMask
 from .rotary import Rotary
 from .scalars import is_sequence
-from .segments import Segmentation
+from .segments import Segmentation, segmentation_of
 
 Build = Callable[..., Any]
 
@@ -118,10 +118,14 @@ def _plan(x_offsets: Any, y_offsets: Any, **others: Any) -> ScorePlan:
     return ScorePlan(x_offsets, x_offsets if y_offsets is None else y_offsets, **others)
 
 
+def _paged_rows(storage: Any, offsets: Any, pages: Any, dtype: Any) -> PagedRows:
+    return PagedRows(storage, offsets, pages, segmentation_of(offsets), dtype)
+
+
 # configs are no pytrees, and a checkpoint may hold them
 add_safe_globals([Segmentation, GDPAConfig, HSTUConfig, InterFormerConfig, KunlunConfig])
 _register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
-_register(PagedRows, ("storage", "offsets", "pages"), ("dtype",), build=PagedRows.unchecked)
+_register(PagedRows, ("storage", "offsets", "pages"), ("dtype",), build=_paged_rows)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
 _register(
     AttentionMask,

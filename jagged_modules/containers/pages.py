@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jagged_kernels.attention.pages import Pages
 from torch import Tensor
 
-from ..segments import Segmentation, segmentation_of
+from ..segments import Segmentation
 from .jagged import Jagged
 from .offsets import segments_and_positions
 
@@ -39,13 +39,6 @@ class PagedRows(Jagged):
         self.storage, self.pages, self.offsets, self.max_seqlen = storage, pages, offsets, None
         self.dtype = dtype
         self._known, self._container, self.feature_keys = segmentation, None, None
-
-    @classmethod
-    def unchecked(cls, storage: Any, offsets: Any, pages: Any, dtype: torch.dtype) -> PagedRows:
-        """The rows that a pytree is rebuilt to, from tensors, fake tensors or other objects."""
-        rows = object.__new__(cls)
-        cls.__init__(rows, storage, offsets, pages, segmentation_of(offsets), dtype)
-        return rows
 
     def __getattr__(self, name: str) -> Tensor:
         """`values`, until the first use stores it."""
