@@ -6,7 +6,7 @@
 #   make test [ARGS=...]                run the tests but those marked slow; ARGS are options of pytest
 #   make test-slow [ARGS=...]           run the slow tests
 #   make test-all [ARGS=...]            run both
-#   make test-interpreter [ARGS=...]    one of the three parts of make test; test-compile and test-others are the other two
+#   make test-interpreter [ARGS=...]    one of the four parts of make test; the others are test-compile, test-modules and test-others
 #   make fuzz [SECONDS=60] [SEED=1] [ARGS="--function linear_compress --dtype bfloat16 --device cuda"]
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
 #   make mutants [ARGS=...]             apply one-line bugs, one at a time, to a copy of the project: the tests named for each must fail
@@ -36,10 +36,10 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train serve test test-slow test-all test-interpreter test-compile test-others test-slow-interpreter test-slow-compile \
-	test-slow-others test-all-interpreter test-all-compile test-all-others fuzz mutants mutants-sample test-gpu test-newer-tritons \
-	test-newer-tritons-sample notebooks lint docs links dist smoke bench leaderboard profile record \
-	environments clean
+.PHONY: train serve test test-slow test-all test-interpreter test-compile test-modules test-others test-slow-interpreter \
+	test-slow-compile test-slow-modules test-slow-others test-all-interpreter test-all-compile test-all-modules test-all-others \
+	fuzz mutants mutants-sample test-gpu test-newer-tritons test-newer-tritons-sample notebooks lint docs links dist smoke bench \
+	leaderboard profile record environments clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -63,7 +63,8 @@ PY := .venv/bin/python
 ENV := .venv/.installed-$(VARIANT)
 DOCS_ENV := .venv/.installed-docs
 endif
-pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# Python compiles what it imports; most of the installed files are never imported.
+pip := $(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS)
 # Two processes may share two cores: waiting threads do not spin, and Inductor starts no processes of its own.
 two_cores := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1
 pytest = $(two_cores) $(PY) -m pytest \
@@ -71,6 +72,7 @@ pytest = $(two_cores) $(PY) -m pytest \
 mark = $(if $(findstring all,$@),"slow or not slow",$(if $(findstring slow,$@),"slow","not slow"))
 interpreter_tests := tests/jagged_kernels/interpreter
 compile_tests := tests/jagged_kernels/compile
+modules_tests := tests/jagged_modules
 no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
 
 train: $(ENV)
@@ -79,10 +81,10 @@ train: $(ENV)
 serve: $(ENV)
 	$(PY) examples/serve_ranking.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
-test: test-others test-interpreter test-compile
-test-slow: test-slow-others test-slow-interpreter test-slow-compile
+test: test-others test-modules test-interpreter test-compile
+test-slow: test-slow-others test-slow-modules test-slow-interpreter test-slow-compile
 # Both kinds are collected once.
-test-all: test-all-others test-all-interpreter test-all-compile
+test-all: test-all-others test-all-modules test-all-interpreter test-all-compile
 
 # Triton reads TRITON_INTERPRET once, when it is imported: hence a process of its own.
 test-interpreter test-slow-interpreter test-all-interpreter: $(ENV)
@@ -92,8 +94,11 @@ test-interpreter test-slow-interpreter test-all-interpreter: $(ENV)
 test-compile test-slow-compile test-all-compile: $(ENV)
 	TRITON_DISABLE_LINE_INFO=1 $(pytest) -m $(mark) $(compile_tests) $(ARGS) $(no_tests_is_fine)
 
+test-modules test-slow-modules test-all-modules: $(ENV)
+	$(pytest) -m $(mark) $(modules_tests) $(ARGS) $(no_tests_is_fine)
+
 test-others test-slow-others test-all-others: $(ENV)
-	$(pytest) -m $(mark) --ignore=$(interpreter_tests) --ignore=$(compile_tests) $(ARGS) $(no_tests_is_fine)
+	$(pytest) -m $(mark) $(foreach x,$(interpreter_tests) $(compile_tests) $(modules_tests),--ignore=$x) $(ARGS) $(no_tests_is_fine)
 
 fuzz: $(ENV)
 	$(PY) tests/fuzz.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)

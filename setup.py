@@ -44,7 +44,10 @@ setup(
         *find_packages("kernels", include=["jagged_kernels*"]),
     ],
     package_dir={"jagged_kernels": "kernels/jagged_kernels"},
-    package_data={"jagged_modules": ["py.typed"], "jagged_kernels": ["py.typed"]},
+    package_data={
+        "jagged_modules": ["py.typed", "cpp/*.cpp", "cpp/*.h"],
+        "jagged_kernels": ["py.typed"],
+    },
     long_description=readme(),
     long_description_content_type="text/markdown",
     project_urls=project_urls(),

@@ -20,8 +20,9 @@ import aiohttp
 import httpx
 import numpy as np
 from prometheus_client import generate_latest
-from serving_app import STATUS, Service
+from serving_app import Service
 from serving_batcher import Overloaded
+from serving_errors import STATUS
 from serving_rankers import NONE, NewEvents, Ranker, Request
 
 CONNECTIONS = 64  # that keep a server busy, to measure its capacity

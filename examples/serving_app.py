@@ -4,27 +4,23 @@
 |---|---|
 | `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | scores;
 then the events are stored | | `GET /users/{user}?candidates=...` | the user's latest events, and
-attention weights of candidates over them | | `POST /reload` | reads the file of weights again, and
-puts them in place between two batches if they are others | | `GET /health`, `GET /metrics`, `GET /`
-| state, Prometheus metrics, a page for trying it out |
+attention weights of candidates over them | | `GET /health`, `GET /metrics`, `GET /`,
+`GET /openapi.json` | state, Prometheus metrics, a page for trying it out, the OpenAPI document | |
+`/v2/...` | KServe's protocol, see serving_kserve.py |
 
-Users and items are ids of the log. An id is a JSON number or a string: 7 and "7" are the same.
-Answers have it as in the log.
-
-An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 408 for
-a body that takes too long, 413 for a request that is too large, 415 for a body that is not declared
-as JSON, 429 if the queue is full, 503 if the server stops or has no memory, 504 if the deadline
-passed, 500 for scores that are not finite. Each has a line in the log of the process.
+serving_admin.py has the admin's requests. Users and items are ids of the log. An id is a JSON
+number or a string: 7 and "7" are the same. Answers have it as in the log. serving_errors.py says
+how errors are answered.
 """
 
 import asyncio
 import ctypes
 import gc
-import logging
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +29,6 @@ import torch
 from checkpoints import Weights
 from fastapi import FastAPI, HTTPException, Query
 from fastapi import Request as HTTPRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -45,107 +40,21 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from published_ids import Id
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    GetPydanticSchema,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import core_schema, to_json
-from serving_batcher import (
-    OUT_OF_MEMORY,
-    Batcher,
-    Closed,
-    Limits,
-    Overloaded,
-    TooLate,
-    Waiting,
-    WorkerDied,
-    check_limits,
-)
+from pydantic_core import to_json
+from serving_access import Access
+from serving_admission import Admission
+from serving_batcher import Batcher, Waiting
+from serving_bodies import Asked, Error, Event, RankBody, Ranked, ServiceLimits, parse
+from serving_errors import answer_errors, error_response, http_errors
+from serving_events import EventStore
+from serving_kserve import InferAnswer, InferBody, KServe
 from serving_rankers import NewEvents, Ranker, Request
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
-LOGGER = logging.getLogger("serving")
 PAGE = Path(__file__).with_name("serving_page.html")
-STATUS = {
-    Overloaded: 429,
-    Closed: 503,
-    TooLate: 504,
-    WorkerDied: 503,
-    FloatingPointError: 500,
-    **dict.fromkeys(OUT_OF_MEMORY, 503),
-}
 TRIM_SECONDS = 30  # between calls of trim_heap
-MAX_ERROR = 500  # characters of an error's text
-NOT_JSON = "the body must be JSON, with the header content-type: application/json"
 CACHE_COUNTERS = ("hits", "misses", "evictions")  # of the cache's statistics, which has gauges too
+UNKNOWN_USERS = ("error", "empty", "popular")
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # seconds
-
-
-@dataclass(frozen=True)
-class ServiceLimits:
-    """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked
-    before it is parsed.
-
-    body_seconds: from the first to the last byte of the body.
-
-    Raises ValueError for a limit that refuses all requests.
-    """
-
-    batches: Limits = field(default_factory=Limits)
-    max_candidates: int = 10_000
-    max_events: int = 1_000
-    max_body: int = 1_000_000
-    body_seconds: float = 10.0
-    deadline: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_limits(max_candidates=self.max_candidates, max_body=self.max_body)
-        if not self.deadline > 0:
-            raise ValueError(f"deadline must be positive, got {self.deadline} s")
-
-
-STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be a rating of 1
-ID_SCHEMA = core_schema.union_schema(
-    # not true, which would be user or item 1
-    [core_schema.int_schema(strict=True), core_schema.str_schema(strict=True)],
-    mode="left_to_right",
-    custom_error_type="id_type",
-    custom_error_message="Input should be an id, an integer or text",
-)
-PublishedId = Annotated[Id, GetPydanticSchema(lambda source, handler: ID_SCHEMA)]
-
-
-class Body(BaseModel):
-    """Validation ends at the first fault of a list, and at the first unknown field. A megabyte of
-    faults would take seconds to list."""
-
-    model_config = STRICT
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unknown_fields_but_one(cls, data: Any) -> Any:
-        known = cls.model_fields
-        if not isinstance(data, dict) or len(data) <= len(known) + 1:
-            return data
-        unknown = next(name for name in data if name not in known)
-        return {name: value for name, value in data.items() if name in known or name is unknown}
-
-
-class Event(Body):
-    item: PublishedId
-    rating: Annotated[float | None, Field(allow_inf_nan=False)] = None
-
-
-class RankBody(Body):
-    user: PublishedId
-    candidates: Annotated[list[PublishedId], Field(min_length=1), FailFast()]
-    events: Annotated[list[Event], FailFast()] = []
-    deadline_ms: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
 
 
 class Metrics:
@@ -179,6 +88,9 @@ class Metrics:
             registry=self.registry,
         )
         self.candidates = Counter("rank_candidates", "Scored candidates", registry=self.registry)
+        self.unknown = Counter(
+            "rank_unknown_users", "Answers to users who are not in the log", registry=self.registry
+        )
         ProcessCollector(registry=self.registry)
         self._service = service
         self.registry.register(self)
@@ -239,6 +151,10 @@ class Service:
         limits: of requests.
         read_weights: reads new weights for a reload, in a thread of its own while batches are
             scored.
+        store: where the events of requests outlive the process; they are in memory alone if None.
+        unknown_users: what users who are not in the log get. "error": 404. "empty": the scores of a
+            user without features, whose history is the request's events. "popular": for each
+            candidate, how many of the log's events have it. Their events are not stored.
     """
 
     def __init__(
@@ -246,7 +162,14 @@ class Service:
         ranker: Ranker,
         limits: ServiceLimits | None = None,
         read_weights: Callable[[], Weights] | None = None,
+        store: EventStore | None = None,
+        unknown_users: str = "error",
     ):
+        if unknown_users not in UNKNOWN_USERS:
+            raise ValueError(f"unknown_users must be of {UNKNOWN_USERS}, got {unknown_users!r}")
+        self.store, self.unknown_users = store, unknown_users
+        # rows of unknown users, each of one request
+        self._unknown_rows = itertools.count(ranker.histories.num_users)
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
         self.read_weights = read_weights
         # otherwise weights that were read before others might be put in place after them
@@ -255,6 +178,8 @@ class Service:
         self._trims_at = time.monotonic() + TRIM_SECONDS
         if ranker.device.type == "cuda":
             ranker.warm_up(self.limits.batches.max_users, self.limits.max_candidates)
+        if store is not None:
+            ranker.keep_events(store)
         self.batcher = Batcher(
             lambda requests: self.score(requests),
             self.limits.batches,
@@ -265,6 +190,15 @@ class Service:
 
     def score(self, requests: list[Request]) -> list[torch.Tensor]:
         return self.ranker.score(requests)
+
+    def is_ready(self) -> bool:
+        return self.batcher.is_alive() and not self.is_stopping
+
+    def close(self) -> None:
+        """Answer the requests in the queue, and close the store."""
+        self.batcher.close()
+        if self.store is not None:
+            self.store.close()
 
     def _note_batch(self, batch: list[Waiting]) -> None:
         self.metrics.batch.observe(len(batch))
@@ -302,12 +236,15 @@ class Service:
 
     def to_request(self, body: RankBody) -> Request:
         """The request, checked. HTTPException with what is wrong."""
-        user, candidates = self.to_row(body.user), self._candidates(body.candidates)
+        is_known = self.unknown_users == "error" or self._row(body.user) >= 0
+        user = self.to_row(body.user) if is_known else next(self._unknown_rows)
+        candidates = self._candidates(body.candidates)
         _check_count("events", len(body.events), self.limits.max_events)
         events = self.to_events(body.events)
-        if self.ranker.needs_history and not self.ranker.histories.length(user) + len(body.events):
+        has_events = self.ranker.histories.length(user) + len(body.events) > 0
+        if self.ranker.needs_history and not has_events and not self._is_popular(user):
             raise HTTPException(422, f"user {body.user!r} has no events yet: send some in 'events'")
-        return Request(user, candidates, events)
+        return Request(user, candidates, events, stores_events=is_known)
 
     def to_events(self, events: list[Event]) -> NewEvents:
         """The events, checked. HTTPException with what is wrong."""
@@ -317,13 +254,19 @@ class Service:
 
     def to_row(self, user: Id) -> int:
         """The user's row. HTTPException if there is no such user."""
-        users = self.ranker.histories.users
-        row = int(users.rows([user])[0])
+        row, users = self._row(user), self.ranker.histories.users
         if row < 0:
             raise HTTPException(
                 404, f"no user {user!r} in the log, whose first user is {users[0]!r}"
             )
         return row
+
+    def _row(self, user: Id) -> int:
+        return int(self.ranker.histories.users.rows([user])[0])
+
+    def _is_popular(self, row: int) -> bool:
+        """Whether the scores of this user are the popularity of the candidates."""
+        return self.unknown_users == "popular" and row >= self.ranker.histories.num_users
 
     def _candidates(self, items: list[Id]) -> np.ndarray:
         _check_count("candidates", len(items), self.limits.max_candidates)
@@ -359,18 +302,24 @@ class Service:
         """
         begin = time.monotonic() if begin is None else begin
         seconds = self.limits.deadline if body.deadline_ms is None else body.deadline_ms / 1000
-        waiting = self.batcher.submit(self.to_request(body), begin + seconds)
-        scores = await _result(waiting, left)
+        request, histories = self.to_request(body), self.ranker.histories
+        if self._is_popular(request.user):
+            waiting = Waiting(request, begin + seconds, version=self.version)
+            scores = histories.popularity[request.candidates].astype(float)
+        else:
+            waiting = self.batcher.submit(request, begin + seconds)
+            scores = await _result(waiting, left)
         taken = time.monotonic() - begin
         self.metrics.latency.observe(taken)
-        timing = {"queue_ms": 1e3 * waiting.queued_seconds, "latency_ms": 1e3 * taken}
-        user = self.ranker.histories.users[waiting.request.user]
+        is_known = request.user < histories.num_users
+        self.metrics.unknown.inc(not is_known)
         return {
-            "user": user,
+            "user": histories.users[request.user] if is_known else body.user,
             "scores": scores.tolist(),
             "weights_version": waiting.version,
-            **timing,
-        }
+            "queue_ms": 1e3 * waiting.queued_seconds,
+            "latency_ms": 1e3 * taken,
+        } | ({} if is_known else {"unknown_user": self.unknown_users})
 
     def user(self, user: Id, candidates: list[Id], count: int = 50) -> dict[str, Any]:
         """The latest events of a user, and attention weights of candidates over them."""
@@ -409,65 +358,68 @@ def _check_count(name: str, count: int, most: int) -> None:
 
 
 class RankEndpoint:
-    """`POST /rank`, an ASGI application.
+    """A request to rank, as an ASGI application.
 
     It parses the body and watches the connection itself. FastAPI's way takes three times as long,
     in the thread that holds up the model's.
+
+    read: reads a request from its content type and its body.
     """
 
-    def __init__(self, service: Service):
-        self.service = service
+    def __init__(self, service: Service, read: Callable[[str, bytes], Asked]):
+        self.service, self.read = service, read
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = HTTPRequest(scope, receive)
-        body = _parse(request.headers.get("content-type", ""), await request.body())
+        asked = self.read(request.headers.get("content-type", ""), await request.body())
         # after the body, the server has nothing to tell but that the client left
         left = asyncio.ensure_future(receive())
         try:
             with http_errors():
-                result = await self.service.rank(body, left)
+                result = await self.service.rank(asked.body, left)
         finally:
             left.cancel()
         self.service.metrics.requests.labels(200).inc()
-        await Response(to_json(result), media_type="application/json")(scope, receive, send)
+        await Response(to_json(asked.answer(result)), media_type="application/json")(
+            scope, receive, send
+        )
 
 
-def _parse(content_type: str, content: bytes) -> RankBody:
-    """The body of a request. HTTPException with what is wrong."""
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, NOT_JSON)
-    try:
-        return RankBody.model_validate_json(content)
-    except ValidationError as error:
-        raise HTTPException(*_fault(error, "body")) from error
-
-
-def make_app(service: Service) -> FastAPI:
-    """The application. At its shutdown all requests in the queue are answered."""
+def make_app(service: Service, name: str = "ranker") -> FastAPI:
+    """The application, whose model has this name. At its shutdown all requests in the queue are
+    answered."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.batcher.close)
+        await asyncio.to_thread(service.close)
 
-    app = FastAPI(
-        title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
-    )
+    errors = {422: {"model": Error}, "default": {"model": Error}}
+    app = FastAPI(title=name, lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors)
     app.state.service = service
+    infer = f"/v2/models/{name}/infer"
 
     def answer(status: int, text: str, path: str) -> Response:
-        if path == "/rank":
+        if path in ("/rank", infer):
             service.metrics.requests.labels(status).inc()
         return error_response(status, text, path)
 
-    app.add_middleware(Admission, limits=service.limits, answer=answer)
+    app.add_middleware(Admission, limits=service.limits, answer=answer, paths=("/rank", infer))
+    app.add_middleware(Access)
     answer_errors(app, answer)
-    app.add_route("/rank", RankEndpoint(service), methods=["POST"])
+    endpoint = RankEndpoint(service, lambda *content: Asked(parse(RankBody, *content)))
+    app.add_route("/rank", endpoint, methods=["POST"])
+    kserve = KServe(service, name)
+    app.add_route(infer, RankEndpoint(service, kserve.read), methods=["POST"])
 
-    @app.post("/reload")
-    async def reload() -> dict[str, int]:
-        with http_errors():
-            return {"weights_version": await service.reload()}
+    # The routes above answer. The two functions are for the OpenAPI document.
+    @app.post("/rank")
+    async def rank(body: RankBody) -> Ranked: ...
+
+    @app.post(infer)
+    async def infer_(body: InferBody) -> InferAnswer: ...
+
+    app.include_router(kserve.router)
 
     @app.get("/users/{user:path}")  # an id may have slashes
     async def user(
@@ -481,168 +433,20 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        alive = service.batcher.is_alive() and not service.is_stopping
+        ready = service.is_ready()
         content = {
-            "status": "ok" if alive else "stopping",
+            "status": "ok" if ready else "stopping",
             "weights_version": service.version,
             "queue": len(service.batcher),
         }
-        return JSONResponse(content, 200 if alive else 503)
+        return JSONResponse(content, 200 if ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/")
+    @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE, media_type="text/html")
 
     return app
-
-
-def error_response(status: int, text: str, path: str) -> Response:
-    """The error, which is also logged. A name or a number of the request in it may be as long as
-    the request, and may have line ends."""
-    text = text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
-    LOGGER.warning("%d for %r: %r", status, path[:MAX_ERROR], text)
-    return JSONResponse({"error": text}, status)
-
-
-def answer_errors(
-    app: FastAPI, answer: Callable[[int, str, str], Response] = error_response
-) -> None:
-    """Let `answer(status, text, path)` make the app's answers to malformed requests and to
-    HTTPExceptions."""
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: HTTPRequest, error: RequestValidationError) -> Response:
-        if isinstance(error.body, bytes):  # not parsed
-            return answer(415, NOT_JSON, request.url.path)
-        return answer(*_fault(error), request.url.path)
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(request: HTTPRequest, error: StarletteHTTPException) -> Response:
-        return answer(error.status_code, str(error.detail), request.url.path)
-
-
-def _fault(error: RequestValidationError | ValidationError, *place: str) -> tuple[int, str]:
-    """Status and text of the first error in this place. The input is left out: it may be large, or
-    NaN, which is no JSON."""
-    first = error.errors()[0]
-    return (
-        400 if first["type"] == "json_invalid" else 422
-    ), f"{'.'.join(map(str, (*place, *first['loc'])))}: {first['msg']}"
-
-
-@contextmanager
-def http_errors() -> Iterator[None]:
-    """Turns errors into HTTPExceptions with the status of the kind of error. The text of unknown
-    ones is not for clients."""
-    try:
-        yield
-    except HTTPException:
-        raise
-    except Exception as error:
-        known = [status for kind, status in STATUS.items() if isinstance(error, kind)]
-        text = str(error) if known else f"{type(error).__name__} in the model"
-        raise HTTPException(known[0] if known else 500, text) from error
-
-
-class Admission:
-    """Refuses requests before they are parsed.
-
-    408: the body is not complete after body_seconds. The connection is closed.
-    413: the body is larger than max_body. It is not read if it has a length, else until it gets too
-    long.
-    429: as many requests to /rank are in progress as the queue and two batches hold. More would
-    wait to be parsed or answered, where the queue's limit and the deadlines do not see them. Once
-    its answer begins a request does not count: the client may never read it.
-
-    A client that leaves before the body is complete is counted as 499. FastAPI would take it for a
-    malformed body.
-    """
-
-    def __init__(
-        self, app: Any, limits: ServiceLimits, answer: Callable[[int, str, str], Response]
-    ):
-        self.app, self.max_body, self.body_seconds, self.answer = (
-            app,
-            limits.max_body,
-            limits.body_seconds,
-            answer,
-        )
-        self.ranking, self.max_ranking = 0, limits.batches.max_queue + 2 * limits.batches.max_users
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.max_body:
-            response = self.answer(
-                413,
-                f"the body must be at most {self.max_body} bytes, got {int(length)}",
-                scope["path"],
-            )
-            return await response(scope, receive, send)
-        request = _Arriving(self, scope["path"], receive, send)
-        try:
-            await self.app(scope, request.receive, request.send)
-        except asyncio.CancelledError:
-            if not request.is_late:
-                raise
-            response = self.answer(
-                408, f"the body must be complete within {self.body_seconds:g} s", scope["path"]
-            )
-            response.headers["connection"] = "close"
-            await response(scope, receive, send)
-        finally:
-            request.leave()
-
-
-class _Arriving:
-    """A request until its answer begins. It counts as in progress once its body is complete."""
-
-    def __init__(self, admission: Admission, path: str, receive: Any, send: Any):
-        self.admission, self.path, self._receive, self._send = admission, path, receive, send
-        self.received, self.is_complete, self.counts, self.is_late = 0, False, False, False
-        self.task, self.timer = asyncio.current_task(), None
-
-    async def receive(self) -> Any:
-        if self.timer is None:  # a request without a body has none
-            self.timer = asyncio.get_running_loop().call_later(
-                self.admission.body_seconds, self._end
-            )
-        message = await self._receive()
-        if message["type"] == "http.disconnect" and not self.is_complete:
-            raise StarletteHTTPException(499, "the client left")
-        self.received += len(message.get("body", b""))
-        if self.received > self.admission.max_body:
-            raise StarletteHTTPException(
-                413, f"the body must be at most {self.admission.max_body} bytes"
-            )
-        if not (self.is_complete or message.get("more_body", False)):
-            self.is_complete = True
-            self.timer.cancel()
-            self._enter()
-        return message
-
-    async def send(self, message: Any) -> None:
-        self.leave()
-        await self._send(message)
-
-    def leave(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.admission.ranking -= self.counts
-        self.counts = False
-
-    def _enter(self) -> None:
-        admission = self.admission
-        if self.path == "/rank":
-            if admission.ranking >= admission.max_ranking:
-                raise StarletteHTTPException(429, f"{admission.ranking} requests are in progress")
-            self.counts = True
-            admission.ranking += 1
-
-    def _end(self) -> None:
-        self.is_late = self.task is not None and self.task.cancel()

@@ -17,16 +17,17 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from checkpoints import Weights
-from data.event_log import EventLog
 from published_ids import Vocabulary
 from ranking_data import RankingDataset, ages, ranges
 from ranking_model import PaddedTargetAttention, RankingModel
 from sequence_model import SequenceModel
+from serving_events import EventStore, StoredEvent
+from serving_histories import NONE, Histories, NewEvents, Request, joined
 from serving_steps import (
     GRAPHS,
     CachedStep,
@@ -54,89 +55,6 @@ COMPUTED = (
 WARM_UP_USERS = 1000  # of whom some have the shortest and the longest histories
 # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
 PAGE_ROWS = {"cuda": 128, "cpu": 16}
-
-
-class NewEvents(NamedTuple):
-    """Events of a user, from oldest to newest. item, rating: int64 [N]; ratings are indices into
-    `Ranker.ratings`, 0 without ratings."""
-
-    item: np.ndarray
-    rating: np.ndarray
-
-
-NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-
-@dataclass(frozen=True)
-class Request:
-    """Score candidates, items int64 [C], for a user after these new events. stores_events: whether
-    the history then has them.
-
-    Users and items are rows, not ids: see `Histories`.
-    """
-
-    user: int
-    candidates: np.ndarray
-    events: NewEvents = NONE
-    stores_events: bool = True
-
-
-class Histories:
-    """The events of all users: those of a log, then those of requests. Users and items are rows of
-    `users` and `items`, the log's ids.
-
-    Args:
-        log: the log.
-        rating: int64, for each event of the log the index of its rating.
-        kept: bool, the events of the log that are known at the start.
-    """
-
-    def __init__(self, log: EventLog, rating: np.ndarray, kept: np.ndarray):
-        self.users, self.items, self.num_users, self.num_items = (
-            log.users,
-            log.items,
-            log.num_users,
-            log.num_items,
-        )
-        self._item, self._rating = log.item[kept], rating[kept]
-        self._offsets = np.concatenate(
-            [[0], np.bincount(log.user[kept], minlength=log.num_users).cumsum()]
-        )
-        self._added: dict[int, NewEvents] = {}
-
-    def length(self, user: int) -> int:
-        return int(self._offsets[user + 1] - self._offsets[user]) + len(
-            self._added.get(user, NONE).item
-        )
-
-    def longest(self) -> int:
-        """The user of the longest history of the log."""
-        return int(np.diff(self._offsets).argmax())
-
-    def add(self, user: int, events: NewEvents) -> None:
-        if len(events.item):
-            self._added[user] = _joined(self._added.get(user, NONE), events)
-
-    def forget(self) -> None:
-        """Forget the events of all requests."""
-        self._added.clear()
-
-    def replace(self, user: int, events: NewEvents) -> None:
-        """Replace the events that were added."""
-        self._added[user] = events
-
-    def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
-        """The last `count` events of a user's history and these new ones."""
-        rows = slice(
-            max(self._offsets[user], self._offsets[user + 1] - count), self._offsets[user + 1]
-        )
-        known = NewEvents(self._item[rows], self._rating[rows])
-        whole = _joined(known, self._added.get(user, NONE), events)
-        return NewEvents(*(column[max(0, len(column) - count) :] for column in whole))
-
-
-def _joined(*events: NewEvents) -> NewEvents:
-    return NewEvents(*(np.concatenate(columns) for columns in zip(*events, strict=True)))
 
 
 @dataclass
@@ -208,6 +126,7 @@ class Ranker(ABC):
             else None
         )
         self.ratings: list[float] = []
+        self.store: EventStore | None = None
         self.stages = Stages()
         # requests by what happened to their histories
         self.counts = {"reused": 0, "appended": 0, "encoded": 0}
@@ -234,6 +153,7 @@ class Ranker(ABC):
             scores = self._score(_merged(requests)).float().cpu()
             if not bool(scores.isfinite().all()):
                 raise FloatingPointError("the model's scores are not finite")
+            self._add_events([request for request in requests if request.stores_events])
         except BaseException:
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests])
@@ -241,17 +161,60 @@ class Ranker(ABC):
         self.stages.seconds["score"] = (
             time.perf_counter() - begin - sum(self.stages.seconds.values())
         )
-        for request in requests:
-            if request.stores_events:
-                self.histories.add(request.user, request.events)
-            elif self.cache is not None:
-                self.cache.evict([request.user])
+        not_stored = [request.user for request in requests if not request.stores_events]
+        if self.cache is not None and not_stored:
+            self.cache.evict(not_stored)
         parts = scores.split([len(request.candidates) for request in requests])
         return [parts[i] for i in np.argsort(order)]
+
+    def _add_events(self, requests: Sequence[Request]) -> None:
+        """Add the requests' events to the histories, when the store has them."""
+        if self.store is not None and (
+            events := [event for x in requests for event in self._published(x.user, x.events)]
+        ):
+            self.store.append(events)
+        for request in requests:
+            self.histories.add(request.user, request.events, self.longest_window)
+
+    def _published(self, user: int, events: NewEvents) -> list[StoredEvent]:
+        name, items, ratings = str(self.histories.users[user]), self.histories.items, self.ratings
+        return [
+            StoredEvent(name, str(items[item]), ratings[rating] if ratings else None)
+            for item, rating in zip(events.item.tolist(), events.rating.tolist(), strict=True)
+        ]
+
+    def keep_events(self, store: EventStore) -> None:
+        """Add the store's events to the histories, and from now on those of requests to the store.
+        Call it before the first request, after `warm_up`. ValueError if an event is not of this
+        log."""
+        ratings = {rating: index for index, rating in enumerate(self.ratings or [None])}
+        by_user: dict[str, list[StoredEvent]] = defaultdict(list)
+        for event in store.load():
+            by_user[event.user].append(event)
+        rows = self.histories.users.rows(by_user).tolist()
+        for row, events in zip(rows, by_user.values(), strict=True):
+            items = self.histories.items.rows(event.item for event in events)
+            unknown = [x for x, item in zip(events, items) if item < 0 or x.rating not in ratings]
+            if row < 0 or unknown:
+                raise ValueError(f"{(unknown or events)[0]} is not an event of the log's ids")
+            indices = np.array([ratings[event.rating] for event in events], dtype=np.int64)
+            self.histories.add(row, NewEvents(items, indices), self.longest_window)
+        self.store = store
+
+    def forget_user(self, user: int) -> None:
+        """Forget the events that the user's requests brought."""
+        if self.store is not None:
+            self.store.forget(str(self.histories.users[user]))
+        self.replace_events(user, NONE)
 
     @abstractmethod
     def _cached_layer(self) -> CachedStep:
         """The layer whose keys and values are cached."""
+
+    @property
+    def longest_window(self) -> int:
+        """The events of a history that the model can see."""
+        return self.max_history
 
     @abstractmethod
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -439,6 +402,10 @@ class RankingRanker(Ranker):
     def _cached_layer(self) -> CachedStep:
         return CachedStep(self.model.head.interaction, cache=lambda events: self.run(**events))
 
+    @property
+    def longest_window(self) -> int:
+        return max(self.max_history, self.dataset.max_stream)
+
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
         fresh = self._users_to_encode(requests)
         with self.stages("lookup"):
@@ -469,7 +436,8 @@ class RankingRanker(Ranker):
 
     def _ids(self, requests: Sequence[Request]) -> dict[str, Any]:
         """The ids of users and candidates, as `RankingStep.inputs` takes them."""
-        users = torch.from_numpy(self.users.columns[[request.user for request in requests]])
+        known = [min(request.user, self.histories.num_users) for request in requests]
+        users = torch.from_numpy(self.users.columns[known])
         targets, lengths = _targets(requests)
         return dict(users=users, targets=_jagged([targets, self.items.columns[targets]], lengths))
 
@@ -492,7 +460,7 @@ class RankingRanker(Ranker):
     def _windows(self, requests: Sequence[Request], count: int) -> tuple[NewEvents, list[int]]:
         """The last events of the users, one user after another, and their numbers."""
         windows = [self.histories.window(x.user, x.events, count) for x in requests]
-        return _joined(*windows), [len(window.item) for window in windows]
+        return joined(*windows), [len(window.item) for window in windows]
 
     @torch.no_grad()
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:

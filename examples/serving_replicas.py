@@ -26,18 +26,11 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-from serving_app import (
-    Admission,
-    Event,
-    RankBody,
-    Service,
-    ServiceLimits,
-    answer_errors,
-    error_response,
-    http_errors,
-    tune_process,
-)
+from serving_admission import Admission
+from serving_app import Service, tune_process
 from serving_batcher import Limits
+from serving_bodies import Event, RankBody, ServiceLimits
+from serving_errors import answer_errors, error_response, http_errors
 from serving_models import ranker_from_options
 
 # requests of a replica, the ingress or the store; the queue of the replica's service is shorter,

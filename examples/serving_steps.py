@@ -27,8 +27,8 @@ GRAPHS = dict(capacities=[16, 32, 64, 256, *(2**n for n in range(10, 18))], max_
 class FeatureTable:
     """The categories of the side features of all users or items.
 
-    columns: int64 [N, sum of widths], the features' categories side by side, -1 behind the last one
-        of an entity.
+    columns: int64 [N + 1, sum of widths], the features' categories side by side, -1 behind the last
+        one of an entity. The last row has none.
     widths: the largest number of categories of each feature.
     """
 
@@ -36,8 +36,8 @@ class FeatureTable:
         columns = []
         for feature in features.values():
             lengths = np.diff(feature.offsets)
-            column = np.full((count, lengths.max(initial=1)), -1)
-            column[np.arange(column.shape[1]) < lengths[:, None]] = feature.values
+            column = np.full((count + 1, lengths.max(initial=1)), -1)
+            column[:count][np.arange(column.shape[1]) < lengths[:, None]] = feature.values
             columns.append(column)
         self.columns, self.widths = np.concatenate(columns, axis=1), [x.shape[1] for x in columns]
 

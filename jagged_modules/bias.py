@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from .dtypes import WrongDtype
 from .scalars import check_size
 from .segments import check_integers, values_are_checkable
-from .validation import check_dense, check_tensor
+from .validation import check_tensor
 
 LOG_STEP = decimal.Decimal("0.301")  # HSTU's published rule: bucket(d) = floor(ln(d) / 0.301)
 LARGEST = torch.iinfo(torch.int64).max
@@ -89,7 +88,7 @@ class RelativeBias:
                 continue
             if self.time is None:
                 raise ValueError(f"{name} must be None without time, got a {type(x).__name__}")
-            check_timestamps(name, x)
+            check_integers(name, x, (torch.int64,))
         if self.query_shift is not None:
             check_integers("query_shift", self.query_shift)
         if self.time is not None and self.timestamps is None:
@@ -129,17 +128,6 @@ class RelativeBias:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         shapes = [f"{name}={list(x.shape)}" for name, x in given.items() if x is not None]
         return f"RelativeBias({', '.join(shapes)})"
-
-
-def check_timestamps(name: str, x: object) -> None:
-    """TypeError unless x is an int64 tensor, ValueError unless it is 1-D and dense."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dtype != torch.int64:
-        raise WrongDtype(f"{name} must be int64, got {x.dtype}")
-    check_dense(name, x)
-    if x.dim() != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
 
 
 def _check_boundaries(boundaries: Tensor, num_buckets: int) -> None:

@@ -82,7 +82,7 @@ def dtypes_of(
 def names(dtypes: tuple[torch.dtype, ...]) -> str:
     """The dtypes as text, for example "float32, float16 or bfloat16"."""
     *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f"{', '.join(others)} or {last}"
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def dtype_table() -> str:

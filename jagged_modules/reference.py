@@ -43,8 +43,8 @@ def attention_reference(
 
     The result of a row that sees no key is 0. q_shared: all segments use all rows of q, and
     q_offsets are those of the output. With n · B query segments, segments b, B + b, ... use key
-    segment b, and the mask is that of the first B. Values at masked positions must be finite here:
-    0 times NaN is NaN.
+    segment b, and mask and bias are those of the first B. Values at masked positions must be finite
+    here: 0 times NaN is NaN.
     """
     group = q.shape[1] // k.shape[1]
     num_targets = (
@@ -52,15 +52,15 @@ def attention_reference(
     )
     outputs: list[Tensor] = []
     q_segments, kv_segments = segments(q_offsets, q_shared), segments(kv_offsets)
-    num_masked = 0 if mask is None else len(kv_segments)
+    num_own = len(kv_segments)
     kv_segments *= len(q_segments) // len(kv_segments)
     for b, (q_rows, kv_rows) in enumerate(zip(q_segments, kv_segments, strict=True)):
         keys, values = (x[kv_rows].repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[q_rows], keys) * scale
-        if bias is not None:
+        if bias is not None and b < num_own:
             scores = scores + _bias_of_segment(bias, b, q_rows, kv_rows, q.device).to(scores.dtype)
         hidden = torch.zeros((), dtype=torch.bool, device=q.device)
-        if mask is not None and b < num_masked:
+        if mask is not None and b < num_own:
             targets = num_targets[b] if num_targets and b < len(num_targets) else 0
             hidden = ~mask.keep(scores.shape[1], scores.shape[2], targets, q.device)
         if activation == "softmax":

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .dtypes import WrongDtype
-from .scalars import check_size
+from .dtypes import WrongDtype, names
+from .scalars import check_kind, check_size
 from .settings import debug_checks
 from .tracing import is_recording
 from .validation import check_dense
@@ -43,12 +43,14 @@ def values_are_checkable(x: Tensor) -> bool:
     return not isinstance(x, FakeTensor)
 
 
-def check_integers(name: str, x: object) -> None:
-    """TypeError unless x is an int32 or int64 tensor, ValueError unless it is 1-D and dense."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in (torch.int32, torch.int64):
-        raise WrongDtype(f"{name} must be int32 or int64, got {x.dtype}")
+def check_integers(
+    name: str, x: Any, dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
+) -> None:
+    """TypeError unless x is a tensor of one of the dtypes, ValueError unless it is 1-D and
+    dense."""
+    check_kind(name, x, Tensor, "a torch.Tensor")
+    if x.dtype not in dtypes:
+        raise WrongDtype(f"{name} must be {names(dtypes)}, got {x.dtype}")
     check_dense(name, x)
     if x.dim() != 1:
         raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")

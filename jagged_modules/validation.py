@@ -4,6 +4,7 @@ tensors only under `debug_checks`."""
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,11 @@ IMPLEMENTATIONS = ("auto", "reference", "triton")
 MAX_HEAD_DIM = 256  # of attention
 
 
-def check_dense(name: str, x: Tensor) -> None:
-    """ValueError for a sparse or nested tensor."""
+def check_dense(name: str, x: Any, expected: str = "a torch.Tensor") -> None:
+    """TypeError unless x is a tensor, which the message calls `expected`. ValueError if it is
+    sparse or nested."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be {expected}, got {type(x).__name__}")
     if x.is_nested or x.layout != torch.strided:
         raise ValueError(
             f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}"
@@ -128,6 +132,12 @@ def _triton_interprets() -> bool:
     except ImportError:
         return False
     return knobs.runtime.interpret
+
+
+def check_layer_tensor(name: str, x: Any, shape: str, projection: nn.Module) -> None:
+    """`check_dense` and `check_layer_input`. shape: the expected one as text."""
+    check_dense(name, x, f"a torch.Tensor {shape}")
+    check_layer_input(name, x, projection)
 
 
 def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:

@@ -6,10 +6,14 @@ import os
 import tempfile
 from pathlib import Path
 
+gc.disable()  # until the tests are collected: imports and parameters make a million objects
+
 import accuracy
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch._export import utils as export_utils
+from torch.export import exported_program
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,11 +44,36 @@ def seed():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imported_objects_are_not_collected():
-    """Imports make a million objects. Each garbage collection, of which torch and the tests start
-    many, would visit them."""
+def few_collections():
+    """Garbage collections do not visit the objects of imports, and are rare: torch.export and
+    torch.compile make so many objects that a tenth of their time would be collections."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    if not torch.cuda.is_available():  # whose memory garbage may hold
+        gc.set_threshold(100_000)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_are_looked_up_once():
+    """torch.export looks up all composite operators again for each namespace of operators, which is
+    a quarter of the time of fuse_broadcasts. torch has no public names for this, and may rename
+    it."""
+    look_up = getattr(export_utils, "_materialize_cpp_cia_ops", None)
+    collect = getattr(exported_program, "_collect_all_valid_cia_ops", None)
+    if look_up is None or collect is None:
+        yield
+        return
+
+    def collect_after_one_look_up():
+        look_up()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(export_utils, "_materialize_cpp_cia_ops", lambda: None)
+            return collect()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exported_program, "_collect_all_valid_cia_ops", collect_after_one_look_up)
+        yield
 
 
 @pytest.fixture

@@ -92,7 +92,8 @@ class Mutant:
         if (found := len(self.places.findall(text))) != 1 or not self.old:
             return f"its text must be in the file once, found {found} times: {self.old}"
         try:
-            compile(self.applied(text), self.file, "exec")
+            if self.file.endswith(".py"):
+                compile(self.applied(text), self.file, "exec")
         except SyntaxError as error:
             return f"is no Python: {error}"
         return None

@@ -77,7 +77,7 @@ def _gate(u, a, weight, bias, seed, dropout, eps, groups, rms):
 
 
 def _gate_linear_backward(
-    dout, given, operands, bias, projection, seed, dropout, eps, rms, columns, needs, end=None
+    dout, given, operands, bias, projection, seed, dropout, eps, rms, outs, needs, end=None
 ):
     dout = cleared(dout, end)
     u, a, _, rstd, weight = operands
@@ -92,8 +92,9 @@ def _gate_linear_backward(
             given, gated(u, a, weight, bias, factors, eps, rstd.shape[1], rms)
         )
     du, da, *sums, dprojection = _derived(function, [u, a, weight, bias, projection], dout)
-    grads = torch.cat([du, a.new_full((a.shape[0], columns), torch.nan)], 1)
-    return grads, da, _sums(*sums), dprojection if needs else projection.new_empty(0)
+    outs[0].fill_(torch.nan)[:, : a.shape[1]] = du
+    outs[1].copy_(da)
+    return _sums(*sums), dprojection if needs else projection.new_empty(0)
 
 
 def _attention(*arguments):

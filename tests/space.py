@@ -301,7 +301,7 @@ def _fix_attention(dtype: str, o: dict) -> None:
 def _fix_bias(o: dict, operands: str) -> None:
     """Shared rows have no position. Options of a table that there is not have their simplest
     values."""
-    if operands not in ("self", "cross"):
+    if operands in ("q shared", "kv shared"):
         o["bias"] = None
     tables = BIASES.get(o["bias"], ())
     unused = set() if "time" in tables else {"buckets", "query_times", "timestamps", "boundaries"}
@@ -455,6 +455,8 @@ _jagged_data = DATA | MAX_SEQLEN
 _offsets = dict(indices=dict(offsets=INDICES))
 _plan = dict(indices=dict(x_offsets=OF_A_PLAN, y_offsets=OF_A_PLAN))
 _of_segments = dict(num_targets=INDICES, output_scale=FACTORS)
+_of_bias = dict.fromkeys(("timestamps", "query_timestamps", "boundaries"), TIMES)
+_of_bias |= dict(query_shift=ON_THE_OPERANDS_DEVICE)
 _rows = dict(dtypes=TORCH_DTYPES, implementations={})
 
 OPERATORS = {
@@ -468,14 +470,7 @@ OPERATORS = {
         | DROPOUT
         | BIAS,
         data_axes=DATA | ATTENTION_DATA | BIAS_DATA,
-        indices=dict(q_offsets=INDICES, kv_offsets=INDICES)
-        | _of_segments
-        | dict(
-            timestamps=TIMES,
-            query_timestamps=TIMES,
-            boundaries=TIMES,
-            query_shift=ON_THE_OPERANDS_DEVICE,
-        ),
+        indices=dict(q_offsets=INDICES, kv_offsets=INDICES) | _of_segments | _of_bias,
         behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
         num_lists=lambda o: {"cross": 2, "2 groups": 3, "3 groups": 4}.get(o["operands"], 1),
@@ -529,9 +524,10 @@ OPERATORS = {
             for name in ("activation", "heads", "head_dim", "v_dim", "output_scale", "mask")
         }
         | DROPOUT
+        | BIAS
         | dict(query_tensors=("two tensors", "one tensor")),
-        data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
-        indices=dict(offsets=INDICES, candidate_offsets=INDICES, output_scale=FACTORS),
+        data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]) | BIAS_DATA,
+        indices=dict(offsets=INDICES, candidate_offsets=INDICES, output_scale=FACTORS) | _of_bias,
         behind=True,
         implementations=ATTENTION_IMPLEMENTATIONS,
         num_lists=lambda o: 2,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import jagged_modules as jm
 from jagged_modules import flops, transforms
@@ -57,10 +58,12 @@ def sections(value: object) -> set[str]:
 
 
 def methods(cls: type) -> dict[str, object]:
-    """The public methods and properties that the class itself defines."""
+    """The public methods and properties that the class defines, or another module that it is."""
     functions = {
         name: getattr(value, "__func__", value)
-        for name, value in vars(cls).items()
+        for base in reversed(cls.__mro__)
+        if base is cls or (issubclass(base, nn.Module) and base.__module__.startswith("jagged_"))
+        for name, value in vars(base).items()
         if not name.startswith("_")
     }
     return {

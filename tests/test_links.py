@@ -43,7 +43,11 @@ def dead_links(document: Path) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "document",
+    [*DOCUMENTS, ROOT / "examples" / "cpp" / "README.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_no_link_is_dead(document):
     assert dead_links(document) == []
 

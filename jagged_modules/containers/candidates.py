@@ -293,7 +293,6 @@ class CandidateIndex(Queries):
         Raises:
             TypeError, ValueError: x is not a dense tensor, or has another number of rows.
         """
-        check_kind("x", x, Tensor, "a torch.Tensor")
         check_dense("x", x)
         if self.order is not None and x.shape[:1] != self.order.shape:
             raise ValueError(

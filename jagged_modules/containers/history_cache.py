@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bias import check_timestamps
 from ..scalars import check_kind, check_size, possessive
 from ..segments import check_integers
 from .jagged import Jagged, as_tensor, check_same_segments
@@ -160,7 +159,7 @@ class HistoryCache:
             check_kind(name, layer, Jagged, "a HistoryCache of Jagged layers")
         rows = [x.values.shape[0] for x in self.layers]
         if self.timestamps is not None:
-            check_timestamps(f"{possessive(name)} timestamps", self.timestamps)
+            check_integers(f"{possessive(name)} timestamps", self.timestamps, (torch.int64,))
             rows.append(self.timestamps.shape[0])
         if self.max_rows is not None:
             check_size(f"{possessive(name)} max_rows", self.max_rows)

@@ -413,8 +413,6 @@ class Jagged(Queries):
 def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
     """TypeError or ValueError unless the parts make a Jagged. prefix: of their names in errors,
     "x's " for a container x."""
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{prefix}values must be a torch.Tensor, got {type(values).__name__}")
     check_dense(f"{prefix}values", values)
     if values.dim() < 1:
         raise ValueError(f"{prefix}values must have shape [L, ...], got {list(values.shape)}")

@@ -50,7 +50,6 @@ def real_rows(
     x: Tensor, lengths: Tensor | None, mask: Tensor | None, side: str
 ) -> tuple[Tensor, Tensor, int, Tensor | None]:
     """The parts of `Jagged.from_padded`: values, offsets, max_seqlen and host_lengths."""
-    check_kind("x", x, Tensor, "a torch.Tensor")
     check_dense("x", x)
     check_choice("side", side, SIDES)
     if x.dim() < 2:

@@ -8,7 +8,7 @@ The backward recomputes the scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ SCORES_AT_A_TIME = 2**18  # scores that fit a core's caches; a group is computed
 # limit of a block's scores, over the query heads of one key head; long segments get fewer than ROWS
 # rows
 MOST_SCORES = 2**21
+
+Piece = tuple[slice, slice, slice, Tensor | None]  # of `_parts_of_blocks`
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -183,9 +185,10 @@ def unfused_forward(
     log-sum-exp of the scores `[segments, heads, rows]`."""
     finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
-    out = queries.new_zeros(*queries.shape[:3], v.shape[3])
+    pieces, is_whole = _pieces(q, k, mask, num_targets)
+    out = None if is_whole else queries.new_zeros(*queries.shape[:3], v.shape[3])
     lse = queries.new_zeros(queries.shape[:3]) if activation == "softmax" else None
-    for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
+    for some, rows, columns, hidden in pieces:
         scores = queries[some, :, rows].flatten(1, 2) @ keys[some, columns].mT
         if bias is not None:
             bias.add(scores, q, k, some, rows, columns)
@@ -201,7 +204,11 @@ def unfused_forward(
             if finite or hidden is None
             else _visible_matmul(p, value, hidden.repeat(queries.shape[1], 1))
         )
-        out[some, :, rows] = result.view_as(out[some, :, rows])
+        if out is None:
+            out = torch.unflatten(result, 1, queries.shape[1:3])
+        else:
+            out[some, :, rows] = result.view_as(out[some, :, rows])
+    assert out is not None
     if dropout is not None:
         out *= dropout.dropout.factor
     return _unfold(out, k), None if lse is None else _unfold(lse, k)
@@ -238,8 +245,9 @@ def unfused_backward(
     keys = k.flatten(0, 1)
     values = v.flatten(0, 1)
     finite = mask is None or _are_finite(queries, grads, keys)
-    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
+    pieces, is_whole = _pieces(q, k, mask, num_targets)
+    dq, dk, dv = (x if is_whole else torch.zeros_like(x) for x in (queries, keys, values))
+    for some, rows, columns, hidden in pieces:
         query, grad = (x[some, :, rows].flatten(1, 2) for x in (queries, grads))
         key, value = keys[some, columns], values[some, columns]
         scores = query @ key.mT
@@ -260,6 +268,10 @@ def unfused_backward(
             ds = p * (dp - delta[some, :, rows].flatten(1, 2)[..., None])
         if bias is not None and dtables is not None:
             dtables.add(ds, bias, q, k, some, rows, columns)
+        if is_whole:
+            dq = torch.unflatten(ds @ key, 1, dq.shape[1:3])
+            dk, dv = ds.mT @ query, weights.mT @ grad
+            break
         if finite or hidden is None:
             dv[some, columns].baddbmm_(weights.mT, grad)
             dk[some, columns].baddbmm_(ds.mT, query)
@@ -384,7 +396,18 @@ def _unmasked_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, None]
 
 def _pieces(
     q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
-) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
+) -> tuple[Iterable[Piece], bool]:
+    """The pieces, and whether the only one has all scores."""
+    pieces = _parts_of_blocks(q, k, mask, num_targets)
+    if mask is not None:
+        return pieces, False
+    listed = list(pieces)
+    return listed, len(listed) == 1
+
+
+def _parts_of_blocks(
+    q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
+) -> Iterator[Piece]:
     """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the
     fields of a block."""
     segments, kv_heads = k.shape[:2]

@@ -56,8 +56,8 @@ class Group(NamedTuple):
         )
 
     def bias(self, params: AttentionParams) -> BlockBias | None:
-        """The bias of these segments."""
-        if not params.has_bias:
+        """The bias of these segments: that of the first query group."""
+        if not params.has_bias or self.query_group > 0:
             return None
         t = None if params.timestamps is None else self.kv_rows.take(params.timestamps)
         u = None if params.query_timestamps is None else self.rows.take(params.query_timestamps)

@@ -58,14 +58,13 @@ class Ordered(NamedTuple):
         )
 
     def is_by_rows(self, query_group: int) -> bool:
-        """Whether a group of segments is one query row. The mask is that of the first query
+        """Whether a group of segments is one query row. Mask and bias are those of the first query
         group."""
         params = self.params
         return (
             params.batch_invariant
-            and (params.mask is None or query_group > 0)
+            and ((params.mask is None and not params.has_bias) or query_group > 0)
             and not self.segments.q_shared
-            and not params.has_bias
         )
 
 

@@ -20,7 +20,7 @@ from ..schedule import device_schedule
 from ..segments import RowSegments
 from ..validation import check_tensor
 from .attention_arguments import Side, parse_arguments
-from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, parsed_call
+from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, checked_call
 from .tail import padded_to
 
 
@@ -79,8 +79,8 @@ def jagged_attention(
             several query groups it is that of the first one, and has no num_targets: rows of the
             others see all keys.
         bias: learned biases of the scores by relative position and time, on q's device. Its tables
-            get gradients. Must be None with shared queries or keys, or several query groups: their
-            rows have no position.
+            get gradients. Must be None with shared queries or keys: their rows have no position.
+            With several query groups it is that of the first one; rows of the others have none.
         schedule: the tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`.
             If None, it is built from the offsets, without a sync if they are on the device. Only
             the kernels use it.
@@ -146,7 +146,7 @@ def attend(
 ) -> Tensor:
     """`jagged_attention` of operands with three dimensions, and segments and options that need no
     checks: those of a layer. queries, keys: None where all segments share the operand."""
-    parsed = parsed_call(q, k, v, queries, keys, options)
+    parsed = checked_call(q, k, v, queries, keys, options)
     return _scaled(_by_kernels_or_cpu(parsed.call), parsed)
 
 
@@ -181,18 +181,26 @@ def attention_backward(
 def packed_gradients(
     do: Tensor, results: list[Tensor | None], together: bool, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the projections in a layer's node, each in one tensor. Nothing is shared.
+    """The gradients of the projections in a layer's node, each in one tensor. Keys are not shared.
 
     Returns:
         With `together`, where the first rows of queries are those of the keys:
         `[rows, (H + 2 Hkv) · D]` of `[q | k | v]`, twice.
-        Without: `[rows, H · D]` of q, and `[keys, 2 Hkv · D]` of `[k | v]`.
+        Without: `[rows, H · D]` of q, in fp32 on a GPU if all segments share q, and
+        `[keys, 2 Hkv · D]` of `[k | v]`.
     """
-    outs = PackedGradients.empty(arguments[:3], together)
+    q, outs = arguments[0], PackedGradients.empty(arguments[:3], together)
     if do.is_cuda:
         from jagged_kernels.attention import op
 
+        q_shared = Arguments(*arguments).options[0]
+        if q_shared:  # rows for each segment, then a sum in a fixed order
+            parts = q.new_empty(do.shape[0], q.shape[1] * q.shape[2], dtype=torch.float32)
+            outs = outs._replace(of_queries=parts)
         op.attention_packed_backward(do, results, outs, *arguments)
+        if q_shared:
+            parts = torch.unflatten(outs.of_queries, 0, (do.shape[0] // len(q), len(q)))
+            outs = outs._replace(of_queries=parts.sum(0))
     else:
         cpu_packed_backward(do, results, outs, *arguments)
     return outs.of_queries, outs.of_queries if outs.of_keys is None else outs.of_keys
@@ -215,7 +223,7 @@ def attention_arguments(
     from jagged_kernels.attention.op import operator_arguments
 
     q, v = like.expand(q_shape), like.expand(v_shape)
-    call = parsed_call(q, q, v, segments, segments, options).call
+    call = checked_call(q, q, v, segments, segments, options).call
     return operator_arguments(_with_schedule(call, torch.is_grad_enabled()))
 
 

@@ -24,7 +24,7 @@ from ..segments import (
 )
 from ..validation import IMPLEMENTATIONS, check_implementation, check_tensor
 from .attention_bias import check_bias
-from .attention_call import AttentionOptions, ParsedAttention, parsed_call
+from .attention_call import AttentionOptions, ParsedAttention, checked_call
 from .paged_keys import check_pages
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
@@ -47,7 +47,7 @@ def parse_arguments(
     keys: Side | RowSegments,
     options: AttentionOptions,
 ) -> ParsedAttention:
-    """`parsed_call` of operands with three dimensions, after checks of everything else that a
+    """`checked_call` of operands with three dimensions, after checks of everything else that a
     caller of a public function gives."""
     activation, scale, output_scale, mask, bias, schedule, implementation, pages, *_ = options
     if pages is not None:
@@ -69,13 +69,12 @@ def parse_arguments(
     kv_rows = k.shape[0] if pages is None else pages.num_rows
     own, others = _segments(q, kv_rows, queries, keys, mask)
     if bias is not None:
-        if own is None or others is None or own.offsets.shape != others.offsets.shape:
+        if own is None or others is None:
             raise ValueError(
-                "bias must be None where segments share queries or keys, or with several query"
-                " groups: rows have no position"
+                "bias must be None where segments share queries or keys: rows have no position"
             )
         check_bias(bias, q, kv_rows, queries.offsets, keys.offsets)
-    parsed = parsed_call(q, k, v, own, others, options)
+    parsed = checked_call(q, k, v, own, others, options)
     segments, tiles = parsed.call.segments, parsed.call.schedule
     if tiles is not None and values_are_checkable(tiles.num_tiles):
         check_schedule(tiles, segments.q_offsets, segments.kv_offsets)
@@ -147,21 +146,19 @@ def check_mask(mask: object, keys_are_shared: bool) -> None:
     """TypeError or ValueError unless mask is an AttentionMask or None."""
     if mask is None:
         return
-    if not isinstance(mask, AttentionMask):
-        raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    check_kind("mask", mask, AttentionMask, "an AttentionMask")
     if keys_are_shared:
         raise ValueError(
             "mask must be None where keys are shared by all segments: their rows have no position"
         )
 
 
-def check_schedule_of(q: Tensor, schedule: object) -> None:
+def check_schedule_of(q: Tensor, schedule: Any) -> None:
     """TypeError or ValueError unless schedule is None or has q's heads, and tiles that kernels
     have."""
     if schedule is None:
         return
-    if not isinstance(schedule, TileSchedule):
-        raise TypeError(f"schedule must be a TileSchedule, got {type(schedule).__name__}")
+    check_kind("schedule", schedule, TileSchedule, "a TileSchedule")
     if schedule.num_heads != q.shape[1]:
         raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
     for half in (schedule, schedule.backward or schedule):

@@ -12,21 +12,33 @@ from ..segments import normal_form, values_are_checkable
 
 
 def check_bias(
-    bias: RelativeBias, q: Tensor, kv_rows: int, q_offsets: Tensor, kv_offsets: Tensor
+    bias: RelativeBias,
+    q: Tensor,
+    kv_rows: int,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    q_name: str = "q",
+    offsets_name: str = "q_offsets",
 ) -> None:
-    """Check the bias against the operands and, if their values may be read, the offsets."""
+    """Check the bias against the operands and, if their values may be read, the offsets. q_name,
+    offsets_name: of q and q_offsets in errors."""
     num_segments = q_offsets.shape[0] - 1
     for name in ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"):
         x = getattr(bias, name)
         if x is not None and x.device != q.device:
-            raise ValueError(f"bias.{name} must be on q's device, {q.device}, got {x.device}")
+            raise ValueError(
+                f"bias.{name} must be on {q_name}'s device, {q.device}, got {x.device}"
+            )
     for name, table in (("position", bias.position), ("time", bias.time)):
         if table is not None and table.dim() == 2 and table.shape[0] != q.shape[1]:
             raise ValueError(
-                f"bias.{name} must have one row for each of q's {q.shape[1]} heads, got"
+                f"bias.{name} must have one row for each of {q_name}'s {q.shape[1]} heads, got"
                 f" {table.shape[0]}"
             )
-    of_keys, of_queries = (bias.timestamps, "k", kv_rows), (bias.query_timestamps, "q", q.shape[0])
+    of_keys, of_queries = (
+        (bias.timestamps, "k", kv_rows),
+        (bias.query_timestamps, q_name, q.shape[0]),
+    )
     for name, (x, owner, rows) in (("timestamps", of_keys), ("query_timestamps", of_queries)):
         if x is not None and x.shape[0] != rows:
             raise ValueError(
@@ -40,17 +52,15 @@ def check_bias(
         )
     if bias.max_seqlen is None:
         return
-    for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
-        if (
-            values_are_checkable(offsets)
-            and offsets.shape[0] > 1
-            and int(offsets.diff().max()) > bias.max_seqlen
-        ):
-            longest = int(offsets.diff().max())
-            raise ValueError(
-                f"{name} must have segments of at most {bias.max_seqlen} rows, those of"
-                f" bias.position, got {longest}"
-            )
+    num_offsets = kv_offsets.shape[0]  # of the queries, those of the first group
+    for name, offsets in ((offsets_name, q_offsets), ("kv_offsets", kv_offsets)):
+        if values_are_checkable(offsets) and num_offsets > 1:
+            longest = int(offsets[:num_offsets].diff().max())
+            if longest > bias.max_seqlen:
+                raise ValueError(
+                    f"{name} must have segments of at most {bias.max_seqlen} rows, those of"
+                    f" bias.position, got {longest}"
+                )
 
 
 def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:

@@ -60,6 +60,31 @@ class ParsedAttention(NamedTuple):
     dtype: torch.dtype
 
 
+def checked_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: RowSegments | None,
+    keys: RowSegments | None,
+    options: AttentionOptions,
+) -> ParsedAttention:
+    """`parsed_call` of operands that a caller or a module gives, in the dtype of autocast.
+
+    Raises:
+        ValueError: q, k and v do not match.
+        RuntimeError: inside a torch.func transform, except by definition.
+    """
+    pages, implementation = options.pages, options.implementation
+    if pages is not None and keys is not None:
+        k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
+    scaled = pages is not None and pages.scales is not None
+    q, k, v = (autocast(q), k, v) if scaled else autocast_operands(q, k, v)
+    check_operands(q, k, v, scaled=scaled)
+    if implementation != "reference":
+        refuse_transforms("jagged_attention does")
+    return parsed_call(q, k, v, queries, keys, options._replace(pages=pages))
+
+
 def parsed_call(
     q: Tensor,
     k: Tensor,
@@ -68,20 +93,9 @@ def parsed_call(
     keys: RowSegments | None,
     options: AttentionOptions,
 ) -> ParsedAttention:
-    """The call in the dtype of autocast. queries, keys: None where all segments share the operand.
-
-    Raises:
-        ValueError: q, k and v do not match.
-        RuntimeError: inside a torch.func transform, except by definition.
-    """
+    """The call of operands that need no checks: those of a layer's node. queries, keys: None where
+    all segments share the operand."""
     activation, scale, output_scale, mask, bias, schedule, implementation, pages, *_ = options
-    if pages is not None and keys is not None:
-        k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
-    scaled = pages is not None and pages.scales is not None
-    q, k, v = (autocast(q), k, v) if scaled else autocast_operands(q, k, v)
-    check_operands(q, k, v, scaled=scaled)
-    if implementation != "reference":
-        refuse_transforms("jagged_attention does")
     segments = _segments(q, queries, keys, pages)
     is_constant = not isinstance(output_scale, Tensor) and not is_symbolic(output_scale)
     params = AttentionParams(

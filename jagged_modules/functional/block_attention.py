@@ -252,7 +252,7 @@ def _check_block_attention(
 ) -> tuple[Tensor, bool]:
     """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`.
     Returns `offsets_and_tail`."""
-    checked = offsets_and_tail("offsets", offsets, q, possessive(name))
+    checked = offsets_and_tail(offsets, q, possessive(name))
     check_operands(q, k, v, name)
     check_scalars("softmax", scale, 1)
     check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)

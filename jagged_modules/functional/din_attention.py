@@ -137,8 +137,7 @@ def din_attention(
         is_k = v is k
         k = entering(k, keys.end)
         v = k if is_k else v
-        b = event_part(k, mlp)
-        out = attend_by_mlp(grouped, k, v, b, queries, keys, mlp, kernels)
+        out = attend_by_mlp(grouped, k, v, None, queries, keys, mlp, kernels)
     return index.ungrouped(out.view(*q.shape[:-1], v.shape[1]))
 
 
@@ -151,18 +150,22 @@ def attend_by_mlp(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     queries: RowSegments,
     keys: RowSegments,
     mlp: DINMlp,
     kernels: bool,
 ) -> Tensor:
-    """`din_attention` of checked operands: q `[R, E]` grouped by user, and b `event_part` of k."""
-    of_q, _, of_products = first_layer(mlp.weights[0], mlp.features, k.shape[1])
+    """`din_attention` of checked operands: q `[R, E]` grouped by user, and b `event_part` of k or
+    None. The kernels take its weight instead of b."""
+    of_q, of_k, of_products = first_layer(mlp.weights[0], mlp.features, k.shape[1])
     q = entering(q, queries.end)
     a, units = linear(q, of_q, mlp.biases[0]), mlp.units
     if kernels:
         check_kernel_sizes(q, v, mlp)
+        b = of_k
+    elif b is None:
+        b = linear(k, of_k)
     tensors = DINTensors(
         [q, k, a, b, *([] if v is k else [v])],
         [of_products, *mlp.weights[1:]],

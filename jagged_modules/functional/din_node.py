@@ -51,8 +51,9 @@ class DINCall(NamedTuple):
 
 
 class DINTensors(NamedTuple):
-    """What may have gradients: q, k, a, b, and v unless it is k; weights and biases as the
-    operators take them; one slope, norm weight and norm bias for each hidden layer, or none."""
+    """What may have gradients: q, k, a, b (kernels: its weight), and v unless it is k; weights
+    and biases as the operators take them; one slope, norm weight and norm bias for each hidden
+    layer, or none."""
 
     operands: list[Tensor]
     weights: list[Tensor]

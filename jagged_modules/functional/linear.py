@@ -74,7 +74,7 @@ def jagged_linear(
         return _by_segment(x, weight, bias, offsets, activation, max_seqlen, implementation)
     end = None
     if offsets is not None:
-        checked, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
+        checked, has_tail = offsets_and_tail(offsets, x, max_seqlen=max_seqlen)
         end = checked if has_tail else None
     if weight.shape[1] != x.shape[1]:
         raise ValueError(
@@ -104,7 +104,7 @@ def _by_segment(
     implementation: str,
 ) -> Tensor:
     """`jagged_linear` with a weight `[B, D, T]`."""
-    offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
+    offsets, has_tail = offsets_and_tail(offsets, x, max_seqlen=max_seqlen)
     check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(

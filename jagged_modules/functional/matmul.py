@@ -52,7 +52,7 @@ def jagged_dense_bmm(
         RuntimeError: a torch.func transform (vmap, grad, jvp); "reference" supports them.
     """
     x, y = checked_operands("jagged_dense_bmm", implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
-    offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
+    offsets, has_tail = offsets_and_tail(offsets, x, max_seqlen=max_seqlen)
     check_segment_matrices("y", y, offsets, x.shape[1])
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
@@ -91,7 +91,7 @@ def jagged_jagged_bmm(
         TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`.
     """
     x, y = checked_operands("jagged_jagged_bmm", implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
-    offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
+    offsets, has_tail = offsets_and_tail(offsets, x, max_seqlen=max_seqlen)
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
     batch_invariant = is_batch_invariant(implementation)

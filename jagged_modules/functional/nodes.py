@@ -42,13 +42,20 @@ def release(*tensors: Tensor) -> None:
     """Free the memory of tensors that a node has made, in its forward or its backward, and reads no
     more. Autograd would free what the forward saved when the backward ends.
 
-    Not if the graph is kept for another backward. A graph of torch.compile sees to it itself.
+    Not if the graph is kept for another backward.
     """
+    if is_last_backward():
+        for x in tensors:
+            x.untyped_storage().resize_(0)
+
+
+def is_last_backward() -> bool:
+    """Whether what the forward saved may be overwritten or freed: no other backward reads it. A
+    graph of torch.compile sees to both itself."""
     bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage] - torch has no public name
-    if torch.compiler.is_compiling() or bindings._autograd._get_current_graph_task_keep_graph():
-        return
-    for x in tensors:
-        x.untyped_storage().resize_(0)
+    return not (
+        torch.compiler.is_compiling() or bindings._autograd._get_current_graph_task_keep_graph()
+    )
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

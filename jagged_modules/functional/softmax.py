@@ -35,7 +35,7 @@ def jagged_softmax(
         RuntimeError: a second derivative or a torch.func transform; "reference" supports both.
     """
     (x,) = checked_operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
-    offsets, has_tail = offsets_and_tail("offsets", offsets, x, max_seqlen=max_seqlen)
+    offsets, has_tail = offsets_and_tail(offsets, x, max_seqlen=max_seqlen)
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return padded_to(jagged_softmax_reference(x, offsets), x.shape[0])

@@ -19,11 +19,11 @@ from ..validation import runs_transforms
 
 
 def offsets_and_tail(
-    name: str, offsets: Any, x: Tensor, owner: str = "x's", max_seqlen: int | None = None
+    offsets: Any, x: Tensor, owner: str = "x's", max_seqlen: int | None = None
 ) -> tuple[Tensor, bool]:
     """`checked_offsets` of the rows of x, which errors call by its `owner`, and `may_have_tail`."""
-    checked = checked_offsets(name, offsets, x.shape[0], x, owner, max_seqlen)
-    return checked, may_have_tail(name, offsets, x.shape[0], x.device)
+    checked = checked_offsets("offsets", offsets, x.shape[0], x, owner, max_seqlen)
+    return checked, may_have_tail("offsets", offsets, x.shape[0], x.device)
 
 
 def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Tensor:

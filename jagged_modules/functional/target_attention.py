@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -12,13 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import autocast
+from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
 from ..masks import AttentionMask
-from ..scalars import check_choice, is_sequence
+from ..scalars import check_choice, check_kind, is_sequence
 from ..segments import RowSegments, check_device, check_offsets, check_offsets_shape, parse_segments
 from ..validation import check_tensor
 from .attention import attend, computed
 from .attention_arguments import Side, check_shared, parse_arguments
+from .attention_bias import check_bias
 from .attention_call import AttentionOptions, check_operands, check_output_scale
 from .joined_rows import joined_rows
 from .target_levels import LEVELS, attend_to_levels, parse_levels
@@ -190,10 +193,10 @@ def self_target_attention(
         v: `[L, Hkv, Dv]`, their values.
         offsets: `[B + 1]` int32 or int64: the segments of q_user, k and v.
         candidate_offsets: `[B + 1]` int32 or int64: the segments of q_candidates.
-        options: keyword arguments of `jagged_attention`. The mask is that of q_user's rows, and
-            has no num_targets: candidates see the whole history. A tensor output_scale is
-            `[2 · B]`, first the factors of q_user's segments. A schedule is built for the lengths
-            of q_user's segments followed by those of q_candidates.
+        options: keyword arguments of `jagged_attention`. Mask and bias are those of q_user's rows:
+            candidates see the whole history, without a bias, and the mask has no num_targets. A
+            tensor output_scale is `[2 · B]`, first the factors of q_user's segments. A schedule is
+            built for the lengths of q_user's segments followed by those of q_candidates.
 
     Returns:
         `[L, H, Dv]` and `[C, H, Dv]`, views of one tensor.
@@ -235,6 +238,9 @@ def self_target_attention(
             "offsets and candidate_offsets must describe the same number of segments, got"
             f" {offsets.shape[0] - 1} and {candidate_offsets.shape[0] - 1}"
         )
+    if (bias := options.get("bias")) is not None:
+        check_kind("bias", bias, RelativeBias, "a RelativeBias")
+        check_bias(bias, q_user, rows[0], offsets, offsets, "q_user", "offsets")
     users = parse_segments("offsets", offsets, rows[0], device)
     candidates = parse_segments("candidate_offsets", candidate_offsets, rows[1], device)
     queries, keys, options = joined_segments(users, candidates, rows, options)
@@ -258,7 +264,8 @@ def attend_users_and_candidates(
 ) -> tuple[Tensor, Tensor]:
     """`self_target_attention` of a layer. q: those of the users and of the candidates."""
     rows = q[0].shape[0], q[1].shape[0]
-    queries, keys, _ = joined_segments(users, candidates, rows, {})
+    queries, keys, given = joined_segments(users, candidates, rows, dict(bias=options.bias))
+    options = options._replace(bias=given["bias"])
     of_users, of_candidates = torch.split_with_sizes(
         attend(joined_rows(*q), k, v, queries, keys, options), rows
     )
@@ -275,7 +282,14 @@ def joined_segments(
     the queries of one more segment of keys, which is empty, so their results and gradients are 0.
     """
     q_offsets = candidates.offsets + rows[0]
-    if not (users.has_tail or candidates.has_tail):
+    num_segments, has_tail = users.offsets.shape[0] - 1, users.has_tail or candidates.has_tail
+    if (bias := options.get("bias")) is not None:  # of the candidates, nothing is read
+        behind = dict(query_timestamps=rows[1], query_shift=num_segments + 2 * has_tail)
+        given = {
+            x: pad(y, (0, n)) for x, n in behind.items() if (y := getattr(bias, x)) is not None
+        }
+        options = options | dict(bias=dataclasses.replace(bias, **given))
+    if not has_tail:
         # torch.export: a sum of [B] would exclude B = 1
         q_offsets = torch.cat([users.offsets, q_offsets[1:]])
         return RowSegments(q_offsets, num_rows=sum(rows)), users, options
@@ -285,8 +299,7 @@ def joined_segments(
     options = options | dict(schedule=None)  # another number of segments
     output_scale = options.get("output_scale")
     if isinstance(output_scale, Tensor):
-        num_segments = 2 * (users.offsets.shape[0] - 1)
-        check_output_scale(output_scale, num_segments, users.offsets.device)
+        check_output_scale(output_scale, 2 * num_segments, users.offsets.device)
         options["output_scale"] = pad(output_scale.view(2, -1), (0, 1), value=1).flatten()
     kv_offsets = torch.cat([users.offsets, users.offsets[-1:]])
     keys = RowSegments(kv_offsets, num_rows=rows[0], has_tail=True)

@@ -27,7 +27,7 @@ from ..segments import RowSegments, check_device, check_offsets, parse_segments
 from ..validation import check_implementation, check_tensor
 from .attention import attention_backward, attention_forward, computed
 from .attention_arguments import ATTENTION_IMPLEMENTATIONS, check_scalars
-from .attention_call import AttentionOptions, check_operands, parsed_call
+from .attention_call import AttentionOptions, check_operands, checked_call
 from .nodes import apply, differentiable_once
 
 LEVELS = ("joint", "each")
@@ -88,7 +88,7 @@ class Level(NamedTuple):
         if self.history is not None:
             schedule = self.schedule(q.shape[-2], q.shape[-1], k.dtype)
             options = options._replace(schedule=schedule)
-        call = parsed_call(self.grouped(q), k, v, self.queries, self.keys, options)
+        call = checked_call(self.grouped(q), k, v, self.queries, self.keys, options)
         return self.ungrouped(computed(call))
 
     def parents(self, num_candidates: int) -> Tensor:
@@ -183,7 +183,7 @@ def _joint_by_definition(
             ends[-1] += last - first
     k, v, offsets = torch.cat(keys), torch.cat(values), torch.tensor(ends, device=q.device)
     queries = RowSegments.equal(q.shape[1], q.shape[0], offsets)
-    out = computed(parsed_call(q.flatten(0, 1), k, v, queries, RowSegments(offsets), options))
+    out = computed(checked_call(q.flatten(0, 1), k, v, queries, RowSegments(offsets), options))
     return torch.unflatten(out, 0, q.shape[:2])
 
 
@@ -196,7 +196,7 @@ class _Joint(torch.autograd.Function):
         saved: list[Tensor | None] = []
         of_levels: list[tuple[Any, ...]] = []
         for level, k, v in zip(levels, keys_and_values[::2], keys_and_values[1::2]):
-            call = parsed_call(level.grouped(q), k, v, level.queries, level.keys, options).call
+            call = checked_call(level.grouped(q), k, v, level.queries, level.keys, options).call
             out, lse, of_level = attention_forward(call, any(ctx.needs_input_grad))
             outs.append(level.ungrouped(out))
             sums.append(_sums_of_keys(level, level.ungrouped(_rows_of(lse))))

@@ -3,19 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, check_same_segments
+from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands
 from ..functional.tail import entering, leaving
 from ..scalars import check_kind
+from ..tracing import through_call
 from ..validation import check_layer_input
+from .invariant import fixed_rows
 from .one_node import linear, node_dtype
-from .parameters import in_heads
+from .parameters import in_heads, reset_all
+
+
+class CachesProjection(nn.Module):
+    """A layer whose keys and values are a projection of a history's rows: `kv_proj`, which gives k
+    of all heads, then v."""
+
+    embedding_dim: int
+    num_heads: int
+    head_dim: int
+    kv_proj: nn.Linear
+
+    max_cached_rows = None  # for PagedHistoryCache
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
+        built on the meta device."""
+        reset_all(self.children())
+
+    @through_call
+    @fixed_rows
+    def cache(self, history: Any) -> HistoryCache:
+        """Compute the keys and values of the histories, for any number of later calls of `score`.
+
+        Args:
+            history: any container of `[L, E]` values in B segments, one per user.
+
+        Returns:
+            The cache, with one layer of values `[L, num_heads, 2 · head_dim]`.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
+        rows = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        return self._cached("history", rows)
+
+    def _cached(self, name: str, rows: Jagged) -> HistoryCache:
+        """Keys and values of these rows, which errors call `name`."""
+        end = rows.end(name)
+        values = entering(rows.values, end)
+        keys_and_values = projected_in_heads(values, self.kv_proj, self.num_heads)
+        if keys_and_values is None:
+            k_and_v = in_heads("kv_proj", self.kv_proj(values), 2, self.num_heads, self.head_dim)
+            keys_and_values = torch.cat(k_and_v.unbind(1), dim=2)
+        return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
+
+    def _appended(self, events: Any, cache: HistoryCache) -> tuple[Jagged, HistoryCache]:
+        """The events' rows, and their keys and values."""
+        rows = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
+        self._layer_of(cache, "events", rows)
+        return rows, self._cached("events", rows)
+
+    def _layer_of(self, cache: Any, name: str, x: Jagged | None) -> Jagged:
+        return layer_of_cache(cache, name, x, self.num_heads, 2 * self.head_dim, self.kv_proj)
 
 
 def layer_of_cache(
@@ -48,20 +104,6 @@ def layer_of_cache(
     if x is not None:
         check_same_segments(name, x, "cache", layer)
     return layer
-
-
-def cached_rows(
-    name: str, rows: Jagged, projection: nn.Linear, heads: int, head_dim: int
-) -> HistoryCache:
-    """Keys and values of these rows, which errors call `name`, by a projection that gives k of all
-    heads, then v."""
-    end = rows.end(name)
-    values = entering(rows.values, end)
-    keys_and_values = projected_in_heads(values, projection, heads)
-    if keys_and_values is None:
-        k_and_v = in_heads("kv_proj", projection(values), 2, heads, head_dim).unbind(1)
-        keys_and_values = torch.cat(k_and_v, dim=2)
-    return HistoryCache((rows.with_values(leaving(keys_and_values, end)),))
 
 
 def cached_operands(histories: Collection[Jagged]) -> tuple[list[Sequence[Tensor]], Pages | None]:

@@ -35,8 +35,7 @@ class JaggedDINAttention(nn.Module):
     """Target attention of DIN (Zhou et al. 2018, arXiv:1706.06978): the weight of each event is an
     MLP's score of the features of target and event. No tensor has a row for each pair.
 
-    The first linear is split: what it adds for an event is computed once per user, for all of the
-    user's candidates. See `functional.din_attention`.
+    The first linear is split, see `functional.din_attention`.
 
     Args:
         embedding_dim: width E of targets, history and output.
@@ -234,7 +233,7 @@ class JaggedDINAttention(nn.Module):
         jagged = self._wrapped("history", history)
         given = self._parsed(targets, candidates, "history", jagged)
         k = entering(autocast(jagged.values), given.levels[0].end)
-        return self._attend(given, k, event_part(k, self._mlp()))
+        return self._attend(given, k, None)
 
     if TYPE_CHECKING:
 
@@ -259,7 +258,7 @@ class JaggedDINAttention(nn.Module):
         values = torch.cat([k, event_part(k, self._mlp())], 1).unsqueeze(1)
         return HistoryCache((rows.with_values(leaving(values, end)),))
 
-    def _attend(self, given: Targets, k: Tensor, b: Tensor) -> Any:
+    def _attend(self, given: Targets, k: Tensor, b: Tensor | None) -> Any:
         (level,) = given.levels
         kernels = runs_kernels("auto", k)
         if is_batch_invariant() and not kernels:

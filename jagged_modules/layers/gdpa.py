@@ -289,7 +289,8 @@ class JaggedGDPA(nn.Module):
         dtype = gdpa_dtype(self, rows.values, bias)
         if dtype is not None:
             sides = self._sides(rows, context, num_targets, dtype)
-            return rows.unwrap(gdpa_node(self, rows.values, None, dtype, sides))
+            of_queries: Tensor = self.seeds if config.num_seeds else rows.values
+            return self._unwrapped(rows, gdpa_node(self, of_queries, None, dtype, sides))
         end = rows.end("x")
         values = entering(rows.values, end)
         keys, keys_name, mask = self._checked_inputs(rows, context, num_targets, bias)
@@ -302,15 +303,18 @@ class JaggedGDPA(nn.Module):
         else:
             k, v = self._project(entering(keys.values, keys.end(keys_name)))
         q = self.q_norm(self.seeds) if config.num_seeds else self._queries(values)
-        out: Any = self._attend(q, k, v, rows, keys, mask, bias)
-        if config.num_seeds:
-            return out.unflatten(0, (rows.num_segments, config.num_seeds))
-        return rows.unwrap(leaving(out, end))
+        out = self._attend(q, k, v, rows, keys, mask, bias)
+        return self._unwrapped(rows, out if config.num_seeds else leaving(out, end))
 
     if TYPE_CHECKING:
 
         @call_of(forward)
         def __call__(self) -> Any: ...
+
+    def _unwrapped(self, rows: Jagged, out: Tensor) -> Any:
+        if not self.config.num_seeds:
+            return rows.unwrap(out)
+        return torch.unflatten(out, 0, (rows.num_segments, self.config.num_seeds))
 
     def _queries(self, rows: Tensor) -> Tensor:
         """Normed queries `[L, num_heads, head_dim]`."""
@@ -375,8 +379,11 @@ class JaggedGDPA(nn.Module):
     ) -> Sides:
         """What a node takes besides the rows' values."""
         keys, _, mask = self._checked_inputs(rows, context, num_targets, None)
+        attention = self._attention(rows, keys, dtype, mask)
+        if self.config.num_seeds:
+            return Sides(rows.values, (None, rows.end("x")), *attention)
         values, end = (None, None) if keys is rows else (keys.values, keys.end("context"))
-        return Sides(values, (rows.end("x"), end), *self._attention(rows, keys, dtype, mask))
+        return Sides(values, (rows.end("x"), end), *attention)
 
     def _cached(self, name: str, rows: Jagged) -> HistoryCache:
         """Keys and values of these rows, which errors call `name`."""

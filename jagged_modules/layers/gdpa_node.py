@@ -1,6 +1,6 @@
 """JaggedGDPA and GDPABlock as one autograd node, and as part of an encoder's.
 
-    [q | k | v] = x [W_q | W_kv]ᵀ + [b_q | b_kv]      k and v also from a context, or learned
+    [q | k | v] = x [W_q | W_kv]ᵀ + [b_q | b_kv]      each also learned, k and v from a context
     q, k = norm(q), norm(k)                           with qk_norm, per head
     h = dropout(attention(q, k, v)),  y = h W_oᵀ + b_o
 
@@ -56,9 +56,9 @@ class NodeInputs(NamedTuple):
     """The tensors that may have gradients.
 
     Attributes:
-        x: `[L, E]`. context: `[M, E]`, or None.
+        x: `[L, E]`, or learned queries `[S, H, D]`. context: `[M, E]`, or None.
         norm, norm_bias: of a block's norm; None without one.
-        q_weight, q_bias, out_weight, out_bias: of the projections.
+        q_weight, q_bias, out_weight, out_bias: of the projections; None for learned queries.
         keys, values: weight and bias of the projection of keys and values, or learned ones
             `[W, Hkv, D]`.
         q_norm, k_norm: weights `[D]` of the norms of queries and keys, or None.
@@ -68,8 +68,8 @@ class NodeInputs(NamedTuple):
     context: Tensor | None
     norm: Tensor | None
     norm_bias: Tensor | None
-    q_weight: Tensor
-    q_bias: Tensor
+    q_weight: Tensor | None
+    q_bias: Tensor | None
     keys: Tensor
     values: Tensor
     out_weight: Tensor
@@ -99,7 +99,7 @@ class GDPACall(NamedTuple):
     num_kv_heads: int
     head_dim: int
     ends: tuple[Tensor | None, Tensor | None]
-    queries: RowSegments
+    queries: RowSegments | None
     keys: RowSegments | None
     options: AttentionOptions
     dropout: float
@@ -113,7 +113,7 @@ def gdpa_dtype(
     """The dtype in which `gdpa_node` computes the layer's result for x, by the modules' parameters;
     None where these and the `others` are called."""
     config = layer.config
-    if config.num_seeds or bias is not None:
+    if bias is not None:
         return None
     norms: tuple[nn.Module, ...] = ()
     if config.qk_norm:
@@ -125,8 +125,9 @@ def gdpa_dtype(
     # kernels take the scale's sign into q
     if layer.activation == "softmax" and config.scale is not None and config.scale <= 0:
         return None
+    of_queries = [] if config.num_seeds else [layer.q_proj]
     of_keys = [] if config.num_weights else [layer.kv_proj]
-    linears = [layer.q_proj, *of_keys, layer.out_proj]
+    linears = [*of_queries, *of_keys, layer.out_proj]
     if type(layer.dropout) is not nn.Dropout:
         return None
     return node_dtype(x, linears, layer.dropout, *norms, *others)
@@ -135,8 +136,8 @@ def gdpa_dtype(
 def gdpa_node(
     layer: JaggedGDPA, x: Tensor, norm: nn.RMSNorm | None, dtype: torch.dtype, sides: Sides
 ) -> Tensor:
-    """The layer's result for x `[L, E]`, in the operands' dtype. With a norm, a block's, in the
-    wider of this dtype and x's."""
+    """The layer's result for x `[L, E]`, or for its seeds, in the operands' dtype. With a norm, a
+    block's, in the wider of this dtype and x's."""
     residual = None
     if norm is not None:
         residual = Residual(dtype, NormOptions.of(norm), columns=bias_columns(dtype))
@@ -160,8 +161,10 @@ def node_arguments(
         keys, values = layer.key_weights, layer.value_weights
     else:
         keys, values = layer.kv_proj.weight, layer.kv_proj.bias
-    out_proj, q_proj = layer.out_proj, layer.q_proj
-    projections = q_proj.weight, q_proj.bias, keys, values, out_proj.weight, out_proj.bias
+    of_queries: tuple[Any, Any] = (None, None)
+    if not layer.config.num_seeds:
+        of_queries = layer.q_proj.weight, layer.q_proj.bias
+    projections = *of_queries, keys, values, layer.out_proj.weight, layer.out_proj.bias
     of_heads: tuple[Any, Any] = (None, None)
     qk_eps: Any = None
     if layer.config.qk_norm:
@@ -184,11 +187,12 @@ def node_arguments(
 class _Saved(NamedTuple):
     """What the backward of the attention reads, besides its segments. weight: of q, or of q, k and
     v. kv_weight: of k and v from a context. out: with softmax. kept: what dropout keeps. of_q: of
-    `HeadNorm`, of q, or of q and k; of_k: of k from a context. None without."""
+    `HeadNorm`, of q, or of q and k; of_k: of k from a context. None without: weight for learned
+    queries."""
 
     rows: Tensor
     context: Any
-    weight: Tensor
+    weight: Any
     kv_weight: Any
     q: Tensor
     k: Tensor
@@ -241,7 +245,8 @@ def attention_part(
         return linear(*operands), saved
 
     if call.residual is None:
-        y, saved = part(gemm_rows(inputs.x, end, call.dtype))
+        is_learned = inputs.q_weight is None
+        y, saved = part(inputs.x if is_learned else gemm_rows(inputs.x, end, call.dtype))
         return with_zero_tail(y, end), [*Around(end), *saved]
     norm: Any = inputs.norm, inputs.norm_bias
     y, around, saved = with_residual(inputs.x, norm, call.residual, end, part)
@@ -277,7 +282,8 @@ def _attended(
     ctx.context_dtype = None if context is None else context.dtype
     ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
     context = None if context is None else gemm_rows(context, context_end, call.dtype)
-    *parameters, out_weight, out_bias = cast(call.dtype, *inputs[4:10])
+    given = [x for x in inputs[4:10] if x is not None]
+    *parameters, out_weight, out_bias = cast(call.dtype, *given)
     (q, k, v), weights, of_heads = _projected(rows, context, inputs, parameters, call)
     attention = parsed_call(q, k, v, call.queries, call.keys, call.options).call
     trains = any(ctx.needs_input_grad)
@@ -295,28 +301,31 @@ def _projected(
     inputs: NodeInputs,
     parameters: list[Tensor],
     call: GDPACall,
-) -> tuple[list[Tensor], tuple[Tensor, Tensor | None], tuple[Any, ...]]:
+) -> tuple[list[Tensor], tuple[Tensor | None, Tensor | None], tuple[Any, ...]]:
     """q, k and v `[rows, heads, head_dim]`, and the weights of their projections and the norms of
-    their heads, as `_Saved` has them. parameters: q_weight, q_bias, keys and values, cast."""
-    q_weight, q_bias, keys, values = parameters
+    their heads, as `_Saved` has them. parameters: those of q_weight, q_bias, keys and values that
+    are not None, cast."""
+    *of_queries, keys, values = parameters
     of_q, of_k = (inputs.q_norm, call.num_heads), (inputs.k_norm, call.num_kv_heads)
 
     def in_heads(*parts: Tensor) -> list[Tensor]:
         return [torch.unflatten(x, 1, (-1, call.head_dim)) for x in parts]
 
     if context is None and keys.dim() == 2:
-        weight, bias = torch.cat([q_weight, keys]), torch.cat([q_bias, values])
+        weight, bias = (torch.cat(pair) for pair in zip(of_queries, (keys, values)))
         width = (call.num_heads + call.num_kv_heads) * call.head_dim
         qk, v = linear(rows, weight, bias).tensor_split([width], 1)
         qk, norms = _normed(qk, [of_q, of_k], call)
         q, k = qk.tensor_split([call.num_heads * call.head_dim], 1)
         return in_heads(q, k, v), (weight, None), (*norms, *HeadNorm())
-    q, q_norm = _normed(linear(rows, q_weight, q_bias), [of_q], call)
+    queries = linear(rows, *of_queries) if of_queries else rows.flatten(1)
+    q, q_norm = _normed(queries, [of_q], call)
+    q_weight = of_queries[0] if of_queries else None
     if context is None:
         return [*in_heads(q), keys, values], (q_weight, None), (*q_norm, *HeadNorm())
     k, v = linear(context, keys, values).chunk(2, 1)
     k, k_norm = _normed(k, [of_k], call)
-    return in_heads(q, k, v), (q_weight, keys), (*q_norm, *k_norm)
+    return in_heads(q.to(call.dtype), k, v), (q_weight, keys), (*q_norm, *k_norm)
 
 
 def _normed(
@@ -383,8 +392,12 @@ def _attention_gradients(
     dq, dkv = packed_gradients(do, results, False, *arguments)
     dq_norm, _ = head_norm_gradients(dq, q_norm, q.shape[2], width)
     dk_norm, _ = head_norm_gradients(dkv, k_norm, q.shape[2], width)
-    release(q, saved.k, saved.v, saved.h, dh)
-    dx, *dq_proj = linear_gradients(dq.flatten(1), rows, saved.weight, of_q, rows_dtype, dtype)
+    release(saved.k, saved.v, saved.h, dh)
+    if saved.weight is None:
+        dx, dq_proj = dq.view(rows.shape).to(rows_dtype), [None, None]
+    else:
+        release(q)
+        dx, *dq_proj = linear_gradients(dq, rows, saved.weight, of_q, rows_dtype, dtype)
     of_kv, context = [wanted.context, of_keys, of_values], saved.context
     dcontext, *dkv_proj = linear_gradients(
         dkv, context, saved.kv_weight, of_kv, ctx.context_dtype, dtype

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from ..bias import check_timestamps
 from ..containers.jagged import Jagged
 from ..containers.offsets import rows_and_segments, segments_and_positions
 from ..dropout import check_dropout
 from ..masks import AttentionMask, field_of_later_rows, is_visible
 from ..scalars import check_choice, check_kind, check_number, check_size, possessive
-from ..segments import values_are_checkable
+from ..segments import check_integers, values_are_checkable
 from .norms import NORM_KINDS
 
 RECOMPUTED = "norm", "activation", "projection"
@@ -168,7 +167,7 @@ def check_row_timestamps(
         return
     if x is None:
         raise ValueError(f"{name} must be given with config.relative_time, got None")
-    check_timestamps(name, x)
+    check_integers(name, x, (torch.int64,))
     if x.shape[0] != rows.num_rows:
         raise ValueError(
             f"{name} must have one element for each row of {owner}, {rows.num_rows}, got"

@@ -5,8 +5,8 @@
 
 The backward goes through these in reverse. du, dv, dq and dk are columns of one tensor: one GEMM
 gives the gradients of W and b, and one that of x̂. Until dv, dq and dk are written, their columns
-hold the gradient of gate(u, a). The residual's gradient is added where the norm's backward rounds
-dx.
+hold the gradient of gate(u, a). da replaces a. The residual's gradient is added where the norm's
+backward rounds dx.
 
 What the backward reads is kept or computed again, as `HSTUConfig.recompute` says. Each parameter of
 a GEMM is cast once.
@@ -23,7 +23,7 @@ from jagged_kernels.rows.configs import MAX_WIDTH
 from torch import Tensor, nn
 
 from ..autocast import autocast_dtype
-from ..functional.nodes import apply, differentiable_once, release
+from ..functional.nodes import apply, differentiable_once, is_last_backward, release
 from ..functional.tail import residual_sum
 from .norms import NORM_KINDS, NormOptions, norm_parameters
 from .one_node import bias_columns, cast, linear, linear_gradients, may_be_one_node
@@ -214,17 +214,18 @@ class _HSTULayer(torch.autograd.Function):
             normed = norm_again() if normed is None else normed
             packed = linear(normed, weight, bias)
         u, q, k, v = plan.split(packed)
-        grads, da, gate_sums, dprojection = kernels.gate_linear_backward(
+        grads = _new(packed, dout)
+        da = a if is_last_backward() else _new(a, dout)
+        gate_sums, dprojection = kernels.gate_linear_backward(
             dout, gated, [u, a, gate_mean, gate_rstd, gate_weight], gate_bias, projection, seed,
-            dropout, gate_norm.eps, gate_norm.rms, packed.shape[1] - u.shape[1], needs[11],
-            end,
+            dropout, gate_norm.eps, gate_norm.rms, [grads, da], needs[11], end,
         )  # fmt: skip
         segments, bias_tensors = of_attention[: ctx.num_segments], of_attention[ctx.num_segments :]
         da = torch.unflatten(da, 1, (plan.heads, -1))
-        outs = grads, None, plan.columns()
         dtables = kernels.attention_backward(
-            da, [None, lse], *outs, q, k, v, segments, bias_tensors, *ctx.others
-        )
+            da, [None, lse], grads, None, plan.columns(), q, k, v, segments, bias_tensors,
+            *ctx.others,
+        )  # fmt: skip
         release(packed, a, *([] if gated is None else [gated]))
         del da
         if normed is None and needs[7]:
@@ -292,6 +293,11 @@ def _gated(
     return gated, cast_projection
 
 
+def _new(like: Tensor, dout: Tensor) -> Tensor:
+    """Made of dout: a graph would make in the forward what depends on nothing else, and keep it."""
+    return dout.new_empty(like.shape, dtype=like.dtype)
+
+
 def _of_norm(
     sums: Tensor | None, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -328,9 +334,10 @@ class _GatedOutput(torch.autograd.Function):
         (dout,) = grads_of_outputs
         *operands, weight, bias, projection, seed = ctx.saved_tensors
         needs, (dropout, norm) = ctx.needs_input_grad, ctx.gate
-        du, da, sums, dprojection = stages().gate_linear_backward(
-            dout, None, [*operands, weight], bias, projection, seed, dropout, norm.eps, norm.rms, 0,
-            needs[5],
+        du, da = outs = [_new(operands[1], dout) for _ in range(2)]
+        sums, dprojection = stages().gate_linear_backward(
+            dout, None, [*operands, weight], bias, projection, seed, dropout, norm.eps, norm.rms,
+            outs, needs[5],
         )  # fmt: skip
         dprojection = dprojection.to(projection.dtype) if needs[5] else None
         return dout, du, da, *_of_norm(sums, weight, bias), dprojection, None, None

@@ -11,7 +11,7 @@ from ..segments import values_are_checkable
 
 
 def check_layer_bias(
-    bias: RelativeBias, x: Jagged, keys: Jagged, keys_name: str, num_heads: int
+    bias: RelativeBias, x: Jagged, keys: Jagged, keys_name: str, num_heads: int, x_name: str = "x"
 ) -> None:
     """Check the bias against the containers, by their names in the caller's code."""
     check_kind("bias", bias, RelativeBias, "a RelativeBias")
@@ -30,8 +30,8 @@ def check_layer_bias(
             )
     for name, times, owner, rows in (
         ("timestamps", bias.timestamps, keys_name, keys.num_rows),
-        ("query_timestamps", bias.query_timestamps, "x", x.values.shape[0]),
-        ("query_shift", bias.query_shift, "x", x.num_segments),
+        ("query_timestamps", bias.query_timestamps, x_name, x.values.shape[0]),
+        ("query_shift", bias.query_shift, x_name, x.num_segments),
     ):
         if times is not None and times.shape[0] != rows:
             what = "segment" if name == "query_shift" else "row"
@@ -39,7 +39,7 @@ def check_layer_bias(
                 f"bias.{name} must have one element for each {what} of {owner}, {rows}, got"
                 f" {times.shape[0]}"
             )
-    for name, offsets in (("x", x.offsets), (keys_name, keys.offsets)):
+    for name, offsets in ((x_name, x.offsets), (keys_name, keys.offsets)):
         if bias.max_seqlen is None or not values_are_checkable(offsets) or offsets.shape[0] < 2:
             continue
         longest = int(offsets.diff().max())

@@ -11,9 +11,13 @@ from torch.types import Device
 
 from ..cpu.buckets import compute_dtype
 from ..functional.layer_norm import layer_norm_rows
+from ..functional.nodes import apply
 from ..tracing import as_constant
+from ..validation import runs_transforms
+from .one_node import may_be_one_node
 
 NORM_EPS = 1e-6
+_vector_norm: Any = torch.linalg.vector_norm  # pyright: ignore - unannotated in torch
 
 
 class RowNorm(nn.LayerNorm):
@@ -61,7 +65,47 @@ class RMSNorm(nn.RMSNorm):
     need equal dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
+        rows = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        if not _is_for_the_cpu(rows, self.weight):
+            return super().forward(rows).to(x.dtype)
+        eps = torch.finfo(rows.dtype).eps if self.eps is None else self.eps
+        y: Tensor = apply(_CPUNorm, rows, self.weight, eps)
+        return y.to(x.dtype)
+
+
+def _is_for_the_cpu(x: Tensor, weight: Tensor) -> bool:
+    """Whether `_CPUNorm` takes them."""
+    if not x.is_cpu or runs_transforms() or not may_be_one_node(x, on_cpu=True):
+        return False
+    is_wide = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
+    return is_wide and {type(x), type(weight)} <= {Tensor, nn.Parameter}
+
+
+class _CPUNorm(torch.autograd.Function):
+    """An RMSNorm of rows in the weight's dtype. torch's on the CPU is a chain of operators: its
+    backward takes up to three times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norms: Tensor = _vector_norm(x, dim=-1, keepdim=True)
+        rstd = norms.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.eps = eps
+        return (x * rstd).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (x, weight, rstd) = grads, ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients are differentiated too
+            y = nnf.rms_norm(x, weight.shape, weight, ctx.eps)
+            wanted = [given for given in (x, weight) if given.requires_grad]
+            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            return *(next(found) if z.requires_grad else None for z in (x, weight)), None
+        normed = x * rstd
+        products = dy * normed
+        means = (products @ weight).mul_(1 / x.shape[-1]).unsqueeze(-1)
+        dx = (dy * weight).sub_(normed.mul_(means)).mul_(rstd)
+        return dx, products.reshape(-1, len(weight)).sum(0), None
 
 
 NORM_KINDS = {  # by HSTUConfig.norm: of the input, and of attention's output

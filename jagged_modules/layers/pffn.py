@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.jagged import Jagged, wrap_rows
-from ..scalars import check_kind, check_size
+from ..scalars import check_size
 from ..segments import RowSegments
 from ..tracing import call_of, one_module
-from ..validation import check_dense, check_layer_input
+from ..validation import check_layer_tensor
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
@@ -118,14 +118,12 @@ class JaggedPFFN(nn.Module):
 
 def check_features(features: Any, rows: Jagged, count: int, projection: nn.Module) -> None:
     """Raise unless features are `[B, count, E]` of the users of these rows."""
-    check_kind("features", features, Tensor, "a torch.Tensor [B, F, E]")
-    check_dense("features", features)
+    check_layer_tensor("features", features, "[B, F, E]", projection)
     expected = rows.num_segments, count, rows.values.shape[1]
     if features.shape != expected:
         raise ValueError(
             f"features must have shape [B, F, E] = {list(expected)}, got {list(features.shape)}"
         )
-    check_layer_input("features", features, projection)
 
 
 def equal_segments(x: Tensor, like: Tensor) -> Jagged:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import wrap_rows
 from ..dropout import check_dropout
 from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
@@ -24,11 +25,12 @@ from ..masks import AttentionMask, field_of_later_rows
 from ..scalars import check_kind, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
-from .cached_projections import cached_operands, cached_rows, layer_of_cache
+from .cached_projections import CachesProjection, cached_operands
 from .invariant import fixed_rows
 from .keywords import name_keywords
+from .layer_bias import check_layer_bias
 from .one_node import cast_linears, in_training, node_dtype
-from .parameters import check_parameter_dtype, in_heads, reset_all
+from .parameters import check_parameter_dtype, in_heads
 from .self_target_node import self_target_node
 from .targets import LevelIndices, Targets, parse_histories, parse_targets
 
@@ -37,13 +39,13 @@ T = TypeVar("T")  # the container of the targets
 
 
 @name_keywords
-class JaggedSelfTargetAttention(nn.Module):
+class JaggedSelfTargetAttention(CachesProjection):
     """Multi-head softmax attention of each event of a history to the whole history, and of targets
     to the same history.
 
     Both share the projection of keys and values. Each kernel runs once for events and targets, and
     reads keys and values in place. Targets see the whole history, whatever the mask hides from
-    events, and do not see one another.
+    events, and do not see one another. As they are no rows of the history, a bias is not theirs.
 
     Args:
         embedding_dim: width E of the history and of the outputs; a multiple of num_heads.
@@ -98,37 +100,19 @@ class JaggedSelfTargetAttention(nn.Module):
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
         self.target_out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
-        built on the meta device."""
-        reset_all(self.children())
-
     @through_call
     @fixed_rows
-    def cache(self, history: Any) -> HistoryCache:
-        """Compute the keys and values of the histories, for any number of later calls of `score`.
-
-        Args:
-            history: any container of `[L, E]` values in B segments, one per user.
-
-        Returns:
-            The cache, with one layer of values `[L, num_heads, 2 · head_dim]`.
-
-        Raises:
-            TypeError, ValueError: as `forward`.
-        """
-        rows = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        return cached_rows("history", rows, self.kv_proj, self.num_heads, self.head_dim)
-
-    @through_call
-    @fixed_rows
-    def append(self, events: C, cache: HistoryCache) -> tuple[C | None, HistoryCache]:
+    def append(
+        self, events: C, cache: HistoryCache, bias: RelativeBias | None = None
+    ) -> tuple[C | None, HistoryCache]:
         """Process the next events of cached histories. The keys and values of the earlier events do
         not change.
 
         Args:
             events: any container of `[N, E]` values; segment b has the next events of history b.
             cache: keys and values of the histories.
+            bias: as in `forward` over the history and the events: its timestamps are those of all
+                keys, a user's events behind the history; the query_timestamps those of the events.
 
         Returns:
             The events' rows of `forward` over the history and the events, in the events' kind of
@@ -150,18 +134,18 @@ class JaggedSelfTargetAttention(nn.Module):
             # [3, 1, 32]
             out = attention.score(torch.randn(3, 1, 32), cache, torch.tensor([0, 1, 1]))
         """
-        rows = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
-        self._layer_of(cache, "events", rows)
-        new = cached_rows("events", rows, self.kv_proj, self.num_heads, self.head_dim)
+        rows, new = self._appended(events, cache)
         if not self.append_reads_cache:
             return None, new
         (keys,), end = cache.append(new).layers, rows.end("events")
+        if bias is not None:
+            check_layer_bias(bias, rows, keys, "cache and events", self.num_heads, "events")
         k, v = keys.values.chunk(2, dim=2)
         q_proj, out_proj = cast_linears(rows.values, self.q_proj, self.out_proj)
         q = q_proj(entering(rows.values, end))
         q = in_heads("q_proj", q, self.num_heads, self.head_dim)
         segments = rows.parsed("events"), keys.parsed("cache")
-        out = attend(q, k, v, *segments, self._options(self.mask))
+        out = attend(q, k, v, *segments, self._options(self.mask, bias))
         return rows.unwrap(leaving(out_proj(out.flatten(1)), end)), new
 
     @through_call
@@ -200,20 +184,17 @@ class JaggedSelfTargetAttention(nn.Module):
         out = attend_to_levels(q, keys_and_values, given.levels, options, True)[0]
         return given.unwrap(leaving(out_proj(out.flatten(-2)), given.end))
 
-    # for PagedHistoryCache
-    max_cached_rows = None
-
     @property
     def append_reads_cache(self) -> bool:
         """Whether `append` computes the events' rows: later events do not change them."""
         mask = self.mask
         return mask is not None and mask.causal and field_of_later_rows(mask) is None
 
-    def _layer_of(self, cache: Any, name: str, x: Jagged | None) -> Jagged:
-        return layer_of_cache(cache, name, x, self.num_heads, 2 * self.head_dim, self.kv_proj)
-
-    def _options(self, mask: AttentionMask | None) -> AttentionOptions:
-        return AttentionOptions(mask=mask, dropout_p=in_training(self, self.attention_dropout))
+    def _options(
+        self, mask: AttentionMask | None, bias: RelativeBias | None = None
+    ) -> AttentionOptions:
+        dropout = in_training(self, self.attention_dropout)
+        return AttentionOptions(mask=mask, bias=bias, dropout_p=dropout)
 
     @one_module
     @fixed_rows
@@ -222,6 +203,7 @@ class JaggedSelfTargetAttention(nn.Module):
         history: C,
         targets: T,
         candidates: CandidateIndex | Tensor | LevelIndices | None = None,
+        bias: RelativeBias | None = None,
     ) -> tuple[C, T]:
         """Attend from the history and from the targets to the history.
 
@@ -234,6 +216,8 @@ class JaggedSelfTargetAttention(nn.Module):
             candidates: the user of each candidate: a `CandidateIndex`, which several layers may
                 share, or `[num_candidates]` int32 or int64 in any order. Of several levels, a tuple
                 of as many.
+            bias: biases of the events' scores by relative position and time, on the values' device.
+                With several levels, it must be None.
 
         Returns:
             The history's kind of container with `[L, E]` values, and the targets' kind of container
@@ -242,7 +226,7 @@ class JaggedSelfTargetAttention(nn.Module):
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not
-                match; the message names the argument.
+                match, or bias is given with several levels; the message names the argument.
         """
         wrap = partial(wrap_rows, width=self.embedding_dim, projection=self.kv_proj)
         histories = parse_histories("history", history, candidates, wrap)
@@ -250,17 +234,22 @@ class JaggedSelfTargetAttention(nn.Module):
             targets, candidates, histories, self.target_proj, self.target_dim, may_be_equal=False
         )
         linears = self.q_proj, self.kv_proj, self.target_proj, self.out_proj, self.target_out_proj
+        if bias is not None and given.of_levels:
+            raise ValueError("bias must be None with several levels, got a RelativeBias")
         if not given.of_levels:
-            dtype = node_dtype(given.rows, linears, on_cpu=True)
+            users, dtype = histories["history"], None
+            if bias is None:
+                dtype = node_dtype(given.rows, linears, on_cpu=True)
+            else:
+                check_layer_bias(bias, users, users, "history", self.num_heads, "history")
             if dtype is not None:
-                users: Any = histories["history"]
                 results = self_target_node(self, linears, given, users.values, dtype)
                 return users.unwrap(results[0]), given.unwrap(results[1])
         q = self.target_proj(entering(given.rows, given.end))
         q = in_heads("target_proj", q, self.num_heads, self.head_dim)
         levels = list(zip(histories.values(), given.levels))
         operands = [self._projected(entering(x.values, level.end)) for x, level in levels]
-        own, of_targets = self._attend(given, q, operands)
+        own, of_targets = self._attend(given, q, operands, self._options(self.mask, bias))
         of_users: Any = tuple(
             x.unwrap(leaving(self.out_proj(y.flatten(1)), level.end))
             for (x, level), y in zip(levels, own)
@@ -269,11 +258,14 @@ class JaggedSelfTargetAttention(nn.Module):
         return of_users if given.of_levels else of_users[0], given.unwrap(of_targets)
 
     def _attend(
-        self, given: Targets, q: Tensor, operands: Sequence[Sequence[Tensor]]
+        self,
+        given: Targets,
+        q: Tensor,
+        operands: Sequence[Sequence[Tensor]],
+        options: AttentionOptions,
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """The attention of each history to itself, and that of the targets' q to all histories.
-        operands: q, k and v of each history. There is one launch for one history."""
-        options = self._options(self.mask)
+        """The attention of each history to itself, with the options, and that of the targets' q to
+        all histories. operands: q, k and v of each history. There is one launch for one history."""
         if len(operands) == 1:
             ((own, k, v),), (level,) = operands, given.levels
             of_users, of_targets = attend_users_and_candidates(

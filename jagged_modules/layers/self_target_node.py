@@ -7,7 +7,8 @@ The rows of q_t are below those of q, in the same columns: nothing is copied for
 which takes both as one operand, nor for the gradients of the history's projection, which are one
 tensor. The columns of k and v in the rows of targets are memory that nothing uses.
 
-Rows and parameters are cast, cleared and ordered as in `target_node`.
+Rows and parameters are cast, cleared and ordered as in `target_node`: q_t is ordered where it is
+written below q.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class _Node(torch.autograd.Function):
         release(saved.q, saved.out, dh)
         width = h.shape[1]
         dtargets, *dtarget_proj = linear_gradients(
-            dqkv[rows:, :width],
+            in_order(dqkv[rows:, :width], saved.inverse),
             saved.targets,
             saved.target_weight,
             [of_targets, *wanted[4:6]],
@@ -136,7 +137,7 @@ class _Node(torch.autograd.Function):
             dtype,
         )
         if dtargets is not None:
-            dtargets = torch.unflatten(in_order(dtargets, saved.inverse), 0, ctx.shape)
+            dtargets = torch.unflatten(dtargets, 0, ctx.shape)
         of_qkv = [of_history, wanted[0] or wanted[2], wanted[1] or wanted[3]]
         dhistory, *packed = linear_gradients(
             dqkv[:rows], saved.history, saved.qkv_weight, of_qkv, of_history_dtype, dtype
@@ -184,13 +185,15 @@ def _attended(
     qkv_weight, qkv_bias = torch.cat([q_weight, kv_weight]), torch.cat([q_bias, kv_bias])
     order = Order.of(given)
     targets = inputs.targets.flatten(0, -2) if given.end is None else inputs.targets
-    targets = in_order(gemm_rows(targets, given.end, dtype).flatten(0, -2), order.order)
+    targets = gemm_rows(targets, given.end, dtype).flatten(0, -2)
     history = in_order(gemm_rows(inputs.history, end, dtype), order.history_rows)
     rows, width = (history.shape[0], targets.shape[0]), q_weight.shape[0]
     qkv = history.new_empty(sum(rows), 3 * width)
     own = history[:, : qkv_weight.shape[1]]
     torch.addmm(qkv_bias, own, qkv_weight.t(), out=qkv[: rows[0]])
-    qkv[rows[0] :, :width] = linear(targets, target_weight, target_bias)
+    q_t = linear(targets, target_weight, target_bias)
+    in_order(q_t, order.order, qkv[rows[0] :, :width])
+    del q_t
     q, k, v = torch.unflatten(qkv, 1, (3, heads, -1)).unbind(1)
     queries, keys, _ = joined_segments(order.keys, order.queries, rows, {})
     k, v = k[: rows[0]], v[: rows[0]]

@@ -13,7 +13,7 @@ from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
-from ..containers.jagged import Jagged, wrap_rows
+from ..containers.jagged import wrap_rows
 from ..dropout import check_dropout
 from ..functional.attention_call import AttentionOptions
 from ..functional.tail import entering, leaving
@@ -21,12 +21,12 @@ from ..functional.target_levels import LEVELS, attend_to_levels
 from ..scalars import check_choice, check_number, check_size
 from ..tracing import call_of, one_module, through_call
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
-from .cached_projections import cached_operands, cached_rows, layer_of_cache
+from .cached_projections import CachesProjection, cached_operands
 from .from_torch import checked_attention, load_attention, place
 from .invariant import fixed_rows
 from .keywords import name_keywords
 from .one_node import cast_linears, in_training, node_dtype
-from .parameters import check_parameter_dtype, in_heads, reset_all
+from .parameters import check_parameter_dtype, in_heads
 from .target_node import target_node
 from .targets import LevelIndices, Targets, parse_histories, parse_targets
 
@@ -38,7 +38,7 @@ T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
 @name_keywords
-class JaggedTargetAttention(nn.Module):
+class JaggedTargetAttention(CachesProjection):
     """Multi-head softmax attention of targets (queries) to each user's history (keys and values).
 
     The history is projected once per user. All of the user's candidates read it in place: neither
@@ -117,28 +117,6 @@ class JaggedTargetAttention(nn.Module):
         load_attention(layer, module)
         return layer.train(module.training)
 
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
-        built on the meta device."""
-        reset_all(self.children())
-
-    @through_call
-    @fixed_rows
-    def cache(self, history: Any) -> HistoryCache:
-        """Compute the keys and values of the histories, for any number of later calls of `score`.
-
-        Args:
-            history: any container of `[L, E]` values in B segments, one per user.
-
-        Returns:
-            The cache, with one layer of values `[L, num_heads, 2 · head_dim]`.
-
-        Raises:
-            TypeError, ValueError: as `forward`.
-        """
-        rows = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        return cached_rows("history", rows, self.kv_proj, self.num_heads, self.head_dim)
-
     @through_call
     @fixed_rows
     def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
@@ -157,9 +135,7 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: as `forward`; the cache has another number of segments or another
                 shape.
         """
-        rows = wrap_rows("events", events, self.embedding_dim, self.kv_proj)
-        self._layer_of(cache, "events", rows)
-        return None, cached_rows("events", rows, self.kv_proj, self.num_heads, self.head_dim)
+        return None, self._appended(events, cache)[1]
 
     @through_call
     @fixed_rows
@@ -198,10 +174,7 @@ class JaggedTargetAttention(nn.Module):
         q_proj, out_proj = cast_linears(given.rows, self.q_proj, self.out_proj)
         return self._attend(given, keys_and_values, q_proj, out_proj, pages)
 
-    def _layer_of(self, cache: Any, name: str, x: Jagged | None) -> Jagged:
-        return layer_of_cache(cache, name, x, self.num_heads, 2 * self.head_dim, self.kv_proj)
-
-    append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
+    append_reads_cache = False  # for PagedHistoryCache
 
     @one_module
     @fixed_rows

@@ -215,13 +215,18 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     return h, out_weight, out_bias
 
 
-def in_order(x: Tensor, order: Tensor | None) -> Tensor:
-    """The rows of x `[rows, width]`, or blocks of as many rows each, in this order."""
+def in_order(x: Tensor, order: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """The rows of x `[rows, width]`, or blocks of as many rows each, in this order. out: the
+    result, of rows of any stride, if it is given."""
     if order is None or not x.shape[0]:
-        return x
-    rows = x.reshape(order.shape[0], -1)
-    if x.numel() >= MANY and runs_kernels(x):
+        return x if out is None else out.copy_(x)
+    rows = torch.unflatten(x, 0, (order.shape[0], -1))
+    if x.numel() >= MANY and runs_kernels(x) and (out is None or rows.shape[1] == 1):
         from jagged_kernels.common.tail import kept_rows_on_device
 
-        return kept_rows_on_device(rows, None, order=order).view(x.shape)
-    return rows.index_select(0, order).view(x.shape)
+        return kept_rows_on_device(rows, None, order=order, out=out).view(x.shape)
+    if out is None:
+        return rows.index_select(0, order).view(x.shape)
+    # torch.index_select takes no strided result in a graph
+    torch.ops.aten.index_select.out(rows, 0, order, out=torch.unflatten(out, 0, rows.shape[:2]))
+    return out

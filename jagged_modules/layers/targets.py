@@ -14,7 +14,7 @@ from ..containers.jagged import Jagged, check_same_segments
 from ..functional.target_levels import Level
 from ..scalars import is_sequence
 from ..segments import RowSegments
-from ..validation import check_dense, check_layer_input
+from ..validation import check_layer_tensor
 
 LevelIndices = tuple[CandidateIndex | Tensor, ...] | list[CandidateIndex | Tensor]
 
@@ -140,15 +140,12 @@ def _with_candidates(
     return Targets(rows, levels, end, of_levels)
 
 
-def _checked(targets: Any, projection: nn.Module, width: int, dim: int, shape: str) -> Tensor:
+def _checked(targets: Any, projection: nn.Module, width: int, dim: int, shape: str) -> Any:
     """Targets with `dim` dimensions, which the projection takes. Errors give `shape` as the
     expected shape."""
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
-    check_dense("targets", targets)
+    check_layer_tensor("targets", targets, shape, projection)
     if targets.dim() != dim or targets.shape[-1] != width:
         raise ValueError(
             f"targets must have shape {shape} with E_t = {width}, got {list(targets.shape)}"
         )
-    check_layer_input("targets", targets, projection)
     return targets

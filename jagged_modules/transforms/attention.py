@@ -2,14 +2,15 @@
 
 It is one operator (scaled_dot_product_attention), or softmax(scale · q kᵀ + mask) v, as
 nn.MultiheadAttention computes it if it returns its weights. Keys and values that are G[map] are
-then read in place by `target_attention`.
+then read in place by `target_attention`; if the users' own queries attend to them too, by one
+`self_target_attention`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class TargetAttention:
         reads: pairs of a value and the operator of the captured graph that reads it, which will not
             be computed.
         lineage: of key and value.
+        causal: whether later keys are hidden too; of an `own` alone.
+        own: an attention of queries that are G[map] to the same keys and values.
     """
 
     node: fx.Node
@@ -58,8 +61,13 @@ class TargetAttention:
     hidden_is_visible: bool = False
     reads: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
     lineage: Lineage | None = None
-    name = "target_attention"
+    causal: bool = False
+    own: TargetAttention | None = None
     products = ()
+
+    @property
+    def name(self) -> str:
+        return "target_attention" if self.own is None else "self_target_attention"
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -82,7 +90,30 @@ def find_attentions(
         if match is not None and _is_supported(match, analysis) and match.lineage is not None:
             if 2 * estimate(match.lineage.base_rows) <= estimate(match.lineage.rows):
                 found[node] = match
+    for node in graph.nodes if found else ():
+        if node in analysis.lineages:
+            own = _operator(node, estimate, takes_causal=True) or _softmax(node, estimate)
+            for match in found.values():
+                if own is not None and match.own is None and _reads_alike(own, match, analysis):
+                    match.own = own
+                    break
     return found
+
+
+def _reads_alike(own: TargetAttention, match: TargetAttention, analysis: Analysis) -> bool:
+    """Whether both attend to the same keys in the same way, `own` from queries that are G[map]."""
+    # `empty` follows from `transposed`
+    alike = "key", "value", "hidden", "hidden_is_visible", "transposed", "scale"
+    if any(getattr(own, x) != getattr(match, x) for x in alike) or not _is_plain(own):
+        return False
+    if own.causal and own.query.meta["val"].shape[-2] != own.value.meta["val"].shape[-2]:
+        return False  # torch aligns the first query with the first key
+    assert match.lineage is not None
+    wanted = replace(match.lineage, post=analysis.lineages[match.key].post)
+    lineages = [analysis.lineages.get(x) for x in (match.key, own.node, own.query)]
+    return all(x == wanted and x.base_rows == wanted.base_rows for x in lineages if x) and (
+        None not in lineages
+    )
 
 
 def _is_supported(match: TargetAttention, analysis: Analysis) -> bool:
@@ -119,14 +150,16 @@ def find_unmasked(graph: fx.Graph, estimate: Callable[[Size], int]) -> list[Targ
     return [x for x in matches if x is not None and x.hidden is None and _is_plain(x)]
 
 
-def _operator(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention | None:
+def _operator(
+    node: fx.Node, estimate: Callable[[Size], int], takes_causal: bool = False
+) -> TargetAttention | None:
     if node.target is not aten.scaled_dot_product_attention.default:
         return None
     call = Call(node, {})
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
     if (
         call["dropout_p"]
-        or call["is_causal"]
+        or (call["is_causal"] and not takes_causal)
         or call["enable_gqa"]
         or not _is_dense(query, key, value)
     ):
@@ -134,9 +167,8 @@ def _operator(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention
     scale = (
         call["scale"] if call["scale"] is not None else 1 / math.sqrt(int(call.shape(query)[-1]))
     )
-    match = TargetAttention(
-        node, query, key, value, False, scale, 0.0, reads={(key, node), (value, node)}
-    )
+    reads, causal = {(key, node), (value, node)}, call["is_causal"]
+    match = TargetAttention(node, query, key, value, False, scale, 0.0, reads=reads, causal=causal)
     return match if mask is None or _add_mask(match, mask, node, estimate) else None
 
 

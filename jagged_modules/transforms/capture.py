@@ -63,6 +63,19 @@ def capture(
     dynamic_shapes: Any = None,
     replicated: Sequence[str] = (),
 ) -> Captured:
+    """Capture the model: see `export`."""
+    return captured_from(
+        export(model, args, kwargs, dynamic_shapes, replicated), model, args, kwargs
+    )
+
+
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any = None,
+    replicated: Sequence[str] = (),
+) -> torch.export.ExportedProgram:
     """Export the model, without its in-place writes. Attention stays one operator where the model
     calls it as one.
 
@@ -115,6 +128,17 @@ def capture(
             "model must not call as_strided: its result depends on the strides of its operand,"
             " which the result does not keep"
         )
+    return exported
+
+
+def captured_from(
+    exported: torch.export.ExportedProgram,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Captured:
+    """A graph of its own, with the parameters and buffers of the model. The arguments are those of
+    `export`."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     # they compare inputs with the example, and wrap the attributes in one more call

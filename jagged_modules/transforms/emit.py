@@ -29,6 +29,7 @@ from .runtime import (
     attend_in_place,
     attend_levels_in_place,
     attend_segments_in_place,
+    attend_with_users,
     check_inputs,
     checked_map,
     compress,
@@ -118,6 +119,9 @@ class Emitter:
                 self._check_inputs(placeholders)
             for new in list(self.graph.nodes)[before:]:
                 new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        for match in self.fusions.values():
+            if isinstance(match, TargetAttention):
+                self._join(match)
         self.graph.eliminate_dead_code(
             lambda node: node.is_impure() or node.target in (checked_map, check_inputs)
         )
@@ -212,7 +216,8 @@ class Emitter:
         for node, match in self.fusions.items():
             fused[node] = match
             fused.update((reader, match) for _, reader in match.reads)
-        return Decisions(self.moved | self._per_user, fused, dead, gathered)
+        joined = {x.own.node for x in fused.values() if isinstance(x, TargetAttention) and x.own}
+        return Decisions(self.moved | self._per_user, fused, joined, dead, gathered)
 
     def _value_of_users(self, x: fx.Node) -> Any:
         """What an embedding bag of the users reads: values of their input, sizes with U for C, and
@@ -369,6 +374,35 @@ class Emitter:
             match.scale,
             match.empty,
         )
+
+    def _join(self, match: TargetAttention) -> None:
+        """Compute the attention together with its `own`, unless one of them needs the other."""
+        own, later = match.own, self._plain[match.node]
+        match.own = None
+        if own is None or own.node not in self.moved or match.lineage is None:
+            return
+        earlier, nodes = self._bases[own.node], list(self.graph.nodes)
+        first, last = sorted((earlier, later), key=nodes.index)
+        readers, between = {first}, []
+        for node in nodes[nodes.index(first) + 1 : nodes.index(last) + 1]:
+            if not readers.isdisjoint(node.all_input_nodes):
+                readers.add(node)
+                between.append(node)
+        if last in readers:
+            return
+        match.own = own
+        with self.graph.inserting_after(last):
+            given = self._bases[own.query], *later.args
+            both = self.call(attend_with_users, *given, causal=own.causal)
+        with self.graph.inserting_after(both):
+            of_users, of_candidates = (self.call(operator.getitem, both, i) for i in range(2))
+        for old, new, node in ((earlier, of_users, own.node), (later, of_candidates, match.node)):
+            old.replace_all_uses_with(new)
+            self.graph.erase_node(old)
+            new.meta["stack_trace"] = node.meta.get("stack_trace")
+        self._bases[own.node], self._plain[match.node] = of_users, of_candidates
+        for node in reversed(between):
+            of_candidates.append(node)
 
     def _compression(self, match: Compression) -> fx.Node:
         users = self.operand(match.user_embeddings, match.lineage)

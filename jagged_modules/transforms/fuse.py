@@ -16,7 +16,16 @@ from .analysis import Analysis, analyse
 from .attention import find_attentions
 from .bags import find_bags, num_rows, with_checked_entries
 from .calls import is_tensor
-from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate, is_keyed_jagged, named
+from .capture import (
+    MAP_NAME,
+    Captured,
+    bound_inputs,
+    captured_from,
+    evaluate,
+    export,
+    is_keyed_jagged,
+    named,
+)
 from .certificate import certify, coarsest_eps
 from .clean_up import clean_up
 from .compress import find_compressions
@@ -121,8 +130,9 @@ def fuse_broadcasts(
     arguments, limits = bound_inputs(model, args, kwargs), limits_of(max_batch)
     given, points = named(arguments), corners_of(max_batch)
     placements: list[Placement] = []
+    exported = _checked_export(model, args, kwargs, dynamic_shapes, names)
     for point in points:  # each changes the graph that it is made of
-        captured = _checked_capture(model, args, kwargs, dynamic_shapes, names)
+        captured = captured_from(exported, model, args, kwargs)
         batch = _batch(captured, names, given) if names else None
         placements.append(Placement(captured, batch, point, points))
     keyed = frozenset(name for name in names if is_keyed_jagged(given[name]))
@@ -429,21 +439,21 @@ def _several_rows(
     )
 
 
-def _checked_capture(
+def _checked_export(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     shapes: Any,
     names: Sequence[str],
-) -> Captured:
-    captured = capture(model, args, kwargs, shapes, names)
-    (output,) = captured.graph.find_nodes(op="output")
+) -> torch.export.ExportedProgram:
+    exported = export(model, args, kwargs, shapes, names)
+    (output,) = exported.graph.find_nodes(op="output")
     for position, x in enumerate(output.args[0]):
         if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
             raise ValueError(
                 f"model must return tensors, got {type(x).__name__} {x} as output {position}"
             )
-    return captured
+    return exported
 
 
 # -- replication by the caller ---------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ class Site:
         operator: "gather" for the operators that replicate rows.
         line: where the model calls it: file, line number and function.
         decision: "moved", "fused" or "kept".
-        reason: why it was kept, or what it was fused with.
+        reason: why it was kept, or what it was fused or joined with.
         rows_before, rows_after: rows that it computes.
         before, after: estimated costs, without gathers. Those of a sum of two products that became
             `linear_compress` have the products'.
@@ -195,12 +195,14 @@ class Decisions:
     Attributes:
         moved: operators and sources on the smaller side.
         fused: operators that a fusion replaces.
+        joined: attentions of the users that a fusion computes too, on the smaller side.
         dead: operators without a use in the new graph.
         gathered: values that are gathered from their bases, by how many of their maps.
     """
 
     moved: set[fx.Node]
     fused: dict[fx.Node, Fusion]
+    joined: set[fx.Node]
     dead: set[fx.Node]
     gathered: dict[fx.Node, list[int]]
 
@@ -239,6 +241,8 @@ def _gathers(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
 def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
     if node in decisions.fused:
         return costs.fused(node, decisions.fused[node])
+    if node in decisions.joined:
+        return replace(costs.base(node), kernels=0, starts=0)
     if node in decisions.dead:
         return Cost()
     return costs.base(node) if node in decisions.moved else costs.full(node)
@@ -276,7 +280,7 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     elif source and node in decisions.gathered:
         reason = "an operator reads it per candidate"
     elif node in decisions.moved:
-        decision, reason = "moved", ""
+        decision, reason = "moved", "self_target_attention" if node in decisions.joined else ""
     name = "gather" if source else operator_name(node)
     before = costs.gather(node) if source else costs.full(node)
     if decision == "fused" and node is decisions.fused[node].node:

@@ -191,9 +191,45 @@ def attend_in_place(
     Returns:
         In the shape of query.
     """
+    given = key, value, candidates, hidden, num_heads, scale, empty
+    return _attended(None, False, query, *given)[-1]
+
+
+def attend_with_users(
+    own: Tensor, query: Tensor, *given: Any, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`attend_in_place(query, *given)`, and in the same launch the attention of the users' own
+    queries to the same keys.
+
+    Args:
+        own: `[U, H, L, D]` or `[U · H, L, D]`.
+        causal: whether own queries see no later keys. Then all keys are visible, and L is T.
+
+    Returns:
+        In the shapes of own and of query.
+    """
+    of_users, of_candidates = _attended(own, causal, query, *given)
+    return of_users, of_candidates
+
+
+def _attended(
+    own: Tensor | None,
+    causal: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    candidates: CandidateIndex,
+    hidden: Tensor | None,
+    num_heads: int | None,
+    scale: float,
+    empty: float,
+) -> list[Tensor]:
+    """The results of `attend_with_users`; without `own`, that of `attend_in_place`."""
     check_tensor("query", query, query.dim(), "[C, H, Lq, D]", "target_attention")
+    given = [query, key, value] if own is None else [query, key, value, own]
     if num_heads:
-        query, key, value = (x.unflatten(0, (-1, num_heads)) for x in (query, key, value))
+        given = [x.unflatten(0, (-1, num_heads)) for x in given]
+    query, key, value, *_ = given
     num_users, num_keys = key.shape[0], key.shape[2]
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     if hidden is None:
@@ -201,16 +237,27 @@ def attend_in_place(
     else:
         rows, offsets = visible_first(hidden)
         key, value = key.index_select(0, rows), value.index_select(0, rows)
-    num_candidates, num_rows = query.shape[0], query.shape[2]
     q = candidates.grouped(query).transpose(1, 2).flatten(0, 1)
-    queries, keys = RowSegments(candidates.query_offsets(num_rows)), RowSegments(offsets)
-    out = attend(q, key, value, queries, keys, AttentionOptions(scale=scale))
-    out = out.unflatten(0, (num_candidates, num_rows)).transpose(1, 2)
-    out = candidates.ungrouped(out)
-    if empty != 0:  # target_attention gives 0
-        lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
-        out = out.masked_fill(lost[:, None, None, None], empty)
-    return out.flatten(0, 1) if num_heads else out
+    queries, sides = candidates.query_offsets(query.shape[2]), [*given[3:], query]
+    for x in given[3:]:
+        of_users = x.transpose(1, 2).flatten(0, 1)
+        users = _with_one_more(num_users, x.shape[2], key.device)
+        q, queries = torch.cat([of_users, q]), torch.cat([users, queries[1:] + of_users.shape[0]])
+    options = AttentionOptions(scale=scale, mask=AttentionMask(causal=True) if causal else None)
+    out = attend(q, key, value, RowSegments(queries), RowSegments(offsets), options)
+    outs = out.split_with_sizes([x.shape[0] * x.shape[2] for x in sides])
+    results = [
+        x.unflatten(0, (side.shape[0], side.shape[2])).transpose(1, 2)
+        for x, side in zip(outs, sides)
+    ]
+    results[-1] = candidates.ungrouped(results[-1])
+    if empty != 0:  # attention gives 0
+        lost = offsets.diff() == 0
+        owners = [*[lost[:-1]] * len(given[3:]), lost[candidates.users(query.shape[0])]]
+        results = [
+            x.masked_fill(rows[:, None, None, None], empty) for x, rows in zip(results, owners)
+        ]
+    return [x.flatten(0, 1) for x in results] if num_heads else results
 
 
 def attend_levels_in_place(

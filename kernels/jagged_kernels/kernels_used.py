@@ -363,9 +363,9 @@ def din() -> str:
     ]
     return f"""## DIN's attention
 
-`jagged_kernels.din.configs` decides, alike for all GPUs. Events of a block, and warps. A
-multiprocessor gets at most {programs["fwd"]} programs of the forward, {programs["dq"]} of dq and of
-the MLP's gradients.
+`jagged_kernels.din.configs` decides. Events of a block, and warps. A multiprocessor gets at most
+{programs["fwd"]} programs of the forward, {programs["dq"]} of dq and of the MLP's gradients. In
+bf16, Hopper has a forward for two layers.
 
 {merged(["dtype", "kernel"], sizes, rows)}
 """

@@ -119,7 +119,7 @@ def attention(
             keep = keep.repeat(q.shape[1] // heads, 1)
         parts = zip((*operands, grad, factors_of_rows), (q_rows, kv_rows, kv_rows, rows, rows))
         *blocks, row_factor = (_take(x, index, heads) for x, index in parts)
-        scores_bias = None if tables is None else tables.of_segments(group.numbers, rows, kv_rows)
+        scores_bias = None if tables is None else tables.of_segments(group)
         kept = dropout and dropout.factors(rows, kv_rows.shape[1], q.shape[1], heads)
         results, alike = _segment(*blocks, keep, row_factor.value, options, scores_bias, kept)
         all_alike &= alike

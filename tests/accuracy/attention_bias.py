@@ -12,10 +12,11 @@ float64 operands, in any order.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from jagged_modules.bias import RelativeBias, next_timestamps, position_index, time_buckets
 
@@ -48,14 +49,14 @@ class Tables:
         }
         self.sums = {name: _Sums.empty(x) for name, x in self.values.items()}
 
-    def of_segments(self, numbers: list[int], rows: Tensor, kv_rows: Tensor) -> ScoreBias:
-        """The bias of the scores of segments of equal lengths, whose rows are
-        `[segments, length]`."""
+    def of_segments(self, group: Any) -> ScoreBias:
+        """The bias of the scores of a `_Group`. It is that of the first query group."""
+        rows, kv_rows = group.rows[:, : group.masked], group.kv_rows
         num_queries, num_keys = rows.shape[1], kv_rows.shape[1]
         shift = (
-            torch.zeros(len(numbers), dtype=torch.int64)
+            torch.zeros(len(rows), dtype=torch.int64)
             if self.bias.query_shift is None
-            else self.bias.query_shift[numbers]
+            else self.bias.query_shift[group.numbers]
         )
         j = torch.arange(num_keys, device=rows.device)
         i = [
@@ -76,7 +77,7 @@ class Tables:
                 else asked[rows]
             )
             indices["time"] = time_buckets(u, t, self.bias.boundaries)
-        return ScoreBias(self, indices)
+        return ScoreBias(self, indices, group.rows.shape[1] - num_queries)
 
     def bounds(self, shares_errors: bool) -> dict[str, Bound]:
         """ "dposition" and "dtime" of the tables that require a gradient. shares_errors: errors of
@@ -91,10 +92,11 @@ class Tables:
 @dataclasses.dataclass
 class ScoreBias:
     """The bias of the scores of segments of equal lengths. indices: table name → its entry for each
-    score, `[segments, rows, columns]`."""
+    score, `[segments, rows, columns]`. others: number of rows behind these, which have no bias."""
 
     tables: Tables
     indices: dict[str, Tensor]
+    others: int
 
     def added_to(self, scores: Bound, head_dim: int) -> Bound:
         """scores `[segments · key heads, group · rows, columns]` with the bias.
@@ -105,13 +107,15 @@ class ScoreBias:
         """
         each = [self.tables.values[name][:, index] for name, index in self.indices.items()]
         shape = self.tables.heads, *each[0].shape[1:]
-        bias, size = (
-            sum(f(x) for x in each).expand(shape).transpose(0, 1).reshape(scores.value.shape)
-            for f in (lambda x: x, torch.abs)
+        bias, size, own = (
+            pad(sum(f(x) for x in each).expand(shape), (0, 0, 0, self.others))
+            .transpose(0, 1)
+            .reshape(scores.value.shape)
+            for f in (lambda x: x, torch.abs, torch.ones_like)
         )
         sums = (
             Bound(scores.value + bias, scores.error, scores.rms, scores.dtype)
-            .off_by(1, scores.value.abs() + size)
+            .off_by(1, scores.value.abs().where(own > 0, 0.0) + size)
             .off_by(6, size)
         )
         return sums.widened((1 + head_dim / 16) * sums.eps * size, head_dim / 32 * sums.eps * size)
@@ -124,9 +128,10 @@ class ScoreBias:
         segments = next(iter(self.indices.values())).shape[0]
 
         def by_head(x: Tensor) -> Tensor:
-            """`[H, segments, rows, columns]`."""
+            """`[H, segments, rows, columns]`, of the rows with a bias."""
             x = x.expand(*ds.value.shape[:-1], x.shape[-1] if x.dim() else ds.value.shape[-1])
-            return x.reshape(segments, self.tables.heads, -1, x.shape[-1]).transpose(0, 1)
+            x = x.reshape(segments, self.tables.heads, -1, x.shape[-1]).transpose(0, 1)
+            return x[:, :, : x.shape[2] - self.others]
 
         value, error, rms, visible = (by_head(x) for x in (ds.value, ds.error, ds.rms, keep))
         parts = dict(

@@ -14,7 +14,7 @@ BENCHMARKS = sorted(Path(runner.__file__).parent.glob("bench_*.py"))
 # whole models and layers take long to compile
 OPTIONS = {
     "bench_broadcast": ["--impl", "eager"],
-    "bench_layers": ["--impl", "modules|floor"],
+    "bench_layers": ["--impl", "modules$|floor"],
     "bench_user_blocks": ["--impl", "jagged_modules$"],
 }
 

@@ -104,8 +104,9 @@ def _schedule(
 def _bias(
     make: Maker, o: dict, q_lengths: list[int], kv_lengths: list[int]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tables of a RelativeBias, and its other fields."""
-    names, longest = BIASES.get(o["bias"], ()), max(1, *q_lengths, *kv_lengths, 1)
+    """The tables of a RelativeBias, and its other fields. q_lengths: of all query groups."""
+    own = q_lengths[: len(kv_lengths)]
+    names, longest = BIASES.get(o["bias"], ()), max(1, *own, *kv_lengths, 1)
     if not names:
         return {}, {}
     positions = {"longest": longest, "more": longest + 3, "fewer": longest}[o["positions"]]
@@ -128,12 +129,18 @@ def _bias(
             )
             fields["boundaries"] = edges.long().sort().values
     if o["query_shift"]:
-        fields["query_shift"] = make.integers(-5, 40, len(kv_lengths))
+        fields["query_shift"] = make.integers(-5, 40, len(q_lengths))
     return tables, {name: make.index(name, x) for name, x in fields.items()}
 
 
+def _bias_of(inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> jm.RelativeBias | None:
+    tables = {name: inputs[name] for name in ("position", "time") if name in inputs}
+    return jm.RelativeBias(**tables, **fields) if tables else None
+
+
 def _lengths_are_on_the_host(o: dict) -> bool:
-    return any(is_on_host(o[form_of(name)]) for name in ("q_offsets", "kv_offsets"))
+    names = "q_offsets", "kv_offsets", "offsets"
+    return any(is_on_host(o[form_of(name)]) for name in names if form_of(name) in o)
 
 
 def _table(make: Maker, o: dict, entries: int) -> Tensor:
@@ -200,18 +207,14 @@ def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     if not kv_shared:
         call_options["max_seqlen_kv"] = make.max_seqlen(keys)
 
-    def bias_of(inputs):
-        return (
-            jm.RelativeBias(**{name: inputs[name] for name in tables}, **fields) if tables else None
-        )
-
     def function(q, k, v, output_scale=scales, **inputs):
-        own = dict(options, output_scale=output_scale, bias=bias_of(inputs))
+        own = dict(options, output_scale=output_scale, bias=_bias_of(inputs, fields))
         return dict(out=F.jagged_attention(q, k, v, q_offsets, kv_offsets, **own, **call_options))
 
     def model(inputs, gradients):
         q, k, v = (inputs[name] for name in "qkv")
-        own = dict(options, output_scale=inputs.get("output_scale", scales), bias=bias_of(inputs))
+        own = dict(options, output_scale=inputs.get("output_scale", scales))
+        own["bias"] = _bias_of(inputs, fields)
         both = (
             "shared" if q_shared else offsets_of(q_lengths),
             "shared" if kv_shared else offsets_of(keys),
@@ -316,11 +319,14 @@ def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Cal
         )
     offsets = make.offsets("offsets", users), make.offsets("candidate_offsets", candidates)
     mask = _mask(make, o, users)
+    tables, fields = _bias(make, o, users, users)
+    tensors |= tables
     options = dict(activation=o["activation"], scale=o["scale"], mask=mask) | _dropout(make, o)
 
-    def function(k, v, q=None, q_user=None, q_candidates=None, output_scale=scales):
+    def function(k, v, q=None, q_user=None, q_candidates=None, output_scale=scales, **inputs):
         queries = q.split(rows) if one_tensor else (q_user, q_candidates)
         flags = dict(options, output_scale=output_scale, implementation=o["implementation"])
+        flags["bias"] = _bias_of(inputs, fields)
         return dict(
             zip(("user", "candidates"), F.self_target_attention(*queries, k, v, *offsets, **flags))
         )
@@ -330,9 +336,9 @@ def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Cal
         do = torch.cat([gradients["user"], gradients["candidates"]])
         both = torch.cat([torch.tensor([0, *users, *candidates])]).cumsum(0).to(q.device)
         factor = inputs.get("output_scale", scales)
-        bounds = accuracy.attention(
-            q, inputs["k"], inputs["v"], do, both, offsets_of(users), output_scale=factor, **options
-        )
+        own = dict(options, output_scale=factor, bias=_bias_of(inputs, fields))
+        keys = inputs["k"], inputs["v"]
+        bounds = accuracy.attention(q, *keys, do, both, offsets_of(users), **own)
         names = dict(out=("user", "candidates")) | (
             {} if one_tensor else dict(dq=("dq_user", "dq_candidates"))
         )

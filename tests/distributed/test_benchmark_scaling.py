@@ -1,16 +1,13 @@
-"""examples/benchmark_scaling.py: what it measures on two processes, the comparison with a baseline,
-and the program under torchrun."""
+"""examples/benchmark_scaling.py: what it measures and prints on two processes, and the comparison
+with a baseline."""
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from ..marks import PATIENCE
 from .ranks import one_rank
 
 pytest.importorskip("torchrec")
@@ -19,15 +16,9 @@ import benchmark_scaling as bench
 import communication
 from benchmark_dlrm import set_sizes
 
-ROOT = Path(__file__).parents[2]
 TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 3 --feature-rows 30
     --embedding-dim 16 --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4 --passes 2""".split()  # noqa: E501
 TABLE_BYTES = 4 * 16 * (50 + 5 + 16 + (2 + 3) * 30)
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def check_report(report: dict, world_size: int) -> None:
@@ -121,19 +112,11 @@ def test_without_torchrun_it_says_how_to_start():
         bench.main(TINY)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    """The program on two processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [
-        sys.executable,
-        *launcher,
-        str(ROOT / "examples" / "benchmark_scaling.py"),
-        *TINY,
-        *arguments,
-    ]
-    return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
-    )
+def printed(*arguments: str) -> str:
+    """What the program prints in a process of the group, as under torchrun."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        bench.main([*TINY, *arguments])
+    return out.getvalue()
 
 
 def test_program_compares_two_processes_with_one(two_ranks, tmp_path):
@@ -141,18 +124,17 @@ def test_program_compares_two_processes_with_one(two_ranks, tmp_path):
     with one_rank():
         bench.main([*TINY, "--out", str(one)])
     check_report(json.loads(one.read_text()), 1)
-    done = run("--out", str(two), "--baseline", str(one), "--bandwidth", "1e8")
-    assert done.returncode == 0, done.stderr
+    against = "--out", str(two), "--baseline", str(one), "--bandwidth", "1e8"
+    stdout, of_rank_1 = two_ranks.run(printed, *against)
+    assert not of_rank_1
     result = json.loads(two.read_text())
     check_report(result, 2)
     baseline = json.loads(one.read_text())
     assert result["scaling"] == bench.scaling(result, baseline, 1e8)
-    assert done.stdout.count("speed-up from 1 to 2 processes") == 1  # rank 0 alone prints
-    assert f"efficiency {result['scaling']['predicted']['efficiency']:.3f}, step" in done.stdout
+    assert stdout.count("speed-up from 1 to 2 processes") == 1
+    assert f"efficiency {result['scaling']['predicted']['efficiency']:.3f}, step" in stdout
     with pytest.raises(
         SystemExit,
         match="benchmark_scaling: --baseline must have the same plan, row_wise, not auto",
     ):
-        two_ranks.run(
-            bench.main, [*TINY, "--out", str(two), "--baseline", str(one), "--plan", "row_wise"]
-        )
+        two_ranks.run(printed, "--out", str(two), "--baseline", str(one), "--plan", "row_wise")

@@ -7,8 +7,10 @@ import time
 
 import httpx
 import uvicorn
-from serving_app import Service, ServiceLimits, make_app
+from serving_admin import ByPort, make_admin
+from serving_app import Service, make_app
 from serving_batcher import Limits
+from serving_bodies import ServiceLimits
 
 from ..marks import PATIENCE
 
@@ -22,24 +24,31 @@ LIMITS = ServiceLimits(
 )
 
 
+TOKEN = "token of 16 characters"
+
+
 class Running:
     """A service behind uvicorn in a thread, and a client."""
 
     def __init__(self, service: Service, server: type[uvicorn.Server] = uvicorn.Server):
         self.service = service
+        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.address, admin = (listener.getsockname() for listener in listeners)
+        app = ByPort(make_app(service), make_admin(service, TOKEN, {"port": 0}), admin[1])
         # A connection that waits for its next request longer than uvicorn's 5 s is closed.
         self.server = server(
-            uvicorn.Config(
-                make_app(service), port=0, log_level="error", timeout_keep_alive=round(PATIENCE)
-            )
+            uvicorn.Config(app, port=0, log_level="error", timeout_keep_alive=round(PATIENCE))
         )
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.address = listener.getsockname()
-        self.thread = threading.Thread(target=self.server.run, args=([listener],))
+        self.thread = threading.Thread(target=self.server.run, args=(listeners,))
         self.thread.start()
         while not self.server.started:
             time.sleep(0.01)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.address[1]}", timeout=PATIENCE)
+        self.admin = httpx.Client(
+            base_url=f"http://127.0.0.1:{admin[1]}",
+            timeout=PATIENCE,
+            headers={"authorization": f"Bearer {TOKEN}"},
+        )
 
     def rank(self, body) -> httpx.Response:
         return self.client.post("/rank", json=body)
@@ -55,3 +64,4 @@ class Running:
         self.server.should_exit = True
         self.thread.join(PATIENCE)
         self.client.close()
+        self.admin.close()

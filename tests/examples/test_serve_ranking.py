@@ -1,11 +1,16 @@
 """The program itself: starts from one command, answers all requests before it stops, and comes back
 after it was killed."""
 
+import json
 import os
 import re
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +23,9 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
 
 import httpx
 import serve_ranking
+from checkpoints import load_weights
 from load_generator import address_of
+from serving_events import SQLiteEvents
 
 from ..marks import PATIENCE
 
@@ -28,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 class Program:
     """python examples/serve_ranking.py, and a client."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, verify=True):
         paths = [str(ROOT), str(ROOT / "kernels"), *sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"}
         options = ["--device", "cpu", "--port", "0", "--deadline-ms", 1e3 * PATIENCE, *arguments]
@@ -37,7 +44,7 @@ class Program:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         address, self.before = address_of(self.process, PATIENCE)
-        self.client = httpx.Client(base_url=address, timeout=PATIENCE)
+        self.client = httpx.Client(base_url=address, timeout=PATIENCE, verify=verify)
         assert self.is_healthy()
 
     def is_healthy(self) -> bool:
@@ -85,6 +92,104 @@ def test_a_killed_program_serves_the_same_scores_after_a_restart(served, name):
         scores.append([program.rank(user).json()["scores"] for user in (1, 2, 1)])
         program.end(number)
     assert scores[0] == scores[1]
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Of 127.0.0.1, and the key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    options = "req -x509 -nodes -newkey rsa:2048 -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
+    command = ["openssl", *options.split(), "-out", str(paths[0]), "-keyout", str(paths[1])]
+    subprocess.run(command, check=True, capture_output=True)
+    return paths
+
+
+def test_a_killed_program_has_the_events_that_it_acknowledged(served, tmp_path, certificate):
+    """Each once, though it is killed while four clients send events. With a file of options, TLS,
+    an access log and the admin's port."""
+    (tmp_path / "token").write_text("a token of the admin")
+    paths = {"weights": served["attention"], "events": tmp_path / "events"}
+    paths |= {"access-log": tmp_path / "access.jsonl", "admin-token": tmp_path / "token"}
+    paths |= {"tls-certificate": certificate[0], "tls-key": certificate[1]}
+    config = tmp_path / "options.toml"
+    numbers = "admin-port = 0\nmax-candidates = 7\nport = 1\n"  # the port is overridden
+    config.write_text(numbers + "".join(f"{k} = {str(x)!r}\n" for k, x in paths.items()))
+    verify = ssl.create_default_context(cafile=certificate[0])
+    weights = load_weights(served["attention"])
+    items = weights.vocabulary.names["item"]
+
+    def send(program: Program, user: int, first: int) -> int:
+        """Send events until none is acknowledged any more. Returns the number of the last one."""
+        for number, item in enumerate(items[first:], first):
+            event = {"item": item, "rating": 4}
+            body = {"user": user, "candidates": [4], "events": [event]}
+            try:
+                assert program.client.post("/rank", json=body).status_code == 200
+            except httpx.TransportError:
+                return number
+            acknowledged.release()
+        raise AssertionError("the program was not killed")
+
+    stored = dict.fromkeys((1, 2, 3, 4), 0)
+    for _ in range(2):
+        program, acknowledged = Program("--config", config, verify=verify), threading.Semaphore(0)
+        for user, count in stored.items():
+            events = program.client.get(f"/users/{user}").json()["events"][-count or 50 :]
+            assert not count or [x["item"] for x in events] == items[max(0, count - 50) : count]
+        with ThreadPoolExecutor(4) as threads:
+            sent = {user: threads.submit(send, program, user, n) for user, n in stored.items()}
+            assert all(acknowledged.acquire(timeout=PATIENCE) for _ in range(40))
+            program.end(signal.SIGKILL)
+        log = weights.settings["log_fingerprint"]
+        store = SQLiteEvents(tmp_path / "events", log, len(items))
+        for user in stored:
+            known = [x.item for x in store.load() if x.user == str(user)]
+            assert known == [str(item) for item in items[: len(known)]]
+            # one may be stored that was not acknowledged yet
+            assert len(known) - sent[user].result() in (0, 1)
+            stored[user] = len(known)
+        store.close()
+    lines = [json.loads(x) for x in (tmp_path / "access.jsonl").read_text().splitlines()]
+    assert [(x["path"], x["status"]) for x in lines].count(("/rank", 200)) >= 80
+
+
+def test_the_admin_of_the_program(served, tmp_path):
+    """Its port is printed first. The options are those of the command line and of the file."""
+    (tmp_path / "token").write_text("a token of the admin")
+    (tmp_path / "options.json").write_text('{"max_queue": 9, "name": "x", "max-users": 5}')
+    options = ["--weights", served["attention"], "--admin-token", tmp_path / "token"]
+    options += ["--admin-port", 0, "--config", tmp_path / "options.json", "--name", "mine"]
+    program = Program(*options)
+    address = re.search(r"^admin on (\S+)$", program.before, re.MULTILINE)[1]
+    headers = {"authorization": "Bearer a token of the admin"}
+    with httpx.Client(base_url=address, timeout=PATIENCE, headers=headers) as admin:
+        assert admin.post("/reload").json() == {"weights_version": 1}
+        found = admin.get("/config").json()
+        expected = {"max-queue": 9, "max-users": 5, "name": "mine", "device": "cpu"}
+        assert {name: found[name] for name in expected} == expected
+        assert "a token" not in str(found)
+    assert program.client.get("/v2/models/mine").status_code == 200
+    assert program.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+
+
+def test_printed_options_are_a_file_of_options(tmp_path, capsys):
+    config = tmp_path / "options.toml"
+    options = [
+        "--cache-mb=64",
+        "--max-queue=9",
+        "--no-graphs",
+        "--access-log=-",
+        "--events",
+        'a "name"',
+    ]
+    serve_ranking.main([*options, "--print-config"])
+    config.write_text(printed := capsys.readouterr().out)
+    serve_ranking.main([f"--config={config}", "--print-config"])
+    assert capsys.readouterr().out == printed
+    for line in ("max-queue = 9", "graphs = false", r'events = "a \"name\""', "cache-mb = 64.0"):
+        assert f"{line}\n" in printed
 
 
 @pytest.mark.slow
@@ -172,9 +277,34 @@ def test_a_wait_that_no_thread_can_wait(served, value):
         ("port", "99999", "at least 0 and below 65536, not 99999"),
         ("cache-mb", "nan", "finite and at least 0, not nan"),
         ("cache-mb", "-1", "finite and at least 0, not -1.0"),
+        ("admin-port", "-1", "at least 0 and below 65536, not -1"),
+        ("name", "a/b", "letters, digits, '_', '.' or '-', not 'a/b'"),
+        ("tls-key", "x", "given together with --tls-certificate"),
     ],
 )
 def test_bad_options(capsys, option, value, expected):
     with pytest.raises(SystemExit):
         serve_ranking.main([f"--{option}={value}"])
     assert f"--{option} must be {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--admin-token", "nowhere"], "No such file or directory: 'nowhere'"),
+        (["--events", "nowhere/events"], "nowhere/events is not a file of events"),
+        (["--tls-certificate", "nowhere", "--tls-key", "nowhere"], "No such file or directory"),
+        (["--access-log", "nowhere/log"], "No such file or directory: .*nowhere/log"),
+    ],
+)
+def test_files_of_options_that_are_not_there(served, options, message):
+    with pytest.raises(SystemExit, match=f"^serve_ranking: .*{message}"):
+        serve_ranking.main(["--weights", str(served["attention"]), "--port=0", *options])
+
+
+def test_a_port_that_is_taken(served):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = f"^serve_ranking: cannot listen on 127.0.0.1, port {port}: Address already in use"
+        with pytest.raises(SystemExit, match=message):
+            serve_ranking.main(["--weights", str(served["attention"]), f"--port={port}"])

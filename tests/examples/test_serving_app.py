@@ -34,8 +34,10 @@ import pydantic
 import serve_ranking
 import serving_app
 from published_ids import Vocabulary
+from serving_admission import Admission
 from serving_app import Service, tune_process
 from serving_batcher import Limits
+from serving_bodies import RankBody
 
 from ..marks import PATIENCE
 from .running import LIMITS, Running
@@ -213,7 +215,7 @@ def test_bad_requests(shared, body, status, error):
 def test_a_body_of_many_faults_is_not_searched_for_all(fields):
     """To list 300,000 faults would stop the event loop for two seconds."""
     with pytest.raises(pydantic.ValidationError) as caught:
-        serving_app.RankBody.model_validate({**GOOD, **fields})
+        RankBody.model_validate({**GOOD, **fields})
     assert caught.value.error_count() <= 2
 
 
@@ -271,7 +273,16 @@ def test_counts_are_counters(shared):
     kinds = {name: kind for name, kind in kinds.items() if not name.endswith("_created")}
     counters = {
         f"rank_{name}"
-        for name in ("requests", "candidates", "batches", "splits", "restarts", "late", "cancelled")
+        for name in (
+            "requests",
+            "candidates",
+            "unknown_users",
+            "batches",
+            "splits",
+            "restarts",
+            "late",
+            "cancelled",
+        )
     }
     counters |= {f"rank_histories_{name}" for name in ("reused", "appended", "encoded")}
     counters |= {f"history_cache_{name}" for name in ("hits", "misses", "evictions")}
@@ -289,7 +300,7 @@ def test_each_refused_request_has_a_line_in_the_log(shared, caplog):
     shared.rank({**GOOD, "user": 99})
     shared.rank({**GOOD, "user": "a\nb"})
     shared.client.get("/nowhere")
-    shared.client.post("/reload")
+    shared.admin.post("/reload")
     messages = [x.getMessage() for x in caplog.records if x.name == "serving"]
     assert messages[:2] == [
         "404 for '/rank': 'no user 99 in the log, whose first user is 0'",
@@ -437,9 +448,7 @@ def test_clients_that_do_not_read_take_no_place():
     async def send_all() -> int:
         answering, admission = (
             [],
-            serving_app.Admission(
-                app, replace(LIMITS, batches=Limits(max_queue=1, max_users=1)), None
-            ),
+            Admission(app, replace(LIMITS, batches=Limits(max_queue=1, max_users=1)), None),
         )
 
         async def send(message):
@@ -562,7 +571,7 @@ def test_a_request_may_take_longer_than_its_body():
     async def send(message):
         sent.append(message["status"])
 
-    admission = serving_app.Admission(app, replace(LIMITS, body_seconds=0.001), None)
+    admission = Admission(app, replace(LIMITS, body_seconds=0.001), None)
     asyncio.run(admission({"type": "http", "path": "/rank", "headers": []}, receive, send))
     assert sent == [200]
 
@@ -739,7 +748,7 @@ def test_new_weights_between_batches(start, served):
         answers = [threads.submit(running.rank, GOOD) for _ in range(6)]
         answers[0].result()  # a slow thread may come after the reload
         for _ in range(2):  # the second reads what is in place
-            assert running.client.post("/reload").json() == {"weights_version": 2}
+            assert running.admin.post("/reload").json() == {"weights_version": 2}
         answers += [threads.submit(running.rank, GOOD) for _ in range(6)]
         found = [x.result().json() for x in answers]
     assert {x["weights_version"] for x in found} == {1, 2}
@@ -763,7 +772,7 @@ def test_a_reload_of_the_same_weights_changes_nothing(start, served, name):
     """The version stays, and so do the cached histories."""
     running = start(name, read_weights=lambda: load_weights(served[name]))
     before = assert_serves(running)
-    assert running.client.post("/reload").json() == {"weights_version": 1}
+    assert running.admin.post("/reload").json() == {"weights_version": 1}
     assert assert_serves(running) == before and running.service.ranker.counts["encoded"] == 1
     assert running.metric("rank_weights_version") == 1
 
@@ -778,7 +787,7 @@ def test_requests_are_answered_while_weights_are_read(start, served):
 
     running = start(read_weights=read_weights)
     with ThreadPoolExecutor(1) as threads:
-        reload = threads.submit(running.client.post, "/reload")
+        reload = threads.submit(running.admin.post, "/reload")
         assert reading.wait(PATIENCE)
         assert_serves(running)
         answered.set()
@@ -799,9 +808,9 @@ def test_weights_that_were_read_first_are_not_put_in_place_last(start, served):
 
     running = start(read_weights=read_weights)
     with ThreadPoolExecutor(2) as threads:
-        reloads = [threads.submit(running.client.post, "/reload")]
+        reloads = [threads.submit(running.admin.post, "/reload")]
         wait_until(lambda: reads)
-        reloads.append(threads.submit(running.client.post, "/reload"))
+        reloads.append(threads.submit(running.admin.post, "/reload"))
         assert [x.result().json() for x in reloads] == [
             {"weights_version": 2},
             {"weights_version": 3},
@@ -849,14 +858,14 @@ def test_weights_that_cannot_be_loaded(start, served, tmp_path, content, error):
         )
     running = start(read_weights=lambda: load_weights(path))
     before = assert_serves(running)
-    answer = running.client.post("/reload")
+    answer = running.admin.post("/reload")
     assert answer.status_code == 409 and error in answer.json()["error"]
     assert (
         assert_serves(running) == before
         and running.client.get("/health").json()["weights_version"] == 1
     )
     running.service.read_weights = None
-    assert running.client.post("/reload").status_code == 409
+    assert running.admin.post("/reload").status_code == 409
 
 
 def test_a_shutdown_answers_all_requests(start):

@@ -234,7 +234,7 @@ def test_events_that_are_replaced(served, name):
     ranker.score([requests.of(1, events=2), requests.of(2)])
     events = requests.of(1, events=3).events
     ranker.replace_events(1, events)
-    whole.histories.add(1, events)
+    whole.histories.add(1, events, whole.longest_window)
     for count in (0, 1, 0):
         after = [requests.of(1, events=count), requests.of(2)]
         assert_same_scores(ranker.score(after), whole.score(after))

@@ -153,7 +153,7 @@ def test_two_replicas_that_add_events_of_a_user_at_once(local):
             event["item"] for event in local.store.events["3"]
         ).tolist()[1:]
         for request in sorted(requests, key=lambda request: stored.index(request.events.item[0])):
-            local.offline.histories.add(3, request.events)
+            local.offline._add_events([request])
         for index in (0, 1, 0):
             await local.check(index, 3, events=index)
 

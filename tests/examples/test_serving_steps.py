@@ -83,7 +83,7 @@ def test_columns_of_features():
     features = {"bag": bag, "one": Categorical.single(np.array([5, 6, 0]))}
     table = FeatureTable(features, 3)
     assert table.widths == [2, 1]
-    assert table.columns.tolist() == [[4, 2, 5], [-1, -1, 6], [7, -1, 0]]
+    assert table.columns.tolist() == [[4, 2, 5], [-1, -1, 6], [7, -1, 0], [-1, -1, -1]]
     collection = embedding_bags({name: x.cardinality for name, x in features.items()}, 4)
     users = np.array([2, 0, 1, 0])
     expected = collection(keyed({name: bags(x, users) for name, x in features.items()}))

@@ -43,6 +43,11 @@ def _cross_inputs(segments, rows, candidates):
     )
 
 
+def _tables(rows):
+    """Of a bias by position, and by time, and timestamps."""
+    return torch.randn(119), torch.randn(HEADS, 11), torch.randint(100, (rows,))
+
+
 def _matrix_inputs(segments, rows, candidates):
     return torch.randn(rows, DIM), torch.randn(segments, DIM, 20), random_offsets(segments, rows)
 
@@ -79,11 +84,14 @@ def _masked(q, k, v, offsets, **options):
 
 
 def _biased(q, k, v, position, time, timestamps, offsets, **options):
-    bias = jm.RelativeBias(
+    options |= dict(mask=jm.AttentionMask(causal=True))
+    bias = _bias_of(position, time, timestamps, offsets)
+    return F.jagged_attention(q, k, v, offsets, bias=bias, **options)
+
+
+def _bias_of(position, time, timestamps, offsets):
+    return jm.RelativeBias(
         position, time, timestamps, query_timestamps=timestamps + 7, query_shift=offsets.diff() % 2
-    )
-    return F.jagged_attention(
-        q, k, v, offsets, mask=jm.AttentionMask(causal=True), bias=bias, **options
     )
 
 
@@ -101,6 +109,12 @@ def _scaled_by_segment(q, k, v, offsets, **options):
 
 def _two_groups(q, k, v, candidate_offsets, offsets, **options):
     return torch.cat(F.self_target_attention(k, q, k, v, offsets, candidate_offsets, **options))
+
+
+def _two_biased_groups(q, k, v, *others, **options):
+    *tables, candidate_offsets, offsets = others
+    bias = _bias_of(*tables, offsets)
+    return _two_groups(q, k, v, candidate_offsets, offsets, bias=bias, **options)
 
 
 def _unfused(x, y, plan, **options):
@@ -146,11 +160,9 @@ FUNCTIONS = {
         _biased,
         lambda segments, rows, _: (
             *_heads(rows, rows, rows),
-            torch.randn(119),
-            torch.randn(HEADS, 11),
-            torch.randint(100, (rows,)),
+            *_tables(rows),
             random_offsets(segments, rows),
-        ),
+        ),  # fmt: skip
     ),
     "jagged_attention-scaled": (_scaled_by_segment, _self_inputs),
     "jagged_attention-negative-scale": (
@@ -182,6 +194,14 @@ FUNCTIONS = {
     "self_target_attention-masked": (
         partial(_two_groups, mask=jm.AttentionMask(causal=True)),
         _cross_inputs,
+    ),
+    "self_target_attention-biased": (
+        _two_biased_groups,
+        lambda segments, rows, n: (
+            *_heads(n, rows, rows),
+            *_tables(rows),
+            *_cross_inputs(segments, rows, n)[3:],
+        ),  # fmt: skip
     ),
     "din_attention": (
         _din,

@@ -31,6 +31,9 @@ def test_activations(check_din, activation, dtype):
         ((16, 200), 40, 128),
         ((128, 100), 128, None),
         ((128,), 256, None),
+        ((80, 40), 128, None),
+        ((128, 64), 64, None),
+        ((5, 3), 20, None),
     ],
     ids=str,
 )
@@ -43,6 +46,27 @@ def test_sizes(check_din, sizes, dtype):
             problem("silu", dtype, "cuda", **options).kernel_results()
     else:
         check_din("silu", dtype, "cuda", **options)
+
+
+@pytest.mark.parametrize("normalize", [None, "softmax"])
+@pytest.mark.parametrize("activation", ["relu", "dice-eval", "sigmoid"])
+def test_rows_of_many_lengths(check_din, activation, normalize):
+    """Tiles of a row of q are loaded while those of the row before are computed. A program has
+    several rows, some of them without events."""
+    lengths = [0, 1, 64, 65, 0, 0, 200, 128, 300, 63, 129, 0]
+    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=normalize)
+    candidates = [i % 12 for i in range(6000)]
+    check_din(activation, BF16, "cuda", candidates=candidates, lengths=lengths, **options)
+
+
+@pytest.mark.parametrize("activation", ["relu", "dice-eval"])
+def test_portable_forward(check_din, activation, monkeypatch):
+    """Where Hopper's would run."""
+    from jagged_kernels.din import op
+
+    monkeypatch.setattr(op, "_runs_hopper", lambda *_: False)
+    options = dict(width=64, v_width=None, hidden=(80, 40), normalize=None)
+    check_din(activation, BF16, "cuda", **options, **SEGMENTS)
 
 
 def test_query_rows(check_din):

@@ -66,6 +66,15 @@ def test_rows_behind_the_end_and_grouped_heads(check_packed_gradients, kernels, 
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("behind", [0, 77])
+def test_shared_queries(check_packed_gradients, dtype, behind):
+    lengths, _ = BATCHES["mixed"]
+    check_packed_gradients(
+        lengths, lengths, dtype, "cuda", (4, 4), 64, "auto", behind=behind, shared=32
+    )
+
+
 def test_fp32(check_packed_gradients):
     for lengths, kv_lengths in BATCHES.values():
         check_packed_gradients(lengths[:10], None, torch.float32, "cuda", (4, 2), 64, "auto")

@@ -27,7 +27,10 @@ LENGTHS = [[3, 0, 1, 70, 40], [3, 4, 0, 90, 40]]
 def check_case(lengths=LENGTHS, dtype="float32", device="cpu", **options):
     """Results and every gradient by the accuracy rule."""
     case = simplest_case(
-        "jagged_attention", device, dtype, heads=[4, 2], head_dim=20, operands="cross", **options
+        "jagged_attention",
+        device,
+        dtype,
+        **dict(heads=[4, 2], head_dim=20, operands="cross") | options,
     )
     check(legal(dataclasses.replace(case, lengths=[list(x) for x in lengths], seed=1)))
 
@@ -44,6 +47,14 @@ def test_tables(bias, tables, dtype):
             activation=activation,
             query_times=tables == "per head",
         )
+
+
+@slow_after(2, "mask", [None, *MASKS])
+@pytest.mark.parametrize("bias", BIASES)
+def test_query_groups(bias, mask):
+    options = dict(query_times=mask is None, query_shift=mask is None, buckets=7, tables="per head")
+    options |= dict(bias=bias, mask=mask, operands="3 groups")
+    check_case([[3, 0, 1, 70], [5, 4, 90, 1], [0, 3, 1, 1], [3, 4, 0, 80]], **options)
 
 
 @slow_after(3, "activation", ACTIVATIONS)
@@ -531,10 +542,7 @@ def test_bad_numbers_of_buckets(count, error):
 
 
 GOOD = dict(zip("qkv", make_qkv(6, 6))) | dict(q_offsets=torch.tensor([0, 2, 6]))
-NO_POSITION = (
-    "bias must be None where segments share queries or keys, or with several query groups: rows"
-    " have no position"
-)
+NO_POSITION = "bias must be None where segments share queries or keys: rows have no position"
 
 
 def given(**fields):
@@ -546,12 +554,6 @@ BAD = [
     (given(position=POSITION) | dict(kv_offsets="shared"), ValueError, NO_POSITION),
     (
         given(position=POSITION) | dict(q_offsets="shared", kv_offsets=torch.tensor([0, 2, 6])),
-        ValueError,
-        NO_POSITION,
-    ),
-    (
-        given(position=POSITION)
-        | dict(q_offsets=torch.tensor([0, 2, 6]), kv_offsets=torch.tensor([0, 6])),
         ValueError,
         NO_POSITION,
     ),

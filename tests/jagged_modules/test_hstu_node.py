@@ -10,6 +10,8 @@ from tails import check as check_tail
 from tails import layer_case
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
 from jagged_modules.layers import hstu, hstu_node
@@ -129,6 +131,57 @@ def test_without_gradients_the_packed_projection_is_free_before_that_of_the_outp
         with torch.set_grad_enabled(enabled):
             out = layer((x, offsets_of(LENGTHS)))[0]
         assert alive == [0, int(enabled)] and out.requires_grad == enabled
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the storages that torch's operators have given and that are alive, in numbers for each
+    of so many rows, a prime. Others are not of rows."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.storages = rows, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor):
+                reference = StorageWeakRef(x.untyped_storage())
+                self.storages[reference.cdata] = reference
+        return results
+
+    def per_row(self):
+        alive = map(torch.UntypedStorage._new_with_weak_ptr, self.storages)
+        sizes = [x.nbytes() // 8 for x in alive if x is not None]
+        return sum(n // self.rows for n in sizes if n % self.rows == 0)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_memory_of_a_step(as_node, offsets_of, monkeypatch, is_kept):
+    """Numbers per row that are alive when a stage of the backward begins: da replaces a, and each
+    tensor is free when it was read last, unless the graph is kept."""
+    (layer, _), alive = make(dropout=0.3, head_dim=3, linear_dim=5), []
+    x, dout = torch.randn(2, 1009, WIDTH, dtype=torch.float64)
+    layer.calls_modules, x = False, x.clone().requires_grad_()
+
+    def noting(stage):
+        def noted(*args):
+            alive.append(counter.per_row())
+            with _disable_current_modes():
+                return stage(*args)
+
+        return noted
+
+    names = "gate_linear_backward", "attention_backward", "row_norm_backward"
+    noted = STAGES._replace(**{name: noting(getattr(STAGES, name)) for name in names})
+    monkeypatch.setattr(hstu_node, "stages", lambda: noted)
+    with _Alive(1009) as counter:
+        out = layer((x, offsets_of([500, 0, 509])))[0]
+        out.backward(dout, retain_graph=is_kept)
+    packed, a, statistics = 2 * HEADS * (5 + 3), HEADS * 5, 4
+    rows = 2 * WIDTH + statistics  # x and the result
+    of_forward = WIDTH + packed + a  # normed rows
+    before = [rows + of_forward + packed + (a if is_kept else 0)] * 2
+    assert alive == [*before, rows + (of_forward if is_kept else 0) + WIDTH]
 
 
 def test_the_graph_may_be_kept_but_not_differentiated_twice(as_node, offsets_of):

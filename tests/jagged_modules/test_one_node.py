@@ -204,6 +204,14 @@ class SelfTargetCase(TargetCase):
         return torch.cat([values, results])
 
 
+class SeedCase(Case):
+    def __init__(self, *arguments, **config):
+        super().__init__(gdpa(jm.JaggedGDPA, *arguments, num_seeds=3, **config))
+
+    def run(self, layer, x):
+        return layer((x, offsets_of(LENGTHS))).flatten(0, 1)
+
+
 def gdpa(kind=jm.JaggedGDPA, activation="gelu_tanh", mask=None, **config):
     return lambda: kind(WIDTH, 4, activation, mask, jm.GDPAConfig(**config))
 
@@ -233,6 +241,8 @@ CASES = {
     "block-context": lambda: Case(gdpa(jm.GDPABlock, "silu"), context=True),
     "weights": lambda: Case(gdpa(num_weights=7)),
     "block-weights": lambda: Case(gdpa(jm.GDPABlock, "softmax", num_weights=7, num_kv_heads=2)),
+    "seeds": lambda: SeedCase("softmax"),
+    "seeds-qk-norm": lambda: SeedCase(num_kv_heads=2, qk_norm=True),
     "blocks": lambda: Case(blocks(None)),
     "rotary": lambda: Case(blocks("qk")),
     "targets": lambda: TargetCase((6, 2, 7)),
@@ -284,6 +294,7 @@ FROZEN = [
     "context-qk-norm",
     "block-context",
     "block-weights",
+    "seeds-qk-norm",
     "rotary",
     "candidates",
     "self-ordered",
@@ -310,7 +321,9 @@ def test_what_is_frozen_gets_no_gradient(nodes, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["block", "rotary", "candidates", "self-candidates", "encoder-first", "encoder-behind"]
+    "name",
+    ["block", "seeds", "rotary", "candidates", "self-candidates"]
+    + ["encoder-first", "encoder-behind"],
 )
 def test_checkpoints_retained_graphs_and_no_gradients(nodes, name):
     case = CASES[name]()
@@ -488,8 +501,8 @@ def test_modules_that_are_not_plain_are_called(nodes, name, change, count):
 
 @pytest.mark.parametrize(
     "make",
-    [gdpa(qk_norm=True, num_weights=3), gdpa(num_seeds=2), gdpa(activation="softmax", scale=-0.5)],
-    ids=["normed-weights", "seeds", "negative-scale"],
+    [gdpa(qk_norm=True, num_weights=3), gdpa(activation="softmax", scale=-0.5)],
+    ids=["normed-weights", "negative-scale"],
 )
 def test_options_that_no_node_computes(nodes, make):
     case = Case(make)

@@ -42,6 +42,9 @@ LAYERS = {
     "blocks": lambda width, heads: jm.BlockDiagonalSelfAttention(width, heads),
     "targets": lambda width, heads: jm.JaggedTargetAttention(width, heads),
     "qk-norm": lambda width, heads: jm.JaggedGDPA(width, heads, config=jm.GDPAConfig(qk_norm=True)),
+    "seeds": lambda width, heads: jm.JaggedGDPA(
+        width, heads, "softmax", config=jm.GDPAConfig(num_seeds=SEEDS, qk_norm=True)
+    ),
     "mlp": lambda width, heads: jm.JaggedMLP([width, 2 * width, width], "gelu"),
     "swiglu": lambda width, heads: jm.JaggedMLP([width, 2 * width, width], "swiglu"),
     "self-targets": lambda width, heads: jm.JaggedSelfTargetAttention(width, heads),
@@ -52,6 +55,7 @@ LAYERS = {
         width, heads, 2 * width, activation="gelu", mask=CAUSAL
     ),
 }
+SEEDS = 32
 # widths, heads
 SIZES = [(64, 1), (96, 4), (512, 4), (64, 4), (96, 1), (128, 8), (256, 2), (1024, 8)]
 
@@ -97,7 +101,8 @@ class Case:
         rows += [sum(CONTEXTS)] if name in ("context", "targets") or has_targets else []
         self.inputs = [torch.randn(n, width).to(dtype) for n in rows]
         self.others = rows[1] if has_targets else 0  # rows of the result besides those of x
-        self.do = torch.randn(rows[0] + self.others, width).to(dtype)
+        results = len(lengths) * SEEDS if name == "seeds" else rows[0] + self.others
+        self.do = torch.randn(results, width).to(dtype)
         self.offsets = torch.tensor([0, *lengths]).cumsum(0)
         self.context_offsets = torch.tensor([0, *CONTEXTS]).cumsum(0)
 
@@ -107,7 +112,7 @@ class Case:
         out = layer((x, offsets), *pairs)
         if isinstance(layer, jm.JaggedSelfTargetAttention):
             return torch.cat([values for values, _ in out])
-        return out[0]
+        return out.flatten(0, 1) if isinstance(out, torch.Tensor) else out[0]
 
     def run(self, layer, *inputs):
         offsets = (x.to(inputs[0].device) for x in (self.offsets, self.context_offsets))
@@ -147,7 +152,7 @@ def test_results_and_gradients(nodes, name, width, heads, precision):
     actual = case.results(case.layer, enabled=precision == "autocast")
     assert len(nodes) == 1
     operands = torch.bfloat16 if precision == "autocast" else dtype
-    without = "gdpa", "qk-norm", "blocks", "targets", "self-targets", "mlp", "swiglu"
+    without = "gdpa", "qk-norm", "seeds", "blocks", "targets", "self-targets", "mlp", "swiglu"
     has_residual = name not in without
     assert actual[0].dtype == (dtype if has_residual else operands)
     assert all(x.dtype == dtype for x in actual[1:])

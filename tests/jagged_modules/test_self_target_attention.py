@@ -161,6 +161,43 @@ def test_a_mask_is_that_of_the_first_group(mask, activation, implementation, off
     )
 
 
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "per head"])
+def test_a_bias_is_that_of_the_users(shared, activation, implementation, offsets_of):
+    """Candidates have none, and reach no gradient of a table, even where one is infinite."""
+    users, candidates = [9, 0, 4, 4, 1], [3, 2, 0, 5, 20]
+    rows, heads = [sum(users), sum(candidates)], () if shared else (4,)
+    q, k, v = make_qkv(sum(rows), rows[0])
+    tables = [torch.randn(*heads, n, dtype=torch.float64) for n in (17, 4)]
+    times = torch.randint(50, (3, rows[0]))
+    fields = dict(timestamps=times[0], query_timestamps=times[1], boundaries=torch.arange(3) * 9)
+    fields |= dict(query_shift=torch.tensor([2, 0, -1, 0, 7]))
+    offsets, options = offsets_of(users), dict(activation=activation, mask=MASKS["causal"])
+
+    def together(q, k, v, *tables):
+        options["bias"] = jm.RelativeBias(*tables, **fields)
+        parts = *q.split(rows), k, v, offsets, offsets_of(candidates)
+        return torch.cat(F.self_target_attention(*parts, implementation=implementation, **options))
+
+    def apart(q, k, v, *tables):
+        own, others = q.split(rows)
+        options["bias"] = jm.RelativeBias(*tables, **fields)
+        of_users = F.jagged_attention(own, k, v, offsets, **options)
+        of_others = offsets_of(candidates), offsets
+        return torch.cat(
+            [of_users, F.jagged_attention(others, k, v, *of_others, activation=activation)]
+        )
+
+    expected = outputs_and_gradients(apart, q, k, v, *tables)
+    torch.testing.assert_close(outputs_and_gradients(together, q, k, v, *tables), expected)
+    if implementation == "auto":
+        q[-1] = float("inf")
+        assert all(
+            map(torch.equal, outputs_and_gradients(together, q, k, v, *tables)[4:], expected[4:])
+        )
+
+
 @given(data=st.data())
 def test_any_users_and_candidates(data, offsets_of):
     segments = data.draw(st.integers(0, 6))
@@ -265,6 +302,7 @@ GOOD = dict(zip(("q_user", "k", "v"), (torch.randn(5, 2, 8) for _ in range(3))))
     q_candidates=torch.randn(4, 2, 8)
 )
 GOOD |= dict(offsets=torch.tensor([0, 2, 5]), candidate_offsets=torch.tensor([0, 3, 4]))
+TIMES = torch.arange(5)
 BAD = [
     (dict(q_user=None), TypeError, "q_user must be a torch.Tensor, got NoneType"),
     (
@@ -313,6 +351,32 @@ BAD = [
         dict(activation="silu", output_scale=torch.ones(2)),
         ValueError,
         r"output_scale must have shape \[B\] = \[4\], got \[2\]",
+    ),
+    (dict(bias=torch.ones(9)), TypeError, "bias must be a RelativeBias, got Tensor"),
+    (
+        dict(bias=jm.RelativeBias(torch.ones(3))),
+        ValueError,
+        "^offsets must have segments of at most 2 rows, those of bias.position, got 3",
+    ),
+    (
+        dict(bias=jm.RelativeBias(torch.ones(3, 9))),
+        ValueError,
+        "bias.position must have one row for each of q_user's 2 heads, got 3",
+    ),
+    (
+        dict(bias=jm.RelativeBias(None, torch.ones(4), TIMES, query_timestamps=torch.arange(9))),
+        ValueError,
+        "bias.query_timestamps must have one element for each of q_user's rows, 5, got 9",
+    ),
+    (
+        dict(bias=jm.RelativeBias(None, torch.ones(4), torch.arange(9))),
+        ValueError,
+        "bias.timestamps must have one element for each of k's rows, 5, got 9",
+    ),
+    (
+        dict(bias=jm.RelativeBias(torch.ones(9), query_shift=torch.zeros(4).long())),
+        ValueError,
+        r"bias.query_shift must have shape \[B\] = \[2\], got \[4\]",
     ),
 ]
 

@@ -1,5 +1,6 @@
 """JaggedSelfTargetAttention with a mask, and with cached histories."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -37,10 +38,19 @@ def make_inputs():
     return torch.randn(9, WIDTH).double(), torch.randn(5, 3, WIDTH).double(), index
 
 
-def in_two_calls(layer, history, targets, index):
+def make_bias(history):
+    """With tables that learn. The next event does not change a row's own time."""
+    tables = torch.randn(HEADS, 9).double(), torch.randn(4).double()
+    times = torch.arange(len(history)) * 7
+    return jm.RelativeBias(*(x.requires_grad_() for x in tables), times, query_timestamps=times + 1)
+
+
+def in_two_calls(layer, history, targets, index, bias=None):
     """By an attention of the events under the mask, and one of the targets without."""
     k, v = heads(layer.kv_proj(history).unflatten(-1, (2, WIDTH))).unbind(1)
-    own = F.jagged_attention(heads(layer.q_proj(history)), k, v, OFFSETS, mask=layer.mask)
+    own = F.jagged_attention(
+        heads(layer.q_proj(history)), k, v, OFFSETS, mask=layer.mask, bias=bias
+    )
     of_targets = F.target_attention(heads(layer.target_proj(targets)), k, v, index, OFFSETS)
     return layer.out_proj(own.flatten(1)), layer.target_out_proj(of_targets.flatten(-2))
 
@@ -58,6 +68,24 @@ def test_a_mask_hides_events_from_events_alone(mask, calls_modules):
         layer((history, OFFSETS), targets, index)
     assert mode.calls == 1
     expected = in_two_calls(layer, history, targets, index)
+    torch.testing.assert_close((values, out), expected)
+    gradients, theirs = (
+        torch.autograd.grad(x[0].square().sum() + x[1].square().sum(), leaves)
+        for x in ((values, out), expected)
+    )
+    torch.testing.assert_close(gradients, theirs)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_a_bias_is_that_of_events_alone(mask):
+    layer, (history, targets, index) = make_layer(mask), make_inputs()
+    bias = make_bias(history)
+    leaves = [history.requires_grad_(), targets.requires_grad_(), bias.position, bias.time]
+    leaves += layer.parameters()
+    with Attentions() as mode:
+        (values, _), out = layer((history, OFFSETS), targets, index, bias)
+    assert mode.calls == 1
+    expected = in_two_calls(layer, history, targets, index, bias)
     torch.testing.assert_close((values, out), expected)
     gradients, theirs = (
         torch.autograd.grad(x[0].square().sum() + x[1].square().sum(), leaves)
@@ -120,6 +148,29 @@ def test_cached_histories(mask):
         torch.testing.assert_close(rows[0], split(values)[1][0])
         (before, _), _ = layer(first, targets, index)
         torch.testing.assert_close(before, split(values)[0][0])
+
+
+@pytest.mark.parametrize("page_rows", [None, 4, 128])
+def test_cached_histories_with_a_bias(page_rows):
+    """New events' rows are those of the forward over all events; scores have no bias."""
+    layer, (history, targets, index) = make_layer("causal").eval(), make_inputs()
+    bias = make_bias(history)
+    asked = split(bias.query_timestamps)[1][0]
+    (values, _), out = layer((history, OFFSETS), targets, index, bias)
+    first, later = split(history)
+    given = dataclasses.replace(bias, query_timestamps=asked)
+    with torch.no_grad():
+        if page_rows is None:
+            cache = layer.cache(first)
+            (rows, _), new = layer.append(later, cache, given)
+            cache = cache.append(new)
+        else:
+            users, pages = ["a", "b", "c"], jm.PagedHistoryCache(layer, 2**20, page_rows)
+            pages.put(users, first)
+            rows, _ = pages.append(users, later, bias=given)
+            cache = pages.select(users)
+        torch.testing.assert_close(rows, split(values)[1][0])
+        torch.testing.assert_close(layer.score(targets, cache, index), out)
 
 
 def test_the_other_masks_change_earlier_events():
@@ -191,7 +242,25 @@ def test_errors():
     layer, (history, targets, index) = make_layer("causal"), make_inputs()
     cache = layer.cache((history, OFFSETS))
     events = history[:2], torch.tensor([0, 2])
+    level, later = (history, OFFSETS), (history[:2], torch.tensor([0, 1, 1, 2]))
+    time, times = torch.ones(4).double(), [torch.arange(n) for n in (9, 11)]
+    short = jm.RelativeBias(torch.ones(7).double())
+    late, asked = (jm.RelativeBias(None, time, times[0], query_timestamps=x) for x in times)
     for call, message in (
+        (
+            lambda: layer.append(later, cache, short),
+            "^bias.position has entries for 4 rows, but cac",
+        ),
+        (
+            lambda: layer.append(later, cache, late),
+            "element for each row of cache and events, 11, ",
+        ),
+        (lambda: layer(level, targets, index, short), "for 4 rows, but history has a segment of 5"),
+        (lambda: layer(level, targets, index, asked), "for each row of history, 9, got 11"),
+        (
+            lambda: layer((level, level), targets, (index, index), short),
+            "^bias must be None with several levels, got a RelativeBias",
+        ),
         (lambda: layer.append(events, cache), "events and cache must have the same number of seg"),
         (lambda: layer.score(targets, cache, index[:3]), "candidates describe 3 candidates, targ"),
         (lambda: make_layer("none").score(targets, nn.Linear(1, 1), index), "cache must be a Hist"),

@@ -12,6 +12,9 @@ rows of distance needs no bounds check, and one that lies wholly beyond reads th
 
 The range of a block's buckets follows from the extremes of its timestamps, which may have any order
 (`bucket_block`).
+
+With several query groups, the bias is that of the first. For the others, blocks of 0 take its place
+and no dS is summed; what it was computed from is in memory, with any values.
 """
 
 from typing import NamedTuple
@@ -99,7 +102,8 @@ class BiasOfTile(NamedTuple):
     position_ptr: the head's padded table, at distance 0, `middle` entries from either end.
     time_ptr, entries_ptr: the head's. timestamps_ptr: at the segment's first key.
     query_timestamps_ptr: at its first query. query_extremes_ptr, key_extremes_ptr: at its first
-    blocks. shift: position of query 0. 0 stands for what is not there.
+    blocks. shift: position of query 0. own: 1 for queries of the first query group, which have the
+    bias. 0 stands for what is not there.
     """
 
     position_ptr: tl.tensor
@@ -117,22 +121,21 @@ class BiasOfTile(NamedTuple):
     shift: tl.tensor
     q_len: tl.tensor
     kv_len: tl.tensor
+    own: tl.tensor
 
 
 @triton.jit
-def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl.constexpr):
-    """The BiasOfTile of a segment and query head."""
-    shift = kv_len - q_len
+def bias_of_tile(bias, tile, head, num_segments, KIND: tl.constexpr):
+    """The BiasOfTile of a tile's segment of queries and a query head. tile: as ScheduledTile.
+    num_segments: of a query group; None if there is one."""
+    own, kv_segment = 1, tile.segment
+    if num_segments is not None:
+        own, kv_segment = (tile.segment < num_segments).to(tl.int32), tile.segment % num_segments
+    shift = tile.kv_len - tile.q_len
     if KIND.shift:
-        shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
-    middle = 0
-    position_ptr = 0
-    time_ptr = 0
-    boundaries_ptr = 0
-    num_boundaries = 0
-    edges_ptr = 0
-    leading_bits_ptr = 0
-    entries_ptr = 0
+        shift += tl.load(bias.query_shift_ptr + tile.segment).to(tl.int32)
+    middle, position_ptr, time_ptr, entries_ptr = 0, 0, 0, 0
+    boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr = 0, 0, 0, 0
     timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr = 0, 0, 0, 0
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
@@ -141,18 +144,20 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
         time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
         boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
         edges_ptr, leading_bits_ptr = bias.edges_ptr, bias.leading_bits_ptr
-        timestamps_ptr = bias.timestamps_ptr + kv_start
+        timestamps_ptr = bias.timestamps_ptr + tile.kv_start
     if bias.entries_ptr is not None:
         entries_ptr = bias.entries_ptr + head.to(tl.int64) * bias.entries_stride
     if KIND.query_times:
-        query_ptr = bias.query_timestamps_ptr + q_start
+        query_ptr = bias.query_timestamps_ptr + tile.q_start
     if bias.key_extremes_ptr is not None:
-        query_extremes_ptr = bias.query_extremes_ptr + 2 * first_time_block(q_start, segment)
-        key_extremes_ptr = bias.key_extremes_ptr + 2 * first_time_block(kv_start, segment)
+        query_block = first_time_block(tile.q_start, tile.segment)
+        query_extremes_ptr = bias.query_extremes_ptr + 2 * query_block
+        key_block = first_time_block(tile.kv_start, kv_segment)
+        key_extremes_ptr = bias.key_extremes_ptr + 2 * key_block
     return BiasOfTile(
         position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr,
-        entries_ptr, timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr, shift, q_len,
-        kv_len,
+        entries_ptr, timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr, shift,
+        tile.q_len, tile.kv_len, own,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ kernels run, and the final sums of the gradients."""
 import triton
 import triton.language as tl
 
-from ..common.loads import load_segment
+from ..common.loads import ScheduledTile, load_segment
 from ..common.ptxas import safe_ptxas
 from .bias import (
     LEADING,
@@ -29,10 +29,12 @@ TERMS = tl.constexpr(32768)  # that a program adds at a time
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["inverse_scale", "time_programs", "padding_programs"])
+@triton.jit(
+    do_not_specialize=["num_segments", "inverse_scale", "time_programs", "padding_programs"]
+)
 def bias_tables_kernel(
-    position_ptr, time_ptr, q_offsets_ptr, kv_offsets_ptr, bias, inverse_scale, time_programs,
-    padding_programs,
+    position_ptr, time_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, bias, inverse_scale,
+    time_programs, padding_programs,
     BITS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Write the tables of a `Bias`: the given ones times `inverse_scale`, that of positions padded,
@@ -55,15 +57,20 @@ def bias_tables_kernel(
     if bias.key_extremes_ptr is not None:
         segment = program - time_programs - padding_programs
         if segment >= 0:
-            _find_extremes(q_offsets_ptr, kv_offsets_ptr, segment, bias, KIND)
+            _find_extremes(q_offsets_ptr, kv_offsets_ptr, segment, bias, num_segments, KIND)
 
 
 @triton.jit
-def _find_extremes(q_offsets_ptr, kv_offsets_ptr, segment, bias, KIND: tl.constexpr):
-    """query_extremes and key_extremes of a segment."""
+def _find_extremes(q_offsets_ptr, kv_offsets_ptr, segment, bias, num_segments, KIND: tl.constexpr):
+    """query_extremes and key_extremes of a segment of queries. Those of its keys are the same in
+    each query group."""
+    kv_segment = segment
+    if num_segments is not None:
+        kv_segment = segment % num_segments
     q_start, q_len = load_segment(q_offsets_ptr, segment)
-    kv_start, kv_len = load_segment(kv_offsets_ptr, segment)
-    of_segment = bias_of_tile(bias, segment, 0 * segment, q_start, q_len, kv_start, kv_len, KIND)
+    kv_start, kv_len = load_segment(kv_offsets_ptr, kv_segment)
+    tile = ScheduledTile(segment, 0 * segment, 0, q_start, q_len, kv_start, kv_len)
+    of_segment = bias_of_tile(bias, tile, tile.head, num_segments, KIND)
     for first in range(0, q_len, TIME_BLOCKS * TIME_BLOCK):
         rows = _rows_of_blocks(first)
         _store_extremes(

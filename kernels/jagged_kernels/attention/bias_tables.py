@@ -76,6 +76,7 @@ def kernel_bias(
         time,
         q_offsets,
         kv_offsets,
+        segments and segments.segments_per_group,
         bias,
         1 / params.scale,
         time_programs,

@@ -324,19 +324,29 @@ def row_blocks(
                 start, full, lowest, context_end = shift, shift, shift, shift
                 end, full_end, highest, exempt = kv_len, kv_len, kv_len, kv_len
 
-        first, stop = _blocks(shift, context_end, shift, lowest, highest, 0, BLOCK_M)
-        reach, reach_stop = _blocks(start, end, shift, lowest, highest, stop, BLOCK_M)
-        exempt, exempt_stop = _blocks(exempt, kv_len, shift, lowest, highest, reach_stop, BLOCK_M)
-        full = tl.maximum(tl.cdiv(tl.maximum(full - shift, 0), BLOCK_M), reach)
-        full_count = tl.maximum(
-            tl.minimum(tl.maximum(full_end - shift, 0), q_len) // BLOCK_M - full, 0
-        )
-        full_count = tl.minimum(full_count, tl.maximum(reach_stop - full, 0))
-        count = stop - first
-        return Blocks(
-            first, count, reach, reach_stop - reach, exempt, exempt_stop - exempt,
-            count + full - reach, full, full_count,
+        return _blocks_of_runs(
+            (shift, context_end), (start, end), (exempt, kv_len), (full, full_end),
+            (shift, lowest, highest), q_len, BLOCK_M,
         )  # fmt: skip
+
+
+@triton.jit
+def _blocks_of_runs(context, reach, exempt, full, within, q_len, BLOCK: tl.constexpr):
+    """The Blocks of three runs of rows, each from its first row to its end. full: the rows whose
+    blocks need no mask. within: the shift, and the first row and the end of all that may see a
+    column."""
+    shift, lowest, highest = within
+    first, stop = _blocks(context[0], context[1], shift, lowest, highest, 0, BLOCK)
+    second, second_stop = _blocks(reach[0], reach[1], shift, lowest, highest, stop, BLOCK)
+    third, third_stop = _blocks(exempt[0], exempt[1], shift, lowest, highest, second_stop, BLOCK)
+    full_first = tl.maximum(tl.cdiv(tl.maximum(full[0] - shift, 0), BLOCK), second)
+    full_count = tl.minimum(tl.maximum(full[1] - shift, 0), q_len) // BLOCK - full_first
+    full_count = tl.minimum(tl.maximum(full_count, 0), tl.maximum(second_stop - full_first, 0))
+    count = stop - first
+    return Blocks(
+        first, count, second, second_stop - second, third, third_stop - third,
+        count + full_first - second, full_first, full_count,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -32,8 +32,12 @@ import torch
 from torch import Tensor
 
 from ..common.autograd import refuse_derivative
-from ..common.descriptors import has_descriptor
-from ..common.device import contiguous_last_dim, device_properties, row_and_head_strides
+from ..common.device import (
+    contiguous_last_dim,
+    device_properties,
+    has_descriptor,
+    row_and_head_strides,
+)
 from ..common.ops import direct, on_the_tensors_device, operator
 from ..common.tail import zero_tails
 from ..schedule.cost import LoopedSide, one_pass_may_run
@@ -150,7 +154,7 @@ def triton_attention_packed_backward(
     *arguments: Any,
 ):
     """`triton_attention_backward` that writes dq, dk and dv to columns of contiguous tensors, see
-    `PackedGradients`: a GEMM of a packed projection then needs no sum and no copy. Nothing is
+    `PackedGradients`: a GEMM of a packed projection then needs no sum and no copy. Keys are not
     shared. Rows behind the last segment become 0, in all columns.
 
     Returns the gradients of position_bias and time_bias.

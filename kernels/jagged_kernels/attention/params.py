@@ -332,8 +332,9 @@ class PackedGradients(NamedTuple):
     """dq, dk and dv as columns of one tensor, or of one for the queries and one for the keys.
 
     Attributes:
-        of_queries: `[rows, width]`. of_keys: the same of keys, or None: columns of of_queries,
-            whose first rows are those of the keys.
+        of_queries: `[rows, width]`; of queries that all segments share, on a GPU, fp32 with rows
+            for each segment. of_keys: the same of keys, or None: columns of of_queries, whose
+            first rows are those of the keys.
         columns: the first ones of dq, dk and dv.
     """
 
@@ -353,13 +354,14 @@ class PackedGradients(NamedTuple):
         of_queries = q.new_empty(q.shape[0], widths[0])
         return cls(of_queries, k.new_empty(k.shape[0], sum(widths[1:])), [0, 0, widths[1]])
 
-    def parts(self, *operands: Tensor) -> list[Tensor]:
+    def parts(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """Where dq, dk and dv are, as views in the shapes of q, k and v. A single row has the
         stride of many: it runs the same kernels."""
         keys = self.of_queries if self.of_keys is None else self.of_keys
+        shapes = (self.of_queries.shape[0], *q.shape[1:]), k.shape, v.shape
         return [
-            out.as_strided(x.shape, (out.stride(0), x.shape[2], 1), out.storage_offset() + first)
-            for out, first, x in zip((self.of_queries, keys, keys), self.columns, operands)
+            out.as_strided(shape, (out.stride(0), shape[2], 1), out.storage_offset() + first)
+            for out, first, shape in zip((self.of_queries, keys, keys), self.columns, shapes)
         ]
 
 

@@ -19,27 +19,21 @@ class RowBias(NamedTuple):
 
 
 @triton.jit
-def bias_of_rows(bias, tile, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """RowBias of a tile of query rows."""
-    of_tile = bias_of_tile(
-        bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
-    return RowBias(
-        of_tile,
-        tile.block * ROWS,
-        query_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND),
-    )
+def bias_of_rows(bias, tile, num_segments, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """RowBias of a tile of query rows, or None."""
+    if KIND is not None:
+        of_tile = bias_of_tile(bias, tile, tile.head, num_segments, KIND)
+        row = tile.block * ROWS
+        return RowBias(of_tile, row, query_times(of_tile, row + tl.arange(0, ROWS), KIND))
 
 
 @triton.jit
-def bias_of_keys(bias, tile, head, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """RowBias of a tile of keys and a query head."""
-    of_tile = bias_of_tile(
-        bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
-    return RowBias(
-        of_tile, tile.block * ROWS, key_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND)
-    )
+def bias_of_keys(bias, tile, head, num_segments, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """RowBias of a tile of keys, for its segment of queries and a query head, or None."""
+    if KIND is not None:
+        of_tile = bias_of_tile(bias, tile, head, num_segments, KIND)
+        row = tile.block * ROWS
+        return RowBias(of_tile, row, key_times(of_tile, row + tl.arange(0, ROWS), KIND))
 
 
 @triton.jit
@@ -65,7 +59,7 @@ def bias_block(
             bias.time_ptr
             + bucket_block(row_times, column_times, bias, tl.arange(0, KIND.boundaries))
         )
-    return block
+    return tl.where(bias.own > 0, block, 0.0)
 
 
 # -- gradients of the tables -----------------------------------------------------------------------
@@ -108,7 +102,8 @@ def add_to_tables(ds, block, bias, sums, buckets, KIND: tl.constexpr):
     ROWS: tl.constexpr = ds.shape[0]
     COLUMNS: tl.constexpr = ds.shape[1]
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    ds = tl.where((rows < sums.num_rows) & (columns < block.num_keys), ds, 0.0)
+    num_rows = tl.where(bias.of_tile.own > 0, sums.num_rows, 0)
+    ds = tl.where((rows < num_rows) & (columns < block.num_keys), ds, 0.0)
     if KIND.position:
         entry = first_entry(bias.of_tile, bias.row, block.column, ROWS, COLUMNS)
         _add_diagonals(ds, sums.scratch_ptr, sums.position_ptr + entry, sums.factor, ROWS, COLUMNS)

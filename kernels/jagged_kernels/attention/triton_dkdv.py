@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import Rows, load_rows, load_segment, store_rows, zigzag_waves
+from ..common.loads import Rows, ScheduledTile, load_rows, load_segment, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .bias import query_times
 from .dropout import Dropout, is_kept, kept_factor
@@ -180,7 +180,6 @@ def attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """dk, dv of a tile of key rows. It loops over the query groups, the query heads of the key
     head, and their blocks of rows. x: BackwardDkdv, with `strides` as the forward's."""
-    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.block
     BLOCK_N: tl.constexpr = OPTIONS.tile
     BLOCK_D: tl.constexpr = OPTIONS.block_d
@@ -214,7 +213,7 @@ def attention_bwd_dkdv_kernel(
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        q_start, q_len = tile.q_start, tile.q_len
+        segment, q_start, q_len = tile.segment, tile.q_start, tile.q_len
         for query_group in range(0, OPTIONS.query_groups):
             of_group = first_target
             if OPTIONS.query_groups > 1:
@@ -237,13 +236,12 @@ def attention_bwd_dkdv_kernel(
                 if ACTIVATION is None:
                     of_head = head.to(tl.int64) * stride_lse
                     lse_head, delta_head = x.lse + of_head, x.delta + of_head
-                dropout = None
-                if call.seed_ptr is not None:
-                    dropout = segment_dropout(call, head, q_start, OPTIONS)
+                dropout = segment_dropout(call, head, q_start, OPTIONS)
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head, head, dropout)
-                key_bias = None
-                if OPTIONS.bias is not None:
-                    key_bias = bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
+                of_queries = ScheduledTile(
+                    segment, tile.head, tile.block, q_start, q_len, tile.kv_start, tile.kv_len
+                )
+                key_bias = bias_of_keys(bias, of_queries, head, num_segments, BLOCK_N, OPTIONS.bias)
                 dk, dv = _dkdv_head(
                     keys, queries, starts, blocks, dk, dv, score_scale, key_bias,
                     ACTIVATION, OPTIONS,

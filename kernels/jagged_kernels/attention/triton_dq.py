@@ -135,13 +135,9 @@ def attention_bwd_dq_kernel(
             delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
             tl.store(x.delta + offsets, delta, mask=lanes < num_rows)
 
-        dropout = None
-        if call.seed_ptr is not None:
-            dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
+        dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
         queries = _QueryTile(q, do, lse, delta, dropout)
-        row_bias, tile_sums = None, None
-        if OPTIONS.bias is not None:
-            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
+        row_bias, tile_sums = bias_of_rows(bias, tile, num_segments, BLOCK_M, BIAS), None
         if BUCKETS > 0:
             factor = call.dact_factor * segment_factor(call, tile)
             tile_sums = sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS)

@@ -87,7 +87,6 @@ def attention_fwd_kernel(
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Operands, of
     whose `[rows, heads, dim]` tensors `strides` has the strides of rows and heads in turn.
     page_table_ptr: as in load_page. key_scales: as in Keys."""
-    BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
     BLOCK_DV: tl.constexpr = OPTIONS.block_dv
@@ -112,12 +111,8 @@ def attention_fwd_kernel(
             q_rows, q_row, tile.head, num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, True
         )
         blocks, visible = visited_blocks(call, tile, num_rows, num_segments, OPTIONS)
-        row_bias = None
-        if OPTIONS.bias is not None:
-            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
-        dropout = None
-        if call.seed_ptr is not None:
-            dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
+        row_bias = bias_of_rows(bias, tile, num_segments, BLOCK_M, OPTIONS.bias)
+        dropout = segment_dropout(call, tile.head, tile.q_start, OPTIONS)
 
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
@@ -126,10 +121,9 @@ def attention_fwd_kernel(
         )
         # The next block's page is read ahead, so that a block's loads depend on none of the same
         # iteration: that would cost a stage.
-        page = load_page(tile, blocks.full_first * BLOCK_N, page_table_ptr, PAGE_ROWS)
-        for n in range(
-            blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N
-        ):
+        first = blocks.full_first * BLOCK_N
+        page = load_page(tile, first, page_table_ptr, PAGE_ROWS)
+        for n in range(first, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = KeyBlock(
                 key_row(tile, n, page, PAGE_ROWS), n, tile.head // OPTIONS.group, BLOCK_N
             )

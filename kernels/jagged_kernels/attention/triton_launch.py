@@ -10,8 +10,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
-from ..common.descriptors import has_descriptor, head_descriptor
-from ..common.device import device_properties, precision, row_and_head_strides
+from ..common.descriptors import head_descriptor
+from ..common.device import device_properties, has_descriptor, precision, row_and_head_strides
 from .bias import Bias
 from .bias_tables import TableGradients, kernel_bias
 from .params import (

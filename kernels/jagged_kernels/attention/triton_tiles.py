@@ -185,11 +185,12 @@ def block_scores(q, k, block, bias, OPTIONS: tl.constexpr):
 
 @triton.jit
 def segment_dropout(call, head, q_start, OPTIONS: tl.constexpr):
-    """The Dropout of a head and the segment of queries that starts at row q_start. The rows that
-    share keys are one segment, whose chunks a tile of keys may have."""
-    if OPTIONS.local_rows or OPTIONS.kv_shared:
-        q_start = q_start - q_start
-    return dropout_of_head(call.seed_ptr, call.threshold, head, q_start)
+    """The Dropout, or None, of a head and the segment of queries that starts at row q_start. The
+    rows that share keys are one segment, whose chunks a tile of keys may have."""
+    if call.seed_ptr is not None:
+        if OPTIONS.local_rows or OPTIONS.kv_shared:
+            q_start = q_start - q_start
+        return dropout_of_head(call.seed_ptr, call.threshold, head, q_start)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.activations import LOG2_E
-from ..common.descriptors import has_descriptor
+from ..common.device import has_descriptor
 from ..common.gluon_api import thread_barrier
 from ..common.pipeline import head_descriptor, mma_layout
 from ..common.ptxas import safe_ptxas

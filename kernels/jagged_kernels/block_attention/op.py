@@ -19,8 +19,13 @@ from torch import Tensor
 
 from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.configs import KernelChoice
-from ..common.descriptors import has_descriptor
-from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
+from ..common.device import (
+    contiguous_last_dim,
+    device_properties,
+    has_descriptor,
+    precision,
+    row_and_head_strides,
+)
 from ..common.ops import direct, operator
 from ..common.tail import zero_tails
 from .configs import BlockAttentionConfig
@@ -35,9 +40,15 @@ from .triton_kernels import (
     block_attention_fwd_kernel,
 )
 
+# Behind the operands of all operators. tables: cos, sin and positions; with dropout the seed.
+# flags: the other fields of `RotaryParams`, then batch_invariant and clear_tail.
+_OPTIONS = (
+    "Tensor offsets, Tensor?[] tables, bool[] flags, SymInt block_size, float scale,"
+    " str implementation, float dropout_p=0.0"
+)
 
-def _pack(offsets, tables, flags, block_size, scale, implementation, p) -> BlockAttentionParams:
-    """The arguments of the operators after q, k and v, in their order."""
+
+def _pack(offsets, tables, flags, block_size, scale, implementation, p=0.0) -> BlockAttentionParams:
     cos, sin, positions, *seed = tables
     rotate_v, linear, precise, *others = flags
     rotary = RotaryParams(cos, sin, positions, rotate_v and cos is not None, linear, precise)
@@ -53,26 +64,12 @@ def _fake(q, k, v, *rest):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@operator("block_attention", fake=_fake)
-def triton_block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    tables: list[Tensor | None],
-    flags: list[bool],
-    block_size: int,
-    scale: float,
-    implementation: str,
-    dropout_p: float = 0.0,
-) -> Tensor:
+@operator("block_attention", _fake, f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> Tensor")
+def triton_block_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     """Forward.
 
     Args:
         q: `[L, H, D]`, k, v: `[L, Hkv, D]`, fp32, fp16 or bf16, last dim contiguous.
-        tables: cos, sin and positions; with dropout the seed.
-        flags: the other fields of `RotaryParams`, then batch_invariant and clear_tail.
-        Others: see `BlockAttentionParams`.
 
     Returns:
         `[L, H, D]`.
@@ -80,26 +77,19 @@ def triton_block_attention(
     Raises:
         ValueError: implementation "hopper", which does not support the operands.
     """
-    params = _pack(offsets, tables, flags, block_size, scale, implementation, dropout_p)
-    return _forward(q, k, v, params)
+    return _forward(q, k, v, _pack(*options))
 
 
-@operator("block_attention_packed", fake=lambda qkv, *rest: _fake(*qkv.unbind(1)))
-def triton_block_attention_packed(
-    qkv: Tensor,
-    offsets: Tensor,
-    tables: list[Tensor | None],
-    flags: list[bool],
-    block_size: int,
-    scale: float,
-    implementation: str,
-    dropout_p: float = 0.0,
-) -> Tensor:
+@operator(
+    "block_attention_packed",
+    lambda qkv, *rest: _fake(*qkv.unbind(1)),
+    f"(Tensor qkv, {_OPTIONS}) -> Tensor",
+)
+def triton_block_attention_packed(qkv: Tensor, *options: Any) -> Tensor:
     """Forward of q, k and v packed as `[L, 3, H, D]`, last dim contiguous. The backward writes
     their gradients as one tensor, which a projection's backward reads in place; autograd would copy
-    three into one. Others: as `triton_block_attention`."""
-    params = _pack(offsets, tables, flags, block_size, scale, implementation, dropout_p)
-    return _forward(*qkv.unbind(1), params)
+    three into one."""
+    return _forward(*qkv.unbind(1), _pack(*options))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, params: BlockAttentionParams) -> Tensor:
@@ -133,26 +123,19 @@ def _backward_fake(do, q, k, v, *rest):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-@operator("block_attention_backward", fake=_backward_fake)
+@operator(
+    "block_attention_backward",
+    _backward_fake,
+    f"(Tensor do, Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
 def triton_block_attention_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    tables: list[Tensor | None],
-    flags: list[bool],
-    block_size: int,
-    scale: float,
-    implementation: str,
-    dropout_p: float = 0.0,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the operands' shapes and dtype."""
-    gradients = _backward_fake(do, q, k, v)
-    params = _pack(offsets, tables, flags, block_size, scale, implementation, dropout_p)
+    gradients, params = _backward_fake(do, q, k, v), _pack(*options)
     _backward(do, q, k, v, *gradients, params)
     if params.clear_tail:
-        zero_tails(*((x, offsets) for x in gradients))
+        zero_tails(*((x, params.offsets) for x in gradients))
     return gradients
 
 
@@ -160,24 +143,17 @@ def _packed_backward_fake(do, qkv, *rest):
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
-@operator("block_attention_packed_backward", fake=_packed_backward_fake)
-def triton_block_attention_packed_backward(
-    do: Tensor,
-    qkv: Tensor,
-    offsets: Tensor,
-    tables: list[Tensor | None],
-    flags: list[bool],
-    block_size: int,
-    scale: float,
-    implementation: str,
-    dropout_p: float = 0.0,
-) -> Tensor:
+@operator(
+    "block_attention_packed_backward",
+    _packed_backward_fake,
+    f"(Tensor do, Tensor qkv, {_OPTIONS}) -> Tensor",
+)
+def triton_block_attention_packed_backward(do: Tensor, qkv: Tensor, *options: Any) -> Tensor:
     """The gradient `[L, 3, H, D]` of qkv, in its dtype."""
-    gradient = _packed_backward_fake(do, qkv)
-    params = _pack(offsets, tables, flags, block_size, scale, implementation, dropout_p)
+    gradient, params = _packed_backward_fake(do, qkv), _pack(*options)
     _backward(do, *qkv.unbind(1), *gradient.unbind(1), params)
     if params.clear_tail:
-        zero_tails((gradient, offsets))
+        zero_tails((gradient, params.offsets))
     return gradient
 
 

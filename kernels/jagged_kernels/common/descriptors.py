@@ -1,5 +1,5 @@
-"""Descriptors for the tensor memory accelerator (TMA): what it can read, and those of the portable
-kernels. pipeline.py has Hopper's."""
+"""Descriptors of the portable kernels for the tensor memory accelerator (TMA). pipeline.py has
+Hopper's."""
 
 from __future__ import annotations
 
@@ -38,18 +38,6 @@ class TensorDescriptor(Described, tensor_descriptor.TensorDescriptor):
 
 
 D = TypeVar("D", bound=Described)
-
-
-def has_descriptor(x: Tensor) -> bool:
-    """Whether TMA reads rows of x `[rows, H, D]`: they start at 16-byte boundaries, and none is
-    expanded."""
-    rows, heads, _ = x.shape
-    stride_row, stride_head, stride = x.stride()
-    if rows == 0 or stride != 1 or x.data_ptr() % 16 != 0:
-        return False
-    unit = 16 // x.element_size()
-    aligned_rows = rows == 1 or (stride_row > 0 and stride_row % unit == 0)
-    return aligned_rows and (heads == 1 or (stride_head > 0 and stride_head % unit == 0))
 
 
 def descriptor(x: Tensor, *box: int) -> TensorDescriptor:

@@ -98,6 +98,18 @@ def _in_aligned_units(strides: list[int], itemsize: int) -> tuple[int, list[int]
     return align, [stride // align for stride in strides]
 
 
+def has_descriptor(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator reads rows of x `[rows, H, D]`: they start at 16-byte
+    boundaries, and none is expanded."""
+    rows, heads, _ = x.shape
+    stride_row, stride_head, stride = x.stride()
+    if rows == 0 or stride != 1 or x.data_ptr() % 16 != 0:
+        return False
+    unit = 16 // x.element_size()
+    aligned_rows = rows == 1 or (stride_row > 0 and stride_row % unit == 0)
+    return aligned_rows and (heads == 1 or (stride_head > 0 and stride_head % unit == 0))
+
+
 def contiguous_last_dim(x: Tensor) -> Tensor:
     """Copies unless the last dimension is contiguous."""
     return x if x.stride()[-1] == 1 else x.contiguous()

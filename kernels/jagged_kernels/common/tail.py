@@ -60,15 +60,15 @@ class KeptRows(NamedTuple):
 @triton.jit(do_not_specialize=["num_segments", "num_rows", "stride"])
 def keep_rows_kernel(
     tensors, num_segments, num_rows, stride,
-    SIZE: tl.constexpr, EXTRA: tl.constexpr,
+    SIZE: tl.constexpr, EXTRA: tl.constexpr, WIDTH: tl.constexpr,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out[row] = x[row] + added[row] if the row is before offsets[-1], else 0; without offsets, for
     all rows; without added, x[row]; with an order, x[order[row]]. EXTRA columns of out behind those
     of x are 1, 0, 0, ...
 
-    The stride is in units of ALIGN elements (see `aligned_strides`); added is contiguous. Grid:
-    blocks of rows, blocks of columns, which follow one another.
+    The stride is in units of ALIGN elements (see `aligned_strides`), that of out is WIDTH; added is
+    contiguous. Grid: blocks of rows, blocks of columns, which follow one another.
     """
     BLOCKS: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     rows = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
@@ -84,7 +84,7 @@ def keep_rows_kernel(
     x = tl.load(tensors.x + source * (stride * ALIGN) + columns[None, :], mask=mask, other=0.0)
     if tensors.added is not None:
         x += tl.load(tensors.added + rows * SIZE + columns[None, :], mask=mask, other=0.0)
-    out_ptrs = tensors.out + rows * (SIZE + EXTRA)
+    out_ptrs = tensors.out + rows * WIDTH
     tl.store(out_ptrs + columns[None, :], x, mask=exists[:, None] & in_row)
     if EXTRA > 0:
         behind = tl.arange(0, EXTRA)[None, :]
@@ -119,6 +119,7 @@ def kept_rows(
     extra: int = 0,
     added: Tensor | None = None,
     order: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, in another dtype if one is
     given; without the rest, x in this dtype.
@@ -127,11 +128,12 @@ def kept_rows(
         extra: columns behind those of x `[rows, columns]`, with 1, 0, 0, ...
         added: `[rows, ...]`, contiguous, added to x in the wider of their dtypes.
         order: `[rows]`, the row of x that each row of the copy has.
+        out: the copy, of rows of any stride; None: a new tensor.
     """
     if offsets is None and not extra and added is None and order is None:
         return x.to(dtype)
     shape = (x.shape[0], x.shape[1] + extra) if extra else x.shape
-    out = x.new_empty(shape, dtype=dtype)
+    out = x.new_empty(shape, dtype=dtype) if out is None else out
     if x.numel() == 0:
         return out
     rows = contiguous_last_dim(x.flatten(1) if x.dim() > 1 else x.unsqueeze(1))
@@ -142,7 +144,8 @@ def kept_rows(
     segments = 0 if offsets is None else offsets.shape[0] - 1
     keep_rows_kernel[(cdiv(x.shape[0], height) * cdiv(size, columns),)](
         KeptRows(rows, added, order, offsets, out), segments, x.shape[0], stride,
-        SIZE=size, EXTRA=extra, ALIGN=align, ROWS=height, COLUMNS=columns, num_warps=4,
+        SIZE=size, EXTRA=extra, WIDTH=out.stride(0), ALIGN=align, ROWS=height, COLUMNS=columns,
+        num_warps=4,
     )  # fmt: skip
     return out
 

@@ -1,8 +1,10 @@
-"""Launch configurations of DIN's attention. Triton is its one backend."""
+"""Which kernels of DIN's attention run, and their launch configurations."""
 
 from __future__ import annotations
 
 import dataclasses
+
+import torch
 
 from ..common.configs import padded_dim
 
@@ -30,7 +32,9 @@ class DINConfig:
 CTAS = dict(fwd=16, moments=6, dq=4, dmlp=4, dkdv=1)
 
 
-def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) -> DINConfig:
+def din_config(
+    kernel: str, itemsize: int, width: int, hidden: tuple[int, ...], activation: str = "relu"
+) -> DINConfig:
     """Launch configuration of a kernel, "fwd", "moments", "dq", "dmlp" or "dkdv".
 
     Args:
@@ -44,17 +48,66 @@ def din_config(kernel: str, itemsize: int, width: int, hidden: tuple[int, ...]) 
     # A warpgroup takes 64 rows of an MMA: eight warps would compute the same rows twice.
     # with 168 registers, three programs of four warps run at once on an SM of 65536
     max_registers = 168 if kernel == "fwd" and width <= 64 else None
-    return DINConfig(64, 4, 2, CTAS[kernel], max_registers)
+    # In a pipeline Dice's tables would be copied too, number by number. The forward waits for
+    # events: H200, E = 64, ReLU 1.2 ms in two stages, 1.0 in three; Dice 3.1, and 2.6 in one.
+    stages = 3 if kernel == "fwd" else 2
+    if activation == "dice" and kernel != "moments":
+        stages = 1
+    return DINConfig(64, 4, stages, CTAS[kernel], max_registers)
 
 
-def pieces(units: int) -> tuple[tuple[int, int], ...]:
-    """(first unit, size) of the pieces of a layer: sizes that are powers of two and at least 16,
-    the smallest side of an MMA. At most two, as many small MMAs cost more than padding."""
+def hopper_config(width: int, hidden: tuple[int, ...]) -> DINConfig:
+    """Launch configuration of hopper_forward.py. With 128 registers a thread four programs run at
+    once on an SM, which hide one another's waits, but larger accumulators would not fit; with more,
+    two do."""
+    four = width <= 64 and hidden[0] <= 80 and hidden[1] <= 40
+    return DINConfig(64, 4, 4, CTAS["fwd"], 128 if four else None)
+
+
+HOPPER_STAGES = 4  # tiles of events in shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class DINProblem:
+    """What decides which forward runs. same: v is k. aligned: TMA can read rows of k."""
+
+    width: int
+    hidden: tuple[int, ...]
+    dtype: torch.dtype
+    same: bool
+    aligned: bool
+    device_type: str
+    capability: tuple[int, int]
+
+
+def forward_runs_on_hopper(problem: DINProblem) -> bool:
+    """Whether the forward is that of hopper_forward.py, which keeps the accumulators of all units
+    in registers, and runs two programs at once on an SM at least."""
+    if len(problem.hidden) != 2 or problem.width > 128:
+        return False
+    first, second = (sum(n for _, n in pieces(x, 8)) for x in problem.hidden)
+    width = max(64, padded_dim(problem.width))
+    elements = HOPPER_STAGES * 64 * width + first * (width + second)
+    return (
+        (problem.device_type, problem.capability) == ("cuda", (9, 0))
+        and problem.dtype == torch.bfloat16
+        and problem.same
+        and problem.aligned
+        and problem.hidden[0] <= 128
+        and problem.hidden[1] <= 64
+        and 2 * elements <= 108 * 1024  # bytes, of 113 KiB
+    )
+
+
+def pieces(units: int, smallest: int = 16) -> tuple[tuple[int, int], ...]:
+    """(first unit, size) of the pieces of a layer: sizes that are powers of two and at least
+    `smallest`, the smallest side of an MMA. At most two, as many small MMAs cost more than
+    padding."""
     whole = 1 << (units - 1).bit_length()
     half = whole // 2
-    rest = max(16, 1 << max(0, units - half - 1).bit_length())
-    if half < 16 or half + rest >= whole:
-        return ((0, max(16, whole)),)
+    rest = max(smallest, 1 << max(0, units - half - 1).bit_length())
+    if half < smallest or half + rest >= whole:
+        return ((0, max(smallest, whole)),)
     return (0, half), (half, rest)
 
 

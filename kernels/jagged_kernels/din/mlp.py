@@ -1,9 +1,10 @@
 """Device functions of DIN's attention: the MLP's scores of a block of events for one row of q, and
 their backward.
 
-    x = q ∘ k,  z1 = x Dᵀ + a + b,  h1 = act(z1),  z2 = h1 W2ᵀ + b2,  h2 = act(z2),  s = h2 · w + b3
+    M = B + D ∘ q,  z1 = k Mᵀ + a,  h1 = act(z1),  z2 = h1 W2ᵀ + b2,  h2 = act(z2),  s = h2 · w + b3
 
-With one hidden layer, s = h1 · w + b3. A tile's number of columns must be a power of two, and 80
+With one hidden layer, s = h1 · w + b3. M is computed once for a row of q: for a pair, the first
+layer is nothing but an MMA. A tile's number of columns must be a power of two, and 80
 units in a tile of 128 would waste a third of the arithmetic. So a layer's units are split into
 pieces of sizes that are powers of two (80 = 64 + 16), and what has a column for each unit is a
 tuple of tiles, one for each piece. Units behind the last one have weights of 0.
@@ -26,7 +27,7 @@ class Options(NamedTuple):
         hidden: numbers of units. pieces: of each hidden layer, (first unit, size) of its pieces.
         block: events of a tile.
         align: see `aligned_strides`. precision: of MMAs.
-        units: "prelu" or "dice"; None: ACTIVATION is a function of z alone.
+        units: "relu", "prelu" or "dice"; None: ACTIVATION, a function of z alone.
         factors: which ACTIVATION leaves out, of value and derivative.
         softmax: over the events. same: v is k.
         only: the hidden layer of which the kernel computes only the sums; -1: all.
@@ -49,36 +50,37 @@ class Options(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Pointers to q `[R, E]`, k `[L, E]`, a `[R, H1]`, b `[L, H1]` and v `[L, Ev]`."""
+    """Pointers to q `[R, E]`, k `[L, E]`, a `[R, H1]`, B `[H1, E]` and v `[L, Ev]`."""
 
     q: tl.tensor
     k: tl.tensor
     a: tl.tensor
-    b: tl.tensor
+    of_k: tl.tensor
     v: tl.tensor
 
 
 class Unit(NamedTuple):
-    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, the
-    argument of Dice's sigmoid is scale · z + shift, and the gradient of z through the statistics is
-    d0 + d1 · z."""
+    """Rows [1, n] of a piece's table, see `UnitTable` of jagged_modules. rest is 1 - slope, half of
+    the argument of Dice's sigmoid is half · z + shift, and the gradient of z through the statistics
+    is d0 + d1 · z."""
 
     slope: tl.tensor
     rest: tl.tensor
     mean: tl.tensor
     rstd: tl.tensor
     scale: tl.tensor
+    half: tl.tensor
     shift: tl.tensor
     d0: tl.tensor
     d1: tl.tensor
 
 
 class Mlp(NamedTuple):
-    """The MLP's matrices, which a program keeps, and pointers to its vectors.
+    """The MLP's matrices, and pointers to its vectors.
 
-    first: D, pieces [n, block_e]. second: W2, for each piece of the first layer those of the second
-    one, [m, n]. a: of a row of q. bias: b2. last: w. last_bias: b3, its value. tables: those of
-    each layer.
+    first: M of a row of q, pieces [n, block_e]. second: W2, for each piece of the first layer those
+    of the second one, [m, n], which a program keeps. a: of the row of q. bias: b2. last: w.
+    last_bias: b3, its value. tables: those of each layer.
     """
 
     first: tl.tuple
@@ -91,12 +93,11 @@ class Mlp(NamedTuple):
 
 
 class Events(NamedTuple):
-    """A block of events: k [block, block_e], v [block, block_v], pieces of b [block, n], and which
-    rows are the segment's."""
+    """A block of events: k [block, block_e], v [block, block_v], and which rows are the
+    segment's."""
 
     k: tl.tensor
     v: tl.tensor
-    b: tl.tuple
     real: tl.tensor
 
 
@@ -106,6 +107,12 @@ class Scores(NamedTuple):
     z: tl.tuple
     h: tl.tuple
     s: tl.tensor
+
+
+@triton.constexpr_function
+def has_table(units):
+    """Whether units have parameters."""
+    return units in ("prelu", "dice")
 
 
 # -- loads -----------------------------------------------------------------------------------------
@@ -143,19 +150,6 @@ def load_pieces(ptr, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def load_tile_pieces(ptr, stride, num_rows, LAYER: tl.constexpr, OPTIONS: tl.constexpr):
-    """The pieces of a block of rows with a column for each unit of a hidden layer."""
-    pieces = ()
-    for i in tl.static_range(len(OPTIONS.pieces[LAYER])):
-        piece = load_tile(
-            ptr, stride, num_rows, OPTIONS.pieces[LAYER][i][0], OPTIONS.hidden[LAYER],
-            OPTIONS.block, OPTIONS.pieces[LAYER][i][1],
-        )  # fmt: skip
-        pieces = pieces + (piece,)
-    return pieces
-
-
-@triton.jit
 def _load_row(
     mlp, ROW: tl.constexpr, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.constexpr
 ):
@@ -175,12 +169,13 @@ def _load_unit(mlp, LAYER: tl.constexpr, PIECE: tl.constexpr, OPTIONS: tl.conste
         rows = rows + (_load_row(mlp, row, LAYER, PIECE, OPTIONS),)
     slope, mean, rstd, weight, bias, d0, d1 = rows
     scale, d1 = weight * rstd, d1 * rstd
-    shift, d0 = bias - mean * scale, d0 - mean * d1
-    return Unit(slope, 1.0 - slope, mean, rstd, scale, shift, d0, d1)
+    half = 0.5 * scale  # the fast sigmoid takes half of its argument
+    shift, d0 = 0.5 * bias - mean * half, d0 - mean * d1
+    return Unit(slope, 1.0 - slope, mean, rstd, scale, half, shift, d0, d1)
 
 
 @triton.jit
-def _load_weight(
+def load_weight(
     ptr, COLUMNS: tl.constexpr, LAYER: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -201,7 +196,7 @@ def _load_second(ptr, OPTIONS: tl.constexpr):
     """W2: for each piece of the first layer, those of the second one."""
     pieces = ()
     for i in tl.static_range(len(OPTIONS.pieces[0])):
-        piece = _load_weight(
+        piece = load_weight(
             ptr, OPTIONS.hidden[0], 1, OPTIONS.pieces[0][i][0], OPTIONS.pieces[0][i][1], OPTIONS
         )
         pieces = pieces + (piece,)
@@ -212,25 +207,36 @@ def _load_second(ptr, OPTIONS: tl.constexpr):
 def load_mlp(weights, biases, tables, OPTIONS: tl.constexpr):
     """The Mlp of pointers to contiguous tensors, of no row of q yet."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
-    first = _load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
     second = ()
     if LAST == 1:
         second = _load_second(weights[1], OPTIONS)
     last_bias = tl.load(biases[LAST]).to(tl.float32)
-    return Mlp(first, second, biases[0], biases[0], weights[LAST + 1], last_bias, tables)
+    return Mlp((), second, biases[0], biases[0], weights[LAST + 1], last_bias, tables)
 
 
 @triton.jit
-def reread(mlp, a, index):
-    """mlp for a row of q, by the pointer to its a, in the round of a loop that has an index from 0
-    on. The compiler does not know that what it adds to the pointers is 0, so it loads the units'
-    vectors in each round. In registers throughout the loop, they would leave too few for z."""
+def of_query(mlp, q, a, operands, weights, OPTIONS: tl.constexpr):
+    """mlp for a row of q and the pointer to its a."""
+    first = ()
+    of_k = load_weight(operands.of_k, OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
+    products = load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
+    for i in tl.static_range(len(of_k)):
+        piece = of_k[i].to(tl.float32) + products[i].to(tl.float32) * q.to(tl.float32)[None, :]
+        first = first + (piece.to(q.dtype),)
+    return Mlp(first, mlp.second, a, mlp.bias, mlp.last, mlp.last_bias, mlp.tables)
+
+
+@triton.jit
+def reread(mlp, index):
+    """mlp in the round of a loop that has an index from 0 on. The compiler does not know that what
+    it adds to the pointers is 0, so it loads the units' vectors in each round. In registers
+    throughout the loop, they would leave too few for z."""
     zero = tl.minimum(index, 0)
     tables = ()
     for i in tl.static_range(len(mlp.tables)):
         tables = tables + (mlp.tables[i] + zero,)
     return Mlp(
-        mlp.first, mlp.second, a + zero, mlp.bias + zero, mlp.last + zero, mlp.last_bias, tables
+        mlp.first, mlp.second, mlp.a + zero, mlp.bias + zero, mlp.last + zero, mlp.last_bias, tables
     )
 
 
@@ -247,9 +253,7 @@ def load_events(operands, strides, row, num_rows, OPTIONS: tl.constexpr):
             operands.v + row * (strides[4] * OPTIONS.align), strides[4] * OPTIONS.align, num_rows,
             0, OPTIONS.v_width, OPTIONS.block, OPTIONS.block_v,
         )  # fmt: skip
-    stride = strides[3] * OPTIONS.align
-    b = load_tile_pieces(operands.b + row * stride, stride, num_rows, 0, OPTIONS)
-    return Events(k, v, b, tl.arange(0, OPTIONS.block) < num_rows)
+    return Events(k, v, tl.arange(0, OPTIONS.block) < num_rows)
 
 
 @triton.jit
@@ -279,39 +283,27 @@ def activate(z, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
             h = h + (ACTIVATION(z[i], 1.0)[0] * OPTIONS.factors[0],)
+        elif OPTIONS.units == "relu":
+            h = h + (ACTIVATION(z[i], 1.0)[0],)
         elif OPTIONS.units == "prelu":
             slope = _load_row(mlp, 0, LAYER, i, OPTIONS)
             h = h + (tl.where(z[i] > 0, z[i], slope * z[i]),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
-            p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
+            p = ACTIVATION(z[i] * unit.half + unit.shift, 2.0)[0]
             h = h + (z[i] * (unit.slope + unit.rest * p),)
     return h
 
 
 @triton.jit
-def first_layer(q, events, mlp, OPTIONS: tl.constexpr):
+def first_layer(events, mlp, OPTIONS: tl.constexpr):
     """z of the first layer, for one row of q."""
     z, a = (), load_pieces(mlp.a, 0, OPTIONS)
-    x = (events.k * q[None, :]).to(events.k.dtype)
     for i in tl.static_range(len(mlp.first)):
-        start = _with_part(a[i], events.b[i], OPTIONS)
-        piece = tl.dot(x, tl.trans(mlp.first[i]), start, input_precision=OPTIONS.precision)
+        start = tl.broadcast_to(a[i][None, :], [OPTIONS.block, OPTIONS.pieces[0][i][1]])
+        piece = tl.dot(events.k, tl.trans(mlp.first[i]), start, input_precision=OPTIONS.precision)
         z = z + (piece,)
     return z
-
-
-@triton.jit
-def _with_part(a, b, OPTIONS: tl.constexpr):
-    """a + b in fp32. In 16 bits by an MMA with the identity, which is exact: it reads b from shared
-    memory, where otherwise its conversion would take as many registers as z. The identity of 128
-    units would take too much of it."""
-    start = zeros(OPTIONS.block, b.shape[1]) + a[None, :]
-    if b.dtype == tl.float32 or b.shape[1] > 64:
-        return start + b.to(tl.float32)
-    else:
-        columns = tl.arange(0, b.shape[1])
-        return tl.dot(b, (columns[:, None] == columns[None, :]).to(b.dtype), start)
 
 
 @triton.jit
@@ -319,7 +311,7 @@ def second_layer(h, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
     """z of the second layer. DTYPE: of the MMA's operands."""
     z, bias = (), load_pieces(mlp.bias, 1, OPTIONS)
     for j in tl.static_range(len(bias)):
-        piece = zeros(OPTIONS.block, OPTIONS.pieces[1][j][1]) + bias[j][None, :]
+        piece = tl.broadcast_to(bias[j][None, :], [OPTIONS.block, OPTIONS.pieces[1][j][1]])
         for i in tl.static_range(len(h)):
             piece = tl.dot(
                 h[i].to(DTYPE), tl.trans(mlp.second[i][j]), piece,
@@ -330,9 +322,9 @@ def second_layer(h, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def scores(q, events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
+def scores(events, mlp, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
     """The Scores of a block of events for one row of q."""
-    z1 = first_layer(q, events, mlp, OPTIONS)
+    z1 = first_layer(events, mlp, OPTIONS)
     h1 = activate(z1, mlp, 0, ACTIVATION, OPTIONS)
     if len(OPTIONS.hidden) == 1:
         return Scores((z1,), (h1,), _last_layer(h1, mlp, OPTIONS))
@@ -381,11 +373,13 @@ def activation_gradient(
     dh, z, real, mlp, LAYER: tl.constexpr, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """dz of a layer, and for each piece `partial_sums` of the gradients of slope, and with Dice
-    of bias and weight, of its table; none for a function of z alone."""
+    of bias and weight, of its table; none without one."""
     dz, sums = (), ()
     for i in tl.static_range(len(z)):
         if OPTIONS.units is None:
             dz = dz + (dh[i] * (ACTIVATION(z[i], 1.0)[1] * OPTIONS.factors[1]),)
+        elif OPTIONS.units == "relu":
+            dz = dz + (tl.where(z[i] > 0, dh[i], 0.0),)
         elif OPTIONS.units == "prelu":
             slope = _load_row(mlp, 0, LAYER, i, OPTIONS)
             dz = dz + (tl.where(z[i] > 0, dh[i], slope * dh[i]),)
@@ -393,7 +387,7 @@ def activation_gradient(
             sums = sums + ((dslope,),)
         else:
             unit = _load_unit(mlp, LAYER, i, OPTIONS)
-            p = ACTIVATION(z[i] * unit.scale + unit.shift, 1.0)[0]
+            p = ACTIVATION(z[i] * unit.half + unit.shift, 2.0)[0]
             dslope = dh[i] * z[i] * (1.0 - p)
             g = dslope * (unit.rest * p)
             piece = dh[i] * (unit.slope + unit.rest * p) + g * unit.scale
@@ -419,9 +413,8 @@ def second_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def product_gradient(dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
-    """The gradient of x [block, block_e], given dz of the first layer."""
-    dx = zeros(OPTIONS.block, OPTIONS.block_e)
+def add_event_gradient(dk, dz, mlp, DTYPE: tl.constexpr, OPTIONS: tl.constexpr):
+    """dk [block, block_e] and the gradient of the events, given dz of the first layer."""
     for i in tl.static_range(len(dz)):
-        dx = tl.dot(dz[i].to(DTYPE), mlp.first[i], dx, input_precision=OPTIONS.precision)
-    return dx
+        dk = tl.dot(dz[i].to(DTYPE), mlp.first[i], dk, input_precision=OPTIONS.precision)
+    return dk

@@ -1,11 +1,11 @@
 """DIN's attention: the registered operators and their launches.
 
-    z1 = D (q ∘ k) + a + b,  h = act(z),  z2 = W2 h1 + b2,  s = w · h + b3
+    z1 = (B + D ∘ q) k + a,  h = act(z),  z2 = W2 h1 + b2,  s = w · h + b3
     out = Σ_i p_i v_i  with  p = s, or the softmax of s over the events
 
-a and b are what the first layer adds for a row of q and for an event; their GEMMs, and those of
-their gradients, are the caller's. triton_forward.py and triton_backward.py have the kernels, mlp.py
-and accumulators.py their device functions, configs.py the launch configurations. Results are
+a is what the first layer adds for a row of q; its GEMM, and those of its gradients, are the
+caller's. triton_forward.py, hopper_forward.py and triton_backward.py have the kernels, mlp.py and
+accumulators.py their device functions, configs.py the launch configurations. Results are
 deterministic: each row of a result has one program, and gradients of the MLP are parts of a fixed
 number of programs, summed in a fixed order.
 """
@@ -20,11 +20,27 @@ from torch import Tensor
 from ..common.activations import activation_factors, activation_function
 from ..common.autograd import refuse_derivative
 from ..common.configs import padded_dim
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
+from ..common.device import (
+    aligned_strides,
+    cdiv,
+    contiguous_last_dim,
+    device_properties,
+    has_descriptor,
+    precision,
+)
 from ..common.ops import operator
+from ..common.pipeline import descriptor
 from ..common.tail import zero_tails
-from .configs import DINConfig, din_config, pieces
-from .mlp import Operands, Options
+from .configs import (
+    DINConfig,
+    DINProblem,
+    din_config,
+    forward_runs_on_hopper,
+    hopper_config,
+    pieces,
+)
+from .hopper_forward import din_fwd_hopper_kernel
+from .mlp import Operands, Options, has_table
 from .results import empty_gradients, joined_moments
 from .triton_backward import din_bwd_dkdv_kernel, din_bwd_dmlp_kernel, din_bwd_dq_kernel
 from .triton_forward import din_fwd_kernel, din_moments_kernel
@@ -63,13 +79,13 @@ def _prepare(
     only: int = -1,
 ) -> _Launch:
     same = len(operands) == 4
-    given = Operands(*map(contiguous_last_dim, [*operands, operands[1]][:5]))
+    q, k, a, of_k, v = map(contiguous_last_dim, [*operands, operands[1]][:5])
+    given = Operands(q, k, a, of_k.contiguous(), v)
     width, v_width = given.q.shape[1], given.v.shape[1]
     hidden = tuple(x.shape[0] for x in weights[:-1])
-    config = din_config(kernel, given.q.element_size(), max(width, v_width), hidden)
+    config = din_config(kernel, given.q.element_size(), max(width, v_width), hidden, activation)
     bfloat16 = given.q.dtype == torch.bfloat16
-    with_units = activation in ("prelu", "dice")
-    name = "sigmoid" if with_units else activation
+    name = "sigmoid" if has_table(activation) else activation
     align, strides = aligned_strides(*((x, 0) for x in given))
     options = Options(
         width=width,
@@ -81,7 +97,7 @@ def _prepare(
         block=config.block,
         align=align,
         precision=precision(given.q),
-        units=activation if with_units else None,
+        units=activation if activation in ("relu", "prelu", "dice") else None,
         factors=activation_factors(name, bfloat16, 1.0),
         softmax=softmax,
         same=same,
@@ -98,6 +114,17 @@ def _prepare(
         tuple(x.contiguous() for x in xs if x is not None) for xs in (weights, biases, tables)
     )
     return _Launch(given, tuple(strides), *contiguous, constants, config)
+
+
+def _runs_hopper(k: Tensor, options: Options) -> bool:
+    """Whether the forward is Hopper's. k: the events."""
+    aligned = has_descriptor(k[:, None])
+    capability = device_properties(k.device).capability
+    return forward_runs_on_hopper(
+        DINProblem(
+            options.width, options.hidden, k.dtype, options.same, aligned, k.device.type, capability
+        )
+    )
 
 
 def _fake(operands, *_):
@@ -119,7 +146,7 @@ def triton_din(
     """The weighted sums of the events.
 
     Args:
-        operands: q `[R, E]`, k `[L, E]`, a `[R, H1]`, b `[L, H1]`, and v `[L, Ev]` unless it is k;
+        operands: q `[R, E]`, k `[L, E]`, a `[R, H1]`, B `[H1, E]`, and v `[L, Ev]` unless it is k;
             fp32, fp16 or bf16.
         weights: D `[H1, E]`, then `[H2, H1]` of a second hidden layer, then `[1, H]`.
         biases: of the layers but the first.
@@ -135,6 +162,18 @@ def triton_din(
     rows, users = out.shape[0], q_offsets.shape[0] - 1
     if rows == 0 or users == 0:
         return out.zero_(), lse.zero_()
+    k, options = launch.operands.k, launch.constants["OPTIONS"]
+    if _runs_hopper(k, options):
+        config = hopper_config(options.width, options.hidden)
+        by_size = options.pieces[0], pieces(options.hidden[1], 8)
+        constants = launch.constants | dict(
+            OPTIONS=options._replace(pieces=by_size), maxnreg=config.max_registers
+        )
+        din_fwd_hopper_kernel[(launch.programs(rows),)](
+            descriptor(k, 64, max(64, options.block_e)), *launch.tensors, (out, lse),
+            (q_offsets, kv_offsets), rows, users, **constants,
+        )  # fmt: skip
+        return out, lse
     din_fwd_kernel[(launch.programs(rows),)](
         *launch.tensors, (out, lse), q_offsets, kv_offsets, rows, users, **launch.constants
     )
@@ -214,8 +253,8 @@ def triton_din_backward(
             *launch.tensors, (do, lse, delta, parts, sums[last]), *shared, rows, users,
             **launch.constants,
         )  # fmt: skip
-    dq, dk, da, db, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
-    first = do.new_zeros((programs, *weights[0].shape[::-1]), dtype=torch.float32)
+    dq, dk, da, _, dv = (*results[:count], results[0])[:5] if layer < 0 else [do] * 5
+    first = do.new_zeros((programs, 2, *weights[0].shape[::-1]), dtype=torch.float32)
     if layer < last:
         launch = _prepare("dq", *tensors, layer)
         din_bwd_dq_kernel[(programs,)](
@@ -226,17 +265,19 @@ def triton_din_backward(
         return [sums[layer].sum(0)]
     launch = _prepare("dkdv", *tensors)
     din_bwd_dkdv_kernel[(cdiv(dk.shape[0], launch.config.block) + users,)](
-        *launch.tensors, (do, lse, delta, dk, db, dv), *shared, users, **launch.constants
+        *launch.tensors, (do, lse, delta, dk, dv), *shared, users, **launch.constants
     )
     zero_tails((dq, q_offsets), (da, q_offsets))
-    zero_tails(*((x, kv_offsets) for x in (dk, db, dv)[: count - 2]))
+    zero_tails(*((x, kv_offsets) for x in (dk, dv)[: count - 3]))
+    d_products, d_of_k = first.sum(0).mT
+    results[3].copy_(d_of_k)
     found = list(parts.sum(0).split(sizes))
     if last == 1:  # which the kernel stores transposed
         found[0] = found[0].view(hidden).t().reshape(-1)
     # copies, because an operator's results share no memory
     found = [x.view(y.shape).clone() for x, y in zip(found, (*weights[1:], *biases))]
     of_tables = (x.sum(0) for x in sums if tables[0] is not None)
-    return [*results[:count], first.sum(0).t().contiguous(), *found, *of_tables]
+    return [*results[:count], d_products.contiguous(), *found, *of_tables]
 
 
 refuse_derivative(

@@ -1,8 +1,8 @@
 """Backward kernels of DIN's attention. Each computes the scores again, and sums over what it loops
 over: dq and da over events, gradients of events over rows of q, gradients of the MLP over both.
 
-The gradients of q and of the MLP have kernels of their own, and dD is summed in memory, because the
-sums of one kernel for all would take more registers than there are.
+The gradients of q and of the MLP have kernels of their own, and dB and dD are summed in memory,
+because the sums of one kernel for all would take more registers than there are.
 """
 
 from typing import NamedTuple
@@ -25,14 +25,18 @@ from .accumulators import (
     zeros,
 )
 from .mlp import (
+    Mlp,
     activation_gradient,
+    add_event_gradient,
+    has_table,
     last_gradient,
     load_events,
     load_keys,
     load_mlp,
     load_query,
     load_vector,
-    product_gradient,
+    load_weight,
+    of_query,
     reread,
     score_gradient,
     scores,
@@ -41,34 +45,33 @@ from .mlp import (
 
 
 class Query(NamedTuple):
-    """A row of q, the pointer to its a, and do, lse and delta of its result."""
+    """A row of q, the Mlp for it, and do, lse and delta of its result."""
 
     q: tl.tensor
-    a: tl.tensor
+    mlp: Mlp
     do: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
 
 
 @triton.jit
-def _load_query(operands, strides, gradients, row, OPTIONS: tl.constexpr):
+def _load_query(mlp, operands, strides, weights, gradients, row, OPTIONS: tl.constexpr):
     q, a = load_query(operands, strides, row, OPTIONS)
+    mlp = of_query(mlp, q, a, operands, weights, OPTIONS)
     do = load_vector(gradients[0] + row * OPTIONS.v_width, 0, OPTIONS.v_width, OPTIONS.block_v)
     lse, delta = 0.0, 0.0
     if OPTIONS.softmax:
         lse, delta = tl.load(gradients[1] + row), tl.load(gradients[2] + row)
-    return Query(q, a, do, lse, delta)
+    return Query(q, mlp, do, lse, delta)
 
 
 @triton.jit
-def _last_layer_gradient(
-    query, events, mlp, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
-):
+def _last_layer_gradient(query, events, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr):
     """Scores, p and ds of a block of events, dz of the last hidden layer, and its sums. index: of
     the round of a loop."""
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
-    found = scores(query.q, events, reread(mlp, query.a, index), ACTIVATION, OPTIONS)
-    mlp = reread(mlp, query.a, index + 1)  # another unknown 0: vectors are not kept until here
+    found = scores(events, reread(query.mlp, index), ACTIVATION, OPTIONS)
+    mlp = reread(query.mlp, index + 1)  # another unknown 0: vectors are not kept until here
     p, ds = score_gradient(query.do, query.lse, query.delta, found.s, events, OPTIONS)
     dz, sums = activation_gradient(
         last_gradient(ds, mlp, OPTIONS), found.z[LAST], events.real, mlp, LAST, ACTIVATION, OPTIONS
@@ -78,10 +81,10 @@ def _last_layer_gradient(
 
 @triton.jit
 def _first_layer_gradient(
-    dz, found, events, mlp, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
+    dz, found, query, events, index, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """dz of the first layer and its sums, given dz of the second one."""
-    mlp = reread(mlp, mlp.a, index + 1)
+    mlp = reread(query.mlp, index + 1)
     dh = second_gradient(dz, mlp, events.k.dtype, OPTIONS)
     return activation_gradient(dh, found.z[0], events.real, mlp, 0, ACTIVATION, OPTIONS)
 
@@ -95,50 +98,57 @@ def din_bwd_dq_kernel(
     operands, strides, weights, biases, tables, gradients, q_offsets_ptr, kv_offsets_ptr,
     num_rows, num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """dq and da, and parts of dDᵀ `[E, H1]` and of the sums `[3, H1]` of the first of two layers.
+    """dq and da, and parts of dDᵀ and dBᵀ `[2, E, H1]` and of the sums `[3, H1]` of the first of
+    two layers.
 
-    gradients: do, lse, delta, dq, da, dD parts of zeros, sums. With S = Kᵀ dZ1 of a row of q,
-    dDᵀ = Σ S ∘ q and dq = Σ_units S ∘ Dᵀ: one MMA gives both. OPTIONS.only = 0: only the sums.
+    gradients: do, lse, delta, dq, da, parts of zeros, sums. With S = Kᵀ dZ1 of a row of q, dBᵀ =
+    Σ S, dDᵀ = Σ S ∘ q and dq = Σ_units S ∘ Dᵀ: one MMA gives all. OPTIONS.only = 0: only the sums.
     """
-    SUMS: tl.constexpr = OPTIONS.units is not None and len(OPTIONS.hidden) == 2
+    SUMS: tl.constexpr = has_table(OPTIONS.units) and len(OPTIONS.hidden) == 2
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     sums = _zero_sums(0, SUMS, OPTIONS)
-    parts_ptr = gradients[5] + tl.program_id(0).to(tl.int64) * (OPTIONS.width * OPTIONS.hidden[0])
+    SIZE: tl.constexpr = OPTIONS.width * OPTIONS.hidden[0]
+    parts_ptr = gradients[5] + tl.program_id(0).to(tl.int64) * (2 * SIZE)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
-        query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
+        query = _load_query(
+            mlp, operands, strides, weights, gradients, tl.cast(row, tl.int64), OPTIONS
+        )
         products, da = zero_pieces(OPTIONS.block_e, 0, OPTIONS), zero_sums(0, OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            found, _, ds, dz, more = _last_layer_gradient(
-                query, events, mlp, start, ACTIVATION, OPTIONS
-            )
+            found, _, ds, dz, more = _last_layer_gradient(query, events, start, ACTIVATION, OPTIONS)
             if len(OPTIONS.hidden) == 2:
-                dz, more = _first_layer_gradient(dz, found, events, mlp, start, ACTIVATION, OPTIONS)
+                dz, more = _first_layer_gradient(
+                    dz, found, query, events, start, ACTIVATION, OPTIONS
+                )
             if SUMS:
                 sums = _plus_sums(sums, more)
             if OPTIONS.only < 0:
                 da = plus(da, column_sums(dz))
                 products = _add_products(products, events.k, dz, OPTIONS)
         if OPTIONS.only < 0:
-            _finish_row(query, products, da, mlp, gradients, parts_ptr, row, OPTIONS)
+            _finish_row(query, products, da, weights[0], gradients, parts_ptr, row, OPTIONS)
     if SUMS:
         _store_sums(gradients[6], sums, 0, OPTIONS)
 
 
 @triton.jit
-def _finish_row(query, products, da, mlp, gradients, parts_ptr, row, OPTIONS: tl.constexpr):
-    """Store dq and da of a row, and add its part to the program's dDᵀ. products: Kᵀ dZ1,
-    [block_e, n]."""
+def _finish_row(query, products, da, weight, gradients, parts_ptr, row, OPTIONS: tl.constexpr):
+    """Store dq and da of a row, and add its parts to the program's dDᵀ and dBᵀ. products: Kᵀ dZ1,
+    [block_e, n]. weight: D."""
     dq = zero_vector(OPTIONS.block_e)
+    first = load_weight(weight, OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
     rows, row = tl.arange(0, OPTIONS.block_e), tl.cast(row, tl.int64)
     for i in tl.static_range(len(products)):
-        dq += tl.sum(products[i] * tl.trans(mlp.first[i]).to(tl.float32), 1)
+        dq += tl.sum(products[i] * tl.trans(first[i]).to(tl.float32), 1)
         columns = OPTIONS.pieces[0][i][0] + tl.arange(0, OPTIONS.pieces[0][i][1])
         ptrs = parts_ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
         mask = (rows < OPTIONS.width)[:, None] & (columns < OPTIONS.hidden[0])[None, :]
         old = tl.load(ptrs, mask=mask, other=0.0)
         tl.store(ptrs, old + products[i] * query.q.to(tl.float32)[:, None], mask=mask)
+        ptrs += OPTIONS.width * OPTIONS.hidden[0]
+        tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + products[i], mask=mask)
     dq_ptr = gradients[3] + row * OPTIONS.width
     tl.store(dq_ptr + rows, dq.to(dq_ptr.dtype.element_ty), mask=rows < OPTIONS.width)
     store_pieces(gradients[4] + row * OPTIONS.hidden[0], total_sums(da), 0, OPTIONS)
@@ -204,7 +214,7 @@ def din_bwd_dmlp_kernel(
     second layer, those of w and b3. OPTIONS.only >= 0: only the sums.
     """
     LAST: tl.constexpr = len(OPTIONS.hidden) - 1
-    SUMS: tl.constexpr = OPTIONS.units is not None
+    SUMS: tl.constexpr = has_table(OPTIONS.units)
     dtype: tl.constexpr = operands.k.dtype.element_ty
     mlp = load_mlp(weights, biases, tables, OPTIONS)
     dsecond, sums = _zero_second(OPTIONS), _zero_sums(LAST, SUMS, OPTIONS)
@@ -212,12 +222,12 @@ def din_bwd_dmlp_kernel(
     dlast_bias = zero_vector(OPTIONS.block)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
-        query = _load_query(operands, strides, gradients, tl.cast(row, tl.int64), OPTIONS)
+        query = _load_query(
+            mlp, operands, strides, weights, gradients, tl.cast(row, tl.int64), OPTIONS
+        )
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            found, _, ds, dz, more = _last_layer_gradient(
-                query, events, mlp, start, ACTIVATION, OPTIONS
-            )
+            found, _, ds, dz, more = _last_layer_gradient(query, events, start, ACTIVATION, OPTIONS)
             if SUMS:
                 sums = _plus_sums(sums, more)
             if OPTIONS.only < 0:
@@ -280,11 +290,11 @@ def din_bwd_dkdv_kernel(
     operands, strides, weights, biases, tables, gradients, q_offsets_ptr, kv_offsets_ptr,
     num_segments, ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """dk, db and dv of a block of events of one user: sums over the user's rows of q.
+    """dk and dv of a block of events of one user: sums over the user's rows of q.
 
-    gradients: do, lse, delta, dk, db, dv. Where v is k, dk has both gradients.
+    gradients: do, lse, delta, dk, dv. Where v is k, dk has both gradients.
     """
-    dk_ptr, db_ptr, dv_ptr = gradients[3], gradients[4], gradients[5]
+    dk_ptr, dv_ptr = gradients[3], gradients[4]
     user, kv_start, kv_len, start = find_tile(
         tl.program_id(0), kv_offsets_ptr, num_segments, log2(OPTIONS.block)
     )
@@ -295,26 +305,21 @@ def din_bwd_dkdv_kernel(
     events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
     dk = zeros(OPTIONS.block, OPTIONS.block_e)
     dv = zeros(OPTIONS.block, OPTIONS.block_v)
-    db = zero_pieces(OPTIONS.block, 0, OPTIONS)
     for i in range(0, q_len):
-        query = _load_query(operands, strides, gradients, q_start + i, OPTIONS)
-        found, p, _, dz, _ = _last_layer_gradient(query, events, mlp, i, ACTIVATION, OPTIONS)
+        query = _load_query(mlp, operands, strides, weights, gradients, q_start + i, OPTIONS)
+        found, p, _, dz, _ = _last_layer_gradient(query, events, i, ACTIVATION, OPTIONS)
         if OPTIONS.same:
             dk += p[:, None] * query.do.to(tl.float32)[None, :]
         else:
             dv += p[:, None] * query.do.to(tl.float32)[None, :]
         if len(OPTIONS.hidden) == 2:
-            dz, _ = _first_layer_gradient(dz, found, events, mlp, i, ACTIVATION, OPTIONS)
-        db = plus(db, dz)
-        dk += product_gradient(dz, mlp, events.k.dtype, OPTIONS) * query.q.to(tl.float32)[None, :]
+            dz, _ = _first_layer_gradient(dz, found, query, events, i, ACTIVATION, OPTIONS)
+        dk = add_event_gradient(dk, dz, query.mlp, events.k.dtype, OPTIONS)
     first = kv_start + start
     rows = tl.arange(0, OPTIONS.block)
     _store_rows(dk_ptr + first * OPTIONS.width, dk, rows < kv_len - start, OPTIONS.width)
     if not OPTIONS.same:
         _store_rows(dv_ptr + first * OPTIONS.v_width, dv, rows < kv_len - start, OPTIONS.v_width)
-    store_tile_pieces(
-        db_ptr + first * OPTIONS.hidden[0], db, kv_len - start, OPTIONS.block, 0, OPTIONS
-    )
 
 
 @triton.jit

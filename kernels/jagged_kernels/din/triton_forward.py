@@ -15,6 +15,7 @@ from .mlp import (
     load_keys,
     load_mlp,
     load_query,
+    of_query,
     reread,
     scores,
     second_layer,
@@ -40,11 +41,12 @@ def din_fwd_kernel(
         kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
         row = tl.cast(row, tl.int64)
         q, a = load_query(operands, strides, row, OPTIONS)
+        of_row = of_query(mlp, q, a, operands, weights, OPTIONS)
         acc = zeros(ROWS, OPTIONS.block_v)
         running_max, running_sum = float("-inf"), 0.0
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            p = scores(q, events, reread(mlp, a, start), ACTIVATION, OPTIONS).s
+            p = scores(events, reread(of_row, start), ACTIVATION, OPTIONS).s
             if OPTIONS.softmax:
                 p = tl.where(events.real, p, float("-inf"))
                 new_max = tl.maximum(running_max, tl.max(p, 0))
@@ -80,10 +82,11 @@ def din_moments_kernel(
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         kv_start, kv_len = load_keys(row, q_offsets_ptr, kv_offsets_ptr, num_segments)
         q, a = load_query(operands, strides, tl.cast(row, tl.int64), OPTIONS)
+        of_row = of_query(mlp, q, a, operands, weights, OPTIONS)
         for start in range(0, kv_len, OPTIONS.block):
             events = load_events(operands, strides, kv_start + start, kv_len - start, OPTIONS)
-            again = reread(mlp, a, start)
-            z = first_layer(q, events, again, OPTIONS)
+            again = reread(of_row, start)
+            z = first_layer(events, again, OPTIONS)
             if OPTIONS.only == 1:
                 h = activate(z, again, 0, ACTIVATION, OPTIONS)
                 z = second_layer(h, again, events.k.dtype, OPTIONS)

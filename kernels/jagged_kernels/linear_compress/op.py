@@ -25,8 +25,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.autograd import below_autograd, differentiate
 from ..common.configs import GemmConfig, KernelChoice
-from ..common.descriptors import descriptor, has_descriptor
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
+from ..common.descriptors import descriptor
+from ..common.device import (
+    aligned_strides,
+    cdiv,
+    contiguous_last_dim,
+    device_properties,
+    has_descriptor,
+    precision,
+)
 from ..common.ops import direct, operator
 from .select import LinearCompressProblem, select_backward, select_forward, select_shared_gemm
 from .triton_kernels import (

@@ -237,16 +237,20 @@ def triton_gate(
 
 
 def _gate_linear_backward_fake(
-    dout, gated, operands, bias, projection, seed, dropout, eps, rms, columns, needs, end=None
+    dout, gated, operands, bias, projection, seed, dropout, eps, rms, outs, needs, end=None
 ):
     _, a, *_ = operands
-    rows, width = a.shape
     dprojection = projection.new_empty(projection.shape if needs else 0, dtype=torch.float32)
-    sums = a.new_empty((2, width), dtype=torch.float32)
-    return a.new_empty((rows, width + columns)), a.new_empty(a.shape), sums, dprojection
+    return a.new_empty((2, a.shape[1]), dtype=torch.float32), dprojection
 
 
-@operator("gate_linear_backward", _gate_linear_backward_fake)
+@operator(
+    "gate_linear_backward",
+    _gate_linear_backward_fake,
+    "(Tensor dout, Tensor? gated, Tensor[] operands, Tensor? bias, Tensor projection, Tensor? seed,"
+    " float dropout, float eps, bool rms, Tensor(a!)[] outs, bool needs_projection,"
+    " Tensor? end=None) -> (Tensor, Tensor)",
+)
 def triton_gate_linear_backward(
     dout: Tensor,
     gated: Tensor | None,
@@ -257,14 +261,14 @@ def triton_gate_linear_backward(
     dropout: float,
     eps: float,
     rms: bool,
-    columns: int,
+    outs: list[Tensor],
     needs_projection: bool,
     end: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of out = `triton_gate(u, a, ...)` @ projectionᵀ.
 
-    The gradient of the gate's result is kept in columns of the first result if they are enough: no
-    other memory is taken for it.
+    The gradient of the gate's result is kept in columns of the first of `outs` if they are enough:
+    no other memory is taken for it.
 
     Args:
         dout: `[L, E]`, of any dtype.
@@ -272,21 +276,21 @@ def triton_gate_linear_backward(
         operands: u and a of `triton_gate`, its results mean and rstd, and the norm's weight.
         bias, seed, dropout, eps, rms: as in `triton_gate`.
         projection: `[E, 3 W]` in a's dtype.
-        columns: columns of the first result behind du, with any content.
+        outs: `[L, W + C]`, whose first columns become du and whose others have any content, and
+            `[L, W]`, which becomes da and may be a. Both have a's dtype.
         needs_projection: compute the gradient of the projection.
         end: of the rows of dout. u and a are finite behind it.
 
     Returns:
-        `[L, W + columns]` with du in its first columns and da `[L, W]`, both in a's dtype; fp32
-        `[2, W]`, the gradients of weight and bias; that of the projection `[E, 3 W]` fp32, or
+        fp32 `[2, W]`, the gradients of weight and bias; that of the projection `[E, 3 W]` fp32, or
         `[0]`.
     """
-    u, a, mean, rstd, weight = operands
-    grads, da, sums, dprojection = _gate_linear_backward_fake(
-        dout, gated, operands, bias, projection, seed, dropout, eps, rms, columns, needs_projection
-    )
+    (u, a, mean, rstd, weight), (grads, da) = operands, outs
     if da.numel() == 0:
-        return grads, da, sums.zero_(), dprojection.zero_()
+        results = _gate_linear_backward_fake(
+            dout, gated, operands, bias, projection, seed, dropout, eps, rms, outs, needs_projection
+        )
+        return tuple(x.zero_() for x in results)
     u, a, weight = contiguous_last_dim(u), contiguous_last_dim(a), weight.contiguous()
     (rows, width), groups, du = a.shape, rstd.shape[1], grads[:, : a.shape[1]]
     dout = kept_rows(dout, end, a.dtype)
@@ -302,9 +306,9 @@ def triton_gate_linear_backward(
         _threshold(dropout), launch.strides(u, a, dgated, du, da),
         RECOMPUTE=needs_projection and gated is None, **launch.constants(),
     )  # fmt: skip
-    if needs_projection:
-        dprojection = _fp32_product(dout.t(), dgated if gated is None else gated)
-    return grads, da, sums.sum(1), dprojection
+    if not needs_projection:
+        return sums.sum(1), sums.new_empty(0)
+    return sums.sum(1), _fp32_product(dout.t(), dgated if gated is None else gated)
 
 
 def _fp32_product(x: Tensor, y: Tensor) -> Tensor:

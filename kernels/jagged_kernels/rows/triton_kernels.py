@@ -295,9 +295,9 @@ def gate_bwd_kernel(
     tensors, grads, num_rows, threshold, strides,
     RECOMPUTE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """du, da, and partial sums of the gradients of weight and bias. RECOMPUTE: the forward's out
-    replaces dout. tensors: Gate; grads: GateGradients. strides: of u, a, dout, du and da, in units
-    of `align` elements. Grid: programs, groups."""
+    """du, da, which may replace a, and partial sums of the gradients of weight and bias. RECOMPUTE:
+    the forward's out replaces dout. tensors: Gate; grads: GateGradients. strides: of u, a, dout, du
+    and da, in units of `align` elements. Grid: programs, groups."""
     DIM: tl.constexpr = OPTIONS.dim
     ALIGN: tl.constexpr = OPTIONS.align
     ROWS: tl.constexpr = OPTIONS.rows
@@ -328,12 +328,12 @@ def gate_bwd_kernel(
         dsilu = du + dy * normed
         dnormed = dy * silu
         da += _norm_gradient(dnormed * weight, xhat, rstd, OPTIONS)
+        tl.debug_barrier()  # all threads have read the elements of a and dout that are replaced
         _store(grads.du, strides[3] * ALIGN, tile, first, dsilu * gate * (1 + u * (1 - gate)))
         _store(grads.da, strides[4] * ALIGN, tile, first, da)
         dweight += dnormed * xhat
         dbias += dnormed
         if RECOMPUTE:
-            tl.debug_barrier()  # all threads have read the elements of dout that are replaced
             _store(grads.dout, strides[2] * ALIGN, tile, first, kept_silu)
             _store(grads.dout, strides[2] * ALIGN, tile, width + first, a)
             _store(grads.dout, strides[2] * ALIGN, tile, 2 * width + first, y)

@@ -50,14 +50,18 @@ BIASED = [  # bias, head dim, dtype, activation, mask, capability
     ("both", 128, "fp32", "silu", "none", 86),
     ("both", 128, "fp32", "silu", "none", 90),
 ]
-GROUPED = [  # query groups, activation, capability, mask
-    (2, "softmax", 80, "none"),
-    (3, "softmax", 90, "none"),
-    (2, "softmax", 90, "grouped"),
-    (2, "softmax", 100, "none"),
-    (2, "gelu_tanh", 90, "none"),
-    (3, "gelu_tanh", 80, "grouped"),
-    (3, "gelu_tanh", 100, "none"),
+GROUPED = [  # query groups, activation, capability, mask, bias
+    (2, "softmax", 80, "none", None),
+    (3, "softmax", 90, "none", None),
+    (2, "softmax", 90, "grouped", "both"),
+    (2, "softmax", 100, "none", "all"),
+    (2, "gelu_tanh", 90, "none", "position"),
+    (2, "softmax", 90, "grouped", None),
+    (2, "softmax", 100, "none", None),
+    (2, "gelu_tanh", 90, "none", None),
+    (3, "gelu_tanh", 80, "grouped", "both"),
+    (3, "gelu_tanh", 80, "grouped", None),
+    (3, "gelu_tanh", 100, "none", None),
 ]
 DROPPED = [  # head dim, dtype, capability, activation, mask
     (64, "bf16", 90, "softmax", "none"),
@@ -225,12 +229,14 @@ def test_attention_kernels_with_a_bias_compile(
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
-@slow_after(3, "name, query_groups, activation, capability, mask", diagonal_first(KERNELS, GROUPED))
+@slow_after(
+    4, "name, query_groups, activation, capability, mask, bias", diagonal_first(KERNELS, GROUPED)
+)
 def test_attention_kernels_compile_for_several_query_groups(
-    name, query_groups, activation, capability, mask
+    name, query_groups, activation, capability, mask, bias
 ):
     options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
-    options |= dict(mask=MASKS[mask])
+    options |= dict(mask=MASKS[mask], bias=BIASES.get(bias))
     compiled = compile_attention(name, 128, "bf16", capability, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 

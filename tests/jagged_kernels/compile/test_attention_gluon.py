@@ -586,21 +586,25 @@ def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
 
 
 @slow_after(
-    1,
-    "query_groups, dim, activation, mask",
+    2,
+    "query_groups, dim, activation, mask, bias",
     [
-        (2, 64, "softmax", "grouped"),
-        (3, 128, "softmax", "none"),
-        (2, 64, "softmax", "none"),
-        (2, 128, "softmax", "grouped"),
-        (2, 128, "gelu_tanh", "none"),
-        (3, 256, "gelu_tanh", "grouped"),
+        (2, 64, "softmax", "grouped", None),
+        (2, 128, "softmax", "none", "both"),
+        (3, 128, "softmax", "none", None),
+        (2, 64, "softmax", "none", None),
+        (2, 128, "softmax", "grouped", None),
+        (2, 128, "gelu_tanh", "none", None),
+        (3, 256, "gelu_tanh", "grouped", None),
+        (2, 64, "softmax", "grouped", "both"),
+        (3, 64, "silu", "none", "all"),
+        (2, 128, "gelu_tanh", "grouped", "position"),
     ],
 )
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
 def test_hopper_attention_kernels_compile_for_several_query_groups(
-    name, query_groups, dim, activation, mask
+    name, query_groups, dim, activation, mask, bias
 ):
-    options = dict(query_groups=query_groups, mask=MASKS[mask])
+    options = dict(query_groups=query_groups, mask=MASKS[mask], bias=BIASES.get(bias))
     compiled = compile_hopper_attention(name, dim, "bf16", activation, **options)
     assert compiled.metadata.shared <= 227 * 1024

@@ -7,15 +7,16 @@ pytest.importorskip("triton")
 
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
-from jagged_kernels.din import triton_backward, triton_forward
-from jagged_kernels.din.configs import din_config, pieces
-from jagged_kernels.din.mlp import Operands, Options
+from jagged_kernels.din import hopper_forward, triton_backward, triton_forward
+from jagged_kernels.din.configs import din_config, hopper_config, pieces
+from jagged_kernels.din.mlp import Operands, Options, has_table
 
-from ..sass import spilled_bytes
-from .ahead_of_time import compile_for
+from ..sass import disassembled, spilled_bytes
+from .ahead_of_time import compile_for, gluon_descriptor
 
 KERNELS = dict(
     fwd=triton_forward.din_fwd_kernel,
+    hopper=hopper_forward.din_fwd_hopper_kernel,
     moments=triton_forward.din_moments_kernel,
     dmlp=triton_backward.din_bwd_dmlp_kernel,
     dq=triton_backward.din_bwd_dq_kernel,
@@ -24,14 +25,15 @@ KERNELS = dict(
 FP32 = ("lse", "delta", "parts", "sums")
 RESULTS = dict(
     fwd=("out", "lse"),
+    hopper=("out", "lse"),
     dmlp=("do", "lse", "delta", "parts", "sums"),
     dq=("do", "lse", "delta", "dq", "da", "parts", "sums"),
-    dkdv=("do", "lse", "delta", "dk", "db", "dv"),
+    dkdv=("do", "lse", "delta", "dk", "dv"),
 )
-# Bytes of a thread's registers in memory. Those of dq are read between rows of q only.
-SPILLED = dict(fwd=0, moments=0, dmlp=32, dq=288, dkdv=224)
-SPILLED_BY_DICE = dict(fwd=32, moments=0, dmlp=288, dq=864, dkdv=256)
-by_name = pytest.mark.parametrize("name", KERNELS)
+# Bytes of a thread's registers in memory. Those of dmlp and dq are read between rows of q only.
+SPILLED = dict(fwd=0, moments=0, dmlp=120, dq=64, dkdv=160)
+SPILLED_BY_DICE = dict(fwd=0, moments=0, dmlp=320, dq=496, dkdv=104)
+by_name = pytest.mark.parametrize("name", [x for x in KERNELS if x != "hopper"])
 
 
 def compile_din(
@@ -39,30 +41,38 @@ def compile_din(
     align=8,
 ):  # fmt: skip
     """A compiled kernel, as op.py launches it. v is k."""
-    config = din_config(name, 4 if dtype == "fp32" else 2, width, hidden)
-    units = activation if activation in ("prelu", "dice") else None
+    by_size = tuple(map(pieces, hidden))
+    if name == "hopper":
+        config, by_size = hopper_config(width, hidden), (by_size[0], pieces(hidden[1], 8))
+    else:
+        config = din_config(name, 4 if dtype == "fp32" else 2, width, hidden, activation)
+    units = activation if activation in ("relu", "prelu", "dice") else None
     options = Options(
         width=width, v_width=width, block_e=padded_dim(width), block_v=padded_dim(width),
-        hidden=hidden, pieces=tuple(map(pieces, hidden)), block=config.block, align=align,
+        hidden=hidden, pieces=by_size, block=config.block, align=align,
         precision="bf16x6" if dtype == "fp32" else "tf32", units=units,
         factors=(1.0, 1.0), softmax=softmax, same=True, only=only,
     )  # fmt: skip
-    function = activation_function("sigmoid" if units else activation, dtype == "bf16")
+    function = activation_function("sigmoid" if has_table(units) else activation, dtype == "bf16")
     element, layers = f"*{dtype}", len(hidden)
     tuples = dict(
         operands=Operands(*[element] * 5),
         strides=("i32",) * 5,
         weights=(element,) * (layers + 1),
         biases=(element,) * layers,
-        tables=("*fp32",) * (layers if units else 0),
+        tables=("*fp32",) * (layers if has_table(units) else 0),
     )
+    if name == "hopper":
+        tuples["offsets"] = ("*i64",) * 2
     if name in RESULTS:
-        argument = "results" if name == "fwd" else "gradients"
+        argument = "results" if name in ("fwd", "hopper") else "gradients"
         tuples[argument] = tuple("*fp32" if x in FP32 else element for x in RESULTS[name])
 
     def type_of(arg):
         if arg in tuples:
             return tuples[arg]
+        if arg == "k_desc":
+            return gluon_descriptor(dtype, [64, max(64, padded_dim(width))])
         if arg.endswith("offsets_ptr"):
             return "*i64"
         if arg.endswith("_ptr"):
@@ -125,3 +135,24 @@ def test_large_fp32_sizes_fit_a_thread_block(name):
 def test_passes_for_the_sums_of_one_layer_compile():
     for name, only in (("moments", 1), ("dmlp", 1), ("dq", 0)):
         compile_din(90, name, "bf16", "dice", only=only)
+
+
+@slow_after(2, "activation", ["relu", "dice", "prelu", "sigmoid", "silu", "identity"])
+@pytest.mark.parametrize("softmax", [False, True])
+def test_hopper_compiles(activation, softmax):
+    """Its MMAs are asynchronous: the assembler waits for each where it cannot follow their
+    accumulators."""
+    compiled = compile_din(90, "hopper", "bf16", activation, softmax=softmax)
+    code = disassembled(compiled.asm["cubin"])
+    assert code.count("HGMMA") > 2 * code.count("WARPGROUP.DEPBAR")
+    # none of them in the loop over tiles
+    assert spilled_bytes(compiled.asm["cubin"]) <= (80 if softmax else 24)
+    assert 4 * (compiled.metadata.shared + 1024) <= 228 * 1024
+
+
+@slow_after(1, "sizes", [((80, 40), 128), ((128, 64), 64), ((80, 64), 128), ((5, 3), 20)], ids=str)
+def test_hopper_sizes_compile(sizes):
+    hidden, width = sizes
+    compiled = compile_din(90, "hopper", "bf16", "dice", hidden=hidden, width=width)
+    assert spilled_bytes(compiled.asm["cubin"]) <= 24
+    assert 2 * (compiled.metadata.shared + 1024) <= 228 * 1024

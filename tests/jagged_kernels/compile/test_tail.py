@@ -35,7 +35,7 @@ def test_keep_rows_compiles(capability, index, extra, other):
         types = dict.fromkeys(tail.KeptRows._fields, "constexpr") | {other: f"*{index}"}
         types |= dict(x=f"*{dtype}", out=f"*{dtype}")
         tensors = dict(tensors=tail.KeptRows(**types))
-        constants = dict(SIZE=512, EXTRA=extra, ALIGN=2, ROWS=8, COLUMNS=512)
+        constants = dict(SIZE=512, EXTRA=extra, WIDTH=512 + extra, ALIGN=2, ROWS=8, COLUMNS=512)
         ptx = compile_for(
             capability, tail.keep_rows_kernel, constants, tensors.get, num_warps=4
         ).asm["ptx"]

@@ -80,6 +80,25 @@ def test_masks(mask, activation):
 
 
 @slow_after(
+    3,
+    "bias, mask, activation, dtype",
+    [
+        ("both", None, "softmax", "float32"),
+        ("position", "causal", "silu", "float16"),
+        ("time", "window", "softmax", "float32"),
+        ("both", "causal", "gelu", "float16"),
+    ],
+)
+def test_query_groups(bias, mask, activation, dtype):
+    given = dict(bias=bias, mask=mask, activation=activation, query_shift=True, buckets=7)
+    given |= dict(tables="shared" if mask else "per head", query_times=activation == "softmax")
+    lengths = [[3, 70, 0, 33], [65, 1, 4, 20], [0, 3, 5, 40], [65, 4, 0, 40]]
+    for count in (2, 3):
+        sides = [*lengths[:count], lengths[-1]]
+        check_case(sides, dtype, operands=f"{count} groups", **given)
+
+
+@slow_after(
     2,
     "timestamps, buckets",
     [  # each of either with two of the other

@@ -95,13 +95,13 @@ def test_moments_are_those_of_all_pairs_where_the_mean_is_large():
     case = problem("dice", FP32, hidden=(7,), width=6, v_width=None, candidates=[1] * 30)
     q, k = case.tensors["q"], case.tensors["k"]
     case.kv_offsets = torch.tensor([0, 2, 12])
-    a, b = torch.randn(30, 7) + 1e3, torch.randn(12, 7)
+    a, of_k = torch.randn(30, 7) + 1e3, torch.randn(7, 6)
     weight, tables = torch.randn(7, 6), [torch.zeros(7, 7)]
     weights, biases = [weight, torch.randn(1, 7)], [torch.zeros(1)]
     offsets = torch.tensor([0, 0, 30]), case.kv_offsets
-    found = triton_din_moments([q, k, a, b], weights, biases, tables, *offsets, "dice", 0)
-    x = (q[:, None] * k[2:]).double()
-    z = x @ weight.double().T + a[:, None].double() + b[2:].double()
+    found = triton_din_moments([q, k, a, of_k], weights, biases, tables, *offsets, "dice", 0)
+    matrices = of_k.double() + weight.double() * q[:, None].double()  # [30, 7, 6]
+    z = k[2:].double() @ matrices.mT + a[:, None].double()
     variance, mean = torch.var_mean(z.flatten(0, 1), 0, correction=0)
     assert (found[0] == 300).all()
     torch.testing.assert_close(found[1], mean.float(), rtol=1e-6, atol=0)
@@ -121,8 +121,8 @@ def test_operators_pass_opcheck():
     from jagged_kernels.din import op
 
     offsets, table = torch.tensor([0, 2, 3]), [torch.rand(7, 5)]
-    q, k, a, b = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 5), torch.randn(3, 5)
-    given = [q, k, a, b], [torch.randn(5, 4), torch.randn(1, 5)], [torch.randn(1)], table
+    q, k, a, of_k = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 5), torch.randn(5, 4)
+    given = [q, k, a, of_k], [torch.randn(5, 4), torch.randn(1, 5)], [torch.randn(1)], table
     rows = torch.randn(3)
     for operator, arguments in (
         (op.triton_din, (*given, offsets, offsets, "dice", True)),

@@ -24,6 +24,11 @@ def test_short_segments(check_packed_gradients, packed_launches, kv_lengths):
     assert packed_launches == dict(forward=1, backward=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_shared_queries(check_packed_gradients, dtype):
+    check_packed_gradients(SELF, SELF, dtype, "cpu", shared=3)
+
+
 @pytest.mark.parametrize("lengths", [[0], [0, 0]], ids=str)
 def test_no_rows(check_packed_gradients, lengths):
     check_packed_gradients(lengths, None, torch.float32, "cpu")

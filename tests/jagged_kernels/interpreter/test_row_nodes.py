@@ -20,6 +20,9 @@ LAYERS = {
     "block": lambda: jm.GDPABlock(WIDTH, 3),
     "qk-norm": lambda: jm.GDPABlock(WIDTH, 3, "silu", config=NORMED),
     "context": lambda: jm.JaggedGDPA(WIDTH, 3, "softmax", config=NORMED),
+    "seeds": lambda: jm.JaggedGDPA(
+        WIDTH, 3, "softmax", config=jm.GDPAConfig(qk_norm=True, num_seeds=4)
+    ),
     "mlp": lambda: jm.JaggedMLP([WIDTH, 40, 9], "gelu_tanh"),
     "swiglu": lambda: jm.JaggedMLP([WIDTH, 40, 9], "swiglu"),
     "encoder-first": lambda: jm.JaggedEncoderLayer(

@@ -38,12 +38,17 @@ def test_the_gradient_behind_the_end_is_not_read(offsets, kept):
     u, a, weight = torch.randn(20, 32), torch.randn(20, 32), torch.randn(32)
     dout, projection = torch.randn(20, 8), torch.randn(8, 96)
     gated, *statistics = op.triton_gate(u, a, weight, None, None, 0.0, 1e-6)
-    given = None, projection, None, 0.0, 1e-6, False, 0, True
     operands = gated if kept else None, [u, a, *statistics, weight]
+
+    def results(*end):
+        outs = [torch.empty_like(u), torch.empty_like(a)]
+        given = None, projection, None, 0.0, 1e-6, False, outs, True, *end
+        return *outs, *op.triton_gate_linear_backward(dout, *operands, *given)
+
     dout[13:] = 0
-    expected = op.triton_gate_linear_backward(dout, *operands, *given)
+    expected = results()
     dout[13:] = torch.nan
-    found = op.triton_gate_linear_backward(dout, *operands, *given, offsets([6, 7]))
+    found = results(offsets([6, 7]))
     assert all(map(torch.equal, found, expected)) and not found[0][13:].any()
 
 
@@ -108,22 +113,18 @@ def test_a_frozen_projection_and_no_rows(rows):
     u, a, weight = torch.randn(rows, 32), torch.randn(rows, 32), torch.randn(32)
     _, mean, rstd = op.triton_gate(u, a, weight, weight, None, 0.0, 1e-6)
     projection, dout = torch.randn(8, 96), torch.randn(rows, 8)
-    arguments = (
-        dout,
-        None,
-        [u, a, mean, rstd, weight],
-        weight,
-        projection,
-        None,
-        0.0,
-        1e-6,
-        False,
-        5,
-    )
-    *frozen, nothing = op.triton_gate_linear_backward(*arguments, False)
-    *trained, dprojection = op.triton_gate_linear_backward(*arguments, True)
+
+    def results(needs_projection):
+        grads, da = outs = [torch.empty(rows, 37), torch.empty_like(a)]
+        sums, dprojection = op.triton_gate_linear_backward(
+            dout, None, [u, a, mean, rstd, weight], weight, projection, None, 0.0, 1e-6, False,
+            outs, needs_projection,
+        )  # fmt: skip
+        return grads[:, :32], da, sums, dprojection
+
+    *frozen, nothing = results(False)
+    *trained, dprojection = results(True)
     assert nothing.shape == (0,) and dprojection.shape == (8, 96)
-    frozen[0], trained[0] = frozen[0][:, :32], trained[0][:, :32]
     assert all(map(torch.equal, frozen, trained))
     y, mean, rstd = op.triton_row_norm(u, weight, weight, FP16, 1e-6)
     dx, sums = op.triton_row_norm_backward(y, u, mean, rstd, weight, None, 1e-6)
@@ -143,9 +144,10 @@ def test_a_rows_nan_stays_there(norm):
         out, mean, rstd = op.triton_gate(u, a, weight, None, None, 0.0, *norm)
         y, *statistics = op.triton_row_norm(a, weight, None, FP32, *norm)
         dx, _ = op.triton_row_norm_backward(y, a, *statistics, weight, None, norm.eps, norm.rms)
-        grads, da, _, _ = op.triton_gate_linear_backward(
+        grads, da = outs = [torch.empty_like(u), torch.empty_like(a)]
+        op.triton_gate_linear_backward(
             dout, None, [u, a, mean, rstd, weight], None, projection, None, 0.0, norm.eps, norm.rms,
-            0, True,
+            outs, True,
         )  # fmt: skip
         return out, y, dx, grads, da
 
@@ -177,6 +179,11 @@ def test_operators_pass_opcheck():
         given = x, x, weight, bias, seed, 0.5, 1e-6, groups, rms
         library.opcheck(op.triton_gate, given, **checks)
         _, mean, rstd = op.triton_gate(*given)
+        outs, options = [torch.empty(5, 64), torch.empty(5, 32)], (bias, torch.randn(8, 96), seed)
+        operands = None, [x, x, mean, rstd, weight], *options, 0.5, 1e-6, rms, outs
+        library.opcheck(
+            op.triton_gate_linear_backward, (torch.randn(5, 8), *operands, True), **checks
+        )
     given = torch.randn(5, 3, 32)[:, 1], "silu", True
     library.opcheck(activation.triton_activation, given, **checks)
     given = torch.randn(5, 16), *given, torch.tensor([0, 3])

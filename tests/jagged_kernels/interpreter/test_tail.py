@@ -97,6 +97,9 @@ def test_rows_in_an_order(poisoned_memory, columns, dtype):
 
     x, order = torch.randn(300, columns), torch.randperm(300).to(dtype)
     assert torch.equal(kept_rows(x, None, order=order), x[order])
+    whole = torch.zeros(300, columns + 9)
+    kept_rows(x, None, order=order, out=whole[:, 2:-7])
+    assert torch.equal(whole, torch.nn.functional.pad(x[order], (2, 7)))
 
 
 @pytest.mark.parametrize("rows_of_each", [1, 3])
@@ -107,7 +110,11 @@ def test_many_targets_are_ordered_by_the_kernel(monkeypatch, rows_of_each):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     x, order = torch.randn(20 * rows_of_each, 7), torch.randperm(20)
     expected = x.view(20, -1)[order].view(x.shape)
-    assert torch.equal(target_node.in_order(x, order), expected)
+    strided, out = torch.cat([x, x], 1)[:, :7], torch.empty(len(x), 9)[:, 1:8]
+    for given in (x, strided):
+        assert torch.equal(target_node.in_order(given, order), expected)
+    assert torch.equal(target_node.in_order(strided, order, out), expected)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("columns", [5, 1100])

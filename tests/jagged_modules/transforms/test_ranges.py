@@ -78,7 +78,10 @@ def test_each_operator_has_users_or_candidates_or_both(tower):
     assert printed[1].endswith("[users, 32]       users 1 to 64")
 
 
-def test_a_fusion_has_the_sizes_of_all_that_it_reads():
+def test_a_fusion_has_the_sizes_of_all_that_it_reads(monkeypatch):
+    """The model is exported once for all placements."""
+    exports, export = [], fuse.export
+    monkeypatch.setattr(fuse, "export", lambda *args: exports.append(args) or export(*args))
     torch.manual_seed(0)
     given = inputs(64, 64, 7)
     del given["candidate_to_user"]
@@ -91,6 +94,7 @@ def test_a_fusion_has_the_sizes_of_all_that_it_reads():
         max_batch=((1, 8), (100, 2000)),
         dynamic_shapes=shapes,
     )
+    assert len(exports) == 1
     found = {x.operator: x for x in fused.report.ranges.operators}
     assert found["target_attention"].sizes == ("users", "candidates", "history[1]")
     assert found["target_attention"].shape == ("2*candidates", "1", "8")

@@ -130,7 +130,7 @@ class Operators(nn.Module):
 
 def test_operators_with_gemms():
     def inputs(users, candidates):
-        return dict(history=torch.randn(users, 7, 8), item=torch.randn(candidates, 7, 8))
+        return dict(history=torch.randn(users, 5, 8), item=torch.randn(candidates, 5, 8))
 
     assert any(
         site.decision == "moved"

@@ -137,29 +137,31 @@ def _no_ranges():
 
 
 @gluon.jit
-def bias_of_queries(bias, tile, first, ranges, KIND: gl.constexpr):
-    """ConsumerBias of the query rows from `first` on. ranges: the consumer's memory."""
-    of_tile = bias_of_tile(
-        bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
-    rows = _row_indices(first)
-    if KIND.boundaries > 0:
-        rows = load_query_times(of_tile, rows, KIND).to(gl.int32)
-    block = first_time_block(tile.q_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
-    return ConsumerBias(of_tile, first, rows, block, ranges)
+def bias_of_queries(kernel, tile, first, consumer: gl.constexpr, KIND: gl.constexpr):
+    """ConsumerBias of a consumer's query rows, which begin at `first`, or None."""
+    if KIND is not None:
+        of_tile = bias_of_tile(kernel.bias, tile, tile.head, kernel.schedule.num_segments, KIND)
+        rows = _row_indices(first)
+        if KIND.boundaries > 0:
+            rows = load_query_times(of_tile, rows, KIND).to(gl.int32)
+        block = first_time_block(tile.q_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
+        return ConsumerBias(of_tile, first, rows, block, kernel.ranges[consumer])
 
 
 @gluon.jit
-def bias_of_keys(bias, tile, head, first, ranges, KIND: gl.constexpr):
-    """ConsumerBias of the keys from `first` on, for a query head. ranges: the consumer's memory."""
-    of_tile = bias_of_tile(
-        bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND
-    )
-    rows = _row_indices(first)
-    if KIND.boundaries > 0:
-        rows = load_key_times(of_tile, rows).to(gl.int32)
-    block = first_time_block(tile.kv_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
-    return ConsumerBias(of_tile, first, rows, block, ranges)
+def bias_of_keys(kernel, tile, group_head, first, consumer: gl.constexpr, OPTIONS: gl.constexpr):
+    """ConsumerBias of a consumer's keys, which begin at `first`, for the tile's segment of queries
+    and a query head of the key head's group; or None."""
+    KIND: gl.constexpr = OPTIONS.bias
+    if KIND is not None:
+        head = tile.head * OPTIONS.group + group_head
+        of_tile = bias_of_tile(kernel.bias, tile, head, kernel.schedule.num_segments, KIND)
+        rows = _row_indices(first)
+        if KIND.boundaries > 0:
+            rows = load_key_times(of_tile, rows).to(gl.int32)
+        block = first_time_block(tile.kv_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
+        block = gl.where(of_tile.own > 0, block, -2 - block)  # no number of a block of other keys
+        return ConsumerBias(of_tile, first, rows, block, kernel.ranges[consumer])
 
 
 @gluon.jit
@@ -304,4 +306,4 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         block += time
     else:
         buckets = Buckets(first, first, first)  # nothing reads them
-    return block, buckets
+    return gl.where(of_tile.own > 0, block, 0.0), buckets

@@ -102,9 +102,10 @@ def sums_of_tile(sums, bias, scratch, part, head, num_rows, factor, KIND: gl.con
 def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
     """Add a consumer's dS of the key block from `first` on, `[64, 64]`, to its sums. buckets: with
     a time table, the block's Buckets."""
-    if sums.num_rows < WARPGROUP_ROWS:
+    num_rows = gl.where(bias.of_tile.own > 0, sums.num_rows, 0)
+    if num_rows < WARPGROUP_ROWS:
         rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
-        ds = gl.where(rows < sums.num_rows, ds, 0.0)
+        ds = gl.where(rows < num_rows, ds, 0.0)
     if KIND.position:
         _add_diagonals(
             ds,

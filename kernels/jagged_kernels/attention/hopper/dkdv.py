@@ -133,7 +133,7 @@ def _tile_of_group(schedule, tile, query_group, MASK: gl.constexpr):
     first_target = first_target_column(
         schedule.num_targets_ptr, segment, tile.kv_len, MASK, schedule.num_segments
     )
-    return of_queries(tile, q_start, q_len, first_target)
+    return of_queries(tile, segment, q_start, q_len, first_target)
 
 
 @gluon.jit
@@ -157,7 +157,7 @@ def visited_blocks(schedule, tile, OPTIONS: gl.constexpr):
 def visited_rows(schedule, tile, number, visited, OPTIONS: gl.constexpr):
     """The number-th visited block: the tile with its query segment, its head in the group, and the
     block."""
-    blocks, q_start, q_len = visited.blocks, tile.q_start, tile.q_len
+    blocks, segment, q_start, q_len = visited.blocks, tile.segment, tile.q_start, tile.q_len
     first_target = first_target_of(tile, OPTIONS.mask)
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
     GROUPS: gl.constexpr = OPTIONS.query_groups
@@ -170,11 +170,12 @@ def visited_rows(schedule, tile, number, visited, OPTIONS: gl.constexpr):
             count = OPTIONS.group * gl.where(full, blocks.full_count, num_masked_blocks(blocks))
             if number >= count:
                 number -= count
-                q_start, q_len, blocks = other.q_start, other.q_len, others
+                segment, q_start, q_len = other.segment, other.q_start, other.q_len
+                blocks = others
                 first_target = first_target_of(other, OPTIONS.mask)
         number += gl.where(full, OPTIONS.group * num_masked_blocks(blocks), 0)
     group_head, block = _head_and_block(number, blocks, OPTIONS.group)
-    return of_queries(tile, q_start, q_len, first_target), group_head, block
+    return of_queries(tile, segment, q_start, q_len, first_target), group_head, block
 
 
 # -- producer --------------------------------------------------------------------------------------
@@ -286,17 +287,9 @@ def _dkdv_block(
 
 
 @gluon.jit
-def _bias(kernel, tile, group_head, first, consumer: gl.constexpr, OPTIONS: gl.constexpr):
-    """ConsumerBias of a consumer's keys from `first` on."""
-    head = tile.head * OPTIONS.group + group_head
-    return bias_of_keys(kernel.bias, tile, head, first, kernel.ranges[consumer], OPTIONS.bias)
-
-
-@gluon.jit
 def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
-    schedule, outputs, scales, shared = (
-        kernel.schedule, kernel.outputs, kernel.args, kernel.rings,
-    )  # fmt: skip
+    schedule, outputs = kernel.schedule, kernel.outputs
+    scales, shared = kernel.args, kernel.rings
     rings = Rings(
         q=shared.q, do=shared.do, k=shared.k[consumer], v=shared.v[consumer],
         lse=shared.lse, delta=shared.delta, tail=shared.tail,
@@ -320,9 +313,7 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
         for number in range(visited.masked):
             of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
             row, q_len = block * BLOCK, of_block.q_len
-            bias = None
-            if OPTIONS.bias is not None:
-                bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
+            bias = bias_of_keys(kernel, of_block, group_head, first, consumer, OPTIONS)
             if consumer_visits(of_block, block, query_blocks, consumer, OPTIONS, BLOCK):
                 first_target = first_target_of(of_block, OPTIONS.mask)
                 rows = QueryBlock(
@@ -339,13 +330,12 @@ def _dkdv_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPT
                 )
         keys = Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
         for number in range(visited.masked, visited.count):
-            bias, row, start, head = None, 0, 0, 0
+            of_block, group_head, row, start, head = tile, 0, 0, 0, 0
             if OPTIONS.bias is not None or dropout is not None:
                 of_block, group_head, block = visited_rows(schedule, tile, number, visited, OPTIONS)
                 row, start = block * BLOCK, of_block.q_start
                 head = tile.head * OPTIONS.group + group_head
-            if OPTIONS.bias is not None:
-                bias = _bias(kernel, tile, group_head, first, consumer, OPTIONS)
+            bias = bias_of_keys(kernel, of_block, group_head, first, consumer, OPTIONS)
             first_target = first_target_of(tile, OPTIONS.mask)
             rows = QueryBlock(row, 0, BLOCK, first_target, dropout, start, head)
             dk, dv, tail_phase = _dkdv_block(

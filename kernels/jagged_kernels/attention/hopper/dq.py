@@ -179,16 +179,17 @@ def _rows_of_block(rows, rings, wave):
 
 @gluon.jit
 def _sums(kernel, tile, num_rows, consumer: gl.constexpr, OPTIONS: gl.constexpr):
-    """SumsOfTile of a consumer's rows."""
-    scales = kernel.args
-    factor = scales.dact_factor * output_factor(
-        scales.output_scale, scales.segment_scale_ptr, tile.segment
-    )
-    part = gl.program_id(0) * OPTIONS.consumers + consumer
-    return sums_of_tile(
-        kernel.sums, kernel.bias, kernel.scratch[consumer], part,
-        tile.head, num_rows, factor, OPTIONS.bias,
-    )  # fmt: skip
+    """SumsOfTile of a consumer's rows, or None."""
+    if OPTIONS.has_sums:
+        scales = kernel.args
+        factor = scales.dact_factor * output_factor(
+            scales.output_scale, scales.segment_scale_ptr, tile.segment
+        )
+        part = gl.program_id(0) * OPTIONS.consumers + consumer
+        return sums_of_tile(
+            kernel.sums, kernel.bias, kernel.scratch[consumer], part,
+            tile.head, num_rows, factor, OPTIONS.bias,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -199,7 +200,6 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     )
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
-    WIDTH: gl.constexpr = rings.k.buffers.shape[3]
     STATS: gl.constexpr = gl.SliceLayout(1, mma_layout(WARPGROUP_ROWS, BLOCK))
     STORES_FROM_Q: gl.constexpr = outputs.buffers is None
     first_target = first_target_of(tile, OPTIONS.mask)
@@ -211,9 +211,7 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     num_keys = gl.where(masked > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, BLOCK)
     tail = Tail(rings.tail, tail_phase)
     if num_rows > 0:
-        dropout = None
-        if scales.seed_ptr is not None:
-            dropout = dropout_of_queries(scales, tile, first, OPTIONS)
+        dropout = dropout_of_queries(scales, tile, first, OPTIONS)
         lse = gl.arange(0, WARPGROUP_ROWS, layout=STATS)
         delta = lse
         if OPTIONS.activation is None:
@@ -223,16 +221,12 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
             gl.store(kernel.args.delta_ptr + offsets, delta, mask=real)
         consumer_wait(rings.q, wave)
         consumer_wait(rings.do, wave)
-        acc = zero_parts(WIDTH, OPTIONS.head_dim)
+        acc = zero_parts(rings.k.buffers.shape[3], OPTIONS.head_dim)
         row = first + tile.kv_len - tile.q_len
         scale = score_factor(scales.scale, OPTIONS.activation)
         rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
-        bias, sums = None, None
-        if OPTIONS.bias is not None:
-            bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
-        if OPTIONS.has_sums:
-            sums = _sums(kernel, tile, num_rows, consumer, OPTIONS)
-        tables = bias, sums
+        bias = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias)
+        tables = bias, _sums(kernel, tile, num_rows, consumer, OPTIONS)
         for number in range(masked):
             key_block = visited_block(number, blocks)
             column = key_block * BLOCK

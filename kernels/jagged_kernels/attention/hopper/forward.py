@@ -87,9 +87,9 @@ from .scores import Position, drop_by_queries, dropout_of_queries
 from .softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .tile_source import (
     Tile,
-    consumer_visits,
     key_blocks,
     make_tile_queue,
+    num_skipped,
     num_waves,
     pop_tile,
     produce_taken,
@@ -129,12 +129,8 @@ class _Visit(NamedTuple):
 def _key_row(kernel, tile, column, OPTIONS: gl.constexpr):
     """Row of k and v of a key at a column of the tile's segment. The values' page is in the L1
     cache, as the keys' was."""
-    return key_row(
-        tile,
-        column,
-        load_page(tile, column, kernel.page_table_ptr, OPTIONS.page_rows),
-        OPTIONS.page_rows,
-    )
+    page = load_page(tile, column, kernel.page_table_ptr, OPTIONS.page_rows)
+    return key_row(tile, column, page, OPTIONS.page_rows)
 
 
 @gluon.jit
@@ -183,11 +179,8 @@ def _fwd_produce(kernel, OPTIONS: gl.constexpr):
 def _start_scores(q, k, start, OPTIONS: gl.constexpr):
     """Start q kᵀ, plus `start` if there is a bias."""
     if OPTIONS.q_in_registers:
-        q = gl.convert_layout(
-            q,
-            gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, k.shape[0]), 2),
-            assert_trivial=True,
-        )
+        L: gl.constexpr = gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, k.shape[0]), 2)
+        q = gl.convert_layout(q, L, assert_trivial=True)
     return mma_abt(q, k, start, 1, OPTIONS.head_dim)
 
 
@@ -230,9 +223,8 @@ def _first_block(
         zero_tail(v, position.num_keys, visit.tail, consumer, OPTIONS.consumers)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(rings.k, step)
-    state = SoftmaxState(
-        gl.convert_layout(state.row_max, gl.SliceLayout(1, L)), state.row_sum, state.acc
-    )
+    row_max = gl.convert_layout(state.row_max, gl.SliceLayout(1, L))
+    state = SoftmaxState(row_max, state.row_sum, state.acc)
     p, state, _ = attention_weights(scores, position, state, visit.scale, OPTIONS, True)
     p = drop_by_queries(p, position)
     if has_tail:
@@ -282,8 +274,7 @@ def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
     # not earlier: loads of q into registers are complete once an MMA has read them
     release(rings.q, wave)
     wait_for_stores()
-    row_max = state.row_max
-    factor, lse = row_max, row_max
+    row_max, factor, lse = state.row_max, state.row_max, state.row_max
     if OPTIONS.activation is None:
         row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), row_max.type.layout)
         # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
@@ -308,9 +299,8 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     STATS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SKIPS: gl.constexpr = _skips_blocks(OPTIONS.mask, OPTIONS.consumers, BLOCK)
     SOFTMAX: gl.constexpr = OPTIONS.activation is None
-    blocks, wave, step, skipped, row = (
-        visit.blocks, visit.wave, visit.step, visit.skipped, visit.row,
-    )  # fmt: skip
+    blocks, wave, step = visit.blocks, visit.wave, visit.step
+    skipped, row = visit.skipped, visit.row
     num_keys, kv_len, first_target = visit.num_keys, visit.tile.kv_len, visit.tile.first_target
     state = SoftmaxState(
         gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS),
@@ -324,12 +314,11 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     if SKIPS:
         num_keys = gl.where(skipped > 0, kv_len - column, num_keys)
     begun = skipped + 1
-    p = to_mma_operand(
-        gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, SCORES), rings.v.buffers.dtype, WIDTH
-    )
+    nothing = gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, SCORES)
+    p = to_mma_operand(nothing, rings.v.buffers.dtype, WIDTH)
+    position = Position(row, column, num_keys, first_target, visit.dropout)
     if num_keys <= BLOCK // 2:
         rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-        position = Position(row, column, num_keys, first_target, visit.dropout)
         half, first = _first_block(
             rows, rings, visit, position, state, consumer, OPTIONS, BLOCK // 2
         )
@@ -340,17 +329,16 @@ def _fwd_rows(q, rings, visit, consumer: gl.constexpr, OPTIONS: gl.constexpr):
             column = visited_block(begun, blocks) * BLOCK
             rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
             position = Position(row, column, kv_len - column, first_target, visit.dropout)
-            MASKED: gl.constexpr = OPTIONS.mask is not None
             p, state = _next_block(
-                rows, rings, visit, begun, count > begun + 1, position, half, state, OPTIONS, MASKED
-            )
+                rows, rings, visit, begun, count > begun + 1, position, half, state, OPTIONS,
+                OPTIONS.mask is not None,
+            )  # fmt: skip
         else:
             half_acc, factor, lse = _last_values(half, rings, step + skipped, wave, state, OPTIONS)
             state = SoftmaxState(state.row_max, state.row_sum, half_acc)
         begun += 1
     else:
         rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
-        position = Position(row, column, num_keys, first_target, visit.dropout)
         p, state = _first_block(rows, rings, visit, position, state, consumer, OPTIONS, BLOCK)
         if not SOFTMAX:
             wait_until_full(rings.k, step + begun, count > begun)
@@ -391,22 +379,6 @@ def _skip_blocks(
 
 
 @gluon.jit
-def _num_skipped(
-    tile, blocks, visited, consumer: gl.constexpr, OPTIONS: gl.constexpr, BLOCK: gl.constexpr
-):
-    """How many of the tile's first blocks no row of the consumer sees. At least one block is left,
-    as the rows need a result."""
-    last = gl.minimum(num_masked_blocks(blocks), visited - 1)
-    count = gl.to_tensor(0)
-    while (count < last) & (
-        consumer_visits(tile, visited_block(count, blocks), key_blocks, consumer, OPTIONS, BLOCK)
-        == 0
-    ):
-        count += 1
-    return count
-
-
-@gluon.jit
 def _fwd_tile(
     tile, wave, step, tail_phase, more, scale, consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr
 ):
@@ -437,15 +409,11 @@ def _fwd_tile(
             q = q.load(gl.DotOperandLayout(0, SCORES, 2))
         skipped = 0
         if _skips_blocks(OPTIONS.mask, CONSUMERS, BLOCK):
-            skipped = _num_skipped(tile, blocks, visited, consumer, OPTIONS, BLOCK)
+            skipped = num_skipped(tile, blocks, visited, consumer, OPTIONS, BLOCK)
             _skip_blocks(rings, step, skipped, num_keys, has_tail, tail, consumer, CONSUMERS)
-        bias = None
-        if OPTIONS.bias is not None:
-            bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
+        bias = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias)
         row = first + tile.kv_len - tile.q_len
-        dropout = None
-        if scales.seed_ptr is not None:
-            dropout = dropout_of_queries(scales, tile, first, OPTIONS)
+        dropout = dropout_of_queries(scales, tile, first, OPTIONS)
         visit = _Visit(
             wave, step, tile, blocks, visited, skipped, row, num_keys, scale, bias, tail, dropout
         )
@@ -469,9 +437,8 @@ def _fwd_tile(
             gl.store(of_head + tile.q_start + first + lanes, lse, mask=stored)
     else:
         skip_stage(rings.q, wave)
-        _skip_blocks(
-            rings, step, gl.maximum(visited, 1), num_keys, has_tail, tail, consumer, CONSUMERS
-        )
+        count = gl.maximum(visited, 1)
+        _skip_blocks(rings, step, count, num_keys, has_tail, tail, consumer, CONSUMERS)
         if SOFTMAX:
             next_tile = pop_tile(queue, wave + 1, more)
     release(queue, wave)
@@ -518,10 +485,8 @@ def attention_fwd_hopper_kernel(
         args.tiles_ptr, num_tiles_ptr, args.q_offsets_ptr, args.kv_offsets_ptr, num_segments,
         args.num_targets_ptr, out_desc.shape[1], args.next_tile_ptr,
     )  # fmt: skip
-    k, v = (
-        make_ring(k_desc, OPTIONS.stages, CONSUMERS),
-        make_ring(v_desc, OPTIONS.stages, CONSUMERS),
-    )
+    k = make_ring(k_desc, OPTIONS.stages, CONSUMERS)
+    v = make_ring(v_desc, OPTIONS.stages, CONSUMERS)
     q = make_rings(q_desc, OPTIONS.row_stages, CONSUMERS)
     rings = Rings(q=q, k=k, v=v, tail=make_barriers(1, CONSUMERS))
     buffers = make_epilogue_buffers(out_desc, CONSUMERS)

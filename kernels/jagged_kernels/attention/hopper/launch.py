@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ...common.activations import activation_factors, activation_function
-from ...common.descriptors import has_descriptor
-from ...common.device import device_properties
+from ...common.device import device_properties, has_descriptor
 from ...common.pipeline import WARPGROUP_ROWS, TensorDescriptor, head_descriptor
 from ...schedule.cost import LoopedSide
 from ..bias_tables import TableGradients, kernel_bias

@@ -135,11 +135,13 @@ def visible_rows(column, rows, MASK: gl.constexpr, BLOCK: gl.constexpr, L: gl.co
 
 @gluon.jit
 def dropout_of_queries(args, tile, first, OPTIONS: gl.constexpr):
-    """The Dropout of a tile's query rows, counted from the `first` one of the segment on."""
-    start = first
-    if not OPTIONS.local_rows:
-        start = tile.q_start + first
-    return dropout_of_head(args.seed_ptr, args.threshold, tile.head, start)
+    """The Dropout, or None, of a tile's query rows, counted from the `first` one of the segment
+    on."""
+    if args.seed_ptr is not None:
+        start = first
+        if not OPTIONS.local_rows:
+            start = tile.q_start + first
+        return dropout_of_head(args.seed_ptr, args.threshold, tile.head, start)
 
 
 @gluon.jit

@@ -76,10 +76,10 @@ def _tile(tile, segment, block, first_target):
 
 
 @gluon.jit
-def of_queries(tile, q_start, q_len, first_target):
+def of_queries(tile, segment, q_start, q_len, first_target):
     """A tile of keys with another query segment."""
     return Tile(
-        tile.segment, tile.head, tile.block,
+        segment, tile.head, tile.block,
         q_start, q_len, tile.kv_start, tile.kv_len, first_target,
     )  # fmt: skip
 
@@ -281,3 +281,19 @@ def consumer_visits(
         )
         blocks, _ = BLOCKS_OF(rows, OPTIONS.mask, WARPGROUP_ROWS, BLOCK)
         return is_visited(block, blocks)
+
+
+@gluon.jit
+def num_skipped(
+    tile, blocks, visited, consumer: gl.constexpr, OPTIONS: gl.constexpr, BLOCK: gl.constexpr
+):
+    """How many of the first blocks of keys that a tile visits no row of the consumer sees. At least
+    one block is left, as the rows need a result."""
+    last = gl.minimum(num_masked_blocks(blocks), visited - 1)
+    count = gl.to_tensor(0)
+    while (count < last) & (
+        consumer_visits(tile, visited_block(count, blocks), key_blocks, consumer, OPTIONS, BLOCK)
+        == 0
+    ):
+        count += 1
+    return count

@@ -1,0 +1,103 @@
+"""The users' events, those of the log and those of requests, on the host."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from data.event_log import EventLog
+
+
+class NewEvents(NamedTuple):
+    """Events of a user, from oldest to newest. item, rating: int64 [N]; ratings are indices into
+    `Ranker.ratings`, 0 without ratings."""
+
+    item: np.ndarray
+    rating: np.ndarray
+
+
+NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Score candidates, items int64 [C], for a user after these new events. stores_events: whether
+    the history then has them.
+
+    Users and items are rows, not ids: see `Histories`.
+    """
+
+    user: int
+    candidates: np.ndarray
+    events: NewEvents = NONE
+    stores_events: bool = True
+
+
+class Histories:
+    """The events of all users: those of a log, then those of requests. Users and items are rows of
+    `users` and `items`, the log's ids. Rows from `num_users` on are users without a history.
+
+    Args:
+        log: the log.
+        rating: int64, for each event of the log the index of its rating.
+        kept: bool, the events of the log that are known at the start.
+    """
+
+    def __init__(self, log: EventLog, rating: np.ndarray, kept: np.ndarray):
+        self.users, self.items, self.num_users, self.num_items = (
+            log.users,
+            log.items,
+            log.num_users,
+            log.num_items,
+        )
+        self._item, self._rating = log.item[kept], rating[kept]
+        self._offsets = np.concatenate(
+            [[0], np.bincount(log.user[kept], minlength=log.num_users + 1).cumsum()]
+        )
+        self._added: dict[int, NewEvents] = {}
+
+    def length(self, user: int) -> int:
+        rows = self._rows(user)
+        return rows.stop - rows.start + len(self._added.get(user, NONE).item)
+
+    def longest(self) -> int:
+        """The user of the longest history of the log."""
+        return int(np.diff(self._offsets).argmax())
+
+    @cached_property
+    def popularity(self) -> np.ndarray:
+        """How many of the log's events have each item, [num_items]."""
+        return np.bincount(self._item, minlength=self.num_items)
+
+    def add(self, user: int, events: NewEvents, keep: int) -> None:
+        """Add a user's events. Of all that were added, the last `keep` remain."""
+        if len(events.item):
+            self._added[user] = _last(joined(self._added.get(user, NONE), events), keep)
+
+    def forget(self) -> None:
+        """Forget the events of all requests."""
+        self._added.clear()
+
+    def replace(self, user: int, events: NewEvents) -> None:
+        """Replace the events that were added."""
+        self._added[user] = events
+
+    def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
+        """The last `count` events of a user's history and these new ones."""
+        rows = self._rows(user)
+        rows = slice(max(rows.start, rows.stop - count), rows.stop)
+        known = NewEvents(self._item[rows], self._rating[rows])
+        return _last(joined(known, self._added.get(user, NONE), events), count)
+
+    def _rows(self, user: int) -> slice:
+        """The rows of the user's events of the log."""
+        user = min(user, self.num_users)
+        return slice(int(self._offsets[user]), int(self._offsets[user + 1]))
+
+
+def _last(events: NewEvents, count: int) -> NewEvents:
+    return NewEvents(*(column[max(0, len(column) - count) :] for column in events))
+
+
+def joined(*events: NewEvents) -> NewEvents:
+    return NewEvents(*(np.concatenate(columns) for columns in zip(*events, strict=True)))

@@ -1,0 +1,48 @@
+"""Compiles the operators that exported models call, for programs without Python.
+
+    python -m jagged_modules.cpp_library --out libjagged_modules.so
+
+A program loads the library with dlopen or LD_PRELOAD, then packages of AOTInductor. It needs g++,
+and torch's headers and libraries, which this Python has. The library runs with torch 2.11 and
+newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).with_name("cpp")
+OLDEST_TORCH = 0x020B000000000000  # 2.11, as torch/headeronly/version.h writes it
+
+
+def command(out: Path, march: str = "native") -> list[str]:
+    """The compiler's. march: g++'s option, the processors that the library is for."""
+    torch_folder = Path(torch.__file__).parent
+    return [
+        *("g++", "-std=c++17", "-O3", f"-march={march}", "-shared", "-fPIC", "-fvisibility=hidden"),
+        *("-Wall", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH:#018x}"),
+        f"-I{torch_folder / 'include'}",
+        *map(str, sorted(SOURCES.glob("*.cpp"))),
+        f"-L{torch_folder / 'lib'}",
+        *("-Wl,--as-needed", "-ltorch_cpu", "-o", str(out)),
+    ]
+
+
+def main(argv: Iterable[str] | None = None) -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True, type=Path, help="the library to write")
+    parser.add_argument("--march", default="native", help="of g++ (default: this machine)")
+    options = parser.parse_args(argv if argv is None else list(argv))
+    subprocess.run(command(options.out, options.march), check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,469 @@
+"""Forward of DIN's attention for Hopper, where v is k.
+
+    M = B + D ∘ q,  h1 = act(k Mᵀ + a),  h2 = act(h1 W2ᵀ + b2),  p = h2 · w + b3,  out = Σ_i p_i k_i
+
+Warps           no specialisation: four warps compute one row of q after another; four thread
+                blocks an SM, or two
+Tiles           64 events of E columns, 64 or 128. A layer's units are in pieces, see mlp.py
+MMAs            z1: k from shared memory. z2: h1 from registers. out: kᵀ, 64 or 128 rows, times p in
+                eight equal columns, the smallest number
+Barriers        full, one for each stage of the ring of k: arrive count 1 (the thread that expects
+                the TMA's bytes). There are no empty barriers: a stage is filled again behind a
+                barrier of all warps that have waited for the MMAs that read it. Tiles are loaded
+                three ahead, also those of the next row of q
+Shared memory   in KiB, and less than 3 for vectors and barriers, at hidden (80, 40):
+                E =  64:  50 = k 4 x 8 + M 10 + W2 6 + p 2 x 1
+                E = 128:  92 = k 4 x 16 + M 20 + W2 6 + p 2 x 1
+Registers       128 a thread for four thread blocks an SM, no limit for two: configs.hopper_config
+
+Order of a tile (`_tile`): h1; start z2; start z1 of the next tile, which runs during all that
+follows but the last wait; wait for z2; store p; start out; wait for both.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common.activations import _fast_tanh
+from ..common.gluon_api import load_tile, thread_barrier
+from ..common.loads import load_segment
+from ..common.pipeline import (
+    make_barriers,
+    mma_abt,
+    mma_layout,
+    to_mma_operand,
+    vector_layout,
+    zero_rows,
+)
+from ..common.ptxas import safe_ptxas
+from .configs import HOPPER_STAGES
+from .mlp import has_table
+
+BLOCK = gl.constexpr(64)  # events of a tile
+STAGES = gl.constexpr(HOPPER_STAGES)
+AHEAD = gl.constexpr(HOPPER_STAGES - 1)  # tiles that are loaded before their turn
+COPIES = gl.constexpr(8)  # columns of p
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+class Buffers(NamedTuple):
+    """Shared memory. k `[STAGES, 64, E]`, their barriers, pieces of M `[n, E]`, of W2 `[m, n]` for
+    each piece of the first layer, p `[2, 8, 64]`, and pieces of a, b2, w, and of tables."""
+
+    k: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    first: gl.tuple
+    second: gl.tuple
+    p: gl.shared_memory_descriptor
+    a: gl.tuple
+    bias: gl.tuple
+    weight: gl.tuple
+    tables: gl.tuple
+
+
+class Events(NamedTuple):
+    """The events of a row of q: the first one, and how many."""
+
+    start: gl.tensor
+    length: gl.tensor
+
+
+class Sums(NamedTuple):
+    """Of a row of q: acc, outᵀ in 8 equal columns [E, 8]; with softmax the largest score so far,
+    and the sum of the weights, of which each of the 64 events of a tile has a part."""
+
+    acc: gl.tensor
+    largest: gl.tensor
+    total: gl.tensor
+
+
+@gluon.jit
+def _find_user(row, offsets_ptr, num_segments):
+    """The last segment that starts at a row or before: as common/loads.py's find_segment."""
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    low, size = 0, num_segments
+    while size > 1:
+        step = (size + 31) // 32
+        segments = low + lanes * step
+        inside = lanes * step < size
+        first = gl.load(offsets_ptr + segments, mask=inside, other=0)
+        skipped = (gl.sum((inside & (first <= row)).to(gl.int32), 0) - 1) * step
+        low += skipped
+        size = gl.minimum(step, size - skipped)
+    return low
+
+
+@gluon.jit
+def _find_events(row, num_rows, num_segments, offsets):
+    """The Events of a row of q; none from num_rows on, and behind the last segment."""
+    user = _find_user(row, offsets[0], num_segments)
+    start, length = load_segment(offsets[1], user)
+    there = (row < num_rows) & (row < gl.load(offsets[0] + num_segments))
+    return Events(start, gl.where(there, length, 0))
+
+
+@gluon.jit
+def _columns(LAYER: gl.constexpr, i: gl.constexpr, OPTIONS: gl.constexpr):
+    """The units of a piece, as columns of z, and which of them there are."""
+    L: gl.constexpr = mma_layout(BLOCK, OPTIONS.pieces[LAYER][i][1])
+    columns = OPTIONS.pieces[LAYER][i][0] + gl.arange(
+        0, OPTIONS.pieces[LAYER][i][1], layout=gl.SliceLayout(0, L)
+    )
+    return columns, columns < OPTIONS.hidden[LAYER]
+
+
+@gluon.jit
+def _load_pieces(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
+    """The pieces of a vector of a layer's units, in fp32."""
+    pieces = ()
+    for i in gl.static_range(len(OPTIONS.pieces[LAYER])):
+        columns, there = _columns(LAYER, i, OPTIONS)
+        pieces = pieces + (gl.load(ptr + columns, mask=there, other=0.0).to(gl.float32),)
+    return pieces
+
+
+@gluon.jit
+def _make_vectors(LAYER: gl.constexpr, OPTIONS: gl.constexpr):
+    """Shared memory for the pieces of a vector of a layer's units."""
+    pieces = ()
+    for i in gl.static_range(len(OPTIONS.pieces[LAYER])):
+        piece = gl.allocate_shared_memory(gl.float32, [OPTIONS.pieces[LAYER][i][1]], WORDS)
+        pieces = pieces + (piece,)
+    return pieces
+
+
+@gluon.jit
+def _store_vectors(buffers, pieces):
+    for i in gl.static_range(len(pieces)):
+        buffers[i].store(pieces[i])
+
+
+@gluon.jit
+def _make_table(ptr, LAYER: gl.constexpr, OPTIONS: gl.constexpr):
+    """What a layer's activation needs of its table, in shared memory: PReLU's slopes; c0, c1, scale
+    and shift of Dice, h = z (c0 + c1 tanh(scale z + shift))."""
+    UNITS: gl.constexpr = OPTIONS.hidden[LAYER]
+    rows = ()
+    for row in gl.static_range(5 if OPTIONS.units == "dice" else 1):
+        rows = rows + (_load_pieces(ptr + row * UNITS, LAYER, OPTIONS),)
+    vectors = (_make_vectors(LAYER, OPTIONS),)
+    if OPTIONS.units == "dice":
+        slope, mean, rstd, weight, bias = rows
+        for _ in gl.static_range(3):
+            vectors = vectors + (_make_vectors(LAYER, OPTIONS),)
+        for i in gl.static_range(len(slope)):
+            scale = 0.5 * weight[i] * rstd[i]
+            vectors[0][i].store(0.5 + 0.5 * slope[i])
+            vectors[1][i].store(0.5 - 0.5 * slope[i])
+            vectors[2][i].store(scale)
+            vectors[3][i].store(0.5 * bias[i] - mean[i] * scale)
+    else:
+        _store_vectors(vectors[0], rows[0])
+    return vectors
+
+
+@gluon.jit
+def _make_tables(tables, OPTIONS: gl.constexpr):
+    """_make_table of both layers."""
+    if has_table(OPTIONS.units):
+        return _make_table(tables[0], 0, OPTIONS), _make_table(tables[1], 1, OPTIONS)
+    else:
+        return ()
+
+
+@gluon.jit
+def _make_matrix(DTYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory for an operand of an MMA."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [ROWS, COLUMNS], SHARED)
+
+
+@gluon.jit
+def _make_second_piece(ptr, i: gl.constexpr, j: gl.constexpr, OPTIONS: gl.constexpr):
+    K: gl.constexpr = OPTIONS.pieces[0][i][1]
+    N: gl.constexpr = OPTIONS.pieces[1][j][1]
+    L: gl.constexpr = vector_layout(K)
+    columns = OPTIONS.pieces[0][i][0] + gl.arange(0, K, layout=gl.SliceLayout(0, L))
+    rows = OPTIONS.pieces[1][j][0] + gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    mask = (rows < OPTIONS.hidden[1])[:, None] & (columns < OPTIONS.hidden[0])[None, :]
+    ptrs = ptr + rows[:, None] * OPTIONS.hidden[0] + columns[None, :]
+    buffer = _make_matrix(ptr.dtype.element_ty, N, K)
+    buffer.store(gl.load(ptrs, mask=mask, other=0.0))
+    return buffer
+
+
+@gluon.jit
+def _make_second(ptr, OPTIONS: gl.constexpr):
+    """W2 in shared memory: for each piece of the first layer, those of the second one."""
+    found = ()
+    for i in gl.static_range(len(OPTIONS.pieces[0])):
+        pieces = ()
+        for j in gl.static_range(len(OPTIONS.pieces[1])):
+            pieces = pieces + (_make_second_piece(ptr, i, j, OPTIONS),)
+        found = found + (pieces,)
+    return found
+
+
+@gluon.jit
+def _make_first(DTYPE: gl.constexpr, WIDTH: gl.constexpr, OPTIONS: gl.constexpr):
+    """Shared memory for the pieces of M."""
+    found = ()
+    for i in gl.static_range(len(OPTIONS.pieces[0])):
+        found = found + (_make_matrix(DTYPE, OPTIONS.pieces[0][i][1], WIDTH),)
+    return found
+
+
+@gluon.jit
+def _store_first(buffers, q_ptr, of_k_ptr, products_ptr, OPTIONS: gl.constexpr):
+    """Store M of a row of q."""
+    WIDTH: gl.constexpr = buffers.k.shape[2]
+    L: gl.constexpr = vector_layout(WIDTH)
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+    inside = column < OPTIONS.width
+    q = gl.load(q_ptr + column, mask=inside, other=0.0).to(gl.float32)
+    for i in gl.static_range(len(OPTIONS.pieces[0])):
+        rows = OPTIONS.pieces[0][i][0] + gl.arange(
+            0, OPTIONS.pieces[0][i][1], layout=gl.SliceLayout(1, L)
+        )
+        mask = (rows < OPTIONS.hidden[0])[:, None] & inside[None, :]
+        offsets = rows[:, None] * OPTIONS.width + column[None, :]
+        of_k = gl.load(of_k_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
+        products = gl.load(products_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
+        buffers.first[i].store((of_k + products * q[None, :]).to(buffers.k.dtype))
+
+
+@gluon.jit
+def _of_columns(vector, z):
+    """A vector in shared memory as a row [1, n] beside z."""
+    return vector.load(gl.SliceLayout(0, z.type.layout))[None, :]
+
+
+@gluon.jit
+def _plus(z, vector):
+    """z plus a vector in shared memory."""
+    return z + _of_columns(vector, z)
+
+
+@gluon.jit
+def _relu16(z):
+    """ReLU of z, rounded to bf16: one instruction for two numbers."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,f,f", [z],
+        dtype=gl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _activate(z, buffers, LAYER: gl.constexpr, i: gl.constexpr, ACTIVATION, OPTIONS: gl.constexpr):
+    """h of a piece of a layer."""
+    if not has_table(OPTIONS.units):
+        return ACTIVATION(z, 1.0)[0] * OPTIONS.factors[0]
+    else:
+        vectors = buffers.tables[LAYER]
+        first = _of_columns(vectors[0][i], z)
+        if OPTIONS.units == "prelu":
+            return gl.where(z > 0, z, first * z)
+        else:
+            t = _plus(z * _of_columns(vectors[2][i], z), vectors[3][i])
+            return z * (first + _of_columns(vectors[1][i], z) * _fast_tanh(t))
+
+
+@gluon.jit
+def _load_events(k_desc, buffers, row, step, wanted):
+    """Start to load the tile of events from a row on, if wanted."""
+    stage = step % STAGES
+    mbarrier.expect(buffers.full.index(stage), k_desc.block_type.nbytes, pred=wanted)
+    load_tile(
+        k_desc, [row.to(gl.int32), 0], buffers.full.index(stage), buffers.k.index(stage),
+        pred=wanted,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_missing(k_desc, buffers, events, step, missing):
+    """Start to load the first tiles of a row, of which only `missing` were not."""
+    for i in gl.static_range(AHEAD):
+        wanted = (i < missing) & (events.length > BLOCK * i)
+        _load_events(k_desc, buffers, events.start + BLOCK * i, step + i, wanted)
+
+
+@gluon.jit
+def _load_ahead(k_desc, buffers, events, next_events, step):
+    """Start to load the tile that is AHEAD of the first one of these events: it may be one of the
+    next row of q."""
+    tiles = (events.length + BLOCK - 1) // BLOCK
+    column = BLOCK * (AHEAD - tiles)
+    inside = tiles > AHEAD
+    row = gl.where(inside, events.start + BLOCK * AHEAD, next_events.start + column)
+    _load_events(k_desc, buffers, row, step + AHEAD, inside | (column < next_events.length))
+
+
+@gluon.jit
+def _wait(mmas, PENDING: gl.constexpr):
+    """The results of all MMAs but the last PENDING, as a tuple."""
+    if len(mmas) == 1:
+        return (warpgroup_mma_wait(PENDING, deps=mmas),)
+    else:
+        return warpgroup_mma_wait(PENDING, deps=mmas)
+
+
+@gluon.jit
+def _start_first(buffers, step, num_rows):
+    """Start z1 of a tile with num_rows events of the segment, once it is loaded."""
+    stage = step % STAGES
+    mbarrier.wait(buffers.full.index(stage), step // STAGES & 1)
+    if num_rows < BLOCK:
+        zero_rows(buffers.k.index(stage), num_rows, 0, 1)
+    z = ()
+    for i in gl.static_range(len(buffers.first)):
+        z = z + (mma_abt(buffers.k.index(stage), buffers.first[i]),)
+    return z
+
+
+@gluon.jit
+def _start_second(h, buffers, j: gl.constexpr, DTYPE: gl.constexpr, OPTIONS: gl.constexpr):
+    """Start z2 of a piece, and its operands in registers."""
+    N: gl.constexpr = OPTIONS.pieces[1][j][1]
+    operands = (to_mma_operand(h[0], DTYPE, N),)
+    z = mma_abt(operands[0], buffers.second[0][j])
+    for i in gl.static_range(1, len(h)):
+        operands = operands + (to_mma_operand(h[i], DTYPE, N),)
+        z = mma_abt(operands[i], buffers.second[i][j], z)
+    return z, operands
+
+
+@gluon.jit
+def _tile(
+    z, sums, k_desc, buffers, last_bias, events, next_events, step,
+    NEXT: gl.constexpr, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """z1 of the next tile, if there is one (NEXT), and the sums with this tile's, the first of
+    these events. next_events: of the next row of q."""
+    DTYPE: gl.constexpr = k_desc.dtype
+    FIRST: gl.constexpr = len(OPTIONS.pieces[0])
+    SECOND: gl.constexpr = len(OPTIONS.pieces[1])
+    h = ()
+    for i in gl.static_range(FIRST):
+        if OPTIONS.units == "relu":
+            piece = _relu16(_plus(z[i], buffers.a[i]))
+        else:
+            piece = _activate(_plus(z[i], buffers.a[i]), buffers, 0, i, ACTIVATION, OPTIONS)
+        h = h + (piece,)
+    z2, operands = (), ()
+    for j in gl.static_range(SECOND):
+        part, used = _start_second(h, buffers, j, DTYPE, OPTIONS)
+        z2, operands = z2 + (part,), operands + used
+    if NEXT:
+        next_z = _start_first(buffers, step + 1, events.length - BLOCK)
+        found = warpgroup_mma_wait(FIRST, deps=z2 + operands)
+    else:
+        next_z = ()
+        found = warpgroup_mma_wait(0, deps=z2 + operands)
+    L: gl.constexpr = mma_layout(BLOCK, COPIES)
+    p = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)) + last_bias
+    for j in gl.static_range(SECOND):
+        h2 = _activate(_plus(found[j], buffers.bias[j]), buffers, 1, j, ACTIVATION, OPTIONS)
+        s = gl.sum(h2 * _of_columns(buffers.weight[j], h2), 1)
+        p += gl.convert_layout(s, gl.SliceLayout(1, L), assert_trivial=True)
+    acc, largest, total = sums
+    if OPTIONS.softmax:
+        rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
+        p = gl.where(rows < events.length, p, float("-inf"))
+        new = gl.maximum(largest, gl.max(p, 0))
+        p, rescale = gl.exp(p - new), gl.exp(largest - new)
+        acc, total, largest = acc * rescale, total * rescale + p, new
+    of_tile = buffers.p.index(step & 1)
+    of_tile.permute((1, 0)).store(p.to(DTYPE)[:, None].broadcast_to([BLOCK, COPIES]))
+    fence_async_shared()
+    thread_barrier()
+    _load_ahead(k_desc, buffers, events, next_events, step)
+    acc = warpgroup_mma(
+        buffers.k.index(step % STAGES).permute((1, 0)), of_tile.permute((1, 0)), acc, is_async=True
+    )
+    if NEXT:
+        done = warpgroup_mma_wait(0, deps=next_z + (acc,))
+        return done[:FIRST], Sums(done[FIRST], largest, total)
+    else:
+        return (), Sums(warpgroup_mma_wait(0, deps=(acc,)), largest, total)
+
+
+@safe_ptxas
+@gluon.jit(do_not_specialize=["num_rows", "num_segments"])
+def din_fwd_hopper_kernel(
+    k_desc, operands, strides, weights, biases, tables, results, offsets,
+    num_rows, num_segments, ACTIVATION: gl.constexpr, OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """Each program has every num_programs-th row of q. results: as in triton_forward.py. offsets:
+    of q and of the events."""
+    WIDTH: gl.constexpr = k_desc.block_type.shape[1]
+    DTYPE: gl.constexpr = k_desc.dtype
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COPIES, BLOCK], DTYPE)
+    buffers = Buffers(
+        gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, WIDTH], k_desc.layout),
+        make_barriers(STAGES, 1),
+        _make_first(DTYPE, WIDTH, OPTIONS),
+        _make_second(weights[1], OPTIONS),
+        gl.allocate_shared_memory(DTYPE, [2, COPIES, BLOCK], P),
+        _make_vectors(0, OPTIONS),
+        _make_vectors(1, OPTIONS),
+        _make_vectors(1, OPTIONS),
+        _make_tables(tables, OPTIONS),
+    )
+    _store_vectors(buffers.bias, _load_pieces(biases[0], 1, OPTIONS))
+    _store_vectors(buffers.weight, _load_pieces(weights[2], 1, OPTIONS))
+    last_bias = gl.load(biases[1]).to(gl.float32)
+    L: gl.constexpr = mma_layout(BLOCK, COPIES)
+    columns = gl.arange(0, COPIES, layout=gl.SliceLayout(0, L))[None, :]
+    units = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, L))[:, None]
+    step, missing = 0, AHEAD
+    next_events = _find_events(gl.program_id(0), num_rows, num_segments, offsets)
+    for row in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+        events = next_events
+        _load_missing(k_desc, buffers, events, step, missing)
+        next_events = _find_events(row + gl.num_programs(0), num_rows, num_segments, offsets)
+        missing = gl.maximum(AHEAD - (events.length + BLOCK - 1) // BLOCK, 0)
+        row = row.to(gl.int64)
+        sums = Sums(
+            gl.zeros([WIDTH, COPIES], gl.float32, L),
+            float("-inf"),
+            gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, L)),
+        )
+        if events.length > 0:
+            q_ptr = operands.q + row * (strides[0] * OPTIONS.align)
+            _store_first(buffers, q_ptr, operands.of_k, weights[0], OPTIONS)
+            a_ptr = operands.a + row * (strides[2] * OPTIONS.align)
+            _store_vectors(buffers.a, _load_pieces(a_ptr, 0, OPTIONS))
+            fence_async_shared()
+            thread_barrier()
+            z = _wait(_start_first(buffers, step, events.length), 0)
+            while events.length > BLOCK:
+                z, sums = _tile(
+                    z, sums, k_desc, buffers, last_bias, events, next_events, step,
+                    True, ACTIVATION, OPTIONS,
+                )  # fmt: skip
+                events = Events(events.start + BLOCK, events.length - BLOCK)
+                step += 1
+            _, sums = _tile(
+                z, sums, k_desc, buffers, last_bias, events, next_events, step,
+                False, ACTIVATION, OPTIONS,
+            )  # fmt: skip
+            step += 1
+            thread_barrier()  # every warp has read what the next row writes
+        acc = sums.acc
+        if OPTIONS.softmax:
+            total = gl.sum(sums.total, 0)
+            total = gl.where(total > 0, total, 1.0)  # rows without events
+            acc /= total
+            gl.store(results[1] + row, sums.largest + gl.log(total))
+        gl.store(
+            results[0] + row * OPTIONS.width + units + columns * 0,
+            acc.to(results[0].dtype.element_ty),
+            mask=(columns == 0) & (units < OPTIONS.width),
+        )
