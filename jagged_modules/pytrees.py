@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from jagged_kernels.attention.pages import Pages
 from jagged_kernels.schedule.host import TileSchedule
 from torch.serialization import add_safe_globals  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
@@ -31,7 +32,7 @@ from .layers.kunlun import KunlunConfig
 from .masks import AttentionMask
 from .rotary import Rotary
 from .scalars import is_sequence
-from .segments import Segmentation
+from .segments import Segmentation, segmentation_of
 
 Build = Callable[..., Any]
 
@@ -50,7 +51,7 @@ def _register(
         children: names of attributes that are leaves or pytrees. Which of them are None is part of
             the structure.
         constants: names of attributes that are part of the structure; their types must be JSON
-            types.
+            types or dtypes.
         build: builds the object without checks, from all these attributes as keyword arguments.
             None: set them on a new object.
         get: returns a child, given the object and the child's name.
@@ -78,8 +79,8 @@ def _register(
         unflatten,
         serialized_type_name=f"jagged_modules.{cls.__name__}",
         flatten_with_keys_fn=flatten_with_keys,
-        to_dumpable_context=lambda context: context,
-        from_dumpable_context=_tuples,
+        to_dumpable_context=_to_json,
+        from_dumpable_context=_from_json,
     )
     add_safe_globals([cls])
 
@@ -93,9 +94,18 @@ def _object(cls: type[object]) -> Build:
     return build
 
 
-def _tuples(context: Any) -> Any:
-    """The context with lists converted to tuples. JSON converts tuples to lists."""
-    return tuple(_tuples(x) for x in context) if is_sequence(context) else context
+def _to_json(context: Any) -> Any:
+    if is_sequence(context):
+        return [_to_json(x) for x in context]
+    return str(context) if isinstance(context, torch.dtype) else context
+
+
+def _from_json(context: Any) -> Any:
+    """Undo `_to_json`, with tuples for lists."""
+    if is_sequence(context):
+        return tuple(_from_json(x) for x in context)
+    is_dtype = isinstance(context, str) and context.startswith("torch.")
+    return getattr(torch, context.removeprefix("torch.")) if is_dtype else context
 
 
 def _plan_child(plan: ScorePlan, name: str) -> Any:
@@ -108,10 +118,14 @@ def _plan(x_offsets: Any, y_offsets: Any, **others: Any) -> ScorePlan:
     return ScorePlan(x_offsets, x_offsets if y_offsets is None else y_offsets, **others)
 
 
+def _paged_rows(storage: Any, offsets: Any, pages: Any, dtype: Any) -> PagedRows:
+    return PagedRows(storage, offsets, pages, segmentation_of(offsets), dtype)
+
+
 # configs are no pytrees, and a checkpoint may hold them
 add_safe_globals([Segmentation, GDPAConfig, HSTUConfig, InterFormerConfig, KunlunConfig])
 _register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
-_register(PagedRows, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
+_register(PagedRows, ("storage", "offsets", "pages"), ("dtype",), build=_paged_rows)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
 _register(
     AttentionMask,
@@ -134,5 +148,5 @@ _register(
     ("tiles", "num_tiles", "backward"),
     ("block_m", "block_n", "num_heads", "ascending"),
 )
-_register(Pages, ("table", "num_rows"), ("page_rows",))
+_register(Pages, ("table", "num_rows", "scales"), ("page_rows",))
 _register(HistoryCache, ("layers", "timestamps"), ("max_rows",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,19 @@ class PagedRows(Jagged):
         return self.storage.device
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Jagged.unchecked, (self.values, self.offsets, self.max_seqlen, self.segmentation)
+        """A copy has a storage with the pages of its table alone."""
+        pages, entries = self.pages, self.pages.table.long()
+
+        def own(x: Tensor) -> Tensor:
+            by_page = torch.unflatten(x, 0, (-1, pages.page_rows))
+            return by_page.index_select(0, entries).flatten(0, 1)
+
+        pages = dataclasses.replace(
+            pages,
+            table=torch.arange(len(entries), dtype=torch.int32, device=entries.device),
+            scales=None if pages.scales is None else own(pages.scales),
+        )
+        return PagedRows, (own(self.storage), self.offsets, pages, self.segmentation, self.dtype)
 
 
 class Room(NamedTuple):

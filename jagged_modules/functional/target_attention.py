@@ -142,7 +142,8 @@ def target_attention(
         ("k", k, "[L, Hkv, D]"),
         ("v", v, "[L, Hkv, Dv]"),
     ):
-        check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
+        if name == "q" or pages is None or getattr(pages, "scales", None) is None:
+            check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
     num_users = None
     if isinstance(kv_offsets, str):
         check_shared("kv_offsets", kv_offsets)

@@ -448,15 +448,16 @@ class PagedHistoryCache:
         return self._rows.history(layers, self.layer.max_cached_rows)
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
-        """The rows of these users in their pages, which are pinned as long as the result, or a
-        layer of it, exists."""
+        """The rows of these users in their pages, which are pinned as long as the memory of their
+        page table exists."""
         layers = self._rows.in_pages(known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
         device = self._rows.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        for pages in {id(x.pages): x.pages for x in layers}.values():
-            table.pin(pinned)
-            weakref.finalize(pages, self._read.append, (pinned, stream)).atexit = False
+        table.pin(pinned)
+        # which all layers, and what is mapped to other tensors of them, share
+        shared = layers[0].pages.table.untyped_storage()
+        weakref.finalize(shared, self._read.append, (pinned, stream)).atexit = False
         return self._history(layers)
 
     def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:

@@ -11,7 +11,19 @@ from jagged_kernels.common import device as launch
 from marks import SLOW
 from torch._subclasses import FakeTensorMode
 
-from .compiled_calls import FUNCTIONS, LAYERS, SIZES, compiled, on_device
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+from .compiled_calls import (
+    DIM,
+    FUNCTIONS,
+    HEADS,
+    LAYERS,
+    SIZES,
+    compiled,
+    on_device,
+    random_offsets,
+)
 
 CALLS = [*FUNCTIONS, *LAYERS]
 DEVICE = torch.device("cuda", 0)
@@ -63,3 +75,28 @@ def test_one_graph_for_all_lengths_and_batch_sizes(name, dtype):
             out = graph(*on_device(inputs, DEVICE))
             assert out.device == DEVICE and out.dtype == dtype
         assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("bits", [False, True], ids=["dtype", "8-bits"])
+def test_one_graph_for_keys_in_pages(bits, dtype):
+    """No key is gathered: the kernel gets the storage and the table."""
+
+    def attend(q, kv, q_offsets, offsets, table, num_rows, scales):
+        k, v = kv.chunk(2, dim=2)
+        pages = jm.Pages(table, 128, num_rows, scales)
+        return F.jagged_attention(q, k, v, q_offsets, offsets, pages=pages)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        graph, counter = compiled(attend, "eager")
+        for segments, rows, candidates in SIZES:
+            offsets = [random_offsets(segments, 10 * n) for n in (candidates, rows)]
+            entries, storage = 10 * rows // 128 + segments, 128 * (9 + segments)
+            q, kv = torch.randn(10 * candidates, HEADS, DIM), torch.randn(storage, HEADS, 2 * DIM)
+            table, scales = torch.zeros(entries, dtype=torch.int32), torch.ones(storage, HEADS)
+            inputs = q, kv.to(torch.int8) if bits else kv, *offsets, table
+            inputs = [x.to(DEVICE) for x in inputs]
+            out = graph(*inputs, 10 * rows, scales.float().to(DEVICE) if bits else None)
+            assert out.device == DEVICE and out.dtype == dtype
+    assert counter.frame_count == 1
+    (recorded,) = counter.graphs
+    assert not any("index" in str(node.target) for node in recorded.graph.nodes)
