@@ -163,7 +163,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     for name, (on_gpu, on_cpu, text) in SIZES.items():
-        text += f" ({on_gpu} on a GPU, {on_cpu} on a CPU)"
+        text += f" (default: {on_gpu} on a GPU, {on_cpu} on a CPU)"
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--seed", type=int, default=0, help="seed of batches and parameters")

@@ -110,12 +110,13 @@ def compile_hopper_attention(
     page_rows=None,
     packed=False,
     dropout=False,
+    learned=True,
 ):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. bias: a
-    BiasKind, whose tables have gradients. config: another launch configuration. page_rows: of the
-    forward's keys; None: they are not in pages. packed: dq, dk and dv are parts of one tensor.
+    BiasKind, whose tables have gradients if `learned`. config: another launch configuration.
+    page_rows: of the forward's keys; None: they are not in pages. packed: dq, dk and dv are parts of one tensor.
     dropout: weights are dropped; "local": their rows are counted from their segment's start.
     """
     kernel = {
@@ -130,7 +131,7 @@ def compile_hopper_attention(
     config = config or hopper_attention_config(
         name, dim, activation, mask is not None, bias is not None, long, timed, bool(dropout)
     )
-    has_sums = bias is not None and name == "dq"
+    has_sums = bias is not None and learned and name == "dq"
     strides = [4 * dim, 4 // group * dim, 4 // group * dim]
     if packed:  # parts of the gradient of one projection of q, k and v
         strides = [sum(strides)] * 3
@@ -140,7 +141,7 @@ def compile_hopper_attention(
     )  # fmt: skip
     constants = dict(
         ACTIVATION=activation_function(activation, dtype == "bf16"), CONSTANTS=options
-    ) | bias_constants(bias, sums=name == "dq")
+    ) | bias_constants(bias, sums=has_sums)
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= dict(num_segments=None) if query_groups == 1 else {}
     constants |= {} if page_rows else dict(page_table_ptr=None)
@@ -426,6 +427,13 @@ def test_hopper_attention_kernels_with_a_bias_compile(
             bool(re.search(r"\bred\S*\.global\S*\.f32", compiled.asm["ptx"]))
             or "atom" in compiled.asm["ptx"]
         )
+
+
+def test_hopper_dq_compiles_with_a_bias_whose_tables_get_no_gradient():
+    compiled = compile_hopper_attention(
+        "dq", 64, "bf16", "softmax", bias=BIASES["position"], learned=False
+    )
+    assert spilled_bytes(compiled.asm["cubin"]) <= 160
 
 
 @slow_after(1, "dim, mask, group", [(64, "none", 1), (128, "window", 4)])

@@ -224,13 +224,12 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
         row = first + tile.kv_len - tile.q_len
         scale = score_factor(scales.scale, OPTIONS.activation)
         rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
-        tables = None, None  # what a function returns as None may not stand in a tuple
+        bias, sums = None, None  # a function's None, or one assigned alone, fits in no tuple
         if OPTIONS.bias is not None:
-            sums = None
             bias = bias_of_queries(kernel, tile, first, consumer, OPTIONS.bias)
-            if OPTIONS.has_sums:
-                sums = _sums(kernel, tile, num_rows, consumer, OPTIONS)
-            tables = bias, sums
+        if OPTIONS.has_sums:
+            sums = _sums(kernel, tile, num_rows, consumer, OPTIONS)
+        tables = bias, sums
         for number in range(masked):
             key_block = visited_block(number, blocks)
             column = key_block * BLOCK
