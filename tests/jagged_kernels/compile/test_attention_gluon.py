@@ -116,8 +116,9 @@ def compile_hopper_attention(
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. bias: a
     BiasKind, whose tables have gradients if `learned`. config: another launch configuration.
-    page_rows: of the forward's keys; None: they are not in pages. packed: dq, dk and dv are parts of one tensor.
-    dropout: weights are dropped; "local": their rows are counted from their segment's start.
+    page_rows: of the forward's keys; None: they are not in pages. packed: dq, dk and dv are parts
+    of one tensor. dropout: weights are dropped; "local": their rows are counted from their
+    segment's start.
     """
     kernel = {
         "fwd": forward.attention_fwd_hopper_kernel,
