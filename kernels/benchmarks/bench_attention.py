@@ -520,18 +520,18 @@ def keep_implementations(
 
 
 def many_candidates(device: str, dtype: torch.dtype) -> list[Case]:
-    """10,000 candidates of 1 to 1,000 users, of 1 to 64 query rows. Histories are short, so that
-    their copies for all candidates fit."""
-    users, rows = (1000, 100, 10, 1), (1, 8, 64)
+    """10,000 candidates of 1 to 1,000 users and 30,000 of 3, of 1 to 64 query rows. Histories are
+    short, so that their copies for all candidates fit."""
+    groups, rows = ((1000, 10), (100, 100), (10, 1000), (1, 10_000), (3, 10_000)), (1, 8, 64)
     return [
         Case(
-            "target attention, 10,000 candidates",
-            f"{10_000 // count} per user, {queries} query rows",
+            "target attention, many candidates",
+            f"{ratio} per user, B={count * ratio}, {queries} query rows",
             partial(
                 target_attention,
                 device,
                 dtype,
-                torch.full((count,), 10_000 // count),
+                torch.full((count,), ratio),
                 torch.full((count,), 128),
                 queries,
                 num_heads=2,
@@ -539,7 +539,7 @@ def many_candidates(device: str, dtype: torch.dtype) -> list[Case]:
             ),
         )
         for queries in rows
-        for count in users
+        for count, ratio in groups
     ]
 
 
