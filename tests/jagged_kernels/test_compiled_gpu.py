@@ -18,7 +18,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 def test_function(name, dtype):
     function, make_inputs = FUNCTIONS[name]
     batches = [on_device(make_inputs(*sizes), "cuda", dtype) for sizes in SIZES]
-    # a table's gradient adds dS of whole rows, which is 0 but for rounding with softmax
+    # with large biases, the roundings of dS in fp32 are 4e-6 of dk's largest element
     factor = 10 if "biased" in name else 1
     assert_compiles_once(function, batches, tolerance=factor * TOLERANCES[dtype])
 
