@@ -601,7 +601,7 @@ def test_one_kernel_for_all_gradients_of_few_queries(dim, seqlen, consumers):
     [
         dict(masked=True),
         dict(biased=True),
-        dict(dropout=True),
+        dict(dropout=True, implementation="hopper"),
         dict(self_attention=True),
         dict(batch_invariant=True),
         dict(q_shared=True),
