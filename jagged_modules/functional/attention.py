@@ -282,7 +282,7 @@ def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
         masked=p.mask is not None,
         biased=p.has_bias,
         timed=p.time_bias is not None,
-        scaled=segments.pages is not None and segments.pages.scales is not None,
+        scaled=segments.in_8_bits,
         dropout=p.dropout_seed is not None,
         batch_invariant=p.batch_invariant,
         q_rows=segments.num_output_rows(q),

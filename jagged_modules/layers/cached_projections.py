@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
-from ..containers.pages import paged_operands
+from ..containers.pages import PagedRows, paged_operands
 from ..functional.tail import entering, leaving
 from ..scalars import check_kind
 from ..tracing import through_call
@@ -93,17 +93,24 @@ def layer_of_cache(
         raise ValueError(f"cache must have 1 layer, got {len(cache.layers)}")
     (layer,) = cache.layers
     check_kind("cache", layer, Jagged, "a HistoryCache of Jagged layers")
-    values, pages = paged_operands(layer)
-    if list(values.shape[1:]) != [heads, width]:
-        raise ValueError(
-            f"cache's values must have shape [L, {heads}, {width}], got"
-            f" {[layer.num_rows, *values.shape[1:]]}"
-        )
-    if pages is None or pages.scales is None:
-        check_layer_input("cache's values", values, projection)
+    check_cached_values(layer, heads, width, projection)
     if x is not None:
         check_same_segments(name, x, "cache", layer)
     return layer
+
+
+def check_cached_values(cache: Jagged, heads: int, width: int, projection: nn.Module) -> None:
+    """ValueError unless the cached rows are `[L, heads, width]`, on the device and in the dtype of
+    the projection. In pages of 8 bits, the dtype is that of the rows that they stand for."""
+    values, pages = paged_operands(cache)
+    if list(values.shape[1:]) != [heads, width]:
+        raise ValueError(
+            f"cache's values must have shape [L, {heads}, {width}], got"
+            f" {[cache.num_rows, *values.shape[1:]]}"
+        )
+    if isinstance(cache, PagedRows) and pages is not None and pages.scales is not None:
+        values = values.new_empty(0, dtype=cache.dtype)
+    check_layer_input("cache's values", values, projection)
 
 
 def cached_operands(histories: Collection[Jagged]) -> tuple[list[Sequence[Tensor]], Pages | None]:

@@ -20,7 +20,8 @@ from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
 from ..segments import check_device, check_index_values, check_integers
 from ..tracing import call_of, one_module, through_call
-from ..validation import MAX_HEAD_DIM, check_layer_input, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from .cached_projections import check_cached_values
 from .hstu_config import (
     HSTUConfig,
     Times,
@@ -335,16 +336,9 @@ class HSTULayer(nn.Module):
         """
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
-        values, pages = paged_operands(cache)
-        heads, width = self.num_heads, self.head_dim + self.linear_dim
-        if list(values.shape[1:]) != [heads, width]:
-            raise ValueError(
-                f"cache's values must have shape [L, {heads}, {width}], got"
-                f" {[cache.num_rows, *values.shape[1:]]}"
-            )
+        width = self.head_dim + self.linear_dim
+        check_cached_values(cache, self.num_heads, width, self.uvqk_proj)
         check_lengths(f"{name} and cache", self.config, x.offsets, cache.offsets)
-        if pages is None or pages.scales is None:
-            check_layer_input("cache's values", values, self.uvqk_proj)
         check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache, self.config)
 
     def _bias(

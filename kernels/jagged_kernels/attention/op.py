@@ -234,7 +234,7 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
     q_rows, num_heads, head_dim = q.shape
     q_offsets, kv_offsets, q_shared, kv_shared, _, pages = segments
     # Hopper's kernels take 16 bits alone
-    scaled = pages is not None and pages.scales is not None
+    scaled = segments.in_8_bits
     judges_alignment = params.implementation != "triton" and q.element_size() == 2 and not scaled
     single_rows = params.batch_invariant and params.implementation == "auto"
     capability, num_sms = device_properties(q.device)

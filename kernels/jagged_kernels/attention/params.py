@@ -68,6 +68,11 @@ class Segments(NamedTuple):
         return num_query_groups("q_offsets", self.num_segments, "kv_offsets", num_keys)
 
     @property
+    def in_8_bits(self) -> bool:
+        """Whether the keys lie in pages of 8 bits."""
+        return self.pages is not None and self.pages.scales is not None
+
+    @property
     def share_keys(self) -> bool:
         """Whether several segments of queries read the same keys."""
         return self.kv_shared or self.q_offsets.shape[0] != self.kv_offsets.shape[0]
