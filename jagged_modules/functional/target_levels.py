@@ -86,7 +86,7 @@ class Level(NamedTuple):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """The attention of q `[*shape, H, D]` to this level."""
         if self.history is not None:
-            schedule = self.schedule(q.shape[-2], q.shape[-1], k.dtype)
+            schedule = self.schedule(q.shape[-2], q.shape[-1], q.dtype)
             options = options._replace(schedule=schedule)
         call = checked_call(self.grouped(q), k, v, self.queries, self.keys, options)
         return self.ungrouped(computed(call))

@@ -340,7 +340,8 @@ class JaggedGDPA(nn.Module):
         pages: Pages | None = None,
     ) -> Tensor:
         """The result of the queries: of these rows, or learned."""
-        sides_and_options = self._attention(rows, keys, v.dtype, mask, bias, pages)
+        dtype = v.dtype if pages is None else q.dtype  # of pages: maybe 8 bits
+        sides_and_options = self._attention(rows, keys, dtype, mask, bias, pages)
         out = attend(q, k, v, *sides_and_options)
         (out_proj,) = cast_linears(out, self.out_proj)
         return out_proj(self.dropout(out.flatten(1)))
