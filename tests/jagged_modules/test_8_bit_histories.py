@@ -16,6 +16,7 @@ from .hstu_cases import HEADS, WIDTH
 from .test_history_in_pages import HISTORIES, PAGE, TARGETS, layers
 
 STORED = pytest.mark.parametrize("stored", DTYPES_OF_8_BITS, ids=str)
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @STORED
@@ -62,8 +63,8 @@ def test_attention_reads_the_rows_that_are_stored(offsets_of, stored, implementa
 
 
 @STORED
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", ["target", "self-target", "gdpa", "hstu"])
+@DEVICES
+@pytest.mark.parametrize("name", ["target", "self-target", "gdpa"])
 def test_scores_in_pages_and_of_copied_rows(name, device, stored):
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9) and stored != torch.int8:
         pytest.skip("these GPUs have no float8")
@@ -92,20 +93,27 @@ def test_scores_in_pages_and_of_copied_rows(name, device, stored):
     assert not torch.equal(stored_rows, kept)
 
 
+@DEVICES
 @pytest.mark.parametrize("page_rows", [PAGE, 3])
-def test_an_hstu_with_timestamps(page_rows):
+def test_an_hstu_with_timestamps(page_rows, device):
     """Its appended events read the stored rows; the scores are near those of exact ones."""
-    layer = layers()["hstu-timed"]().eval()
-    timeline = Timeline([HISTORIES, [1, 2, 0, 3, 0]], TARGETS)
-    users, targets, scores = list("abcde"), jagged(timeline.take(timeline.rows, -1)), []
+    layer = layers()["hstu-timed"]().to(device, torch.float32).eval()
+    timeline = Timeline([HISTORIES, [1, 2, 0, 3, 0]], TARGETS, torch.float32)
+
+    def inputs(part):
+        times = {name: x.to(device) for name, x in timeline.times_of(part, True).items()}
+        return jagged(timeline.take(timeline.rows, part)).to(device), times
+
+    users, scores = list("abcde"), []
     for stored in (None, torch.int8):
         cache = jm.PagedHistoryCache(layer, 2**24, page_rows, stored)
-        cache.put(users, jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, True))
-        cache.append(users, jagged(timeline.take(timeline.rows, 1)), **timeline.times_of(1, True))
-        kept = cache.select(users)
+        for part, keep in enumerate((cache.put, cache.append)):
+            rows, times = inputs(part)
+            keep(users, rows, **times)
+        kept, (targets, times) = cache.select(users), inputs(-1)
         assert torch.equal(kept.timestamps, cache.select(users).timestamps)
         with torch.no_grad():
-            scores.append(layer.score(targets, kept, **timeline.times_of(-1, True)).values)
+            scores.append(layer.score(targets, kept, **times).values)
     error = (scores[1] - scores[0]).norm() / scores[0].norm()
     assert 0 < error < 0.01
 
