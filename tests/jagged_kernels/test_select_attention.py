@@ -329,7 +329,26 @@ def test_query_rows_are_split_where_all_segments_share_the_keys(
         num_sms=num_sms,
     )
     assert select(problem(capability=A100, kv_shared=True, **shared)).query_chunks == chunks
-    assert select(problem(capability=A100, **shared)).query_chunks == 1
+    assert select(problem(capability=A100, masked=True, **shared)).query_chunks == 1
+
+
+@pytest.mark.parametrize(
+    "segments, q_rows, kv_rows, chunks",
+    [
+        (1, 640_000, 128, 33),
+        (10, 640_000, 1280, 3),
+        (100, 640_000, 12_800, 1),
+        (1, 8000, 128, 1),
+        (1, 8192, 128, 32),
+        (1, 640_000, 100_000, 1),
+    ],
+)
+def test_many_query_rows_of_few_segments_are_split(segments, q_rows, kv_rows, chunks):
+    of_rows = dict(q_rows=q_rows, kv_rows=kv_rows, num_kv_heads=4, num_sms=132)
+    given = dict(q_segments=segments, kv_segments=segments, capability=A100, **of_rows)
+    assert select(problem(**given)).query_chunks == chunks
+    for changed in ("masked", "biased", "dropout", "self_attention", "q_shared", "batch_invariant"):
+        assert select(problem(**given, **{changed: True})).query_chunks == 1
 
 
 def test_hopper_splits_query_rows_by_its_own_tile():

@@ -12,7 +12,8 @@ scores again; on Hopper, one kernel may compute all gradients (hopper/one_pass.p
 many short segments, these have kernels of their own (triton_packed.py).
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows;
-only dk, dv need a split of the query rows into chunks, summed afterwards. Queries shared by all
+only dk, dv need a split of the query rows into chunks, summed afterwards. Very many query rows of a
+segment are split too (split_queries.py). Queries shared by all
 segments are read at row 0 of every segment (`Q_SHARED`) and their dq is summed over the segments.
 Query groups are segments of one schedule: a segment's index in its group is that of its keys, and a
 tile of keys loops over the groups.
@@ -62,6 +63,7 @@ from .params import (
 )
 from .segments import TiledSegments
 from .select import AttentionProblem, Selection, select
+from .split_queries import SplitQueries
 from .triton_launch import triton_dkdv, triton_dq, triton_forward
 
 SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
@@ -122,7 +124,7 @@ def triton_attention_backward(do: Tensor, results: list[Tensor | None], *argumen
     if not _has_rows(call):
         empty = (x.new_zeros(x.shape) for x in (q, k, v))
         return *empty, *(x.zero_() for x in empty_table_gradients(params, q))
-    chunks = _select(call, tiles.block, key_tiles.block).query_chunks
+    chunks = _select(call, tiles.block, key_tiles.block).query_chunks if kv_shared else 1
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows
     # (keys), then a fixed-order sum.
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
@@ -190,6 +192,13 @@ def _write_gradients(
     call, queries_listed, keys_listed = unpack(*arguments)
     q, k, v, (q_offsets, _, _, kv_shared, has_tail, _), params, _ = call
     selection = _select(call, queries_listed.block, keys_listed.block)
+    if selection.query_chunks > 1 and not kv_shared:
+        split = SplitQueries.of(call, selection.query_chunks)
+        partial = split.partial()
+        dtables = _write_gradients(do, results, pack(split.call), dq, *partial)
+        for x, out in zip(partial, (dk, dv)):
+            split.add(x, out)
+        return dtables
     queries, keys = _with_tiles(call, queries_listed), _with_tiles(call, keys_listed)
     operands, do = Operands(q, k, v, *results), contiguous_last_dim(do)
     if kv_shared:

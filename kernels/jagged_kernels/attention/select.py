@@ -49,6 +49,8 @@ SHORT_QUERIES_ROWS = 2**18
 # mean keys from which on a thread block of the forward has few and large tiles, so static shares
 # differ too much
 DYNAMIC_TILES = 640
+# Query rows of a segment on average: from here on a segment's are split if tiles of keys are few
+MANY_QUERIES = 8192
 FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
 
@@ -118,8 +120,8 @@ class Selection:
         one_pass: configuration of the Hopper kernel for all three gradients, which replaces dq
             and dkdv; None: they run.
         tma: whether portable kernels load aligned rows through the GPU's tensor memory accelerator.
-        query_chunks: number of chunks that dkdv splits the query rows into, with kv_shared. Each
-            chunk reads all keys.
+        query_chunks: number of chunks that the query rows are split into: with kv_shared by dkdv,
+            whose chunks read all keys; without, those of each segment (split_queries.py).
         short_queries: configuration of the Hopper kernel for all gradients of segments whose query
             rows fit into its tile. The others then leave these segments out; None: they do not.
         packed_fwd, packed_bwd: configurations of the kernels for short segments, which the others
@@ -188,14 +190,11 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
             )
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
-        return (
-            dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile))
-            if p.kv_shared
-            else selection
-        )
+        chunks = query_chunks(p, selection.dkdv.tile, q_seqlen)
+        return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
 
     tile = _triton_tile(p, q_seqlen)
-    chunks = query_chunks(p, tile.key) if p.kv_shared else 1
+    chunks = query_chunks(p, tile.key, q_seqlen)
     q_rows = p.q_rows * p.q_segments if p.q_shared and p.q_rows is not None else p.q_rows
     queries_of_keys = _mean_seqlen(p, q_rows, chunks if p.kv_shared else p.kv_segments)
     long_keys, long_queries = (
@@ -371,11 +370,23 @@ def short_query_consumers(
     return next((consumers for consumers, mean in enumerate(means, 1) if q_seqlen < mean), 0)
 
 
-def query_chunks(problem: AttentionProblem, key_tile: int) -> int:
-    """With kv_shared: number of chunks of query rows, at least 256 rows each, for which the tiles
-    of the shared keys fill the GPU."""
-    tiles = max(1, cdiv(problem.kv_rows, key_tile) * problem.num_kv_heads)
-    return max(1, min(2 * problem.num_sms // tiles, cdiv(problem.q_rows, 256)))
+def query_chunks(p: AttentionProblem, key_tile: int, q_seqlen: float | None) -> int:
+    """Number of chunks of query rows, at least 256 rows each, for which the tiles of keys fill the
+    GPU. Without kv_shared: of each segment, if these have very many."""
+    if p.kv_shared:
+        tiles, rows = cdiv(p.kv_rows, key_tile), p.q_rows
+    elif q_seqlen is None or q_seqlen < MANY_QUERIES or not _splits_queries(p):
+        return 1
+    else:
+        tiles, rows = max(p.kv_segments, p.kv_rows // key_tile), int(q_seqlen)
+    return max(1, min(2 * p.num_sms // max(1, tiles * p.num_kv_heads), cdiv(rows, 256)))
+
+
+def _splits_queries(p: AttentionProblem) -> bool:
+    """Whether a weight does not depend on its row's place in the segment, and each segment of
+    queries has its own keys."""
+    placed = p.masked or p.biased or p.dropout or p.paged
+    return not (placed or p.q_shared or p.self_attention) and p.q_segments == p.kv_segments
 
 
 def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
