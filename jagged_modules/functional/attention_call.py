@@ -19,7 +19,7 @@ from ..masks import AttentionMask
 from ..segments import RowSegments, check_device, normal_form
 from ..settings import backward_workspace, is_batch_invariant
 from ..tracing import is_symbolic
-from ..validation import MAX_HEAD_DIM, refuse_transforms
+from ..validation import MAX_HEAD_DIM, check_dtype, refuse_transforms
 from .attention_bias import with_bias
 from .paged_keys import readable_keys
 from .segment_scale import expand_to_rows
@@ -71,6 +71,7 @@ def checked_call(
     """`parsed_call` of operands that a caller or a module gives, in the dtype of autocast.
 
     Raises:
+        WrongDtype: of q, which the device has no attention for.
         ValueError: q, k and v do not match.
         RuntimeError: inside a torch.func transform, except by definition.
     """
@@ -79,6 +80,7 @@ def checked_call(
         k, v, pages = readable_keys(pages, keys.offsets, (q, k, v), implementation)
     scaled = pages is not None and pages.scales is not None
     q, k, v = (autocast(q), k, v) if scaled else autocast_operands(q, k, v)
+    check_dtype("q", q, "jagged_attention", implementation)
     check_operands(q, k, v, scaled=scaled)
     if implementation != "reference":
         refuse_transforms("jagged_attention does")

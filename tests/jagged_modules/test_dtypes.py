@@ -7,7 +7,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.dtypes import DTYPES, EVERYWHERE, dtype_table, dtypes_of
+from jagged_modules.dtypes import DTYPES, EVERYWHERE, WrongDtype, dtype_table, dtypes_of
+
+from ..compatibility.cases import CASES, SIZES, make
 
 ALL_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 # made on the CPU alone
@@ -183,6 +185,21 @@ def test_kernels_take_no_host_tensors(function, implementation):
         CALLS[function](Inputs(torch.float32, "cpu", 1), implementation=implementation)
     with pytest.raises(ValueError, match="float32, float16 or bfloat16 for .*, got torch.float64"):
         CALLS[function](Inputs(torch.float64, "cpu", 1), implementation=implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_layers_in_float64_on_a_gpu(case):
+    """The CPU's results, or an error before any launch."""
+    model, inputs = make(case).double(), case.model.inputs(*SIZES[0])
+    inputs = [x.double() if x.is_floating_point() else x for x in inputs]
+    expected = model(*inputs)
+    try:
+        found = model.cuda()(*(x.cuda() for x in inputs))
+    except WrongDtype as error:
+        assert "got torch.float64" in str(error)
+    else:
+        torch.testing.assert_close(found.cpu(), expected)
 
 
 def test_a_device_without_a_path():
