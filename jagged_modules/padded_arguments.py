@@ -19,7 +19,7 @@ from .containers.candidates import CandidateIndex
 from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
 from .containers.pages import PagedRows, Room
-from .scalars import possessive, to_ints
+from .scalars import bucket_of, possessive, to_ints
 from .segments import check_offsets, segmentation_of
 from .settings import debug_checks
 
@@ -39,8 +39,7 @@ class Buckets(NamedTuple):
     def of(self, size: int) -> tuple[int, int] | None:
         """The smallest size of this size's bucket, and its capacity. None above all capacities."""
         if self.capacities is None:
-            unit = max(UNIT, (1 << max(0, (size - 1).bit_length() - 1)) // self.steps)
-            capacity = max(1, -(-size // unit)) * unit
+            capacity, unit = bucket_of(size, self.steps, UNIT)
             return (0 if capacity == unit else capacity - unit + 1), capacity
         place = bisect.bisect_left(self.capacities, size)
         if place == len(self.capacities):

@@ -17,6 +17,13 @@ def to_ints(x: Tensor) -> list[int]:
     return values.tolist()
 
 
+def bucket_of(size: int, steps: int, unit: int) -> tuple[int, int]:
+    """size rounded up to a multiple of `unit` of which an octave has `steps`, and the distance to
+    the next smaller one."""
+    unit = max(unit, (1 << max(0, (size - 1).bit_length() - 1)) // steps)
+    return max(1, -(-size // unit)) * unit, unit
+
+
 def is_sequence(x: object) -> bool:
     """Whether x is a list or a tuple. A function, so that type checkers keep the declared type of
     x."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import jagged_modules as jm
 from jagged_modules import schedule as schedule_module
+from jagged_modules.scalars import bucket_of
 from jagged_modules.segments import MAX_SCHEDULES
 
 LENGTHS = [2, 0, 3, 1]
@@ -759,3 +760,31 @@ def test_bad_input(case):
     call, error, message = bad_calls()[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("rows, rounded", [(0, 8), (1, 8), (8, 8), (101, 104), (3001, 3072)])
+def test_numbers_of_rows_that_repeat(rows, rounded):
+    found, unit = bucket_of(rows, 16, 8)
+    assert found == rounded and found % unit == 0 and found - rows < max(8, rows / 16 + 1)
+    jagged = jm.Jagged(torch.randn(rows, 4), torch.tensor([0, rows]))
+    assert jagged.rounded() is jagged
+    with pytest.raises(ValueError, match="steps_per_octave must be"):
+        jagged.rounded(0)
+
+
+@pytest.mark.gpu
+def test_rounded_rows_give_the_same_results():
+    layer = jm.HSTULayer(32, 2, jm.HSTUConfig(scaling_seqlen=60)).cuda()
+    x = torch.randn(101, 32, device="cuda", requires_grad=True)
+    jagged = jm.Jagged(x, torch.tensor([0, 60, 60, 101], device="cuda"), 60)
+    rounded = jagged.rounded()
+    assert rounded.num_rows == 104 and rounded.max_seqlen == 60
+    results = []
+    for history in (jagged, rounded):
+        out = layer(history).values
+        results.append(
+            [out[:101], *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+        )
+    assert not out[101:].any()
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected)
