@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
@@ -30,6 +31,8 @@ def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
 def rows_and_segments(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """`[total]` row indices, and the segment of each row."""
     rows = torch.arange(total, dtype=offsets.dtype, device=offsets.device)
+    if torch.compiler.is_compiling():  # Inductor searches a slice from its tensor's start on
+        offsets = pad(offsets, (0, 1), value=torch.iinfo(torch.int32).max)
     return rows, torch.searchsorted(offsets, rows, right=True) - 1
 
 

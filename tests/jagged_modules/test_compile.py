@@ -614,3 +614,16 @@ def test_cached_histories_and_new_events(name):
             torch.testing.assert_close(graph(*inputs), serve(*inputs))
         compilations.append(counter.frame_count)
     assert set(compilations) == {1}
+
+
+@pytest.mark.gpu
+def test_offsets_that_are_a_slice_in_the_graph():
+    """Inductor searches a slice of a tensor from the tensor's start on (torch 2.11)."""
+
+    def most(x, bounds):
+        return F.jagged_max(x, bounds[1:])
+
+    x, bounds = torch.randn(9, 2, device="cuda"), torch.tensor([-7, 0, 4, 4, 9], device="cuda")
+    torch._dynamo.reset()
+    graph = torch.compile(most, fullgraph=True, dynamic=True)
+    assert torch.equal(graph(x, bounds), most(x, bounds))
