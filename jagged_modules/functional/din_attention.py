@@ -21,7 +21,7 @@ from ..unit_activations import (
     UnitParameters,
     first_layer,
 )
-from ..validation import check_tensor
+from ..validation import check_dtype, check_tensor
 from .din_node import DINCall, DINTensors, weighted_events
 from .operands import checked_operands, runs_kernels
 from .tail import entering, padded_to
@@ -187,7 +187,8 @@ def attend_by_mlp(
 
 
 def check_kernel_sizes(q: Tensor, v: Tensor, mlp: DINMlp) -> None:
-    """ValueError for sizes that the kernels do not take."""
+    """ValueError for a dtype or sizes that the kernels do not take."""
+    check_dtype("q", q, "din_attention")
     hidden = tuple(x.shape[0] for x in mlp.weights[:-1])
     itemsize = q.element_size()
     if not has_kernels(q.shape[1], v.shape[1], hidden, itemsize):

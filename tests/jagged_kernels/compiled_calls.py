@@ -44,8 +44,9 @@ def _cross_inputs(segments, rows, candidates):
 
 
 def _tables(rows):
-    """Of a bias by position, and by time, and timestamps."""
-    return torch.randn(119), torch.randn(HEADS, 11), torch.randint(100, (rows,))
+    """Of a bias by position, and by time, and timestamps. A size that an input has too would be one
+    symbol with it, and a table's number of buckets is a constant of the graph."""
+    return torch.randn(119), torch.randn(HEADS, 13), torch.randint(100, (rows,))
 
 
 def _matrix_inputs(segments, rows, candidates):
