@@ -25,6 +25,17 @@ from .triton_tiles import (
 )
 
 
+class Forward(NamedTuple):
+    """Pointers of the forward kernel. out and lse are results. key_scales: as in Keys."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    out: tl.tensor
+    lse: tl.tensor
+    key_scales: tl.tuple = None
+
+
 class _State(NamedTuple):
     """acc = P v `[BLOCK_M, BLOCK_DV]`, and softmax's running maximum and sum of each row."""
 
@@ -81,12 +92,11 @@ def _fwd_block(
 )
 def attention_fwd_kernel(
     x, k_desc, v_desc, call, num_segments, num_tiles_ptr, bias, strides, stride_lse, page_table_ptr,
-    key_scales,
     ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Operands, of
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Forward, of
     whose `[rows, heads, dim]` tensors `strides` has the strides of rows and heads in turn.
-    page_table_ptr: as in load_page. key_scales: as in Keys."""
+    page_table_ptr: as in load_page."""
     BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
@@ -98,7 +108,7 @@ def attention_fwd_kernel(
     keys = Keys(
         Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
         Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
-        key_scales,
+        x.key_scales,
     )
     out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
     scale = score_factor(call.scale, ACTIVATION)
