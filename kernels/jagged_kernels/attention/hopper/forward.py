@@ -395,6 +395,8 @@ def _fwd_tile(
     blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
     # in the first block, the only one cut
     num_keys = gl.where(visited > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, 0)
+    if OPTIONS.whole_blocks:  # a constant removes the branches that it does not take
+        num_keys = gl.to_tensor(BLOCK)
     has_tail = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
     first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
     num_rows = tile.q_len - first
