@@ -217,10 +217,8 @@ def _has_rows(call: AttentionCall) -> bool:
 
 
 def _with_tiles(call: AttentionCall, tiles: TileList) -> TiledSegments:
-    q_offsets, kv_offsets, q_shared, kv_shared, _, pages = call.segments
-    return TiledSegments(
-        q_offsets, kv_offsets, tiles, pages=pages, q_shared=q_shared, kv_shared=kv_shared
-    )
+    q_offsets, kv_offsets, q_shared, _, _, pages = call.segments
+    return TiledSegments(q_offsets, kv_offsets, tiles, pages=pages, q_shared=q_shared)
 
 
 def _empty_outputs(call: AttentionCall) -> tuple[Tensor, Tensor]:

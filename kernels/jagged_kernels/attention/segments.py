@@ -15,8 +15,7 @@ class TiledSegments(NamedTuple):
     groups have offsets `[n · B + 1]`: their segments b, B + b, 2B + b, ... read the keys of segment
     b. long_only: kernels leave out the tiles of short segments. pages: None where the keys of
     segment b are the rows from kv_offsets[b] on; otherwise they lie in pages, and there is one
-    query group. q_shared: every segment takes all rows of q; q_offsets count output rows.
-    kv_shared: there is one segment, of all rows of k and v."""
+    query group. q_shared: every segment takes all rows of q; q_offsets count output rows."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
@@ -24,7 +23,6 @@ class TiledSegments(NamedTuple):
     long_only: bool = False
     pages: Pages | None = None
     q_shared: bool = False
-    kv_shared: bool = False
 
     def num_keys(self, k: Tensor) -> int:
         """Keys of all segments together."""

@@ -188,11 +188,11 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
             )
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
-        return (
-            dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile))
-            if p.kv_shared
-            else selection
-        )
+        if not p.kv_shared:
+            return selection
+        chunks = query_chunks(p, selection.dkdv.tile)
+        fwd, dq = (_with_whole_blocks(x, p.kv_rows) for x in (selection.fwd, selection.dq))
+        return dataclasses.replace(selection, fwd=fwd, dq=dq, query_chunks=chunks)
 
     tile = _triton_tile(p, q_seqlen)
     chunks = query_chunks(p, tile.key) if p.kv_shared else 1
@@ -474,6 +474,13 @@ def _with_dynamic_tiles(selection: Selection) -> Selection:
     return dataclasses.replace(
         selection, fwd=dataclasses.replace(selection.fwd, dynamic_tiles=True)
     )
+
+
+@_cached
+def _with_whole_blocks(config: HopperConfig, shared_keys: int | None) -> HopperConfig:
+    """shared_keys: of each segment."""
+    whole = shared_keys is not None and shared_keys % config.block == 0
+    return dataclasses.replace(config, whole_blocks=whole)
 
 
 @_cached

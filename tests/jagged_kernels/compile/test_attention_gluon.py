@@ -111,7 +111,6 @@ def compile_hopper_attention(
     packed=False,
     dropout=False,
     learned=True,
-    whole_blocks=False,
 ):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
@@ -139,7 +138,7 @@ def compile_hopper_attention(
         strides = [sum(strides)] * 3
     options = Options(
         4, group, dim, dim, mask, bias, shared, page_rows, *strides, shared, query_groups, has_sums,
-        dropout == "local", whole_blocks, **config_constants(config),
+        dropout == "local", **config_constants(config),
     )  # fmt: skip
     constants = dict(
         ACTIVATION=activation_function(activation, dtype == "bf16"), CONSTANTS=options

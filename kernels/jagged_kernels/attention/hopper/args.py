@@ -84,8 +84,7 @@ class Schedule(NamedTuple):
 class Options(NamedTuple):
     """Constants of a launch. group: query heads per key head. dq_stride, dk_stride, dv_stride: of
     the rows of the gradients, which may be parts of one tensor. has_sums: dS is summed for the bias
-    tables. local_rows: as in triton_tiles.Options. whole_blocks: all segments have whole blocks of
-    keys, at least one: no code for their ends. The next ones are HopperConfig's.
+    tables. local_rows: as in triton_tiles.Options. The next ones are HopperConfig's.
     activation: function of activations.py, None with softmax; `with_activation` sets it."""
 
     heads: int
@@ -103,7 +102,6 @@ class Options(NamedTuple):
     query_groups: int = 1
     has_sums: bool = False
     local_rows: bool = False
-    whole_blocks: bool = False
     consumers: int = 1
     stages: int = 1
     v_stages: int = 1
@@ -111,6 +109,7 @@ class Options(NamedTuple):
     registers: int = 24
     q_in_registers: bool = False
     block: int = 64
+    whole_blocks: bool = False
     activation: object = None
 
 

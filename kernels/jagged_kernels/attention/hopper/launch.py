@@ -45,22 +45,17 @@ def config_constants(config: HopperConfig) -> dict:
         registers=config.registers,
         q_in_registers=config.rows_in_registers,
         block=config.block,
+        whole_blocks=config.whole_blocks,
     )
 
 
 @functools.cache
 def _constants(
-    config: HopperConfig,
-    activation: str,
-    bfloat16: bool,
-    local_rows: bool,
-    whole_blocks: bool,
-    *options: Any,
+    config: HopperConfig, activation: str, bfloat16: bool, local_rows: bool, *options: Any
 ) -> dict:
-    named = dict(local_rows=local_rows, whole_blocks=whole_blocks)
     return dict(
         ACTIVATION=activation_function(activation, bfloat16),
-        CONSTANTS=Options(*options, **named, **config_constants(config)),
+        CONSTANTS=Options(*options, local_rows=local_rows, **config_constants(config)),
         num_warps=config.warps,
         maxnreg=config.launch_registers,
     )
@@ -73,7 +68,6 @@ def _launch_constants(
     q_shared: bool,
     head_dim: int | None = None,
     *options: Any,
-    whole_blocks: bool = False,
 ) -> dict:
     """The constant arguments and options of a launch. head_dim and options: in the order of
     Options, where a kernel reads more than all kernels do."""
@@ -82,8 +76,7 @@ def _launch_constants(
     common = *heads, *dims, params.mask, params.bias_kind, q_shared
     local_rows = params.dropout_seed is not None and params.batch_invariant
     bfloat16 = q.dtype == torch.bfloat16
-    named = params.activation, bfloat16, local_rows, whole_blocks
-    return _constants(config, *named, *common, *options)
+    return _constants(config, params.activation, bfloat16, local_rows, *common, *options)
 
 
 def _arguments(
@@ -134,7 +127,6 @@ def forward(
     # of mma_abt: up to 128, a kernel does not depend on it
     head_dim = -(-q.shape[2] // 64) * 64 if q.shape[2] > 128 else None
     tiles, num_tiles = kernel_tiles(segments, config, rows, heads, params, looped=looped)
-    whole_blocks = segments.kv_shared and k.shape[0] % config.block == 0
     if blocks := _grid(tiles, config):
         dynamic = config.dynamic_tiles and pages is None
         next_tile = out.new_zeros(1, dtype=torch.int32) if dynamic else None
@@ -151,15 +143,7 @@ def forward(
                 segments, tiles, params, _factors(params, q.dtype), out, lse, next_tile=next_tile
             ),
             kernel_bias(params, segments, q.shape[0]),
-            **_launch_constants(
-                config,
-                operands,
-                params,
-                segments.q_shared,
-                head_dim,
-                page_rows,
-                whole_blocks=whole_blocks,
-            ),
+            **_launch_constants(config, operands, params, segments.q_shared, head_dim, page_rows),
         )
 
 
