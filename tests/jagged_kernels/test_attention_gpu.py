@@ -153,6 +153,23 @@ def test_shared_operands(check_attention, shared, case):
     check_attention("mixed", dtype, "cuda", shared=shared, dims=dims)
 
 
+@pytest.mark.parametrize("keys", [64, 128, 832])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_shared_keys_of_whole_blocks_have_the_bits_of_one_segment(keys, activation, dim):
+    """Kernels for them have no code for ends of segments (HopperConfig.whole_blocks)."""
+    make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    operands = [make(rows, 2, dim).requires_grad_() for rows in (1000, keys, keys)]
+    gradient, results = make(1000, 2, dim), []
+    for offsets in ([0, 300, 300, 1000], "shared"), ([0, 1000], [0, keys]):
+        offsets = [x if x == "shared" else torch.tensor(x, device="cuda") for x in offsets]
+        out = F.jagged_attention(*operands, *offsets, activation=activation)
+        results.append([out, *torch.autograd.grad(out, operands[:1], gradient)])
+    for found, expected in zip(*results):
+        assert found.abs().sum() > 0
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("lengths", ["two-groups", "three-groups", "groups-of-one-segment"])
 def test_several_query_groups(check_attention, lengths, case):

@@ -348,6 +348,23 @@ def test_hopper_splits_query_rows_by_its_own_tile():
 
 
 @pytest.mark.parametrize(
+    "keys, change, whole",
+    [
+        (64, {}, (True, True)),
+        (128, {}, (True, True)),
+        (100, {}, (False, False)),
+        (832, {}, (False, True)),  # the forward has blocks of 128
+        (128, dict(kv_shared=False), (False, False)),  # the user's, which have any length
+    ],
+)
+def test_hopper_leaves_out_the_ends_of_shared_keys_that_are_whole_blocks(keys, change, whole):
+    rows = dict(q_rows=100_000, q_segments=1, kv_rows=keys, kv_segments=1)
+    selection = select(problem(64, **(rows | dict(kv_shared=True) | change)))
+    assert (selection.fwd.whole_blocks, selection.dq.whole_blocks) == whole
+    assert not selection.dkdv.whole_blocks
+
+
+@pytest.mark.parametrize(
     "capability, tma",
     [(None, False), ((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)],
     ids=str,

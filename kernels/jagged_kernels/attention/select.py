@@ -477,10 +477,9 @@ def _with_dynamic_tiles(selection: Selection) -> Selection:
 
 
 @_cached
-def _with_whole_blocks(config: HopperConfig, shared_keys: int | None) -> HopperConfig:
+def _with_whole_blocks(config: HopperConfig, shared_keys: int) -> HopperConfig:
     """shared_keys: of each segment."""
-    whole = shared_keys is not None and shared_keys % config.block == 0
-    return dataclasses.replace(config, whole_blocks=whole)
+    return dataclasses.replace(config, whole_blocks=shared_keys % config.block == 0)
 
 
 @_cached
