@@ -26,14 +26,17 @@ from .triton_tiles import (
 
 
 class Forward(NamedTuple):
-    """Pointers of the forward kernel. out and lse are results. key_scales: as in Keys."""
+    """Pointers of the forward kernel. out and lse are results. key_scales: factors of keys in 8
+    bits, with the strides of their rows and heads, or None."""
 
     q: tl.tensor
     k: tl.tensor
     v: tl.tensor
     out: tl.tensor
     lse: tl.tensor
-    key_scales: tl.tuple = None
+    key_scales: tl.tensor = None
+    scales_row_stride: tl.tensor = None
+    scales_head_stride: tl.tensor = None
 
 
 class _State(NamedTuple):
@@ -105,10 +108,13 @@ def attention_fwd_kernel(
     PAGE_ROWS: tl.constexpr = OPTIONS.page_rows
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    key_scales = None
+    if x.key_scales is not None:
+        key_scales = x.key_scales, x.scales_row_stride, x.scales_head_stride
     keys = Keys(
         Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
         Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),
-        x.key_scales,
+        key_scales,
     )
     out_rows = Rows(x.out, None, strides[6] * ALIGN, strides[7] * ALIGN)
     scale = score_factor(call.scale, ACTIVATION)

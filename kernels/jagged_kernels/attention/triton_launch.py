@@ -42,7 +42,7 @@ def triton_forward(
     if grid := _grid(config, tiles):
         align, strides = row_and_head_strides(q, k, v, out)
         attention_fwd_kernel[grid](
-            Forward(*operands, None if scales is None else (scales, *scales.stride())),
+            Forward(*operands, *(() if scales is None else (scales, *scales.stride()))),
             *_descriptors(
                 selection.tma and scales is None, align, (k, config.block), (v, config.block)
             ),

@@ -118,8 +118,8 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple 
 
 
 def _paths(signature: dict, name: str) -> list[tuple[int, ...]]:
-    """The positions of a pointer, or of each in a tuple but not in a tuple there, as Triton names
-    them; none of a constant."""
+    """The positions of a pointer, or of each in a tuple, as Triton names them; none of a
+    constant."""
     arg, _, field = name.partition(".")
     position, type = list(signature).index(arg), signature[arg]
     if isinstance(type, tuple):
@@ -127,6 +127,6 @@ def _paths(signature: dict, name: str) -> list[tuple[int, ...]]:
         return [
             (position, i)
             for i, (of_item, item) in enumerate(zip(names, type))
-            if item[0] == "*" and field in ("", of_item)
+            if item.startswith("*") and field in ("", of_item)
         ]
     return [] if type == "constexpr" else [(position,)]

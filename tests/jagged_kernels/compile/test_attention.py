@@ -138,7 +138,7 @@ def compile_attention(
     of_dropout = ("*i64", "fp32") if dropout else ("constexpr", "constexpr")
     call = Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4, *of_dropout)
     operands = POINTERS[name]
-    num_rows = sum(x not in ("lse", "delta", "key_scales") for x in operands._fields)
+    num_rows = sum(x in ("q", "k", "v", "out", "do", "dq", "dk", "dv") for x in operands._fields)
 
     def type_of(arg):
         if arg in ("bias", "sums"):
@@ -147,8 +147,8 @@ def compile_attention(
             own = dict(k=stored, v=stored) if stored else {}
             own |= dict(lse="fp32", delta="fp32")
             types = {x: f"*{own.get(x, dtype)}" for x in operands._fields}
-            if name == "fwd":
-                types["key_scales"] = ("*fp32", "i32", "i32") if stored else "constexpr"
+            of_scales = ["*fp32", "i32", "i32"] if stored else ["constexpr"] * 3
+            types |= zip(operands._fields[-3:], of_scales) if name == "fwd" else ()
             return operands(**types)
         if arg.endswith("_desc"):
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
