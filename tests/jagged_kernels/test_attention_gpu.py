@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from jagged_kernels.attention import select
 from jagged_kernels.attention.params import (
     AttentionCall,
     AttentionParams,
@@ -153,16 +154,18 @@ def test_shared_operands(check_attention, shared, case):
     check_attention("mixed", dtype, "cuda", shared=shared, dims=dims)
 
 
-@pytest.mark.parametrize("keys", [64, 128, 832])
+@pytest.mark.parametrize("keys", [64, 128, 192])
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_shared_keys_of_whole_blocks_have_the_bits_of_one_segment(keys, activation, dim):
-    """Kernels for them have no code for ends of segments (HopperConfig.whole_blocks)."""
+@pytest.mark.parametrize("dim", [64, 128])
+def test_shared_keys_of_whole_blocks(change_selection, keys, activation, dim):
+    """Kernels for them have no code for ends of segments (HopperConfig.whole_blocks), and the bits
+    of those that have it."""
     make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     operands = [make(rows, 2, dim).requires_grad_() for rows in (1000, keys, keys)]
     gradient, results = make(1000, 2, dim), []
-    for offsets in ([0, 300, 300, 1000], "shared"), ([0, 1000], [0, keys]):
-        offsets = [x if x == "shared" else torch.tensor(x, device="cuda") for x in offsets]
+    offsets = torch.tensor([0, 300, 300, 1000], device="cuda"), "shared"
+    for most in select.WHOLE_BLOCKS, {}:
+        change_selection("WHOLE_BLOCKS", most)
         out = F.jagged_attention(*operands, *offsets, activation=activation)
         results.append([out, *torch.autograd.grad(out, operands[:1], gradient)])
     for found, expected in zip(*results):

@@ -479,7 +479,7 @@ def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activ
     assert spilled_bytes(dynamic.asm["cubin"]) <= spilled_bytes(static.asm["cubin"]) + 16
 
 
-@slow_after(1, "dim, activation", [(64, "softmax"), (128, "gelu_tanh"), (256, "softmax")])
+@slow_after(1, "dim, activation", [(64, "softmax"), (128, "gelu_tanh")])
 @pytest.mark.parametrize("name", ["fwd", "dq"])
 def test_hopper_attention_kernels_of_whole_blocks_leave_out_their_ends(name, dim, activation):
     config = hopper_attention_config(name, dim, activation, False)
