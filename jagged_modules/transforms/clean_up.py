@@ -10,6 +10,7 @@ projection.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Set
 from typing import Any
 
@@ -38,6 +39,7 @@ def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
     _drop_identities(graph, keep)
     _read_parts(graph, keep)
     _fold_views(graph, keep)
+    _read_whole_products(graph, keep)
     _drop_duplicates(graph, keep)
     graph.eliminate_dead_code()
 
@@ -170,6 +172,50 @@ def _is_handed_out(node: fx.Node) -> bool:
         if may_be_view and _is_handed_out(user):
             return True
     return False
+
+
+def _read_whole_products(graph: fx.Graph, keep: Set[fx.Node]) -> None:
+    """Read the product with some rows of a weight from the one with all rows. Where a history and
+    targets attend to the history, nn.MultiheadAttention has both."""
+    nodes = [x for x in _operators(graph, keep) if x.target is aten.linear.default]
+    whole_ones = (x for x in reversed(nodes) if x.args[1].target is not operator.getitem)
+    products = {(*positional(x), None)[:3]: x for x in whole_ones}
+    for node in nodes:
+        x, *weights = positional(node)
+        bases, firsts = zip(*(_rows_of(y) for y in weights if y is not None))
+        whole, first = products.get((x, *bases, None)[:3], node), firsts[0]
+        if whole is node or set(firsts) != {first} or _is_handed_out(node):
+            continue
+        if node < whole:
+            node.prepend(whole)
+        columns = -1, first, first + node.meta["val"].shape[-1]
+        users = [y for y in node.users if y.target is aten.reshape.default and y not in keep]
+        with graph.inserting_before(node):
+            _replace(graph, node, call(graph, aten.slice.Tensor, whole, *columns, like=node))
+        for user in users:
+            _select_of_whole(graph, user, whole, first)
+
+
+def _rows_of(x: Any) -> tuple[Any, int]:
+    """What a weight has some rows of, and the first of them."""
+    split = x.args[0] if x.target is operator.getitem else x
+    if split.target is not aten.split_with_sizes.default or len(split.args) > 2:
+        return x, 0
+    return split.args[0], sum(split.args[1][: x.args[1]])
+
+
+def _select_of_whole(graph: fx.Graph, node: Any, whole: fx.Node, first: int) -> None:
+    """Selects of reshaped columns, from `first` on, as selects of all columns of `whole`."""
+    *rows, total = shape_of(whole.meta["val"])
+    dim, (*own_rows, width) = len(rows), shape_of(node.meta["val"])
+    if own_rows[:-1] != rows or first % width != 0 or total % width != 0:
+        return
+    shape = [*node.args[1][:-2], int(total // width), int(width)]
+    for user in [x for x in node.users if x.target is aten.select.int and x.args[1] == dim]:
+        index = int(first // width) + user.args[2] % int(own_rows[-1])
+        with graph.inserting_before(user):
+            new = call(graph, aten.reshape.default, whole, shape, like=user)
+            _replace(graph, user, call(graph, aten.select.int, new, dim, index, like=user))
 
 
 def _drop_duplicates(graph: fx.Graph, keep: Set[fx.Node]) -> None:

@@ -402,7 +402,7 @@ class Emitter:
             new.meta["stack_trace"] = node.meta.get("stack_trace")
         self._bases[own.node], self._plain[match.node] = of_users, of_candidates
         for node in reversed(between):
-            of_candidates.append(node)
+            of_users.append(node)  # which comes after of_candidates
 
     def _compression(self, match: Compression) -> fx.Node:
         users = self.operand(match.user_embeddings, match.lineage)

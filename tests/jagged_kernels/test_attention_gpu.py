@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from jagged_kernels.attention import select
 from jagged_kernels.attention.params import (
     AttentionCall,
     AttentionParams,
@@ -151,6 +152,25 @@ def test_segments_of_one_key(check_one_key, kernels, dtype):
 def test_shared_operands(check_attention, shared, case):
     dims, dtype = case
     check_attention("mixed", dtype, "cuda", shared=shared, dims=dims)
+
+
+@pytest.mark.parametrize("keys", [64, 128, 192])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_shared_keys_of_whole_blocks(change_selection, keys, activation, dim):
+    """Kernels for them have no code for ends of segments (HopperConfig.whole_blocks), and the bits
+    of those that have it."""
+    make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    operands = [make(rows, 2, dim).requires_grad_() for rows in (1000, keys, keys)]
+    gradient, results = make(1000, 2, dim), []
+    offsets = torch.tensor([0, 300, 300, 1000], device="cuda"), "shared"
+    for most in select.WHOLE_BLOCKS, {}:
+        change_selection("WHOLE_BLOCKS", most)
+        out = F.jagged_attention(*operands, *offsets, activation=activation)
+        results.append([out, *torch.autograd.grad(out, operands[:1], gradient)])
+    for found, expected in zip(*results):
+        assert found.abs().sum() > 0
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -9,7 +9,7 @@ import torch
 from jagged_kernels.attention import select as module
 from jagged_kernels.attention.configs import attention_config, hopper_attention_config
 from jagged_kernels.attention.params import MaskParams
-from jagged_kernels.attention.select import AttentionProblem, select
+from jagged_kernels.attention.select import FEW_KEYS, AttentionProblem, select
 
 import jagged_modules as jm
 from jagged_modules.activations import ACTIVATIONS
@@ -232,6 +232,25 @@ def test_hoppers_tiles_are_small_where_segments_are_short(head_dim, change, quer
         )
 
 
+@pytest.mark.parametrize(
+    "change, small",
+    [
+        (dict(), True),
+        (sizes(2000, FEW_KEYS), False),
+        (dict(head_dim=72), False),
+        (dict(masked=True), False),
+        (dict(biased=True), False),
+        (dict(dropout=True, implementation="hopper"), False),
+        (dict(batch_invariant=True), False),
+    ],
+    ids=str,
+)
+def test_query_tiles_are_small_where_segments_have_few_keys(change, small):
+    options = dict(head_dim=64) | sizes(2000, FEW_KEYS - 1) | change
+    selection = select(problem(**options))
+    assert [x.consumers == 1 for x in (selection.fwd, selection.dq)] == [small, small]
+
+
 def test_blocks_are_small_where_query_segments_are_short():
     assert [select(problem(64, **sizes(length, 300))).dkdv.block for length in (255, 256)] == [
         32,
@@ -364,6 +383,26 @@ def test_hopper_splits_query_rows_by_its_own_tile():
     assert [
         select(problem(capability=capability, **shared)).query_chunks for capability in (A100, H100)
     ] == [33, 66]
+
+
+@pytest.mark.parametrize(
+    "keys, change, whole",
+    [
+        (64, {}, (True, True)),
+        (128, {}, (True, True)),
+        (100, {}, (False, False)),
+        (512, {}, (True, True)),
+        (576, {}, (False, False)),  # no longer faster
+        (128, dict(kv_shared=False), (False, False)),  # the user's, which have any length
+    ],
+)
+def test_hopper_leaves_out_the_ends_of_shared_keys_that_are_whole_blocks(keys, change, whole):
+    rows = dict(q_rows=100_000, q_segments=1, kv_rows=keys, kv_segments=1)
+    selection = select(problem(64, **(rows | dict(kv_shared=True) | change)))
+    assert (selection.fwd.whole_blocks, selection.dq.whole_blocks) == whole
+    assert not selection.dkdv.whole_blocks
+    assert selection.fwd.consumers == (3 if whole[0] or keys >= FEW_KEYS else 1)
+    assert selection.fwd.block == (128 if keys == 128 and whole[0] else 64)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,8 @@ class HopperConfig:
         ctas_per_sm: thread blocks that run on a multiprocessor at a time.
         v_stages: buffers of the values in dq; 0: as many as `stages`.
         warps: of a consumer.
+        whole_blocks: in the forward and dq, without a mask: every segment has whole blocks of keys,
+            at least one, and there is no code for other ends.
         dynamic_tiles: in the forward, thread blocks take tiles through a counter; otherwise the
             zigzag assigns them.
     """
@@ -150,6 +152,7 @@ class HopperConfig:
     rows_in_registers: bool = False
     ctas_per_sm: int = 1
     dynamic_tiles: bool = False
+    whole_blocks: bool = False
     v_stages: int = 0
     warps: int = 4
 

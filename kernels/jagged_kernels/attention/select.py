@@ -49,8 +49,15 @@ SHORT_QUERIES_ROWS = 2**18
 # mean keys from which on a thread block of the forward has few and large tiles, so static shares
 # differ too much
 DYNAMIC_TILES = 640
+<<<<<<< HEAD
 # Query rows of a segment on average: from here on a segment's are split if tiles of keys are few
 MANY_QUERIES = 8192
+=======
+FEW_KEYS = 320  # small_tiles_are_faster for queries of any number below so many mean keys
+# most keys that all segments share for which kernels without code for ends are faster, by padded
+# head dim
+WHOLE_BLOCKS = {64: 512, 128: 256}
+>>>>>>> short2
 FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
 
@@ -166,6 +173,7 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
     if _takes_hopper(p, q_seqlen, kv_seqlen):
         # buckets and random numbers take many registers
         long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked)
+        long = long or (p.kv_shared and kv_seqlen == 128)  # one block, without code for its end
         long = long and not (p.timed or p.dropout)
         selection = _hopper_selection(
             p.head_dim, p.activation, p.masked, p.biased, long, p.timed, p.dropout
@@ -190,8 +198,17 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
             )
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
+<<<<<<< HEAD
         chunks = query_chunks(p, selection.dkdv.tile, q_seqlen)
         return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
+=======
+        if not p.kv_shared:
+            return selection
+        chunks = query_chunks(p, selection.dkdv.tile)
+        if p.kv_rows <= WHOLE_BLOCKS.get(padded_dim(p.head_dim), 0):
+            selection = _with_whole_blocks(selection, p.kv_rows)
+        return dataclasses.replace(selection, query_chunks=chunks)
+>>>>>>> short2
 
     tile = _triton_tile(p, q_seqlen)
     chunks = query_chunks(p, tile.key, q_seqlen)
@@ -291,7 +308,8 @@ def small_tiles_are_faster(
 
     Above head dim 64, two thread blocks of the kernel with key tiles have too few registers, and
     above 128 those of all kernels. Up to 64, the long arithmetic of GELU and its polynomial takes
-    less time with small query tiles at all lengths.
+    less time with small query tiles at all lengths. With few keys, the code of a tile must be
+    fetched as often as it runs: one consumer has a third of it.
     """
     narrow = padded_dim(p.head_dim) <= 64
     longest = SMALL_TILES.get(padded_dim(p.head_dim), 0)
@@ -300,7 +318,10 @@ def small_tiles_are_faster(
     elif p.masked and not p.biased:
         longest //= 2
     long_arithmetic = narrow and not p.biased and p.activation in ("gelu", "gelu_taylor")
-    queries = _is_below(q_seqlen, longest) or long_arithmetic
+    few_keys = _is_below(kv_seqlen, FEW_KEYS) and not (p.masked or p.biased or p.dropout)
+    if p.kv_shared and p.kv_rows % 64 == 0:  # kernels with large tiles have little code for these
+        few_keys = False
+    queries = _is_below(q_seqlen, longest) or long_arithmetic or (narrow and few_keys)
     return queries, narrow and (_is_below(q_seqlen, FEW_ROWS) or _is_below(kv_seqlen, longest))
 
 
@@ -485,6 +506,16 @@ def _with_dynamic_tiles(selection: Selection) -> Selection:
     return dataclasses.replace(
         selection, fwd=dataclasses.replace(selection.fwd, dynamic_tiles=True)
     )
+
+
+@_cached
+def _with_whole_blocks(selection: Selection, shared_keys: int) -> Selection:
+    """shared_keys: of each segment."""
+    fwd, dq = (
+        dataclasses.replace(x, whole_blocks=shared_keys % x.block == 0)
+        for x in (selection.fwd, selection.dq)
+    )
+    return dataclasses.replace(selection, fwd=fwd, dq=dq)
 
 
 @_cached

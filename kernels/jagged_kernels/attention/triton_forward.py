@@ -25,6 +25,20 @@ from .triton_tiles import (
 )
 
 
+class Forward(NamedTuple):
+    """Pointers of the forward kernel. out and lse are results. key_scales: factors of keys in 8
+    bits, with the strides of their rows and heads, or None."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    out: tl.tensor
+    lse: tl.tensor
+    key_scales: tl.tensor = None
+    scales_row_stride: tl.tensor = None
+    scales_head_stride: tl.tensor = None
+
+
 class _State(NamedTuple):
     """acc = P v `[BLOCK_M, BLOCK_DV]`, and softmax's running maximum and sum of each row."""
 
@@ -81,12 +95,11 @@ def _fwd_block(
 )
 def attention_fwd_kernel(
     x, k_desc, v_desc, call, num_segments, num_tiles_ptr, bias, strides, stride_lse, page_table_ptr,
-    key_scales,
     ACTIVATION: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Operands, of
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. x: Forward, of
     whose `[rows, heads, dim]` tensors `strides` has the strides of rows and heads in turn.
-    page_table_ptr: as in load_page. key_scales: as in Keys."""
+    page_table_ptr: as in load_page."""
     BIAS: tl.constexpr = OPTIONS.bias
     BLOCK_M: tl.constexpr = OPTIONS.tile
     BLOCK_N: tl.constexpr = OPTIONS.block
@@ -95,6 +108,9 @@ def attention_fwd_kernel(
     PAGE_ROWS: tl.constexpr = OPTIONS.page_rows
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(x.q, None, strides[0] * ALIGN, strides[1] * ALIGN)
+    key_scales = None
+    if x.key_scales is not None:
+        key_scales = x.key_scales, x.scales_row_stride, x.scales_head_stride
     keys = Keys(
         Rows(x.k, k_desc, strides[2] * ALIGN, strides[3] * ALIGN),
         Rows(x.v, v_desc, strides[4] * ALIGN, strides[5] * ALIGN),

@@ -27,7 +27,7 @@ from .select import Selection
 from .tile_lists import kernel_tiles
 from .triton_dkdv import BackwardDkdv, attention_bwd_dkdv_kernel
 from .triton_dq import BackwardDq, attention_bwd_dq_kernel
-from .triton_forward import attention_fwd_kernel
+from .triton_forward import Forward, attention_fwd_kernel
 from .triton_tiles import Call, Options
 
 
@@ -42,7 +42,7 @@ def triton_forward(
     if grid := _grid(config, tiles):
         align, strides = row_and_head_strides(q, k, v, out)
         attention_fwd_kernel[grid](
-            operands,
+            Forward(*operands, *(() if scales is None else (scales, *scales.stride()))),
             *_descriptors(
                 selection.tma and scales is None, align, (k, config.block), (v, config.block)
             ),
@@ -53,7 +53,6 @@ def triton_forward(
             tuple(strides),
             lse.stride(0),
             pages and pages.table,
-            None if scales is None else (scales, *scales.stride()),
             **_constants(
                 config,
                 operands,

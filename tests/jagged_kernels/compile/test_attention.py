@@ -9,10 +9,9 @@ from marks import diagonal_first, slow_after
 pytest.importorskip("triton")
 
 from jagged_kernels.attention.configs import attention_config, attention_tile, biased_dq_config
-from jagged_kernels.attention.params import Operands
 from jagged_kernels.attention.triton_dkdv import BackwardDkdv, attention_bwd_dkdv_kernel
 from jagged_kernels.attention.triton_dq import BackwardDq, attention_bwd_dq_kernel
-from jagged_kernels.attention.triton_forward import attention_fwd_kernel
+from jagged_kernels.attention.triton_forward import Forward, attention_fwd_kernel
 from jagged_kernels.attention.triton_tiles import Call, Options
 from jagged_kernels.common.activations import activation_function
 from jagged_kernels.common.configs import padded_dim
@@ -25,7 +24,7 @@ KERNELS = {
     "dq": attention_bwd_dq_kernel,
     "dkdv": attention_bwd_dkdv_kernel,
 }
-POINTERS = {"fwd": Operands, "dq": BackwardDq, "dkdv": BackwardDkdv}
+POINTERS = {"fwd": Forward, "dq": BackwardDq, "dkdv": BackwardDkdv}
 # of a thread block, by compute capability
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # A kernel takes seconds to compile. So an option is compiled for some of the capabilities, and each
@@ -135,12 +134,11 @@ def compile_attention(
     constants |= {} if bias else dict(bias=None)
     constants |= {} if sums else dict(sums=None)
     constants |= {} if page_rows else dict(page_table_ptr=None)
-    constants |= {} if stored or name != "fwd" else dict(key_scales=None)
     by_segment = ("*i64", "*fp32") if masked else ("constexpr", "constexpr")
     of_dropout = ("*i64", "fp32") if dropout else ("constexpr", "constexpr")
     call = Call("*i64", "*i64", "*i32", *by_segment, *["fp32"] * 4, *of_dropout)
     operands = POINTERS[name]
-    num_rows = sum(x not in ("lse", "delta") for x in operands._fields)
+    num_rows = sum(x in ("q", "k", "v", "out", "do", "dq", "dk", "dv") for x in operands._fields)
 
     def type_of(arg):
         if arg in ("bias", "sums"):
@@ -148,13 +146,15 @@ def compile_attention(
         if arg == "x":
             own = dict(k=stored, v=stored) if stored else {}
             own |= dict(lse="fp32", delta="fp32")
-            return operands(*(f"*{own.get(x, dtype)}" for x in operands._fields))
+            types = {x: f"*{own.get(x, dtype)}" for x in operands._fields}
+            of_scales = ["*fp32", "i32", "i32"] if stored else ["constexpr"] * 3
+            types |= zip(operands._fields[-3:], of_scales) if name == "fwd" else ()
+            return operands(**types)
         if arg.endswith("_desc"):
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
             return f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         types = dict(call=call, strides=("i32",) * (2 * num_rows), num_tiles_ptr="*i32")
-        types |= dict(page_table_ptr="*i32", key_scales=("*fp32", "i32", "i32"))
-        return types.get(arg)
+        return (types | dict(page_table_ptr="*i32")).get(arg)
 
     of_call = (f"call.{x}" for x in call._fields if x != "tiles_ptr")
     aligned = ["x", "num_tiles_ptr", *of_call]

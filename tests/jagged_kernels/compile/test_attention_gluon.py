@@ -33,7 +33,7 @@ from jagged_kernels.common.gluon_api import reinterprets_padding
 
 from jagged_modules.activations import POINTWISE
 
-from ..sass import disassembled, spilled_bytes
+from ..sass import disassembled, parse, spilled_bytes
 from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor
 
 # what kernels read of the Arguments: all of them, and each
@@ -87,12 +87,17 @@ FAST_IN_BFLOAT16 = [
 
 def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
     """Shared memory is that of the buffers plus at most 1.5 KiB for the tile queue, barriers and
-    arguments of warps. It fits the GPU."""
+    arguments of warps. It fits the GPU. No barrier lies in a buffer, as one would that nothing
+    waits for: the buffer would read as the barrier's first state."""
     buffers = BUFFERS[name, padded_dim(dim)] + lse_and_delta
     assert (
         0 < compiled.metadata.shared / 1024 - buffers <= 1.5
         and compiled.metadata.shared <= 227 * 1024
     )
+    ptx = compiled.asm["ptx"]
+    addresses = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    barriers = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)
+    assert barriers and min(int(addresses[x]) for x in barriers) >= buffers * 1024
 
 
 def compile_hopper_attention(
@@ -472,6 +477,22 @@ def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activ
     )
     assert "atom.global" in dynamic.asm["ptx"] and "atom.global" not in static.asm["ptx"]
     assert spilled_bytes(dynamic.asm["cubin"]) <= spilled_bytes(static.asm["cubin"]) + 16
+
+
+@slow_after(1, "dim, activation", [(64, "softmax"), (128, "gelu_tanh")])
+@pytest.mark.parametrize("name", ["fwd", "dq"])
+def test_hopper_attention_kernels_of_whole_blocks_leave_out_their_ends(name, dim, activation):
+    config = hopper_attention_config(name, dim, activation, False)
+    whole, other = (
+        compile_hopper_attention(
+            name, dim, "bf16", activation, config=dataclasses.replace(config, whole_blocks=x)
+        )
+        for x in (True, False)
+    )
+    sizes = [len(parse(disassembled(x.asm["cubin"]))) for x in (whole, other)]
+    assert sizes[0] < 0.8 * sizes[1]
+    assert spilled_bytes(whole.asm["cubin"]) <= spilled_bytes(other.asm["cubin"])
+    assert_shared_memory(whole, name, dim)
 
 
 CAUSAL = MaskParams(1, -1, -1, 0, 1, 0, 0, 0)

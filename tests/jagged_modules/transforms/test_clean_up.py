@@ -252,3 +252,66 @@ def test_a_write_to_all_rows_is_what_is_written():
     _, found = cleaned(Writes())
     assert aten.slice_scatter.default not in found
     assert aten.select_scatter.default in found
+
+
+def packed(x, width=3):
+    """Columns in runs of a width, as nn.MultiheadAttention takes q, k and v apart."""
+    return x.unflatten(-1, (-1, width)).unsqueeze(0).transpose(0, -2).squeeze(-2)
+
+
+linear = nn.functional.linear
+PRODUCTS = {  # the operators afterwards
+    "columns": (
+        lambda x, whole, parts: whole.sum() + linear(x, *parts[1]).cos(),
+        ["linear", "sum", "slice", "cos", "add"],
+    ),
+    "before all columns": (
+        lambda x, whole, parts: linear(x, *parts[2]).cos() + whole()[..., :3],
+        ["linear", "slice", "cos", "slice", "add"],
+    ),
+    "a head": (
+        lambda x, whole, parts: packed(whole)[2] * packed(linear(x, *parts[1]))[-1],
+        ["linear", "reshape", "select", "mul"],
+    ),
+    "a head of another width": (
+        lambda x, whole, parts: whole.sum() + packed(linear(x, *parts[1]), 2)[-1].cos(),
+        ["linear", "sum", "slice", "reshape", "select", "cos", "add"],
+    ),
+    "without the bias": (
+        lambda x, whole, parts: whole.sum() + linear(x, parts[1][0]).cos(),
+        ["split_with_sizes", "linear", "sum", "linear", "cos", "add"],
+    ),
+    "the bias of another part": (
+        lambda x, whole, parts: whole.sum() + linear(x, parts[0][0], parts[2][1]).cos(),
+        ["split_with_sizes"] * 2 + ["linear", "sum", "linear", "cos", "add"],
+    ),
+    "of other rows": (
+        lambda x, whole, parts: whole.sum() + linear(x.sin(), *parts[1]).cos(),
+        ["split_with_sizes"] * 2 + ["linear", "sum", "sin", "linear", "cos", "add"],
+    ),
+    "a result": (
+        lambda x, whole, parts: (whole, linear(x, *parts[1])),
+        ["split_with_sizes"] * 2 + ["linear", "linear"],
+    ),
+}
+
+
+class Products(nn.Module):
+    """`read` of x, a product of x, or a function that computes it, and parts of the weight and the
+    bias."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.all = name, nn.Linear(6, 12)
+
+    def forward(self, x):
+        weights, biases = (y.split([3, 6, 3]) for y in (self.all.weight, self.all.bias))
+        whole = (lambda: self.all(x)) if "before" in self.name else self.all(x)
+        return PRODUCTS[self.name][0](x, whole, list(zip(weights, biases)))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_columns_of_a_product(name):
+    """A product with some rows of a weight is read from the one with all rows."""
+    _, found = cleaned(Products(name))
+    assert [x._schema.name.removeprefix("aten::") for x in found] == PRODUCTS[name][1]

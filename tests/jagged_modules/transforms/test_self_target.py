@@ -63,6 +63,12 @@ def targets_first(own, target, k, v, padding):
     return scaled_dot_product_attention(own.relu(), k, v), of_targets
 
 
+def read_between(own, target, k, v, padding):
+    return scaled_dot_product_attention(own, k, v).relu(), scaled_dot_product_attention(
+        target, k, v
+    )
+
+
 def few_rows(own, target, k, v, padding):
     """The last two events attend."""
     own = own[:, :, -2:]
@@ -114,11 +120,44 @@ def one_after_the_other(own, target, k, v, padding):
     return of_users, scaled_dot_product_attention(target, k, v)
 
 
-JOINED = [without_mask, causal, padded, softmax, one_dimension, targets_first, few_rows]
+JOINED = [
+    without_mask,
+    causal,
+    padded,
+    softmax,
+    one_dimension,
+    targets_first,
+    few_rows,
+    read_between,
+]
 APART = [
     other_mask, mask_of_targets, causal_from_the_first, window, other_scale, other_values,
     other_keys, one_after_the_other,
 ]  # fmt: skip
+
+
+class Multihead(nn.Module):
+    """nn.MultiheadAttention of a history to itself and of targets to it, by one module or two."""
+
+    def __init__(self, by_one=True, weights=False, targets_first=False, **options):
+        super().__init__()
+        self.own = nn.MultiheadAttention(DIM, HEADS, **options)
+        self.target = self.own if by_one else nn.MultiheadAttention(DIM, HEADS, **options)
+        self.weights, self.targets_first = weights, targets_first
+
+    def forward(self, history, padding, item):
+        item = item[:, None]
+        if not self.own.batch_first:
+            history, item = history.transpose(0, 1), item.transpose(0, 1)
+        queries = [(self.own, history), (self.target, item)]
+        order = -1 if self.targets_first else 1
+        of_users, of_targets = [
+            attention(x, history, history, padding, self.weights)[0]
+            for attention, x in queries[::order]
+        ][::order]
+        if not self.own.batch_first:
+            of_users, of_targets = of_users.transpose(0, 1), of_targets.transpose(0, 1)
+        return of_users.relu().mean(1) + of_targets.flatten(1)
 
 
 class Model(nn.Module):
@@ -146,7 +185,7 @@ def inputs(users=USERS, items=ITEMS):
 
 
 def fused_model(attend):
-    model = Model(attend).eval()
+    model = (attend if isinstance(attend, nn.Module) else Model(attend)).eval()
     (history, padding), item, index = inputs()
     arguments = history[index], padding[index], item
     return model, fuse_broadcasts(model, arguments, request_only=["history", "padding"])
@@ -158,7 +197,18 @@ def decisions(fused):
     )
 
 
-@pytest.mark.parametrize("attend", JOINED)
+MULTIHEAD = {
+    "batch first": dict(batch_first=True),
+    "sequence first": dict(),
+    "weights": dict(batch_first=True, weights=True),
+    "no bias": dict(batch_first=True, bias=False),
+    "targets first": dict(batch_first=True, targets_first=True),
+}
+
+
+@pytest.mark.parametrize(
+    "attend", [*JOINED, *(pytest.param(Multihead(**x), id=name) for name, x in MULTIHEAD.items())]
+)
 @torch.no_grad()
 def test_one_launch(attend):
     model, fused = fused_model(attend)
@@ -174,7 +224,9 @@ def test_one_launch(attend):
     assert "self_target_attention" in str(fused.report)
 
 
-@pytest.mark.parametrize("attend", APART)
+@pytest.mark.parametrize(
+    "attend", [*APART, pytest.param(Multihead(by_one=False, batch_first=True), id="two modules")]
+)
 @torch.no_grad()
 def test_two_launches(attend):
     """Other keys or values, masks that are not the same, or an order."""

@@ -109,6 +109,7 @@ class Options(NamedTuple):
     registers: int = 24
     q_in_registers: bool = False
     block: int = 64
+    whole_blocks: bool = False
     activation: object = None
 
 

@@ -204,6 +204,8 @@ def _dq_tile(tile, wave, step, tail_phase, consumer: gl.constexpr, kernel, OPTIO
     first_target = first_target_of(tile, OPTIONS.mask)
     blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
     masked = num_masked_blocks(blocks)
+    if OPTIONS.whole_blocks:
+        masked = gl.to_tensor(0)
     first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
     num_rows = tile.q_len - first
     # Keys in the first block, the only one that the segment's end may cut.

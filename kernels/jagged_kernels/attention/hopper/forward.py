@@ -395,12 +395,15 @@ def _fwd_tile(
     blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
     # in the first block, the only one cut
     num_keys = gl.where(visited > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, 0)
+    # Constants leave branches out: their code costs time even where it does not run.
+    if OPTIONS.whole_blocks:
+        num_keys = gl.to_tensor(BLOCK)
     has_tail = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
     first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
     num_rows = tile.q_len - first
     tail = Tail(rings.tail, tail_phase)
     next_tile = tile
-    if num_rows > 0:
+    if (num_rows > 0) | OPTIONS.whole_blocks:  # without rows, what it computes is not stored
         factor = scales.act_factor * output_factor(
             scales.output_scale, scales.segment_scale_ptr, tile.segment
         )

@@ -45,6 +45,7 @@ def config_constants(config: HopperConfig) -> dict:
         registers=config.registers,
         q_in_registers=config.rows_in_registers,
         block=config.block,
+        whole_blocks=config.whole_blocks,
     )
 
 
