@@ -14,6 +14,15 @@ from .scalars import check_flag, check_size, is_sequence, to_ints
 from .segments import check_device, check_integers, values_are_checkable
 
 LONGEST = 2**30
+# fields that are numbers, which an HSTUConfig has too
+LENGTHS = (
+    "target_group_size",
+    "contextual_seqlen",
+    "max_attn_len",
+    "min_full_attn_seqlen",
+    "global_prefix",
+    "recent_history",
+)
 
 
 @final
@@ -113,14 +122,7 @@ class AttentionMask:
                     f"num_targets must not be negative, got {int(self.num_targets.min())}"
                 )
         check_size("target_group_size", self.target_group_size)
-        for name in (
-            "target_group_size",
-            "contextual_seqlen",
-            "max_attn_len",
-            "min_full_attn_seqlen",
-            "global_prefix",
-            "recent_history",
-        ):
+        for name in LENGTHS:
             _check_length(name, getattr(self, name))
 
     def __repr__(self) -> str:

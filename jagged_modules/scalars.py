@@ -34,6 +34,14 @@ def check_size(name: str, value: object, at_least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
+def check_sizes(owner: object, *names: str, at_least: int = 1, optional: bool = False) -> None:
+    """`check_size` of these attributes. optional: None is allowed."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None or not optional:
+            check_size(name, value, at_least)
+
+
 def check_number(
     name: str, value: object, low: float = -math.inf, high: float = math.inf, what: str = "a number"
 ) -> None:

@@ -24,13 +24,13 @@ from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_rows
 from .keywords import name_keywords
 from .one_node import in_training, node_dtype
-from .parameters import check_parameter_dtype, in_heads, reset_all
+from .parameters import Layer, check_parameter_dtype, in_heads
 
 C = TypeVar("C")  # a container
 
 
 @name_keywords
-class BlockDiagonalSelfAttention(nn.Module):
+class BlockDiagonalSelfAttention(Layer):
     """Multi-head softmax attention within blocks of rows, with rotary positions. Blocks are counted
     from the start of each segment.
 
@@ -99,11 +99,6 @@ class BlockDiagonalSelfAttention(nn.Module):
             None if rotary is None else _RotaryTables(self.head_dim, max_seqlen, device=device)
         )
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
-        built on the meta device."""
-        reset_all(self.children())
 
     @one_module
     @fixed_rows

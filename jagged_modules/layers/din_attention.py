@@ -24,14 +24,14 @@ from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
 from .cached_projections import layer_of_cache
 from .din_weights import read_mlp
 from .keywords import name_keywords
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 from .targets import Targets, parse_targets
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
 @name_keywords
-class JaggedDINAttention(nn.Module):
+class JaggedDINAttention(Layer):
     """Target attention of DIN (Zhou et al. 2018, arXiv:1706.06978): the weight of each event is an
     MLP's score of the features of target and event. No tensor has a row for each pair.
 
@@ -140,11 +140,6 @@ class JaggedDINAttention(nn.Module):
         )
         layer.load_state_dict(found.state_dict())
         return layer
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters and statistics, for instance after `to_empty` of a layer built
-        on the meta device."""
-        reset_all(self.children())
 
     @through_call
     def cache(self, history: Any) -> HistoryCache:

@@ -33,7 +33,7 @@ from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .norms import RMSNorm, RowNorm
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,7 +49,7 @@ ACTIVATIONS = (*TORCH_ACTIVATIONS, "leaky_relu", "swiglu")
 
 
 @name_keywords
-class JaggedEncoderLayer(nn.Module):
+class JaggedEncoderLayer(Layer):
     """A transformer encoder layer: softmax self-attention within each segment, then a feed-forward
     network of each row, both with a residual and a norm.
 
@@ -209,11 +209,6 @@ class JaggedEncoderLayer(nn.Module):
             load_norm(own, given)
         return layer.train(linears[0].training)
 
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta
-        device."""
-        reset_all(self.children())
-
     @one_module
     def forward(self, x: C, num_targets: Tensor | None = None) -> C:
         """Update all rows.
@@ -260,7 +255,7 @@ class JaggedEncoderLayer(nn.Module):
         return f"norm_first={self.norm_first}, activation={self.activation}"
 
 
-class JaggedEncoder(nn.Module):
+class JaggedEncoder(Layer):
     """A stack of encoder layers, and a norm of its result.
 
     Args:
@@ -301,11 +296,6 @@ class JaggedEncoder(nn.Module):
         norm = copy.deepcopy(module.norm)
         encoder = cls([JaggedEncoderLayer.from_torch(layer, mask) for layer in layers], norm)
         return encoder.train(module.training)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a stack built on the meta
-        device."""
-        reset_all(self.children())
 
     @one_module
     def forward(self, x: C, num_targets: Tensor | None = None) -> C:

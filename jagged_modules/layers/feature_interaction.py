@@ -15,11 +15,11 @@ from torch.types import Device
 from ..containers.jagged import Jagged, wrap_rows
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import reset_all
+from .parameters import Layer
 from .pffn import check_features
 
 
-class UserLayers(nn.Module):
+class UserLayers(Layer):
     """Layers in which users' rows and features update one another, one after the other."""
 
     def __init__(
@@ -40,7 +40,7 @@ class UserLayers(nn.Module):
         return f"config={self.config}"
 
 
-class SelfGate(nn.Module):
+class SelfGate(Layer):
     """silu(x · MLP(x)) of each vector: InterFormer's gate. It begins near silu(x): of a product
     with an MLP of torch's initial weights, which is small, the norms behind it would have large
     gradients."""
@@ -56,9 +56,6 @@ class SelfGate(nn.Module):
         vars(self.linear2)["reset_parameters"] = functools.partial(_reset_open, self.linear2)
         self.linear2.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        reset_all(self.children())
-
     def forward(self, x: Tensor) -> Tensor:
         return nnf.silu(x * self.linear2(nnf.silu(self.linear1(x))))
 
@@ -68,7 +65,7 @@ def _reset_open(linear: nn.Linear) -> None:
     nn.init.ones_(linear.bias)
 
 
-class FeatureInteraction(nn.Module):
+class FeatureInteraction(Layer):
     """RMSNorm(MLP(X (W X)ᵀ) + W' X): M embeddings from the inner products of N, compressed to
     `rank` columns, and from a linear compression, as in a layer of Wukong (arXiv:2403.02545)."""
 
@@ -91,9 +88,6 @@ class FeatureInteraction(nn.Module):
         self.linear1 = nn.Linear(products, hidden, **where)
         self.linear2 = nn.Linear(hidden, num_outputs * embedding_dim, **where)
         self.norm = RMSNorm(embedding_dim, **where)
-
-    def reset_parameters(self) -> None:
-        reset_all(self.children())
 
     def forward(self, x: Tensor) -> Tensor:
         columns, shortcut = torch.split_with_sizes(self.compress(x), self.sizes, 1)

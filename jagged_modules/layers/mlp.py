@@ -17,12 +17,12 @@ from ..tracing import call_of, one_module
 from .invariant import fixed_rows
 from .mlp_node import mlp_node
 from .one_node import node_dtype
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 
 C = TypeVar("C")  # a container
 
 
-class JaggedMLP(nn.Module):
+class JaggedMLP(Layer):
     """Linear layers, each followed by an activation, the last one too, as in TorchRec's MLP.
 
     All rows use the same weights, and segments do not affect the result. Append an nn.Linear if the
@@ -70,11 +70,6 @@ class JaggedMLP(nn.Module):
             nn.Linear(width, parts * out, device=device, dtype=dtype)
             for width, out in zip(dims, dims[1:])
         )
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
-        built on the meta device."""
-        reset_all(self.layers)
 
     @one_module
     @fixed_rows

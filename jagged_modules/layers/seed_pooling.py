@@ -16,13 +16,13 @@ from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 from .pffn import check_features
 from .target_attention import JaggedTargetAttention
 
 
 @name_keywords
-class JaggedSeedPooling(nn.Module):
+class JaggedSeedPooling(Layer):
     """Pool each user's rows to a few tokens: pooling by multi-head attention (PMA), or, with
     num_tokens, Kunlun's hierarchical seed pooling (HSP).
 
@@ -85,11 +85,6 @@ class JaggedSeedPooling(nn.Module):
             check_size("num_tokens", num_tokens)
             self.compress = LinearCompressEmbedding(num_seeds, num_tokens * rank, **where)
             self.mix = nn.Linear(rank * embedding_dim, embedding_dim, bias=False, **where)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta
-        device."""
-        reset_all(self.children())
 
     @one_module
     def forward(self, x: Any, features: Tensor | None = None) -> Tensor:
