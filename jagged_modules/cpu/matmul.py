@@ -139,28 +139,12 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
 
 
 @outer_cpu.register_fake
-def _(
-    x: Tensor,
-    y: Tensor,
-    x_offsets: Tensor,
-    y_offsets: Tensor,
-    p_offsets: Tensor,
-    total: int,
-    *options: bool,
-) -> Tensor:
+def _(x, y, x_offsets, y_offsets, p_offsets, total, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(total)
 
 
 @matmul_cpu.register_fake
-def _(
-    p: Tensor,
-    y: Tensor,
-    x_offsets: Tensor,
-    y_offsets: Tensor,
-    p_offsets: Tensor,
-    out_rows: int,
-    *options: bool,
-) -> Tensor:
+def _(p, y, x_offsets, y_offsets, p_offsets, out_rows, *_):  # type: ignore[no-untyped-def]
     return y.new_empty(out_rows, y.shape[1])
 
 

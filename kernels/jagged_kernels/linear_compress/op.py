@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common.autograd import below_autograd, differentiate
+from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.configs import GemmConfig, KernelChoice
 from ..common.descriptors import descriptor
 from ..common.device import (
@@ -458,22 +458,6 @@ class _LinearCompress(torch.autograd.Function):
         return None, None, None, *gradients, *(None,) * 3 * (ctx.levels - 1)
 
 
-class _LinearCompressBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, do, levels: int, options: tuple, *tensors):
-        with below_autograd():
-            return tuple(
-                triton_linear_compress_backward(do, *_unflatten(levels, tensors), *options)
-            )
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "linear_compress is not differentiable twice: its backward kernels have no derivative"
-            " of their own"
-        )
-
-
 def _unflatten(levels: int, tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
     """Weights, embeddings, indices, orders, offsets."""
     sizes = [levels, levels, *[levels - 1] * 3]
@@ -505,9 +489,8 @@ differentiate(
     triton_linear_compress,
     lambda *args: _LinearCompress.apply(len(args[0]), args[5:], None, *_flatten(args[:5])),
 )
-differentiate(
+refuse_derivative(
     triton_linear_compress_backward,
-    lambda do, *args: list(
-        _LinearCompressBackward.apply(do, len(args[0]), args[5:], *_flatten(args[:5]))
-    ),
+    "linear_compress is not differentiable twice: its backward kernels have no derivative of their"
+    " own",
 )
