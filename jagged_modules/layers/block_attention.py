@@ -65,6 +65,8 @@ class BlockDiagonalSelfAttention(Layer):
         values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))
     """
 
+    _shown = "embedding_dim", "num_heads", "block_size", "rotary", "max_seqlen"
+
     def __init__(
         self,
         embedding_dim: int,
@@ -139,13 +141,6 @@ class BlockDiagonalSelfAttention(Layer):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        sizes = (
-            f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
-            f" block_size={self.block_size}"
-        )
-        return f"{sizes}, rotary={self.rotary!r}, max_seqlen={self.max_seqlen}"
 
 
 class _RotaryTables(nn.Module):

@@ -45,8 +45,7 @@ class JaggedDINAttention(Layer):
         normalize: None: the weights are the scores, as published. "softmax": over the events.
         features: in the order of the first linear's columns: different ones of "q", "k", "q-k" and
             "q*k".
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
         eps, momentum: of Dice's batch norm, see `from_torch` for those of other libraries.
         affine: whether this norm has weights and biases.
 
@@ -61,6 +60,8 @@ class JaggedDINAttention(Layer):
         candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))  # 3 and 1 candidates
         out = attention(torch.randn(4, 1, 32), history, candidates)  # [4, 1, 32]
     """
+
+    _shown = "embedding_dim", "hidden", "activation", "normalize", "features"
 
     def __init__(
         self,
@@ -300,13 +301,6 @@ class JaggedDINAttention(Layer):
             self.training,
             norms[0].momentum,
             norms[0].eps,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"embedding_dim={self.embedding_dim}, hidden={self.hidden},"
-            f" activation={self.activation!r}, normalize={self.normalize!r},"
-            f" features={self.features}"
         )
 
 

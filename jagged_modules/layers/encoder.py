@@ -70,8 +70,7 @@ class JaggedEncoderLayer(Layer):
         dropout: dropout probability, below 1: of the attention weights, within the feed-forward
             network, and of what is added to the rows, as of nn.TransformerEncoderLayer.
         norm_eps: added to the variance.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range; num_heads does not
@@ -82,6 +81,8 @@ class JaggedEncoderLayer(Layer):
         layer = jm.JaggedEncoderLayer(32, num_heads=4, ffn_dim=64, norm_first=True)
         values, offsets = layer((torch.randn(5, 32), torch.tensor([0, 2, 5])))
     """
+
+    _shown = "norm_first", "activation"
 
     def __init__(
         self,
@@ -250,9 +251,6 @@ class JaggedEncoderLayer(Layer):
     def _ffn(self, rows: Tensor) -> Tensor:
         activation = activation_of_rows(self.activation)
         return self.linear2(self.dropout(activation(self.linear1(rows))))
-
-    def extra_repr(self) -> str:
-        return f"norm_first={self.norm_first}, activation={self.activation}"
 
 
 class JaggedEncoder(Layer):

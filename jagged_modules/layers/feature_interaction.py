@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
-from torch.types import Device
 
 from ..containers.jagged import Jagged, wrap_rows
 from .linear_compress import LinearCompressEmbedding
@@ -21,6 +20,8 @@ from .pffn import check_features
 
 class UserLayers(Layer):
     """Layers in which users' rows and features update one another, one after the other."""
+
+    _shown = ("config",)
 
     def __init__(
         self, embedding_dim: int, num_features: int, config: Any, layers: Iterable[nn.Module]
@@ -36,21 +37,16 @@ class UserLayers(Layer):
         check_features(features, wrapped, self.num_features, projection)
         return wrapped, wrapped.with_values(wrapped.values)
 
-    def extra_repr(self) -> str:
-        return f"config={self.config}"
-
 
 class SelfGate(Layer):
     """silu(x · MLP(x)) of each vector: InterFormer's gate. It begins near silu(x): of a product
     with an MLP of torch's initial weights, which is small, the norms behind it would have large
     gradients."""
 
-    def __init__(
-        self, embedding_dim: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, embedding_dim: int, **where: Any) -> None:
         super().__init__()
         self.linear1, self.linear2 = (
-            nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype) for _ in range(2)
+            nn.Linear(embedding_dim, embedding_dim, **where) for _ in range(2)
         )
         # on the instance, as `xavier_linear`
         vars(self.linear2)["reset_parameters"] = functools.partial(_reset_open, self.linear2)
@@ -76,11 +72,9 @@ class FeatureInteraction(Layer):
         num_outputs: int,
         hidden: int | None,
         rank: int,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
         super().__init__()
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
         self.sizes, products = [rank, num_outputs], num_embeddings * rank
         hidden = 2 * embedding_dim if hidden is None else hidden
         self.compress = LinearCompressEmbedding(num_embeddings, sum(self.sizes), **where)

@@ -90,13 +90,8 @@ class JaggedInterFormer(UserLayers):
     no user is computed once per candidate.
 
     Args:
-        embedding_dim: width E of the rows and of the features; a multiple of num_heads.
-        num_heads: attention heads.
-        num_features: number F of features of each user.
-        num_layers: number of layers.
+        embedding_dim, num_heads, num_features, num_layers, device, dtype: as in `JaggedKunlun`.
         config: the other options; `InterFormerConfig()` if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range; num_heads does not
@@ -166,11 +161,9 @@ class InterFormerLayer(Layer):
         num_heads: int,
         num_features: int,
         config: InterFormerConfig,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
         super().__init__()
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
         self.config, cls = config, config.num_cls
         self.compress = LinearCompressEmbedding(num_features, cls, **where)
         self.features_gate = SelfGate(embedding_dim, **where)

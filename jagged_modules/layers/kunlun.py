@@ -97,8 +97,7 @@ class JaggedKunlun(UserLayers):
         num_features: number F of features of each user.
         num_layers: number of layers.
         config: the other options; `KunlunConfig()` if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range; num_heads does not
@@ -168,11 +167,9 @@ class KunlunLayer(Layer):
         num_features: int,
         config: KunlunConfig,
         index: int,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
         super().__init__()
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
         is_even, count = index % 2 == 0, config.num_summary
         self.compress = LinearCompressEmbedding(num_features, count, **where)
         self.linear1, self.linear2 = (

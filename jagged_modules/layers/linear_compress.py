@@ -34,8 +34,7 @@ class LinearCompressEmbedding(nn.Module):
         num_user_embeddings: number of embeddings of each user. For several shared levels (for
             example users and vendors), a sequence of one number per level, coarsest first. 0: no
             shared embeddings.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
         candidate_features: the names of the K features in the order of the weights' columns.
             Required if candidate_embeddings is a
             KeyedTensor: the order of its keys may depend on the sharding plan and is ignored.

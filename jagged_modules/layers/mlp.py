@@ -34,8 +34,7 @@ class JaggedMLP(Layer):
     Args:
         dims: width of the input rows, then of each layer's output: two sizes or more.
         activation: an activation of `functional.jagged_attention` except softmax, or "swiglu".
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: dims are not positive integers, or fewer than two; the activation is
@@ -46,6 +45,8 @@ class JaggedMLP(Layer):
         mlp = jm.JaggedMLP([32, 64, 16])
         values, offsets = mlp((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # values [5, 16]
     """
+
+    _shown = ("activation",)
 
     def __init__(
         self,
@@ -100,6 +101,3 @@ class JaggedMLP(Layer):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"

@@ -43,8 +43,7 @@ class JaggedPFFN(Layer):
         num_weights: hidden width of the networks.
         activation: any of `functional.jagged_attention`.
         config: as in `JaggedGDPA`, without learned rows. qk_norm if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: as `JaggedGDPA` and `LinearCompressEmbedding`; config has learned

@@ -41,8 +41,7 @@ class JaggedSeedPooling(Layer):
         num_features: number F of features of each user, of which the seeds are made; 0: learned
             seeds.
         rank: number of Kronecker products.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
@@ -53,6 +52,8 @@ class JaggedSeedPooling(Layer):
         pooling = jm.JaggedSeedPooling(32, num_heads=4, num_seeds=8, num_tokens=2)
         pooling((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # [2, 2, 32]
     """
+
+    _shown = "num_features", "rank"
 
     def __init__(
         self,
@@ -122,6 +123,3 @@ class JaggedSeedPooling(Layer):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        return f"num_features={self.num_features}, rank={self.rank}"
