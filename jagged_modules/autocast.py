@@ -55,7 +55,9 @@ def host_operator(
         infer_schema: Callable[..., str] = library.infer_schema  # pyright: ignore - unannotated
         schema = infer_schema(body, mutates_args=())
         body = in_own_dtypes(body)
-        operator = library.custom_op(name, body, mutates_args=(), device_types="cpu", schema=schema)
+        operator: Any = library.custom_op(  # whose methods have no types
+            name, body, mutates_args=(), device_types="cpu", schema=schema
+        )
         operator.register_fake(fake)
         if no_derivative is not None:
             operator.register_autograd(no_backward)

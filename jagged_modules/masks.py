@@ -314,11 +314,9 @@ def check_num_targets(
             f"{name} must have shape [B] = [{segments}], got {list(num_targets.shape)}"
         )
     check_device(name, num_targets, device, owner)
-    if (
-        not segments
-        or not values_are_checkable(num_targets)
-        or not values_are_checkable(kv_offsets)
-    ):
+    if not segments or not values_are_checkable(num_targets):
+        return
+    if not values_are_checkable(kv_offsets):
         return
     lengths = kv_offsets.diff().to(num_targets)
     if bool((num_targets > lengths).any()):

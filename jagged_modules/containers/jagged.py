@@ -130,11 +130,9 @@ class Jagged(Queries):
             TypeError, ValueError: values are no tensor, or have another number of rows.
         """
         self._check_rows(values)
-        return (
-            self.with_values(values)
-            if self._container is None
-            else rebuild(self._container, values, self.offsets)
-        )
+        if self._container is None:
+            return self.with_values(values)
+        return rebuild(self._container, values, self.offsets)
 
     def with_values(self, values: Tensor) -> Jagged:
         """A Jagged of the same segments with other values `[L, ...]` and with offsets on their

@@ -261,7 +261,9 @@ def din_moments_cpu(
 
 @host_operator(
     "jagged_modules::din_attention_cpu_backward",
-    lambda do, lse, delta, *args: empty_gradients(*args[:4], compute_dtype(do), args[-1]),
+    lambda do, lse, delta, operands, weights, biases, tables, *others: empty_gradients(
+        operands, weights, biases, tables, compute_dtype(do), others[-1]
+    ),
     "din_attention is not differentiable twice: its backward has no derivative of its own",
 )
 def din_attention_backward_cpu(

@@ -170,11 +170,9 @@ def _matmul_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     wants_p, wants_y, *_ = ctx.needs_input_grad
     pair = (y, do) if ctx.transposed else (do, y)
     dp = outer_cpu(*pair, *offsets, p.shape[0], ctx.batch_invariant) if wants_p else None
-    dy = (
-        matmul_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant)
-        if wants_y
-        else None
-    )
+    dy = None
+    if wants_y:
+        dy = matmul_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant)
     return dp, dy, *[None] * 6
 
 

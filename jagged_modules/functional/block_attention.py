@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jagged_kernels.block_attention.select import has_kernels
+from jagged_kernels.block_attention.configs import fits_shared_memory
 from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
@@ -233,9 +233,9 @@ def runs_kernels(
 
     from jagged_kernels.common.ops import capability
 
-    return has_kernels(
-        head_dim, dtype.itemsize, capability(device), block_size, group, implementation
-    )
+    if implementation == "hopper":  # which `select_block_attention` refuses if it is not supported
+        return True
+    return fits_shared_memory(head_dim, dtype.itemsize, capability(device), block_size, group)
 
 
 def _check_block_attention(

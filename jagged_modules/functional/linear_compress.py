@@ -159,11 +159,9 @@ def _index_map(
     that the host has not checked is clamped."""
     if isinstance(index, CandidateIndex):
         users = index.to(device).users(rows)
-        return (
-            users.clamp(max=size - 1)
-            if may_have_tail("indices", index.offsets, rows, device)
-            else users
-        )
+        if may_have_tail("indices", index.offsets, rows, device):
+            return users.clamp(max=size - 1)
+        return users
     users = normal_form(index, device)
     return users if values_are_checkable(index) else users.clamp(0, size - 1)
 

@@ -116,11 +116,9 @@ def check_appendable(config: HSTUConfig) -> None:
 def check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:
     """ValueError if a segment, with these parts, has more rows than config.relative_position and
     the host knows the lengths."""
-    if (
-        not config.relative_position
-        or not all(values_are_checkable(x) for x in offsets)
-        or offsets[0].shape[0] < 2
-    ):
+    if not config.relative_position or not all(values_are_checkable(x) for x in offsets):
+        return
+    if offsets[0].shape[0] < 2:
         return
     longest = int(torch.stack([x.diff().long().cpu() for x in offsets]).sum(0).max())
     if longest > config.relative_position:

@@ -61,12 +61,9 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
         first, second, *_ = positional(node)
         for own, shared in ((first, second), (second, first)):
             lineage = analysis.lineages.get(shared)
-            if (
-                lineage is None
-                or own in analysis.lineages
-                or not _is_product(own)
-                or not _is_product(shared)
-            ):
+            if lineage is None or own in analysis.lineages:
+                continue
+            if not _is_product(own) or not _is_product(shared):
                 continue
             values = [x.meta["val"] for x in (node, own, shared)]
             # the sum does not broadcast

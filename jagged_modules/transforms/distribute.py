@@ -310,11 +310,9 @@ class Distributor:
 
     def _self_interaction(self, node: fx.Node, left: Any, right: Any) -> fx.Node | None:
         """x xᵀ in blocks. The block of a part with a lineage and itself has that lineage."""
-        if (
-            right.target is not aten.transpose.int
-            or right.args[0] is not left
-            or left.meta["val"].dim() != 3
-        ):
+        if right.target is not aten.transpose.int or right.args[0] is not left:
+            return None
+        if left.meta["val"].dim() != 3:
             return None
         if {d % 3 for d in right.args[1:3]} != {1, 2}:
             return None

@@ -167,11 +167,9 @@ class Costs:
 
     def share(self, lineage: Lineage | None) -> float:
         """Rows of the base per row of the value."""
-        return (
-            1.0
-            if lineage is None
-            else self.estimate(lineage.base_rows) / max(self.estimate(lineage.rows), 1)
-        )
+        if lineage is None:
+            return 1.0
+        return self.estimate(lineage.base_rows) / max(self.estimate(lineage.rows), 1)
 
     def full(self, node: fx.Node) -> Cost:
         """Of a value that is computed from gathered operands."""
@@ -318,13 +316,6 @@ def is_contiguous(value: torch.Tensor, dim: int = 0) -> bool:
             return False
         length *= size
     return True
-
-
-def everything(
-    analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()
-) -> set[fx.Node]:
-    """Moves all operators that can be moved. For tests of the rules."""
-    return set(analysis.moves) | set(analysis.sources)
 
 
 def by_cost(

@@ -249,11 +249,9 @@ def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
 
 
 def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions) -> Site | None:
-    if (
-        not is_operator(node)
-        or not isinstance(first_of(node.meta.get("val")), torch.Tensor)
-        or (node in decisions.dead and node not in decisions.fused)
-    ):
+    if not is_operator(node) or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
+        return None
+    if node in decisions.dead and node not in decisions.fused:
         return None
     lineage = analysis.lineages.get(node)
     if lineage is not None and lineage.is_uniform:

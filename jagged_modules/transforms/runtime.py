@@ -82,11 +82,9 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
                 f" {list(x.shape)}"
             )
         for dim, (size, own) in enumerate(zip(sizes, x.shape)):
-            if (
-                size is None
-                or size == own
-                or (isinstance(size, str) and found.setdefault(size, own) == own)
-            ):
+            if size is None or size == own:
+                continue
+            if isinstance(size, str) and found.setdefault(size, own) == own:
                 continue
             raise ValueError(
                 f"{name} must have size {found.get(str(size), size)} in dimension {dim}, which"

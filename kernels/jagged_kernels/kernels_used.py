@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from .attention.select import AttentionProblem, Selection, select
-from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
+from .block_attention.configs import fits_shared_memory
+from .block_attention.select import BlockAttentionProblem, select_block_attention
 from .din import configs as din_configs
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
@@ -181,20 +182,13 @@ Other inputs on an H100, bf16, head dim 128:
 """
 
 
-def _block_kernels(problem: BlockAttentionProblem, implementation: str = "auto", **change) -> str:
+def _block_kernels(problem: BlockAttentionProblem, **change) -> str:
     problem = problem._replace(**change)
-    group = problem.num_heads // problem.num_kv_heads
-    if not has_kernels(
-        problem.head_dim,
-        problem.dtype.itemsize,
-        problem.capability,
-        problem.block_size,
-        group,
-        implementation,
-    ):
+    sizes = problem.block_size, problem.num_heads // problem.num_kv_heads
+    if not fits_shared_memory(problem.head_dim, problem.dtype.itemsize, problem.capability, *sizes):
         return "attention"
     forward, backward = (
-        select_block_attention(kernel, problem, implementation) for kernel in ("fwd", "bwd")
+        select_block_attention(kernel, problem, "auto") for kernel in ("fwd", "bwd")
     )
     return f"{forward.backend} " + ", ".join(
         f"{choice.config.block_m}×{choice.config.block_d}" for choice in (forward, backward)

@@ -188,11 +188,9 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
             )
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
-        return (
-            dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile))
-            if p.kv_shared
-            else selection
-        )
+        if p.kv_shared:
+            return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile))
+        return selection
 
     tile = _triton_tile(p, q_seqlen)
     chunks = query_chunks(p, tile.key) if p.kv_shared else 1
@@ -328,11 +326,9 @@ def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bo
     not faster. Shared operands and several query groups have not been measured. With keys in pages,
     the forward assigns tiles statically whatever the rule says.
     """
-    if (
-        p.timed
-        or (p.masked and not p.causal)
-        or (p.head_dim > 64 and p.activation != "softmax" and not p.masked)
-    ):
+    if p.timed or (p.masked and not p.causal):
+        return False
+    if p.head_dim > 64 and p.activation != "softmax" and not p.masked:
         return False
     one_group = not (p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
     return one_group and kv_seqlen is not None and kv_seqlen >= DYNAMIC_TILES
@@ -350,22 +346,14 @@ def short_query_consumers(
     take as long without the short ones. Beside packed tiles, few segments are left.
     """
     supported = not (p.masked or p.biased or p.q_shared or p.kv_shared or p.self_attention)
-    if (
-        not supported
-        or p.dropout
-        or p.head_dim > 128
-        or p.q_segments != p.kv_segments
-        or p.num_heads != p.num_kv_heads
-        or q_seqlen is None
-        or kv_seqlen is None
-    ):
+    if not supported or p.dropout or p.head_dim > 128 or p.q_segments != p.kv_segments:
+        return 0
+    if p.num_heads != p.num_kv_heads or q_seqlen is None or kv_seqlen is None:
         return 0
     narrow = padded_dim(p.head_dim) <= 64
-    if (
-        p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS
-        or (narrow and kv_seqlen < 64)
-        or packed_tiles_are_faster(p, "hopper")[1]
-    ):
+    if p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS or (narrow and kv_seqlen < 64):
+        return 0
+    if packed_tiles_are_faster(p, "hopper")[1]:
         return 0
     means = SHORT_QUERIES[64 if narrow else 128]
     return next((consumers for consumers, mean in enumerate(means, 1) if q_seqlen < mean), 0)

@@ -281,11 +281,9 @@ def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list
 def _descriptor(x: Tensor, rows: int, columns: int, config: GemmConfig) -> TensorDescriptor | None:
     """TMA descriptor of x for blocks [1, rows, columns]. None without TMA, or if rows of x do not
     start at 16-byte boundaries."""
-    return (
-        descriptor(x, 1, rows, columns)
-        if config.uses_tma and x.numel() > 0 and has_descriptor(x)
-        else None
-    )
+    if config.uses_tma and x.numel() > 0 and has_descriptor(x):
+        return descriptor(x, 1, rows, columns)
+    return None
 
 
 # -- backward --------------------------------------------------------------------------------------
