@@ -83,13 +83,8 @@ def _block_attention(gemms: int, packed: bool, backward: bool) -> Formula:
     def formula(*args: Any, out_val: Any, **_: Any) -> int:
         rows, *operands = args[1:] if backward else args
         offsets, block_size = (operands[0], operands[3]) if packed else (operands[2], operands[5])
-        return (
-            2
-            * rows.shape[-2]
-            * _num_block_pairs(offsets, block_size, rows.shape[0])
-            * gemms
-            * rows.shape[-1]
-        )
+        pairs = _num_block_pairs(offsets, block_size, rows.shape[0])
+        return 2 * gemms * pairs * rows.shape[-2] * rows.shape[-1]
 
     return formula
 

@@ -52,13 +52,9 @@ def check_number(
     # The largest float is written out: torch.compile would make a symbol of a constant of the
     # module, and compile twice.
     if not (low <= value <= high and -1.7976931348623157e308 <= value <= 1.7976931348623157e308):
-        bounds = (
-            f"{low} to {high}"
-            if high < math.inf
-            else "finite"
-            if low == -math.inf
-            else f"finite and at least {low}"
-        )
+        bounds = f"{low} to {high}"
+        if high == math.inf:
+            bounds = "finite" if low == -math.inf else f"finite and at least {low}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
 
 

@@ -142,11 +142,9 @@ class Jagged(Queries):
             TypeError, ValueError: as `unwrap`.
         """
         self._check_rows(values)
-        offsets = (
-            self.offsets
-            if self.offsets.device == values.device
-            else self.offsets.to(values.device, non_blocking=True)
-        )
+        offsets = self.offsets
+        if offsets.device != values.device:
+            offsets = offsets.to(values.device, non_blocking=True)
         return self._copy(values, offsets)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Jagged:

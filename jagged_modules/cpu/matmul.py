@@ -182,9 +182,8 @@ def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _softmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant), *[
-        None
-    ] * 5
+    dp = softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant)
+    return dp, *[None] * 5
 
 
 outer_cpu.register_autograd(_outer_backward, setup_context=_setup_outer)

@@ -112,11 +112,10 @@ def _block_attention(
         # rotate in fp32 and round once, as the kernels do
         if implementation == "reference" or not q.is_cuda:
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-        positions = (
-            positions_in_segments(offsets, q.shape[0])
-            if rotary.positions is None
-            else rotary.positions.to(q.device)
-        )
+        positions = rotary.positions
+        if positions is None:
+            positions = positions_in_segments(offsets, q.shape[0])
+        positions = positions.to(q.device)
         positions = positions.clamp(0, rotary.cos.shape[0] - 1) if has_tail else positions
         cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)

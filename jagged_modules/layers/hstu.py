@@ -15,7 +15,7 @@ from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
 from ..functional.attention import attend, attention_arguments
 from ..functional.attention_call import AttentionOptions
-from ..functional.tail import entering
+from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
 from ..segments import check_device, check_index_values, check_integers
@@ -31,7 +31,7 @@ from .hstu_config import (
     check_times,
 )
 from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
-from .hstu_rows import Keys, Rows, joined, updated_container
+from .hstu_rows import Keys, Rows, joined
 from .invariant import fixed_rows
 from .keywords import name_keywords
 from .norms import NORM_KINDS, make_norm
@@ -471,11 +471,11 @@ class HSTULayer(Layer):
             (values.shape[0], self.num_heads, dim) for dim in (self.head_dim, self.linear_dim)
         )
         arguments = attention_arguments(like, q_shape, v_shape, x.parsed("x"), options)
-        return updated_container(x, hstu_node(self, values, end, arguments), None)
+        return x.unwrap(hstu_node(self, values, end, arguments))
 
     def _updated(self, rows: Rows, a: Tensor) -> Any:
         """The rows' container with updated values, from their attention."""
-        return updated_container(rows.jagged, self._output(rows.values, rows.u, a), rows.end)
+        return rows.jagged.unwrap(leaving(self._output(rows.values, rows.u, a), rows.end))
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:

@@ -88,12 +88,8 @@ def find_bags(captured: Captured, names: list[str]) -> Bags | None:
         raise ValueError(
             f"request_only inputs {names} must be read by embedding bags, but there are none"
         )
-    return Bags(
-        frozenset(leaves),
-        frozenset({*inputs, *results}) - frozenset(leaves),
-        frozenset(results),
-        lengths,
-    )
+    given = frozenset(leaves)
+    return Bags(given, frozenset({*inputs, *results}) - given, frozenset(results), lengths)
 
 
 def is_size(node: fx.Node) -> bool:

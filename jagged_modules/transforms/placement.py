@@ -270,11 +270,8 @@ class Costs:
             return self._measured(node)
         if node.target in RECURRENCES:  # not measured: torch would run all steps
             *steps, _ = shape_of(arguments["input"].meta["val"])
-            return (
-                2
-                * self.estimate(product(steps))
-                * sum(self.elements(x) for x in _values(arguments["params"]) if x.dim() == 2)
-            )
+            weights = [x for x in _values(arguments["params"]) if x.dim() == 2]
+            return 2 * self.estimate(product(steps)) * sum(map(self.elements, weights))
         if str(node.target) in ATTENTIONS:
             return attention_flops(node, self.estimate)
         if str(node.target) == LINEAR_COMPRESS:

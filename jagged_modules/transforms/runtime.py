@@ -137,17 +137,8 @@ def gru(
     batch_first: bool,
 ) -> Any:
     """torch's, in eval mode, with a first state that may be expanded: cuDNN takes none."""
-    return torch.ops.aten.gru.input(
-        input,
-        hx.contiguous(),
-        params,
-        has_biases,
-        num_layers,
-        0.0,
-        False,
-        bidirectional,
-        batch_first,
-    )
+    options = has_biases, num_layers, 0.0, False, bidirectional, batch_first
+    return torch.ops.aten.gru.input(input, hx.contiguous(), params, *options)
 
 
 def lstm(
@@ -161,9 +152,8 @@ def lstm(
 ) -> Any:
     """As `gru`."""
     states = [x.contiguous() for x in hx]
-    return torch.ops.aten.lstm.input(
-        input, states, params, has_biases, num_layers, 0.0, False, bidirectional, batch_first
-    )
+    options = has_biases, num_layers, 0.0, False, bidirectional, batch_first
+    return torch.ops.aten.lstm.input(input, states, params, *options)
 
 
 def attend_in_place(
@@ -308,19 +298,9 @@ def attend_equal_segments(
     kv_offsets = _equal_segments(num_segments, kv_rows, k.device)
     q_offsets = kv_offsets if q_rows == kv_rows else _equal_segments(num_segments, q_rows, k.device)
     rule = None if mask is None else AttentionMask.from_params(MaskParams(*mask), None)
-    out = jagged_attention(
-        q,
-        k,
-        v,
-        q_offsets,
-        kv_offsets,
-        scale=scale,
-        activation=activation,
-        mask=rule,
-        output_scale=output_scale,
-        implementation=implementation,
-    )
-    return (out,)
+    options: dict[str, Any] = dict(scale=scale, activation=activation, output_scale=output_scale)
+    options |= dict(mask=rule, implementation=implementation)
+    return (jagged_attention(q, k, v, q_offsets, kv_offsets, **options),)
 
 
 def attend_segments_in_place(
@@ -335,11 +315,8 @@ def attend_segments_in_place(
     """Attention of q_rows queries of each candidate, `[C · q_rows, H, D]`, to its user's kv_rows
     keys, `[U · kv_rows, H, D]`."""
     offsets = _with_one_more(k.shape[0] // kv_rows, kv_rows, k.device)
-    return (
-        target_attention(
-            q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options
-        ).flatten(0, 1),
-    )
+    out = target_attention(q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options)
+    return (out.flatten(0, 1),)
 
 
 def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:

@@ -179,12 +179,8 @@ def _all_levels(
     shared = [SharedLevel(*level, result) for level, result in zip(shared, results)]
     workers = device_properties(out.device).num_sms * config.ctas_per_sm
     linear_compress_fwd_levels_kernel[(min(firsts[-1] * tiles, workers),)](
-        weight,
-        embedding,
-        out,
-        tuple(shared),
-        tuple(indices),
-        state,
+        *(weight, embedding, out),
+        *(tuple(shared), tuple(indices), state),
         *_descriptors(weight.unsqueeze(0), embedding, options[-1].tail_m, config),
         strides,
         encoded(firsts),
@@ -243,11 +239,8 @@ def _gemm(
     align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
     options = _options(weight[0], embedding, config, align)
     linear_compress_fwd_kernel[(min(tiles, workers),)](
-        weight,
-        embedding,
-        out,
-        tuple(addends),
-        tuple(indices),
+        *(weight, embedding, out),
+        *(tuple(addends), tuple(indices)),
         *_descriptors(weight, embedding, options.tail_m, config),
         batch,
         tuple(strides),
@@ -380,9 +373,7 @@ def _weight_gradient(
     align, strides = aligned_strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
     blocks = config.block_m, config.block_k, config.block_n  # it sums over N
     linear_compress_bwd_dw_kernel[(tiles, parts)](
-        gradient,
-        embedding,
-        partial,
+        *(gradient, embedding, partial),
         _descriptor(gradient, config.block_m, config.block_k, config),
         _descriptor(embedding, config.block_n, config.block_k, config),
         batch,
