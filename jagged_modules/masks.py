@@ -162,12 +162,10 @@ class AttentionMask:
     @classmethod
     def from_params(cls, params: MaskParams, num_targets: Tensor | None) -> AttentionMask:
         """The mask with these `params`, and num_targets `[B]` int32 or int64."""
+        left, right = (None if x < 0 else x for x in (params.left, params.right))
         return cls(
             causal=bool(params.causal),
-            window=(
-                None if params.left < 0 else params.left,
-                None if params.right < 0 else params.right,
-            ),
+            window=(left, right),
             num_targets=num_targets,
             target_group_size=params.group_size,
             contextual_seqlen=params.context,

@@ -153,14 +153,8 @@ class Costs:
         return smallest / (smallest + (processor.edge if of_weight else processor.batched_edge))
 
     def bytes(self, node: Any) -> float:
-        value = node.meta.get("val")
-        return float(
-            sum(
-                self.elements(x) * x.element_size()
-                for x in flat(value)
-                if isinstance(x, torch.Tensor)
-            )
-        )
+        tensors = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+        return float(sum(self.elements(x) * x.element_size() for x in tensors))
 
     def elements(self, value: torch.Tensor) -> int:
         return self.estimate(product(shape_of(value)))
@@ -185,18 +179,12 @@ class Costs:
         flops = self._fused_flops(node)
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
-        read = sum(
-            self.bytes(x)
-            * (
-                self.share(fusion.lineage or self.analysis.lineages.get(x))
-                if x in fusion.operands
-                else 1.0
-            )
-            for x in fusion.inputs
-        )
-        return self.of(
-            node, flops + sum(map(self._fused_flops, fusion.products)), read + self.bytes(node)
-        )
+        shares = {
+            x: self.share(fusion.lineage or self.analysis.lineages.get(x)) for x in fusion.operands
+        }
+        read = sum(self.bytes(x) * shares.get(x, 1.0) for x in fusion.inputs)
+        flops += sum(map(self._fused_flops, fusion.products))
+        return self.of(node, flops, read + self.bytes(node))
 
     def _fused_flops(self, node: fx.Node) -> float:
         """On the base, if there is one."""

@@ -15,6 +15,7 @@ from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.linear_compress import compress_unchecked
 from ..masks import AttentionMask
+from ..scalars import check_kind
 from ..segments import RowSegments, check_index_values, check_integers, values_are_checkable
 from ..validation import check_tensor
 
@@ -34,8 +35,7 @@ def checked_map(
         return candidate_to_user
     check_integers("candidate_to_user", candidate_to_user)
     for name, x in (*users.items(), *candidates.items()):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        check_kind(name, x, Tensor, "a torch.Tensor")
         if not x.dim():
             raise ValueError(f"{name} must have rows, got a tensor without dimensions")
     owner, num_users = next((name, x.shape[0]) for name, x in users.items())
@@ -70,8 +70,8 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
     found: dict[str, int] = {}
     for name, sizes in expected.items():
         x = inputs[name]
-        if isinstance(sizes, (list, tuple)) and not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if isinstance(sizes, (list, tuple)):
+            check_kind(name, x, Tensor, "a torch.Tensor")
         if not isinstance(x, Tensor) or not isinstance(sizes, (list, tuple)):
             if x is not sizes and (type(x) is not type(sizes) or x != sizes):
                 raise ValueError(f"{name} must be as in example_inputs, {sizes}, got {x}")

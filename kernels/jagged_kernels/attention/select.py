@@ -170,15 +170,8 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
         )
         queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
         if queries or keys:
-            selection = _with_small_tiles(
-                selection,
-                queries,
-                keys,
-                p.head_dim,
-                p.biased,
-                p.timed,
-                _is_below(q_seqlen, FEW_ROWS),
-            )
+            options = p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS)
+            selection = _with_small_tiles(selection, queries, keys, *options)
         elif dynamic_tiles_are_faster(p, kv_seqlen):
             selection = _with_dynamic_tiles(selection)
         if one_pass_is_faster(p):
@@ -443,18 +436,12 @@ def _with_packed_tiles(selection: Selection, dim: int, forward: bool) -> Selecti
 
 @_cached
 def _with_small_tiles(
-    selection: Selection,
-    queries: bool,
-    keys: bool,
-    dim: int,
-    biased: bool,
-    timed: bool,
-    few_rows: bool,
+    selection: Selection, queries: bool, keys: bool, *options: int | bool
 ) -> Selection:
+    """options: of small_hopper_config, after the kernel."""
     kernels = ("fwd", "dq") * queries + ("dkdv",) * keys
-    return dataclasses.replace(
-        selection, **{x: small_hopper_config(x, dim, biased, timed, few_rows) for x in kernels}
-    )
+    configs = {kernel: small_hopper_config(kernel, *options) for kernel in kernels}
+    return dataclasses.replace(selection, **configs)
 
 
 @_cached

@@ -61,16 +61,9 @@ def select_block_attention(
             f" {problem.num_kv_heads} key heads, rows {'' if problem.aligned else 'not '}at 16-byte"
             " boundaries"
         )
-    group = num_heads // problem.num_kv_heads
-    config = block_attention_config(
-        kernel,
-        head_dim,
-        problem.dtype.itemsize,
-        problem.capability,
-        block_size,
-        group,
-        problem.rotary,
-    )
+    of_gpu = problem.dtype.itemsize, problem.capability
+    of_blocks = block_size, num_heads // problem.num_kv_heads, problem.rotary
+    config = block_attention_config(kernel, head_dim, *of_gpu, *of_blocks)
     return KernelChoice("triton", config)
 
 
