@@ -38,14 +38,30 @@ def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """Decorator: register the body as an operator of host tensors, `in_own_dtypes`."""
+def host_operator(
+    name: str, fake: Callable[..., object], no_derivative: str | None = None
+) -> Callable[[Callable[..., object]], CustomOpDef]:
+    """Decorator: register the body as an operator of host tensors, `in_own_dtypes`.
+
+    Args:
+        fake: same arguments, makes outputs of the right shape and dtype without looking at data.
+        no_derivative: what the error of the operator's backward says, if it must have none.
+    """
+
+    def no_backward(*_: object) -> None:
+        raise RuntimeError(no_derivative)
 
     def register(body: Callable[..., object]) -> CustomOpDef:
         infer_schema: Callable[..., str] = library.infer_schema  # pyright: ignore - unannotated
         schema = infer_schema(body, mutates_args=())
         body = in_own_dtypes(body)
-        return library.custom_op(name, body, mutates_args=(), device_types="cpu", schema=schema)
+        operator: Any = library.custom_op(  # whose methods have no types
+            name, body, mutates_args=(), device_types="cpu", schema=schema
+        )
+        operator.register_fake(fake)
+        if no_derivative is not None:
+            operator.register_autograd(no_backward)
+        return operator
 
     return register
 

@@ -133,7 +133,7 @@ class Step:
         hooks of theirs."""
         device, (enabled, dtype) = self.buffers[0].device.type, self._autocast
         # not by the caller's hooks, such as checkpoint's
-        kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(*[lambda x: x] * 2)
         autocast = torch.autocast(device, dtype, enabled, cache_enabled=False)
         with torch.set_grad_enabled(self._trained), kept_as_they_are, autocast, rehearsal():
             self._leaves = [
@@ -286,10 +286,6 @@ def _readers(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[set[in
             seen |= new
             stack += new
     return found
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 class _Sliced(NamedTuple):

@@ -83,37 +83,24 @@ def _block_attention(gemms: int, packed: bool, backward: bool) -> Formula:
     def formula(*args: Any, out_val: Any, **_: Any) -> int:
         rows, *operands = args[1:] if backward else args
         offsets, block_size = (operands[0], operands[3]) if packed else (operands[2], operands[5])
-        return (
-            2
-            * rows.shape[-2]
-            * _num_block_pairs(offsets, block_size, rows.shape[0])
-            * gemms
-            * rows.shape[-1]
-        )
+        pairs = _num_block_pairs(offsets, block_size, rows.shape[0])
+        return 2 * gemms * pairs * rows.shape[-2] * rows.shape[-1]
+
+    return formula
+
+
+def _product(x: int, y: int) -> Formula:
+    """Elements of an operator's argument x, for each of which argument y has its last size of
+    multiplications."""
+
+    def formula(*args: Any, **_: Any) -> int:
+        return 2 * args[x].numel() * args[y].shape[-1]
 
     return formula
 
 
 def _outer(x: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
     return 2 * out_val.numel() * x.shape[1]
-
-
-def _scores_times_rows(p: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * p.numel() * y.shape[1]
-
-
-def _rows_times_matrices(x: Tensor, offsets: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * y.shape[2]
-
-
-def _rows_times_matrices_again(
-    grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, *_: Any, **__: Any
-) -> int:
-    return 2 * x.numel() * y.shape[2]
-
-
-def _rows_times_rows(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * x.numel() * y.shape[1]
 
 
 def _batched_matmul(weight: Tensor, x: Tensor, **_: Any) -> int:
@@ -127,21 +114,10 @@ def _compress(weights: Sequence[Tensor], embeddings: Sequence[Tensor], *_: Any, 
 
 
 def _compress_backward(
-    do: Tensor,
-    weights: Sequence[Tensor],
-    embeddings: Sequence[Tensor],
-    indices: Any,
-    orders: Any,
-    offsets: Any,
-    wanted: Sequence[bool],
-    *_: Any,
-    **__: Any,
+    do: Tensor, weights: Sequence[Tensor], embeddings: Sequence[Tensor], *others: Any, **_: Any
 ) -> int:
-    return sum(
-        _compress([weight], [x])
-        for weight, x, want in zip([*weights, *weights], [*embeddings, *embeddings], wanted)
-        if want
-    )
+    pairs, wanted = 2 * list(zip(weights, embeddings)), others[3]
+    return sum(_compress([weight], [x]) for (weight, x), want in zip(pairs, wanted) if want)
 
 
 def _din(operands: Sequence[Tensor], weights: Sequence[Tensor], *others: Any, **_: Any) -> int:
@@ -156,17 +132,10 @@ def _din_moments(
     return _din_pairs(operands, others) * _din_weights(weights[: others[-1] + 1])
 
 
-def _din_backward(
-    do: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    operands: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    *others: Any,
-    **_: Any,
-) -> int:
+def _din_backward(do: Tensor, lse: Tensor, delta: Tensor, *args: Any, **_: Any) -> int:
     """Scores again, the gradients of each linear's input and weight, do · v and dv. A pass for the
     sums of a layer: scores, and the gradients of the inputs down to this layer."""
+    operands, weights, *others = args
     pairs, all_weights, layer = _din_pairs(operands, others), _din_weights(weights), others[-1]
     if layer >= 0:
         return pairs * (all_weights + _din_weights(weights[layer + 1 :]) + 2 * do.shape[1])
@@ -191,7 +160,7 @@ ON_THE_HOST: dict[str, Formula] = {
     "din_attention_cpu_backward": _din_backward,
     "din_moments_cpu": _din_moments,
     "outer_cpu": _outer,
-    "matmul_cpu": _scores_times_rows,
+    "matmul_cpu": _product(0, 1),
     "batched_matmul_cpu": _batched_matmul,
 }
 OF_KERNELS: dict[str, Formula] = {
@@ -209,12 +178,12 @@ OF_KERNELS: dict[str, Formula] = {
     "gate_linear_backward": _gate_linear_backward,
     "linear_compress": _compress,
     "linear_compress_backward": _compress_backward,
-    "jagged_dense_bmm": _rows_times_matrices,
-    "jagged_dense_bmm_dact": _rows_times_matrices_again,
-    "jagged_jagged_bmm": _rows_times_rows,
+    "jagged_dense_bmm": _product(0, 2),
+    "jagged_dense_bmm_dact": _product(1, 3),
+    "jagged_jagged_bmm": _product(0, 1),
     "jagged_outer": _outer,
     "jagged_gram": _outer,
-    "array_jagged_bmm": _scores_times_rows,
+    "array_jagged_bmm": _product(0, 1),
 }
 
 

@@ -14,6 +14,15 @@ from .scalars import check_flag, check_size, is_sequence, to_ints
 from .segments import check_device, check_integers, values_are_checkable
 
 LONGEST = 2**30
+# fields that are numbers, which an HSTUConfig has too
+LENGTHS = (
+    "target_group_size",
+    "contextual_seqlen",
+    "max_attn_len",
+    "min_full_attn_seqlen",
+    "global_prefix",
+    "recent_history",
+)
 
 
 @final
@@ -113,14 +122,7 @@ class AttentionMask:
                     f"num_targets must not be negative, got {int(self.num_targets.min())}"
                 )
         check_size("target_group_size", self.target_group_size)
-        for name in (
-            "target_group_size",
-            "contextual_seqlen",
-            "max_attn_len",
-            "min_full_attn_seqlen",
-            "global_prefix",
-            "recent_history",
-        ):
+        for name in LENGTHS:
             _check_length(name, getattr(self, name))
 
     def __repr__(self) -> str:
@@ -160,12 +162,10 @@ class AttentionMask:
     @classmethod
     def from_params(cls, params: MaskParams, num_targets: Tensor | None) -> AttentionMask:
         """The mask with these `params`, and num_targets `[B]` int32 or int64."""
+        left, right = (None if x < 0 else x for x in (params.left, params.right))
         return cls(
             causal=bool(params.causal),
-            window=(
-                None if params.left < 0 else params.left,
-                None if params.right < 0 else params.right,
-            ),
+            window=(left, right),
             num_targets=num_targets,
             target_group_size=params.group_size,
             contextual_seqlen=params.context,
@@ -312,11 +312,9 @@ def check_num_targets(
             f"{name} must have shape [B] = [{segments}], got {list(num_targets.shape)}"
         )
     check_device(name, num_targets, device, owner)
-    if (
-        not segments
-        or not values_are_checkable(num_targets)
-        or not values_are_checkable(kv_offsets)
-    ):
+    if not segments or not values_are_checkable(num_targets):
+        return
+    if not values_are_checkable(kv_offsets):
         return
     lengths = kv_offsets.diff().to(num_targets)
     if bool((num_targets > lengths).any()):

@@ -145,7 +145,8 @@ def run(function: Callable[..., Any], arguments: Arguments) -> None:
     positional = () if options else arguments
     if isinstance(function, nn.Module):
         function.train()
-    results = [x for x in pytree.tree_leaves(function(*positional, **options)) if _has_grad(x)]
+    leaves = pytree.tree_leaves(function(*positional, **options))
+    results = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     if results:
         # gradients as they come from another layer, and from a sum
         torch.autograd.backward(results, list(map(torch.empty_like, results)), retain_graph=True)
@@ -155,10 +156,6 @@ def run(function: Callable[..., Any], arguments: Arguments) -> None:
         function.zero_grad()
     with torch.no_grad():
         function(*positional, **options)
-
-
-def _has_grad(x: object) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def entries_of(specification: str) -> list[Any]:

@@ -95,23 +95,14 @@ def _bias_of_segment(
     i = torch.arange(num_queries, device=device) + (num_keys - num_queries + shift)
     total = torch.zeros((), device=device)
     if bias.position is not None and bias.max_seqlen is not None:
-        total = (
-            total
-            + bias.position.reshape(-1, bias.position.shape[-1])[
-                :, position_index(i, j, bias.max_seqlen)
-            ]
-        )
+        table = bias.position.reshape(-1, bias.position.shape[-1])
+        total = total + table[:, position_index(i, j, bias.max_seqlen)]
     if bias.time is not None and bias.timestamps is not None and bias.boundaries is not None:
         t = bias.timestamps[kv_rows]
-        u = (
-            next_timestamps(i, t)
-            if bias.query_timestamps is None
-            else bias.query_timestamps[q_rows]
-        )
-        total = (
-            total
-            + bias.time.reshape(-1, bias.time.shape[-1])[:, time_buckets(u, t, bias.boundaries)]
-        )
+        u = bias.query_timestamps
+        u = next_timestamps(i, t) if u is None else u[q_rows]
+        table = bias.time.reshape(-1, bias.time.shape[-1])
+        total = total + table[:, time_buckets(u, t, bias.boundaries)]
     return total
 
 
@@ -204,12 +195,8 @@ def jagged_softmax_reference(x: Tensor, offsets: Tensor) -> Tensor:
 
 def jagged_outer_reference(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """x[b] @ y[b]ᵀ of x `[Lx, D]` and y `[Ly, D]`, flattened: `[Σ N_b · M_b]`."""
-    return torch.cat(
-        [
-            (x[rows] @ y[columns].T).flatten()
-            for rows, columns in zip(segments(x_offsets), segments(y_offsets))
-        ]
-    )
+    pairs = zip(segments(x_offsets), segments(y_offsets))
+    return torch.cat([(x[rows] @ y[columns].T).flatten() for rows, columns in pairs])
 
 
 def array_jagged_bmm_reference(
@@ -222,11 +209,9 @@ def array_jagged_bmm_reference(
 ) -> Tensor:
     """p[b] @ y[b] of matrices p[b] `[N_b, M_b]`, or p[b]ᵀ @ y[b]."""
     matrices = _matrices(p, x_offsets, y_offsets, p_offsets)
-    if transposed:
-        return torch.cat(
-            [matrix.T @ y[rows] for matrix, rows in zip(matrices, segments(x_offsets))]
-        )
-    return torch.cat([matrix @ y[rows] for matrix, rows in zip(matrices, segments(y_offsets))])
+    matrices = [matrix.T for matrix in matrices] if transposed else matrices
+    of_y = segments(x_offsets if transposed else y_offsets)
+    return torch.cat([matrix @ y[rows] for matrix, rows in zip(matrices, of_y)])
 
 
 def jagged2_softmax_reference(
@@ -234,12 +219,8 @@ def jagged2_softmax_reference(
 ) -> Tensor:
     """softmax(p[b]) of matrices p[b] `[N_b, M_b]`, flattened. 0 where all elements are
     -infinity."""
-    return torch.cat(
-        [
-            _softmax(matrix, dim).flatten()
-            for matrix in _matrices(p, x_offsets, y_offsets, p_offsets)
-        ]
-    )
+    matrices = _matrices(p, x_offsets, y_offsets, p_offsets)
+    return torch.cat([_softmax(matrix, dim).flatten() for matrix in matrices])
 
 
 def _softmax(x: Tensor, dim: int) -> Tensor:

@@ -41,6 +41,14 @@ def check_size(name: str, value: object, at_least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
+def check_sizes(owner: object, *names: str, at_least: int = 1, optional: bool = False) -> None:
+    """`check_size` of these attributes. optional: None is allowed."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None or not optional:
+            check_size(name, value, at_least)
+
+
 def check_number(
     name: str, value: object, low: float = -math.inf, high: float = math.inf, what: str = "a number"
 ) -> None:
@@ -51,13 +59,9 @@ def check_number(
     # The largest float is written out: torch.compile would make a symbol of a constant of the
     # module, and compile twice.
     if not (low <= value <= high and -1.7976931348623157e308 <= value <= 1.7976931348623157e308):
-        bounds = (
-            f"{low} to {high}"
-            if high < math.inf
-            else "finite"
-            if low == -math.inf
-            else f"finite and at least {low}"
-        )
+        bounds = f"{low} to {high}"
+        if high == math.inf:
+            bounds = "finite" if low == -math.inf else f"finite and at least {low}"
         raise ValueError(f"{name} must be {bounds}, got {value}")
 
 

@@ -131,15 +131,9 @@ def device_schedule(
     )
     selection = select(problem)
     tile, head_dim = selection.tile, _grouped_dim(problem, selection)
-    of_queries, *of_keys = list_tiles(
-        (q_offsets, kv_offsets),
-        TiledSide(q_rows, num_heads, tile.query),
-        TiledSide(kv_rows, num_kv_heads, tile.key),
-        Lists(queries=True, keys=backward),
-        mask,
-        num_targets,
-        head_dim,
-    )
+    offsets, lists = (q_offsets, kv_offsets), Lists(queries=True, keys=backward)
+    sides = TiledSide(q_rows, num_heads, tile.query), TiledSide(kv_rows, num_kv_heads, tile.key)
+    of_queries, *of_keys = list_tiles(offsets, *sides, lists, mask, num_targets, head_dim)
     ascending, keys = params is None, None
     if backward:
         ascend = ascending or (problem.causal and _causal_keys_ascend(problem, head_dim))

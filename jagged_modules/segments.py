@@ -387,11 +387,9 @@ def _keep(offsets: Tensor, segmentation: Segmentation) -> None:
 
 
 def _is_unchanged(kept: _Kept, offsets: Tensor) -> bool:
-    return (
-        torch.equal(kept.state, offsets)
-        if isinstance(kept.state, Tensor)
-        else kept.state == offsets._version
-    )
+    if isinstance(kept.state, Tensor):
+        return torch.equal(kept.state, offsets)
+    return kept.state == offsets._version
 
 
 def _is_tracked(offsets: Tensor) -> bool:

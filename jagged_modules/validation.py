@@ -83,11 +83,9 @@ def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto
         )
     taken = dtypes_of(function, x.device, implementation)
     if x.dtype not in taken:
-        where = (
-            x.device.type
-            if implementation == "auto"
-            else f"{x.device.type} with implementation={implementation!r}"
-        )
+        where = x.device.type
+        if implementation != "auto":
+            where += f" with implementation={implementation!r}"
         raise WrongDtype(f"{name} must be {names(taken)} for {function} on {where}, got {x.dtype}")
 
 

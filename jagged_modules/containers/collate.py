@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..scalars import check_kind
 from .jagged import Jagged
 
 
@@ -44,8 +45,7 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Jagged | Tensor]:
 
 
 def _check_keys(at: int, sample: Any, first: Mapping[str, Any]) -> None:
-    if not isinstance(sample, Mapping):
-        raise TypeError(f"samples[{at}] must be a dictionary, got {type(sample).__name__}")
+    check_kind(f"samples[{at}]", sample, Mapping, "a dictionary")
     keys = list(cast(Mapping[str, Any], sample))
     if set(keys) != set(first):
         raise ValueError(
@@ -57,8 +57,7 @@ def _join(key: str, values: list[Any]) -> Jagged | Tensor:
     rows: list[Tensor] = []
     for at, value in enumerate(values):
         name = f"samples[{at}][{key!r}]"
-        if not isinstance(value, Tensor | int | float):
-            raise TypeError(f"{name} must be a tensor or a number, got {type(value).__name__}")
+        check_kind(name, value, (Tensor, int, float), "a tensor or a number")
         rows.append(value if isinstance(value, Tensor) else torch.tensor(value, device="cpu"))
         if _kind(rows[at]) != _kind(rows[0]):
             expected, found = _kind(rows[0]), _kind(rows[at])

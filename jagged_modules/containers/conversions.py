@@ -22,19 +22,15 @@ def values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
         return x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1)
     if _is_nested(x):
         if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
-            what = (
-                x.layout
-                if x.layout != torch.jagged
-                else "holes"
-                if x._lengths is not None
-                else f"dimension {x._ragged_idx} ragged"
-            )
+            what = x.layout
+            if what == torch.jagged:
+                what = "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
             raise ValueError(
                 f"{name} must have layout torch.jagged, its second dimension ragged and no holes,"
                 f" got {what}"
             )
         return x.values(), x.offsets()
-    if _is_pair(x):
+    if is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor):
         return x
     raise TypeError(
         f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor"
@@ -124,10 +120,6 @@ def _is_torchrec(x: Any) -> bool:
 
 def _is_nested(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_nested
-
-
-def _is_pair(x: Any) -> bool:
-    return is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor)
 
 
 def _is_one_of(x: Any, *names: str) -> bool:

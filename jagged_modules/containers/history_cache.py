@@ -142,11 +142,9 @@ class HistoryCache:
             grown.with_values(joined(x.values, y.values))
             for x, y in zip(self.layers[1:], new.layers[1:])
         )
-        timestamps = (
-            None
-            if self.timestamps is None or new.timestamps is None
-            else joined(self.timestamps, new.timestamps)
-        )
+        timestamps = None
+        if self.timestamps is not None and new.timestamps is not None:
+            timestamps = joined(self.timestamps, new.timestamps)
         return HistoryCache((grown, *others), timestamps, limit)
 
     def _first_layer(self, name: str) -> Jagged:
@@ -191,11 +189,9 @@ def _sum(x: Any, y: Any) -> Any:
 def _host_lengths(x: Jagged) -> Tensor:
     """int64 `[B]`, the lengths of the segments on the host. Waits for the device if only it knows
     them."""
-    return (
-        _on_host("cache's offsets", x.offsets.diff())
-        if x.host_lengths is None
-        else x.host_lengths.long()
-    )
+    if x.host_lengths is None:
+        return _on_host("cache's offsets", x.offsets.diff())
+    return x.host_lengths.long()
 
 
 def _on_host(name: str, x: Tensor) -> Tensor:

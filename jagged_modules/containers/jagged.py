@@ -130,11 +130,9 @@ class Jagged(Queries):
             TypeError, ValueError: values are no tensor, or have another number of rows.
         """
         self._check_rows(values)
-        return (
-            self.with_values(values)
-            if self._container is None
-            else rebuild(self._container, values, self.offsets)
-        )
+        if self._container is None:
+            return self.with_values(values)
+        return rebuild(self._container, values, self.offsets)
 
     def with_values(self, values: Tensor) -> Jagged:
         """A Jagged of the same segments with other values `[L, ...]` and with offsets on their
@@ -144,11 +142,9 @@ class Jagged(Queries):
             TypeError, ValueError: as `unwrap`.
         """
         self._check_rows(values)
-        offsets = (
-            self.offsets
-            if self.offsets.device == values.device
-            else self.offsets.to(values.device, non_blocking=True)
-        )
+        offsets = self.offsets
+        if offsets.device != values.device:
+            offsets = offsets.to(values.device, non_blocking=True)
         return self._copy(values, offsets)
 
     def rounded(self, steps_per_octave: int = 16) -> Jagged:

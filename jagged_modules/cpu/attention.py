@@ -70,21 +70,6 @@ def cpu_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Arguments]:
     return *_OPERATOR(*arguments), arguments
 
 
-def cpu_backward(do: Tensor, results: list[Tensor | None], *arguments: Any) -> tuple[Tensor, ...]:
-    """See `functional.attention.attention_backward`."""
-    gradients: tuple[Tensor, ...] = _BACKWARD(do, results, *arguments)
-    return gradients
-
-
-def cpu_packed_backward(
-    do: Tensor, results: list[Tensor | None], outs: PackedGradients, *arguments: Any
-) -> tuple[Tensor, ...]:
-    """See `functional.attention.packed_gradients`: writes to outs. Returns the gradients of the
-    tables."""
-    dtables: tuple[Tensor, ...] = _PACKED_BACKWARD(do, results, *outs, *arguments)
-    return dtables
-
-
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The body of the operator.
 
@@ -326,11 +311,8 @@ def _compute_operands(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
         if activation == "softmax":
             x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
             aligned = (x.data_ptr() | x.stride(0) * x.element_size()) % ALIGNMENT == 0
-            x = (
-                x
-                if x.stride(-1) == 1 and aligned
-                else x.clone(memory_format=torch.contiguous_format)
-            )
+            if x.stride(-1) != 1 or not aligned:
+                x = x.clone(memory_format=torch.contiguous_format)
         yield x
 
 
@@ -375,17 +357,17 @@ _OPERATOR = _register(
     _forward,
     lambda *arguments: _empty_outputs(unpack(*arguments)[0]),
 )
-_BACKWARD = _register(
+cpu_backward = _register(
     "jagged_modules::attention_cpu_backward", BACKWARD_SCHEMA, _backward, backward_fake
 )
-_PACKED_BACKWARD = _register(
+cpu_packed_backward = _register(
     "jagged_modules::attention_cpu_packed_backward",
     PACKED_BACKWARD_SCHEMA,
     _packed_backward,
     packed_backward_fake,
 )
-differentiate_attention(_OPERATOR, _BACKWARD)
-for _op in (_BACKWARD, _PACKED_BACKWARD):
+differentiate_attention(_OPERATOR, cpu_backward)
+for _op in (cpu_backward, cpu_packed_backward):
     refuse_derivative(
         _op,
         "attention is not differentiable twice on the CPU: its backward has no derivative of its"

@@ -126,15 +126,11 @@ class TableGradients:
 
     @classmethod
     def of(cls, params: AttentionParams) -> TableGradients:
-        tables = (
-            (params.position_bias, params.time_bias) if params.table_gradients else (None, None)
-        )
-        return cls(
-            *(
-                None if table is None else table.new_zeros(table.numel(), dtype=torch.float64)
-                for table in tables
-            )
-        )
+        if not params.table_gradients:
+            return cls(None, None)
+        tables = params.position_bias, params.time_bias
+        sums = (None if x is None else x.new_zeros(x.numel(), dtype=torch.float64) for x in tables)
+        return cls(*sums)
 
     def add(
         self,

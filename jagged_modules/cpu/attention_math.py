@@ -106,10 +106,8 @@ def softmax_backward(
     bad_q = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v)
     bad_kv = _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
     affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
-    (do_, q_, out_), (k_, v_) = (
-        (_clear(x, affected) for x in (do, q, out)),
-        (_clear(x, bad_kv) for x in (k, v)),
-    )
+    do_, q_, out_ = (_clear(x, affected) for x in (do, q, out))
+    k_, v_ = (_clear(x, bad_kv) for x in (k, v))
     fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *options)
     unfused = unfused_backward(do, q, k, v, *options, "softmax")
     choices = (affected, affected_keys, affected_keys)
@@ -148,15 +146,9 @@ def _fused_backward(
         return _fused_attention_backward(do, q, k, v, out, lse, 0.0, mask is not None, scale=scale)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
-        operands = (
-            do[:, :, rows],
-            q[:, :, rows],
-            k[:, :, columns],
-            v[:, :, columns],
-            out[:, :, rows],
-            lse[:, :, rows],
-        )
-        bias = _bias(hidden, q)
+        of_queries, results = (x[:, :, rows] for x in (do, q)), (x[:, :, rows] for x in (out, lse))
+        of_keys = (x[:, :, columns] for x in (k, v))
+        operands, bias = (*of_queries, *of_keys, *results), _bias(hidden, q)
         dq[:, :, rows], block_dk, block_dv = _fused_attention_backward(
             *operands, 0.0, False, attn_mask=bias, scale=scale
         )
@@ -238,10 +230,8 @@ def unfused_backward(
     grads = _fold(do, k)
     delta, sums = None, None
     if results is not None:
-        delta, sums = (
-            (grads * _fold(results[0], k)).sum(-1),
-            _fold(results[1][..., None], k)[..., 0],
-        )
+        delta = (grads * _fold(results[0], k)).sum(-1)
+        sums = _fold(results[1][..., None], k)[..., 0]
     keys = k.flatten(0, 1)
     values = v.flatten(0, 1)
     finite = mask is None or _are_finite(queries, grads, keys)

@@ -36,13 +36,9 @@ class Rows(NamedTuple):
     def of(cls, starts: tuple[int, ...], length: int, copied: bool = False) -> Rows:
         if _adjoin(starts, length):
             return cls(slice(starts[0], starts[-1] + length), length, copied)
-        return cls(
-            (
-                torch.tensor(starts, device="cpu")[:, None] + torch.arange(length, device="cpu")
-            ).flatten(),
-            length,
-            copied,
-        )
+        firsts = torch.tensor(starts, device="cpu")[:, None]
+        rows = (firsts + torch.arange(length, device="cpu")).flatten()
+        return cls(rows, length, copied)
 
     def take(self, x: Tensor) -> Tensor:
         """The rows of x `[rows, ...]` as `[segments, length, ...]`. A view if they are a slice and

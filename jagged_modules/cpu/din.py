@@ -8,7 +8,7 @@ Segments with equal numbers of candidates and of events are computed together.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.din.results import empty_gradients, joined_moments
@@ -20,7 +20,6 @@ from ..unit_activations import unit_activation, unit_activation_gradients
 from .buckets import Rows, compute_dtype, groups
 from .one_query import are_single, bags, chunks, segment_softmax
 
-NOT_TWICE = "din_attention is not differentiable twice: its backward has no derivative of its own"
 CHUNK = 4096  # pairs: their hidden units stay in the processor's cache
 
 
@@ -191,7 +190,13 @@ class _Operands:
         return pairs, zs, hs, s
 
 
-@host_operator("jagged_modules::din_attention_cpu")
+def _empty_results(operands: list[Tensor], *_: object) -> tuple[Tensor, Tensor]:
+    q, v = operands[0], operands[-1] if len(operands) == 5 else operands[1]
+    lse = q.new_empty(q.shape[:1], dtype=compute_dtype(q))
+    return q.new_empty((q.shape[0], v.shape[1])), lse
+
+
+@host_operator("jagged_modules::din_attention_cpu", _empty_results)
 def din_attention_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
@@ -217,9 +222,7 @@ def din_attention_cpu(
         `[R, Ev]` of q's dtype, and the scores' log-sum-exp `[R]`, 0 without softmax.
     """
     given = _Operands(operands, weights, biases, tables, activation)
-    q, v = operands[0], operands[-1] if len(operands) == 5 else operands[1]
-    out = q.new_zeros((q.shape[0], v.shape[1]))
-    lse = q.new_zeros(q.shape[:1], dtype=given.dtype)
+    out, lse = (x.zero_() for x in _empty_results(operands))
     for chunk in _chunks(q_offsets, kv_offsets):
         *_, p = given.scores(chunk)
         if softmax:
@@ -229,14 +232,12 @@ def din_attention_cpu(
     return out, lse
 
 
-@din_attention_cpu.register_fake
-def _(operands, *_):  # type: ignore[no-untyped-def]
-    q, v = operands[0], operands[-1] if len(operands) == 5 else operands[1]
-    dtype = compute_dtype(q)
-    return q.new_empty((q.shape[0], v.shape[1])), q.new_empty(q.shape[:1], dtype=dtype)
+def _empty_moments(operands: list[Tensor], weights: list[Tensor], *others: Any) -> Tensor:
+    shape = 3, weights[others[-1]].shape[0]
+    return operands[0].new_empty(shape, dtype=compute_dtype(operands[0]))
 
 
-@host_operator("jagged_modules::din_moments_cpu")
+@host_operator("jagged_modules::din_moments_cpu", _empty_moments)
 def din_moments_cpu(
     operands: list[Tensor],
     weights: list[Tensor],
@@ -250,7 +251,7 @@ def din_moments_cpu(
     """Number of pairs, mean and variance of z of a hidden layer, over all pairs: `[3, H]`. tables:
     of the layers before; that of this one is not read."""
     given = _Operands(operands, weights, biases, tables, activation)
-    parts = [operands[0].new_zeros((3, weights[layer].shape[0]), dtype=given.dtype)]
+    parts = [_empty_moments(operands, weights, layer).zero_()]
     for chunk in _chunks(q_offsets, kv_offsets):
         z = given.hidden(given.pairs(chunk).z, layer + 1)[0][-1]
         variance, mean = torch.var_mean(z, 0, correction=0)
@@ -258,13 +259,13 @@ def din_moments_cpu(
     return joined_moments(torch.stack(parts))
 
 
-@din_moments_cpu.register_fake
-def _(operands, weights, *others):  # type: ignore[no-untyped-def]
-    shape = 3, weights[others[-1]].shape[0]
-    return operands[0].new_empty(shape, dtype=compute_dtype(operands[0]))
-
-
-@host_operator("jagged_modules::din_attention_cpu_backward")
+@host_operator(
+    "jagged_modules::din_attention_cpu_backward",
+    lambda do, lse, delta, operands, weights, biases, tables, *others: empty_gradients(
+        operands, weights, biases, tables, compute_dtype(do), others[-1]
+    ),
+    "din_attention is not differentiable twice: its backward has no derivative of its own",
+)
 def din_attention_backward_cpu(
     do: Tensor,
     lse: Tensor,
@@ -301,11 +302,6 @@ def din_attention_backward_cpu(
         *gradients.biases,
         *(gradients.sums if tables[0] is not None else []),
     ]
-
-
-@din_attention_backward_cpu.register_fake
-def _(do, lse, delta, operands, weights, biases, tables, *options):  # type: ignore[no-untyped-def]
-    return empty_gradients(operands, weights, biases, tables, compute_dtype(do), options[-1])
 
 
 class _Gradients:
@@ -353,10 +349,3 @@ class _Gradients:
             x[rows] += gradient
         else:
             x.index_add_(0, rows, gradient)
-
-
-def _no_second_derivative(*_: object) -> None:
-    raise RuntimeError(NOT_TWICE)
-
-
-din_attention_backward_cpu.register_autograd(_no_second_derivative)

@@ -104,11 +104,9 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
                     pairs.append((q_start, kv_start, start, 0))
     for (query_group, num_queries, num_keys, t, shift), pairs in starts.items():
         by_rows = ordered.is_by_rows(query_group)
-        at_a_time = (
-            1
-            if batch_invariant
-            else max(1, SCORES_AT_A_TIME // (num_heads * num_queries * num_keys))
-        )
+        at_a_time = 1
+        if not batch_invariant:
+            at_a_time = max(1, SCORES_AT_A_TIME // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):
             q_starts, kv_starts, firsts, places = zip(*pairs[first : first + at_a_time])
             rows = Rows.of(q_starts, num_queries, batch_invariant)

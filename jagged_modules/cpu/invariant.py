@@ -19,7 +19,10 @@ from .buckets import compute_dtype
 from .shares import in_shares
 
 
-@host_operator("jagged_modules::batched_matmul_cpu")
+@host_operator(
+    "jagged_modules::batched_matmul_cpu",
+    lambda weight, x: x.new_empty((x.shape[0], weight.shape[0], x.shape[2])),
+)
 def batched_matmul_cpu(weight: Tensor, x: Tensor) -> Tensor:
     """weight `[M, K]` @ x[b] `[K, N]` for each b: `[B, M, N]`. It has derivatives of any order."""
     out = x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
@@ -34,7 +37,7 @@ def batched_matmul_cpu(weight: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-@host_operator("jagged_modules::pointwise_rows_cpu")
+@host_operator("jagged_modules::pointwise_rows_cpu", lambda x, _: x.new_empty(x.shape))
 def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
     """The pointwise activation of this name, applied to each row of x `[L, D]`: `[L, D]`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -44,7 +47,11 @@ def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
     return out
 
 
-@host_operator("jagged_modules::pointwise_rows_backward_cpu")
+@host_operator(
+    "jagged_modules::pointwise_rows_backward_cpu",
+    lambda grad, x, _: x.new_empty(x.shape),
+    "activations are not differentiable twice under batch_invariant",
+)
 def pointwise_rows_backward_cpu(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """The gradient of x `[L, D]`, given the gradient `[L, D]` of the result."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -57,21 +64,6 @@ def pointwise_rows_backward_cpu(grad: Tensor, x: Tensor, activation: str) -> Ten
 def _copy(x: Tensor) -> Tensor:
     """A contiguous, aligned copy, in fp32 or fp64."""
     return x.to(compute_dtype(x), copy=True, memory_format=torch.contiguous_format)
-
-
-@batched_matmul_cpu.register_fake
-def _(weight: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
-
-
-@pointwise_rows_cpu.register_fake
-def _(x: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@pointwise_rows_backward_cpu.register_fake
-def _(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def weight_gradient(do: Tensor, x: Tensor) -> Tensor:
@@ -102,10 +94,5 @@ def _pointwise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return pointwise_rows_backward_cpu(grad, *ctx.saved_tensors, ctx.activation), None
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("activations are not differentiable twice under batch_invariant")
-
-
 batched_matmul_cpu.register_autograd(_batched_matmul_backward, setup_context=_setup_batched_matmul)
 pointwise_rows_cpu.register_autograd(_pointwise_backward, setup_context=_setup_pointwise)
-pointwise_rows_backward_cpu.register_autograd(_no_second_derivative)

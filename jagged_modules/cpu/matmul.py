@@ -24,7 +24,7 @@ from .shares import in_shares
 EXPONENTIAL = 16  # the time of an element of a softmax in multiplications of a GEMM
 
 
-@host_operator("jagged_modules::outer_cpu")
+@host_operator("jagged_modules::outer_cpu", lambda x, *others: x.new_empty(others[4]))
 def outer_cpu(
     x: Tensor,
     y: Tensor,
@@ -44,7 +44,9 @@ def outer_cpu(
     return p
 
 
-@host_operator("jagged_modules::matmul_cpu")
+@host_operator(
+    "jagged_modules::matmul_cpu", lambda p, y, *others: y.new_empty(others[3], y.shape[1])
+)
 def matmul_cpu(
     p: Tensor,
     y: Tensor,
@@ -70,7 +72,7 @@ def matmul_cpu(
     return out
 
 
-@host_operator("jagged_modules::softmax_cpu")
+@host_operator("jagged_modules::softmax_cpu", lambda p, *_: p.new_empty(p.shape))
 def softmax_cpu(
     p: Tensor,
     x_offsets: Tensor,
@@ -92,7 +94,11 @@ def softmax_cpu(
     return out
 
 
-@host_operator("jagged_modules::softmax_backward_cpu")
+@host_operator(
+    "jagged_modules::softmax_backward_cpu",
+    lambda grad, out, *_: out.new_empty(out.shape),
+    "the jagged softmaxes are not differentiable twice",
+)
 def softmax_backward_cpu(
     grad: Tensor,
     out: Tensor,
@@ -138,42 +144,6 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
     return rows.take(x).to(compute_dtype(x))
 
 
-@outer_cpu.register_fake
-def _(
-    x: Tensor,
-    y: Tensor,
-    x_offsets: Tensor,
-    y_offsets: Tensor,
-    p_offsets: Tensor,
-    total: int,
-    *options: bool,
-) -> Tensor:
-    return x.new_empty(total)
-
-
-@matmul_cpu.register_fake
-def _(
-    p: Tensor,
-    y: Tensor,
-    x_offsets: Tensor,
-    y_offsets: Tensor,
-    p_offsets: Tensor,
-    out_rows: int,
-    *options: bool,
-) -> Tensor:
-    return y.new_empty(out_rows, y.shape[1])
-
-
-@softmax_cpu.register_fake
-def _(p: Tensor, *args: Any) -> Tensor:
-    return p.new_empty(p.shape)
-
-
-@softmax_backward_cpu.register_fake
-def _(grad: Tensor, out: Tensor, *args: Any) -> Tensor:
-    return out.new_empty(out.shape)
-
-
 def _setup_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, y, *offsets, total, ctx.batch_invariant = inputs
     ctx.save_for_backward(x, y, *offsets)
@@ -200,11 +170,9 @@ def _matmul_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     wants_p, wants_y, *_ = ctx.needs_input_grad
     pair = (y, do) if ctx.transposed else (do, y)
     dp = outer_cpu(*pair, *offsets, p.shape[0], ctx.batch_invariant) if wants_p else None
-    dy = (
-        matmul_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant)
-        if wants_y
-        else None
-    )
+    dy = None
+    if wants_y:
+        dy = matmul_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant)
     return dp, dy, *[None] * 6
 
 
@@ -214,16 +182,10 @@ def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _softmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant), *[
-        None
-    ] * 5
-
-
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("the jagged softmaxes are not differentiable twice")
+    dp = softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant)
+    return dp, *[None] * 5
 
 
 outer_cpu.register_autograd(_outer_backward, setup_context=_setup_outer)
 matmul_cpu.register_autograd(_matmul_backward, setup_context=_setup_matmul)
 softmax_cpu.register_autograd(_softmax_backward, setup_context=_setup_softmax)
-softmax_backward_cpu.register_autograd(_no_second_derivative)

@@ -122,13 +122,8 @@ def in_chunks(compute: Callable[[list[Chunk]], object], call: AttentionCall, thr
     def cost(chunk: Chunk) -> int:
         return 8 * chunk.num_keys * heads * widths  # a product takes as long as 8 of a GEMM
 
-    in_shares(
-        compute,
-        list(chunks(call.segments.kv_offsets, CHUNK // (heads * width))),
-        cost,
-        threads,
-        False,
-    )
+    items = list(chunks(call.segments.kv_offsets, CHUNK // (heads * width)))
+    in_shares(compute, items, cost, threads, False)
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def packed_gradients(
             parts = torch.unflatten(outs.of_queries, 0, (do.shape[0] // len(q), len(q)))
             outs = outs._replace(of_queries=parts.sum(0))
     else:
-        cpu_packed_backward(do, results, outs, *arguments)
+        cpu_packed_backward(do, results, *outs, *arguments)
     return outs.of_queries, outs.of_queries if outs.of_keys is None else outs.of_keys
 
 

@@ -35,11 +35,11 @@ def check_bias(
                 f"bias.{name} must have one row for each of {q_name}'s {q.shape[1]} heads, got"
                 f" {table.shape[0]}"
             )
-    of_keys, of_queries = (
-        (bias.timestamps, "k", kv_rows),
-        (bias.query_timestamps, q_name, q.shape[0]),
-    )
-    for name, (x, owner, rows) in (("timestamps", of_keys), ("query_timestamps", of_queries)):
+    for name, owner, rows in (
+        ("timestamps", "k", kv_rows),
+        ("query_timestamps", q_name, q.shape[0]),
+    ):
+        x = getattr(bias, name)
         if x is not None and x.shape[0] != rows:
             raise ValueError(
                 f"bias.{name} must have one element for each of {owner}'s rows, {rows}, got"
@@ -68,7 +68,7 @@ def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -
     operands."""
     dtype = torch.promote_types(dtype, torch.float32)
     position, time = (
-        None if x is None else _by_head(x.to(dtype).contiguous())
+        None if x is None else torch.atleast_2d(x.to(dtype).contiguous())
         for x in (bias.position, bias.time)
     )
     others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
@@ -84,7 +84,3 @@ def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -
         query_timestamps=query_timestamps,
         query_shift=query_shift,
     )
-
-
-def _by_head(table: Tensor) -> Tensor:
-    return table if table.dim() == 2 else table.unsqueeze(0)

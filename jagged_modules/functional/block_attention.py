@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jagged_kernels.block_attention.select import has_kernels
+from jagged_kernels.block_attention.configs import fits_shared_memory
 from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
@@ -112,11 +112,10 @@ def _block_attention(
         # rotate in fp32 and round once, as the kernels do
         if implementation == "reference" or not q.is_cuda:
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-        positions = (
-            positions_in_segments(offsets, q.shape[0])
-            if rotary.positions is None
-            else rotary.positions.to(q.device)
-        )
+        positions = rotary.positions
+        if positions is None:
+            positions = positions_in_segments(offsets, q.shape[0])
+        positions = positions.to(q.device)
         positions = positions.clamp(0, rotary.cos.shape[0] - 1) if has_tail else positions
         cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
@@ -233,9 +232,9 @@ def runs_kernels(
 
     from jagged_kernels.common.ops import capability
 
-    return has_kernels(
-        head_dim, dtype.itemsize, capability(device), block_size, group, implementation
-    )
+    if implementation == "hopper":  # which `select_block_attention` refuses if it is not supported
+        return True
+    return fits_shared_memory(head_dim, dtype.itemsize, capability(device), block_size, group)
 
 
 def _check_block_attention(

@@ -211,8 +211,7 @@ def checked_mlp(q: Tensor, mlp: DINMlp) -> DINMlp:
     check_choice("normalize", mlp.normalize, (None, "softmax"))
     features = checked_features(mlp.features)
     for name, given in (("weights", mlp.weights), ("biases", mlp.biases)):
-        if not is_sequence(given):
-            raise TypeError(f"{name} must be a list or tuple, got {type(given).__name__}")
+        check_kind(name, given, (list, tuple), "a list or tuple")
     if len(mlp.weights) < 2 or len(mlp.biases) != len(mlp.weights):
         raise ValueError(
             "weights and biases must be of the same two or more linears, got"

@@ -159,11 +159,9 @@ def _index_map(
     that the host has not checked is clamped."""
     if isinstance(index, CandidateIndex):
         users = index.to(device).users(rows)
-        return (
-            users.clamp(max=size - 1)
-            if may_have_tail("indices", index.offsets, rows, device)
-            else users
-        )
+        if may_have_tail("indices", index.offsets, rows, device):
+            return users.clamp(max=size - 1)
+        return users
     users = normal_form(index, device)
     return users if values_are_checkable(index) else users.clamp(0, size - 1)
 
@@ -222,16 +220,10 @@ def _check_linear_compress(
     check_implementation(
         implementation, COMPRESS_IMPLEMENTATIONS, embeddings[-1].device, reads_offsets=False
     )
-    for level, index in enumerate(indices):
-        candidates_name, shared_name = names.embeddings[-1], names.embeddings[level]
-        _check_index(
-            names.indices[level],
-            index,
-            candidates_name,
-            embeddings[-1],
-            shared_name,
-            embeddings[level].shape[0],
-        )
+    candidates = names.embeddings[-1], embeddings[-1]
+    shared = names.embeddings, [x.shape[0] for x in embeddings]
+    for name, index, *level in zip(names.indices, indices, *shared):
+        _check_index(name, index, *candidates, *level)
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

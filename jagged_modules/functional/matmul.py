@@ -100,24 +100,11 @@ def jagged_jagged_bmm(
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_jagged_bmm
 
-        return triton_jagged_jagged_bmm(
-            contiguous_last_dim(x),
-            contiguous_last_dim(y),
-            offsets,
-            max_seqlen,
-            batch_invariant,
-            has_tail,
-        )
+        x, y = contiguous_last_dim(x), contiguous_last_dim(y)
+        return triton_jagged_jagged_bmm(x, y, offsets, max_seqlen, batch_invariant, has_tail)
     segments, width = offsets.shape[0] - 1, x.shape[1]
-    out = matmul_cpu(
-        x.flatten(),
-        y,
-        offsets,
-        *matrix_offsets(offsets, width),
-        segments * width,
-        True,
-        batch_invariant,
-    )
+    matrices, options = matrix_offsets(offsets, width), (segments * width, True, batch_invariant)
+    out = matmul_cpu(x.flatten(), y, offsets, *matrices, *options)
     return out.unflatten(0, (segments, width))
 
 

@@ -174,13 +174,10 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     One kernel on CUDA, and one for each gradient.
 
     Args:
-        x: `[L, D]` fp64, fp32, fp16 or bf16.
-        y: `[B, N, D]`, same dtype.
-        offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
+        x, y, offsets: as in `jagged_dense_add`.
 
     Returns:
-        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Rows behind the last
-        segment are 0. Host offsets raise an error instead.
+        `[L, D]`, as of `jagged_dense_add`: with 0 for y where a segment has more than N rows.
 
     Raises:
         TypeError, ValueError: as `jagged_dense_add`.

@@ -152,11 +152,8 @@ def target_attention(
         num_users = kv_offsets.shape[0] - 1
     if num_users is not None:
         candidates = CandidateIndex.wrap(candidates, num_users)
-    elif not isinstance(candidates, CandidateIndex):
-        raise TypeError(
-            'candidates must be a CandidateIndex where kv_offsets is "shared", got'
-            f" {type(candidates).__name__}"
-        )
+    where = 'a CandidateIndex where kv_offsets is "shared"'
+    check_kind("candidates", candidates, CandidateIndex, where)
     candidates = candidates.matched(q, num_users)
     num_candidates, rows = q.shape[:2]
     queries = candidates.parsed(num_candidates, rows)

@@ -24,13 +24,13 @@ from .block_attention_node import BlockAttention, block_attention_node
 from .invariant import fixed_rows
 from .keywords import name_keywords
 from .one_node import in_training, node_dtype
-from .parameters import check_parameter_dtype, in_heads, reset_all
+from .parameters import Layer, check_parameter_dtype, in_heads
 
 C = TypeVar("C")  # a container
 
 
 @name_keywords
-class BlockDiagonalSelfAttention(nn.Module):
+class BlockDiagonalSelfAttention(Layer):
     """Multi-head softmax attention within blocks of rows, with rotary positions. Blocks are counted
     from the start of each segment.
 
@@ -64,6 +64,8 @@ class BlockDiagonalSelfAttention(nn.Module):
         # 16, 4; 16, 14 rows
         values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))
     """
+
+    _shown = "embedding_dim", "num_heads", "block_size", "rotary", "max_seqlen"
 
     def __init__(
         self,
@@ -99,11 +101,6 @@ class BlockDiagonalSelfAttention(nn.Module):
             None if rotary is None else _RotaryTables(self.head_dim, max_seqlen, device=device)
         )
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
-        built on the meta device."""
-        reset_all(self.children())
 
     @one_module
     @fixed_rows
@@ -144,13 +141,6 @@ class BlockDiagonalSelfAttention(nn.Module):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        sizes = (
-            f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
-            f" block_size={self.block_size}"
-        )
-        return f"{sizes}, rotary={self.rotary!r}, max_seqlen={self.max_seqlen}"
 
 
 class _RotaryTables(nn.Module):

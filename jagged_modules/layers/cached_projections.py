@@ -18,10 +18,10 @@ from ..tracing import through_call
 from ..validation import check_layer_input
 from .invariant import fixed_rows
 from .one_node import linear, node_dtype
-from .parameters import in_heads, reset_all
+from .parameters import Layer, in_heads
 
 
-class CachesProjection(nn.Module):
+class CachesProjection(Layer):
     """A layer whose keys and values are a projection of a history's rows: `kv_proj`, which gives k
     of all heads, then v."""
 
@@ -31,11 +31,6 @@ class CachesProjection(nn.Module):
     kv_proj: nn.Linear
 
     max_cached_rows = None  # for PagedHistoryCache
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
-        built on the meta device."""
-        reset_all(self.children())
 
     @through_call
     @fixed_rows

@@ -24,14 +24,14 @@ from ..unit_activations import UNIT_ACTIVATIONS, WITH_PARAMETERS, UnitParameters
 from .cached_projections import layer_of_cache
 from .din_weights import read_mlp
 from .keywords import name_keywords
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 from .targets import Targets, parse_targets
 
 T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
 @name_keywords
-class JaggedDINAttention(nn.Module):
+class JaggedDINAttention(Layer):
     """Target attention of DIN (Zhou et al. 2018, arXiv:1706.06978): the weight of each event is an
     MLP's score of the features of target and event. No tensor has a row for each pair.
 
@@ -45,8 +45,7 @@ class JaggedDINAttention(nn.Module):
         normalize: None: the weights are the scores, as published. "softmax": over the events.
         features: in the order of the first linear's columns: different ones of "q", "k", "q-k" and
             "q*k".
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
         eps, momentum: of Dice's batch norm, see `from_torch` for those of other libraries.
         affine: whether this norm has weights and biases.
 
@@ -61,6 +60,8 @@ class JaggedDINAttention(nn.Module):
         candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))  # 3 and 1 candidates
         out = attention(torch.randn(4, 1, 32), history, candidates)  # [4, 1, 32]
     """
+
+    _shown = "embedding_dim", "hidden", "activation", "normalize", "features"
 
     def __init__(
         self,
@@ -140,11 +141,6 @@ class JaggedDINAttention(nn.Module):
         )
         layer.load_state_dict(found.state_dict())
         return layer
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters and statistics, for instance after `to_empty` of a layer built
-        on the meta device."""
-        reset_all(self.children())
 
     @through_call
     def cache(self, history: Any) -> HistoryCache:
@@ -305,13 +301,6 @@ class JaggedDINAttention(nn.Module):
             self.training,
             norms[0].momentum,
             norms[0].eps,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"embedding_dim={self.embedding_dim}, hidden={self.hidden},"
-            f" activation={self.activation!r}, normalize={self.normalize!r},"
-            f" features={self.features}"
         )
 
 

@@ -33,7 +33,7 @@ from .gdpa import JaggedGDPA
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .norms import RMSNorm, RowNorm
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,7 +49,7 @@ ACTIVATIONS = (*TORCH_ACTIVATIONS, "leaky_relu", "swiglu")
 
 
 @name_keywords
-class JaggedEncoderLayer(nn.Module):
+class JaggedEncoderLayer(Layer):
     """A transformer encoder layer: softmax self-attention within each segment, then a feed-forward
     network of each row, both with a residual and a norm.
 
@@ -70,8 +70,7 @@ class JaggedEncoderLayer(nn.Module):
         dropout: dropout probability, below 1: of the attention weights, within the feed-forward
             network, and of what is added to the rows, as of nn.TransformerEncoderLayer.
         norm_eps: added to the variance.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range; num_heads does not
@@ -82,6 +81,8 @@ class JaggedEncoderLayer(nn.Module):
         layer = jm.JaggedEncoderLayer(32, num_heads=4, ffn_dim=64, norm_first=True)
         values, offsets = layer((torch.randn(5, 32), torch.tensor([0, 2, 5])))
     """
+
+    _shown = "norm_first", "activation"
 
     def __init__(
         self,
@@ -209,11 +210,6 @@ class JaggedEncoderLayer(nn.Module):
             load_norm(own, given)
         return layer.train(linears[0].training)
 
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta
-        device."""
-        reset_all(self.children())
-
     @one_module
     def forward(self, x: C, num_targets: Tensor | None = None) -> C:
         """Update all rows.
@@ -256,11 +252,8 @@ class JaggedEncoderLayer(nn.Module):
         activation = activation_of_rows(self.activation)
         return self.linear2(self.dropout(activation(self.linear1(rows))))
 
-    def extra_repr(self) -> str:
-        return f"norm_first={self.norm_first}, activation={self.activation}"
 
-
-class JaggedEncoder(nn.Module):
+class JaggedEncoder(Layer):
     """A stack of encoder layers, and a norm of its result.
 
     Args:
@@ -301,11 +294,6 @@ class JaggedEncoder(nn.Module):
         norm = copy.deepcopy(module.norm)
         encoder = cls([JaggedEncoderLayer.from_torch(layer, mask) for layer in layers], norm)
         return encoder.train(module.training)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a stack built on the meta
-        device."""
-        reset_all(self.children())
 
     @one_module
     def forward(self, x: C, num_targets: Tensor | None = None) -> C:

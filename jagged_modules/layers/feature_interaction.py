@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
-from torch.types import Device
 
 from ..containers.jagged import Jagged, wrap_rows
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import reset_all
+from .parameters import Layer
 from .pffn import check_features
 
 
-class UserLayers(nn.Module):
+class UserLayers(Layer):
     """Layers in which users' rows and features update one another, one after the other."""
+
+    _shown = ("config",)
 
     def __init__(
         self, embedding_dim: int, num_features: int, config: Any, layers: Iterable[nn.Module]
@@ -36,28 +37,20 @@ class UserLayers(nn.Module):
         check_features(features, wrapped, self.num_features, projection)
         return wrapped, wrapped.with_values(wrapped.values)
 
-    def extra_repr(self) -> str:
-        return f"config={self.config}"
 
-
-class SelfGate(nn.Module):
+class SelfGate(Layer):
     """silu(x · MLP(x)) of each vector: InterFormer's gate. It begins near silu(x): of a product
     with an MLP of torch's initial weights, which is small, the norms behind it would have large
     gradients."""
 
-    def __init__(
-        self, embedding_dim: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, embedding_dim: int, **where: Any) -> None:
         super().__init__()
         self.linear1, self.linear2 = (
-            nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype) for _ in range(2)
+            nn.Linear(embedding_dim, embedding_dim, **where) for _ in range(2)
         )
         # on the instance, as `xavier_linear`
         vars(self.linear2)["reset_parameters"] = functools.partial(_reset_open, self.linear2)
         self.linear2.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        reset_all(self.children())
 
     def forward(self, x: Tensor) -> Tensor:
         return nnf.silu(x * self.linear2(nnf.silu(self.linear1(x))))
@@ -68,7 +61,7 @@ def _reset_open(linear: nn.Linear) -> None:
     nn.init.ones_(linear.bias)
 
 
-class FeatureInteraction(nn.Module):
+class FeatureInteraction(Layer):
     """RMSNorm(MLP(X (W X)ᵀ) + W' X): M embeddings from the inner products of N, compressed to
     `rank` columns, and from a linear compression, as in a layer of Wukong (arXiv:2403.02545)."""
 
@@ -79,11 +72,9 @@ class FeatureInteraction(nn.Module):
         num_outputs: int,
         hidden: int | None,
         rank: int,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
         super().__init__()
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
         self.sizes, products = [rank, num_outputs], num_embeddings * rank
         hidden = 2 * embedding_dim if hidden is None else hidden
         self.compress = LinearCompressEmbedding(num_embeddings, sum(self.sizes), **where)
@@ -91,9 +82,6 @@ class FeatureInteraction(nn.Module):
         self.linear1 = nn.Linear(products, hidden, **where)
         self.linear2 = nn.Linear(hidden, num_outputs * embedding_dim, **where)
         self.norm = RMSNorm(embedding_dim, **where)
-
-    def reset_parameters(self) -> None:
-        reset_all(self.children())
 
     def forward(self, x: Tensor) -> Tensor:
         columns, shortcut = torch.split_with_sizes(self.compress(x), self.sizes, 1)

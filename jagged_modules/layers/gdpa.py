@@ -33,7 +33,7 @@ from .keywords import name_keywords
 from .layer_bias import check_layer_bias
 from .norms import RMSNorm
 from .one_node import cast_linears, in_training
-from .parameters import check_parameter_dtype, in_heads, reset_all
+from .parameters import Layer, check_parameter_dtype, in_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +42,7 @@ C = TypeVar("C")  # a container
 
 
 @name_keywords
-class JaggedGDPA(nn.Module):
+class JaggedGDPA(Layer):
     """Generalised dot-product attention within each segment: any activation may replace softmax. It
     adds no norm and no residual.
 
@@ -67,8 +67,7 @@ class JaggedGDPA(nn.Module):
         mask: which keys each row sees; all if None. Must be None with learned rows, which have no
             position.
         config: the other options; `GDPAConfig()` if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type; num_heads does not divide embedding_dim
@@ -82,6 +81,8 @@ class JaggedGDPA(nn.Module):
         values, offsets = jm.JaggedGDPA(32, num_heads=4, mask=jm.AttentionMask(causal=True))(x)
         pooled = jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2))(x)  # [2, 2, 32]
     """
+
+    _shown = "embedding_dim", "num_heads", "activation", "mask", "config"
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class JaggedGDPA(nn.Module):
         Projections are initialised as by nn.Linear and norms with 1. Seeds and learned keys have
         variance 1, learned values variance 1 / num_weights.
         """
-        reset_all(self.children())
+        super().reset_parameters()
         if self.config.num_seeds:
             nn.init.normal_(self.seeds)
         if self.config.num_weights:
@@ -445,7 +446,3 @@ class JaggedGDPA(nn.Module):
         if bias is not None:
             check_layer_bias(bias, x, keys, keys_name, self.num_heads)
         return mask
-
-    def extra_repr(self) -> str:
-        sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}"
-        return f"{sizes}, activation={self.activation!r}, mask={self.mask}, config={self.config}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jagged_kernels.rows.configs import MAX_WIDTH
-from torch import Tensor, nn
+from torch import Tensor
 from torch.types import Device
 
 from ..bias import RelativeBias
@@ -19,13 +19,13 @@ from .gdpa_config import GDPAConfig
 from .gdpa_node import gdpa_dtype, gdpa_node
 from .keywords import name_keywords
 from .norms import RMSNorm
-from .parameters import reset_all
+from .parameters import Layer
 
 C = TypeVar("C")  # a container
 
 
 @name_keywords
-class GDPABlock(nn.Module):
+class GDPABlock(Layer):
     """A residual block: x + JaggedGDPA(RMSNorm(x), context).
 
     Args:
@@ -66,11 +66,6 @@ class GDPABlock(nn.Module):
                 f" {self.attention.config.num_seeds}"
             )
         self.norm = RMSNorm(embedding_dim, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a block built on the meta
-        device."""
-        reset_all(self.children())
 
     @one_module
     def forward(

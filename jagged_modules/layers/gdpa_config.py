@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..dropout import check_dropout
-from ..scalars import check_flag, check_number, check_size
+from ..scalars import check_flag, check_number, check_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +44,14 @@ class GDPAConfig:
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "num_kv_heads"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+        check_sizes(self, "head_dim", "num_kv_heads", optional=True)
         check_flag("qk_norm", self.qk_norm)
         if self.scale is not None:
             check_number("scale", self.scale)
         check_number("output_scale", self.output_scale)
         check_number("dropout", self.dropout, 0, 1)
         check_dropout("attention_dropout", self.attention_dropout)
-        check_size("num_seeds", self.num_seeds, at_least=0)
-        check_size("num_weights", self.num_weights, at_least=0)
+        check_sizes(self, "num_seeds", "num_weights", at_least=0)
         if self.num_seeds and self.num_weights:
             raise ValueError(
                 f"num_seeds and num_weights must not both be given, got {self.num_seeds} and"

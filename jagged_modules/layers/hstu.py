@@ -15,7 +15,7 @@ from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..containers.pages import paged_operands, room_of
 from ..functional.attention import attend, attention_arguments
 from ..functional.attention_call import AttentionOptions
-from ..functional.tail import entering
+from ..functional.tail import entering, leaving
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind
 from ..segments import check_device, check_index_values, check_integers
@@ -31,19 +31,19 @@ from .hstu_config import (
     check_times,
 )
 from .hstu_node import gated_output, hstu_node, norm_rows, takes_kernels
-from .hstu_rows import Keys, Rows, joined, updated_container
+from .hstu_rows import Keys, Rows, joined
 from .invariant import fixed_rows
 from .keywords import name_keywords
 from .norms import NORM_KINDS, make_norm
 from .one_node import cast_linears, in_training
-from .parameters import check_columns, check_parameter_dtype, reset_all, xavier_linear
+from .parameters import Layer, check_columns, check_parameter_dtype, xavier_linear
 
 C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
 
 @name_keywords
-class HSTULayer(nn.Module):
+class HSTULayer(Layer):
     """One layer of an HSTU (Zhai et al. 2024, arXiv:2402.17152), as implemented in Meta's
     generative-recommenders.
 
@@ -69,8 +69,7 @@ class HSTULayer(nn.Module):
         embedding_dim: width E of the rows.
         num_heads: number H of attention heads.
         config: the other sizes, dropout and mask; `HSTUConfig()` if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
@@ -82,6 +81,8 @@ class HSTULayer(nn.Module):
         x = torch.randn(5, 32), torch.tensor([0, 2, 5])  # two users with 2 and 3 rows
         values, offsets = layer(x, num_targets=torch.tensor([1, 1]))  # the last of each is a target
     """
+
+    _shown = "embedding_dim", "num_heads", "config"
 
     position_bias: nn.Parameter | None
     time_bias: nn.Parameter | None
@@ -147,7 +148,7 @@ class HSTULayer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta
         device."""
-        reset_all(self.children())
+        super().reset_parameters()
         self._reset_bias()
 
     @one_module
@@ -470,11 +471,11 @@ class HSTULayer(nn.Module):
             (values.shape[0], self.num_heads, dim) for dim in (self.head_dim, self.linear_dim)
         )
         arguments = attention_arguments(like, q_shape, v_shape, x.parsed("x"), options)
-        return updated_container(x, hstu_node(self, values, end, arguments), None)
+        return x.unwrap(hstu_node(self, values, end, arguments))
 
     def _updated(self, rows: Rows, a: Tensor) -> Any:
         """The rows' container with updated values, from their attention."""
-        return updated_container(rows.jagged, self._output(rows.values, rows.u, a), rows.end)
+        return rows.jagged.unwrap(leaving(self._output(rows.values, rows.u, a), rows.end))
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -484,8 +485,3 @@ class HSTULayer(nn.Module):
         u, a = nnf.silu(u.to(dtype)), a.to(dtype)
         y = u * self.output_norm(a)
         return x + self.out_proj(self.dropout(torch.cat([u, a, y], dim=1)).to(x.dtype))
-
-    def extra_repr(self) -> str:
-        return (
-            f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, config={self.config}"
-        )

@@ -12,8 +12,8 @@ from torch.nn import functional as nnf
 from ..containers.jagged import Jagged
 from ..containers.offsets import rows_and_segments, segments_and_positions
 from ..dropout import check_dropout
-from ..masks import AttentionMask, field_of_later_rows, is_visible
-from ..scalars import check_choice, check_kind, check_number, check_size, possessive
+from ..masks import LENGTHS, AttentionMask, field_of_later_rows, is_visible
+from ..scalars import check_choice, check_kind, check_number, check_sizes, possessive
 from ..segments import check_integers, values_are_checkable
 from .norms import NORM_KINDS
 
@@ -76,13 +76,10 @@ class HSTUConfig:
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "linear_dim", "scaling_seqlen"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+        check_sizes(self, "head_dim", "linear_dim", "scaling_seqlen", optional=True)
         check_number("dropout", self.dropout, 0, 1)
         check_dropout("attention_dropout", self.attention_dropout)
-        for name in ("relative_position", "relative_time"):
-            check_size(name, getattr(self, name), at_least=0)
+        check_sizes(self, "relative_position", "relative_time", at_least=0)
         check_choice("norm", self.norm, tuple(NORM_KINDS))
         check_kind("recompute", self.recompute, tuple, "a tuple of names")
         for name in self.recompute:
@@ -95,17 +92,8 @@ class HSTUConfig:
         Args:
             num_targets: as in `AttentionMask`.
         """
-        names = (
-            "contextual_seqlen",
-            "max_attn_len",
-            "min_full_attn_seqlen",
-            "target_group_size",
-            "global_prefix",
-            "recent_history",
-        )
-        return AttentionMask(
-            causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names}
-        )
+        fields = {name: getattr(self, name) for name in LENGTHS}
+        return AttentionMask(causal=True, num_targets=num_targets, **fields)
 
 
 def check_appendable(config: HSTUConfig) -> None:
@@ -128,11 +116,9 @@ def check_appendable(config: HSTUConfig) -> None:
 def check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:
     """ValueError if a segment, with these parts, has more rows than config.relative_position and
     the host knows the lengths."""
-    if (
-        not config.relative_position
-        or not all(values_are_checkable(x) for x in offsets)
-        or offsets[0].shape[0] < 2
-    ):
+    if not config.relative_position or not all(values_are_checkable(x) for x in offsets):
+        return
+    if offsets[0].shape[0] < 2:
         return
     longest = int(torch.stack([x.diff().long().cpu() for x in offsets]).sum(0).max())
     if longest > config.relative_position:

@@ -40,11 +40,6 @@ class Keys(NamedTuple):
     pages: Pages | None = None
 
 
-def updated_container(rows: Jagged, values: Tensor, end: Tensor | None) -> Any:
-    """The rows' container with updated values."""
-    return rows.unwrap(leaving(values, end))
-
-
 def joined(rows: Jagged, added: Jagged) -> Jagged:
     """Each segment's rows, then those that are added. Copies both."""
     return HistoryCache((rows,)).append(HistoryCache((added,))).layers[0]

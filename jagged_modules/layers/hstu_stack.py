@@ -24,13 +24,13 @@ from .hstu_config import (
     rows_seen_by_targets,
 )
 from .keywords import name_keywords
-from .parameters import reset_all
+from .parameters import Layer
 
 C = TypeVar("C")  # a container
 
 
 @name_keywords
-class HSTUStack(nn.Module):
+class HSTUStack(Layer):
     """A sequence of `HSTULayer`s.
 
     Args:
@@ -67,11 +67,6 @@ class HSTUStack(nn.Module):
         )
         self.layers: Sequence[HSTULayer] = layers
         self.config = self.layers[0].config
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a stack built on the meta
-        device."""
-        reset_all(self.layers)
 
     @one_module
     def forward(

@@ -7,14 +7,14 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
 from ..containers.jagged import Jagged
 from ..functional.rows import jagged_concat, jagged_split, rows_or_zeros
 from ..masks import AttentionMask
-from ..scalars import check_choice, check_kind, check_number, check_size
+from ..scalars import check_choice, check_kind, check_number, check_size, check_sizes
 from ..tracing import call_of, one_module
 from .feature_interaction import FeatureInteraction, SelfGate, UserLayers
 from .gdpa import JaggedGDPA
@@ -22,7 +22,7 @@ from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 from .pffn import JaggedPFFN, equal_segments
 
 C = TypeVar("C")  # a container
@@ -63,12 +63,9 @@ class InterFormerConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("num_cls", "num_pma", "rank"):
-            check_size(name, getattr(self, name))
+        check_sizes(self, "num_cls", "num_pma", "rank")
         check_size("num_recent", self.num_recent, at_least=0)
-        for name in ("num_weights", "window", "interaction_dim"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+        check_sizes(self, "num_weights", "window", "interaction_dim", optional=True)
         check_choice("activation", self.activation, ACTIVATIONS)
         check_number("dropout", self.dropout, 0, 1)
 
@@ -93,13 +90,8 @@ class JaggedInterFormer(UserLayers):
     no user is computed once per candidate.
 
     Args:
-        embedding_dim: width E of the rows and of the features; a multiple of num_heads.
-        num_heads: attention heads.
-        num_features: number F of features of each user.
-        num_layers: number of layers.
+        embedding_dim, num_heads, num_features, num_layers, device, dtype: as in `JaggedKunlun`.
         config: the other options; `InterFormerConfig()` if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range; num_heads does not
@@ -132,11 +124,6 @@ class JaggedInterFormer(UserLayers):
         layers = (InterFormerLayer(*sizes, **where) for _ in range(num_layers))
         super().__init__(embedding_dim, num_features, config, layers)
 
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of layers built on the meta
-        device."""
-        reset_all(self.children())
-
     @one_module
     def forward(self, history: C, features: Tensor) -> tuple[C, Tensor]:
         """Update the histories and the features.
@@ -165,7 +152,7 @@ class JaggedInterFormer(UserLayers):
         def __call__(self) -> Any: ...
 
 
-class InterFormerLayer(nn.Module):
+class InterFormerLayer(Layer):
     """A layer of `JaggedInterFormer`, whose arguments these are."""
 
     def __init__(
@@ -174,11 +161,9 @@ class InterFormerLayer(nn.Module):
         num_heads: int,
         num_features: int,
         config: InterFormerConfig,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
         super().__init__()
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
         self.config, cls = config, config.num_cls
         self.compress = LinearCompressEmbedding(num_features, cls, **where)
         self.features_gate = SelfGate(embedding_dim, **where)
@@ -201,9 +186,6 @@ class InterFormerLayer(nn.Module):
         self.attention = GDPABlock(
             embedding_dim, num_heads, "softmax", mask, GDPAConfig(dropout=config.dropout), **where
         )
-
-    def reset_parameters(self) -> None:
-        reset_all(self.children())
 
     def forward(self, history: Jagged, features: Tensor, begins: bool) -> tuple[Jagged, Tensor]:
         """The new history, whose segments begin with the CLS tokens, and the new features `[B, F,

@@ -14,14 +14,14 @@ from torch.types import Device
 from ..activations import ACTIVATIONS
 from ..containers.jagged import Jagged
 from ..masks import AttentionMask
-from ..scalars import check_choice, check_flag, check_kind, check_number, check_size
+from ..scalars import check_choice, check_flag, check_kind, check_number, check_size, check_sizes
 from ..tracing import call_of, one_module
 from .feature_interaction import FeatureInteraction, UserLayers
 from .gdpa_block import GDPABlock
 from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 from .pffn import JaggedPFFN
 from .seed_pooling import JaggedSeedPooling
 
@@ -65,11 +65,9 @@ class KunlunConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("num_summary", "num_seeds", "num_tokens", "rank", "interaction_rank"):
-            check_size(name, getattr(self, name))
-        for name in ("num_weights", "max_seqlen", "window", "interaction_dim"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+        check_sizes(self, "num_summary", "num_seeds", "num_tokens", "rank", "interaction_rank")
+        optional = "num_weights", "max_seqlen", "window", "interaction_dim"
+        check_sizes(self, *optional, optional=True)
         check_choice("activation", self.activation, ACTIVATIONS)
         check_flag("skip", self.skip)
         check_number("dropout", self.dropout, 0, 1)
@@ -99,8 +97,7 @@ class JaggedKunlun(UserLayers):
         num_features: number F of features of each user.
         num_layers: number of layers.
         config: the other options; `KunlunConfig()` if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range; num_heads does not
@@ -133,11 +130,6 @@ class JaggedKunlun(UserLayers):
         layers = (KunlunLayer(*sizes, i, **where) for i in range(num_layers))
         super().__init__(embedding_dim, num_features, config, layers)
 
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of layers built on the meta
-        device."""
-        reset_all(self.children())
-
     @one_module
     def forward(self, history: C, features: Tensor) -> tuple[C, Tensor]:
         """Update the histories and the features.
@@ -165,7 +157,7 @@ class JaggedKunlun(UserLayers):
         def __call__(self) -> Any: ...
 
 
-class KunlunLayer(nn.Module):
+class KunlunLayer(Layer):
     """Layer `index` of `JaggedKunlun`, whose arguments the others are."""
 
     def __init__(
@@ -175,11 +167,9 @@ class KunlunLayer(nn.Module):
         num_features: int,
         config: KunlunConfig,
         index: int,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **where: Any,
     ) -> None:
         super().__init__()
-        where: dict[str, Any] = dict(device=device, dtype=dtype)
         is_even, count = index % 2 == 0, config.num_summary
         self.compress = LinearCompressEmbedding(num_features, count, **where)
         self.linear1, self.linear2 = (
@@ -202,9 +192,6 @@ class KunlunLayer(nn.Module):
         vectors = count + config.num_tokens, num_features
         inner = config.interaction_dim, config.interaction_rank
         self.interaction = FeatureInteraction(embedding_dim, *vectors, *inner, **where)
-
-    def reset_parameters(self) -> None:
-        reset_all(self.children())
 
     def forward(
         self, history: Jagged, features: Tensor, summary: Tensor | None

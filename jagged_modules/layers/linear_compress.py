@@ -13,7 +13,7 @@ from torch.types import Device
 
 from ..containers.conversions import is_keyed_tensor, wait_for
 from ..functional.linear_compress import compress_levels
-from ..scalars import check_size, is_sequence, possessive
+from ..scalars import check_kind, check_size, is_sequence, possessive
 from ..tracing import call_of, one_module
 from .parameters import check_parameter_dtype
 
@@ -34,8 +34,7 @@ class LinearCompressEmbedding(nn.Module):
         num_user_embeddings: number of embeddings of each user. For several shared levels (for
             example users and vendors), a sequence of one number per level, coarsest first. 0: no
             shared embeddings.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
         candidate_features: the names of the K features in the order of the weights' columns.
             Required if candidate_embeddings is a
             KeyedTensor: the order of its keys may depend on the sharding plan and is ignored.
@@ -89,11 +88,8 @@ class LinearCompressEmbedding(nn.Module):
         if user_features is None:
             features = [None] * len(shared)
         elif isinstance(num_user_embeddings, Sequence):
-            if not is_sequence(user_features):
-                raise TypeError(
-                    "user_features must be a sequence of one entry per shared level, got"
-                    f" {type(user_features).__name__}"
-                )
+            expected = "a sequence of one entry per shared level"
+            check_kind("user_features", user_features, (list, tuple), expected)
             features = user_features
         if len(features) != len(shared):
             raise ValueError(

@@ -17,12 +17,12 @@ from ..tracing import call_of, one_module
 from .invariant import fixed_rows
 from .mlp_node import mlp_node
 from .one_node import node_dtype
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 
 C = TypeVar("C")  # a container
 
 
-class JaggedMLP(nn.Module):
+class JaggedMLP(Layer):
     """Linear layers, each followed by an activation, the last one too, as in TorchRec's MLP.
 
     All rows use the same weights, and segments do not affect the result. Append an nn.Linear if the
@@ -34,8 +34,7 @@ class JaggedMLP(nn.Module):
     Args:
         dims: width of the input rows, then of each layer's output: two sizes or more.
         activation: an activation of `functional.jagged_attention` except softmax, or "swiglu".
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: dims are not positive integers, or fewer than two; the activation is
@@ -46,6 +45,8 @@ class JaggedMLP(nn.Module):
         mlp = jm.JaggedMLP([32, 64, 16])
         values, offsets = mlp((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # values [5, 16]
     """
+
+    _shown = ("activation",)
 
     def __init__(
         self,
@@ -70,11 +71,6 @@ class JaggedMLP(nn.Module):
             nn.Linear(width, parts * out, device=device, dtype=dtype)
             for width, out in zip(dims, dims[1:])
         )
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer
-        built on the meta device."""
-        reset_all(self.layers)
 
     @one_module
     @fixed_rows
@@ -105,6 +101,3 @@ class JaggedMLP(nn.Module):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"

@@ -49,6 +49,20 @@ def check_columns(name: str, x: Tensor, columns: int) -> None:
         )
 
 
+class Layer(nn.Module):
+    """Base of the layers."""
+
+    _shown: tuple[str, ...] = ()  # attributes in the repr
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters by the `reset_parameters` of each module, for instance after
+        `to_empty` of a layer built on the meta device."""
+        reset_all(self.children())
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._shown)
+
+
 def reset_all(modules: Iterable[nn.Module]) -> None:
     """Call each module's `reset_parameters`. If a module has none (for example a LoRA wrapper
     around a Linear), call its children's."""

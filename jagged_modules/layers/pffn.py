@@ -18,13 +18,13 @@ from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 
 C = TypeVar("C")  # a container
 
 
 @name_keywords
-class JaggedPFFN(nn.Module):
+class JaggedPFFN(Layer):
     """A personalised feed-forward network: each user's rows take weights that are made of this
     user's features.
 
@@ -43,8 +43,7 @@ class JaggedPFFN(nn.Module):
         num_weights: hidden width of the networks.
         activation: any of `functional.jagged_attention`.
         config: as in `JaggedGDPA`, without learned rows. qk_norm if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: as `JaggedGDPA` and `LinearCompressEmbedding`; config has learned
@@ -83,11 +82,6 @@ class JaggedPFFN(nn.Module):
         self.num_features = num_features
         self.compress = LinearCompressEmbedding(num_features, num_weights, **where)
         self.norm = RMSNorm(embedding_dim, **where)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta
-        device."""
-        reset_all(self.children())
 
     @one_module
     def forward(self, x: C, features: Tensor) -> C:

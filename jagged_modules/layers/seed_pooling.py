@@ -16,13 +16,13 @@ from .gdpa_config import GDPAConfig
 from .keywords import name_keywords
 from .linear_compress import LinearCompressEmbedding
 from .norms import RMSNorm
-from .parameters import check_parameter_dtype, reset_all
+from .parameters import Layer, check_parameter_dtype
 from .pffn import check_features
 from .target_attention import JaggedTargetAttention
 
 
 @name_keywords
-class JaggedSeedPooling(nn.Module):
+class JaggedSeedPooling(Layer):
     """Pool each user's rows to a few tokens: pooling by multi-head attention (PMA), or, with
     num_tokens, Kunlun's hierarchical seed pooling (HSP).
 
@@ -41,8 +41,7 @@ class JaggedSeedPooling(nn.Module):
         num_features: number F of features of each user, of which the seeds are made; 0: learned
             seeds.
         rank: number of Kronecker products.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide
@@ -53,6 +52,8 @@ class JaggedSeedPooling(nn.Module):
         pooling = jm.JaggedSeedPooling(32, num_heads=4, num_seeds=8, num_tokens=2)
         pooling((torch.randn(5, 32), torch.tensor([0, 2, 5])))  # [2, 2, 32]
     """
+
+    _shown = "num_features", "rank"
 
     def __init__(
         self,
@@ -85,11 +86,6 @@ class JaggedSeedPooling(nn.Module):
             check_size("num_tokens", num_tokens)
             self.compress = LinearCompressEmbedding(num_seeds, num_tokens * rank, **where)
             self.mix = nn.Linear(rank * embedding_dim, embedding_dim, bias=False, **where)
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta
-        device."""
-        reset_all(self.children())
 
     @one_module
     def forward(self, x: Any, features: Tensor | None = None) -> Tensor:
@@ -127,6 +123,3 @@ class JaggedSeedPooling(nn.Module):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        return f"num_features={self.num_features}, rank={self.rank}"

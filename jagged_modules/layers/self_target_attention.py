@@ -48,11 +48,7 @@ class JaggedSelfTargetAttention(CachesProjection):
     events, and do not see one another. As they are no rows of the history, a bias is not theirs.
 
     Args:
-        embedding_dim: width E of the history and of the outputs; a multiple of num_heads.
-        num_heads: attention heads.
-        target_dim: width E_t of the targets; embedding_dim if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        embedding_dim, num_heads, target_dim, device, dtype: as in `JaggedTargetAttention`.
         mask: which events each event sees, without num_targets; the whole history if None.
         attention_dropout: dropout probability of the attention weights, below 1.
 
@@ -68,6 +64,8 @@ class JaggedSelfTargetAttention(CachesProjection):
         candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))  # 3 and 1 candidates
         (values, offsets), out = attention(history, torch.randn(4, 1, 32), candidates)  # [4, 1, 32]
     """
+
+    _shown = "embedding_dim", "num_heads", "target_dim", "mask"
 
     def __init__(
         self,
@@ -289,9 +287,3 @@ class JaggedSelfTargetAttention(CachesProjection):
 
         @call_of(forward)
         def __call__(self) -> Any: ...
-
-    def extra_repr(self) -> str:
-        return (
-            f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
-            f" target_dim={self.target_dim}, mask={self.mask}"
-        )

@@ -48,8 +48,7 @@ class JaggedTargetAttention(CachesProjection):
         embedding_dim: width E of the history and of the output; a multiple of num_heads.
         num_heads: attention heads.
         target_dim: width E_t of the targets; embedding_dim if None.
-        device: device of the parameters.
-        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        device, dtype: of the parameters; dtype is torch.get_default_dtype() if None.
         dropout: dropout probability, applied to the attention's result before the output
             projection.
         attention_dropout: dropout probability of the attention weights, below 1, as of
@@ -69,6 +68,8 @@ class JaggedTargetAttention(CachesProjection):
         candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))  # 3 and 1 candidates
         out = attention(torch.randn(4, 1, 32), history, candidates)  # [4, 1, 32]
     """
+
+    _shown = "embedding_dim", "num_heads", "target_dim"
 
     def __init__(
         self,
@@ -245,9 +246,3 @@ class JaggedTargetAttention(CachesProjection):
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, ...]:
         return in_heads("kv_proj", self.kv_proj(rows), 2, self.num_heads, self.head_dim).unbind(1)
-
-    def extra_repr(self) -> str:
-        return (
-            f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads},"
-            f" target_dim={self.target_dim}"
-        )

@@ -111,11 +111,9 @@ def _operator(
     if moved is not None and all(is_known(size, known) for size in _needed(moved.lineage)):
         result.moves[node], result.lineages[node] = moved, moved.lineage
     elif operands:
-        result.refused[node] = (
-            "no rule for this operator"
-            if rule is None
-            else "it mixes rows, or its operands do not share one map"
-        )
+        result.refused[node] = "it mixes rows, or its operands do not share one map"
+        if rule is None:
+            result.refused[node] = "no rule for this operator"
 
 
 def _apply(rule: Rule, node: fx.Node, result: Analysis) -> Moved | None:
@@ -133,11 +131,7 @@ def _apply(rule: Rule, node: fx.Node, result: Analysis) -> Moved | None:
 
 def _needed(lineage: Lineage) -> list[Size]:
     """The sizes that a gather from a base, or a smaller base, needs besides the map."""
-    symbols = (
-        [lineage.rows]
-        if lineage.is_uniform
-        else [lineage.base_rows]
-        if not lineage.base_rows.is_Symbol
-        else []
-    )
-    return [lineage.pre, lineage.post, *symbols]
+    needed = [lineage.pre, lineage.post]
+    if lineage.is_uniform:
+        return [*needed, lineage.rows]
+    return needed if lineage.base_rows.is_Symbol else [*needed, lineage.base_rows]

@@ -157,12 +157,9 @@ def _operator(
         return None
     call = Call(node, {})
     query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
-    if (
-        call["dropout_p"]
-        or (call["is_causal"] and not takes_causal)
-        or call["enable_gqa"]
-        or not _is_dense(query, key, value)
-    ):
+    if call["dropout_p"] or (call["is_causal"] and not takes_causal) or call["enable_gqa"]:
+        return None
+    if not _is_dense(query, key, value):
         return None
     scale = (
         call["scale"] if call["scale"] is not None else 1 / math.sqrt(int(call.shape(query)[-1]))
@@ -179,11 +176,9 @@ def _softmax(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention 
         return None
     weights, value = positional(node)[:2]
     softmax = _through(weights)
-    if (
-        softmax.target is not aten.softmax.int
-        or softmax.args[1] not in (-1, softmax.meta["val"].dim() - 1)
-        or not _has_one_use(softmax)
-    ):
+    if softmax.target is not aten.softmax.int:
+        return None
+    if softmax.args[1] not in (-1, softmax.meta["val"].dim() - 1) or not _has_one_use(softmax):
         return None
     scores, scale, masks = _through(softmax.args[0]), 1.0, []
     while _has_one_use(scores):
@@ -267,11 +262,9 @@ def _add_mask(
         return False
     while source.target in (aten.bitwise_not.default, aten.logical_not.default):
         source, visible = _skip_views(source.args[0], chain), not visible
-    if (
-        source.meta["val"].dim() != 2
-        or source.meta["val"].dtype != torch.bool
-        or not _hides_keys(match, source, chain, estimate)
-    ):
+    if source.meta["val"].dim() != 2 or source.meta["val"].dtype != torch.bool:
+        return False
+    if not _hides_keys(match, source, chain, estimate):
         return False
     match.hidden, match.hidden_is_visible = source, visible
     match.reads.add((mask, reader))

@@ -88,12 +88,8 @@ def find_bags(captured: Captured, names: list[str]) -> Bags | None:
         raise ValueError(
             f"request_only inputs {names} must be read by embedding bags, but there are none"
         )
-    return Bags(
-        frozenset(leaves),
-        frozenset({*inputs, *results}) - frozenset(leaves),
-        frozenset(results),
-        lengths,
-    )
+    given = frozenset(leaves)
+    return Bags(given, frozenset({*inputs, *results}) - given, frozenset(results), lengths)
 
 
 def is_size(node: fx.Node) -> bool:
@@ -107,11 +103,9 @@ def _check_bag(bag: fx.Node, name: str, leaves: dict[fx.Node, str]) -> tuple[fx.
     call = Call(bag, {})
     key, offsets = _item(call["offsets"], aten.unbind.int)
     joined = _cat(offsets)
-    view = (
-        positional(joined[1])[0]
-        if joined is not None and joined[1].target is aten.cumsum.default
-        else None
-    )
+    view = None
+    if joined is not None and joined[1].target is aten.cumsum.default:
+        view = positional(joined[1])[0]
     lengths = positional(view)[0] if view is not None and view.target is aten.view.default else None
     values = [
         call["indices"],
@@ -143,30 +137,23 @@ def _item(x: Any, target: Any) -> tuple[int, fx.Node | None]:
 def _cat(unbind: fx.Node | None) -> list[Any] | None:
     """[zeros, sums] if the operand of unbind is their concatenation along the last dimension."""
     cat = positional(unbind)[0] if unbind is not None else None
-    parts = (
-        positional(cat)[0]
-        if cat is not None and cat.target is aten.cat.default and positional(cat)[1:] in ([-1], [1])
-        else []
-    )
+    parts = []
+    if cat is not None and cat.target is aten.cat.default and positional(cat)[1:] in ([-1], [1]):
+        parts = positional(cat)[0]
     return parts if len(parts) == 2 and parts[0].target is aten.new_zeros.default else None
 
 
 def _sums_by_key(sizes: list[Any], lengths: Any) -> bool:
     """Whether sizes[k] is the sum of the lengths of key k."""
     for key, size in enumerate(sizes):
-        number = (
-            positional(size)[0]
-            if isinstance(size, fx.Node) and size.target is aten.item.default
-            else None
-        )
+        number = None
+        if isinstance(size, fx.Node) and size.target is aten.item.default:
+            number = positional(size)[0]
         index, unbind = _item(number, aten.unbind.int)
         total = positional(unbind)[0] if unbind is not None else None
-        if (
-            index != key
-            or total is None
-            or total.target is not aten.sum.dim_IntList
-            or positional(total)[1] != [1]
-        ):
+        if index != key or total is None or total.target is not aten.sum.dim_IntList:
+            return False
+        if positional(total)[1] != [1]:
             return False
         if positional(positional(total)[0])[0] is not lengths:
             return False

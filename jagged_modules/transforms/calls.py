@@ -186,11 +186,9 @@ def equal_segments(offsets: fx.Node) -> tuple[Size, int] | None:
     step = 1
     if offsets.target is aten.mul.Tensor and isinstance(offsets.args[1], int):
         offsets, step = positional(offsets)
-    if not is_operator(offsets) or offsets.target not in (
-        aten.arange.default,
-        aten.arange.start,
-        aten.arange.start_step,
-    ):
+    if not is_operator(offsets):
+        return None
+    if offsets.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
         return None
     call = Call(offsets, {})
     start, stride = call.arguments.get("start", 0), call.arguments.get("step", 1)

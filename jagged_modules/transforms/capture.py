@@ -56,19 +56,6 @@ class Captured:
         return node
 
 
-def capture(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Any = None,
-    replicated: Sequence[str] = (),
-) -> Captured:
-    """Capture the model: see `export`."""
-    return captured_from(
-        export(model, args, kwargs, dynamic_shapes, replicated), model, args, kwargs
-    )
-
-
 def export(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -145,12 +145,8 @@ def _call(module: nn.Module, inputs: dict[str, Any], **more: Any) -> Any:
     positional = [
         name for name in inputs if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
     ]
-    return _seeded(
-        module,
-        *(inputs[name] for name in positional),
-        **{name: x for name, x in inputs.items() if name not in positional},
-        **more,
-    )
+    others = {name: x for name, x in inputs.items() if name not in positional} | more
+    return _seeded(module, *(inputs[name] for name in positional), **others)
 
 
 def _compare(expected: Any, found: Any, roundings: float, eps: float) -> float:

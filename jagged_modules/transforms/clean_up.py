@@ -80,11 +80,9 @@ def _read_parts(graph: fx.Graph, keep: Set[fx.Node]) -> None:
             continue
         ndim, (parts, own) = x.meta["val"].dim(), (bind(x)["tensors"], bind(x)["dim"])
         sizes = [shape_of(part.meta["val"])[dim] for part in parts]
-        if (
-            dim % ndim != own % ndim
-            or len({y.meta["val"].dtype for y in parts}) > 1
-            or not all(size.is_Integer for size in sizes)
-        ):
+        if dim % ndim != own % ndim or len({y.meta["val"].dtype for y in parts}) > 1:
+            continue
+        if not all(size.is_Integer for size in sizes):
             continue
         found = _part_of(arguments, list(map(int, sizes)))
         if found is None:

@@ -61,12 +61,9 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
         first, second, *_ = positional(node)
         for own, shared in ((first, second), (second, first)):
             lineage = analysis.lineages.get(shared)
-            if (
-                lineage is None
-                or own in analysis.lineages
-                or not _is_product(own)
-                or not _is_product(shared)
-            ):
+            if lineage is None or own in analysis.lineages:
+                continue
+            if not _is_product(own) or not _is_product(shared):
                 continue
             values = [x.meta["val"] for x in (node, own, shared)]
             # the sum does not broadcast
@@ -78,15 +75,8 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
                     and not embeddings.is_folded
                     and not embeddings.is_uniform
                 ):
-                    found[node] = Compression(
-                        node,
-                        shared.args[0],
-                        shared.args[1],
-                        own.args[0],
-                        own.args[1],
-                        (own, shared),
-                        embeddings,
-                    )
+                    operands = *shared.args[:2], *own.args[:2]
+                    found[node] = Compression(node, *operands, (own, shared), embeddings)
                     break
     return found
 

@@ -310,11 +310,9 @@ class Distributor:
 
     def _self_interaction(self, node: fx.Node, left: Any, right: Any) -> fx.Node | None:
         """x xᵀ in blocks. The block of a part with a lineage and itself has that lineage."""
-        if (
-            right.target is not aten.transpose.int
-            or right.args[0] is not left
-            or left.meta["val"].dim() != 3
-        ):
+        if right.target is not aten.transpose.int or right.args[0] is not left:
+            return None
+        if left.meta["val"].dim() != 3:
             return None
         if {d % 3 for d in right.args[1:3]} != {1, 2}:
             return None
@@ -412,8 +410,11 @@ class Distributor:
         width, element = sum(part.width for part in parts), node.meta["val"].element_size()
         after = list[Cost]()
 
-        def copy(part: float, are_vectors: bool) -> Cost:
-            elements = 0 if are_vectors else part * result / element
+        def are_vectors(size: int) -> bool:
+            return size * element % VECTOR_BYTES == 0
+
+        def copy(part: float, by_vectors: bool) -> Cost:
+            elements = 0 if by_vectors else part * result / element
             return costs.of(node, 0, 2 * part * result, elements)
 
         for row, part in enumerate(parts):
@@ -425,26 +426,16 @@ class Distributor:
                 num_bytes = share * ((a + b) * operand + a * b * result)
                 after.append(costs.of(node, a * b * share * whole.flops, num_bytes))
                 if share < 1:
-                    after.append(
-                        copy(a * b, part.width * other.width * element % VECTOR_BYTES == 0)
-                    )
+                    after.append(copy(a * b, are_vectors(part.width * other.width)))
             # rows of blocks but the first one have a transposed block
             after.append(
-                copy(
-                    part.width / width,
-                    not row and all(x.width * element % VECTOR_BYTES == 0 for x in parts),
-                )
+                copy(part.width / width, not row and all(are_vectors(x.width) for x in parts))
             )
-        after.append(
-            copy(1, all(part.width * width * element % VECTOR_BYTES == 0 for part in parts))
-        )
-        is_dropped = left.target is aten.cat.default and left.users.keys() == {node, right}
-        return self._pays(
-            node,
-            [part.lineage for part in parts if part.lineage],
-            whole.least + (costs.full(left).least if is_dropped else 0),
-            after,
-        )
+        after.append(copy(1, all(are_vectors(part.width * width) for part in parts)))
+        least = whole.least
+        if left.target is aten.cat.default and left.users.keys() == {node, right}:
+            least += costs.full(left).least  # it is not computed any more
+        return self._pays(node, [part.lineage for part in parts if part.lineage], least, after)
 
     def _pays(
         self, node: fx.Node, moved: list[Lineage], whole: float, after: list[Cost]

@@ -363,17 +363,8 @@ class Emitter:
             hidden = [self.call(aten.bitwise_not.default, hidden[0])]
         candidates = self._candidates(match.lineage.maps, match.node, value, own)
         heads = None if len(shape_of(match.query.meta["val"])) == 4 else int(own.post)
-        return self.call(
-            attend_in_place,
-            query,
-            key,
-            value,
-            candidates,
-            hidden[0] if hidden else None,
-            heads,
-            match.scale,
-            match.empty,
-        )
+        options = hidden[0] if hidden else None, heads, match.scale, match.empty
+        return self.call(attend_in_place, query, key, value, candidates, *options)
 
     def _join(self, match: TargetAttention) -> None:
         """Compute the attention together with its `own`, unless one of them needs the other."""

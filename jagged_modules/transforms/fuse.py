@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,7 +51,7 @@ from .ranges import (
     guard_between,
     limits_of,
 )
-from .report import Decisions, Report, cost_after, make_report
+from .report import Decisions, Report, cost_after, sites
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
@@ -222,11 +223,7 @@ class Plan:
 
     def cost(self, decisions: Decisions, hints: Mapping[Size, int]) -> Cost:
         """Of the fused model for other sizes."""
-
-        def estimate(size: Size) -> int:
-            return evaluate(size, hints, UNKNOWN_SIZE)
-
-        costs = Costs(self.analysis, estimate)
+        costs = Costs(self.analysis, partial(evaluate, hints=hints, unknown=UNKNOWN_SIZE))
         return cost_after(self.captured.graph, self.analysis, costs, decisions)
 
 
@@ -284,17 +281,11 @@ class Placement:
         plan, labels = self.plan, self.plan.captured.labels
         hints = _hints(plan.captured, plan.batch, self.point)
         sizes = Sizes(plan.captured, plan.batch, plan.analysis, self.decisions)
-        report = make_report(
-            plan.captured.graph,
-            plan.analysis,
-            plan.costs,
-            self.decisions,
-            plan.before,
-            ", ".join(f"{labels.get(x, x)} = {value}" for x, value in hints.items()),
-            certificate,
-            sizes.ranges(arguments, limits),
-        )
-        return replace(report, runs_model=self.runs_model)
+        given = plan.captured.graph, plan.analysis, plan.costs, self.decisions
+        of_sizes = ", ".join(f"{labels.get(x, x)} = {value}" for x, value in hints.items())
+        ranges = sizes.ranges(arguments, limits)
+        costs = plan.before, cost_after(*given)
+        return Report(sites(*given), *costs, of_sizes, certificate, ranges, self.runs_model)
 
 
 def make_plan(
@@ -304,25 +295,22 @@ def make_plan(
     place: Callable[..., set[fx.Node]] = by_cost,
 ) -> Plan:
     """Decides what moves, with costs for the sizes `hints`."""
-
-    def estimate(size: Size) -> int:
-        return evaluate(size, hints, UNKNOWN_SIZE)
-
+    estimate = partial(evaluate, hints=hints, unknown=UNKNOWN_SIZE)
     bags = batch.bags.nodes if batch is not None and batch.bags is not None else frozenset()
-    clean_up(captured.graph, bags)
     inputs, known = {} if batch is None else batch.lineages(USERS), {*captured.hints, USERS}
-    analysis = analyse(captured.graph, inputs, estimate, known)
-    costs = Costs(analysis, estimate)
+
+    def analysed() -> tuple[Analysis, Costs]:
+        clean_up(captured.graph, bags)
+        found = analyse(captured.graph, inputs, estimate, known)
+        return found, Costs(found, estimate)
+
+    analysis, costs = analysed()
     before = costs.whole(captured.graph)
     if split_levels(captured.graph, analysis, estimate):
-        clean_up(captured.graph, bags)
-        analysis = analyse(captured.graph, inputs, estimate, known)
-        costs = Costs(analysis, estimate)
+        analysis, costs = analysed()
     distributor = Distributor(captured.graph, analysis, costs)
     if distributor.run():
-        clean_up(captured.graph, bags)
-        analysis = analyse(captured.graph, inputs, estimate, known)
-        costs = Costs(analysis, estimate)
+        analysis, costs = analysed()
     analysis.refused |= distributor.reasons
     analysis.whole = distributor.whole
     fusions: dict[fx.Node, Fusion] = {

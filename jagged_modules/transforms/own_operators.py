@@ -71,21 +71,16 @@ def find_segment_attentions(
     candidates, by their node."""
     found = {}
     for node in graph.nodes:
-        if (
-            str(node.target) not in ATTENTIONS
-            or node in analysis.lineages
-            or any(user.args[1] != 0 for user in node.users)
-        ):
+        if str(node.target) not in ATTENTIONS or node in analysis.lineages:
+            continue
+        if any(user.args[1] != 0 for user in node.users):
             continue
         call = Call(node, analysis.lineages)
         attention = _attention_call(call)
         options, lineage = _options(attention), _of_segments(call, attention, "kv")
-        if (
-            options is None
-            or lineage is None
-            or options["mask"] is not None
-            or call.lineage(attention.q) is not None
-        ):
+        if options is None or lineage is None or options["mask"] is not None:
+            continue
+        if call.lineage(attention.q) is not None:
             continue
         if 2 * estimate(lineage.base_rows) <= estimate(lineage.rows):
             found[node] = SegmentAttention(
@@ -162,11 +157,9 @@ def linear_compress(call: Call) -> Moved | None:
         *(x for x in (*call["orders"], *call["offsets"]) if x is not None),
     ]
     lineages = [call.lineage(x) for x in (finest, *call["indices"])]
-    if (
-        any(x is None or x.dim or x.is_folded for x in lineages)
-        or any(call.lineage(x) for x in given)
-        or len(given) > 2 * len(shared) + 1
-    ):
+    if any(x is None or x.dim or x.is_folded for x in lineages):
+        return None
+    if any(call.lineage(x) for x in given) or len(given) > 2 * len(shared) + 1:
         return None
     lineage = common([x for x in lineages if x])
     return lineage and Moved(lineage)

@@ -153,25 +153,17 @@ class Costs:
         return smallest / (smallest + (processor.edge if of_weight else processor.batched_edge))
 
     def bytes(self, node: Any) -> float:
-        value = node.meta.get("val")
-        return float(
-            sum(
-                self.elements(x) * x.element_size()
-                for x in flat(value)
-                if isinstance(x, torch.Tensor)
-            )
-        )
+        tensors = [x for x in flat(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+        return float(sum(self.elements(x) * x.element_size() for x in tensors))
 
     def elements(self, value: torch.Tensor) -> int:
         return self.estimate(product(shape_of(value)))
 
     def share(self, lineage: Lineage | None) -> float:
         """Rows of the base per row of the value."""
-        return (
-            1.0
-            if lineage is None
-            else self.estimate(lineage.base_rows) / max(self.estimate(lineage.rows), 1)
-        )
+        if lineage is None:
+            return 1.0
+        return self.estimate(lineage.base_rows) / max(self.estimate(lineage.rows), 1)
 
     def full(self, node: fx.Node) -> Cost:
         """Of a value that is computed from gathered operands."""
@@ -187,18 +179,12 @@ class Costs:
         flops = self._fused_flops(node)
         if node is not fusion.node:
             return replace(self.of(node, flops, 0), kernels=0, starts=0)
-        read = sum(
-            self.bytes(x)
-            * (
-                self.share(fusion.lineage or self.analysis.lineages.get(x))
-                if x in fusion.operands
-                else 1.0
-            )
-            for x in fusion.inputs
-        )
-        return self.of(
-            node, flops + sum(map(self._fused_flops, fusion.products)), read + self.bytes(node)
-        )
+        shares = {
+            x: self.share(fusion.lineage or self.analysis.lineages.get(x)) for x in fusion.operands
+        }
+        read = sum(self.bytes(x) * shares.get(x, 1.0) for x in fusion.inputs)
+        flops += sum(map(self._fused_flops, fusion.products))
+        return self.of(node, flops, read + self.bytes(node))
 
     def _fused_flops(self, node: fx.Node) -> float:
         """On the base, if there is one."""
@@ -272,11 +258,8 @@ class Costs:
             return self._measured(node)
         if node.target in RECURRENCES:  # not measured: torch would run all steps
             *steps, _ = shape_of(arguments["input"].meta["val"])
-            return (
-                2
-                * self.estimate(product(steps))
-                * sum(self.elements(x) for x in _values(arguments["params"]) if x.dim() == 2)
-            )
+            weights = [x for x in _values(arguments["params"]) if x.dim() == 2]
+            return 2 * self.estimate(product(steps)) * sum(map(self.elements, weights))
         if str(node.target) in ATTENTIONS:
             return attention_flops(node, self.estimate)
         if str(node.target) == LINEAR_COMPRESS:
@@ -318,13 +301,6 @@ def is_contiguous(value: torch.Tensor, dim: int = 0) -> bool:
             return False
         length *= size
     return True
-
-
-def everything(
-    analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()
-) -> set[fx.Node]:
-    """Moves all operators that can be moved. For tests of the rules."""
-    return set(analysis.moves) | set(analysis.sources)
 
 
 def by_cost(

@@ -207,20 +207,12 @@ class Decisions:
     gathered: dict[fx.Node, list[int]]
 
 
-def make_report(
-    graph: fx.Graph,
-    analysis: Analysis,
-    costs: Costs,
-    decisions: Decisions,
-    before: Cost,
-    sizes: str,
-    certificate: str,
-    ranges: Ranges,
-) -> Report:
-    """The report on a captured graph. `before` is the cost of the model as it was."""
-    sites = [site for node in graph.nodes if (site := _site(node, analysis, costs, decisions))]
-    after = cost_after(graph, analysis, costs, decisions)
-    return Report(tuple(sites), before, after, sizes, certificate, ranges)
+def sites(
+    graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions
+) -> tuple[Site, ...]:
+    """The sites of a captured graph."""
+    found = (_site(node, analysis, costs, decisions) for node in graph.nodes)
+    return tuple(site for site in found if site is not None)
 
 
 def cost_after(graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions) -> Cost:
@@ -249,11 +241,9 @@ def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
 
 
 def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions) -> Site | None:
-    if (
-        not is_operator(node)
-        or not isinstance(first_of(node.meta.get("val")), torch.Tensor)
-        or (node in decisions.dead and node not in decisions.fused)
-    ):
+    if not is_operator(node) or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
+        return None
+    if node in decisions.dead and node not in decisions.fused:
         return None
     lineage = analysis.lineages.get(node)
     if lineage is not None and lineage.is_uniform:
@@ -286,17 +276,8 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     if decision == "fused" and node is decisions.fused[node].node:
         before = sum(map(costs.full, decisions.fused[node].products), before)
     after = _gathers(node, costs, decisions) if source else _after(node, costs, decisions)
-    return Site(
-        node.name,
-        name,
-        line_of(node),
-        decision,
-        reason,
-        full,
-        base if decision == "moved" else full,
-        before,
-        after,
-    )
+    rows = full, base if decision == "moved" else full
+    return Site(node.name, name, line_of(node), decision, reason, *rows, before, after)
 
 
 def _not_worth_it(node: fx.Node, costs: Costs) -> str:
@@ -337,11 +318,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _cells(site: Site) -> tuple[str, ...]:
     decision = f"{site.decision}: {site.reason}" if site.reason else site.decision
-    rows = (
-        f"{site.rows_before} → {site.rows_after}"
-        if site.rows_after != site.rows_before
-        else str(site.rows_before)
-    )
+    rows = str(site.rows_before)
+    if site.rows_after != site.rows_before:
+        rows = f"{rows} → {site.rows_after}"
     return (
         site.operator,
         site.line,

@@ -106,11 +106,9 @@ def reduction(call: Call) -> Moved | None:
 def norm_of_last_dims(call: Call) -> Moved | None:
     """Normalises the last dimensions of each row by itself."""
     lineage = call.lineage(call["input"])
-    if (
-        lineage is None
-        or not call.only("input")
-        or lineage.dim >= len(call.shape(call["input"])) - len(call["normalized_shape"])
-    ):
+    if lineage is None or not call.only("input"):
+        return None
+    if lineage.dim >= len(call.shape(call["input"])) - len(call["normalized_shape"]):
         return None
     return Moved(lineage)
 
@@ -135,11 +133,9 @@ def linear(call: Call) -> Moved | None:
     """Each row of the result depends on the same row of the input. The last dimension is the one
     that is contracted."""
     lineage = call.lineage(call["input"])
-    if (
-        lineage is None
-        or not call.only("input")
-        or lineage.dim == len(call.shape(call["input"])) - 1
-    ):
+    if lineage is None or not call.only("input"):
+        return None
+    if lineage.dim == len(call.shape(call["input"])) - 1:
         return None
     return Moved(lineage)
 
@@ -174,12 +170,9 @@ def matmul(call: Call) -> Moved | None:
 
 def _matrix_vector(call: Call, left: Any, right: Any) -> Moved | None:
     lineage = call.lineage(left)
-    if (
-        lineage is None
-        or call.lineage(right)
-        or lineage.dim == len(call.shape(left)) - 1
-        or len(call.shape(right)) != 1
-    ):
+    if lineage is None or call.lineage(right) or lineage.dim == len(call.shape(left)) - 1:
+        return None
+    if len(call.shape(right)) != 1:
         return None
     return Moved(lineage)
 
@@ -221,11 +214,9 @@ def einsum(call: Call) -> Moved | None:
     terms, operands = inputs.split(","), call["tensors"]
     moved = [(term, call.lineage(x)) for term, x in zip(terms, operands) if call.lineage(x)]
     letters = {term[lineage.dim] for term, lineage in moved if lineage}
-    if (
-        len(letters) != 1
-        or output.count(letter := letters.pop()) != 1
-        or any(term.count(letter) > 1 for term in terms)
-    ):
+    if len(letters) != 1 or output.count(letter := letters.pop()) != 1:
+        return None
+    if any(term.count(letter) > 1 for term in terms):
         return None
     if any(letter in term and call.lineage(x) is None for term, x in zip(terms, operands)):
         return None
@@ -246,11 +237,7 @@ def attention(call: Call) -> Moved | None:
         call["value"],
         *([call["attn_mask"]] if is_tensor(call["attn_mask"]) else []),
     ]
-    if (
-        call.lineage(call["query"]) is None
-        or call.lineage(call["key"]) is None
-        or call.lineage(call["value"]) is None
-    ):
+    if any(call.lineage(call[name]) is None for name in ("query", "key", "value")):
         return None
     if any(
         x.dim >= len(call.shape(operand)) - (3 if call["enable_gqa"] else 2)
@@ -333,12 +320,9 @@ def recurrence(call: Call) -> Moved | None:
     lineages = [x for operand in (call["input"], *states) if (x := call.lineage(operand))]
     # of the input's and the states' rows, and of the result's and its states'
     dims = (batch, *[1] * len(states))
-    if (
-        call["train"]
-        or len(call.shape(call["input"])) != 3
-        or not call.only("input", "hx")
-        or [x.dim for x in lineages] != [*dims]
-    ):
+    if call["train"] or len(call.shape(call["input"])) != 3 or not call.only("input", "hx"):
+        return None
+    if [x.dim for x in lineages] != [*dims]:
         return None
     lineage = common([x.at(batch) for x in lineages])
     return lineage and Moved(lineage, target=gru if len(states) == 1 else lstm, dims=dims)

@@ -15,6 +15,7 @@ from ..functional.attention import attend
 from ..functional.attention_call import AttentionOptions
 from ..functional.linear_compress import compress_unchecked
 from ..masks import AttentionMask
+from ..scalars import check_kind
 from ..segments import RowSegments, check_index_values, check_integers, values_are_checkable
 from ..validation import check_tensor
 
@@ -34,8 +35,7 @@ def checked_map(
         return candidate_to_user
     check_integers("candidate_to_user", candidate_to_user)
     for name, x in (*users.items(), *candidates.items()):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        check_kind(name, x, Tensor, "a torch.Tensor")
         if not x.dim():
             raise ValueError(f"{name} must have rows, got a tensor without dimensions")
     owner, num_users = next((name, x.shape[0]) for name, x in users.items())
@@ -70,8 +70,8 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
     found: dict[str, int] = {}
     for name, sizes in expected.items():
         x = inputs[name]
-        if isinstance(sizes, (list, tuple)) and not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if isinstance(sizes, (list, tuple)):
+            check_kind(name, x, Tensor, "a torch.Tensor")
         if not isinstance(x, Tensor) or not isinstance(sizes, (list, tuple)):
             if x is not sizes and (type(x) is not type(sizes) or x != sizes):
                 raise ValueError(f"{name} must be as in example_inputs, {sizes}, got {x}")
@@ -82,11 +82,9 @@ def check_inputs(inputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None
                 f" {list(x.shape)}"
             )
         for dim, (size, own) in enumerate(zip(sizes, x.shape)):
-            if (
-                size is None
-                or size == own
-                or (isinstance(size, str) and found.setdefault(size, own) == own)
-            ):
+            if size is None or size == own:
+                continue
+            if isinstance(size, str) and found.setdefault(size, own) == own:
                 continue
             raise ValueError(
                 f"{name} must have size {found.get(str(size), size)} in dimension {dim}, which"
@@ -139,17 +137,8 @@ def gru(
     batch_first: bool,
 ) -> Any:
     """torch's, in eval mode, with a first state that may be expanded: cuDNN takes none."""
-    return torch.ops.aten.gru.input(
-        input,
-        hx.contiguous(),
-        params,
-        has_biases,
-        num_layers,
-        0.0,
-        False,
-        bidirectional,
-        batch_first,
-    )
+    options = has_biases, num_layers, 0.0, False, bidirectional, batch_first
+    return torch.ops.aten.gru.input(input, hx.contiguous(), params, *options)
 
 
 def lstm(
@@ -163,9 +152,8 @@ def lstm(
 ) -> Any:
     """As `gru`."""
     states = [x.contiguous() for x in hx]
-    return torch.ops.aten.lstm.input(
-        input, states, params, has_biases, num_layers, 0.0, False, bidirectional, batch_first
-    )
+    options = has_biases, num_layers, 0.0, False, bidirectional, batch_first
+    return torch.ops.aten.lstm.input(input, states, params, *options)
 
 
 def attend_in_place(
@@ -310,19 +298,9 @@ def attend_equal_segments(
     kv_offsets = _equal_segments(num_segments, kv_rows, k.device)
     q_offsets = kv_offsets if q_rows == kv_rows else _equal_segments(num_segments, q_rows, k.device)
     rule = None if mask is None else AttentionMask.from_params(MaskParams(*mask), None)
-    out = jagged_attention(
-        q,
-        k,
-        v,
-        q_offsets,
-        kv_offsets,
-        scale=scale,
-        activation=activation,
-        mask=rule,
-        output_scale=output_scale,
-        implementation=implementation,
-    )
-    return (out,)
+    options: dict[str, Any] = dict(scale=scale, activation=activation, output_scale=output_scale)
+    options |= dict(mask=rule, implementation=implementation)
+    return (jagged_attention(q, k, v, q_offsets, kv_offsets, **options),)
 
 
 def attend_segments_in_place(
@@ -337,11 +315,8 @@ def attend_segments_in_place(
     """Attention of q_rows queries of each candidate, `[C · q_rows, H, D]`, to its user's kv_rows
     keys, `[U · kv_rows, H, D]`."""
     offsets = _with_one_more(k.shape[0] // kv_rows, kv_rows, k.device)
-    return (
-        target_attention(
-            q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options
-        ).flatten(0, 1),
-    )
+    out = target_attention(q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options)
+    return (out.flatten(0, 1),)
 
 
 def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:

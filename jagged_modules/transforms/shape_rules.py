@@ -229,11 +229,9 @@ def index(call: Call) -> Moved | None:
         return None
     if lineage is None:
         return Moved(moved[0].at(used[0] + moved[0].dim)) if len(used) == 1 and moved[0] else None
-    if (
-        any(moved)
-        or lineage.dim in used
-        or (lineage.dim < len(indices) and indices[lineage.dim] is not None)
-    ):
+    if any(moved) or lineage.dim in used:
+        return None
+    if lineage.dim < len(indices) and indices[lineage.dim] is not None:
         return None
     # dimensions of the broadcast indices
     width = max(len(call.shape(indices[dim])) for dim in used)
@@ -273,11 +271,9 @@ def scatter(call: Call) -> Moved | None:
     which the index may have fewer."""
     operands = [call[name] for name in ("self", "index", "src") if name in call.arguments]
     lineages = [x for operand in operands if (x := call.lineage(operand))]
-    lineage = (
-        common(lineages)
-        if len(lineages) == len(operands) and len({x.rows for x in lineages}) == 1
-        else None
-    )
+    lineage = None
+    if len(lineages) == len(operands) and len({x.rows for x in lineages}) == 1:
+        lineage = common(lineages)
     return Moved(lineage) if lineage and call.dim("dim", len(call.shape())) != lineage.dim else None
 
 
@@ -305,14 +301,9 @@ def put_masked(call: Call) -> Moved | None:
     """Writes one number where a mask is true, row by row."""
     indices, own = call["indices"], call.lineage(call["self"])
     used = [dim for dim, x in enumerate(indices) if x is not None]
-    if (
-        own is None
-        or call["accumulate"]
-        or len(used) != 1
-        or not _is_mask(indices[used[0]])
-        or math.prod(call.shape(call["values"])) != 1
-        or not call.only("self", "indices")
-    ):
+    if own is None or call["accumulate"] or len(used) != 1 or not _is_mask(indices[used[0]]):
+        return None
+    if math.prod(call.shape(call["values"])) != 1 or not call.only("self", "indices"):
         return None
     first, mask = used[0], indices[used[0]]
     masked, last = call.lineage(mask), first + len(call.shape(mask))

@@ -63,11 +63,9 @@ def _repeated(call: Call) -> tuple[fx.Node, int, str, fx.Node | None, int] | Non
         return _by_index(arguments["self"], call.dim("dim", len(call.shape())), arguments["index"])
     if target is aten.index.Tensor:
         used = [dim for dim, x in enumerate(arguments["indices"]) if x is not None]
-        return (
-            _by_index(arguments["self"], used[0], arguments["indices"][used[0]])
-            if len(used) == 1
-            else None
-        )
+        if len(used) == 1:
+            return _by_index(arguments["self"], used[0], arguments["indices"][used[0]])
+        return None
     if target is aten.embedding.default:
         return _by_index(arguments["weight"], 0, arguments["indices"])
     if target is aten.gather.default:
@@ -117,12 +115,9 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
                 return None
             dim -= added < dim
         elif index.target is aten.slice.Tensor:
-            if (
-                call["start"] not in (None, 0)
-                or call["step"] != 1
-                or not isinstance(call["end"], int)
-                or call["end"] < WHOLE
-            ):
+            if call["start"] not in (None, 0) or call["step"] != 1:
+                return None
+            if not isinstance(call["end"], int) or call["end"] < WHOLE:
                 return None
         elif index.target in (aten.view.default, aten.reshape.default):
             if len(call.shape(operand)) != 1 or call.shape()[dim] != call.shape(operand)[0]:

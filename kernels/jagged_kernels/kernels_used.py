@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .attention.select import AttentionProblem, Selection, select
-from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
+from .block_attention.configs import fits_shared_memory
+from .block_attention.select import BlockAttentionProblem, select_block_attention
 from .din import configs as din_configs
 from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
 from .matmul.configs import jagged_matmul_config
@@ -33,7 +35,7 @@ GPUS = {
 }
 GPU_COLUMNS = [f"{name} ({major}.{minor})" for name, (major, minor) in GPUS.items()]
 DTYPES = {"fp16, bf16": torch.bfloat16, "fp32": torch.float32}
-DIMS = (1, 32), (33, 64), (65, 128), (129, 256)
+DIMS = {"1 to 32": 32, "33 to 64": 64, "65 to 128": 128, "129 to 256": 256}
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -57,6 +59,20 @@ def merged(header: list[str], columns: Iterable[str], rows: Iterable[list[str]])
     return table([*header, *map("; ".join, shared.values())], zip(*labels, *shared))
 
 
+def by_gpu(
+    label: str,
+    inputs: Mapping[str, Any],
+    kernels: Callable[[torch.dtype, tuple[int, int], Any], str],
+) -> str:
+    """A table of what `kernels` gives for each dtype, GPU and input, whose name `label` is."""
+    rows = [
+        [dtype, name, *(kernels(kind, gpu, given) for gpu in GPUS.values())]
+        for dtype, kind in DTYPES.items()
+        for name, given in inputs.items()
+    ]
+    return merged(["dtype", label], GPU_COLUMNS, rows)
+
+
 def _rows(queries: int, keys: int, segments: int = 64) -> dict[str, int]:
     """Segments of so many rows."""
     sizes = dict(q_rows=segments * queries, kv_rows=segments * keys)
@@ -66,18 +82,11 @@ def _rows(queries: int, keys: int, segments: int = 64) -> dict[str, int]:
 def attention() -> str:
     """The section on attention."""
     long = _rows(500, 500)
-    by_gpu = [
-        [
-            name,
-            f"{low} to {high}",
-            *(
-                _kernels(select(AttentionProblem(high, high, dtype, gpu, **long)))
-                for gpu in GPUS.values()
-            ),
-        ]
-        for name, dtype in DTYPES.items()
-        for low, high in DIMS
-    ]
+    all_gpus = by_gpu(
+        "head dim",
+        DIMS,
+        lambda dtype, gpu, dim: _kernels(select(AttentionProblem(dim, dim, dtype, gpu, **long))),
+    )
     h100 = (
         dict(head_dim=128, v_dim=128, dtype=torch.bfloat16, capability=(9, 0), num_sms=132) | long
     )
@@ -114,7 +123,7 @@ forward's. "packed": short segments share tiles (`attention/triton_packed.py`).
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
-{merged(["dtype", "head dim"], GPU_COLUMNS, by_gpu)}
+{all_gpus}
 
 Other inputs on an H100, bf16, head dim 128:
 
@@ -145,18 +154,11 @@ def block_attention() -> str:
         device_type="cuda",
         capability=(9, 0),
     )
-    by_gpu = [
-        [
-            name,
-            f"{low} to {high}",
-            *(
-                _block_kernels(problem._replace(head_dim=high, dtype=dtype, capability=gpu))
-                for gpu in GPUS.values()
-            ),
-        ]
-        for name, dtype in DTYPES.items()
-        for low, high in DIMS
-    ]
+    all_gpus = by_gpu(
+        "head dim",
+        DIMS,
+        lambda dtype, gpu, dim: _block_kernels(problem, head_dim=dim, dtype=dtype, capability=gpu),
+    )
     cases = {
         "head dim 36, no multiple of 8": dict(head_dim=36),
         "rows that do not begin at 16-byte boundaries": dict(aligned=False),
@@ -172,7 +174,7 @@ block.
 
 Blocks of 64 rows, no rotary, as many key heads as query heads:
 
-{merged(["dtype", "head dim"], GPU_COLUMNS, by_gpu)}
+{all_gpus}
 
 Other inputs on an H100, bf16, head dim 128:
 
@@ -180,20 +182,13 @@ Other inputs on an H100, bf16, head dim 128:
 """
 
 
-def _block_kernels(problem: BlockAttentionProblem, implementation: str = "auto", **change) -> str:
+def _block_kernels(problem: BlockAttentionProblem, **change) -> str:
     problem = problem._replace(**change)
-    group = problem.num_heads // problem.num_kv_heads
-    if not has_kernels(
-        problem.head_dim,
-        problem.dtype.itemsize,
-        problem.capability,
-        problem.block_size,
-        group,
-        implementation,
-    ):
+    sizes = problem.block_size, problem.num_heads // problem.num_kv_heads
+    if not fits_shared_memory(problem.head_dim, problem.dtype.itemsize, problem.capability, *sizes):
         return "attention"
     forward, backward = (
-        select_block_attention(kernel, problem, implementation) for kernel in ("fwd", "bwd")
+        select_block_attention(kernel, problem, "auto") for kernel in ("fwd", "bwd")
     )
     return f"{forward.backend} " + ", ".join(
         f"{choice.config.block_m}×{choice.config.block_d}" for choice in (forward, backward)
@@ -210,38 +205,29 @@ def linear_compress() -> str:
         device_type="cuda",
         capability=(9, 0),
     )
-    by_gpu = [
-        [
-            name,
-            columns,
-            *(_gemm(problem._replace(n=n, dtype=dtype, capability=gpu)) for gpu in GPUS.values()),
-        ]
-        for name, dtype in DTYPES.items()
-        for columns, n in {"64": 64, "128": 128, "129 or more": 256}.items()
-    ]
+    all_gpus = by_gpu(
+        "N",
+        {"64": 64, "128": 128, "129 or more": 256},
+        lambda dtype, gpu, n: _gemm(problem, n=n, dtype=dtype, capability=gpu),
+    )
     cases = {
         "N = 250, no multiple of 8": dict(n=250),
         'N = 64, implementation="hopper"': dict(n=64, implementation="hopper"),
         "embeddings whose rows do not begin at 16-byte boundaries": dict(aligned=False),
     }
     on_h100 = [[case, _gemm(problem, **change)] for case, change in cases.items()]
-    gradients = [
-        [
-            name,
-            f"{m} × {k}",
-            *(
-                _weight_gradient(problem._replace(dtype=dtype, capability=gpu), m, k)
-                for gpu in GPUS.values()
-            ),
-        ]
-        for name, dtype in DTYPES.items()
-        for m, k in ((512, 896), (384, 1024))
-    ]
+    gradients = by_gpu(
+        "M × K",
+        {"512 × 896": (512, 896), "384 × 1024": (384, 1024)},
+        lambda dtype, gpu, size: _weight_gradient(
+            problem._replace(dtype=dtype, capability=gpu), *size
+        ),
+    )
     return f"""## Linear compression
 
 `jagged_kernels.linear_compress.select` decides. The forward's largest tiles are M × N × K.
 
-{merged(["dtype", "N"], GPU_COLUMNS, by_gpu)}
+{all_gpus}
 
 Other inputs on an H100, bf16, N = 256:
 
@@ -252,7 +238,7 @@ the GPU has multiprocessors, or with `jm.batch_invariant`; else cuBLAS, also in 
 backward, cuBLAS computes the embeddings' gradients, and "triton" with `jm.batch_invariant`. The
 Triton GEMM for a weight's gradient `[M, K]` has tiles of M × K, and sums over N in blocks:
 
-{merged(["dtype", "M × K"], GPU_COLUMNS, gradients)}
+{gradients}
 """
 
 

@@ -395,17 +395,11 @@ def _is_composed(case: Case) -> bool:
     o, dtype = case.options, getattr(torch, case.dtype)
     if case.device != "cuda" or o["implementation"] == "reference":
         return False
-    from jagged_kernels.block_attention.select import has_kernels
+    from jagged_modules.functional.block_attention import runs_kernels
 
     group = o["heads"][0] // o["heads"][1]
-    return not has_kernels(
-        o["head_dim"],
-        dtype.itemsize,
-        torch.cuda.get_device_capability(),
-        o["block_size"],
-        group,
-        o["implementation"],
-    )
+    sizes = dtype, o["head_dim"], o["block_size"], group
+    return not runs_kernels(torch.device("cuda", 0), *sizes, o["implementation"])
 
 
 def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:

@@ -19,13 +19,6 @@ def test_parts_of_long_segments():
     assert parts(1000, True, 2**launch.INVARIANT_SHIFT) > parts(1000, True)
 
 
-def test_means_are_not_known():
-    assert (
-        launch.mean_seqlen(30, torch.empty(4)) == 10
-        and launch.mean_seqlen(30, torch.empty(4), True) is None
-    )
-
-
 def test_a_single_row_is_aligned_as_many_are():
     rows, batch = torch.empty(9, 1, 5), (slice(1), slice(9))
     single, many = (launch.aligned_strides((rows[some], 0), (rows[some], 1)) for some in batch)

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from jagged_kernels.block_attention.configs import BlockAttentionConfig, HopperBlockAttentionConfig
-from jagged_kernels.block_attention.params import RotaryParams
-from jagged_kernels.block_attention.select import (
-    BlockAttentionProblem,
-    has_kernels,
-    select_block_attention,
+from jagged_kernels.block_attention.configs import (
+    BlockAttentionConfig,
+    HopperBlockAttentionConfig,
+    fits_shared_memory,
 )
+from jagged_kernels.block_attention.params import RotaryParams
+from jagged_kernels.block_attention.select import BlockAttentionProblem, select_block_attention
 from jagged_kernels.common.configs import KernelChoice
+
+from jagged_modules.functional.block_attention import runs_kernels
 
 TABLE = torch.ones(4, 32)
 TYPICAL = BlockAttentionProblem(
@@ -169,8 +171,9 @@ def test_configurations(kernel, changes, implementation, config):
     ],
 )
 def test_whether_a_block_has_kernels(head_dim, itemsize, capability, block_size, group, expected):
-    assert has_kernels(head_dim, itemsize, capability, block_size, group, "auto") == expected
-    assert has_kernels(head_dim, itemsize, capability, block_size, group, "hopper")
+    assert fits_shared_memory(head_dim, itemsize, capability, block_size, group) == expected
+    sizes = torch.float32, head_dim, block_size, group
+    assert runs_kernels(torch.device("cuda"), *sizes, implementation="hopper")
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,9 @@ def packed_config(kernel: str, head_dim: int) -> LaunchConfig:
 def biased_dq_config(config: LaunchConfig) -> LaunchConfig:
     """The configuration of a dq kernel with its tile, with a bias. The sums of dS take registers,
     so large blocks get more warps."""
-    return (
-        dataclasses.replace(config, num_warps=8, ctas_per_sm=1)
-        if (config.tile or 0) * config.block > 64 * 64
-        else config
-    )
+    if (config.tile or 0) * config.block > 64 * 64:
+        return dataclasses.replace(config, num_warps=8, ctas_per_sm=1)
+    return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,11 +193,9 @@ def hopper_attention_config(
             return two(block=64, stages=3, row_stages=1)
         # With a mask, a bias, dropout or an activation, blocks of 128 rows would need too many
         # registers.
-        return (
-            two(block=128, stages=2, row_stages=2)
-            if softmax and not (masked or biased or dropout)
-            else two(block=64, stages=4, row_stages=2)
-        )
+        if softmax and not (masked or biased or dropout):
+            return two(block=128, stages=2, row_stages=2)
+        return two(block=64, stages=4, row_stages=2)
     narrow = padded_dim(head_dim) == 64
     if kernel == "one_pass":
         # beside the consumers, a warpgroup of its own computes dq. Long arithmetic would spill 192
@@ -218,11 +214,9 @@ def hopper_attention_config(
     if kernel == "dq":
         # the gradients of the bias tables take shared memory
         row_stages = 1 if biased and not narrow else 2
-        return (
-            three(block=64, stages=3, row_stages=row_stages)
-            if narrow
-            else two(block=64, stages=2, row_stages=row_stages)
-        )
+        if narrow:
+            return three(block=64, stages=3, row_stages=row_stages)
+        return two(block=64, stages=2, row_stages=row_stages)
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers
         return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)
@@ -250,11 +244,9 @@ def small_hopper_config(
         HopperConfig, consumers=1, ctas_per_sm=3, launch_registers=80, registers=136
     )
     if kernel == "dkdv":
-        return (
-            three(block=32, stages=3, row_stages=1)
-            if few_rows
-            else two(block=64, stages=3, row_stages=2)
-        )
+        if few_rows:
+            return three(block=32, stages=3, row_stages=1)
+        return two(block=64, stages=3, row_stages=2)
     if padded_dim(head_dim) == 128:  # the gradients of the bias tables take shared memory in "dq"
         return two(block=64, stages=1 if biased and kernel == "dq" else 2, row_stages=1)
     if timed:  # buckets take registers

@@ -71,11 +71,8 @@ def _scales(q: Tensor, params: AttentionParams) -> Scales:
 
 def _grid(config: LaunchConfig, packed: PackedTiles, x: Tensor) -> tuple[int]:
     """As many programs as run on the GPU at a time, at most one for each tile and head of x."""
-    return (
-        min(
-            device_properties(x.device).num_sms * config.ctas_per_sm, len(packed.tiles) * x.shape[1]
-        ),
-    )
+    workers = device_properties(x.device).num_sms * config.ctas_per_sm
+    return (min(workers, len(packed.tiles) * x.shape[1]),)
 
 
 def _constants(

@@ -93,8 +93,6 @@ class Pages:
 
     def to(self, device: torch.device) -> Pages:
         """The pages with their table on a device."""
-        return (
-            self
-            if self.table.device == device
-            else dataclasses.replace(self, table=self.table.to(device, non_blocking=True))
-        )
+        if self.table.device == device:
+            return self
+        return dataclasses.replace(self, table=self.table.to(device, non_blocking=True))

@@ -180,15 +180,8 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
         )
         queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
         if queries or keys:
-            selection = _with_small_tiles(
-                selection,
-                queries,
-                keys,
-                p.head_dim,
-                p.biased,
-                p.timed,
-                _is_below(q_seqlen, FEW_ROWS),
-            )
+            options = p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS)
+            selection = _with_small_tiles(selection, queries, keys, *options)
         elif dynamic_tiles_are_faster(p, kv_seqlen):
             selection = _with_dynamic_tiles(selection)
         if one_pass_is_faster(p):
@@ -198,17 +191,10 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
             )
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
-<<<<<<< HEAD
-        chunks = query_chunks(p, selection.dkdv.tile, q_seqlen)
-        return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
-=======
-        if not p.kv_shared:
-            return selection
-        chunks = query_chunks(p, selection.dkdv.tile)
-        if p.kv_rows <= WHOLE_BLOCKS.get(padded_dim(p.head_dim), 0):
+        if p.kv_shared and p.kv_rows <= WHOLE_BLOCKS.get(padded_dim(p.head_dim), 0):
             selection = _with_whole_blocks(selection, p.kv_rows)
+        chunks = query_chunks(p, selection.dkdv.tile, q_seqlen)
         return dataclasses.replace(selection, query_chunks=chunks)
->>>>>>> short2
 
     tile = _triton_tile(p, q_seqlen)
     chunks = query_chunks(p, tile.key, q_seqlen)
@@ -222,7 +208,7 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
     )
     if p.biased:
         selection = dataclasses.replace(selection, dq=biased_dq_config(selection.dq))
-    return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
+    return dataclasses.replace(selection, query_chunks=chunks)
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -348,11 +334,9 @@ def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bo
     not faster. Shared operands and several query groups have not been measured. With keys in pages,
     the forward assigns tiles statically whatever the rule says.
     """
-    if (
-        p.timed
-        or (p.masked and not p.causal)
-        or (p.head_dim > 64 and p.activation != "softmax" and not p.masked)
-    ):
+    if p.timed or (p.masked and not p.causal):
+        return False
+    if p.head_dim > 64 and p.activation != "softmax" and not p.masked:
         return False
     one_group = not (p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
     return one_group and kv_seqlen is not None and kv_seqlen >= DYNAMIC_TILES
@@ -370,22 +354,14 @@ def short_query_consumers(
     take as long without the short ones. Beside packed tiles, few segments are left.
     """
     supported = not (p.masked or p.biased or p.q_shared or p.kv_shared or p.self_attention)
-    if (
-        not supported
-        or p.dropout
-        or p.head_dim > 128
-        or p.q_segments != p.kv_segments
-        or p.num_heads != p.num_kv_heads
-        or q_seqlen is None
-        or kv_seqlen is None
-    ):
+    if not supported or p.dropout or p.head_dim > 128 or p.q_segments != p.kv_segments:
+        return 0
+    if p.num_heads != p.num_kv_heads or q_seqlen is None or kv_seqlen is None:
         return 0
     narrow = padded_dim(p.head_dim) <= 64
-    if (
-        p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS
-        or (narrow and kv_seqlen < 64)
-        or packed_tiles_are_faster(p, "hopper")[1]
-    ):
+    if p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS or (narrow and kv_seqlen < 64):
+        return 0
+    if packed_tiles_are_faster(p, "hopper")[1]:
         return 0
     means = SHORT_QUERIES[64 if narrow else 128]
     return next((consumers for consumers, mean in enumerate(means, 1) if q_seqlen < mean), 0)
@@ -487,18 +463,12 @@ def _with_packed_tiles(selection: Selection, dim: int, forward: bool) -> Selecti
 
 @_cached
 def _with_small_tiles(
-    selection: Selection,
-    queries: bool,
-    keys: bool,
-    dim: int,
-    biased: bool,
-    timed: bool,
-    few_rows: bool,
+    selection: Selection, queries: bool, keys: bool, *options: int | bool
 ) -> Selection:
+    """options: of small_hopper_config, after the kernel."""
     kernels = ("fwd", "dq") * queries + ("dkdv",) * keys
-    return dataclasses.replace(
-        selection, **{x: small_hopper_config(x, dim, biased, timed, few_rows) for x in kernels}
-    )
+    configs = {kernel: small_hopper_config(kernel, *options) for kernel in kernels}
+    return dataclasses.replace(selection, **configs)
 
 
 @_cached

@@ -41,26 +41,17 @@ def triton_forward(
     tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
     if grid := _grid(config, tiles):
         align, strides = row_and_head_strides(q, k, v, out)
+        blocks, tma = ((k, config.block), (v, config.block)), selection.tma and scales is None
+        call = _call(segments, tiles, q, params)
+        of_segments = dict(q_shared=segments.q_shared, page_rows=pages and pages.page_rows)
         attention_fwd_kernel[grid](
             Forward(*operands, *(() if scales is None else (scales, *scales.stride()))),
-            *_descriptors(
-                selection.tma and scales is None, align, (k, config.block), (v, config.block)
-            ),
-            _call(segments, tiles, q, params),
-            segments.segments_per_group,
-            num_tiles,
-            kernel_bias(params),
+            *_descriptors(tma, align, *blocks),
+            *(call, segments.segments_per_group, num_tiles, kernel_bias(params)),
             tuple(strides),
             lse.stride(0),
             pages and pages.table,
-            **_constants(
-                config,
-                operands,
-                params,
-                align,
-                q_shared=segments.q_shared,
-                page_rows=pages and pages.page_rows,
-            ),
+            **_constants(config, operands, params, align, **of_segments),
         )
 
 
@@ -89,10 +80,7 @@ def triton_dq(
         attention_bwd_dq_kernel[grid](
             BackwardDq(q, k, v, out, do, dq, lse, delta),
             *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
-            _call(queries, tiles, q, params),
-            queries.segments_per_group,
-            num_tiles,
-            bias,
+            *(_call(queries, tiles, q, params), queries.segments_per_group, num_tiles, bias),
             tuple(strides),
             lse.stride(0),
             sums and sums.argument(),
@@ -125,10 +113,7 @@ def triton_dkdv(
             *_descriptors(
                 selection.tma, align, (q, config.block), (k, config.tile), (do, config.block)
             ),
-            _call(keys, tiles, q, params),
-            keys.segments_per_group,
-            num_tiles,
-            bias,
+            *(_call(keys, tiles, q, params), keys.segments_per_group, num_tiles, bias),
             tuple(strides),
             lse.stride(0),
             **_constants(config, operands, params, align, **of_keys),

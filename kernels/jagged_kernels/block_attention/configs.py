@@ -52,17 +52,13 @@ def block_attention_config(
     if block_size > 64 or itemsize == 4 or dim > 128:
         return config(num_warps=8, num_stages=1)
     if capability < (9, 0) or capability[0] == 12:
-        return (
-            config(num_warps=4, num_stages=1, ctas_per_sm=4)
-            if kernel == "fwd" or dim <= 64
-            else config(num_warps=8, num_stages=1)
-        )
+        if kernel == "fwd" or dim <= 64:
+            return config(num_warps=4, num_stages=1, ctas_per_sm=4)
+        return config(num_warps=8, num_stages=1)
     if kernel == "fwd":
-        return (
-            config(num_warps=4, num_stages=3)
-            if rotary == "none"
-            else config(num_warps=4, num_stages=2, ctas_per_sm=2)
-        )
+        if rotary == "none":
+            return config(num_warps=4, num_stages=3)
+        return config(num_warps=4, num_stages=2, ctas_per_sm=2)
     if rotary == "none" and group == 1:
         return config(num_warps=4, num_stages=3)
     if capability >= (10, 0) and rotary == "absolute" and group > 1:

@@ -60,7 +60,7 @@ def _pack(offsets, tables, flags, block_size, scale, implementation, p=0.0) -> B
 # -- forward ---------------------------------------------------------------------------------------
 
 
-def _fake(q, k, v, *rest):
+def _fake(q, *rest):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
@@ -82,7 +82,7 @@ def triton_block_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Te
 
 @operator(
     "block_attention_packed",
-    lambda qkv, *rest: _fake(*qkv.unbind(1)),
+    lambda qkv, *rest: _fake(qkv[:, 0]),
     f"(Tensor qkv, {_OPTIONS}) -> Tensor",
 )
 def triton_block_attention_packed(qkv: Tensor, *options: Any) -> Tensor:
@@ -93,7 +93,7 @@ def triton_block_attention_packed(qkv: Tensor, *options: Any) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, params: BlockAttentionParams) -> Tensor:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = _fake(q)
     if q.shape[0] and params.offsets.shape[0] > 1:
         _launch_forward(q, k, v, out, params)
     if params.clear_tail:
@@ -120,7 +120,7 @@ def _launch_forward(
 
 
 def _backward_fake(do, q, k, v, *rest):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return tuple(map(_fake, (q, k, v)))
 
 
 @operator(
@@ -139,18 +139,14 @@ def triton_block_attention_backward(
     return gradients
 
 
-def _packed_backward_fake(do, qkv, *rest):
-    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
-
-
 @operator(
     "block_attention_packed_backward",
-    _packed_backward_fake,
+    lambda do, qkv, *rest: _fake(qkv),
     f"(Tensor do, Tensor qkv, {_OPTIONS}) -> Tensor",
 )
 def triton_block_attention_packed_backward(do: Tensor, qkv: Tensor, *options: Any) -> Tensor:
     """The gradient `[L, 3, H, D]` of qkv, in its dtype."""
-    gradient, params = _packed_backward_fake(do, qkv), _pack(*options)
+    gradient, params = _fake(qkv), _pack(*options)
     _backward(do, *qkv.unbind(1), *gradient.unbind(1), params)
     if params.clear_tail:
         zero_tails((gradient, params.offsets))

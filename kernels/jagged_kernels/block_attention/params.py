@@ -29,11 +29,9 @@ class RotaryParams(NamedTuple):
         on differences alone; "absolute"."""
         if self.cos is None:
             return "none"
-        return (
-            "relative"
-            if self.linear and self.positions is None and not self.rotate_v
-            else "absolute"
-        )
+        if self.linear and self.positions is None and not self.rotate_v:
+            return "relative"
+        return "absolute"
 
     @property
     def num_positions(self) -> int:

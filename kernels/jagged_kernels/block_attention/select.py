@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.configs import KernelChoice
-from .configs import block_attention_config, fits_shared_memory, hopper_block_attention_config
+from .configs import block_attention_config, hopper_block_attention_config
 
 
 class BlockAttentionProblem(NamedTuple):
@@ -61,16 +61,9 @@ def select_block_attention(
             f" {problem.num_kv_heads} key heads, rows {'' if problem.aligned else 'not '}at 16-byte"
             " boundaries"
         )
-    group = num_heads // problem.num_kv_heads
-    config = block_attention_config(
-        kernel,
-        head_dim,
-        problem.dtype.itemsize,
-        problem.capability,
-        block_size,
-        group,
-        problem.rotary,
-    )
+    of_gpu = problem.dtype.itemsize, problem.capability
+    of_blocks = block_size, num_heads // problem.num_kv_heads, problem.rotary
+    config = block_attention_config(kernel, head_dim, *of_gpu, *of_blocks)
     return KernelChoice("triton", config)
 
 
@@ -84,23 +77,4 @@ def _hopper_is_supported(problem: BlockAttentionProblem) -> bool:
         and problem.head_dim in range(8, 129, 8)
         and problem.aligned
         and not problem.dropout
-    )
-
-
-def has_kernels(
-    head_dim: int,
-    itemsize: int,
-    capability: tuple[int, int],
-    block_size: int,
-    group: int,
-    implementation: str,
-) -> bool:
-    """Whether block attention runs by its own kernels, not by those of jagged attention with a
-    segment for each block.
-
-    group: query heads per key head. True for an explicit "hopper", which `select_block_attention`
-    refuses if it is not supported.
-    """
-    return implementation == "hopper" or fits_shared_memory(
-        head_dim, itemsize, capability, block_size, group
     )

@@ -141,12 +141,6 @@ def chunk_shift(
     return shift
 
 
-def mean_seqlen(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -> float | None:
-    """Mean segment length, computed from shapes: no sync. None under batch_invariant, where no
-    choice may depend on it."""
-    return None if batch_invariant else num_rows / max(1, offsets.shape[0] - 1)
-
-
 def cdiv(size: Size, block: int) -> Size:
     """Blocks that cover a size; of a tensor, element by element."""
     return (size + (block - 1)) // block

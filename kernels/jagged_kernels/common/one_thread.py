@@ -24,11 +24,9 @@ def _torch_library() -> ctypes.CDLL:
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP library that torch is linked with; None in builds with another pool of threads."""
     library = _torch_library()
-    return (
-        library
-        if hasattr(library, "omp_set_num_threads") and hasattr(library, "omp_get_max_threads")
-        else None
-    )
+    if hasattr(library, "omp_set_num_threads") and hasattr(library, "omp_get_max_threads"):
+        return library
+    return None
 
 
 @functools.cache

@@ -151,10 +151,8 @@ def kept_rows(
 
 
 # On the device of the tensors, for callers other than operators, which are there already.
-zero_tails_on_device, kept_rows_on_device = (
-    on_the_tensors_device(zero_tails),
-    on_the_tensors_device(kept_rows),
-)
+zero_tails_on_device = on_the_tensors_device(zero_tails)
+kept_rows_on_device = on_the_tensors_device(kept_rows)
 
 
 @operator("zero_tail", lambda x, offsets: None, "(Tensor(a!) x, Tensor offsets) -> ()")

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common.autograd import below_autograd, differentiate
+from ..common.autograd import below_autograd, differentiate, refuse_derivative
 from ..common.configs import GemmConfig, KernelChoice
 from ..common.descriptors import descriptor
 from ..common.device import (
@@ -179,12 +179,8 @@ def _all_levels(
     shared = [SharedLevel(*level, result) for level, result in zip(shared, results)]
     workers = device_properties(out.device).num_sms * config.ctas_per_sm
     linear_compress_fwd_levels_kernel[(min(firsts[-1] * tiles, workers),)](
-        weight,
-        embedding,
-        out,
-        tuple(shared),
-        tuple(indices),
-        state,
+        *(weight, embedding, out),
+        *(tuple(shared), tuple(indices), state),
         *_descriptors(weight.unsqueeze(0), embedding, options[-1].tail_m, config),
         strides,
         encoded(firsts),
@@ -243,11 +239,8 @@ def _gemm(
     align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
     options = _options(weight[0], embedding, config, align)
     linear_compress_fwd_kernel[(min(tiles, workers),)](
-        weight,
-        embedding,
-        out,
-        tuple(addends),
-        tuple(indices),
+        *(weight, embedding, out),
+        *(tuple(addends), tuple(indices)),
         *_descriptors(weight, embedding, options.tail_m, config),
         batch,
         tuple(strides),
@@ -281,11 +274,9 @@ def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list
 def _descriptor(x: Tensor, rows: int, columns: int, config: GemmConfig) -> TensorDescriptor | None:
     """TMA descriptor of x for blocks [1, rows, columns]. None without TMA, or if rows of x do not
     start at 16-byte boundaries."""
-    return (
-        descriptor(x, 1, rows, columns)
-        if config.uses_tma and x.numel() > 0 and has_descriptor(x)
-        else None
-    )
+    if config.uses_tma and x.numel() > 0 and has_descriptor(x):
+        return descriptor(x, 1, rows, columns)
+    return None
 
 
 # -- backward --------------------------------------------------------------------------------------
@@ -382,9 +373,7 @@ def _weight_gradient(
     align, strides = aligned_strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
     blocks = config.block_m, config.block_k, config.block_n  # it sums over N
     linear_compress_bwd_dw_kernel[(tiles, parts)](
-        gradient,
-        embedding,
-        partial,
+        *(gradient, embedding, partial),
         _descriptor(gradient, config.block_m, config.block_k, config),
         _descriptor(embedding, config.block_n, config.block_k, config),
         batch,
@@ -458,22 +447,6 @@ class _LinearCompress(torch.autograd.Function):
         return None, None, None, *gradients, *(None,) * 3 * (ctx.levels - 1)
 
 
-class _LinearCompressBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, do, levels: int, options: tuple, *tensors):
-        with below_autograd():
-            return tuple(
-                triton_linear_compress_backward(do, *_unflatten(levels, tensors), *options)
-            )
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "linear_compress is not differentiable twice: its backward kernels have no derivative"
-            " of their own"
-        )
-
-
 def _unflatten(levels: int, tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
     """Weights, embeddings, indices, orders, offsets."""
     sizes = [levels, levels, *[levels - 1] * 3]
@@ -505,9 +478,8 @@ differentiate(
     triton_linear_compress,
     lambda *args: _LinearCompress.apply(len(args[0]), args[5:], None, *_flatten(args[:5])),
 )
-differentiate(
+refuse_derivative(
     triton_linear_compress_backward,
-    lambda do, *args: list(
-        _LinearCompressBackward.apply(do, len(args[0]), args[5:], *_flatten(args[:5]))
-    ),
+    "linear_compress is not differentiable twice: its backward kernels have no derivative of their"
+    " own",
 )

@@ -30,11 +30,7 @@ from .launch import array, dense, jagged_jagged, outer, symmetric
 # -- operators -------------------------------------------------------------------------------------
 
 
-def _dense_fake(x, offsets, y, bias, activation, *chunking):
-    return x.new_empty((x.shape[0], y.shape[2]))
-
-
-@operator("jagged_dense_bmm", fake=_dense_fake)
+@operator("jagged_dense_bmm", fake=lambda x, _, y, *others: x.new_empty((x.shape[0], y.shape[2])))
 def triton_jagged_dense_bmm(
     x: Tensor,
     offsets: Tensor,
@@ -68,11 +64,7 @@ def triton_jagged_dense_bmm(
     return out
 
 
-def _dact_fake(grad, x, offsets, y, bias, activation):
-    return x.new_empty((x.shape[0], y.shape[2]))
-
-
-@operator("jagged_dense_bmm_dact", fake=_dact_fake)
+@operator("jagged_dense_bmm_dact", fake=lambda grad, *_: grad.new_empty(grad.shape))
 def triton_jagged_dense_bmm_dact(
     grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
@@ -109,11 +101,7 @@ def triton_jagged_jagged_bmm(
     return jagged_jagged(x, y, offsets, max_seqlen, batch_invariant)
 
 
-def _sum_fake(x, offsets, *chunking):
-    return x.new_empty((offsets.shape[0] - 1, x.shape[1]))
-
-
-@operator("jagged_sum", fake=_sum_fake)
+@operator("jagged_sum", fake=lambda x, y, *_: x.new_empty((y.shape[0] - 1, x.shape[1])))
 def triton_jagged_sum(
     x: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False
 ) -> Tensor:
@@ -123,11 +111,7 @@ def triton_jagged_sum(
     return jagged_jagged(None, x, offsets, max_seqlen, batch_invariant).squeeze(1)
 
 
-def _outer_fake(x, y, x_offsets, y_offsets, p_offsets, total):
-    return x.new_empty((total,))
-
-
-@operator("jagged_outer", fake=_outer_fake)
+@operator("jagged_outer", fake=lambda x, *others: x.new_empty(others[-1:]))
 def triton_jagged_outer(
     x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int
 ) -> Tensor:
@@ -147,11 +131,7 @@ def triton_jagged_outer(
     )
 
 
-def _gram_fake(x, offsets, p_offsets, total):
-    return x.new_empty((total,))
-
-
-@operator("jagged_gram", fake=_gram_fake)
+@operator("jagged_gram", fake=lambda x, *others: x.new_empty(others[-1:]))
 def triton_jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
     """p[b] = x[b] @ x[b]ᵀ. Reads about half as much as `triton_jagged_outer` of x with itself; same
     arguments."""
@@ -164,11 +144,7 @@ def triton_jagged_symmetric(p: Tensor, offsets: Tensor, p_offsets: Tensor, rows:
     return symmetric(p, offsets, p_offsets, rows)
 
 
-def _array_fake(p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
-    return y.new_empty((rows, y.shape[1]))
-
-
-@operator("array_jagged_bmm", fake=_array_fake)
+@operator("array_jagged_bmm", fake=lambda p, y, *others: y.new_empty((others[3], y.shape[1])))
 def triton_array_jagged_bmm(
     p: Tensor,
     y: Tensor,

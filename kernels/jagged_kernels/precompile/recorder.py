@@ -28,20 +28,7 @@ from ..common import launch as launches_of_kernels
 from ..common import ops as operators
 from ..common.ptxas import compile_kernel
 
-FACTORIES = [
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "zeros",
-]
+FACTORIES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros".split()
 FACTORIES_LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"]
 METHODS = ["to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 PRODUCTS = ["mm", "addmm", "bmm", "baddbmm"]

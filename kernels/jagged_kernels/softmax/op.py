@@ -140,13 +140,8 @@ def _jagged2_softmax(
     if p.numel():
         config = jagged2_softmax_config(columns)
         jagged2_softmax_kernel[(lines // config.lines + segments,)](
-            p,
-            grad,
-            out,
-            x_offsets,
-            y_offsets,
-            p_offsets,
-            segments,
+            *(p, grad, out),
+            *(x_offsets, y_offsets, p_offsets, segments),
             OVER_COLUMNS=columns,
             LINES=config.lines,
             LENGTH=config.length,
@@ -169,11 +164,8 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (
-            triton_jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.options),
-            None,
-            *(None for _ in ctx.options),
-        )
+        dx = triton_jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.options)
+        return dx, None, *(None for _ in ctx.options)
 
 
 class _Softmax2(torch.autograd.Function):
@@ -187,9 +179,8 @@ class _Softmax2(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return triton_jagged2_softmax_backward(grad, *ctx.saved_tensors, ctx.lines, ctx.columns), *(
-            None,
-        ) * 5
+        dp = triton_jagged2_softmax_backward(grad, *ctx.saved_tensors, ctx.lines, ctx.columns)
+        return dp, *(None,) * 5
 
 
 differentiate(triton_jagged_softmax, _Softmax.apply)

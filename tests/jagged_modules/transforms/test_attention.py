@@ -11,11 +11,11 @@ from marks import slow_after
 from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts
-from jagged_modules.transforms.capture import capture
 from jagged_modules.transforms.clean_up import VIEWS
 from jagged_modules.transforms.fuse import make_plan
-from jagged_modules.transforms.placement import everything
 from jagged_modules.transforms.runtime import attend_in_place, visible_first
+
+from .captured import capture, everything
 
 HEADS, DIM, KEYS, ITEMS = 2, 8, 7, 64
 

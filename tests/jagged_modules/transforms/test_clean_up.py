@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import library, nn
 
-from jagged_modules.transforms.capture import capture
 from jagged_modules.transforms.clean_up import VIEWS, _shape_of_product, clean_up
+
+from .captured import capture
 
 aten = torch.ops.aten
 

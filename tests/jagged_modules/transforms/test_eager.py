@@ -9,11 +9,10 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from jagged_modules.transforms import fuse_broadcasts
-from jagged_modules.transforms.capture import capture
 from jagged_modules.transforms.eager import FUNCTIONS, with_eager_form
 from jagged_modules.transforms.fuse import make_plan
-from jagged_modules.transforms.placement import everything
 
+from .captured import capture, everything
 from .rule_cases import CASES
 from .test_rules import Calls, example
 

@@ -10,10 +10,9 @@ from torch import nn
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.transforms import calls, own_operators
-from jagged_modules.transforms.capture import capture
 from jagged_modules.transforms.fuse import make_plan
-from jagged_modules.transforms.placement import everything
 
+from .captured import capture, everything
 from .test_rules import MAPS, USERS, assert_same
 
 aten = torch.ops.aten

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 import jagged_modules as jm
 from jagged_modules.transforms import fuse
-from jagged_modules.transforms.capture import bound_inputs, capture
+from jagged_modules.transforms.capture import bound_inputs
+
+from .captured import capture
 
 pytest.importorskip("torchrec")
 

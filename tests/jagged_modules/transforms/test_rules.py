@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from jagged_modules.transforms.calls import RULES
-from jagged_modules.transforms.capture import capture
 from jagged_modules.transforms.fuse import make_plan
-from jagged_modules.transforms.placement import everything
 
+from .captured import capture, everything
 from .rule_cases import CASES, KEPT
 
 MAPS = ([2, 0, 2, 2, 0], [0, 0], [1], [4, 1, 1, 4, 2, 0, 3])
