@@ -49,15 +49,12 @@ SHORT_QUERIES_ROWS = 2**18
 # mean keys from which on a thread block of the forward has few and large tiles, so static shares
 # differ too much
 DYNAMIC_TILES = 640
-<<<<<<< HEAD
 # Query rows of a segment on average: from here on a segment's are split if tiles of keys are few
 MANY_QUERIES = 8192
-=======
 FEW_KEYS = 320  # small_tiles_are_faster for queries of any number below so many mean keys
 # most keys that all segments share for which kernels without code for ends are faster, by padded
 # head dim
 WHOLE_BLOCKS = {64: 512, 128: 256}
->>>>>>> short2
 FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
 
