@@ -215,13 +215,26 @@ def load_mlp(weights, biases, tables, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def of_query(mlp, q, a, operands, weights, OPTIONS: tl.constexpr):
-    """mlp for a row of q and the pointer to its a."""
+def _packed_fma(x, y, z):
+    """x y + z in bf16, rounded once: one instruction for two numbers."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z],
+        dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def of_query(mlp, q, a, operands, weights, OPTIONS: tl.constexpr, PACKED: tl.constexpr = False):
+    """mlp for a row of q and the pointer to its a. PACKED: in bf16, M in fewer
+    instructions."""
     first = ()
     of_k = load_weight(operands.of_k, OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
     products = load_weight(weights[0], OPTIONS.width, 0, 0, OPTIONS.block_e, OPTIONS)
     for i in tl.static_range(len(of_k)):
-        piece = of_k[i].to(tl.float32) + products[i].to(tl.float32) * q.to(tl.float32)[None, :]
+        if PACKED and q.dtype == tl.bfloat16:
+            piece = _packed_fma(products[i], q[None, :], of_k[i])
+        else:
+            piece = of_k[i].to(tl.float32) + products[i].to(tl.float32) * q.to(tl.float32)[None, :]
         first = first + (piece.to(q.dtype),)
     return Mlp(first, mlp.second, a, mlp.bias, mlp.last, mlp.last_bias, mlp.tables)
 

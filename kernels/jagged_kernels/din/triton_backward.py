@@ -2,7 +2,8 @@
 over: dq and da over events, gradients of events over rows of q, gradients of the MLP over both.
 
 The gradients of q and of the MLP have kernels of their own, and dB and dD are summed in memory,
-because the sums of one kernel for all would take more registers than there are.
+because the sums of one kernel for all would take more registers than there are. On an H200, one
+kernel for q and the MLP took 3.8 ms with ReLU, two take 3.7, and with Dice 16.2 and 8.8.
 """
 
 from typing import NamedTuple
@@ -55,9 +56,12 @@ class Query(NamedTuple):
 
 
 @triton.jit
-def _load_query(mlp, operands, strides, weights, gradients, row, OPTIONS: tl.constexpr):
+def _load_query(
+    mlp, operands, strides, weights, gradients, row,
+    OPTIONS: tl.constexpr, PACKED: tl.constexpr = False,
+):  # fmt: skip
     q, a = load_query(operands, strides, row, OPTIONS)
-    mlp = of_query(mlp, q, a, operands, weights, OPTIONS)
+    mlp = of_query(mlp, q, a, operands, weights, OPTIONS, PACKED)
     do = load_vector(gradients[0] + row * OPTIONS.v_width, 0, OPTIONS.v_width, OPTIONS.block_v)
     lse, delta = 0.0, 0.0
     if OPTIONS.softmax:
@@ -295,6 +299,8 @@ def din_bwd_dkdv_kernel(
     gradients: do, lse, delta, dk, dv. Where v is k, dk has both gradients.
     """
     dk_ptr, dv_ptr = gradients[3], gradients[4]
+    # H200, ReLU: 1.75 ms, and 1.60 so. But 1.64 and 1.75 in one stage, which tables have.
+    PACKED: tl.constexpr = not has_table(OPTIONS.units)
     user, kv_start, kv_len, start = find_tile(
         tl.program_id(0), kv_offsets_ptr, num_segments, log2(OPTIONS.block)
     )
@@ -306,7 +312,9 @@ def din_bwd_dkdv_kernel(
     dk = zeros(OPTIONS.block, OPTIONS.block_e)
     dv = zeros(OPTIONS.block, OPTIONS.block_v)
     for i in range(0, q_len):
-        query = _load_query(mlp, operands, strides, weights, gradients, q_start + i, OPTIONS)
+        query = _load_query(
+            mlp, operands, strides, weights, gradients, q_start + i, OPTIONS, PACKED
+        )
         found, p, _, dz, _ = _last_layer_gradient(query, events, i, ACTIVATION, OPTIONS)
         if OPTIONS.same:
             dk += p[:, None] * query.do.to(tl.float32)[None, :]
