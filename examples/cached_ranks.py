@@ -99,8 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"cached_ranks: {options.weights} must be of a next-item model, not {model}")
     rows = compare(weights, options)
     if options.json is not None:
-        settings = {name: str(x) for name, x in vars(options).items() if x is not None}
-        save_json(options.json, {"settings": settings, "torch": torch.__version__, "rows": rows})
+        save_json(options.json, {"torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":
