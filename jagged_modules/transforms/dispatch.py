@@ -1,5 +1,6 @@
 """Calls for which the result of fuse_broadcasts runs the model itself, so that there is no loss:
-with no fewer users than candidates, or all calls if nothing moved, or too little to save time.
+with no fewer users than candidates, or all calls if nothing moved, or too little to save time, or
+eager calls if the host issues the model faster.
 
 The fused graph was placed for many candidates per user. With one, its gathers and additions of
 parts save nothing. A graph in which nothing moved has more operators than the model, whose layers
@@ -39,6 +40,7 @@ class Replication:
         keyed: those of `shared` that are KeyedJaggedTensors.
         pairs: where the model replicates rows itself: the sizes of an input before and after.
         for_all_calls: whether the model is as good as the graph for any number of users.
+        for_eager_calls: whether it is in eager calls.
         guard: for which numbers of users and candidates the model is as good, None for no others.
     """
 
@@ -47,12 +49,19 @@ class Replication:
     keyed: frozenset[str] = frozenset()
     pairs: tuple[tuple[Rows, Rows], ...] = ()
     for_all_calls: bool = False
+    for_eager_calls: bool = False
     guard: Guard | None = None
 
-    def runs_model(self, users: int, candidates: int) -> bool:
+    def runs_always(self, x: Any) -> bool:
+        """Whether this call runs the model for any number of users. x: an input, if it is a
+        tensor."""
+        eager = self.for_eager_calls and isinstance(x, Tensor) and _is_eager(x.device)
+        return self.for_all_calls or eager
+
+    def runs_model(self, users: int, candidates: int, index: Tensor) -> bool:
         return (
             users >= candidates
-            or self.for_all_calls
+            or self.runs_always(index)
             or (self.guard is not None and self.guard(users, candidates))
         )
 
@@ -103,9 +112,22 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
     type(fused).forward = forward
 
 
+def _is_eager(device: torch.device) -> bool:
+    """Whether the host issues the call's operators one by one: no compiler traces them, and they go
+    to the default stream. CUDA graphs are captured, and warmed up for, on others."""
+    if torch.compiler.is_compiling():
+        return False
+    cuda = torch.cuda
+    return device.type != "cuda" or cuda.current_stream(device) == cuda.default_stream(device)
+
+
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
     """The inputs of a model that replicates rows itself, None with fewer users than candidates."""
     entries = named(given)
+    if replication.runs_always(next(filter(torch.is_tensor, entries.values()), None)):
+        return given
+    if not replication.pairs:
+        return None
     for before, after in replication.pairs:
         if not _size(entries, before) >= _size(entries, after) > 0:
             return None
@@ -132,7 +154,7 @@ def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any]
         num_users = num_users or rows
         if rows < 1 or rows != num_users:
             return None
-    if not replication.runs_model(num_users, num_candidates):
+    if not replication.runs_model(num_users, num_candidates, index):
         return None
     for name in replication.per_candidate:
         if _rows(entries.get(name)) != num_candidates:

@@ -38,6 +38,7 @@ from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, Fusion, by_cost
+from .processors import processor_of
 from .ranges import (
     Guard,
     Limits,
@@ -50,7 +51,7 @@ from .ranges import (
     guard_between,
     limits_of,
 )
-from .report import Decisions, Report, cost_after, make_report
+from .report import Decisions, Report, cost_after, eager_calls_lose, make_report
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
@@ -176,13 +177,15 @@ def _replication(
 ) -> Replication | None:
     """How the model gets the rows that the graph does not need."""
     plan, for_all_calls = chosen[0].plan, chosen[0].runs_model
+    for_eager_calls = all(x.module.report.eager_calls_run_model for x in chosen)
     if plan.batch is not None:
         candidates = tuple(plan.batch.candidates.values())
         own = guard if chosen[-1].runs_model else None
-        return Replication(names, candidates, keyed, (), for_all_calls, own)
+        return Replication(names, candidates, keyed, (), for_all_calls, for_eager_calls, own)
     if for_all_calls:
         return Replication(for_all_calls=True)
-    return own_replication(plan.captured, plan.analysis)
+    pairs = own_replication(plan.captured, plan.analysis)
+    return replace(pairs or Replication(), for_eager_calls=True) if for_eager_calls else pairs
 
 
 def _refuse_to_pickle(self: fx.GraphModule) -> Any:
@@ -294,7 +297,10 @@ class Placement:
             certificate,
             sizes.ranges(arguments, limits),
         )
-        return replace(report, runs_model=self.runs_model)
+        fusions = [x for node, x in self.decisions.fused.items() if node is x.node]
+        first = next(filter(is_tensor, plan.captured.graph.nodes)).meta["val"]
+        loses = not self.runs_model and eager_calls_lose(report, fusions, processor_of(first))
+        return replace(report, runs_model=self.runs_model, eager_calls_run_model=loses)
 
 
 def make_plan(
