@@ -38,7 +38,7 @@ from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, Fusion, by_cost
-from .processors import processor_of
+from .processors import CPU, GPU
 from .ranges import (
     Guard,
     Limits,
@@ -81,7 +81,8 @@ def fuse_broadcasts(
     it is clearly cheaper by the estimated bytes, FLOPs and kernels on the model's device. All
     others stay as they are. The model itself is not changed. A call with no fewer users than
     candidates runs the model's own forward, and so does every call if less than 1 % of the
-    estimated cost is saved. Copies of the result and exported programs always run the new graph.
+    estimated cost is saved, and every eager call if the host is estimated to issue the model
+    faster. On a GPU that is a call on the default stream: CUDA graphs have the new graph. Copies of the result and exported programs always run the new graph.
     `.report.gain` is the estimated speed-up, 1 if every call runs the model.
     train() does not change what the result computes. To save it, export it: it cannot be pickled.
 
@@ -299,7 +300,8 @@ class Placement:
         )
         fusions = [x for node, x in self.decisions.fused.items() if node is x.node]
         first = next(filter(is_tensor, plan.captured.graph.nodes)).meta["val"]
-        loses = not self.runs_model and eager_calls_lose(report, fusions, processor_of(first))
+        processor = CPU if first.device.type == "cpu" else GPU
+        loses = not self.runs_model and eager_calls_lose(report, fusions, processor)
         return replace(report, runs_model=self.runs_model, eager_calls_run_model=loses)
 
 

@@ -26,7 +26,7 @@ from .compress import Compression
 from .levels import LevelAttention
 from .lineage import Lineage, Size, product, shape_of, size_of
 from .own_operators import ATTENTIONS, LINEAR_COMPRESS, SegmentAttention, attention_flops
-from .processors import Processor, processor_of
+from .processors import CPU, GPU, Processor
 
 Fusion = TargetAttention | LevelAttention | SegmentAttention | Compression
 
@@ -129,7 +129,7 @@ class Costs:
         """Of one kernel, on the device and in the dtype of a node. one_by_one: elements that are
         copied by themselves. computed: elements on which the node's operator computes."""
         value = flat(node.meta["val"])[0]
-        processor = processor_of(value)
+        processor = CPU if value.device.type == "cpu" else GPU
         rate = processor.flops_16_bit if value.element_size() == 2 else processor.flops
         if flops:
             rate *= self._efficiency(node, processor)
