@@ -82,8 +82,9 @@ def fuse_broadcasts(
     others stay as they are. The model itself is not changed. A call with no fewer users than
     candidates runs the model's own forward, and so does every call if less than 1 % of the
     estimated cost is saved, and every eager call if the host is estimated to issue the model
-    faster. On a GPU that is a call on the default stream: CUDA graphs have the new graph. Copies of the result and exported programs always run the new graph.
-    `.report.gain` is the estimated speed-up, 1 if every call runs the model.
+    faster. On a GPU that is a call on the default stream: CUDA graphs have the new graph. Copies of
+    the result and exported programs always run it. `.report.gain` is the estimated speed-up of
+    calls that do, 1 if every call runs the model.
     train() does not change what the result computes. To save it, export it: it cannot be pickled.
 
     Args:
