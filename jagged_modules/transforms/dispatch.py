@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,8 @@ class Replication:
         keyed: those of `shared` that are KeyedJaggedTensors.
         pairs: where the model replicates rows itself: the sizes of an input before and after.
         for_all_calls: whether the model is as good as the graph for any number of users.
-        for_eager_calls: whether it is in eager calls.
+        eager_elements: the most elements of tensors, with one row per candidate, in eager calls for
+            which the model is as good; empty for no such calls.
         guard: for which numbers of users and candidates the model is as good, None for no others.
     """
 
@@ -49,19 +50,25 @@ class Replication:
     keyed: frozenset[str] = frozenset()
     pairs: tuple[tuple[Rows, Rows], ...] = ()
     for_all_calls: bool = False
-    for_eager_calls: bool = False
+    eager_elements: Mapping[str, int] = field(default_factory=dict)
     guard: Guard | None = None
 
-    def runs_always(self, x: Any) -> bool:
-        """Whether this call runs the model for any number of users. x: an input, if it is a
-        tensor."""
-        eager = self.for_eager_calls and isinstance(x, Tensor) and _is_eager(x.device)
-        return self.for_all_calls or eager
+    def runs_eagerly(self, entries: Mapping[str, Any], candidates: int | None = None) -> bool:
+        """Whether this is an eager call for which the model is as good. candidates: whose rows the
+        caller gave for users."""
+        for name, most in self.eager_elements.items():
+            x = entries.get(name)
+            if not isinstance(x, Tensor) or not x.dim() or not _is_eager(x.device):
+                return False
+            rows = x.shape[0] if candidates is None else candidates
+            if x.shape[1:].numel() * rows > most:
+                return False
+        return bool(self.eager_elements)
 
-    def runs_model(self, users: int, candidates: int, index: Tensor) -> bool:
+    def runs_model(self, users: int, candidates: int) -> bool:
         return (
             users >= candidates
-            or self.runs_always(index)
+            or self.for_all_calls
             or (self.guard is not None and self.guard(users, candidates))
         )
 
@@ -124,7 +131,7 @@ def _is_eager(device: torch.device) -> bool:
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
     """The inputs of a model that replicates rows itself, None with fewer users than candidates."""
     entries = named(given)
-    if replication.runs_always(next(filter(torch.is_tensor, entries.values()), None)):
+    if replication.for_all_calls or replication.runs_eagerly(entries):
         return given
     if not replication.pairs:
         return None
@@ -154,7 +161,9 @@ def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any]
         num_users = num_users or rows
         if rows < 1 or rows != num_users:
             return None
-    if not replication.runs_model(num_users, num_candidates, index):
+    if not replication.runs_model(num_users, num_candidates) and not replication.runs_eagerly(
+        entries, num_candidates
+    ):
         return None
     for name in replication.per_candidate:
         if _rows(entries.get(name)) != num_candidates:

@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..scalars import check_kind
 from .analysis import Analysis, analyse
 from .attention import find_attentions
 from .bags import find_bags, num_rows, with_checked_entries
@@ -21,6 +20,8 @@ from .capture import (
     Captured,
     bound_inputs,
     captured_from,
+    checked_inputs,
+    contiguous,
     evaluate,
     export,
     is_keyed_jagged,
@@ -81,8 +82,9 @@ def fuse_broadcasts(
     it is clearly cheaper by the estimated bytes, FLOPs and kernels on the model's device. All
     others stay as they are. The model itself is not changed. A call with no fewer users than
     candidates runs the model's own forward, and so does every call if less than 1 % of the
-    estimated cost is saved, and every eager call if the host is estimated to issue the model
-    faster. On a GPU that is a call on the default stream: CUDA graphs have the new graph. Copies of
+    estimated cost is saved, and an eager call no larger than the estimates are for, if the host is
+    estimated to issue the model faster. On a GPU eager calls are those on the default stream: CUDA
+    graphs have the new graph. Copies of
     the result and exported programs always run it. `.report.gain` is the estimated speed-up of
     calls that do, 1 if every call runs the model.
     train() does not change what the result computes. To save it, export it: it cannot be pickled.
@@ -125,7 +127,7 @@ def fuse_broadcasts(
             arguments; a KeyedJaggedTensor with another use; the result differs from the model on
             the example inputs.
     """
-    args, kwargs = _contiguous(_checked_inputs(model, example_inputs))
+    args, kwargs = contiguous(checked_inputs(model, example_inputs))
     names = _checked_names(model, args, kwargs, request_only)
     check_max_batch(max_batch, names)
     if names:
@@ -146,7 +148,7 @@ def fuse_broadcasts(
     module, guard = chosen[0].module, _join(chosen, limits)
     with_eager_form(module)
     with_checked_entries(module, given, names, list(arguments))
-    if (replication := _replication(chosen, names, keyed, guard)) is not None:
+    if (replication := _replication(chosen, names, keyed, guard, given)) is not None:
         with_fallback(module, model, replication)
     return module
 
@@ -175,19 +177,26 @@ def _chosen(placements: list[Placement], keyed: bool) -> list[Placement]:
 
 
 def _replication(
-    chosen: list[Placement], names: tuple[str, ...], keyed: frozenset[str], guard: Guard | None
+    chosen: list[Placement],
+    names: tuple[str, ...],
+    keyed: frozenset[str],
+    guard: Guard | None,
+    given: Mapping[str, Any],
 ) -> Replication | None:
     """How the model gets the rows that the graph does not need."""
     plan, for_all_calls = chosen[0].plan, chosen[0].runs_model
-    for_eager_calls = all(x.module.report.eager_calls_run_model for x in chosen)
+    loses = not keyed and all(x.module.report.eager_calls_run_model for x in chosen)
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and x.dim()}
+    rows = max(x.point[1] or 0 for x in chosen)
+    eager = {x: t.shape[1:].numel() * (rows or len(t)) for x, t in tensors.items() if loses}
     if plan.batch is not None:
         candidates = tuple(plan.batch.candidates.values())
         own = guard if chosen[-1].runs_model else None
-        return Replication(names, candidates, keyed, (), for_all_calls, for_eager_calls, own)
+        return Replication(names, candidates, keyed, (), for_all_calls, eager, own)
     if for_all_calls:
         return Replication(for_all_calls=True)
     pairs = own_replication(plan.captured, plan.analysis)
-    return replace(pairs or Replication(), for_eager_calls=True) if for_eager_calls else pairs
+    return replace(pairs or Replication(), eager_elements=eager) if eager else pairs
 
 
 def _refuse_to_pickle(self: fx.GraphModule) -> Any:
@@ -347,39 +356,6 @@ def make_plan(
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
-def _checked_inputs(
-    model: nn.Module, example_inputs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword inputs."""
-    check_kind("model", model, nn.Module, "an nn.Module")
-    training = [name or "the model" for name, module in model.named_modules() if module.training]
-    if training:
-        raise ValueError(f"model must be in eval mode, got {training[0]} in training mode")
-    if example_inputs is None:
-        raise ValueError(
-            "example_inputs must be the inputs of forward, which the capture of the model needs,"
-            " got None"
-        )
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (tuple, list)):
-        raise TypeError(
-            "example_inputs must be a tuple of inputs or a dict of them by name, got"
-            f" {type(example_inputs).__name__}"
-        )
-    return tuple(example_inputs), {}
-
-
-def _contiguous(inputs: Any) -> Any:
-    """The inputs without gaps between rows: torch.export would take strides of the example for
-    conditions of the model."""
-
-    def dense(x: Any) -> Any:
-        return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
-
-    return pytree.tree_map(dense, inputs, is_leaf=is_keyed_jagged)
 
 
 def _checked_names(

@@ -145,9 +145,9 @@ class Report:
         certificate: what was checked on the example inputs.
         runs_model: whether every call runs the model itself, because the new graph would take about
             as long, or longer.
-        eager_calls_run_model: whether eager calls do, because the host would take longer to issue
-            the new graph. On a GPU those are calls on the default stream: torch.compile and CUDA
-            graphs have the new graph.
+        eager_calls_run_model: whether eager calls no larger than `sizes` do, because the host would
+            take longer to issue the new graph. Not with KeyedJaggedTensors. On a GPU those are
+            calls on the default stream: torch.compile and CUDA graphs have the new graph.
         ranges: the sizes of each operator, and dynamic_shapes for torch.export.
         guard: where the placement of `other` runs instead. None if one is the cheapest over all
             ranges of max_batch.

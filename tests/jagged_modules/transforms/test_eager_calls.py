@@ -76,6 +76,10 @@ def test_eager_calls_of_a_small_model(device, replicating):
         found = fused(**given)
         assert calls == [1]
         assert torch.equal(found, expected)
+        users, larger = torch.randn(4, 8, 32), torch.randn(65, 32)  # than the example
+        inputs = users, larger, torch.arange(65) // 17
+        fused(**dict(zip(given, (x.to(device) for x in inputs), strict=True)))
+        assert calls == [1]
         graph = torch.compile(fused, backend="eager", dynamic=True)(**given)
         program = torch.export.export(fused, (), given).module()(**given)
     assert calls == [1]
