@@ -84,9 +84,8 @@ def fuse_broadcasts(
     candidates runs the model's own forward, and so does every call if less than 1 % of the
     estimated cost is saved, and an eager call no larger than the estimates are for, if the host is
     estimated to issue the model faster. On a GPU eager calls are those on the default stream: CUDA
-    graphs have the new graph. Copies of
-    the result and exported programs always run it. `.report.gain` is the estimated speed-up of
-    calls that do, 1 if every call runs the model.
+    graphs have the new graph. Copies of the result and exported programs always run it.
+    `.report.gain` is the estimated speed-up of calls that do, 1 if every call runs the model.
     train() does not change what the result computes. To save it, export it: it cannot be pickled.
 
     Args:
@@ -173,6 +172,9 @@ def _chosen(placements: list[Placement], keyed: bool) -> list[Placement]:
         taken = [p for p, cost in x.costs.items() if cost == min(y.costs[p] for y in chosen)]
         saves = keyed or any(x.costs[p] < (1 - WORTHWHILE) * before[p] for p in taken)
         x.runs_model = not saves or x.nothing_moved
+    loses = not keyed and all(x.runs_model or x.loses_in_eager_calls for x in chosen)
+    for x in chosen:
+        x.eager_calls_run_model = loses and not x.runs_model
     return sorted(chosen, key=lambda x: x.runs_model)
 
 
@@ -185,10 +187,10 @@ def _replication(
 ) -> Replication | None:
     """How the model gets the rows that the graph does not need."""
     plan, for_all_calls = chosen[0].plan, chosen[0].runs_model
-    loses = not keyed and all(x.module.report.eager_calls_run_model for x in chosen)
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and x.dim()}
     rows = max(x.point[1] or 0 for x in chosen)
-    eager = {x: t.shape[1:].numel() * (rows or len(t)) for x, t in tensors.items() if loses}
+    eager = {x: t.shape[1:].numel() * (rows or len(t)) for x, t in tensors.items()}
+    eager = eager if any(x.eager_calls_run_model for x in chosen) else {}
     if plan.batch is not None:
         candidates = tuple(plan.batch.candidates.values())
         own = guard if chosen[-1].runs_model else None
@@ -255,12 +257,13 @@ class Placement:
         eps: of the coarsest dtype that the model computes in.
         costs: of the fused model at each of `points`.
         runs_model: whether the model itself is as good where this is the best placement.
+        eager_calls_run_model: whether it is in eager calls.
     """
 
     def __init__(
         self, captured: Captured, batch: Batch | None, point: Point, points: Iterable[Point]
     ) -> None:
-        self.point, self.runs_model = point, False
+        self.point, self.runs_model, self.eager_calls_run_model = point, False, False
         self.eps = coarsest_eps(captured.graph)
         self.plan = make_plan(captured, batch, _hints(captured, batch, point))
         self.module, self.decisions = self.plan.apply()
@@ -275,6 +278,15 @@ class Placement:
     def nothing_moved(self) -> bool:
         moved = self.decisions.moved
         return not self.decisions.fused and moved <= self.plan.analysis.sources.keys()
+
+    @property
+    def loses_in_eager_calls(self) -> bool:
+        plan = self.plan
+        after = plan.cost(self.decisions, _hints(plan.captured, plan.batch, self.point))
+        fusions = [x for node, x in self.decisions.fused.items() if node is x.node]
+        first = next(filter(is_tensor, plan.captured.graph.nodes)).meta["val"]
+        processor = CPU if first.device.type == "cpu" else GPU
+        return eager_calls_lose(plan.before, after, fusions, processor)
 
     def cost(self, point: Point) -> float:
         """Of the fused model for other numbers of users and candidates."""
@@ -308,11 +320,9 @@ class Placement:
             certificate,
             sizes.ranges(arguments, limits),
         )
-        fusions = [x for node, x in self.decisions.fused.items() if node is x.node]
-        first = next(filter(is_tensor, plan.captured.graph.nodes)).meta["val"]
-        processor = CPU if first.device.type == "cpu" else GPU
-        loses = not self.runs_model and eager_calls_lose(report, fusions, processor)
-        return replace(report, runs_model=self.runs_model, eager_calls_run_model=loses)
+        return replace(
+            report, runs_model=self.runs_model, eager_calls_run_model=self.eager_calls_run_model
+        )
 
 
 def make_plan(

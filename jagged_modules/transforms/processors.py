@@ -65,8 +65,9 @@ _ELEMENTS = {
 # GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32, 4.24 TB/s of a copy, 2 µs a small kernel in
 # a CUDA graph. Element by element, index_select copied 8.4 million elements in 40 µs and cat 11.2
 # million in 34 µs: 3.8 ps each.
-# The host of an H100 issued an operator in 8 to 28 µs, an attention with its groups in the time of
-# 60, a compression in that of 15. One thread of the EPYC takes 10, 900 and 80 µs.
+# Eager calls of bench_broadcast.py: the slow host of an H100 issued an attention with its groups in
+# the time of 60 operators, a compression in that of 15; a host that issues an operator in 8 µs is
+# assumed. One thread of the EPYC takes 10, 900 and 80 µs.
 CPU = Processor(
     3.75, 3.75, kernel=60e3, element=0, call=2e5, attention=18e6, compression=1.6e6, edge=12,
     batched_edge=45, elements=_ELEMENTS,

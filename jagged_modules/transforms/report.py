@@ -146,8 +146,8 @@ class Report:
         runs_model: whether every call runs the model itself, because the new graph would take about
             as long, or longer.
         eager_calls_run_model: whether eager calls no larger than `sizes` do, because the host would
-            take longer to issue the new graph. Not with KeyedJaggedTensors. On a GPU those are
-            calls on the default stream: torch.compile and CUDA graphs have the new graph.
+            take longer to issue the new graph. On a GPU those are calls on the default stream:
+            torch.compile and CUDA graphs have the new graph.
         ranges: the sizes of each operator, and dynamic_shapes for torch.export.
         guard: where the placement of `other` runs instead. None if one is the cheapest over all
             ranges of max_batch.
@@ -241,7 +241,9 @@ def cost_after(graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Dec
     return sum((*computed, *gathered), Cost())
 
 
-def eager_calls_lose(report: Report, fusions: Collection[Fusion], processor: Processor) -> bool:
+def eager_calls_lose(
+    before: Cost, after: Cost, fusions: Collection[Fusion], processor: Processor
+) -> bool:
     """Whether an eager call of the new graph, with these fusions, takes longer than the model. On a
     GPU the slower of host and device decides. A SegmentAttention is a call of the model too."""
     own = sum(
@@ -249,10 +251,10 @@ def eager_calls_lose(report: Report, fusions: Collection[Fusion], processor: Pro
         for x in fusions
         if not isinstance(x, SegmentAttention)
     )
-    before, after = (x.kernels * processor.call for x in (report.before, report.after))
+    of_model, of_graph = (x.kernels * processor.call for x in (before, after))
     if processor is GPU:
-        return max(after + own, report.after.total) > max(before, report.before.total)
-    return after + own + report.after.work > before + report.before.work
+        return max(of_graph + own, after.total) > max(of_model, before.total)
+    return of_graph + own + after.work > of_model + before.work
 
 
 def _gathers(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:

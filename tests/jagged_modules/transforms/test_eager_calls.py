@@ -1,7 +1,5 @@
 """Eager calls run the model itself where the host would take longer to issue the graph."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -132,9 +130,8 @@ def test_what_an_eager_call_is(monkeypatch, device, stream, eager):
 def lose(processor, before, after, fusions=0, of_model=0):
     """before, after: kernels, work of the device in its bytes."""
     costs = [Cost(kernels=x, work=work, starts=x * processor.kernel) for x, work in (before, after)]
-    report = SimpleNamespace(before=costs[0], after=costs[1])
     own = [object.__new__(SegmentAttention) for _ in range(of_model)]
-    return eager_calls_lose(report, [object()] * fusions + own, processor)
+    return eager_calls_lose(*costs, [object()] * fusions + own, processor)
 
 
 @pytest.mark.parametrize("processor", [CPU, GPU])
