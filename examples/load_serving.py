@@ -37,7 +37,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
-from serving_models import DTYPES, add_ranker_options, make_ranker, uses_graphs
+from serving_models import CACHE_DTYPES, DTYPES, add_ranker_options, make_ranker, uses_graphs
 from serving_rankers import Ranker
 from training import PICTURE_STYLE, HelpFormatter, pick_device, write_atomically
 
@@ -126,13 +126,14 @@ def measure(
 
 @dataclass(frozen=True)
 class Way:
-    """A way to serve: file of weights, budget and rows of the pages of the cache, whether
+    """A way to serve: file of weights, budget, rows of the pages and dtype of the cache, whether
     broadcasts are fused."""
 
     weights: Path
     cache_mb: float
     page_rows: int | None = None
     fused: bool = True
+    cache_dtype: str | None = None
 
     def make_ranker(self, options: argparse.Namespace) -> Ranker:
         weights, device, dtype = (
@@ -149,6 +150,7 @@ class Way:
             self.fused,
             dtype,
             uses_graphs(options, device),
+            CACHE_DTYPES.get(self.cache_dtype),
         )
 
     def server_options(self, options: argparse.Namespace) -> list[str]:
@@ -169,6 +171,7 @@ class Way:
             weights=self.weights,
             cache_mb=self.cache_mb,
             page_rows=self.page_rows,
+            cache_dtype=self.cache_dtype,
             max_candidates=max(options.candidates),
         )
         graphs = {None: [], True: ["--graphs"], False: ["--no-graphs"]}[options.graphs]
@@ -229,7 +232,10 @@ def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
             pages = f", pages of {page_rows}" if len(options.page_rows or []) > 1 else ""
             ways |= {
                 f"cache{budget}{pages}" if cache_mb else "no cache": Way(
-                    options.weights, cache_mb, page_rows
+                    options.weights,
+                    cache_mb,
+                    page_rows,
+                    cache_dtype=options.cache_dtype if cache_mb else None,
                 )
             }
     padded = (

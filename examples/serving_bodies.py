@@ -1,10 +1,11 @@
 """What requests and answers say, and the limits of requests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from fastapi import HTTPException
+from fastapi.responses import Response
 from published_ids import Id
 from pydantic import (
     BaseModel,
@@ -15,7 +16,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import core_schema
+from pydantic_core import core_schema, to_json
 from serving_batcher import Limits, check_limits
 from serving_errors import NOT_JSON, fault
 
@@ -101,15 +102,17 @@ class Asked(NamedTuple):
     """A parsed request: what is ranked, and the answer that the result is put into."""
 
     body: RankBody
-    answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result
+    answer: Callable[[dict[str, Any]], Response] = lambda result: Response(
+        to_json(result), media_type="application/json"
+    )
 
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
-def parse(kind: type[Parsed], content_type: str, content: bytes) -> Parsed:
+def parse(kind: type[Parsed], headers: Mapping[str, str], content: bytes) -> Parsed:
     """The body of a request. HTTPException with what is wrong."""
-    if content_type.partition(";")[0].strip().lower() != "application/json":
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, NOT_JSON)
     try:
         return kind.model_validate_json(content)

@@ -41,7 +41,7 @@ class EventStore(Protocol):
 
 class SQLiteEvents:
     """Events in a file of SQLite, which one process has open at a time. What `append` stored is
-    there after the process is killed; if the machine loses power, the last ones may be lost.
+    there after the process is killed, or the machine loses power if its disk keeps what it synced.
 
     The file is bounded: a user's older events are removed once there are 2 * keep, down to `keep`.
 
@@ -61,7 +61,7 @@ class SQLiteEvents:
             with self._file as file:
                 file.execute("PRAGMA locking_mode = EXCLUSIVE")
                 file.execute("PRAGMA journal_mode = WAL")
-                file.execute("PRAGMA synchronous = NORMAL")
+                file.execute("PRAGMA synchronous = FULL")  # syncs the log at each commit
                 file.execute("CREATE TABLE IF NOT EXISTS log (fingerprint TEXT)")
                 file.execute(
                     "CREATE TABLE IF NOT EXISTS events"

@@ -82,6 +82,17 @@ class Histories:
         """Replace the events that were added."""
         self._added[user] = events
 
+    def take_last(self) -> dict[int, NewEvents]:
+        """Take each user's last event of the log out of the histories. Users without one have no
+        entry."""
+        lengths = np.diff(self._offsets)
+        users = lengths.nonzero()[0]
+        last = self._offsets[users + 1] - 1
+        taken = [NewEvents(self._item[i : i + 1], self._rating[i : i + 1]) for i in last.tolist()]
+        self._item, self._rating = (np.delete(x, last) for x in (self._item, self._rating))
+        self._offsets = np.concatenate([[0], (lengths - (lengths > 0)).cumsum()])
+        return dict(zip(users.tolist(), taken, strict=True))
+
     def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
         """The last `count` events of a user's history and these new ones."""
         rows = self._rows(user)

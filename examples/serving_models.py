@@ -14,11 +14,12 @@ from ranking_data import RankingDataset, ranges
 from ranking_model import INTERACTIONS, PaddedTargetAttention
 from sequence_data import SequenceDataset
 from sequence_model import ENCODERS
-from serving_rankers import Histories, Ranker, RankingRanker, SequenceRanker
+from serving_rankers import CacheKind, Histories, Ranker, RankingRanker, SequenceRanker
 from training import pick_device
 
 CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CACHE_DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 
 
 def add_ranker_options(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,11 @@ def add_ranker_options(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         default="float32",
         help="of the dense layers and the cache; tables are float32",
+    )
+    parser.add_argument(
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="8 bits for cached keys and values, for more users; those of --dtype if not given",
     )
     parser.add_argument(
         "--graphs",
@@ -65,7 +71,11 @@ def ranker_from_options(weights: Weights, options: argparse.Namespace) -> Ranker
     """The ranker of a file of weights and the options of `add_ranker_options` and
     `add_cache_options`."""
     device, cache_bytes = pick_device(options.device), int(options.cache_mb * 1e6)
-    kinds = dict(dtype=DTYPES[options.dtype], graphs=uses_graphs(options, device))
+    kinds = dict(
+        dtype=DTYPES[options.dtype],
+        graphs=uses_graphs(options, device),
+        cache_dtype=CACHE_DTYPES.get(options.cache_dtype),
+    )
     return make_ranker(weights, device, cache_bytes, options.data, options.page_rows, **kinds)
 
 
@@ -86,6 +96,7 @@ def make_ranker(
     fuse_broadcasts: bool = True,
     dtype: torch.dtype = torch.float32,
     graphs: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
@@ -97,15 +108,16 @@ def make_ranker(
             `jm.transforms.fuse_broadcasts`. Others repeat no history.
         dtype: of the dense layers and of the cache.
         graphs: whether batches are replayed from CUDA graphs.
+        cache_dtype: of cached keys and values in 8 bits; `dtype` if None.
 
     Raises:
         ValueError: the model has no ranker, or none with a cache; the log is not that of the
-            training; a history does not fit the cache.
+            training; a history does not fit the cache; there is a cache_dtype and no cache.
     """
-    name, options = (
-        weights.settings["model"],
-        dict(cache_bytes=cache_bytes, page_rows=page_rows, dtype=dtype, graphs=graphs),
-    )
+    name, cache = weights.settings["model"], CacheKind(cache_bytes, page_rows, cache_dtype)
+    if cache_dtype is not None and not cache_bytes:
+        raise ValueError("--cache-dtype needs a cache, got --cache-mb 0")
+    options = dict(cache=cache, dtype=dtype, graphs=graphs)
     if name in INTERACTIONS:
         ranker = _ranking_ranker(weights, device, data, **options)
         if fuse_broadcasts and isinstance(ranker.model.head.interaction, PaddedTargetAttention):
@@ -139,11 +151,11 @@ def _check_log(
 
 
 def _ranking_ranker(
-    weights: Weights, device: torch.device, data: str | None, **cache: Any
+    weights: Weights, device: torch.device, data: str | None, **run: Any
 ) -> RankingRanker:
     settings = weights.settings
     options = options_of(train_dlrm, settings, data)
-    if cache["cache_bytes"] and (
+    if run["cache"].max_bytes and (
         options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS
     ):
         what = f"interaction {options.interaction} and parts {sorted(options.parts)}"
@@ -156,12 +168,12 @@ def _ranking_ranker(
     log, held_out = dataset.log, ranges(dataset.chunks.start, dataset.chunks.end)[0]
     model = train_dlrm.make_model(options, dataset.tables, None, device)
     state = _state(log, dataset.rating_index, held_out)
-    run = dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
-    return RankingRanker(model, dataset, **state, **run, **cache)
+    run |= dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
+    return RankingRanker(model, dataset, **state, **run)
 
 
 def _sequence_ranker(
-    weights: Weights, device: torch.device, data: str | None, **cache: Any
+    weights: Weights, device: torch.device, data: str | None, **run: Any
 ) -> SequenceRanker:
     settings = weights.settings
     options = options_of(train_hstu, settings, data)
@@ -178,8 +190,8 @@ def _sequence_ranker(
     log = dataset.log
     model = train_hstu.make_model(options, options.model, log.num_items, device)
     state = _state(log, np.zeros_like(log.item), dataset.windows.end)
-    run = dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
-    return SequenceRanker(model, **state, **run, **cache)
+    run |= dict(max_history=options.max_history, settings=settings, vocabulary=dataset.vocabulary)
+    return SequenceRanker(model, **state, **run)
 
 
 def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,6 +74,18 @@ class Stages:
         self.seconds[name] += time.perf_counter() - begin
 
 
+class CacheKind(NamedTuple):
+    """max_bytes: the budget; 0: no cache, each request computes its history.
+
+    page_rows: of a page; those of `PAGE_ROWS` if None.
+    dtype: of keys and values in 8 bits; that of the model if None.
+    """
+
+    max_bytes: int
+    page_rows: int | None = None
+    dtype: torch.dtype | None = None
+
+
 class Ranker(ABC):
     """Scores candidates. Not safe to call from several threads.
 
@@ -83,11 +95,10 @@ class Ranker(ABC):
             are fp32.
         histories: the users' events.
         max_history: events of a history that the model takes.
-        cache_bytes: budget of the cache; 0: none, each request computes its history.
+        cache: of the histories' keys and values.
         held_out: items by user that the log has after the histories, for demonstrations.
         settings: those of the training run.
         vocabulary: what the rows of the tables must stand for, so that the weights fit the log.
-        page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
         dtype: of `dense`, and of the cached keys and values.
         graphs: whether steps are replayed from CUDA graphs.
     """
@@ -101,11 +112,10 @@ class Ranker(ABC):
         dense: nn.Module,
         histories: Histories,
         max_history: int,
-        cache_bytes: int,
+        cache: CacheKind,
         held_out: dict[int, list[int]],
         settings: dict[str, Any],
         vocabulary: Vocabulary,
-        page_rows: int | None = None,
         dtype: torch.dtype = torch.float32,
         graphs: bool = False,
     ):
@@ -118,11 +128,13 @@ class Ranker(ABC):
         self.settings, self.vocabulary, self.dtype = settings, vocabulary, dtype
         dense.to(dtype)
         self.device = next(model.parameters()).device
-        page_rows = PAGE_ROWS.get(self.device.type, 128) if page_rows is None else page_rows
+        max_bytes, page_rows, cache_dtype = cache
+        if page_rows is None:
+            page_rows = PAGE_ROWS.get(self.device.type, 128)
         self.run: Any = jm.graphed(self.step, **GRAPHS) if graphs else self.step
         self.cache = (
-            jm.PagedHistoryCache(self._cached_layer(), cache_bytes, page_rows)
-            if cache_bytes
+            jm.PagedHistoryCache(self._cached_layer(), max_bytes, page_rows, cache_dtype)
+            if max_bytes
             else None
         )
         self.ratings: list[float] = []
@@ -271,7 +283,7 @@ class Ranker(ABC):
             return
         try:
             self.score([Request(user, np.zeros(1, np.int64))])
-        except (jm.CacheFull, ValueError) as error:
+        except jm.CacheFull as error:
             raise ValueError(
                 f"--cache-mb {self.cache.max_bytes / 1e6:g} is too small for the longest history:"
                 f" {error}"

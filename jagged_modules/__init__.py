@@ -1,7 +1,8 @@
 """PyTorch layers for recommendation models with variable-length inputs. Nothing is padded, and no
 user is copied per candidate."""
 
-import importlib
+import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 from jagged_kernels.attention.pages import Pages
@@ -87,6 +88,11 @@ __all__ = [
     "transforms",
     "zigzag_schedule",
 ]
+
+if "JAGGED_KERNELS" in os.environ and importlib.util.find_spec("triton") is not None:
+    from jagged_kernels.common.precompiled import import_modules
+
+    import_modules()
 
 
 def __getattr__(name: str) -> Any:

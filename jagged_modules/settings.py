@@ -233,7 +233,8 @@ def is_batch_invariant(implementation: str = "auto") -> bool:
 
 def load_kernels(path: str | os.PathLike[str]) -> None:
     """Take compiled kernels from `path` before Triton compiles any or looks into its own cache.
-    The environment variable JAGGED_KERNELS does the same.
+    The environment variable JAGGED_KERNELS does the same when this package is imported. What
+    launches the kernels is imported too, for which the first call would wait.
 
     Kernels of other versions of Triton, Python or this package are not used: a RuntimeWarning says
     which versions differ. So does one for each kernel that the layers launch and that is not there;
@@ -248,6 +249,7 @@ def load_kernels(path: str | os.PathLike[str]) -> None:
         FileNotFoundError: there is no such output.
         ImportError: Triton is not installed.
     """
-    from jagged_kernels.common.precompiled import load
+    from jagged_kernels.common import precompiled
 
-    load(path)
+    precompiled.load(path)
+    precompiled.import_modules()

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from ..scalars import check_kind
 from .lineage import Size, size_of
 
 LARGE_BATCHES = [2**i + j for i in range(10, 32) for j in (-1, 0, 1)]
@@ -343,3 +344,34 @@ def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:
     symbols: Any = size.free_symbols
     values: Any = {symbol: hints.get(symbol, unknown) for symbol in symbols}
     return int(size.subs(values))
+
+
+def checked_inputs(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword inputs."""
+    check_kind("model", model, nn.Module, "an nn.Module")
+    training = [name or "the model" for name, module in model.named_modules() if module.training]
+    if training:
+        raise ValueError(f"model must be in eval mode, got {training[0]} in training mode")
+    if example_inputs is None:
+        raise ValueError(
+            "example_inputs must be the inputs of forward, which the capture of the model needs,"
+            " got None"
+        )
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (tuple, list)):
+        raise TypeError(
+            "example_inputs must be a tuple of inputs or a dict of them by name, got"
+            f" {type(example_inputs).__name__}"
+        )
+    return tuple(example_inputs), {}
+
+
+def contiguous(inputs: Any) -> Any:
+    """The inputs without gaps between rows: torch.export would take strides of the example for
+    conditions of the model."""
+
+    def dense(x: Any) -> Any:
+        return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
+
+    return pytree.tree_map(dense, inputs, is_leaf=is_keyed_jagged)

@@ -1,5 +1,6 @@
 """Calls for which the result of fuse_broadcasts runs the model itself, so that there is no loss:
-with no fewer users than candidates, or all calls if nothing moved, or too little to save time.
+with no fewer users than candidates, or all calls if nothing moved, or too little to save time, or
+eager calls if the host issues the model faster.
 
 The fused graph was placed for many candidates per user. With one, its gathers and additions of
 parts save nothing. A graph in which nothing moved has more operators than the model, whose layers
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,8 @@ class Replication:
         keyed: those of `shared` that are KeyedJaggedTensors.
         pairs: where the model replicates rows itself: the sizes of an input before and after.
         for_all_calls: whether the model is as good as the graph for any number of users.
+        eager_elements: the most elements of tensors, with one row per candidate, in eager calls for
+            which the model is as good; empty for no such calls.
         guard: for which numbers of users and candidates the model is as good, None for no others.
     """
 
@@ -47,7 +50,20 @@ class Replication:
     keyed: frozenset[str] = frozenset()
     pairs: tuple[tuple[Rows, Rows], ...] = ()
     for_all_calls: bool = False
+    eager_elements: Mapping[str, int] = field(default_factory=dict)
     guard: Guard | None = None
+
+    def runs_eagerly(self, entries: Mapping[str, Any], candidates: int | None = None) -> bool:
+        """Whether this is an eager call for which the model is as good. candidates: whose rows the
+        caller gave for users."""
+        for name, most in self.eager_elements.items():
+            x = entries.get(name)
+            if not isinstance(x, Tensor) or not x.dim() or not _is_eager(x.device):
+                return False
+            rows = x.shape[0] if candidates is None else candidates
+            if x.shape[1:].numel() * rows > most:
+                return False
+        return bool(self.eager_elements)
 
     def runs_model(self, users: int, candidates: int) -> bool:
         return (
@@ -103,9 +119,22 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
     type(fused).forward = forward
 
 
+def _is_eager(device: torch.device) -> bool:
+    """Whether the host issues the call's operators one by one: no compiler traces them, and they go
+    to the default stream. CUDA graphs are captured, and warmed up for, on others."""
+    if torch.compiler.is_compiling():
+        return False
+    cuda = torch.cuda
+    return device.type != "cuda" or cuda.current_stream(device) == cuda.default_stream(device)
+
+
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
     """The inputs of a model that replicates rows itself, None with fewer users than candidates."""
     entries = named(given)
+    if replication.for_all_calls or replication.runs_eagerly(entries):
+        return given
+    if not replication.pairs:
+        return None
     for before, after in replication.pairs:
         if not _size(entries, before) >= _size(entries, after) > 0:
             return None
@@ -132,7 +161,9 @@ def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any]
         num_users = num_users or rows
         if rows < 1 or rows != num_users:
             return None
-    if not replication.runs_model(num_users, num_candidates):
+    if not replication.runs_model(num_users, num_candidates) and not replication.runs_eagerly(
+        entries, num_candidates
+    ):
         return None
     for name in replication.per_candidate:
         if _rows(entries.get(name)) != num_candidates:

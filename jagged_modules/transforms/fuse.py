@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..scalars import check_kind
 from .analysis import Analysis, analyse
 from .attention import find_attentions
 from .bags import find_bags, num_rows, with_checked_entries
@@ -22,6 +21,8 @@ from .capture import (
     Captured,
     bound_inputs,
     captured_from,
+    checked_inputs,
+    contiguous,
     evaluate,
     export,
     is_keyed_jagged,
@@ -39,6 +40,7 @@ from .levels import find_level_attentions, split_levels
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, Fusion, by_cost
+from .processors import CPU, GPU
 from .ranges import (
     Guard,
     Limits,
@@ -51,7 +53,7 @@ from .ranges import (
     guard_between,
     limits_of,
 )
-from .report import Decisions, Report, cost_after, sites
+from .report import Decisions, Report, cost_after, eager_calls_lose, sites
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
@@ -81,8 +83,10 @@ def fuse_broadcasts(
     it is clearly cheaper by the estimated bytes, FLOPs and kernels on the model's device. All
     others stay as they are. The model itself is not changed. A call with no fewer users than
     candidates runs the model's own forward, and so does every call if less than 1 % of the
-    estimated cost is saved. Copies of the result and exported programs always run the new graph.
-    `.report.gain` is the estimated speed-up, 1 if every call runs the model.
+    estimated cost is saved, and an eager call no larger than the estimates are for, if the host is
+    estimated to issue the model faster. On a GPU eager calls are those on the default stream: CUDA
+    graphs have the new graph. Copies of the result and exported programs always run it.
+    `.report.gain` is the estimated speed-up of calls that do, 1 if every call runs the model.
     train() does not change what the result computes. To save it, export it: it cannot be pickled.
 
     Args:
@@ -123,7 +127,7 @@ def fuse_broadcasts(
             arguments; a KeyedJaggedTensor with another use; the result differs from the model on
             the example inputs.
     """
-    args, kwargs = _contiguous(_checked_inputs(model, example_inputs))
+    args, kwargs = contiguous(checked_inputs(model, example_inputs))
     names = _checked_names(model, args, kwargs, request_only)
     check_max_batch(max_batch, names)
     if names:
@@ -144,7 +148,7 @@ def fuse_broadcasts(
     module, guard = chosen[0].module, _join(chosen, limits)
     with_eager_form(module)
     with_checked_entries(module, given, names, list(arguments))
-    if (replication := _replication(chosen, names, keyed, guard)) is not None:
+    if (replication := _replication(chosen, names, keyed, guard, given)) is not None:
         with_fallback(module, model, replication)
     return module
 
@@ -169,21 +173,33 @@ def _chosen(placements: list[Placement], keyed: bool) -> list[Placement]:
         taken = [p for p, cost in x.costs.items() if cost == min(y.costs[p] for y in chosen)]
         saves = keyed or any(x.costs[p] < (1 - WORTHWHILE) * before[p] for p in taken)
         x.runs_model = not saves or x.nothing_moved
+    loses = not keyed and all(x.runs_model or x.loses_in_eager_calls for x in chosen)
+    for x in chosen:
+        x.eager_calls_run_model = loses and not x.runs_model
     return sorted(chosen, key=lambda x: x.runs_model)
 
 
 def _replication(
-    chosen: list[Placement], names: tuple[str, ...], keyed: frozenset[str], guard: Guard | None
+    chosen: list[Placement],
+    names: tuple[str, ...],
+    keyed: frozenset[str],
+    guard: Guard | None,
+    given: Mapping[str, Any],
 ) -> Replication | None:
     """How the model gets the rows that the graph does not need."""
     plan, for_all_calls = chosen[0].plan, chosen[0].runs_model
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and x.dim()}
+    rows = max(x.point[1] or 0 for x in chosen)
+    eager = {x: t.shape[1:].numel() * (rows or len(t)) for x, t in tensors.items()}
+    eager = eager if any(x.eager_calls_run_model for x in chosen) else {}
     if plan.batch is not None:
         candidates = tuple(plan.batch.candidates.values())
         own = guard if chosen[-1].runs_model else None
-        return Replication(names, candidates, keyed, (), for_all_calls, own)
+        return Replication(names, candidates, keyed, (), for_all_calls, eager, own)
     if for_all_calls:
         return Replication(for_all_calls=True)
-    return own_replication(plan.captured, plan.analysis)
+    pairs = own_replication(plan.captured, plan.analysis)
+    return replace(pairs or Replication(), eager_elements=eager) if eager else pairs
 
 
 def _refuse_to_pickle(self: fx.GraphModule) -> Any:
@@ -238,12 +254,13 @@ class Placement:
         eps: of the coarsest dtype that the model computes in.
         costs: of the fused model at each of `points`.
         runs_model: whether the model itself is as good where this is the best placement.
+        eager_calls_run_model: whether it is in eager calls.
     """
 
     def __init__(
         self, captured: Captured, batch: Batch | None, point: Point, points: Iterable[Point]
     ) -> None:
-        self.point, self.runs_model = point, False
+        self.point, self.runs_model, self.eager_calls_run_model = point, False, False
         self.eps = coarsest_eps(captured.graph)
         self.plan = make_plan(captured, batch, _hints(captured, batch, point))
         self.module, self.decisions = self.plan.apply()
@@ -258,6 +275,15 @@ class Placement:
     def nothing_moved(self) -> bool:
         moved = self.decisions.moved
         return not self.decisions.fused and moved <= self.plan.analysis.sources.keys()
+
+    @property
+    def loses_in_eager_calls(self) -> bool:
+        plan = self.plan
+        after = plan.cost(self.decisions, _hints(plan.captured, plan.batch, self.point))
+        fusions = [x for node, x in self.decisions.fused.items() if node is x.node]
+        first = next(filter(is_tensor, plan.captured.graph.nodes)).meta["val"]
+        processor = CPU if first.device.type == "cpu" else GPU
+        return eager_calls_lose(plan.before, after, fusions, processor)
 
     def cost(self, point: Point) -> float:
         """Of the fused model for other numbers of users and candidates."""
@@ -285,7 +311,8 @@ class Placement:
         of_sizes = ", ".join(f"{labels.get(x, x)} = {value}" for x, value in hints.items())
         ranges = sizes.ranges(arguments, limits)
         costs = plan.before, cost_after(*given)
-        return Report(sites(*given), *costs, of_sizes, certificate, ranges, self.runs_model)
+        runs = self.runs_model, self.eager_calls_run_model
+        return Report(sites(*given), *costs, of_sizes, certificate, ranges, *runs)
 
 
 def make_plan(
@@ -326,39 +353,6 @@ def make_plan(
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
-def _checked_inputs(
-    model: nn.Module, example_inputs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword inputs."""
-    check_kind("model", model, nn.Module, "an nn.Module")
-    training = [name or "the model" for name, module in model.named_modules() if module.training]
-    if training:
-        raise ValueError(f"model must be in eval mode, got {training[0]} in training mode")
-    if example_inputs is None:
-        raise ValueError(
-            "example_inputs must be the inputs of forward, which the capture of the model needs,"
-            " got None"
-        )
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (tuple, list)):
-        raise TypeError(
-            "example_inputs must be a tuple of inputs or a dict of them by name, got"
-            f" {type(example_inputs).__name__}"
-        )
-    return tuple(example_inputs), {}
-
-
-def _contiguous(inputs: Any) -> Any:
-    """The inputs without gaps between rows: torch.export would take strides of the example for
-    conditions of the model."""
-
-    def dense(x: Any) -> Any:
-        return x.contiguous() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
-
-    return pytree.tree_map(dense, inputs, is_leaf=is_keyed_jagged)
 
 
 def _checked_names(

@@ -28,12 +28,17 @@ class Processor:
             those of a batch of matrices.
         elements: more bytes per element of the largest operand, of operators that compute more than
             they read and write.
+        call, attention, compression: bytes in the time in which the host issues an operator, and in
+            which it issues what a fusion calls, in an eager call.
     """
 
     flops: float
     flops_16_bit: float
     kernel: float
     element: float
+    call: float
+    attention: float
+    compression: float
     edge: float = 0
     batched_edge: float = 0
     elements: Mapping[Any, float] = field(default_factory=dict)
@@ -60,5 +65,13 @@ _ELEMENTS = {
 # GPU, one H200: 722 TFLOP/s of a bf16 GEMM, 67 of fp32, 4.24 TB/s of a copy, 2 µs a small kernel in
 # a CUDA graph. Element by element, index_select copied 8.4 million elements in 40 µs and cat 11.2
 # million in 34 µs: 3.8 ps each.
-CPU = Processor(3.75, 3.75, kernel=60e3, element=0, edge=12, batched_edge=45, elements=_ELEMENTS)
-GPU = Processor(flops=16, flops_16_bit=170, kernel=8e6, element=16)
+# Eager calls of bench_broadcast.py: the slow host of an H100 issued an attention with its groups in
+# the time of 60 operators, a compression in that of 15; a host that issues an operator in 8 µs is
+# assumed. One thread of the EPYC takes 10, 900 and 80 µs.
+CPU = Processor(
+    3.75, 3.75, kernel=60e3, element=0, call=2e5, attention=18e6, compression=1.6e6, edge=12,
+    batched_edge=45, elements=_ELEMENTS,
+)  # fmt: skip
+GPU = Processor(
+    flops=16, flops_16_bit=170, kernel=8e6, element=16, call=34e6, attention=2e9, compression=5e8
+)

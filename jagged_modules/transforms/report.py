@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,11 @@ from torch.utils import _pytree as pytree
 
 from .analysis import Analysis
 from .calls import first_of, is_operator
+from .compress import Compression
 from .lineage import Size
+from .own_operators import SegmentAttention
 from .placement import VIEWS, Cost, Costs, Fusion
+from .processors import GPU, Processor
 
 if TYPE_CHECKING:
     from .ranges import Guard
@@ -142,6 +145,9 @@ class Report:
         certificate: what was checked on the example inputs.
         runs_model: whether every call runs the model itself, because the new graph would take about
             as long, or longer.
+        eager_calls_run_model: whether eager calls no larger than `sizes` do, because the host would
+            take longer to issue the new graph. On a GPU those are calls on the default stream:
+            torch.compile and CUDA graphs have the new graph.
         ranges: the sizes of each operator, and dynamic_shapes for torch.export.
         guard: where the placement of `other` runs instead. None if one is the cheapest over all
             ranges of max_batch.
@@ -155,6 +161,7 @@ class Report:
     certificate: str
     ranges: Ranges
     runs_model: bool = False
+    eager_calls_run_model: bool = False
     guard: Guard | None = None
     other: Report | None = None
 
@@ -182,6 +189,8 @@ class Report:
             if self.runs_model
             else f"estimate: {self.gain:.2f} times as fast as the model"
         )
+        if self.eager_calls_run_model:
+            lines.append("eager calls run the model itself: the host issues it faster")
         lines.append(f"certificate: {self.certificate}")
         if self.other is not None:
             lines += [f"second placement, if {self.guard}:", str(self.other)]
@@ -222,6 +231,22 @@ def cost_after(graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Dec
     )
     gathered = (_gathers(node, costs, decisions) for node in decisions.gathered)
     return sum((*computed, *gathered), Cost())
+
+
+def eager_calls_lose(
+    before: Cost, after: Cost, fusions: Collection[Fusion], processor: Processor
+) -> bool:
+    """Whether an eager call of the new graph, with these fusions, takes longer than the model. On a
+    GPU the slower of host and device decides. A SegmentAttention is a call of the model too."""
+    own = sum(
+        processor.compression if isinstance(x, Compression) else processor.attention
+        for x in fusions
+        if not isinstance(x, SegmentAttention)
+    )
+    of_model, of_graph = (x.kernels * processor.call for x in (before, after))
+    if processor is GPU:
+        return max(of_graph + own, after.total) > max(of_model, before.total)
+    return of_graph + own + after.work > of_model + before.work
 
 
 def _gathers(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:

@@ -42,9 +42,9 @@ def ranker_of(
     page_rows: int | None = None,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
-    graphs: bool = False,
+    **options: Any,
 ) -> Ranker:
-    options = dict(page_rows=page_rows, dtype=dtype, graphs=graphs)
+    options |= dict(page_rows=page_rows, dtype=dtype)
     return make_ranker(load_weights(weights), device, cache_bytes, **options)
 
 

@@ -1,5 +1,8 @@
 """KServe's protocol, the probes and the OpenAPI document, over real sockets."""
 
+import json
+import struct
+
 import pytest
 
 for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
@@ -12,6 +15,7 @@ from .running import LIMITS, Running
 from .serving import Requests, body_of, ranker_of
 
 INFER = "/v2/models/ranker/infer"
+KINDS = {"INT64": "q", "FP32": "f", "FP64": "d"}  # of struct
 
 
 def tensor(name, datatype, data, shape=None) -> dict:
@@ -146,7 +150,7 @@ def test_bad_requests_to_infer(shared, inputs, fields, error):
 
 
 def test_what_infer_shares_with_rank(shared):
-    """Extensions of a client are ignored; binary tensors, other paths and methods are refused."""
+    """Extensions of a client are ignored; other bodies, paths and methods are refused."""
     inputs = [{**USER, "parameters": {"classification": 3}}, CANDIDATES, *EVENTS]
     wanted = {"outputs": [{"name": "scores", "parameters": {"binary_data": False}}]}
     extra = {"parameters": {"binary_data_output": True, "deadline_ms": 1e3 * PATIENCE}}
@@ -162,8 +166,131 @@ def test_what_infer_shares_with_rank(shared):
     assert shared.client.post(INFER, json=large).status_code == 413
 
 
+def binary_tensor(name, datatype, data, parameters=None) -> tuple[dict, bytes]:
+    """An input without data, and its bytes."""
+    if datatype == "BYTES":
+        texts = [text.encode() for text in data]
+        content = b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    else:
+        content = struct.pack(f"<{len(data)}{KINDS[datatype]}", *data)
+    parameters = {"binary_data_size": len(content)} if parameters is None else parameters
+    fields = {"name": name, "shape": [len(data)], "datatype": datatype, "parameters": parameters}
+    return fields, content
+
+
+def post_binary(running, tensors, length=None, after=b"", **fields):
+    """POST of these tensors, of which some are binary."""
+    text = json.dumps({"inputs": [x[0] for x in tensors], **fields}).encode()
+    headers = {
+        "content-type": "application/octet-stream",
+        "inference-header-content-length": str(len(text)) if length is None else length,
+    }
+    content = b"".join([text, *(x[1] for x in tensors), after])
+    return running.client.post(INFER, content=content, headers=headers)
+
+
+WAYS = {  # fields of a request → whether its answer is binary
+    "nothing": ({}, False),
+    "all outputs": ({"parameters": {"binary_data_output": True}}, True),
+    "the output": ({"outputs": [{"name": "scores", "parameters": {"binary_data": True}}]}, True),
+    "not the output": (
+        {
+            "parameters": {"binary_data_output": True},
+            "outputs": [{"name": "scores", "parameters": {"binary_data": False}}],
+        },
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("id_datatype, of", [("INT64", int), ("BYTES", str)])
+@pytest.mark.parametrize("way", WAYS)
+def test_binary_tensors(shared, id_datatype, of, way):
+    """Among tensors in JSON. The scores have the bits of those in JSON."""
+    fields, is_binary = WAYS[way]
+    events = [tensor("event_items", "INT64", [9, 4])]
+    rated = binary_tensor("event_ratings", "FP32", [4.0, 3.0])
+    inputs = [
+        binary_tensor("user", id_datatype, [of(3)]),
+        (events[0], b""),
+        rated,
+        binary_tensor("candidates", id_datatype, list(map(of, [4, 6, 8]))),
+    ]
+    shared.service.ranker.forget()
+    expected = shared.client.post(INFER, json={"inputs": [USER, CANDIDATES, *EVENTS]}).json()
+    shared.service.ranker.forget()
+    answer = post_binary(shared, inputs, id="a", **fields)
+    assert answer.status_code == 200, answer.text
+    length = int(answer.headers.get("inference-header-content-length", len(answer.content)))
+    found, content = json.loads(answer.content[:length]), answer.content[length:]
+    scores = expected["outputs"][0].pop("data")
+    assert ("inference-header-content-length" in answer.headers) == is_binary
+    if is_binary:
+        assert answer.headers["content-type"] == "application/octet-stream"
+        assert list(struct.unpack("<3f", content)) == scores
+        assert found["outputs"][0].pop("parameters") == {"binary_data_size": 12}
+    else:
+        assert found["outputs"][0].pop("data") == scores and not content
+    assert found == {**expected, "id": "a"}
+
+
+def bytes_of(data: bytes, datatype="BYTES", size=1) -> tuple[dict, bytes]:
+    """Candidates of these bytes."""
+    fields, _ = binary_tensor("candidates", datatype, [], {"binary_data_size": len(data)})
+    return {**fields, "shape": [size]}, data
+
+
+BOTH = {**CANDIDATES, "parameters": {"binary_data_size": 0}}
+NEITHER = binary_tensor("candidates", "INT64", [4], {})
+BINARY_FAULTS = {  # candidates, fields → status, error
+    "cut numbers": (
+        bytes_of(b"1234567", "INT64"),
+        {},
+        422,
+        "the 7 bytes of candidates are not INT64",
+    ),
+    "a cut length": (bytes_of(b"\1\0"), {}, 422, "the 2 bytes of candidates are not BYTES: a text"),
+    "a cut text": (bytes_of(b"\2\0\0\0a"), {}, 422, "a text of 2 bytes ends behind them"),
+    "no UTF-8": (bytes_of(b"\1\0\0\0\xff"), {}, 422, "candidates are not BYTES: 'utf-8' codec"),
+    "another shape": (bytes_of(b"\1\0\0\x004", size=2), {}, 422, "of candidates must be [1], as"),
+    "more bytes than there are": (
+        binary_tensor("candidates", "INT64", [4], {"binary_data_size": 9}),
+        {},
+        422,
+        "binary_data_size of candidates must be at most the 8 bytes that are left, got 9",
+    ),
+    "a size that is no integer": (
+        binary_tensor("candidates", "INT64", [4], {"binary_data_size": True}),
+        {},
+        422,
+        "that are left, got True",
+    ),
+    "a negative size": (
+        binary_tensor("candidates", "INT64", [4], {"binary_data_size": -8}),
+        {},
+        422,
+        "that are left, got -8",
+    ),
+    "bytes of no input": ((CANDIDATES, b""), {"after": b"12"}, 422, "2 bytes behind the JSON are"),
+    "data and bytes": ((BOTH, b""), {}, 422, "candidates must have either data or the parameter"),
+    "neither": (NEITHER, {}, 422, "candidates must have either data or the parameter"),
+    "a longer header": ((CANDIDATES, b""), {"length": "9999"}, 400, "bytes, got '9999'"),
+    "a negative header": ((CANDIDATES, b""), {"length": "-1"}, 400, "bytes, got '-1'"),
+    "a header of many digits": ((CANDIDATES, b""), {"length": "9" * 5000}, 400, "got '999"),
+    "a shorter header": ((CANDIDATES, b""), {"length": "7"}, 400, "Invalid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BINARY_FAULTS)
+def test_bad_binary_requests(shared, name):
+    candidates, fields, status, error = BINARY_FAULTS[name]
+    answer = post_binary(shared, [(USER, b""), candidates], **fields)
+    assert answer.status_code == status and error in answer.json()["error"], answer.text
+
+
 def test_what_the_model_is(running):
-    assert running.client.get("/v2").json()["name"] == "jagged-modules"
+    server = running.client.get("/v2").json()
+    assert server["name"] == "jagged-modules" and server["extensions"] == ["binary_tensor_data"]
     model = running.client.get("/v2/models/ranker").json()
     inputs = {x["name"]: (x["datatype"], x["shape"]) for x in model.pop("inputs")}
     expected = {"user": ("INT64", [1])}

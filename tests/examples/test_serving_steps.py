@@ -10,6 +10,7 @@ import torch
 # `make test-gpu` also runs without it
 pytest.importorskip("torchrec", reason="the programs need it")
 
+import load_serving
 from checkpoints import load_weights
 from data.event_log import Categorical
 from ranking_data import bags, keyed
@@ -90,3 +91,21 @@ def test_columns_of_features():
     ids = torch.from_numpy(table.columns[users])
     found = sums_of_bags(collection, list(features), ids, table.widths)
     torch.testing.assert_close(found, stack_bags(expected, list(features)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name, dtype", {"int8": torch.int8, "float8": torch.float8_e4m3fn}.items())
+def test_a_cache_in_8_bits_by_option(served, name, dtype):
+    """For the ranker, and for the ways of the load generator that have a cache."""
+    parser = argparse.ArgumentParser()
+    add_ranker_options(parser), add_cache_options(parser)
+    arguments = ["--device", "cpu", "--cache-mb", "10", "--cache-dtype", name]
+    weights = load_weights(served["hstu"])
+    ranker = ranker_from_options(weights, parser.parse_args(arguments))
+    assert ranker.cache._rows.stored_dtype == dtype and ranker.dtype == torch.float32
+    given = ["--weights", str(served["hstu"]), "--cache-mb", "10", "0", "--cache-dtype", name]
+    options = load_serving.parse_arguments([*given, "--device", "cpu"])
+    cached, whole = load_serving.ways_to_serve(options).values()
+    assert cached.make_ranker(options).cache._rows.stored_dtype == dtype
+    assert f"--cache-dtype={name}" in cached.server_options(options)
+    assert whole.make_ranker(options).cache is None
+    assert "cache-dtype" not in "".join(whole.server_options(options))

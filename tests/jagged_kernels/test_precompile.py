@@ -63,6 +63,22 @@ print(*{launch.kernel for launch in launches})
 """
 
 
+FIRST_CALLS = """
+import sys
+import jagged_modules
+loaded = {name for name in sys.modules if name.startswith("jagged_kernels.")}
+assert "jagged_kernels.rows.activation" in loaded
+from jagged_kernels.precompile.recorder import recorded_launches
+from jagged_modules import precompile
+with recorded_launches((9, 0)) as launches:
+    for entry in precompile.entries_of(sys.argv[1]):
+        for call in precompile.calls_of(entry):
+            precompile.run(*call)
+later = {name for name in sys.modules if name.startswith("jagged_kernels.")} - loaded
+assert launches and all("precompile" in name for name in later), later
+"""
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with a model, its kernels in a zip, and a library in place of CUDA's driver."""
@@ -80,6 +96,7 @@ def made(tmp_path_factory):
 def unloaded(monkeypatch):
     """No loaded kernels, before the test and after."""
     monkeypatch.setattr(precompiled, "_folders", {})
+    monkeypatch.setattr(precompiled, "_modules", set())
     with knobs.cache.scope():
         yield
 
@@ -115,6 +132,16 @@ def test_a_process_without_a_compiler_finds_all(made, tmp_path, unpacked):
     # Gluon with TMA descriptors, and Triton
     assert {"attention_fwd_hopper_kernel", "activation_bwd_kernel"} <= set(found.stdout.split())
     assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_the_first_calls_import_nothing(made):
+    """The modules of kernels, and of what launches them, are imported with jagged_modules."""
+    environment = os.environ | dict(
+        JAGGED_KERNELS=str(made / "kernels.zip"),
+        PYTHONPATH=os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
+    )
+    command = [sys.executable, "-c", FIRST_CALLS, f"{made / 'model.py'}:make"]
+    subprocess.run(command, env=environment, check=True)
 
 
 def test_names_tell_apart_what_triton_tells_apart():

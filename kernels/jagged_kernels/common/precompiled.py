@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from triton.runtime.cache import CacheManager, FileCacheManager
 
 MANIFEST = "kernels.json"
 _folders: dict[Path, list[str]] = {}  # those in use → the compute capabilities that they have
+_modules: set[str] = set()  # that the calls imported which they were made of
 
 
 def versions() -> dict[str, str]:
@@ -59,7 +61,15 @@ def load(path: str | os.PathLike[str]) -> None:
         _warn(f"kernels of {path} are not used, they were compiled for {', '.join(differences)}")
         return
     _folders[folder] = manifest["capabilities"]
+    _modules.update(manifest["modules"])
     _ReadFirst.install()
+
+
+def import_modules() -> None:
+    """Import the kernels' modules and those that launch them, which the first launch would wait
+    for."""
+    for name in sorted(_modules):
+        importlib.import_module(name)
 
 
 def find(source, target: GPUTarget, options: dict) -> CompiledKernel | None:

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,19 @@ from triton.runtime import build as c_extensions
 from ..common.precompiled import MANIFEST, entry_name, versions
 from .recorder import Launch
 
+# packages of kernels, and of what launches them
+LAUNCHING = tuple(
+    f"jagged_kernels.{name}."
+    for name in (
+        "attention",
+        "block_attention",
+        "din",
+        "linear_compress",
+        "matmul",
+        "rows",
+        "softmax",
+    )
+)
 _launches: list[Launch] = []  # of the worker processes, which are forked: kernels do not pickle
 
 
@@ -48,7 +62,8 @@ def build(launches: Iterable[Launch], out: Path, jobs: int) -> str:
             pool.map(functools.partial(_compile, folder), range(len(_launches)), chunksize=1)
         targets = sorted({x.target.arch for x in _launches})
         capabilities = [f"{arch // 10}.{arch % 10}" for arch in targets]
-        manifest = dict(versions=versions(), capabilities=capabilities)
+        modules = sorted(name for name in sys.modules if name.startswith(LAUNCHING))
+        manifest = dict(versions=versions(), capabilities=capabilities, modules=modules)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
         size = sum(file.stat().st_size for file in folder.rglob("*"))
         if out.suffix == ".zip":
