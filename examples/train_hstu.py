@@ -55,7 +55,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         embedding_dim=128,
         num_heads=2,
         dropout=0.4,
-        weight_decay=0.5,
+        lr=2e-3,
+        weight_decay=0.25,
     )
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument(
@@ -77,13 +78,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--num-negatives",
         type=int,
-        default=512,
+        default=2048,
         help="items drawn for each batch, with which all its targets compete",
     )
     parser.add_argument(
         "--ahead",
         type=float,
-        default=0.0,
+        default=0.3,
         help=f"an input is trained on the items up to {LATER} after the next one too: weight of the"
         " first, whose powers are those of the others; 0: the next item only",
     )
