@@ -91,7 +91,7 @@ class Vectors(NamedTuple):
 
     Args:
         queries: [L, E], one for each input.
-        targets: [L, E], the item that follows each input.
+        targets: [L, E], the item that follows each input; for `make_logits` also [K, L, E].
         rivals: [N, E], the items that all targets compete with.
     """
 
@@ -247,8 +247,8 @@ class Logits(NamedTuple):
     """Scores divided by a temperature, fp32.
 
     Args:
-        target: [L], of each input's target.
-        rivals: [L, N], of the rivals; -inf where a rival is the target itself.
+        target: [L] or [K, L], of each input's targets.
+        rivals: [L, N], of the rivals; -inf where a rival is the next item itself.
     """
 
     target: torch.Tensor
@@ -263,20 +263,25 @@ def make_logits(
     Args:
         targets, rivals: int64 [L] and [N], the items of `vectors.targets` and `vectors.rivals`.
     """
-    target = (vectors.queries * vectors.targets).sum(dim=1).float() / temperature
+    target = (vectors.queries * vectors.targets).sum(dim=-1).float() / temperature
     others = (vectors.queries @ vectors.rivals.T).float() / temperature
     return Logits(target, others.masked_fill(targets[:, None] == rivals, -torch.inf))
 
 
 def sampled_softmax(logits: Logits) -> torch.Tensor:
-    """Cross-entropies [L] of the softmax over the target and the rivals: log(1 + sum exp(rival -
-    target))."""
+    """Cross-entropies of the softmax over each target and the rivals, of the shape of the targets:
+    log(1 + sum exp(rival - target))."""
     return functional.softplus(logits.rivals.logsumexp(dim=1) - logits.target)
 
 
+def later_targets(targets: torch.Tensor, number: int) -> torch.Tensor:
+    """The targets of each input and of the `number` rows after it, [1 + number, *targets.shape]."""
+    return torch.stack([targets.roll(-k, dims=0) for k in range(number + 1)])
+
+
 def generalised_bce(logits: Logits, num_items: int, calibration: float) -> torch.Tensor:
-    """The losses gBCE [L] of Petrov and Macdonald (RecSys 2023, arXiv:2308.07192), the mean over
-    the target and the rivals of
+    """The losses gBCE of Petrov and Macdonald (RecSys 2023, arXiv:2308.07192), the mean over
+    each target and the rivals of
 
         -log(sigmoid(target) ^ beta)  and  -log(1 - sigmoid(rival)),  beta = alpha (calibration (1 -
         1 / alpha) + 1 / alpha)

@@ -30,6 +30,7 @@ from sequence_model import (
     SequenceModel,
     Vectors,
     generalised_bce,
+    later_targets,
     make_logits,
     sampled_softmax,
 )
@@ -38,6 +39,7 @@ from training import next_item_metrics, positive, rank_unseen
 SELECTIVITY = 1.0  # selectivity of the generated users
 BIASES = ("relative_position", "relative_time")  # options of hstu's attention
 COLUMNS = {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10", "mrr": "test MRR"}
+LATER = 3  # items after the next one, with --ahead
 LOSSES = {
     "softmax": "softmax over the target and the sampled items",
     "gbce": "generalised binary cross-entropy of Petrov and Macdonald (2023)",
@@ -53,7 +55,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         embedding_dim=128,
         num_heads=2,
         dropout=0.4,
-        weight_decay=0.5,
+        lr=2e-3,
+        weight_decay=0.25,
     )
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument(
@@ -75,8 +78,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--num-negatives",
         type=int,
-        default=512,
+        default=2048,
         help="items drawn for each batch, with which all its targets compete",
+    )
+    parser.add_argument(
+        "--ahead",
+        type=float,
+        default=0.3,
+        help=f"an input is trained on the items up to {LATER} after the next one too: weight of the"
+        " first, whose powers are those of the others; 0: the next item only",
     )
     parser.add_argument(
         "--calibration", type=float, default=0.75, help="t of gbce, from 0 (bce) to 1"
@@ -139,6 +149,7 @@ class Trainer(trainer.Trainer):
         "num_layers",
         "loss",
         "num_negatives",
+        "ahead",
         "calibration",
         "scores",
         "temperature",
@@ -166,13 +177,21 @@ class Trainer(trainer.Trainer):
             )
 
     def losses(self, vectors: Vectors, batch: SequenceBatch) -> torch.Tensor:
-        temperature = self.options.temperature if self.options.scores == "cosine" else 1.0
-        logits = make_logits(vectors, batch.targets, batch.rivals, temperature)
-        if self.options.loss == "softmax":
-            return sampled_softmax(logits)
-        return generalised_bce(
-            logits, self.num_items, self.options.calibration if self.options.loss == "gbce" else 0.0
-        )
+        options = self.options
+        temperature = options.temperature if options.scores == "cosine" else 1.0
+        number = LATER if options.ahead else 0
+        targets = vectors._replace(targets=later_targets(vectors.targets, number))
+        logits = make_logits(targets, batch.targets, batch.rivals, temperature)
+        if options.loss == "softmax":
+            losses = sampled_softmax(logits)
+        else:
+            calibration = options.calibration if options.loss == "gbce" else 0.0
+            losses = generalised_bce(logits, self.num_items, calibration)
+        steps = torch.arange(number + 1, device=losses.device)[:, None]
+        position = batch.ids["position"].values()
+        # k rows on, another window or the batch's begin has a position below k
+        inside = later_targets(position, number) == position + steps
+        return (options.ahead**steps * inside * losses).sum(dim=0)
 
     def predictions(self, vectors: Vectors, batch: SequenceBatch) -> torch.Tensor:
         last = batch.last_inputs()
@@ -245,6 +264,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = trainer.prepare_device(options)
     if not 0 <= options.calibration <= 1:
         raise ValueError(f"calibration must lie in [0, 1], not {options.calibration}")
+    if not 0 <= options.ahead <= 1:
+        raise ValueError(f"--ahead must lie in [0, 1], not {options.ahead}")
     if options.relative_time < 0:
         raise ValueError(f"--relative-time must not be negative, not {options.relative_time}")
     if (

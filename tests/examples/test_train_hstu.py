@@ -10,7 +10,8 @@ import torch
 import train_hstu
 from generated_log import generate_log
 from sequence_data import Windows, make_datasets
-from sequence_model import ENCODERS
+from sequence_model import ENCODERS, Vectors
+from torch.nn import functional
 
 from ..marks import PATIENCE, SLOW
 
@@ -94,6 +95,46 @@ def test_learns_more_than_popularity(tmp_path):
     trainer.fit()
     learned, popularity = trainer.test(), train_hstu.evaluate_popularity(datasets)
     assert all(learned[name] > 1.3 * popularity[name] for name in ("hr@10", "ndcg@10"))
+
+
+@pytest.mark.parametrize("loss", ["softmax", "gbce"])
+def test_an_input_is_trained_on_the_items_ahead_within_its_window(tmp_path, loss):
+    datasets = make_datasets(generate_log(num_users=30, selectivity=1.0, seed=0), max_history=6)
+    trainers = [
+        train_hstu.Trainer(
+            train_hstu.parse_arguments(
+                [*TINY, "--batch-size", "16", "--loss", loss, "--ahead", ahead]
+            ),
+            "hstu",
+            datasets,
+            torch.device("cpu"),
+        )
+        for ahead in ("0", "0.5")
+    ]
+    batch = next(iter(trainers[0].batches("train", shuffle_seed=0)))
+    num_rows, generator = len(batch), torch.Generator().manual_seed(0)
+    queries, items = (
+        functional.normalize(torch.randn(n, 8, generator=generator), dim=1)
+        for n in (num_rows, trainers[0].num_items)
+    )
+    rivals = items[batch.rivals]
+    ends = batch.ids["item"].offsets()[1:].tolist()
+    # an input of a window of three has at most two later items
+    assert {*batch.ids["item"].lengths().tolist()} == {3, 6}
+    vectors = Vectors(queries, items[batch.targets], rivals)
+    plain = trainers[0].losses(vectors, batch)
+    expected = plain.clone()
+    for k in (1, 2, 3):
+        for row in range(num_rows - k):
+            if any(row < end <= row + k for end in ends):
+                continue
+            # the rivals are those of the input, without its next item
+            targets = items[batch.targets]
+            targets[row] = items[batch.targets[row + k]]
+            other = vectors._replace(targets=targets)
+            expected[row] += 0.5**k * trainers[0].losses(other, batch)[row]
+    torch.testing.assert_close(trainers[1].losses(vectors, batch), expected)
+    assert (expected > plain).sum() > num_rows // 2
 
 
 def test_a_batch_has_the_given_number_of_events_on_average(tmp_path):
@@ -274,6 +315,7 @@ def test_relative_time_needs_timestamps(tmp_path):
         (["--dropout", "nan"], "^2$"),
         (["--patience", "-1"], "^2$"),
         (["--calibration", "1.5"], r"calibration must lie in \[0, 1\], not 1.5"),
+        (["--ahead", "nan"], r"--ahead must lie in \[0, 1\], not nan"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_writes_nothing(tmp_path, arguments, message):
