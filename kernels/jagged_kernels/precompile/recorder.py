@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -92,6 +92,27 @@ def recorded_launches(
             yield recorder.launches
 
 
+def binder_of(target: GPUTarget, kernel: JITFunction) -> Callable:
+    """Triton's function that binds a kernel's arguments and describes them."""
+    return create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+
+
+def variant_of(
+    kernel: JITFunction, bind: Callable, target: GPUTarget, args: tuple, options: dict
+) -> Launch:
+    """What is compiled for a launch with these arguments and options."""
+    kwargs = dict(options, debug=False, instrumentation_mode="")
+    bound, specialisation, all_options = bind(*args, **kwargs)
+    key = compute_cache_key({}, specialisation, all_options)
+    all_options, signature, constants, attributes = kernel._pack_args(
+        make_backend(target), kwargs, bound, specialisation, all_options
+    )
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        kernel, signature, constants, attributes
+    )
+    return Launch(kernel.__name__, key, source, target, all_options.__dict__)
+
+
 class _Recorder:
     """The launches on a device, and the driver that reports it."""
 
@@ -100,33 +121,18 @@ class _Recorder:
         self.driver = SimpleNamespace(
             get_current_device=lambda: device.index, get_current_target=lambda: self.target
         )
-        self.backend = make_backend(self.target)
         self.launches: list[Launch] = []
         self.of_keys: dict[tuple, str] = {}  # the library's key of a launch → Triton's
         self.variants: dict[tuple[str, str], Launch] = {}
-        self.binder = functools.cache(self._binder)
-
-    def _binder(self, kernel):
-        return create_function_from_signature(kernel.signature, kernel.params, self.backend), {}
+        self.binder = functools.cache(functools.partial(binder_of, self.target))
 
     def record(self, kernel, args: tuple, grid: tuple, options: dict) -> None:
         assert all(size <= 65_535 for size in grid[1:]), (kernel.__name__, grid)  # CUDA's limit
         for x in args:
             if hasattr(x, "block_shape"):
                 x.__post_init__()  # a descriptor's own checks, which the library leaves out
-        kwargs = dict(options, debug=False, instrumentation_mode="")
-        bind, keys = self.binder(kernel)
-        bound, specialisation, all_options = bind(*args, **kwargs)
-        variant = kernel.__name__, compute_cache_key(keys, specialisation, all_options)
-        if variant not in self.variants:
-            all_options, signature, constants, attributes = kernel._pack_args(
-                self.backend, kwargs, bound, specialisation, all_options
-            )
-            source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
-                kernel, signature, constants, attributes
-            )
-            self.variants[variant] = Launch(*variant, source, self.target, all_options.__dict__)
-        launch = self.variants[variant]
+        found = variant_of(kernel, self.binder(kernel), self.target, args, options)
+        launch = self.variants.setdefault((found.kernel, found.specialisation), found)
         key = kernel.__name__, *kernel._cache_key(self.device.index, args, options)
         # one key, one compiled kernel
         assert self.of_keys.setdefault(key, launch.specialisation) == launch.specialisation

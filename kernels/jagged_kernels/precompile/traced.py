@@ -1,0 +1,200 @@
+"""Traces operators as the launches of their kernels, for programs without Python.
+
+An exported model calls the library's operators, whose bodies are Python. Here they are run by the
+trace instead: their tensors become torch's own, and each launch becomes the operator
+`jagged_kernels::launch`, which jagged_modules/cpp/launch.cpp defines for CUDA. Its first argument
+names a cubin and says how to launch it:
+
+    <file> <kernel> <threads> <bytes of shared memory> <a letter for each parameter of the kernel>
+
+    w, r: the next written or read tensor; W, R: at a multiple of 16 bytes
+    i, l: the next integer, in 32 or 64 bits; f: the next number, in 32 bits
+
+Numbers of rows and segments are integers that a trace does not know: no kernel is compiled for
+their values. Where a launcher chooses by them, the example's choice stays; each is right for all.
+The kernels are the portable ones, without descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, library
+from torch.fx.experimental import symbolic_shapes
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, MockTensor
+
+from ..common import ops as operators
+from ..common.configs import has_small_shared_memory
+from ..common.device import device_properties
+from ..common.launch import CachedLaunches
+from ..common.precompiled import entry_name
+from .recorder import Launch, binder_of, variant_of
+
+SCHEMA = "(str kernel, Tensor(a!)[] written, Tensor[] read, SymInt[] integers, float[] factors, SymInt[] grid) -> ()"
+UNKNOWN = 3  # stands for an integer that is neither 1 nor a multiple of 16
+
+
+def define() -> Any:
+    """The operator, which Python defines for traces alone."""
+    if not hasattr(torch.ops.jagged_kernels, "launch"):
+        library.define("jagged_kernels::launch", SCHEMA)
+        library.register_fake("jagged_kernels::launch", lambda *args: None)
+    return torch.ops.jagged_kernels.launch.default
+
+
+@contextlib.contextmanager
+def traced_launches(
+    folder: Path, capability: tuple[int, int], num_sms: int
+) -> Iterator[dict[str, str]]:
+    """Inside, operators are traced as launches for a GPU, and cubins are written to the folder. The
+    names of what was launched → the first arguments of `launch`."""
+    # the kernels of 8.x need neither descriptors nor instructions of later GPUs
+    chosen = (8, 6) if has_small_shared_memory(capability) else (8, 0)
+    properties = SimpleNamespace(multi_processor_count=num_sms)
+    trace = _Trace(folder, GPUTarget("cuda", 10 * capability[0] + capability[1], 32))
+
+    def launch(kernel, *args, grid, warmup, **options):
+        trace.launch(kernel, args, grid, options)
+
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: chosen),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
+        mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(CachedLaunches, "run", launch),
+    ):
+        device_properties.cache_clear()
+        try:
+            with trace:
+                yield trace.described
+        finally:
+            device_properties.cache_clear()
+
+
+class _Trace(TorchFunctionMode):
+    """Runs the bodies of the operators that are called."""
+
+    def __init__(self, folder: Path, target: GPUTarget):
+        super().__init__()
+        self.folder, self.target, self.op = folder, target, define()
+        self.binder = functools.cache(functools.partial(binder_of, target))
+        self.described: dict[str, str] = {}
+        self.made: list[list[Tensor]] = []  # by the bodies that run, the innermost last
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        body = operators.bodies.get(function)
+        if body is None:
+            result = function(*args, **(kwargs or {}))
+            if self.made and (_makes_memory(function) or any(map(self._is_made, _tensors(args)))):
+                self.made[-1] += _tensors(result)
+            return result
+        self.made.append([])
+        try:
+            with self, _sizes_stay_open():
+                return body(*args)
+        finally:
+            self.made.pop()
+
+    def _is_made(self, x: Tensor) -> bool:
+        return any(x is y for made in self.made[-1:] for y in made)
+
+    def launch(self, kernel: JITFunction, args: tuple, grid: tuple, options: dict) -> None:
+        """Traces a launch."""
+        leaves, spec = pytree.tree_flatten(args)
+        stand_ins = pytree.tree_unflatten(map(_stand_in, leaves), spec)
+        options = {name: _constant(x) for name, x in options.items()}
+        found = variant_of(kernel, self.binder(kernel), self.target, stand_ins, options)
+        signature = [x for p, x in zip(kernel.params, found.source.signature.values())]
+        types = pytree.tree_leaves(signature[: len(args)])
+        assert len(types) == len(leaves), (kernel.__name__, types, leaves)
+        letters, values = "", {"w": [], "r": [], "i": [], "l": [], "f": []}
+        for x, type in zip(leaves, types):
+            if type == "constexpr":
+                continue
+            letter = self._letter(x, type)
+            values[letter.lower()].append(x)
+            letters += letter
+        described = self._compiled(found, letters)
+        self.op(
+            described, values["w"], values["r"], values["i"], values["f"], [*grid, 1, 1][:3]
+        )
+
+    def _letter(self, x: Any, type: str) -> str:
+        if isinstance(x, Tensor):
+            letter = "w" if self._is_made(x) else "r"
+            return letter.upper() if _is_aligned(x) else letter
+        return {"i32": "i", "i64": "l", "fp32": "f"}[type]
+
+    def _compiled(self, launch: Launch, letters: str) -> str:
+        file = f"{entry_name(launch.source, launch.options)}.cubin"
+        if file not in self.described:
+            with knobs.compilation.scope():
+                knobs.compilation.disable_line_info = True  # two thirds of a cubin
+                compiled = launch.compile()
+            metadata = compiled.metadata
+            if metadata.global_scratch_size or metadata.profile_scratch_size:
+                raise NotImplementedError(f"{launch.kernel} needs memory of its own")
+            (self.folder / file).write_bytes(compiled.asm["cubin"])
+            threads = 32 * metadata.num_warps
+            self.described[file] = f"{metadata.name} {threads} {metadata.shared}"
+        return f"{file} {self.described[file]} {letters}"
+
+
+def _stand_in(x: Any) -> Any:
+    """What a kernel is compiled for in place of an argument."""
+    if isinstance(x, Tensor):
+        return _Pointer(x.dtype) if _is_aligned(x) else _UnalignedPointer(x.dtype)
+    known = _constant(x)
+    return UNKNOWN if isinstance(known, torch.SymInt) else known
+
+
+class _Pointer(MockTensor):
+    """Of a tensor at a multiple of 16 bytes."""
+
+
+class _UnalignedPointer(MockTensor):
+    @staticmethod
+    def data_ptr() -> int:
+        return 1
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether a tensor begins at a multiple of 16 bytes if its memory does."""
+    start = _constant(x.storage_offset())
+    return isinstance(start, int) and start * x.element_size() % 16 == 0
+
+
+def _constant(x: Any) -> Any:
+    """An integer of a trace that has one value, as an int."""
+    if isinstance(x, torch.SymInt) and (value := x.node.maybe_as_int()) is not None:
+        return value
+    return tuple(map(_constant, x)) if type(x) is tuple else x
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+def _makes_memory(function: Any) -> bool:
+    return function.__name__.startswith(("new_", "empty", "zeros", "full"))
+
+
+@contextlib.contextmanager
+def _sizes_stay_open() -> Iterator[None]:
+    """Comparisons of sizes are those of the example's, and the trace does not depend on them."""
+    mode = torch._guards.detect_fake_mode()
+    if mode is None or mode.shape_env is None:
+        yield
+        return
+    with symbolic_shapes._suppress_guards(mode.shape_env):
+        yield
