@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,24 +41,34 @@ from ..common.launch import CachedLaunches
 from ..common.precompiled import entry_name
 from .recorder import Launch, binder_of, variant_of
 
-SCHEMA = "(str kernel, Tensor(a!)[] written, Tensor[] read, SymInt[] integers, float[] factors, SymInt[] grid) -> ()"
+SCHEMA = (
+    "(str kernel, Tensor(a!)[] written, Tensor[] read, SymInt[] integers, float[] factors,"
+    " SymInt[] grid) -> ()"
+)
 UNKNOWN = 3  # stands for an integer that is neither 1 nor a multiple of 16
 
 
-def define() -> Any:
-    """The operator, which Python defines for traces alone."""
+@functools.cache
+def _operator() -> Callable:
+    """`launch`, which Python defines for traces alone."""
     if not hasattr(torch.ops.jagged_kernels, "launch"):
-        library.define("jagged_kernels::launch", SCHEMA)
-        library.register_fake("jagged_kernels::launch", lambda *args: None)
+        # addresses and strides are those of the trace
+        tags = torch.Tag.needs_exact_strides
+        library.define("jagged_kernels::launch", SCHEMA, tags=tags)
+    library.register_fake("jagged_kernels::launch", lambda *args: None)
     return torch.ops.jagged_kernels.launch.default
 
 
 @contextlib.contextmanager
-def traced_launches(
-    folder: Path, capability: tuple[int, int], num_sms: int
-) -> Iterator[dict[str, str]]:
-    """Inside, operators are traced as launches for a GPU, and cubins are written to the folder. The
-    names of what was launched → the first arguments of `launch`."""
+def traced_launches(folder: Path, capability: tuple[int, int] | None = None) -> Iterator[None]:
+    """Inside, operators are traced as launches, and cubins are written to the folder. capability:
+    of the GPU; None: this machine's."""
+    num_sms = 132  # a limit of grids, right for any GPU
+    if torch.cuda.is_available():
+        capability = capability or torch.cuda.get_device_capability()
+        num_sms = torch.cuda.get_device_properties().multi_processor_count
+    if capability is None:
+        raise ValueError("capability must be given, as there is no GPU here, got None")
     # the kernels of 8.x need neither descriptors nor instructions of later GPUs
     chosen = (8, 6) if has_small_shared_memory(capability) else (8, 0)
     properties = SimpleNamespace(multi_processor_count=num_sms)
@@ -76,7 +86,7 @@ def traced_launches(
         device_properties.cache_clear()
         try:
             with trace:
-                yield trace.described
+                yield
         finally:
             device_properties.cache_clear()
 
@@ -86,12 +96,14 @@ class _Trace(TorchFunctionMode):
 
     def __init__(self, folder: Path, target: GPUTarget):
         super().__init__()
-        self.folder, self.target, self.op = folder, target, define()
+        self.folder, self.target, self.op = folder, target, _operator()
         self.binder = functools.cache(functools.partial(binder_of, target))
         self.described: dict[str, str] = {}
         self.made: list[list[Tensor]] = []  # by the bodies that run, the innermost last
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.data_ptr:
+            return _address(args[0])
         body = operators.bodies.get(function)
         if body is None:
             result = function(*args, **(kwargs or {}))
@@ -132,7 +144,7 @@ class _Trace(TorchFunctionMode):
     def _letter(self, x: Any, type: str) -> str:
         if isinstance(x, Tensor):
             letter = "w" if self._is_made(x) else "r"
-            return letter.upper() if _is_aligned(x) else letter
+            return letter if _address(x) % 16 else letter.upper()
         return {"i32": "i", "i64": "l", "fp32": "f"}[type]
 
     def _compiled(self, launch: Launch, letters: str) -> str:
@@ -153,25 +165,26 @@ class _Trace(TorchFunctionMode):
 def _stand_in(x: Any) -> Any:
     """What a kernel is compiled for in place of an argument."""
     if isinstance(x, Tensor):
-        return _Pointer(x.dtype) if _is_aligned(x) else _UnalignedPointer(x.dtype)
+        return _Pointer(x)
     known = _constant(x)
     return UNKNOWN if isinstance(known, torch.SymInt) else known
 
 
 class _Pointer(MockTensor):
-    """Of a tensor at a multiple of 16 bytes."""
+    """A tensor, for Triton's description of arguments."""
+
+    def __init__(self, x: Tensor):
+        super().__init__(x.dtype)
+        self.address = _address(x)
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
-class _UnalignedPointer(MockTensor):
-    @staticmethod
-    def data_ptr() -> int:
-        return 1
-
-
-def _is_aligned(x: Tensor) -> bool:
-    """Whether a tensor begins at a multiple of 16 bytes if its memory does."""
+def _address(x: Tensor) -> int:
+    """Of a tensor whose memory begins at 0; 1 if a trace does not know it."""
     start = _constant(x.storage_offset())
-    return isinstance(start, int) and start * x.element_size() % 16 == 0
+    return start * x.element_size() if isinstance(start, int) else 1
 
 
 def _constant(x: Any) -> Any:
