@@ -49,7 +49,7 @@ def export_for_cuda(
 
     Args:
         kernels: the folder that gets the cubins. A program finds it by the environment variable
-            JAGGED_KERNELS. Several models may share one.
+            JAGGED_CUBINS. Several models may share one.
         capability: compute capability of the GPUs that will run the model; None: this one's.
         options: of `torch.export.export`, such as dynamic_shapes.
     """

@@ -1,6 +1,6 @@
 // Launches Triton's kernels for programs without Python: the operator in which traced models call
 // them (jagged_kernels/precompile/traced.py, which defines its arguments). Cubins lie in the folder
-// that the environment variable JAGGED_KERNELS names. CUDA's driver is loaded at the first launch,
+// that the environment variable JAGGED_CUBINS names. CUDA's driver is loaded at the first launch,
 // so that the library needs neither CUDA nor its headers.
 
 #include <dlfcn.h>
@@ -89,10 +89,10 @@ struct Kernel {
 };
 
 std::string cubin(const std::string& file) {
-  const char* folder = std::getenv("JAGGED_KERNELS");
-  STD_TORCH_CHECK(folder, "launch: JAGGED_KERNELS must be the folder of ", file, ", is not set");
+  const char* folder = std::getenv("JAGGED_CUBINS");
+  STD_TORCH_CHECK(folder, "launch: JAGGED_CUBINS must be the folder of ", file, ", is not set");
   std::ifstream stream(std::string(folder) + "/" + file, std::ios::binary);
-  STD_TORCH_CHECK(stream, "launch: JAGGED_KERNELS must be the folder of ", file, ", got ", folder);
+  STD_TORCH_CHECK(stream, "launch: JAGGED_CUBINS must be the folder of ", file, ", got ", folder);
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
