@@ -55,6 +55,7 @@ def export_for_cuda(
     """
     from jagged_kernels.precompile.traced import traced_launches
 
+    capability = capability or torch.cuda.get_device_capability()
     folder, forward = Path(kernels), model.forward
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -60,15 +60,12 @@ def _operator() -> Callable:
 
 
 @contextlib.contextmanager
-def traced_launches(folder: Path, capability: tuple[int, int] | None = None) -> Iterator[None]:
-    """Inside, operators are traced as launches, and cubins are written to the folder. capability:
-    of the GPU; None: this machine's."""
+def traced_launches(folder: Path, capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, operators are traced as launches for GPUs of this compute capability, and cubins are
+    written to the folder."""
     num_sms = 132  # a limit of grids, right for any GPU
     if torch.cuda.is_available():
-        capability = capability or torch.cuda.get_device_capability()
         num_sms = torch.cuda.get_device_properties().multi_processor_count
-    if capability is None:
-        raise ValueError("capability must be given, as there is no GPU here, got None")
     # the kernels of 8.x need neither descriptors nor instructions of later GPUs
     chosen = (8, 6) if has_small_shared_memory(capability) else (8, 0)
     properties = SimpleNamespace(multi_processor_count=num_sms)
@@ -137,9 +134,7 @@ class _Trace(TorchFunctionMode):
             values[letter.lower()].append(x)
             letters += letter
         described = self._compiled(found, letters)
-        self.op(
-            described, values["w"], values["r"], values["i"], values["f"], [*grid, 1, 1][:3]
-        )
+        self.op(described, values["w"], values["r"], values["i"], values["f"], [*grid, 1, 1][:3])
 
     def _letter(self, x: Any, type: str) -> str:
         if isinstance(x, Tensor):
