@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("triton")
 
 from jagged_kernels.precompile import traced
-from jagged_kernels.precompile.recorder import variant_of
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton.backends.nvidia import driver
@@ -123,7 +122,7 @@ def test_parameters_are_those_of_tritons_launcher(library, monkeypatch, call):
     def twice(trace, kernel, args, grid, options):
         launched(trace, kernel, args, grid, options)
         ours = [x for x in library.recorded() if "attribute" not in x]
-        variant = variant_of(kernel, trace.binder(kernel), trace.target, args, options)
+        variant = trace.variants.of(kernel, args, options)
         with torch._C.DisableTorchFunction():  # a trace counts addresses from 0
             by_triton(library, variant, args, grid, described[-1].split()[0])
         assert ours == library.recorded()

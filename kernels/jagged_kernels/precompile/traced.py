@@ -39,7 +39,7 @@ from ..common.configs import has_small_shared_memory
 from ..common.device import device_properties
 from ..common.launch import CachedLaunches
 from ..common.precompiled import entry_name
-from .recorder import Launch, binder_of, variant_of
+from .recorder import Launch, Variants
 
 SCHEMA = (
     "(str kernel, Tensor(a!)[] written, Tensor[] read, SymInt[] integers, float[] factors,"
@@ -93,8 +93,7 @@ class _Trace(TorchFunctionMode):
 
     def __init__(self, folder: Path, target: GPUTarget):
         super().__init__()
-        self.folder, self.target, self.op = folder, target, _operator()
-        self.binder = functools.cache(functools.partial(binder_of, target))
+        self.folder, self.variants, self.op = folder, Variants(target), _operator()
         self.described: dict[str, str] = {}
         self.made: list[list[Tensor]] = []  # by the bodies that run, the innermost last
 
@@ -122,25 +121,26 @@ class _Trace(TorchFunctionMode):
         leaves, spec = pytree.tree_flatten(args)
         stand_ins = pytree.tree_unflatten(map(_stand_in, leaves), spec)
         options = {name: _constant(x) for name, x in options.items()}
-        found = variant_of(kernel, self.binder(kernel), self.target, stand_ins, options)
-        signature = [x for p, x in zip(kernel.params, found.source.signature.values())]
-        types = pytree.tree_leaves(signature[: len(args)])
-        assert len(types) == len(leaves), (kernel.__name__, types, leaves)
-        letters, values = "", {"w": [], "r": [], "i": [], "l": [], "f": []}
-        for x, type in zip(leaves, types):
+        found = self.variants.of(kernel, stand_ins, options)
+        types = pytree.tree_leaves(list(found.source.signature.values())[: len(args)])
+        written, read, integers, factors, letters = [], [], [], [], ""
+        for x, type in zip(leaves, types, strict=True):
             if type == "constexpr":
                 continue
-            letter = self._letter(x, type)
-            values[letter.lower()].append(x)
+            if isinstance(x, Tensor):
+                letter, values = ("w", written) if self._is_made(x) else ("r", read)
+                letter = letter if _address(x) % 16 else letter.upper()
+            elif type in ("i32", "i64"):
+                letter, values = "i" if type == "i32" else "l", integers
+            elif type == "fp32":
+                letter, values = "f", factors
+            else:
+                raise NotImplementedError(f"{found.kernel} has a parameter of type {type}")
+            values.append(x)
             letters += letter
-        described = self._compiled(found, letters)
-        self.op(described, values["w"], values["r"], values["i"], values["f"], [*grid, 1, 1][:3])
-
-    def _letter(self, x: Any, type: str) -> str:
-        if isinstance(x, Tensor):
-            letter = "w" if self._is_made(x) else "r"
-            return letter if _address(x) % 16 else letter.upper()
-        return {"i32": "i", "i64": "l", "fp32": "f"}[type]
+        if not written:
+            raise NotImplementedError(f"{found.kernel} writes to what its operator was given")
+        self.op(self._compiled(found, letters), written, read, integers, factors, [*grid, 1, 1][:3])
 
     def _compiled(self, launch: Launch, letters: str) -> str:
         file = f"{entry_name(launch.source, launch.options)}.cubin"
