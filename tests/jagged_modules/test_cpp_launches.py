@@ -142,6 +142,8 @@ def launches_of(program):
 
 
 class Attend(torch.nn.Module):
+    """Of queries in two groups to keys."""
+
     def forward(self, q, kv, q_offsets, kv_offsets):
         k, v = kv.chunk(2, 2)
         return F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation="triton")
@@ -155,10 +157,11 @@ def test_an_exported_model_launches_for_all_sizes(library, tmp_path, monkeypatch
     def inputs(*lengths):
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         rows = int(offsets[-1])
-        return torch.randn(rows, 2, 22), torch.randn(rows, 2, 44), offsets, offsets.clone()
+        q, kv = torch.randn(2 * rows, 2, 22), torch.randn(rows, 2, 44)
+        return q, kv, torch.cat([offsets, rows + offsets[1:]]), offsets
 
     queries, rows, users = (torch.export.Dim(x) for x in ("queries", "rows", "users"))
-    shapes = {0: queries}, {0: rows}, {0: users + 1}, {0: users + 1}
+    shapes = {0: queries}, {0: rows}, {0: 2 * users + 1}, {0: users + 1}
     programs = [
         cpp_library.export_for_cuda(
             Attend(), inputs(*example), tmp_path, (9, 0), dynamic_shapes=shapes
@@ -173,7 +176,7 @@ def test_an_exported_model_launches_for_all_sizes(library, tmp_path, monkeypatch
     call = program.module()
     for lengths in [(20, 7), (1,), (0, 0, 64), (300,) * 9]:
         q, kv, q_offsets, kv_offsets = inputs(*lengths)
-        out, segments = call(q, kv, q_offsets, kv_offsets), len(lengths)
+        out, segments = call(q, kv, q_offsets, kv_offsets), 2 * len(lengths)
         assert out.shape == q.shape
         listed, attended, tails = [x.split() for x in library.recorded() if "attribute" not in x]
         pointers = [x.data_ptr() for x in (q, kv, kv[..., 22:], out)]
@@ -236,6 +239,8 @@ def test_a_layer_on_cuda_is_torchs_operators_and_launches(name, dtype, tmp_path,
     assert {str(x.target) for x in ours} == {"jagged_kernels.launch.default"}
     assert len(ours) == len(compiled) and any("fwd" in x.kernel for x in compiled)
     assert all(x.target.arch == 90 for x in compiled)
+    written = {str(x.target).split(".")[1] for node in ours for x in node.args[1]}
+    assert written <= {"new_empty", "new_zeros", "empty_like"}
     sizes = program.range_constraints.values()
     assert len(sizes) >= 3 and all(x.lower <= 2 and x.upper > 2**31 for x in sizes)
 

@@ -27,7 +27,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, library
-from torch.fx.experimental import symbolic_shapes
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from triton import knobs
@@ -108,7 +107,7 @@ class _Trace(TorchFunctionMode):
             return result
         self.made.append([])
         try:
-            with self, _sizes_stay_open():
+            with self:
                 return body(*args)
         finally:
             self.made.pop()
@@ -120,7 +119,8 @@ class _Trace(TorchFunctionMode):
         """Traces a launch."""
         leaves, spec = pytree.tree_flatten(args)
         stand_ins = pytree.tree_unflatten(map(_stand_in, leaves), spec)
-        options = {name: _constant(x) for name, x in options.items()}
+        # a number of query groups is the model's, whatever it was computed from
+        options = pytree.tree_map(lambda x: int(x) if isinstance(x, torch.SymInt) else x, options)
         found = self.variants.of(kernel, stand_ins, options)
         types = pytree.tree_leaves(list(found.source.signature.values())[: len(args)])
         written, read, integers, factors, letters = [], [], [], [], ""
@@ -184,9 +184,8 @@ def _address(x: Tensor) -> int:
 
 def _constant(x: Any) -> Any:
     """An integer of a trace that has one value, as an int."""
-    if isinstance(x, torch.SymInt) and (value := x.node.maybe_as_int()) is not None:
-        return value
-    return tuple(map(_constant, x)) if type(x) is tuple else x
+    value = x.node.maybe_as_int() if isinstance(x, torch.SymInt) else None
+    return x if value is None else value
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -195,14 +194,3 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _makes_memory(function: Any) -> bool:
     return function.__name__.startswith(("new_", "empty", "zeros", "full"))
-
-
-@contextlib.contextmanager
-def _sizes_stay_open() -> Iterator[None]:
-    """Comparisons of sizes are those of the example's, and the trace does not depend on them."""
-    mode = torch._guards.detect_fake_mode()
-    if mode is None or mode.shape_env is None:
-        yield
-        return
-    with symbolic_shapes._suppress_guards(mode.shape_env):
-        yield
