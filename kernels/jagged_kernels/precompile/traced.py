@@ -11,8 +11,8 @@ names a cubin and says how to launch it:
     i, l: the next integer, in 32 or 64 bits; f: the next number, in 32 bits
 
 Numbers of rows and segments are integers that a trace does not know: no kernel is compiled for
-their values. Where a launcher chooses by them, the example's choice stays; each is right for all.
-The kernels are the portable ones, without descriptors.
+their values, and where a launcher chooses by them, `torch.export` says so. The kernels are the
+portable ones, without descriptors.
 """
 
 from __future__ import annotations
