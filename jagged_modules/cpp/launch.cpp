@@ -97,8 +97,10 @@ std::string cubin(const std::string& file) {
 }
 
 Kernel load(const std::string& description) {
-  Kernel x;
-  std::istringstream(description) >> x.file >> x.name >> x.threads >> x.shared >> x.parameters;
+  Kernel x{};
+  std::istringstream words(description);
+  words >> x.file >> x.name >> x.threads >> x.shared >> x.parameters;
+  STD_TORCH_CHECK(words, "launch: no description of a kernel: ", description);
   const Driver& cuda = driver();
   void* loaded;
   cuda.check(cuda.cuModuleLoadData(&loaded, cubin(x.file).data()), x.file);

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,6 @@ from ..common import ops as operators
 from ..common.configs import has_small_shared_memory
 from ..common.device import device_properties
 from ..common.launch import CachedLaunches
-from ..common.precompiled import entry_name
 from .recorder import Launch, Variants
 
 SCHEMA = (
@@ -93,7 +93,7 @@ class _Trace(TorchFunctionMode):
     def __init__(self, folder: Path, target: GPUTarget):
         super().__init__()
         self.folder, self.variants, self.op = folder, Variants(target), _operator()
-        self.described: dict[str, str] = {}
+        self.described: dict[Launch, str] = {}
         self.made: list[list[Tensor]] = []  # by the bodies that run, the innermost last
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -140,21 +140,29 @@ class _Trace(TorchFunctionMode):
             letters += letter
         if not written:
             raise NotImplementedError(f"{found.kernel} writes to what its operator was given")
-        self.op(self._compiled(found, letters), written, read, integers, factors, [*grid, 1, 1][:3])
+        self.op(
+            f"{self._described(found)} {letters}",
+            written,
+            read,
+            integers,
+            factors,
+            [*grid, 1, 1][:3],
+        )
 
-    def _compiled(self, launch: Launch, letters: str) -> str:
-        file = f"{entry_name(launch.source, launch.options)}.cubin"
-        if file not in self.described:
-            with knobs.compilation.scope():
-                knobs.compilation.disable_line_info = True  # two thirds of a cubin
-                compiled = launch.compile()
-            metadata = compiled.metadata
-            if metadata.global_scratch_size or metadata.profile_scratch_size:
-                raise NotImplementedError(f"{launch.kernel} needs memory of its own")
-            (self.folder / file).write_bytes(compiled.asm["cubin"])
-            threads = 32 * metadata.num_warps
-            self.described[file] = f"{metadata.name} {threads} {metadata.shared}"
-        return f"{file} {self.described[file]} {letters}"
+    def _described(self, launch: Launch) -> str:
+        """The first words of `launch`. Writes the cubin, whose name has a hash of it."""
+        if launch in self.described:
+            return self.described[launch]
+        with knobs.compilation.scope():
+            knobs.compilation.disable_line_info = True  # two thirds of a cubin
+            compiled = launch.compile()
+        cubin, metadata = compiled.asm["cubin"], compiled.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise NotImplementedError(f"{launch.kernel} needs memory of its own")
+        file = f"{launch.kernel}-{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
+        (self.folder / file).write_bytes(cubin)
+        found = f"{file} {metadata.name} {32 * metadata.num_warps} {metadata.shared}"
+        return self.described.setdefault(launch, found)
 
 
 def _stand_in(x: Any) -> Any:
