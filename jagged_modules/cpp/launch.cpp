@@ -117,8 +117,8 @@ const Kernel& kernel_of(int device, const std::string& description) {
   static std::map<std::pair<int, std::string>, Kernel> kernels;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto key = std::make_pair(device, description);
-  const auto found = kernels.find(key);
-  return found != kernels.end() ? found->second : kernels.emplace(key, load(description)).first->second;
+  if (!kernels.count(key)) kernels[key] = load(description);
+  return kernels[key];
 }
 
 // torch's context, which a new thread does not have
@@ -142,11 +142,13 @@ union Parameter {
 };
 
 void* address_of(const Tensor& x, const Tensor& first, bool aligned, const Kernel& kernel) {
-  STD_TORCH_CHECK(x.is_cuda() == first.is_cuda() && x.get_device_index() == first.get_device_index(),
-                  "launch: ", kernel.name, " needs all tensors on one device");
+  const bool together =
+      x.is_cuda() == first.is_cuda() && x.get_device_index() == first.get_device_index();
+  STD_TORCH_CHECK(together, "launch: ", kernel.name, " needs all tensors on one device");
   void* address = x.data_ptr();
-  STD_TORCH_CHECK(!aligned || reinterpret_cast<uintptr_t>(address) % 16 == 0, "launch: ",
-                  kernel.name, " needs tensors that begin at a multiple of 16 bytes, got ", address);
+  const bool fits = !aligned || reinterpret_cast<uintptr_t>(address) % 16 == 0;
+  STD_TORCH_CHECK(fits, "launch: ", kernel.name, " needs tensors that begin at a multiple of 16",
+                  " bytes, got ", address);
   return address;
 }
 

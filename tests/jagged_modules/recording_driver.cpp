@@ -51,7 +51,8 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   return 0;
 }
 int cuFuncSetAttribute(void* function, int attribute, int value) {
-  record("%s attribute %d = %d\n", static_cast<Function*>(function)->name.c_str(), attribute, value);
+  const Function& asked = *static_cast<Function*>(function);
+  record("%s attribute %d = %d\n", asked.name.c_str(), attribute, value);
   return 0;
 }
 int cuLaunchKernelEx(const Config* x, void* function, void** parameters, void**) {
