@@ -151,33 +151,37 @@ class Attend(torch.nn.Module):
         return F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation="triton")
 
 
-def test_an_exported_model_launches_for_all_sizes(library, tmp_path, monkeypatch):
-    """The tensors and sizes of each call, none of the example's. Values of 22 columns of 44 do not
-    begin at a multiple of 16 bytes."""
+def inputs_of_attend(*lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    rows = int(offsets[-1])
+    q, kv = torch.randn(2 * rows, 2, 22), torch.randn(rows, 2, 44)
+    return q, kv, torch.cat([offsets, rows + offsets[1:]]), offsets
+
+
+@pytest.fixture
+def exported(library, tmp_path, monkeypatch):
+    """`Attend`. Values of 22 columns of 44 do not begin at a multiple of 16 bytes."""
     monkeypatch.setenv("JAGGED_CUBINS", str(tmp_path))
-
-    def inputs(*lengths):
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        rows = int(offsets[-1])
-        q, kv = torch.randn(2 * rows, 2, 22), torch.randn(rows, 2, 44)
-        return q, kv, torch.cat([offsets, rows + offsets[1:]]), offsets
-
     queries, rows, users = (torch.export.Dim(x) for x in ("queries", "rows", "users"))
     shapes = {0: queries}, {0: rows}, {0: 2 * users + 1}, {0: users + 1}
     programs = [
         cpp_library.export_for_cuda(
-            Attend(), inputs(*example), tmp_path, (9, 0), dynamic_shapes=shapes
+            Attend(), inputs_of_attend(*example), tmp_path, (9, 0), dynamic_shapes=shapes
         )
         for example in [(3, 0, 5), (64,) * 16]
     ]
-    program, launched = programs[0], [launches_of(x) for x in programs]
+    launched = [launches_of(x) for x in programs]
     assert launched[0] == launched[1] and len(launched[0]) == 3
     for description in launched[0]:
         file, *_, letters = description.split()
         library.describe(tmp_path / file, letters)
-    call = program.module()
+    return programs[0]
+
+
+def check_launches_of_attend(call, library):
+    """The tensors and sizes of each call, none of the example's."""
     for lengths in [(20, 7), (1,), (0, 0, 64), (300,) * 9]:
-        q, kv, q_offsets, kv_offsets = inputs(*lengths)
+        q, kv, q_offsets, kv_offsets = inputs_of_attend(*lengths)
         out, segments = call(q, kv, q_offsets, kv_offsets), 2 * len(lengths)
         assert out.shape == q.shape
         listed, attended, tails = [x.split() for x in library.recorded() if "attribute" not in x]
@@ -187,8 +191,19 @@ def test_an_exported_model_launches_for_all_sizes(library, tmp_path, monkeypatch
         assert [number(tails[i]) for i in (8, 10, 13)] == [out.data_ptr(), segments, len(q)]
         tiles = 2 * (-(-len(q) // 64) + segments)
         assert attended[1] == str(min(tiles, 4))  # multiprocessors that host tensors stand for
-    assert call(*inputs(0, 0)).shape == (0, 2, 22)
+    assert call(*inputs_of_attend(0, 0)).shape == (0, 2, 22)
     assert len(library.recorded()) == 2  # there are no rows to fill
+
+
+def test_an_exported_model_launches_for_all_sizes(exported, library):
+    check_launches_of_attend(exported.module(), library)
+
+
+@pytest.mark.slow
+def test_a_package_launches_for_all_sizes(exported, library, tmp_path):
+    """Without copies of what kernels write."""
+    path = torch._inductor.aoti_compile_and_package(exported, package_path=f"{tmp_path}/attend.pt2")
+    check_launches_of_attend(torch._inductor.aoti_load_package(path), library)
 
 
 class Layer(torch.nn.Module):
