@@ -11,8 +11,8 @@ names a cubin and says how to launch it:
     i, l: the next integer, in 32 or 64 bits; f: the next number, in 32 bits
 
 Numbers of rows and segments are integers that a trace does not know: no kernel is compiled for
-their values, and where a launcher chooses by them, `torch.export` says so. The kernels are the
-portable ones, without descriptors.
+their values. Where a launcher chooses by them, the example's choice stays; each is right for all.
+The kernels are the portable ones, without descriptors.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, library
+from torch.fx.experimental import symbolic_shapes
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from triton import knobs
@@ -107,7 +108,7 @@ class _Trace(TorchFunctionMode):
             return result
         self.made.append([])
         try:
-            with self:
+            with self, _sizes_stay_open():
                 return body(*args)
         finally:
             self.made.pop()
@@ -202,3 +203,14 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def _makes_memory(function: Any) -> bool:
     return function.__name__.startswith(("new_", "empty", "zeros", "full"))
+
+
+@contextlib.contextmanager
+def _sizes_stay_open() -> Iterator[None]:
+    """Comparisons of sizes are the example's, and no conditions of the exported program."""
+    mode = torch._guards.detect_fake_mode()
+    if mode is None or mode.shape_env is None:  # the tensors are no trace's
+        yield
+        return
+    with symbolic_shapes._suppress_guards(mode.shape_env):
+        yield
