@@ -38,7 +38,6 @@ class Library:
         ctypes.CDLL(str(self.driver), mode=ctypes.RTLD_GLOBAL)
         command = [x for x in cpp_library.command(library) if not x.endswith("attention.cpp")]
         subprocess.run([*command, '-DLAUNCHES_ON="CPU"'], check=True)
-        traced._operator()
         torch.ops.load_library(str(library))
 
     def recorded(self) -> list[str]:

@@ -13,11 +13,8 @@ WIDTH = 64
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    from jagged_kernels.precompile import traced
-
     out = tmp_path_factory.mktemp("library") / "libjagged_modules.so"
     cpp_library.main(["--out", str(out)])
-    traced._operator()
     torch.ops.load_library(str(out))
 
 
