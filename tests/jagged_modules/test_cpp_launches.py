@@ -198,6 +198,18 @@ def test_an_exported_model_launches_for_all_sizes(exported, library):
     check_launches_of_attend(exported.module(), library)
 
 
+def test_a_number_of_query_groups_is_the_examples(tmp_path):
+    """A kernel's constant: a condition of the exported program, unlike what is chosen by sizes."""
+    queries, rows, users, entries = map(torch.export.Dim, ("queries", "rows", "users", "entries"))
+    shapes = {0: queries}, {0: rows}, {0: entries}, {0: users + 1}
+    q, kv, q_offsets, kv_offsets = inputs_of_attend(3, 0, 5)
+    with pytest.raises(Exception, match=r"(Guard failed|violated).*\n?.*q_offsets"):
+        program = cpp_library.export_for_cuda(
+            Attend(), (q, kv, q_offsets, kv_offsets), tmp_path, (9, 0), dynamic_shapes=shapes
+        )
+        program.module()(q, kv, torch.cat([q_offsets, kv_offsets[1:] + len(q)]), kv_offsets)
+
+
 @pytest.mark.slow
 def test_a_package_launches_for_all_sizes(exported, library, tmp_path):
     """Without copies of what kernels write."""

@@ -120,8 +120,7 @@ class _Trace(TorchFunctionMode):
         """Traces a launch."""
         leaves, spec = pytree.tree_flatten(args)
         stand_ins = pytree.tree_unflatten(map(_stand_in, leaves), spec)
-        # a number of query groups is the model's, whatever it was computed from
-        options = pytree.tree_map(lambda x: int(x) if isinstance(x, torch.SymInt) else x, options)
+        options = pytree.tree_map(_constant, options)
         found = self.variants.of(kernel, stand_ins, options)
         types = pytree.tree_leaves(list(found.source.signature.values())[: len(args)])
         written, read, integers, factors, letters = [], [], [], [], ""
@@ -170,7 +169,7 @@ def _stand_in(x: Any) -> Any:
     """What a kernel is compiled for in place of an argument."""
     if isinstance(x, Tensor):
         return _Pointer(x)
-    known = _constant(x)
+    known = _known(x)
     return UNKNOWN if isinstance(known, torch.SymInt) else known
 
 
@@ -187,14 +186,22 @@ class _Pointer(MockTensor):
 
 def _address(x: Tensor) -> int:
     """Of a tensor whose memory begins at 0; 1 if a trace does not know it."""
-    start = _constant(x.storage_offset())
+    start = _known(x.storage_offset())
     return start * x.element_size() if isinstance(start, int) else 1
 
 
-def _constant(x: Any) -> Any:
+def _known(x: Any) -> Any:
     """An integer of a trace that has one value, as an int."""
     value = x.node.maybe_as_int() if isinstance(x, torch.SymInt) else None
     return x if value is None else value
+
+
+def _constant(x: Any) -> Any:
+    """A kernel's constant, such as the number of query groups: a condition of the program."""
+    if not isinstance(x, torch.SymInt):
+        return x
+    with mock.patch.object(symbolic_shapes.TLS, "suppress_guards", False, create=True):
+        return int(x)
 
 
 def _tensors(x: Any) -> list[Tensor]:
