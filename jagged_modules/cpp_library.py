@@ -10,11 +10,15 @@ newer.
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 SOURCES = Path(__file__).with_name("cpp")
 OLDEST_TORCH = 0x020B000000000000  # 2.11, as torch/headeronly/version.h writes it
@@ -31,6 +35,37 @@ def command(out: Path, march: str = "native") -> list[str]:
         f"-L{torch_folder / 'lib'}",
         *("-Wl,--as-needed", "-ltorch_cpu", "-o", str(out)),
     ]
+
+
+def export_for_cuda(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kernels: str | Path,
+    capability: tuple[int, int] | None = None,
+    **options: Any,
+) -> torch.export.ExportedProgram:
+    """As `torch.export.export`, of a model on CUDA, with our operators as launches of compiled
+    kernels, which the library makes without Python. No gradients.
+
+    Args:
+        kernels: the folder that gets the cubins. A program finds it by the environment variable
+            JAGGED_CUBINS. Several models may share one.
+        capability: compute capability of the GPUs that will run the model; None: this one's.
+        options: of `torch.export.export`, such as dynamic_shapes.
+    """
+    from jagged_kernels.precompile.traced import traced_launches
+
+    capability = capability or torch.cuda.get_device_capability()
+    folder, forward = Path(kernels), model.forward
+    folder.mkdir(parents=True, exist_ok=True)
+
+    @functools.wraps(forward)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with traced_launches(folder, capability):
+            return forward(*args, **kwargs)
+
+    with torch.no_grad(), mock.patch.object(model, "forward", traced):
+        return torch.export.export(model, args, strict=False, **options)
 
 
 def main(argv: Iterable[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Exports a ranking model as a package that programs in C++ load.
 
 python export_model.py model.pt2
+python export_model.py model.pt2 kernels/       # for CUDA, with its kernels
 """
 
 import sys
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import jagged_modules as jm
+from jagged_modules.cpp_library import export_for_cuda
 
 ITEMS, WIDTH, HEADS = 1000, 32, 2
 
@@ -46,14 +48,20 @@ def make() -> Ranker:
     return Ranker().eval()
 
 
-def export(path: str) -> None:
-    """Writes the package, for any number of users, events and candidates."""
+def export(path: str, kernels: str | None = None) -> None:
+    """Writes the package, for any number of users, events and candidates; for CUDA with a folder
+    of kernels."""
     events, users, candidates = (torch.export.Dim(x) for x in ("events", "users", "candidates"))
     shapes = {0: events}, {0: users + 1}, {0: candidates}, {0: candidates}
+    model, batch = make(), random_batch(3, 50, 7)
     with torch.no_grad():
-        program = torch.export.export(make(), random_batch(3, 50, 7), dynamic_shapes=shapes)
+        if kernels is None:
+            program = torch.export.export(model, batch, dynamic_shapes=shapes)
+        else:
+            batch = tuple(x.cuda() for x in batch)
+            program = export_for_cuda(model.cuda(), batch, kernels, dynamic_shapes=shapes)
         torch._inductor.aoti_compile_and_package(program, package_path=path)
 
 
 if __name__ == "__main__":
-    export(sys.argv[1])
+    export(*sys.argv[1:])

@@ -54,10 +54,12 @@ bool answer(int connection, const std::vector<char>& message) {
 std::vector<char> outputs_of(torch::inductor::AOTIModelPackageLoader& model,
                              const std::vector<char>& message) {
   try {
+    static const at::Device device(model.get_metadata().at("AOTI_DEVICE_KEY"));
     std::vector<at::Tensor> inputs;
     for (const c10::IValue& x : torch::jit::pickle_load(message).toList().vec())
-      inputs.push_back(x.toTensor());
-    const auto outputs = model.run(inputs);
+      inputs.push_back(x.toTensor().to(device));
+    auto outputs = model.run(inputs);
+    for (at::Tensor& x : outputs) x = x.cpu();
     return torch::jit::pickle_save(
         c10::ivalue::Tuple::create(std::vector<c10::IValue>(outputs.begin(), outputs.end())));
   } catch (const c10::Error& error) {

@@ -247,6 +247,8 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
     judges_alignment = params.implementation != "triton" and q.element_size() == 2 and not scaled
     single_rows = params.batch_invariant and params.implementation == "auto"
     capability, num_sms = device_properties(q.device)
+    # a trace of the launches (precompile/traced.py) serves every batch
+    known = not torch.compiler.is_compiling()
     problem = AttentionProblem(
         head_dim=head_dim,
         v_dim=v.shape[2],
@@ -260,13 +262,13 @@ def _select(call: AttentionCall, tile_rows: int | None, key_tile_rows: int | Non
         causal=params.mask is not None and params.mask.is_causal,
         dropout=params.dropout_seed is not None,
         batch_invariant=params.batch_invariant,
-        q_rows=q_rows,
-        q_segments=q_offsets.shape[0] - 1,
-        kv_rows=segments.num_keys(k),
-        kv_segments=kv_offsets.shape[0] - 1,
+        q_rows=q_rows if known else None,
+        q_segments=q_offsets.shape[0] - 1 if known else None,
+        kv_rows=segments.num_keys(k) if known else None,
+        kv_segments=kv_offsets.shape[0] - 1 if known else None,
         q_shared=q_shared,
         kv_shared=kv_shared,
-        self_attention=segments.is_self_attention,
+        self_attention=known and segments.is_self_attention,
         paged=pages is not None,
         scaled=scaled,
         misaligned=_misaligned(q, k, v, single_rows) if judges_alignment else (),

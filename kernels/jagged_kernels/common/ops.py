@@ -25,6 +25,7 @@ from .device import device_properties
 # not FakeTensor, SymInt, ...
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list})
 _launchers: dict[Callable, Callable] = {}  # of operators, on CUDA tensors
+bodies: dict[Callable, Callable] = {}  # of operators, as they are defined
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -60,7 +61,7 @@ def operator(
         library.impl(full_name, "CUDA", on_cuda)
         library.register_fake(full_name, fake)
         op = getattr(torch.ops.jagged_kernels, name).default
-        _launchers[op] = on_cuda
+        _launchers[op], bodies[op] = on_cuda, launcher
         return op
 
     return register

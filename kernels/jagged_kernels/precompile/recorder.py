@@ -79,41 +79,52 @@ def recorded_launches(
             yield recorder.launches
 
 
-class _Recorder:
-    """The launches on a device, and the driver that reports it."""
+class Variants:
+    """What is compiled for launches on a target."""
 
-    def __init__(self, device: torch.device):
-        self.device, self.target = device, GPUTarget("cuda", device.index, 32)
-        self.driver = SimpleNamespace(
-            get_current_device=lambda: device.index, get_current_target=lambda: self.target
-        )
-        self.backend = make_backend(self.target)
-        self.launches: list[Launch] = []
-        self.of_keys: dict[tuple, str] = {}  # the library's key of a launch → Triton's
-        self.variants: dict[tuple[str, str], Launch] = {}
+    def __init__(self, target: GPUTarget):
+        self.target, self.backend = target, make_backend(target)
+        self.found: dict[tuple[str, str], Launch] = {}
         self.binder = functools.cache(self._binder)
 
-    def _binder(self, kernel):
+    def _binder(self, kernel: JITFunction):
         return create_function_from_signature(kernel.signature, kernel.params, self.backend), {}
 
-    def record(self, kernel, args: tuple, grid: tuple, options: dict) -> None:
-        assert all(size <= 65_535 for size in grid[1:]), (kernel.__name__, grid)  # CUDA's limit
-        for x in args:
-            if hasattr(x, "block_shape"):
-                x.__post_init__()  # a descriptor's own checks, which the library leaves out
+    def of(self, kernel: JITFunction, args: tuple, options: dict) -> Launch:
+        """The variant of a kernel for these arguments and options."""
         kwargs = dict(options, debug=False, instrumentation_mode="")
         bind, keys = self.binder(kernel)
         bound, specialisation, all_options = bind(*args, **kwargs)
         variant = kernel.__name__, compute_cache_key(keys, specialisation, all_options)
-        if variant not in self.variants:
+        if variant not in self.found:
             all_options, signature, constants, attributes = kernel._pack_args(
                 self.backend, kwargs, bound, specialisation, all_options
             )
             source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
                 kernel, signature, constants, attributes
             )
-            self.variants[variant] = Launch(*variant, source, self.target, all_options.__dict__)
-        launch = self.variants[variant]
+            self.found[variant] = Launch(*variant, source, self.target, all_options.__dict__)
+        return self.found[variant]
+
+
+class _Recorder:
+    """The launches on a device, and the driver that reports it."""
+
+    def __init__(self, device: torch.device):
+        self.device, target = device, GPUTarget("cuda", device.index, 32)
+        self.driver = SimpleNamespace(
+            get_current_device=lambda: device.index, get_current_target=lambda: target
+        )
+        self.launches: list[Launch] = []
+        self.of_keys: dict[tuple, str] = {}  # the library's key of a launch → Triton's
+        self.variants = Variants(target)
+
+    def record(self, kernel, args: tuple, grid: tuple, options: dict) -> None:
+        assert all(size <= 65_535 for size in grid[1:]), (kernel.__name__, grid)  # CUDA's limit
+        for x in args:
+            if hasattr(x, "block_shape"):
+                x.__post_init__()  # a descriptor's own checks, which the library leaves out
+        launch = self.variants.of(kernel, args, options)
         key = kernel.__name__, *kernel._cache_key(self.device.index, args, options)
         # one key, one compiled kernel
         assert self.of_keys.setdefault(key, launch.specialisation) == launch.specialisation
