@@ -133,7 +133,7 @@ class Step:
         hooks of theirs."""
         device, (enabled, dtype) = self.buffers[0].device.type, self._autocast
         # not by the caller's hooks, such as checkpoint's
-        kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(*[lambda x: x] * 2)
+        kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
         autocast = torch.autocast(device, dtype, enabled, cache_enabled=False)
         with torch.set_grad_enabled(self._trained), kept_as_they_are, autocast, rehearsal():
             self._leaves = [
@@ -333,3 +333,7 @@ class _Replayed(torch.autograd.Function):
 
 
 _replay: Callable[..., tuple[Tensor, ...]] = _Replayed.apply  # pyright: ignore - unannotated in torch
+
+
+def _same(x: Any) -> Any:
+    return x

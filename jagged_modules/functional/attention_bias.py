@@ -68,7 +68,7 @@ def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -
     operands."""
     dtype = torch.promote_types(dtype, torch.float32)
     position, time = (
-        None if x is None else torch.atleast_2d(x.to(dtype).contiguous())
+        None if x is None else _by_head(x.to(dtype).contiguous())
         for x in (bias.position, bias.time)
     )
     others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
@@ -84,3 +84,7 @@ def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -
         query_timestamps=query_timestamps,
         query_shift=query_shift,
     )
+
+
+def _by_head(table: Tensor) -> Tensor:
+    return table if table.dim() == 2 else table.unsqueeze(0)

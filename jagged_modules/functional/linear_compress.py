@@ -221,9 +221,8 @@ def _check_linear_compress(
         implementation, COMPRESS_IMPLEMENTATIONS, embeddings[-1].device, reads_offsets=False
     )
     candidates = names.embeddings[-1], embeddings[-1]
-    shared = names.embeddings, [x.shape[0] for x in embeddings]
-    for name, index, *level in zip(names.indices, indices, *shared):
-        _check_index(name, index, *candidates, *level)
+    for name, index, owner, shared in zip(names.indices, indices, names.embeddings, embeddings):
+        _check_index(name, index, *candidates, owner, shared.shape[0])
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

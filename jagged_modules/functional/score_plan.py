@@ -80,8 +80,8 @@ class ScorePlan:
         x_offsets = x_offsets.clone(memory_format=torch.contiguous_format)
         y_offsets = x_offsets if same else y_offsets.clone(memory_format=torch.contiguous_format)
         p_offsets = nnf.pad((x_offsets.diff().long() * y_offsets.diff()).cumsum(0), (1, 0))
-        offsets = x_offsets, y_offsets, p_offsets
-        return cls(*offsets, *(int(x[-1]) for x in offsets))
+        totals = (int(x[-1]) for x in (x_offsets, y_offsets, p_offsets))
+        return cls(x_offsets, y_offsets, p_offsets, *totals)
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -75,7 +75,7 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
                     and not embeddings.is_folded
                     and not embeddings.is_uniform
                 ):
-                    operands = *shared.args[:2], *own.args[:2]
+                    operands: Any = (*shared.args[:2], *own.args[:2])
                     found[node] = Compression(node, *operands, (own, shared), embeddings)
                     break
     return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
@@ -258,7 +259,7 @@ class Sizes:
         for name, x in given.items():
             nodes = [node for entry in named({name: x}) for node in self.captured.inputs[entry]]
             dims = iter([self._dims(node, users) for node in nodes])
-            found[name] = dims_of(x, lambda _, dims=dims: next(dims))
+            found[name] = dims_of(x, partial(_next, dims))
         if self.batch is not None:
             found[MAP_NAME] = {0: sympy.Symbol("candidates", integer=True, positive=True)}
         return found
@@ -268,3 +269,7 @@ class Sizes:
             return None
         shape = self._shape(node, USERS if node in users else None)
         return {dim: size for dim, size in enumerate(shape) if not size.is_Integer} or None
+
+
+def _next(dims: Iterator[Any], _: Any) -> Any:
+    return next(dims)
