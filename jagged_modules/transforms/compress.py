@@ -75,8 +75,15 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
                     and not embeddings.is_folded
                     and not embeddings.is_uniform
                 ):
-                    operands: Any = (*shared.args[:2], *own.args[:2])
-                    found[node] = Compression(node, *operands, (own, shared), embeddings)
+                    found[node] = Compression(
+                        node,
+                        shared.args[0],
+                        shared.args[1],
+                        own.args[0],
+                        own.args[1],
+                        (own, shared),
+                        embeddings,
+                    )
                     break
     return found
 
