@@ -43,7 +43,7 @@ def test_wandb(tmp_path, recorded):
     metrics = train(tmp_path / "out", "--tracker", "wandb:films")
     (name, start), *logs, end = recorded
     assert (name, start["project"], start["name"], end) == ("init", "films", "out/hstu", ("end",))
-    assert start["config"]["model"] == "hstu" and start["config"]["lr"] == 1e-3
+    assert start["config"]["model"] == "hstu" and start["config"]["lr"] == 2e-3
     check_epochs([(values, named["step"]) for _, values, named in logs], metrics)
 
 

@@ -191,7 +191,7 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
         if p.kv_shared and p.kv_rows <= WHOLE_BLOCKS.get(padded_dim(p.head_dim), 0):
             selection = _with_whole_blocks(selection, p.kv_rows)
         chunks = query_chunks(p, selection.dkdv.tile, q_seqlen)
-        return dataclasses.replace(selection, query_chunks=chunks)
+        return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
 
     tile = _triton_tile(p, q_seqlen)
     chunks = query_chunks(p, tile.key, q_seqlen)
@@ -205,7 +205,7 @@ def _select_unpacked(p: AttentionProblem) -> Selection:
     )
     if p.biased:
         selection = dataclasses.replace(selection, dq=biased_dq_config(selection.dq))
-    return dataclasses.replace(selection, query_chunks=chunks)
+    return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
 
 
 # -- rules -----------------------------------------------------------------------------------------

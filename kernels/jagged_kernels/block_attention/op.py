@@ -82,7 +82,7 @@ def triton_block_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Te
 
 @operator(
     "block_attention_packed",
-    lambda qkv, *rest: _fake(qkv[:, 0]),
+    lambda qkv, *rest: _fake(qkv.unbind(1)[0]),
     f"(Tensor qkv, {_OPTIONS}) -> Tensor",
 )
 def triton_block_attention_packed(qkv: Tensor, *options: Any) -> Tensor:
