@@ -29,7 +29,7 @@ def operator(tmp_path_factory):
     cpp_library.main(["--out", str(out)])
     torch.ops.load_library(str(out))
     found = torch.ops.jagged_modules_cpp.attention_cpu.default
-    differentiate_attention(found, python._BACKWARD)
+    differentiate_attention(found, python.cpu_backward)
     return found
 
 
