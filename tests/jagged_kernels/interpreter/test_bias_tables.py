@@ -285,10 +285,9 @@ def test_extremes_of_timestamps(query_times):
             for block, stamps in enumerate(rows.split(64) if len(rows) else ()):
                 record = extremes[int(start[segment]) // 64 + segment + block]
                 assert record[:2].tolist() == [int(stamps.min()), int(stamps.max())]
-                after = (stamps - stamps.min()).to(torch.int32)  # past the end, those of the last row
-                assert torch.equal(
-                    record[2:].view(torch.int32), torch.cat([after, after[-1:].expand(64 - len(after))])
-                )
+                after = (stamps - stamps.min()).to(torch.int32)
+                after = torch.cat([after, after[-1:].expand(64 - len(after))])
+                assert torch.equal(record[2:].view(torch.int32), after)
 
 
 @pytest.mark.parametrize("threads", [None, 128])

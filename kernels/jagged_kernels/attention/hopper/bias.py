@@ -79,8 +79,19 @@ def _load_diagonals(columns, transposed):
 
 
 @gluon.constexpr_function
-def _constraints(columns):
-    return ",".join(["=&f"] * (columns // 2) + ["l"] * (columns // 2))
+def _load_columns(registers):
+    """PTX that loads a thread's columns of a row, pairs 8 columns apart. The input is the address
+    of its first column's. Triton does not know that pairs are aligned."""
+    return "\n".join(
+        f"ld.global.nc.v2.b32 {{${pair}, ${pair + 1}}}, [${registers} + {16 * pair}];"
+        for pair in range(0, registers, 2)
+    )
+
+
+@gluon.constexpr_function
+def _constraints(registers, kind):
+    """Of PTX that loads so many registers of a thread."""
+    return ",".join([f"=&{kind}"] * registers + ["l"] * registers)
 
 
 @gluon.jit
@@ -96,7 +107,7 @@ def _position_block(ptr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
     if TRANSPOSED:
         diagonals = rows - columns
     return gl.inline_asm_elementwise(
-        _load_diagonals(COLUMNS, TRANSPOSED), _constraints(COLUMNS),
+        _load_diagonals(COLUMNS, TRANSPOSED), _constraints(COLUMNS // 2, "f"),
         [(ptr + diagonals).to(gl.int64)], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2,
     )  # fmt: skip
 
@@ -223,7 +234,11 @@ def _times_of_block(bias, column, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexp
         record = bias.of_tile.query_extremes_ptr
     record += TIME_RECORD * (column // TIME_BLOCK)
     words = (record + 2).to(gl.pointer_type(gl.int32), bitcast=True) + column % TIME_BLOCK
-    columns = gl.load(words + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L)))
+    columns = gl.inline_asm_elementwise(
+        _load_columns(COLUMNS // 4), _constraints(COLUMNS // 4, "r"),
+        [(words + (gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L)) & 0x6)).to(gl.int64)],
+        dtype=gl.int32, is_pure=True, pack=COLUMNS // 4,
+    )  # fmt: skip
     rows = gl.convert_layout(bias.stamps, gl.SliceLayout(1, L)) - gl.load(record).to(gl.int32)
     return rows[:, None], columns[None, :]
 
