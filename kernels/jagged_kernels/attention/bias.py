@@ -27,7 +27,8 @@ PAD = tl.constexpr(256)  # at least the rows and columns of a block of scores to
 LEADING_SHIFT = tl.constexpr(20)
 LEADING = tl.constexpr((127 + 31) * 8 + 1)  # values of these bits for distances up to 2^31
 NEAR = tl.constexpr(2**31 - 1)  # distances below it are found by their leading bits
-TIME_BLOCK = tl.constexpr(64)  # rows that extremes of timestamps are stored of
+TIME_BLOCK = tl.constexpr(64)  # rows of a record of timestamps
+TIME_RECORD = tl.constexpr(2 + 64 // 2)  # int64 words of it
 
 
 class Bias(NamedTuple):
@@ -48,9 +49,9 @@ class Bias(NamedTuple):
             0 if a value of the bits has several boundaries. Only Hopper's kernels read entries.
         timestamps_ptr: of the keys. query_timestamps_ptr: None for the default. query_shift_ptr: of
             each segment.
-        query_extremes_ptr, key_extremes_ptr: the earliest and the latest timestamp of each
-            TIME_BLOCK rows of a segment, from block `first_time_block` on. Only Hopper's kernels
-            read them.
+        query_extremes_ptr, key_extremes_ptr: TIME_RECORD words for each TIME_BLOCK rows of a
+            segment, from block `first_time_block` on: the earliest and the latest timestamp, and
+            all less the earliest, modulo 2^32. Only Hopper's kernels read them.
     """
 
     position_ptr: tl.tensor
@@ -151,9 +152,9 @@ def bias_of_tile(bias, tile, head, num_segments, KIND: tl.constexpr):
         query_ptr = bias.query_timestamps_ptr + tile.q_start
     if bias.key_extremes_ptr is not None:
         query_block = first_time_block(tile.q_start, tile.segment)
-        query_extremes_ptr = bias.query_extremes_ptr + 2 * query_block
+        query_extremes_ptr = bias.query_extremes_ptr + TIME_RECORD * query_block
         key_block = first_time_block(tile.kv_start, kv_segment)
-        key_extremes_ptr = bias.key_extremes_ptr + 2 * key_block
+        key_extremes_ptr = bias.key_extremes_ptr + TIME_RECORD * key_block
     return BiasOfTile(
         position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr,
         entries_ptr, timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr, shift,

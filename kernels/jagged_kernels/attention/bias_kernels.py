@@ -12,6 +12,7 @@ from .bias import (
     NEAR,
     PAD,
     TIME_BLOCK,
+    TIME_RECORD,
     bias_of_tile,
     load_key_times,
     load_query_times,
@@ -96,8 +97,15 @@ def _store_extremes(ptr, first, times, num_rows):
     segment's first block."""
     blocks = first // TIME_BLOCK + tl.arange(0, TIME_BLOCKS)
     inside = blocks * TIME_BLOCK < num_rows
-    tl.store(ptr + 2 * blocks, tl.min(times, 1), mask=inside)
-    tl.store(ptr + 2 * blocks + 1, tl.max(times, 1), mask=inside)
+    records, earliest = ptr + TIME_RECORD * blocks, tl.min(times, 1)
+    tl.store(records, earliest, mask=inside)
+    tl.store(records + 1, tl.max(times, 1), mask=inside)
+    words = (records + 2).to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(
+        words[:, None] + tl.arange(0, TIME_BLOCK)[None, :],
+        (times - earliest[:, None]).to(tl.int32),
+        mask=inside[:, None],
+    )
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.configs import padded_dim
 from ..common.device import cdiv
-from .bias import LEADING, PAD, TIME_BLOCK, Bias, TableSums
+from .bias import LEADING, PAD, TIME_BLOCK, TIME_RECORD, Bias, TableSums
 from .bias_kernels import PADDED, SUMMED, bias_tables_kernel, sum_tables_kernel
 from .params import AttentionParams, empty_table_gradients
 from .segments import TiledSegments
@@ -45,7 +45,8 @@ def kernel_bias(
             q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
             rows = q_rows, params.timestamps.shape[0]
             query_extremes, key_extremes = (
-                boundaries.new_empty(x // TIME_BLOCK.value + q_offsets.shape[0], 2) for x in rows
+                boundaries.new_empty(x // TIME_BLOCK.value + q_offsets.shape[0], TIME_RECORD.value)
+                for x in rows
             )
     bias = Bias(
         position_ptr=padded,

@@ -249,7 +249,8 @@ def test_position_tables_are_padded_with_their_ends(heads, entries):
 
 @pytest.mark.parametrize("query_times", [False, True])
 def test_extremes_of_timestamps(query_times):
-    """Of each 64 rows of a segment: empty, short and long ones, with timestamps in any order."""
+    """And the timestamps after the earliest, of each 64 rows of a segment: empty, short and long
+    ones, with timestamps in any order."""
     q_lens, kv_lens, shifts = (
         [0, 5, 64, 65, 1500, 1],
         [3, 0, 200, 65, 1111, 70],
@@ -282,10 +283,11 @@ def test_extremes_of_timestamps(query_times):
             (bias.key_extremes_ptr, kv_offsets, keys),
         ):
             for block, stamps in enumerate(rows.split(64) if len(rows) else ()):
-                assert extremes[int(start[segment]) // 64 + segment + block].tolist() == [
-                    int(stamps.min()),
-                    int(stamps.max()),
-                ]
+                record = extremes[int(start[segment]) // 64 + segment + block]
+                assert record[:2].tolist() == [int(stamps.min()), int(stamps.max())]
+                after = (stamps - stamps.min()).to(torch.int32)
+                after = torch.cat([after, after[-1:].expand(64 - len(after))])
+                assert torch.equal(record[2:].view(torch.int32), after)
 
 
 @pytest.mark.parametrize("threads", [None, 128])

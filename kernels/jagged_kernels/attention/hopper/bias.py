@@ -18,6 +18,7 @@ from ..bias import (
     LEADING,
     NEAR,
     TIME_BLOCK,
+    TIME_RECORD,
     BiasOfTile,
     bias_of_tile,
     bucket_range,
@@ -78,8 +79,19 @@ def _load_diagonals(columns, transposed):
 
 
 @gluon.constexpr_function
-def _constraints(columns):
-    return ",".join(["=&f"] * (columns // 2) + ["l"] * (columns // 2))
+def _load_columns(registers):
+    """PTX that loads a thread's columns of a row, pairs 8 columns apart. The input is the address
+    of its first column's. Triton does not know that pairs are aligned."""
+    return "\n".join(
+        f"ld.global.nc.v2.b32 {{${pair}, ${pair + 1}}}, [${registers} + {16 * pair}];"
+        for pair in range(0, registers, 2)
+    )
+
+
+@gluon.constexpr_function
+def _constraints(registers, kind):
+    """Of PTX that loads so many registers of a thread."""
+    return ",".join([f"=&{kind}"] * registers + ["l"] * registers)
 
 
 @gluon.jit
@@ -95,7 +107,7 @@ def _position_block(ptr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
     if TRANSPOSED:
         diagonals = rows - columns
     return gl.inline_asm_elementwise(
-        _load_diagonals(COLUMNS, TRANSPOSED), _constraints(COLUMNS),
+        _load_diagonals(COLUMNS, TRANSPOSED), _constraints(COLUMNS // 2, "f"),
         [(ptr + diagonals).to(gl.int64)], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2,
     )  # fmt: skip
 
@@ -167,7 +179,8 @@ def bias_of_keys(kernel, tile, group_head, first, consumer: gl.constexpr, OPTION
 @gluon.jit
 def _find_ranges(of_tile, row, window, TRANSPOSED: gl.constexpr):
     """First and last bucket, in halves of a word, of the block of scores of the rows from `row` on
-    with each of RANGES blocks of columns; negative if a distance is not NEAR."""
+    with each of RANGES blocks of columns; negative if a distance is not NEAR. Bit 15: no query is
+    earlier than a key."""
     row_ptr, column_ptr, num_columns = (
         of_tile.query_extremes_ptr,
         of_tile.key_extremes_ptr,
@@ -179,17 +192,20 @@ def _find_ranges(of_tile, row, window, TRANSPOSED: gl.constexpr):
             of_tile.query_extremes_ptr,
             of_tile.q_len,
         )
-    earliest = gl.load(row_ptr + 2 * (row // TIME_BLOCK))
-    latest = gl.load(row_ptr + 2 * (row // TIME_BLOCK) + 1)
+    earliest = gl.load(row_ptr + TIME_RECORD * (row // TIME_BLOCK))
+    latest = gl.load(row_ptr + TIME_RECORD * (row // TIME_BLOCK) + 1)
     blocks = RANGES * window + gl.arange(0, RANGES, layout=LANES)
     inside = blocks * TIME_BLOCK < num_columns
-    earliest_column = gl.load(column_ptr + 2 * blocks, mask=inside, other=0)
-    latest_column = gl.load(column_ptr + 2 * blocks + 1, mask=inside, other=0)
+    earliest_column = gl.load(column_ptr + TIME_RECORD * blocks, mask=inside, other=0)
+    latest_column = gl.load(column_ptr + TIME_RECORD * blocks + 1, mask=inside, other=0)
     nearest = gl.maximum(gl.maximum(earliest - latest_column, earliest_column - latest), 0)
     farthest = gl.maximum(latest - earliest_column, latest_column - earliest)
     first = find_near_buckets(gl.minimum(nearest, NEAR - 1).to(gl.int32), of_tile)
     last = find_near_buckets(gl.minimum(farthest, NEAR - 1).to(gl.int32), of_tile)
-    return gl.where(farthest < NEAR, first | last << 16, -1)
+    ordered = earliest >= latest_column
+    if TRANSPOSED:
+        ordered = earliest_column >= latest
+    return gl.where(farthest < NEAR, first | ordered.to(gl.int32) << 15 | last << 16, -1)
 
 
 @gluon.jit
@@ -209,17 +225,22 @@ def _range_of(bias, column, TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def _distances(bias, column, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
-    """NEAR distances of a block: of timestamps modulo 2^32."""
+def _times_of_block(bias, column, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Timestamps of rows `[64, 1]` and of columns `[1, COLUMNS]`, less the earliest of the columns'
+    TIME_BLOCK, modulo 2^32."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
-    columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    record = bias.of_tile.key_extremes_ptr
     if TRANSPOSED:
-        stamps = load_query_times(bias.of_tile, columns, KIND)
-    else:
-        stamps = load_key_times(bias.of_tile, columns)
-    return gl.abs(
-        gl.convert_layout(bias.stamps, gl.SliceLayout(1, L))[:, None] - stamps.to(gl.int32)[None, :]
-    )
+        record = bias.of_tile.query_extremes_ptr
+    record += TIME_RECORD * (column // TIME_BLOCK)
+    words = (record + 2).to(gl.pointer_type(gl.int32), bitcast=True) + column % TIME_BLOCK
+    columns = gl.inline_asm_elementwise(
+        _load_columns(COLUMNS // 4), _constraints(COLUMNS // 4, "r"),
+        [(words + (gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L)) & 0x6)).to(gl.int64)],
+        dtype=gl.int32, is_pure=True, pack=COLUMNS // 4,
+    )  # fmt: skip
+    rows = gl.convert_layout(bias.stamps, gl.SliceLayout(1, L)) - gl.load(record).to(gl.int32)
+    return rows[:, None], columns[None, :]
 
 
 @gluon.jit
@@ -249,25 +270,43 @@ def _find_any_buckets(
 
 
 @gluon.jit
+def _compare(bias, column, first, last, ordered, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Time biases and buckets of a block by a comparison with each boundary between two buckets."""
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
+    edges_ptr, time_ptr = bias.of_tile.edges_ptr, bias.of_tile.time_ptr
+    buckets = gl.full([WARPGROUP_ROWS, COLUMNS], first, gl.int32, L)
+    time = gl.full([WARPGROUP_ROWS, COLUMNS], gl.load(time_ptr + first), gl.float32, L)
+    if last > first:
+        rows, columns = _times_of_block(bias, column, COLUMNS, TRANSPOSED)
+        if ordered:  # no distance is computed
+            for bucket in range(first, last):
+                edge = gl.load(edges_ptr + bucket)
+                reached = columns >= rows + edge if TRANSPOSED else columns <= rows - edge
+                time = gl.where(reached, gl.load(time_ptr + bucket + 1), time)
+                buckets = gl.where(reached, bucket + 1, buckets)
+        else:
+            distance = gl.abs(rows - columns)
+            for bucket in range(first, last):
+                reached = distance >= gl.load(edges_ptr + bucket)
+                time = gl.where(reached, gl.load(time_ptr + bucket + 1), time)
+                buckets = gl.where(reached, bucket + 1, buckets)
+    return time, buckets
+
+
+@gluon.jit
 def _time_block(bias, column, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
     """The time biases of a block, and their Buckets. Few buckets are found by a comparison with
     each boundary between them. More are found by one load per score, of an entry of 16 bytes, if no
     leading bits have two boundaries."""
     of_tile = bias.of_tile
     found = _range_of(bias, column, TRANSPOSED)
-    first, last = found & 0xFFFF, found >> 16
+    first, last = found & 0x7FFF, found >> 16
     if (found >= 0) & (last - first <= COMPARED):
-        L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
-        buckets = gl.full([WARPGROUP_ROWS, COLUMNS], first, gl.int32, L)
-        time = gl.full([WARPGROUP_ROWS, COLUMNS], gl.load(of_tile.time_ptr + first), gl.float32, L)
-        if last > first:
-            distance = _distances(bias, column, COLUMNS, TRANSPOSED, KIND)
-            for bucket in range(first, last):
-                reached = distance >= gl.load(of_tile.edges_ptr + bucket)
-                time = gl.where(reached, gl.load(of_tile.time_ptr + bucket + 1), time)
-                buckets = gl.where(reached, bucket + 1, buckets)
+        ordered = (found & 0x8000) != 0
+        time, buckets = _compare(bias, column, first, last, ordered, COLUMNS, TRANSPOSED)
     elif (found >= 0) & (gl.load(of_tile.entries_ptr + 4 * LEADING) != 0):
-        distance = _distances(bias, column, COLUMNS, TRANSPOSED, KIND)
+        rows, columns = _times_of_block(bias, column, COLUMNS, TRANSPOSED)
+        distance = gl.abs(rows - columns)
         entry = (of_tile.entries_ptr + 4 * leading_bits(distance)).to(gl.int64)
         time, buckets = gl.inline_asm_elementwise(
             """{ .reg .b32 edge, below, above, bucket, next; .reg .pred reached;
