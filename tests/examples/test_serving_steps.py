@@ -10,7 +10,6 @@ import torch
 # `make test-gpu` also runs without it
 pytest.importorskip("torchrec", reason="the programs need it")
 
-import load_serving
 from checkpoints import load_weights
 from data.event_log import Categorical
 from ranking_data import bags, keyed
@@ -103,6 +102,7 @@ def test_a_cache_in_8_bits_by_option(served, name, dtype):
     ranker = ranker_from_options(weights, parser.parse_args(arguments))
     assert ranker.cache._rows.stored_dtype == dtype and ranker.dtype == torch.float32
     given = ["--weights", str(served["hstu"]), "--cache-mb", "10", "0", "--cache-dtype", name]
+    load_serving = pytest.importorskip("load_serving", reason="it needs fastapi")
     options = load_serving.parse_arguments([*given, "--device", "cpu"])
     cached, whole = load_serving.ways_to_serve(options).values()
     assert cached.make_ranker(options).cache._rows.stored_dtype == dtype
