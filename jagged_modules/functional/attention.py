@@ -85,9 +85,9 @@ def jagged_attention(
             If None, it is built from the offsets, without a sync if they are on the device. Only
             the kernels use it.
         implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability
-            9.0, a 16-bit dtype, D and Dv that are multiples of 8, both in 40 to 64, 72 to 128 or 136
-            to 256, and rows that start at 16-byte boundaries. "auto" on CUDA uses the Hopper kernels
-            if they support the inputs and are faster, otherwise the Triton kernels. They are not
+            9.0, a 16-bit dtype, D and Dv that are multiples of 8, both in 40 to 64, 72 to 128 or
+            136 to 256, and rows that start at 16-byte boundaries. "auto" on CUDA uses Hopper's
+            kernels if they support the inputs and are faster, otherwise the Triton kernels. They are not
             faster for "gelu_taylor" above D = 64, and with a bias for very short segments,
             "gelu_taylor", and "gelu" up to D = 64. "auto" on the CPU batches segments of equal
             lengths.

@@ -134,7 +134,7 @@ class HopperConfig:
         rows_in_registers: the forward holds q in registers.
         ctas_per_sm: thread blocks that run on a multiprocessor at a time.
         v_stages: buffers of the values in dq; 0: as many as `stages`.
-        warps: of a consumer.
+        warps: of a consumer; 8 in dkdv: that of wide_dkdv.py.
         whole_blocks: in the forward and dq, without a mask: every segment has whole blocks of keys,
             at least one, and there is no code for other ends.
         dynamic_tiles: in the forward, thread blocks take tiles through a counter; otherwise the
