@@ -87,8 +87,8 @@ def jagged_attention(
         implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability
             9.0, a 16-bit dtype, D and Dv that are multiples of 8, both in 40 to 64, 72 to 128 or
             136 to 256, and rows that start at 16-byte boundaries. "auto" on CUDA uses Hopper's
-            kernels if they support the inputs and are faster, otherwise the Triton kernels. They are
-            not faster for "gelu_taylor" above D = 64, and with a bias for very short segments,
+            kernels if they support the inputs and are faster, otherwise Triton's. They are not
+            faster for "gelu_taylor" above D = 64, and with a bias for very short segments,
             "gelu_taylor", and "gelu" up to D = 64. "auto" on the CPU batches segments of equal
             lengths.
         pages: where the keys of each segment lie, if k and v are a storage of pages
