@@ -27,7 +27,7 @@ from ..segments import (
 from ..tracing import is_recording, one_call, recorded_call
 from ..validation import check_dense, check_layer_input
 from .conversions import check_lengths, longest_segment, rebuild, values_and_offsets, wait_for
-from .padding import real_rows
+from .padding import padded_to, real_rows
 from .schedules import Sizes, kept_schedule
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ class Jagged(Queries):
         rows, _ = bucket_of(self.num_rows, steps_per_octave, 8)
         if rows == self.num_rows or not (self.values.is_cuda and self.offsets.is_cuda):
             return self
-        spare = (0, 0) * (self.values.dim() - 1) + (0, rows - self.num_rows)
-        return Jagged(nn.functional.pad(self.values, spare), self.offsets, self.max_seqlen)
+        return Jagged(padded_to(self.values, rows), self.offsets, self.max_seqlen)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Jagged:
         """The Jagged with its tensors on `device`. non_blocking is that of `Tensor.to`. It shares

@@ -55,7 +55,7 @@ def rows_of_ranges(begins: Tensor, lengths: Tensor, device: torch.device) -> tup
         begins, lengths: int64 `[B]` on the host.
         device: of the results.
     """
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    offsets = pad(lengths.cumsum(0), (1, 0))
     total = int(offsets[-1])
     begins, offsets = (x.to(device, non_blocking=True) for x in (begins, offsets))
     segments, positions = segments_and_positions(offsets, total)

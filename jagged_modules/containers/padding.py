@@ -17,6 +17,11 @@ SIDES = ("right", "left")
 KEPT = ("newest", "oldest")
 
 
+def padded_to(x: Tensor, rows: int) -> Tensor:
+    """x `[n, ...]` with rows of 0 behind its own."""
+    return x if x.shape[0] == rows else pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
+
+
 def padded(
     values: Tensor,
     offsets: Tensor,

@@ -12,6 +12,7 @@ from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
 from ..bias import RelativeBias
+from ..containers.padding import padded_to
 from ..cpu.attention import attention_cpu, cpu_backward, cpu_forward, cpu_packed_backward
 from ..dropout import Dropout
 from ..masks import AttentionMask
@@ -21,7 +22,6 @@ from ..segments import RowSegments
 from ..validation import check_tensor
 from .attention_arguments import Side, parse_arguments
 from .attention_call import DEFAULT_OPTIONS, AttentionOptions, ParsedAttention, checked_call
-from .tail import padded_to
 
 
 def jagged_attention(

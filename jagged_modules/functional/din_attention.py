@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
+from ..containers.padding import padded_to
 from ..reference import din_attention_reference
 from ..scalars import check_choice, check_kind, is_sequence
 from ..segments import RowSegments, check_device, check_offsets, parse_segments
@@ -24,7 +25,7 @@ from ..unit_activations import (
 from ..validation import check_dtype, check_tensor
 from .din_node import DINCall, DINTensors, weighted_events
 from .operands import checked_operands, runs_kernels
-from .tail import entering, padded_to
+from .tail import entering
 
 
 class DINMlp(NamedTuple):

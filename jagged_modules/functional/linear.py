@@ -11,6 +11,7 @@ from torch.nn import functional as nnf
 
 from ..activations import POINTWISE
 from ..containers.offsets import rows_and_segments
+from ..containers.padding import padded_to
 from ..cpu.buckets import compute_dtype
 from ..cpu.invariant import batched_matmul_cpu, pointwise_rows_cpu
 from ..reference import jagged_dense_bmm_reference
@@ -19,7 +20,7 @@ from ..settings import is_batch_invariant
 from .matmul import jagged_dense_bmm_cpu
 from .nodes import apply
 from .operands import check_segment_matrices, checked_operands, runs_kernels
-from .tail import offsets_and_tail, padded_to, with_clean_tail, with_zero_tail, without_tail
+from .tail import offsets_and_tail, with_clean_tail, with_zero_tail, without_tail
 from .tail import runs_kernels as runs_row_kernels
 
 

@@ -6,6 +6,7 @@ from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
 from ..containers.offsets import matrix_offsets
+from ..containers.padding import padded_to
 from ..cpu.matmul import matmul_cpu, outer_cpu
 from ..reference import (
     array_jagged_bmm_reference,
@@ -17,7 +18,7 @@ from ..scalars import check_flag
 from ..settings import is_batch_invariant
 from .operands import check_segment_matrices, checked_operands, runs_kernels
 from .score_plan import ScorePlan, check_plan_rows, plan_offsets
-from .tail import offsets_and_tail, padded_to
+from .tail import offsets_and_tail
 
 
 def jagged_dense_bmm(

@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 
 from ..autocast import autocast_dtype
 from ..containers.offsets import segments_and_positions
+from ..containers.padding import padded_to
 from ..scalars import check_size
 from ..segments import check_device, check_integers, checked_offsets, values_are_checkable
 from .matmul import jagged_jagged_bmm
 from .rows import check_rows, rows_or_zeros
-from .tail import padded_to
 
 
 def jagged_sum(

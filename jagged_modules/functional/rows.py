@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
-from ..containers.padding import KEPT, SIDES, padded
+from ..containers.padding import KEPT, SIDES, padded, padded_to
 from ..scalars import check_choice, check_kind, check_size
 from ..segments import (
     check_device,
@@ -28,7 +28,7 @@ from ..segments import (
 )
 from ..tracing import is_symbolic
 from ..validation import check_dense, check_dtype, check_tensor, runs_transforms
-from .tail import copies_by_kernels, padded_to, with_clean_tail, without_tail
+from .tail import copies_by_kernels, with_clean_tail, without_tail
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 

@@ -6,12 +6,13 @@ from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
 from ..containers.offsets import matrix_offsets
+from ..containers.padding import padded_to
 from ..cpu.matmul import softmax_cpu
 from ..reference import jagged2_softmax_reference, jagged_softmax_reference
 from ..settings import is_batch_invariant
 from .operands import checked_operands, runs_kernels
 from .score_plan import ScorePlan, check_plan_rows, plan_offsets
-from .tail import offsets_and_tail, padded_to
+from .tail import offsets_and_tail
 
 
 def jagged_softmax(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..segments import checked_offsets, may_have_tail
 from ..validation import runs_transforms
@@ -91,11 +90,6 @@ def cleared(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
     from jagged_kernels.common.tail import kept_rows_on_device
 
     return kept_rows_on_device(x, end, dtype)
-
-
-def padded_to(x: Tensor, rows: int) -> Tensor:
-    """x `[n, ...]` with rows of 0 behind its own."""
-    return x if x.shape[0] == rows else pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
 
 
 def runs_kernels(x: Tensor) -> bool:
