@@ -147,13 +147,12 @@ def target_attention(
     num_users = None
     if isinstance(kv_offsets, str):
         check_shared("kv_offsets", kv_offsets)
+        where = 'a CandidateIndex where kv_offsets is "shared"'
+        check_kind("candidates", candidates, CandidateIndex, where)
     else:
         check_offsets_shape("kv_offsets", kv_offsets)
         num_users = kv_offsets.shape[0] - 1
-    if num_users is not None:
         candidates = CandidateIndex.wrap(candidates, num_users)
-    where = 'a CandidateIndex where kv_offsets is "shared"'
-    check_kind("candidates", candidates, CandidateIndex, where)
     candidates = candidates.matched(q, num_users)
     num_candidates, rows = q.shape[:2]
     queries = candidates.parsed(num_candidates, rows)
