@@ -29,11 +29,14 @@ from pathlib import Path
 import pytest
 import torch
 
-# (part of a test's name, factor of its cost): tests that compile most, and the two longest, a soak
-# test and one that builds a package.
-COMPILE_COST = {"grows_on_a_gpu": 100.0, "package_for_cuda": 100.0}
+# (part of a test's name, factor of its cost): tests that compile most, and the longest: a soak
+# test, one that builds a package, whole layers in Inductor.
+COMPILE_COST = {"grows_on_a_gpu": 100.0, "package_for_cuda": 100.0, "compiled_to_cuda_graphs": 50.0}
 COMPILE_COST |= {
+    "both_bias": 4.0,
+    "tensors_of_their_own": 4.0,
     "hopper": 3.0,
+    "din_gpu": 3.0,
     "linear_compress": 2.0,
     "attention": 2.0,
     "float32": 1.5,
