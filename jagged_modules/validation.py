@@ -138,9 +138,11 @@ def check_layer_tensor(name: str, x: Any, shape: str, projection: nn.Module) -> 
     check_layer_input(name, x, projection)
 
 
-def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
+def check_layer_input(
+    name: str, x: Tensor, projection: nn.Module, function: str = "jagged_attention"
+) -> None:
     """ValueError unless x has the device and, after autocast, the dtype of the projection's weight.
-    Not checked if that is unknown."""
+    Not checked if that is unknown. `check_dtype` for the function that the layer calls."""
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor):  # a quantised module may have a method of this name, or none
         return
@@ -151,8 +153,8 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")
     if x.dtype == weight.dtype and x.is_floating_point():  # fast path
-        return
-    if x.dtype not in FLOATS or autocast_dtype(x) != autocast_dtype(weight):
+        check_dtype(name, x, function)
+    elif x.dtype not in FLOATS or autocast_dtype(x) != autocast_dtype(weight):
         raise WrongDtype(f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}")
 
 

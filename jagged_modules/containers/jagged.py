@@ -415,7 +415,7 @@ class Jagged(Queries):
     def query_segments(self, rows_per_candidate: int) -> RowSegments:
         """The segments as those of queries. For schedules; rows_per_candidate is for the index of
         candidates."""
-        return RowSegments(self.offsets, self.host_lengths, self.num_rows)
+        return self.parsed("queries")._replace(host_lengths=self.host_lengths)
 
 
 def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
@@ -464,14 +464,16 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
         )
 
 
-def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:
-    """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]` and
-    of the projection's dtype and device."""
+def wrap_rows(
+    name: str, x: Any, width: int, projection: nn.Module, function: str = "jagged_attention"
+) -> Jagged:
+    """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]`, of
+    the projection's dtype and device, and of a dtype that the function takes."""
     jagged = x if isinstance(x, Jagged) else Jagged.wrap(x, name=name)
     values = f"{possessive(name)} values"
     if jagged.values.dim() != 2 or jagged.values.shape[1] != width:
         raise ValueError(f"{values} must have shape [L, {width}], got {list(jagged.values.shape)}")
-    check_layer_input(values, jagged.values, projection)
+    check_layer_input(values, jagged.values, projection, function)
     return jagged
 
 

@@ -139,7 +139,7 @@ def parse_levels(
         index = CandidateIndex.wrap(candidates, parents).matched(q, parents)
         keys = parse_segments(name, offsets, k.shape[0], q.device)
         operands.append((k, v))
-        levels.append(Level(index.parsed(*q.shape[:2]), keys, index, q.shape[:2]))
+        levels.append(Level(index.parsed_queries(*q.shape[:2]), keys, index, q.shape[:2]))
     if len({v.shape[1:] for _, v in operands}) != 1:
         shapes = [list(v.shape) for _, v in operands]
         raise ValueError(f"v must have the same heads and head dim in each level, got {shapes}")

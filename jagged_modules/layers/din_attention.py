@@ -237,7 +237,7 @@ class JaggedDINAttention(Layer):
         def __call__(self) -> Any: ...
 
     def _wrapped(self, name: str, x: Any) -> Jagged:
-        return wrap_rows(name, x, self.embedding_dim, self.linears[0])
+        return wrap_rows(name, x, self.embedding_dim, self.linears[0], "din_attention")
 
     def _parsed(self, targets: Any, candidates: Any, name: str, history: Jagged) -> Targets:
         """Targets of the history, which errors call `name`."""

@@ -86,7 +86,7 @@ class JaggedMLP(Layer):
         Raises:
             TypeError, ValueError: x has another type, shape, dtype or device.
         """
-        jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
+        jagged = wrap_rows("x", x, self.dims[0], self.layers[0], "jagged_linear (one weight)")
         end, dtype = jagged.end("x"), node_dtype(jagged.values, list(self.layers))
         if dtype is not None:
             return jagged.unwrap(mlp_node(self, jagged.values, end, dtype))
