@@ -24,12 +24,9 @@ _fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  
 
 def _clear_workspaces() -> None:
     """Drop the workspaces that cuBLAS keeps for each stream. Captured GEMMs then allocate theirs
-    from the graphs' pool.
-
-    Otherwise they would share those of earlier captures on the stream, which torch frees with any
-    of the graphs (https://github.com/pytorch/pytorch/issues/193402). torch's own graph trees clear
-    them too, before and after a capture.
-    """
+    from the graphs' pool. Otherwise they would share those of earlier captures on the stream, which
+    torch frees with any of the graphs (https://github.com/pytorch/pytorch/issues/193402). torch's
+    own graph trees clear them too, before and after a capture."""
     torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore - torch has no public function for it
 
 
@@ -209,8 +206,7 @@ class Step:
     def results(
         self, arguments: Arguments, capacities: Mapping[int, int], call: Call | None
     ) -> Any:
-        """The module's result for arguments that `pad` has copied. call: gets the gradients, if
-        given."""
+        """The module's result for arguments that `pad` has copied. call: gets the gradients."""
         sizes = {capacity: size for size, capacity in capacities.items()}
         leaves = [leaf.tensor for leaf in arguments.leaves]
         if call is None:
@@ -237,12 +233,9 @@ class Step:
         self, sizes: Mapping[int, int], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gradients of the leaves that want one, then of the parameters: new tensors, because
-        autograd keeps what it is given.
-
-        The graph computes those of all results. What only results without a gradient depend on gets
-        None, as without a graph: given zeros, an optimizer with momentum or weight decay would
-        change it.
-        """
+        autograd keeps what it is given. The graph computes those of all results. What only results
+        without a gradient depend on gets None, as without a graph: given zeros, an optimizer with
+        momentum or weight decay would change it."""
         for buffer, gradient in zip(self.gradients, gradients):
             if buffer is None:
                 continue
@@ -301,8 +294,7 @@ class _Constant(NamedTuple):
 
 
 class Call:
-    """A forward whose backward is to come. Only autograd's graph refers to it, so it goes when the
-    results do."""
+    """A forward whose backward is to come. Only autograd's graph refers to it."""
 
     differentiated = False
 

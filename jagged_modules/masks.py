@@ -143,8 +143,7 @@ class AttentionMask:
 
     @property
     def params(self) -> MaskParams:
-        """The fields as integers, which the kernels take. They hold whether there are num_targets,
-        not their values."""
+        """The fields as integers, for kernels: whether there are num_targets, not their values."""
         left, right = self.window or (None, None)
         return MaskParams(
             causal=int(self.causal),
@@ -291,8 +290,7 @@ def field_of_later_rows(mask: AttentionMask) -> str | None:
 
 
 def _check_length(name: str, value: int) -> None:
-    """Raise unless value is an int from 0 to 2^30: kernels add it to positions, and the sum must
-    fit int32."""
+    """Raise unless value is 0 to 2^30: kernels add it to positions, and the sum must fit int32."""
     check_size(name, value, at_least=0)
     if value > LONGEST:
         raise ValueError(f"{name} must be at most 2^30, got {value}")

@@ -325,8 +325,7 @@ class CandidateIndex(Queries):
         )
 
     def query_segments(self, rows_per_candidate: int) -> RowSegments:
-        """Each user's candidates are one query segment, with rows_per_candidate rows for each of
-        them."""
+        """Each user's candidates are a query segment, of rows_per_candidate rows for each."""
         host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
         num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
         return RowSegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
@@ -385,8 +384,7 @@ class CandidateIndex(Queries):
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """`Tensor.record_stream(stream)` of the tensors on a device. TorchRec's pipelines call
-        it."""
+        """`Tensor.record_stream` of the tensors on a device. TorchRec's pipelines call it."""
         record_stream(stream, self.offsets, self.order, self.inverse, *self._derived[1].values())
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:

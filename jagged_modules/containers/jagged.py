@@ -479,8 +479,7 @@ def wrap_rows(
 
 def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:
     """ValueError unless both have as many segments and, if both are KeyedJaggedTensors, as many
-    keys. The same keys must come in the same order.
-    """
+    keys. The same keys must come in the same order."""
     if x.num_segments != other.num_segments:
         raise ValueError(
             f"{name} and {other_name} must have the same number of segments, got {x.num_segments}"

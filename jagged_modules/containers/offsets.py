@@ -11,12 +11,9 @@ from torch.nn.functional import pad
 
 def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
     """Offsets `[total // block_size + B + 1]` that cut each segment into blocks of block_size rows,
-    counted from the segment's start.
-
-    Each block becomes a segment. Some new segments are empty: their number follows from total and
-    B, so no length is read. The blocks of segment b begin at new segment offsets[b] // block_size +
-    b.
-    """
+    counted from the segment's start. Each block becomes a segment. Some new segments are empty:
+    their number follows from total and B, so no length is read. The blocks of segment b begin at
+    new segment offsets[b] // block_size + b."""
     firsts = offsets // block_size + torch.arange(
         offsets.shape[0], dtype=offsets.dtype, device=offsets.device
     )

@@ -41,11 +41,8 @@ def softmax_forward(
     finite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores `[segments, heads, rows]`, by torch's fused
-    attention. A row that sees no key gets 0.
-
-    q, k and v must have the same head dim and a last stride of 1. finite: whether
-    `dot_products_are_finite` is known to hold.
-    """
+    attention. A row that sees no key gets 0. q, k and v must have the same head dim and a last
+    stride of 1. finite: whether `dot_products_are_finite` is known to hold."""
     options = mask, num_targets, scale
     if finite:
         return _fused_forward(q, k, v, *options)
@@ -73,11 +70,8 @@ def softmax_forward(
 
 def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
     """Rows whose softmax is NaN, `[segments, heads, rows]`: a score is NaN or infinity, or no score
-    is above -infinity.
-
-    torch's fused attention returns out = 0 and lse = 0 for a row without a score above -infinity,
-    as if it saw no key.
-    """
+    is above -infinity. torch's fused attention returns out = 0 and lse = 0 for a row without a
+    score above -infinity, as if it saw no key."""
     undefined = ~lse.isfinite()
     unseen = (lse == 0).flatten(1).any(1)
     if bool(unseen.any()):
@@ -290,17 +284,14 @@ def _ds(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation
 
 
 def _are_finite(*operands: Tensor) -> bool:
-    """False if an element is not finite, or if a norm overflows. The norm needs no temporary
-    tensor."""
+    """False if an element is not finite or a norm overflows. It needs no temporary tensor."""
     return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
 
 
 def dot_products_are_finite(scale: float, *operands: Tensor) -> bool:
-    """False if an element, or a dot product of rows of two operands, may not be finite.
-
-    torch's fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives
-    NaN for such values.
-    """
+    """False if an element, or a dot product of rows of two operands, may not be finite. torch's
+    fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives NaN for
+    such values."""
     bound = math.prod(1 + float(torch.linalg.vector_norm(x)) for x in operands)
     return bound * (1 + abs(scale)) < torch.finfo(operands[0].dtype).max
 
@@ -320,8 +311,7 @@ def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> 
 def _affected(
     q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int
 ) -> tuple[Tensor, Tensor]:
-    """Booleans `[segments, heads, rows]`: queries that are bad or see a bad key, and keys that such
-    a query sees."""
+    """`[segments, heads, rows]`: queries that are bad or see a bad key, and keys that these see."""
     group = q.shape[1] // k.shape[1]
     rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
     keys_affected = torch.zeros_like(keys, dtype=torch.bool)
@@ -338,11 +328,8 @@ def _clear(x: Tensor, rows: Tensor) -> Tensor:
 
 def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
     """p `[some, M, N]` @ x `[some, N, D]` without the hidden pairs `[M, N]`: p is 0 there, but 0 ·
-    NaN and 0 · inf are NaN.
-
-    The finite elements of x are multiplied. Then visible elements that are not finite set the
-    result to +inf, -inf or NaN.
-    """
+    NaN and 0 · inf are NaN. The finite elements of x are multiplied. Then visible elements that are
+    not finite set the result to +inf, -inf or NaN."""
     not_finite = ~x.isfinite()
     terms = (~hidden).to(x.dtype) @ not_finite.to(x.dtype)
     signs = p.sign() @ x.sign().masked_fill(~x.isinf(), 0.0)
@@ -351,8 +338,7 @@ def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:
-    """Slices of the query rows: at most `at_a_time` rows, and fewer if they have more than
-    MOST_SCORES scores."""
+    """Slices of the query rows: at most `at_a_time`, and fewer if MOST_SCORES demands it."""
     num_queries = q.shape[2]
     at_a_time = max(1, min(at_a_time, MOST_SCORES * k.shape[1] // (q.shape[1] * k.shape[2])))
     for start in range(0, num_queries, at_a_time):

@@ -238,8 +238,7 @@ def _by_kernels_or_cpu(call: AttentionCall) -> Tensor:
 
 
 def _is_for_the_cpu(x: Tensor, implementation: str) -> bool:
-    """Whether the CPU path computes, not the kernels: also for meta tensors, whose results have
-    shapes alone."""
+    """Whether the CPU path computes, also of meta tensors, whose results have shapes alone."""
     return implementation == "auto" and not x.is_cuda
 
 
@@ -268,8 +267,7 @@ def _by_definition(parsed: ParsedAttention) -> Tensor:
 
 
 def _with_schedule(call: AttentionCall, trains: bool) -> AttentionCall:
-    """The call with a schedule, which the device makes if there is none. trains: for a backward
-    too."""
+    """The call with a schedule; without one, the device makes it. trains: for a backward too."""
     if call.schedule:
         return call
     q, k, v, segments, p, _ = call

@@ -188,11 +188,8 @@ def _check_linear_compress(
     implementation: str,
     names: LevelNames,
 ) -> None:
-    """Raise unless all arguments match.
-
-    Errors about a weight call it names.weights[level]. Errors that compare another argument with it
-    call it names.owners[level].
-    """
+    """Raise unless all arguments match. Errors about a weight call it names.weights[level]. Errors
+    that compare another argument with it call it names.owners[level]."""
     first = names.weights[0]
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"

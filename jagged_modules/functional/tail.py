@@ -40,16 +40,14 @@ def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Te
 
 
 def with_clean_tail(x: Tensor, offsets: Tensor) -> Tensor:
-    """`without_tail` of a tensor that the caller has just computed: the rows behind the end are
-    overwritten in place."""
+    """`without_tail` of a tensor that the caller has just computed, in place."""
     if not (runs_kernels(x) and x.is_contiguous()):
         return without_tail(x, offsets)
     return _WithCleanTail.apply(x, offsets)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
 def entering(x: Tensor, end: Tensor | None) -> Tensor:
-    """A layer's input, cleared. Its gradient is 0 behind the end anyway, because that of the result
-    is."""
+    """A layer's input, cleared. Its gradient is 0 behind the end, as that of the result is."""
     return x if end is None else without_tail(x, end, clears_gradient=False)
 
 

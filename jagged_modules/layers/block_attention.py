@@ -143,12 +143,9 @@ class BlockDiagonalSelfAttention(Layer):
 
 class _RotaryTables(nn.Module):
     """The buffers cos and sin `[max_seqlen, head_dim / 2]`. They stay fp32 when the layer's dtype
-    changes; only their device changes.
-
-    If the layer is built on the meta device, they are on the host: DistributedModelParallel zeroes
-    buffers on meta and resets only modules that own parameters. It moves host buffers to the device
-    with the rest of the model.
-    """
+    changes; only their device changes. If the layer is built on the meta device, they are on the
+    host: DistributedModelParallel zeroes buffers on meta and resets only modules that own
+    parameters. It moves host buffers to the device with the rest of the model."""
 
     cos: Tensor
     sin: Tensor

@@ -235,8 +235,7 @@ class _Node(torch.autograd.Function):
 def attention_part(
     ctx: Any, inputs: NodeInputs, call: GDPACall
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The layer's result, or a block's, and what `attention_part_gradients` reads, besides numbers
-    on ctx."""
+    """The result of a layer or block, and what `attention_part_gradients` reads besides ctx."""
     ctx.x_dtype, ctx.dtype = inputs.x.dtype, inputs.out_weight.dtype
     ctx.residual, (end, _) = call.residual, call.ends
 

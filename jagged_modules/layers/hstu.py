@@ -329,10 +329,7 @@ class HSTULayer(Layer):
         self, name: str, x: Jagged, cache: Jagged, cache_timestamps: Tensor | None
     ) -> None:
         """TypeError or ValueError unless the cache has the shape, dtype and device of this layer's
-        keys and values, and one segment per segment of x.
-
-        Errors call x `name`.
-        """
+        keys and values, and one segment per segment of x. Errors call x `name`."""
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
         width = self.head_dim + self.linear_dim

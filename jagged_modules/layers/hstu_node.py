@@ -119,8 +119,7 @@ def takes_kernels(layer: HSTULayer, x: Tensor) -> bool:
 
 
 def dropout_seed(layer: HSTULayer, x: Tensor) -> Tensor | None:
-    """A seed from torch's generator of the device, which CUDA graphs replay; None if nothing is
-    dropped."""
+    """A seed of the device's generator, which CUDA graphs replay; None if nothing is dropped."""
     if not (layer.dropout.training and layer.dropout.p):
         return None
     return torch.randint(2**62, (), device=x.device)

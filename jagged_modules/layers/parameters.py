@@ -34,10 +34,8 @@ def in_heads(name: str, x: Tensor, *sizes: int) -> Tensor:
 
 def check_columns(name: str, x: Tensor, columns: int) -> None:
     """ValueError unless x, the result of the projection `name`, has all columns in a plain tensor.
-    Tensor parallel plans may shard them.
-
-    A shard does not hold whole heads, because projections are packed: half of `[k | v]` is k.
-    """
+    Tensor parallel plans may shard them. A shard does not hold whole heads, because projections are
+    packed: half of `[k | v]` is k."""
     distributed = sys.modules.get("torch.distributed.tensor")
     is_sharded = distributed is not None and isinstance(x, distributed.DTensor)
     if is_sharded or x.shape[-1] != columns:

@@ -143,8 +143,7 @@ def _with_candidates(
 
 
 def _checked(targets: Any, projection: nn.Module, width: int, dim: int, shape: str) -> Any:
-    """Targets with `dim` dimensions, which the projection takes. Errors give `shape` as the
-    expected shape."""
+    """Targets of `dim` dimensions, which the projection takes. Errors give `shape` as expected."""
     check_layer_tensor("targets", targets, shape, projection)
     if targets.dim() != dim or targets.shape[-1] != width:
         raise ValueError(

@@ -369,8 +369,7 @@ class PagedHistoryCache:
                     self._last_copy = torch.cuda.current_stream(self._rows.device).record_event()
 
     def _current_weights(self) -> int:
-        """The version of the layer's parameters and buffers: equal while nobody writes to them or
-        replaces them."""
+        """Of the layer's parameters and buffers: equal while nobody writes to or replaces them."""
         layer: Any = self.layer
         parts = (
             vars(x)[kind].values()
@@ -417,8 +416,7 @@ class PagedHistoryCache:
         return self._table
 
     def _wait_for_readers(self) -> None:
-        """Before a write: wait for the streams that read the pages of histories that exist no
-        more."""
+        """Before a write: wait for the streams that read pages of histories that are gone."""
         while self._readers:
             stream = self._readers.pop()
             torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -461,8 +459,7 @@ class PagedHistoryCache:
         return self._history(layers)
 
     def _with_room(self, known: Sequence[UserPages], ranges: Sequence[RowRange]) -> HistoryCache:
-        """The rows of these users from the start of their pages, with these ranges after them as
-        room."""
+        """The users' rows from the start of their pages, with these ranges after them as room."""
         layers = self._rows.in_pages(known, [x.begin for x in ranges])
         for layer, room in zip(layers, self._rows.rooms(known, ranges)):
             layer.room = room

@@ -29,10 +29,8 @@ class CacheFull(ValueError):
 
 @dataclasses.dataclass
 class UserPages:
-    """The pages of one user: rows first to first + length of them.
-
-    weights: the version of the weights that computed the rows.
-    """
+    """The pages of one user: rows first to first + length of them. weights: the version of the
+    weights that computed the rows."""
 
     weights: int
     pages: array[int] = dataclasses.field(default_factory=lambda: array("q"))

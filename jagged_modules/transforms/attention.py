@@ -136,8 +136,7 @@ def _is_supported(match: TargetAttention, analysis: Analysis) -> bool:
 
 
 def _is_plain(match: TargetAttention) -> bool:
-    """Whether the operands have one dtype (softmax can convert) and batches that torch does not
-    broadcast."""
+    """Whether the operands have one dtype (softmax can convert) and batches of one size."""
     operands = match.query, match.key, match.value
     queries, keys, values = (shape_of(x.meta["val"])[:-2] for x in operands)
     dtypes = {x.meta["val"].dtype for x in (match.node, *operands)}

@@ -47,8 +47,7 @@ class Compression:
 
     @property
     def reads(self) -> set[tuple[fx.Node, fx.Node]]:
-        """As of `TargetAttention`: none, because the product with the users' embeddings has a
-        lineage itself."""
+        """None: the product with the users' embeddings has a lineage itself."""
         return set()
 
 

@@ -176,8 +176,7 @@ class Emitter:
 
     def _check_inputs(self, placeholders: Sequence[fx.Node]) -> None:
         """Check what the capture holds for: numbers among the inputs and their sizes, and sizes
-        that occur twice. Those of the batch are compared by checked_map.
-        """
+        that occur twice. Those of the batch are compared by checked_map."""
         of_batch: set[Size] = set()
         if self.batch is not None:
             inputs = self.batch.map, *self.batch.users, *self.batch.candidates

@@ -117,8 +117,7 @@ def _options(call: Any) -> dict[str, Any] | None:
 
 
 def _of_segments(call: Call, attention: Any, names: str) -> Lineage | None:
-    """The common lineage of operands, whose rows are segments of the lengths that the offsets
-    say."""
+    """The common lineage of operands, whose rows are segments of the offsets' lengths."""
     lineages = []
     for name in names:
         offsets = attention.segments.q_offsets if name == "q" else attention.segments.kv_offsets

@@ -120,10 +120,8 @@ def compress(
 
 
 def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:
-    """The candidates by user, for all attentions of a graph. `users` has one row per user.
-
-    The index has one more user without candidates, to whom the hidden keys belong.
-    """
+    """The candidates by user, for all attentions of a graph. `users` has one row per user. The
+    index has one more user without candidates, to whom the hidden keys belong."""
     return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0] + 1)
 
 

@@ -21,8 +21,7 @@ WHOLE = 2**62  # an end of a slice that no dimension reaches
 
 @rule("view.default", "_unsafe_view.default", "reshape.default")
 def view(call: Call) -> Moved | None:
-    """Keeps the order of elements: the rows stay one factor of one dimension, or there is no
-    rule."""
+    """Keeps the order of elements. No rule unless the rows stay one factor of one dimension."""
     lineage = call.lineage(call["self"])
     after = lineage and refold(lineage, call.shape(call["self"]), call.shape())
     if after is None or any(size == 0 for size in call.shape()):  # -1 would be any size

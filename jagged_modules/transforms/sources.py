@@ -131,8 +131,7 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
 
 def find_uniform(call: Call) -> Moved | None:
     """A result whose rows are all the same along a dimension: expand, zeros, ones, full. Its base
-    has one row. x.new_zeros and the like read the dtype and the device of x alone.
-    """
+    has one row. x.new_zeros and the like read the dtype and the device of x alone."""
     name, shape = str(call.target._schema.name), call.shape()
     if name == "aten::expand" and call.only():
         own = call.shape(call["self"])

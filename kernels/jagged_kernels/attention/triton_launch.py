@@ -193,11 +193,8 @@ def _descriptors(
     tma: bool, align: int, *blocks: tuple[Tensor, int]
 ) -> list[TensorDescriptor | None]:
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), if rows start at 16-byte
-    boundaries; None without TMA.
-
-    A tensor without rows gets a descriptor of one row that is never read: without descriptors
-    another kernel would be compiled.
-    """
+    boundaries; None without TMA. A tensor without rows gets a descriptor of one row that is never
+    read: without descriptors another kernel would be compiled."""
     if not tma:
         return [None] * len(blocks)
     tensors = [

@@ -101,11 +101,8 @@ def _launch(
     shared: Sequence[SharedLevel],
     batch_invariant: bool,
 ) -> None:
-    """Launch for shared levels, the candidates, or both.
-
-    The K steps between which a tile adds shared results depend on its height, so batch_invariant
-    uses tall tiles only.
-    """
+    """Launch for shared levels, the candidates, or both. The K steps between which a tile adds
+    shared results depend on its height, so batch_invariant uses tall tiles only."""
     m_tiles, n_tiles, config = tiling.m_tiles, tiling.n_tiles, tiling.config
     num_sms = device_properties(state.device).num_sms
     tall_tiles = cdiv(m_tiles, 3)

@@ -125,8 +125,7 @@ def _problem(
 def _shared_gemm(
     weight: Tensor, embedding: Tensor, config: GemmConfig, batch_invariant: bool
 ) -> Tensor:
-    """A shared level's result in fp32, which the candidates' GEMM adds in its epilogue. weight:
-    with aligned rows."""
+    """A shared level's result in fp32, for the candidates' GEMM. weight: with aligned rows."""
     (batch, _, n), m, device = embedding.shape, weight.shape[0], embedding.device
     num_tiles = batch * cdiv(m, 128) * cdiv(n, 256)
     if (

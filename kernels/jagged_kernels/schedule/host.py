@@ -197,11 +197,9 @@ def _check_options(sizes: dict[str, int], head_dim: int, key_tiles: bool, mask: 
 
 
 class _Side(NamedTuple):
-    """The side whose tiles are listed.
-
-    lengths, other_lengths: of its segments, and of those that a tile loops over. blocks: rows of a
-    tile and of a block that it visits. key_tiles: whether it is the keys.
-    """
+    """The side whose tiles are listed. lengths, other_lengths: of its segments, and of those that a
+    tile loops over. blocks: rows of a tile and of a block that it visits. key_tiles: whether it is
+    the keys."""
 
     lengths: Tensor
     other_lengths: Tensor
@@ -238,10 +236,7 @@ def _tiles(side: _Side, num_heads: int, query_groups: int) -> tuple[Tensor, int]
 
 def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int) -> int:
     """The number of query groups: num_queries / num_keys, 1 if both are 0. queries, keys: names of
-    the arguments in errors.
-
-    ValueError if it is not an integer.
-    """
+    the arguments in errors. ValueError if it is not an integer."""
     if num_queries == num_keys:
         return 1
     if num_queries == 0 or num_keys == 0 or num_queries % num_keys:

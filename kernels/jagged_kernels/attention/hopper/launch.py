@@ -101,15 +101,13 @@ def _factors(params: AttentionParams, dtype: torch.dtype) -> tuple[float, float]
 
 
 def _grid(tiles: Tensor, config: HopperConfig) -> tuple[int, ...]:
-    """As many thread blocks as run at a time, or one per tile if there are fewer; `()`, no launch,
-    without tiles."""
+    """As many thread blocks as run at a time, at most one per tile; `()` without tiles."""
     blocks = min(device_properties(tiles.device).num_sms * config.ctas_per_sm, tiles.shape[0])
     return (blocks,) if blocks else ()
 
 
 def _result_descriptor(x: Tensor) -> TensorDescriptor | None:
-    """TMA descriptor for stores of 64 rows; None for fp32 partial sums, which are stored from
-    registers."""
+    """TMA descriptor for stores of 64 rows; None for fp32 sums, stored from registers."""
     return None if x.dtype == torch.float32 else head_descriptor(x, WARPGROUP_ROWS.value)
 
 
@@ -278,8 +276,7 @@ class _Backward:
         sums.write(grads.dq, keys, params.segment_scale, factor, params.output_scale)
 
     def short_queries(self, segments: TiledSegments, next_tile: Tensor) -> None:
-        """dq, dk and dv of the segments that `segments`, whose tiles are listed, leaves out as
-        short."""
+        """dq, dk, dv of the segments that `segments`, with listed tiles, leaves out as short."""
         config = self.selection.short_queries
         tiles, num_tiles, _ = segments.tiles
         if blocks := _grid(tiles, config):
