@@ -41,12 +41,9 @@ def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 def host_operator(
     name: str, fake: Callable[..., object], no_derivative: str | None = None
 ) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """Decorator: register the body as an operator of host tensors, `in_own_dtypes`.
-
-    Args:
-        fake: same arguments, makes outputs of the right shape and dtype without looking at data.
-        no_derivative: what the error of the operator's backward says, if it must have none.
-    """
+    """Decorator: register the body as an operator of host tensors, `in_own_dtypes`. fake: same
+    arguments, makes outputs of the right shape and dtype without looking at data. no_derivative:
+    what the error of the operator's backward says, if it must have none."""
 
     def no_backward(*_: object) -> None:
         raise RuntimeError(no_derivative)

@@ -46,12 +46,7 @@ def positions_in_segments(offsets: Tensor, total: int) -> Tensor:
 
 def rows_of_ranges(begins: Tensor, lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows begins[b] to begins[b] + lengths[b] of each b, one range after another, and the offsets
-    `[B + 1]` of the ranges.
-
-    Args:
-        begins, lengths: int64 `[B]` on the host.
-        device: of the results.
-    """
+    `[B + 1]` of the ranges. begins, lengths: int64 `[B]` on the host. device: of the results."""
     offsets = pad(lengths.cumsum(0), (1, 0))
     total = int(offsets[-1])
     begins, offsets = (x.to(device, non_blocking=True) for x in (begins, offsets))

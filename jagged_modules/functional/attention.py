@@ -214,12 +214,8 @@ def attention_arguments(
     options: AttentionOptions,
 ) -> Arguments:
     """The arguments of attention's operators for the self-attention of rows that a caller computes
-    later: all but q, k and v, in whose place are tensors of their shapes.
-
-    Args:
-        like: `[]`, of the dtype and device of q, k and v.
-        q_shape: of q and of k. v_shape: of v.
-    """
+    later: all but q, k and v, in whose place are tensors of their shapes. like: `[]`, of the dtype
+    and device of q, k and v. q_shape: of q and of k. v_shape: of v."""
     from jagged_kernels.attention.op import operator_arguments
 
     q, v = like.expand(q_shape), like.expand(v_shape)

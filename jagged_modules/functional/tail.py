@@ -27,12 +27,8 @@ def offsets_and_tail(
 
 def without_tail(x: Tensor, offsets: Tensor, clears_gradient: bool = True) -> Tensor:
     """A copy of x `[rows, ...]` with 0 in the rows from offsets[-1] on, and 0 in the gradient of
-    these rows. A NaN there is not read.
-
-    Args:
-        offsets: `[B + 1]` in their normal form.
-        clears_gradient: False where the gradient is 0 there already, which saves a pass over it.
-    """
+    these rows. A NaN there is not read. offsets: `[B + 1]` in their normal form. clears_gradient:
+    False where the gradient is 0 there already, which saves a pass over it."""
     if not runs_kernels(x):
         behind = torch.arange(x.shape[0], device=x.device) >= offsets.select(0, -1)
         return x.masked_fill(behind.view(-1, *[1] * (x.dim() - 1)), 0)

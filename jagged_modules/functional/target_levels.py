@@ -246,12 +246,9 @@ def _sums_of_keys(level: Level, lse: Tensor) -> Tensor:
 
 
 def _combined(outs: Sequence[Tensor], sums: Tensor, of_kernels: bool) -> tuple[Tensor, Tensor]:
-    """O `[num_candidates, n_q, H, Dv]` and lse `[num_candidates, n_q, H]` of all levels.
-
-    Args:
-        outs: O of each level.
-        sums: `[levels, num_candidates, n_q, H]`, their lse. of_kernels: whether in base 2.
-    """
+    """O `[num_candidates, n_q, H, Dv]` and lse `[num_candidates, n_q, H]` of all levels. outs: O of
+    each level. sums: `[levels, num_candidates, n_q, H]`, their lse. of_kernels: whether in base
+    2."""
     exp, log = (torch.exp2, torch.log2) if of_kernels else (torch.exp, torch.log)
     top = sums.amax(0)
     top = top.where(top != float("-inf"), 0.0)

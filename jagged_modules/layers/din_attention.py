@@ -304,12 +304,7 @@ class JaggedDINAttention(Layer):
 
 class HiddenUnits(nn.Module):
     """Parameters of the activation of a layer's units: slopes of PReLU, or alpha and batch norm of
-    Dice.
-
-    Args:
-        size: units.
-        norm: eps, momentum and affine of Dice's batch norm; None: PReLU.
-    """
+    Dice. size: units. norm: eps, momentum and affine of Dice's batch norm; None: PReLU."""
 
     def __init__(
         self,

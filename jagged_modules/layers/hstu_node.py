@@ -141,12 +141,8 @@ def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
 
 
 def hstu_node(layer: HSTULayer, x: Tensor, end: Tensor | None, arguments: Arguments) -> Tensor:
-    """The layer's update of rows x.
-
-    Args:
-        end: of the rows, if only the device knows it: see `functional/tail.py`.
-        arguments: of attention's operator. Its q, k and v are not read.
-    """
+    """The layer's update of rows x. end: of the rows, if only the device knows it: see
+    `functional/tail.py`. arguments: of attention's operator. Its q, k and v are not read."""
     plan = Plan(
         layer.num_heads,
         layer.linear_dim,

@@ -112,12 +112,7 @@ class Cost:
 
 
 class Costs:
-    """Costs of the values of a graph.
-
-    Args:
-        analysis: of the graph.
-        estimate: the value of a size.
-    """
+    """Costs of the values of a graph. analysis: of the graph. estimate: the value of a size."""
 
     def __init__(self, analysis: Analysis, estimate: Callable[[Size], int]) -> None:
         self.analysis, self.estimate = analysis, estimate

@@ -143,11 +143,8 @@ def cheapest(costs: Sequence[Mapping[Point, float]], tolerance: float) -> tuple[
 
 
 class Sizes:
-    """The sizes of the values of a new graph.
-
-    Args:
-        captured, batch, analysis, decisions: what the new graph was made of.
-    """
+    """The sizes of the values of a new graph. captured, batch, analysis, decisions: what the new
+    graph was made of."""
 
     def __init__(
         self, captured: Captured, batch: Batch | None, analysis: Analysis, decisions: Decisions

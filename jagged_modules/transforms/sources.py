@@ -19,13 +19,8 @@ CREATORS = [f"aten::{new}{name}" for new in ("", "new_") for name in ("zeros", "
 
 
 class Source:
-    """A value that repeats rows of `operand`.
-
-    Attributes:
-        operand: the tensor whose rows are repeated.
-        lineage: of the value. It extends the operand's own lineage, if that is along the same
-            dimension.
-    """
+    """A value that repeats rows of `operand`. operand: the tensor whose rows are repeated. lineage:
+    of the value. It extends the operand's own lineage, if that is along the same dimension."""
 
     def __init__(self, operand: fx.Node, lineage: Lineage) -> None:
         self.operand, self.lineage = operand, lineage
