@@ -207,8 +207,7 @@ def _write_gradients(
     if selection.backend == "hopper":
         from .hopper.launch import backward
 
-        workspace = params.workspace
-        return backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
+        return backward(operands, grads, queries, keys, params, kv_shared, selection)
     bias = kernel_bias(params)
     dtables = triton_dq(operands, grads, queries, params, bias, selection)
     triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)

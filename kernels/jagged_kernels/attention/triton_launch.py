@@ -121,22 +121,11 @@ def triton_dkdv(
 
 
 def _call(segments: TiledSegments, tiles: Tensor, q: Tensor, params: AttentionParams) -> Call:
-    act_factor, dact_factor = activation_factors(
-        params.activation, q.dtype == torch.bfloat16, params.scale
-    )
+    factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     return Call(
-        segments.q_offsets,
-        segments.kv_offsets,
-        tiles,
-        params.num_targets,
-        params.segment_scale,
-        params.scale,
-        act_factor,
-        dact_factor,
-        params.output_scale,
-        params.dropout_seed,
-        params.dropout_threshold,
-    )
+        segments.q_offsets, segments.kv_offsets, tiles, params.num_targets, params.segment_scale,
+        params.scale, *factors, params.output_scale, params.dropout_seed, params.dropout_threshold,
+    )  # fmt: skip
 
 
 def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:

@@ -178,17 +178,12 @@ def _all_levels(
     shared = [SharedLevel(*level, result) for level, result in zip(shared, results)]
     workers = device_properties(out.device).num_sms * config.ctas_per_sm
     linear_compress_fwd_levels_kernel[(min(firsts[-1] * tiles, workers),)](
-        *(weight, embedding, out),
-        *(tuple(shared), tuple(indices), state),
+        weight, embedding, out, tuple(shared), tuple(indices), state,
         *_descriptors(weight.unsqueeze(0), embedding, options[-1].tail_m, config),
-        strides,
-        encoded(firsts),
-        OPTIONS=options[-1],
-        DEPTHS=tuple(x.k for x in options[:-1]),
+        strides, encoded(firsts), OPTIONS=options[-1], DEPTHS=tuple(x.k for x in options[:-1]),
         ALIGNS=tuple(x.align for x in options[:-1]),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -238,15 +233,10 @@ def _gemm(
     align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
     options = _options(weight[0], embedding, config, align)
     linear_compress_fwd_kernel[(min(tiles, workers),)](
-        *(weight, embedding, out),
-        *(tuple(addends), tuple(indices)),
-        *_descriptors(weight, embedding, options.tail_m, config),
-        batch,
-        tuple(strides),
-        OPTIONS=options,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        weight, embedding, out, tuple(addends), tuple(indices),
+        *_descriptors(weight, embedding, options.tail_m, config), batch, tuple(strides),
+        OPTIONS=options, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return out
 
 
@@ -372,15 +362,12 @@ def _weight_gradient(
     align, strides = aligned_strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
     blocks = config.block_m, config.block_k, config.block_n  # it sums over N
     linear_compress_bwd_dw_kernel[(tiles, parts)](
-        *(gradient, embedding, partial),
+        gradient, embedding, partial,
         _descriptor(gradient, config.block_m, config.block_k, config),
-        _descriptor(embedding, config.block_n, config.block_k, config),
-        batch,
-        *strides,
+        _descriptor(embedding, config.block_n, config.block_k, config), batch, *strides,
         OPTIONS=Options(m, k, n, *blocks, align=align, precision=precision(embedding)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return partial.sum(0).to(dtype)
 
 
