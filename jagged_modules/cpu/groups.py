@@ -111,17 +111,9 @@ def groups_of(num_heads: int, ordered: Ordered) -> Iterator[Group]:
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
             scores = num_heads * num_queries * num_keys * len(q_starts)
             yield Group(
-                rows,
-                q_rows,
-                kv_rows,
-                (mask if query_group == 0 else None, t),
-                query_group,
-                query_group == 0 and not by_rows,
-                shift,
-                scores,
-                firsts,
-                places[0],
-            )
+                rows, q_rows, kv_rows, (mask if query_group == 0 else None, t), query_group,
+                query_group == 0 and not by_rows, shift, scores, firsts, places[0],
+            )  # fmt: skip
 
 
 def take(x: Tensor, rows: Rows) -> Tensor:

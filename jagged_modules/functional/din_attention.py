@@ -176,14 +176,10 @@ def attend_by_mlp(
         )),
     )  # fmt: skip
     call = DINCall(
-        queries.offsets,
-        keys.offsets,
-        mlp.activation,
-        mlp.normalize == "softmax",
-        len(mlp.weights) - 1,
-        kernels,
+        queries.offsets, keys.offsets, mlp.activation, mlp.normalize == "softmax",
+        len(mlp.weights) - 1, kernels,
         mlp.activation == "dice" and units is not None and units.uses_batch,
-    )
+    )  # fmt: skip
     return weighted_events(tensors, call, units)
 
 

@@ -273,13 +273,9 @@ class JaggedDINAttention(Layer):
                 f" {[(type(x).__name__, type(y).__name__) for x, y in zip(linears, weights)]}"
             )
         return DINMlp(
-            [autocast(x.weight) for x in linears],
-            [autocast(x.bias) for x in linears],
-            self.activation,
-            self.normalize,
-            self.features,
-            self._unit_parameters(),
-        )
+            [autocast(x.weight) for x in linears], [autocast(x.bias) for x in linears],
+            self.activation, self.normalize, self.features, self._unit_parameters(),
+        )  # fmt: skip
 
     def _unit_parameters(self) -> UnitParameters | None:
         if self.activation not in WITH_PARAMETERS:
@@ -291,15 +287,10 @@ class JaggedDINAttention(Layer):
         norms = [x.norm for x in units]
         affine = norms[0].affine
         return UnitParameters(
-            slopes,
-            [x.weight for x in norms] if affine else None,
-            [x.bias for x in norms] if affine else None,
-            [x.running_mean for x in norms],
-            [x.running_var for x in norms],
-            self.training,
-            norms[0].momentum,
-            norms[0].eps,
-        )
+            slopes, [x.weight for x in norms] if affine else None,
+            [x.bias for x in norms] if affine else None, [x.running_mean for x in norms],
+            [x.running_var for x in norms], self.training, norms[0].momentum, norms[0].eps,
+        )  # fmt: skip
 
 
 class HiddenUnits(nn.Module):

@@ -172,15 +172,10 @@ def node_arguments(
     weight, bias = (None, None) if norm is None else norm_parameters(norm)
     inputs = NodeInputs(x, sides.context, weight, bias, *projections, *of_heads)
     call = GDPACall(
-        dtype,
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.head_dim,
-        *sides[1:],
-        in_training(layer.dropout, layer.dropout.p),
-        residual,
+        dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim, *sides[1:],
+        in_training(layer.dropout, layer.dropout.p), residual,
         None if qk_eps is None else as_constant(qk_eps),
-    )
+    )  # fmt: skip
     return *inputs, call
 
 

@@ -75,14 +75,9 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
                     and not embeddings.is_uniform
                 ):
                     found[node] = Compression(
-                        node,
-                        shared.args[0],
-                        shared.args[1],
-                        own.args[0],
-                        own.args[1],
-                        (own, shared),
-                        embeddings,
-                    )
+                        node, shared.args[0], shared.args[1], own.args[0], own.args[1],
+                        (own, shared), embeddings,
+                    )  # fmt: skip
                     break
     return found
 

@@ -289,20 +289,10 @@ def unpack(*arguments: Any) -> tuple[AttentionCall, TileList, TileList]:
     workspace, rows, key_rows = [None if x < 0 else x for x in optional]
     scale, output_scale, *dropout = factors
     params = AttentionParams(
-        scale,
-        activation,
-        None if mask is None else MaskParams(*mask),
-        output_scale,
-        bool(o.batch_invariant),
-        implementation,
-        workspace,
-        bool(o.table_gradients),
-        t.num_targets,
-        t.segment_scale,
-        *bias,
-        *dropout,
-        dropout_seed=t.dropout_seed,
-    )
+        scale, activation, None if mask is None else MaskParams(*mask), output_scale,
+        bool(o.batch_invariant), implementation, workspace, bool(o.table_gradients), t.num_targets,
+        t.segment_scale, *bias, *dropout, dropout_seed=t.dropout_seed,
+    )  # fmt: skip
     queries = TileList(t.tiles, t.num_tiles, rows)
     keys = TileList(t.key_tiles, t.num_key_tiles, key_rows)
     return AttentionCall(q, k, v, segments, params), queries, keys

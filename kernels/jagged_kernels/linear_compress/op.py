@@ -135,7 +135,7 @@ def _shared_gemm(
             device.type,
             device_properties(device).num_sms,
             batch_invariant,
-        )
+        )  # fmt: skip
         == "triton"
     ):
         return _gemm(weight, embedding, (), (), torch.float32, config)
