@@ -44,8 +44,7 @@ def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """A pointwise function of a score, and its backward: (gradient of the result, score) → gradient
-    of the score."""
+    """A function of a score, and its backward: (gradient of the result, score) → that of it."""
 
     function: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]

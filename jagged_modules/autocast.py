@@ -16,8 +16,7 @@ R = TypeVar("R")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x under the current autocast setting. As in scaled_dot_product_attention,
-    float64 does not change."""
+    """The dtype of x under autocast, which does not change float64, as in torch's attention."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return x.dtype

@@ -88,8 +88,7 @@ RUNNERS: dict[str, Any] = {"cuda": _CudaGraphs}
 
 
 class Step:
-    """A module's step for one bucket: buffers of the arguments and of the results' gradients, and
-    what runs on them."""
+    """A module's step for one bucket: buffers of arguments and gradients, and what runs on them."""
 
     def __init__(
         self,
@@ -126,8 +125,7 @@ class Step:
         self.pool = self._runner.pool
 
     def _forward(self) -> list[Tensor]:
-        """Run the module on the buffers. Parameters are aliases, so that the graphs contain no
-        hooks of theirs."""
+        """Run the module on the buffers, with aliases of parameters, which have no hooks."""
         device, (enabled, dtype) = self.buffers[0].device.type, self._autocast
         # not by the caller's hooks, such as checkpoint's
         kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)

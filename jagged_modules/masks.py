@@ -281,8 +281,7 @@ def is_visible(
 
 
 def field_of_later_rows(mask: AttentionMask) -> str | None:
-    """The name of a field of a causal mask by which later rows change what earlier ones see; None
-    if no field does."""
+    """A field of a causal mask by which later rows change what earlier ones see, or None."""
     for name in ("contextual_seqlen", "recent_history"):
         if getattr(mask, name):
             return name

@@ -193,8 +193,7 @@ class Segmentation:
             self.schedules.pop(oldest, None)
 
     def note_build(self, describe: Callable[[], str], by_prepare: bool) -> None:
-        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds one although
-        others were prepared."""
+        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds yet another."""
         if by_prepare:
             self.prepared[describe()] = None
         elif self.prepared:
@@ -256,8 +255,7 @@ class Queries:
 
     @property
     def segmentation(self) -> Segmentation:
-        """What is known of the segments. A write to the offsets, also through a view, makes a new
-        one."""
+        """What is known of the segments. A write to the offsets, or to a view, makes a new one."""
         offsets, read = self.offsets, self._read
         if read is not None and read[0] is offsets and not torch.compiler.is_compiling():
             if read[1] == offsets._version:

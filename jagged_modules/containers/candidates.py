@@ -425,8 +425,7 @@ class CandidateIndex(Queries):
 
 
 def _groups_in_one_kernel(candidate_to_user: Tensor) -> bool:
-    """Whether one kernel groups the candidates in less time than a sort: it compares each candidate
-    with all others."""
+    """Whether one kernel, which compares all candidates, groups them faster than a sort."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
         return False
     if type(candidate_to_user) is not Tensor or transforms_are_active():

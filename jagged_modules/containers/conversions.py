@@ -74,8 +74,7 @@ def rebuild(x: Any, values: Tensor, offsets: Tensor) -> Any:
 
 
 def check_lengths(name: str, x: Any, offsets: Tensor) -> None:
-    """ValueError if x is a TorchRec container whose lengths contradict its offsets: TorchRec reads
-    one or the other."""
+    """ValueError if a TorchRec container's lengths contradict its offsets: it reads either."""
     lengths = x.lengths_or_none() if _is_torchrec(x) else None
     if lengths is None or not (values_are_checkable(lengths) and values_are_checkable(offsets)):
         return

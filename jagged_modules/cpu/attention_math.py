@@ -92,8 +92,7 @@ def softmax_backward(
     scale: float,
     finite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. out, lse: the results of `softmax_forward`. finite: as there, for
-    do, q, k and v."""
+    """Gradients of q, k and v. out, lse: of `softmax_forward`. finite: as there, and of do."""
     options = mask, num_targets, scale
     if mask is None or finite or dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, *options)
@@ -384,8 +383,7 @@ def _pieces(
 def _parts_of_blocks(
     q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int
 ) -> Iterator[Piece]:
-    """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the
-    fields of a block."""
+    """The blocks for some (segment, key head) pairs at a time: the pairs, then a block's fields."""
     segments, kv_heads = k.shape[:2]
     for rows, columns, hidden in (
         _unmasked_blocks(q, k) if mask is None else _blocks(q, k, mask, num_targets)

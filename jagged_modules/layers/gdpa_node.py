@@ -358,8 +358,7 @@ def _gradients(
 def _attention_gradients(
     ctx: Any, dh: Tensor, saved: _Saved, segments: list[Tensor | None], wanted: Any, of_rows: bool
 ) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, Any]]:
-    """Gradients of the projected rows, of the context, of `NodeInputs`' q_weight to values, and of
-    q_norm and k_norm."""
+    """Gradients of rows, context, `NodeInputs`' q_weight to values, and q_norm and k_norm."""
     rows, q, dtype = saved.rows, saved.q, ctx.dtype
     do, results = torch.unflatten(dh, 1, (q.shape[1], -1)), [saved.out, saved.lse]
     arguments = q, saved.k, saved.v, segments, *ctx.options

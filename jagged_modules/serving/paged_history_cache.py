@@ -160,8 +160,7 @@ class PagedHistoryCache:
             return self._is_cached(user, self._current_weights())
 
     def users(self) -> list[Hashable]:
-        """The users that are cached with the layer's present weights, from the least to the most
-        recently used one."""
+        """The users cached with the layer's present weights, the least recently used first."""
         with self._lock:
             weights = self._current_weights()
             known = {} if self._table is None else self._table.users
@@ -429,8 +428,7 @@ class PagedHistoryCache:
     def _write(
         self, users: Sequence[Hashable], rows: HistoryCache, ranges: Sequence[RowRange]
     ) -> None:
-        """Copy the rows to these ranges. If that fails, for example without memory, the users are
-        forgotten."""
+        """Copy the rows to these ranges. If that fails, the users are forgotten."""
         try:
             self._rows.write(rows, ranges)
         except BaseException:
@@ -446,8 +444,7 @@ class PagedHistoryCache:
         return self._rows.history(layers, self.layer.max_cached_rows)
 
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
-        """The rows of these users in their pages, which are pinned as long as the memory of their
-        page table exists."""
+        """The users' rows in their pages, which are pinned as long as their page table exists."""
         layers = self._rows.in_pages(known, [x.length for x in known])
         pinned = [page for x in known for page in x.pages]
         device = self._rows.device

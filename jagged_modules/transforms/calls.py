@@ -165,8 +165,7 @@ def own_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for aten operators `name.overload`. Operators that this version of torch
-    lacks are skipped."""
+    """Registers a rule for aten operators `name.overload`, but those that this torch lacks."""
 
     def register(function: Rule) -> Rule:
         for name in names:

@@ -147,8 +147,7 @@ def captured_from(
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """Remove the assertions that a size is at least 2. They are torch.export's own, for sizes that
-    are no input's."""
+    """Remove torch.export's assertions that sizes, of no input, are at least 2."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]
         if (

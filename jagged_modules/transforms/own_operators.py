@@ -67,8 +67,7 @@ class SegmentAttention:
 def find_segment_attentions(
     graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size], int]
 ) -> dict[fx.Node, SegmentAttention]:
-    """All such attentions without masks, with fewer than half as many users as there are
-    candidates, by their node."""
+    """All such attentions without masks, with less than half as many users as candidates."""
     found = {}
     for node in graph.nodes:
         if str(node.target) not in ATTENTIONS or node in analysis.lineages:

@@ -47,8 +47,7 @@ def pointwise(call: Call) -> Moved | None:
 
 @rule("type_as.default")
 def type_as(call: Call) -> Moved | None:
-    """Converts each element. The second operand tells the dtype and the device, by any of its rows
-    and in any shape."""
+    """Converts each element. The second operand, of any rows and shape, tells dtype and device."""
     lineage, other = call.lineage(call["self"]), call.lineage(call["other"])
     return Moved(lineage) if lineage and (other is None or other.maps == lineage.maps) else None
 
@@ -128,8 +127,7 @@ def batch_norm_in_eval(call: Call) -> Moved | None:
 
 @rule("linear.default")
 def linear(call: Call) -> Moved | None:
-    """Each row of the result depends on the same row of the input. The last dimension is the one
-    that is contracted."""
+    """Each row of the result depends on the same row of the input; contracts the last dim."""
     lineage = call.lineage(call["input"])
     if lineage is None or not call.only("input"):
         return None

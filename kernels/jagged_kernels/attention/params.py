@@ -28,8 +28,7 @@ class BiasKind(NamedTuple):
 
 
 def are_same(q_offsets: Tensor, kv_offsets: Tensor) -> bool:
-    """Whether queries and keys have the same offsets: one tensor, which may have gone through an
-    operator or a graph."""
+    """Whether the offsets are one tensor, which may have gone through an operator or a graph."""
     return q_offsets is kv_offsets or (
         q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
     )

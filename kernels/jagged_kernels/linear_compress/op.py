@@ -221,8 +221,7 @@ def _gemm(
     dtype: torch.dtype,
     config: GemmConfig,
 ) -> Tensor:
-    """weight `[M, K]`, with aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]],
-    `[B, M, N]`, by Triton."""
+    """weight, with aligned rows, @ embedding[b] + Σ addends[index[b]], `[B, M, N]`, by Triton."""
     weight, embedding = weight.unsqueeze(0), contiguous_last_dim(embedding)
     (batch, _, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)

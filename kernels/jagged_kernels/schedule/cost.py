@@ -313,8 +313,7 @@ def _row_id(row: Tensor, first_target: Tensor, context: int) -> Tensor:
 def _visible_columns(
     row: Tensor, first_target: Tensor, mask: MaskParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(low, high, own_low): a row sees the columns [low, high) and [own_low, row], and the global
-    prefix."""
+    """(low, high, own_low): a row sees [low, high), [own_low, row] and the global prefix."""
     causal, left, right, has_targets, group_size, context, max_attn_len, full = mask[:8]
     recent_history = mask.recent_history
     id, last_id = _row_id(row, first_target, context), _row_id(first_target, first_target, context)

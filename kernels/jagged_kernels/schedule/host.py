@@ -34,8 +34,7 @@ from .cost import (
 
 
 class TileList(NamedTuple):
-    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if
-    any will do."""
+    """A schedule's tiles for kernels; None: not listed yet. block: a tile's rows; None: any."""
 
     tiles: Tensor | None = None
     num_tiles: Tensor | None = None
@@ -311,8 +310,7 @@ def _with_heads(segment: Tensor, block: Tensor, num_heads: int) -> Tensor:
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
-    """Upper bound on the number of tiles of `num_segments` segments with `total_q` rows in total; 0
-    without segments."""
+    """Upper bound on the tiles of `num_segments` segments of `total_q` rows; 0 without segments."""
     return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 
