@@ -30,12 +30,8 @@ def padded(
     side: str = "right",
     truncate: str | None = None,
 ) -> Tensor:
-    """values `[L, ...]` as `[B, N, ...]`, N = max_seqlen. Arguments are checked.
-
-    Args:
-        side: of the padding.
-        truncate: the rows that a segment longer than N keeps, its first ones if None.
-    """
+    """values `[L, ...]` as `[B, N, ...]`, N = max_seqlen. Arguments are checked. side: of the
+    padding. truncate: the rows that a segment longer than N keeps, its first ones if None."""
     segments = offsets.shape[0] - 1
     segment, place = segments_and_positions(offsets, values.shape[0])
     if truncate == "newest" or side == "left":

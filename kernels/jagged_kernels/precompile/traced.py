@@ -141,13 +141,9 @@ class _Trace(TorchFunctionMode):
         if not written:
             raise NotImplementedError(f"{found.kernel} writes to what its operator was given")
         self.op(
-            f"{self._described(found)} {letters}",
-            written,
-            read,
-            integers,
-            factors,
+            f"{self._described(found)} {letters}", written, read, integers, factors,
             [*grid, 1, 1][:3],
-        )
+        )  # fmt: skip
 
     def _described(self, launch: Launch) -> str:
         """The first words of `launch`. Writes the cubin, whose name has a hash of it."""
