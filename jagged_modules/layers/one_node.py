@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..autocast import autocast_dtype
+from ..containers.padding import zeroed_behind
 from ..dtypes import dtypes_of
 from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
+from ..scalars import bucket_of
 from ..settings import is_batch_invariant
-from ..tracing import as_constant, is_exporting
+from ..tracing import as_constant, is_exporting, is_recording
 from ..validation import runs_transforms
 
 ALIGNMENT = 64  # elements; cuBLAS and TMA read operands that start at multiples of 16 bytes
+STEPS = 16  # numbers of rows in an octave that GEMMs see, as of `Jagged.rounded`
 
 
 def may_be_one_node(x: Tensor, *modules: nn.Module, on_cpu: bool = False) -> bool:
@@ -114,9 +117,15 @@ def bias_columns(dtype: torch.dtype) -> int:
     return BIAS_COLUMNS if dtype.itemsize == 2 else 0
 
 
-def gemm_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
+def gemm_rows(
+    x: Tensor, end: Tensor | None, dtype: torch.dtype, rounded: bool = False
+) -> Tensor:
     """x `[L, K]` in the dtype of a GEMM, cleared behind the end. On a GPU a copy in 16 bits has
-    `BIAS_COLUMNS` columns behind its own, which `linear` and `linear_gradients` know."""
+    `BIAS_COLUMNS` columns behind its own, which `linear` and `linear_gradients` know.
+
+    rounded: outside of graphs, such a copy has rows of 0 behind its own, as `Jagged.rounded`: GEMMs
+    see few numbers of rows.
+    """
     is_copied = end is not None or x.dtype != dtype
     extra = bias_columns(dtype)
     if x.dim() != 2 or not (x.is_cuda and is_copied and extra):
@@ -124,7 +133,12 @@ def gemm_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> Tensor:
     if runs_kernels(x):
         from jagged_kernels.common.tail import kept_rows_on_device
 
-        return kept_rows_on_device(x, end, dtype, extra)
+        rows = x.shape[0]
+        rounds = rounded and not is_recording(x.device)
+        num_rows = bucket_of(rows, STEPS, 8)[0] if rounds else rows
+        out = zeroed_behind(x.new_empty(num_rows, x.shape[1] + extra, dtype=dtype), rows)
+        kept_rows_on_device(x, end, dtype, extra, out=out[:rows])
+        return out
     x = cleared(x, end, dtype)
     return torch.cat([x, x.new_ones(x.shape[0], 1), x.new_zeros(x.shape[0], extra - 1)], 1)
 
@@ -169,12 +183,16 @@ def linear_gradients(
     x_dtype: torch.dtype,
     dtype: torch.dtype,
     frees_x: bool = False,
+    num_rows: int | None = None,
 ) -> LinearGradients:
     """Of x, in x_dtype, and of weight and bias, in dtype. wanted: which of the three. frees_x: the
-    node has made x and reads it no more. x may have the columns of `gemm_rows`; None if no gradient
-    of the weight is wanted."""
+    node has made x and reads it no more. x may have the columns and the rows of `gemm_rows`, dy
+    such rows too; x is None if no gradient of the weight is wanted. num_rows: of the gradient of x;
+    None: as many as dy has."""
     dweight, dbias, width = None, None, weight.shape[1]
     if x is not None:
+        if x.shape[0] > dy.shape[0]:
+            x = x[: dy.shape[0]]
         if wanted[1]:
             dweight = weight_gradient(dy, x, dtype)
         if dweight is not None and x.shape[1] > width:
@@ -184,6 +202,8 @@ def linear_gradients(
         if frees_x or x.dtype != x_dtype:  # then x is a copy of the node's input
             release(x)
     dx = input_gradient(dy, weight, x_dtype) if wanted[0] else None
+    if dx is not None and num_rows is not None:
+        dx = dx[:num_rows]
     if wanted[2] and dbias is None:
         dbias = bias_gradient(dy, dtype)
     return LinearGradients(dx, dweight, dbias if wanted[2] else None)

@@ -171,20 +171,24 @@ class _Node(torch.autograd.Function):
         dh = dropout_gradient(dh, saved.kept, ctx.dropout)
         do = in_order(dh, saved.order).view_as(saved.out)
         attention = saved.q, saved.k, saved.v, segments, *ctx.options
-        dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention)
+        queries, keys = saved.q.shape[0], saved.k.shape[0]
+        # rows in another order are a copy, of the queries' alone
+        of_dq = saved.targets.shape[0] if saved.inverse is None else queries
+        rows = of_dq, saved.history.shape[0]
+        dq, dkv = packed_gradients(do, [saved.out, saved.lse], False, *attention, rows=rows)
         release(saved.q, saved.k, saved.out, dh, do)
         of_q, of_keys = [of_targets, *of_q], [of_history, *of_keys]
         dq = in_order(dq.flatten(1), saved.inverse)
         dtargets, *dq_proj = linear_gradients(
-            dq, saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype
+            dq, saved.targets, saved.q_weight, of_q, of_targets_dtype, dtype, num_rows=queries
         )
         if dtargets is not None:
             dtargets = torch.unflatten(dtargets, 0, ctx.shape)
         dhistory, *dkv_proj = linear_gradients(
-            dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype
+            dkv, saved.history, saved.kv_weight, of_keys, of_history_dtype, dtype, num_rows=keys
         )
         if dhistory is not None:
-            dhistory = rows_back(dhistory, saved.history_rows, dhistory.shape[0])
+            dhistory = rows_back(dhistory, saved.history_rows, keys)
         return dtargets, dhistory, *dq_proj, *dkv_proj, *dout, None
 
 
@@ -195,10 +199,13 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
     queries, keys, order, inverse, history_rows = Order.of(call.given)
     targets = inputs.targets.flatten(0, -2) if end is None else inputs.targets
-    targets = gemm_rows(targets, end, dtype).flatten(0, -2)
-    history = in_order(gemm_rows(inputs.history, call.given.levels[0].end, dtype), history_rows)
-    q = torch.unflatten(in_order(linear(targets, q_weight, q_bias), order), 1, (heads, -1))
-    kv = torch.unflatten(linear(history, kv_weight, kv_bias), 1, (2 * heads, -1))
+    targets = gemm_rows(targets, end, dtype, rounded=True).flatten(0, -2)
+    history = in_order(inputs.history, history_rows)  # on the CPU alone
+    history = gemm_rows(history, call.given.levels[0].end, dtype, rounded=True)
+    q = linear(targets, q_weight, q_bias)[: inputs.targets.shape[:-1].numel()]
+    q = torch.unflatten(in_order(q, order), 1, (heads, -1))
+    kv = linear(history, kv_weight, kv_bias)[: inputs.history.shape[0]]
+    kv = torch.unflatten(kv, 1, (2 * heads, -1))
     k, v = kv.chunk(2, 1)
     options = AttentionOptions(schedule=call.schedule, dropout_p=call.attention_dropout)
     attention = parsed_call(q, k, v, queries, keys, options).call
