@@ -38,6 +38,7 @@ from .one_node import (
     linear,
     linear_gradients,
     node_dtype,
+    rounded_rows,
 )
 from .residual_node import (
     Around,
@@ -246,7 +247,8 @@ def attention_part(
 
     if call.residual is None:
         is_learned = inputs.q_weight is None
-        x = inputs.x if is_learned else gemm_rows(inputs.x, end, call.dtype, rounded=True)
+        x = inputs.x
+        x = x if is_learned else gemm_rows(x, end, call.dtype, rounded_rows(x))
         y, saved = part(x)
         return with_zero_tail(y, end), [*Around(end), *saved]
     norm: Any = inputs.norm, inputs.norm_bias
@@ -283,7 +285,7 @@ def _attended(
     ctx.context_dtype = None if context is None else context.dtype
     ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
     if context is not None:
-        context = gemm_rows(context, context_end, call.dtype, rounded=True)
+        context = gemm_rows(context, context_end, call.dtype, rounded_rows(context))
     given = [x for x in inputs[4:10] if x is not None]
     *parameters, out_weight, out_bias = cast(call.dtype, *given)
     (q, k, v), weights, of_heads = _projected(rows, context, inputs, parameters, call)

@@ -117,29 +117,39 @@ def bias_columns(dtype: torch.dtype) -> int:
     return BIAS_COLUMNS if dtype.itemsize == 2 else 0
 
 
-def gemm_rows(
-    x: Tensor, end: Tensor | None, dtype: torch.dtype, rounded: bool = False
-) -> Tensor:
-    """x `[L, K]` in the dtype of a GEMM, cleared behind the end. On a GPU a copy in 16 bits has
-    `BIAS_COLUMNS` columns behind its own, which `linear` and `linear_gradients` know.
+def rounded_rows(x: Tensor) -> int:
+    """Rows for the GEMMs of a copy of x: as `Jagged.rounded`, so that cuBLAS sees few numbers of
+    rows; those of x in a graph."""
+    return x.shape[0] if is_recording(x.device) else bucket_of(x.shape[0], STEPS, 8)[0]
 
-    rounded: outside of graphs, such a copy has rows of 0 behind its own, as `Jagged.rounded`: GEMMs
-    see few numbers of rows.
+
+def gemm_rows(
+    x: Tensor,
+    end: Tensor | None,
+    dtype: torch.dtype,
+    num_rows: int | None = None,
+    has_columns: bool = True,
+) -> Tensor:
+    """x `[L, K]` in the dtype of a GEMM, cleared behind the end. On a GPU a copy has what `linear`
+    and `linear_gradients` know: `BIAS_COLUMNS` columns behind its own in 16 bits, and rows of 0.
+
+    Args:
+        num_rows: of such a copy; None: L.
+        has_columns: whether it has the columns.
     """
     is_copied = end is not None or x.dtype != dtype
-    extra = bias_columns(dtype)
-    if x.dim() != 2 or not (x.is_cuda and is_copied and extra):
+    if x.dim() != 2 or not (x.is_cuda and is_copied):
         return cleared(x, end, dtype)
+    extra = bias_columns(dtype) if has_columns else 0
     if runs_kernels(x):
         from jagged_kernels.common.tail import kept_rows_on_device
 
-        rows = x.shape[0]
-        rounds = rounded and not is_recording(x.device)
-        num_rows = bucket_of(rows, STEPS, 8)[0] if rounds else rows
-        out = zeroed_behind(x.new_empty(num_rows, x.shape[1] + extra, dtype=dtype), rows)
-        kept_rows_on_device(x, end, dtype, extra, out=out[:rows])
-        return out
+        rows, columns = x.shape
+        out = x.new_empty(num_rows or rows, columns + extra, dtype=dtype)
+        return kept_rows_on_device(x, end, dtype, extra, out=zeroed_behind(out, rows))
     x = cleared(x, end, dtype)
+    if not extra:
+        return x
     return torch.cat([x, x.new_ones(x.shape[0], 1), x.new_zeros(x.shape[0], extra - 1)], 1)
 
 

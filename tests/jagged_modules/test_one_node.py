@@ -298,13 +298,13 @@ ROUNDED += "seeds-qk-norm", "targets", "container", "candidates", "grouped-candi
 def rounded(monkeypatch):
     """Nodes take rows of 0 behind their own, as on a GPU where they copy them in 16 bits."""
 
-    def rows(x, end, dtype, rounded=False):
-        assert rounded
-        x = one_node.gemm_rows(x, end, dtype)
-        return padded_to(x, bucket_of(len(x), one_node.STEPS, 8)[0]) if x.dim() == 2 else x
+    def rows(x, end, dtype, num_rows=None, has_columns=True):
+        x = one_node.gemm_rows(x, end, dtype, num_rows, has_columns)
+        return padded_to(x, num_rows or len(x)) if x.dim() == 2 else x
 
     for module in (gdpa_node, target_node):
         monkeypatch.setattr(module, "gemm_rows", rows)
+        monkeypatch.setattr(module, "rounded_rows", lambda x: bucket_of(len(x), 16, 8)[0])
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -593,3 +593,12 @@ def test_rows_behind_the_end(nodes, only_the_device_knows, name):
     layer, case = layer_case(name, dtype=torch.float64)
     check(case, case.call, torch.float64, parameters=layer.parameters())
     assert len(nodes) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["JaggedGDPA", "JaggedGDPA-context", "JaggedTargetAttention"]
+    + ["JaggedTargetAttention-candidates"],
+)
+def test_rows_of_zeros_behind_rows_behind_the_end(nodes, rounded, only_the_device_knows, name):
+    test_rows_behind_the_end(nodes, only_the_device_knows, name)
