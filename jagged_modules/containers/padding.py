@@ -22,13 +22,6 @@ def padded_to(x: Tensor, rows: int) -> Tensor:
     return x if x.shape[0] == rows else pad(x, (0, 0) * (x.dim() - 1) + (0, rows - x.shape[0]))
 
 
-def zeroed_behind(x: Tensor, rows: int) -> Tensor:
-    """x `[n, ...]`, whose rows from this one on become 0, in place."""
-    if x.shape[0] > rows:
-        x[rows:].zero_()
-    return x
-
-
 def padded(
     values: Tensor,
     offsets: Tensor,

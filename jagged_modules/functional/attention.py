@@ -8,11 +8,12 @@ import torch
 from jagged_kernels.attention.pages import Pages
 from jagged_kernels.attention.params import Arguments, AttentionCall, PackedGradients
 from jagged_kernels.attention.select import AttentionProblem
+from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 
 from ..bias import RelativeBias
-from ..containers.padding import padded_to, zeroed_behind
+from ..containers.padding import padded_to
 from ..cpu.attention import attention_cpu, cpu_backward, cpu_forward, cpu_packed_backward
 from ..dropout import Dropout
 from ..masks import AttentionMask

@@ -247,9 +247,10 @@ def attention_part(
 
     if call.residual is None:
         is_learned = inputs.q_weight is None
-        x = inputs.x
-        x = x if is_learned else gemm_rows(x, end, call.dtype, rounded_rows(x))
-        y, saved = part(x)
+        rows = inputs.x
+        if not is_learned:
+            rows = gemm_rows(rows, end, call.dtype, rounded_rows(rows, end, call.dtype))
+        y, saved = part(rows)
         return with_zero_tail(y, end), [*Around(end), *saved]
     norm: Any = inputs.norm, inputs.norm_bias
     y, around, saved = with_residual(inputs.x, norm, call.residual, end, part)
@@ -285,7 +286,8 @@ def _attended(
     ctx.context_dtype = None if context is None else context.dtype
     ctx.is_learned, ctx.dropout = inputs.keys.dim() == 3, call.dropout
     if context is not None:
-        context = gemm_rows(context, context_end, call.dtype, rounded_rows(context))
+        of_context = context, context_end, call.dtype
+        context = gemm_rows(*of_context, rounded_rows(*of_context))
     given = [x for x in inputs[4:10] if x is not None]
     *parameters, out_weight, out_bias = cast(call.dtype, *given)
     (q, k, v), weights, of_heads = _projected(rows, context, inputs, parameters, call)

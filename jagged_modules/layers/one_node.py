@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.common.device import zeroed_behind
 from jagged_kernels.rows.configs import BIAS_COLUMNS
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..autocast import autocast_dtype
-from ..containers.padding import zeroed_behind
 from ..dtypes import dtypes_of
 from ..functional.nodes import release
 from ..functional.tail import cleared, runs_kernels
@@ -117,10 +117,12 @@ def bias_columns(dtype: torch.dtype) -> int:
     return BIAS_COLUMNS if dtype.itemsize == 2 else 0
 
 
-def rounded_rows(x: Tensor) -> int:
-    """Rows for the GEMMs of a copy of x: as `Jagged.rounded`, so that cuBLAS sees few numbers of
-    rows; those of x in a graph."""
-    return x.shape[0] if is_recording(x.device) else bucket_of(x.shape[0], STEPS, 8)[0]
+def rounded_rows(x: Tensor, end: Tensor | None, dtype: torch.dtype) -> int:
+    """Rows for GEMMs that take x in this dtype, cleared behind the end: if that copies it, as
+    `Jagged.rounded`, so that cuBLAS sees few numbers of rows; in a graph, those of x."""
+    if (end is None and x.dtype == dtype) or is_recording(x.device):
+        return x.shape[0]
+    return bucket_of(x.shape[0], STEPS, 8)[0]
 
 
 def gemm_rows(

@@ -202,9 +202,10 @@ def _attended(ctx: Any, inputs: TargetInputs, call: TargetCall) -> tuple[Tensor,
     q_weight, q_bias, kv_weight, kv_bias, out_weight, out_bias = cast(dtype, *inputs[2:])
     queries, keys, order, inverse, history_rows = Order.of(call.given)
     targets, end_of_history = _rows(inputs.targets, end), call.given.levels[0].end
-    targets = gemm_rows(targets, end, dtype, rounded_rows(targets)).flatten(0, -2)
+    targets = gemm_rows(targets, end, dtype, rounded_rows(targets, end, dtype)).flatten(0, -2)
     history = in_order(inputs.history, history_rows)  # on the CPU alone
-    history = gemm_rows(history, end_of_history, dtype, rounded_rows(history))
+    of_history = history, end_of_history, dtype
+    history = gemm_rows(*of_history, rounded_rows(*of_history))
     q = linear(targets, q_weight, q_bias)
     if end is None:  # otherwise attention clears the rows behind it
         q = q[: inputs.targets.shape[:-1].numel()]

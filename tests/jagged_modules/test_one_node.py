@@ -304,7 +304,7 @@ def rounded(monkeypatch):
 
     for module in (gdpa_node, target_node):
         monkeypatch.setattr(module, "gemm_rows", rows)
-        monkeypatch.setattr(module, "rounded_rows", lambda x: bucket_of(len(x), 16, 8)[0])
+        monkeypatch.setattr(module, "rounded_rows", lambda x, *_: bucket_of(len(x), 16, 8)[0])
 
 
 @pytest.mark.parametrize("name", ROUNDED)
