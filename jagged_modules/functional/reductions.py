@@ -213,11 +213,10 @@ def _bound_of_rows(
     name: str, bound: float | Tensor, times: Tensor, segment: Tensor, segments: int
 ) -> float | Tensor:
     """The bound of each row. Rows behind the last segment have any."""
-    kinds = [int, torch.SymInt]  # torch compares integers with floats in fp32
-    if times.is_floating_point():
-        kinds += float, torch.SymFloat
     if not isinstance(bound, Tensor):
-        check_kind(name, bound, tuple(kinds), f"a number as times, {times.dtype}, or a tensor")
+        floats = (float, torch.SymFloat) if times.is_floating_point() else ()
+        kinds = (int, torch.SymInt, *floats)  # torch compares integers with floats in fp32
+        check_kind(name, bound, kinds, f"a number as times, {times.dtype}, or a tensor")
         return bound
     bound = _numbers(name, bound, "B", segments, times.device)
     if bound.is_floating_point() != times.is_floating_point():
