@@ -172,6 +172,16 @@ def test_rows_between_times(dtype):
     assert torch.equal(F.jagged_between(x, offsets, times=times)[0], x)
 
 
+def test_rows_behind_the_last_segment_are_not_between():
+    @torch.compile(backend="eager")
+    def between(x, offsets, times):
+        return F.jagged_between(x, offsets, times=times, start=60)
+
+    times = torch.tensor([80, 10, 95, 70, 70])
+    found, ends = between(torch.arange(1, 6), torch.tensor([0, 2, 3]), times)
+    assert found.tolist() == [1, 3, 0, 0, 0] and ends.tolist() == [0, 1, 2]
+
+
 def test_times_are_compared_exactly():
     x, offsets, now = torch.arange(3), torch.tensor([0, 3]), 1_700_000_000_123
     times = now + torch.tensor([-1, 0, 1])
