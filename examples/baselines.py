@@ -25,6 +25,7 @@ from training import (
     HelpFormatter,
     check_at_least_1,
     next_item_metrics,
+    pick_device,
     rank_unseen,
     save_json,
     seed_number,
@@ -71,7 +72,7 @@ def similarity(together: torch.Tensor, neighbours: int, shrink: float) -> torch.
 def ease(together: torch.Tensor, penalty: float) -> torch.Tensor:
     """EASE: the linear model of each item by the others with the least squared error + penalty *
     squared weights, [items, items]."""
-    inverse = torch.linalg.inv(together + penalty * torch.eye(len(together), dtype=torch.float64))
+    inverse = torch.linalg.inv(together + penalty * torch.eye(len(together)).to(together))
     weights = inverse / -inverse.diagonal()
     return weights.fill_diagonal_(0)
 
@@ -86,12 +87,13 @@ def evaluate(dataset: SequenceDataset, matrix: torch.Tensor, decay: float) -> di
     each times decay to the power of how many events of the user followed its last choice."""
     ranks = []
     for batch in make_loader(dataset, USERS_AT_A_TIME):
+        batch = batch.to(matrix.device)
         seen = batch.seen["seen"]
         lengths = seen.lengths().long()
-        row = torch.arange(len(lengths)).repeat_interleave(lengths)
-        age = seen.offsets()[1:][row] - 1 - torch.arange(len(row))
+        row = torch.arange(len(lengths), device=matrix.device).repeat_interleave(lengths)
+        age = seen.offsets()[1:][row] - 1 - torch.arange(len(row), device=matrix.device)
         place = row * len(matrix) + seen.values()
-        latest = torch.full((len(lengths) * len(matrix),), len(row)).scatter_reduce_(
+        latest = age.new_full((len(lengths) * len(matrix),), len(row)).scatter_reduce_(
             0, place, age, "amin"
         )
         weights = decay ** age.to(matrix.dtype) * (age == latest[place])
@@ -115,14 +117,14 @@ MODELS = {
 }
 
 
-def measure(datasets: Datasets) -> dict[str, dict[str, Any]]:
+def measure(datasets: Datasets, device: torch.device) -> dict[str, dict[str, Any]]:
     """Settings and test metrics of each model, fitted without and with the validation events.
 
     Raises ValueError if there are more than `MOST_ITEMS` items.
     """
     if (found := datasets["train"].log.num_items) > MOST_ITEMS:
         raise ValueError(f"a log must have at most {MOST_ITEMS:,} items, not {found:,}")
-    without, with_valid = (counts(datasets, each) for each in (False, True))
+    without, with_valid = (counts(datasets, each).to(device) for each in (False, True))
     results = {}
     for name, (fit, decays) in MODELS.items():
         grid, best = GRID[fit], (-1.0, {}, 1.0)
@@ -148,13 +150,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument("--seed", type=seed_number, default=0, help="seed of the generated log")
     parser.add_argument("--out", type=Path, help="file for the metrics; none if not given")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.set_defaults(max_history=1, intervals=False, relative_time=0)
     options = parser.parse_args(arguments)
     check_at_least_1(parser, options, ("users", "threads"))
     torch.set_num_threads(options.threads)
     try:
-        results = measure(load_datasets(options))
+        results = measure(load_datasets(options), pick_device(options.device))
     except (ValueError, OSError) as error:
         sys.exit(f"baselines: {error}")
     trainer.print_table({"results": results}, COLUMNS)

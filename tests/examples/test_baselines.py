@@ -105,4 +105,4 @@ def test_bad_input_ends_with_one_line():
 def test_a_log_with_too_many_items_is_refused(datasets, monkeypatch):
     monkeypatch.setattr(baselines, "MOST_ITEMS", 59)
     with pytest.raises(ValueError, match="a log must have at most 59 items, not 60"):
-        baselines.measure(datasets)
+        baselines.measure(datasets, torch.device("cpu"))
