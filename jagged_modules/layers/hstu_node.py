@@ -130,10 +130,12 @@ def dropout_seed(layer: HSTULayer, x: Tensor) -> Tensor | None:
     return torch.randint(2**62, (), device=x.device)
 
 
-def norm_rows(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm of rows by one kernel, in the dtype that a GEMM takes them in."""
+def norm_rows(norm: nn.Module, x: Tensor, end: Tensor | None) -> Tensor:
+    """The norm of rows by one kernel, in the dtype that a GEMM takes them in. It reads nothing
+    behind the end."""
     weight, bias = norm_parameters(norm)
-    return stages().row_norm(x, weight, bias, autocast_dtype(x), *NormOptions.of(norm))[0]
+    of_norm = weight, bias, autocast_dtype(x), *NormOptions.of(norm)
+    return stages().row_norm(x, *of_norm, 0, end)[0]
 
 
 def gated_output(layer: HSTULayer, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
