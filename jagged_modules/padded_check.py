@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ class PaddedComparison:
         size: largest absolute result of the padded model.
         error: between the padded model and the jagged one.
         of_padding: of the padded model, if its padding holds other numbers: it reads them.
-        of_width: if there is one more padded row: it divides by N, or takes statistics of all rows.
+        of_width: if there is one more padded row: it divides by N, takes statistics of all rows, or
+            counts positions from the left of padding on the left.
         of_side: if the padding is on the other side: it counts positions from the tensor's left, or
             takes the last of N rows.
     """
@@ -40,9 +42,15 @@ class PaddedComparison:
         Args:
             tolerance: the share of their size by which results change at least.
         """
+        if not math.isfinite(self.size):
+            return [
+                "real rows are NaN or infinite: under a causal mask with padding on the left, padded"
+                " rows see no key; let each row see itself"
+            ]
         found = dict(
             of_padding="it reads the numbers in its padding: no mask in attention or pooling",
-            of_width="it depends on the number of padded rows: a mean over N, statistics of rows",
+            of_width="it depends on the number of padded rows: a mean over N, statistics of rows,"
+            " positions behind the padding",
             of_side="it depends on the padding's side: positions from the left, the row at N - 1",
         )
         limit = tolerance * max(self.size, 1e-30)
@@ -66,8 +74,8 @@ def compare_padded(
     models agree to about 1e-12.
 
     Args:
-        padded: takes x and which of its rows are real, bool `[B, N]`; returns `[B, N, ...]`, of
-            which real rows count, or `[B, ...]`.
+        padded: takes x, of N or N + 1 rows, and which are real, bool `[B, N]`; returns
+            `[B, N, ...]`, of which real rows count, or `[B, ...]`.
         jagged: takes the rows as a `Jagged`; returns any container of as many rows, or `[B, ...]`.
         x: `[B, N, ...]`, floating-point.
         lengths: `[B]` int32 or int64, the real rows of each segment.

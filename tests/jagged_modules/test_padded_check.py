@@ -67,6 +67,22 @@ def test_a_missing_mask_explains_the_error():
     assert found.error > 1e-3 * found.size and "reads" in found.reasons()[0]
 
 
+def test_padded_rows_that_see_no_key():
+    """Behind the first layer their NaN reaches real rows, as 0 · NaN."""
+    model = nn.TransformerEncoder(encoder()[0], 2, enable_nested_tensor=False).eval()
+    layers = jm.JaggedEncoder.from_torch(model, jm.AttentionMask(causal=True))
+
+    def padded(x, real, itself):
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        hidden = (later | ~real[:, None]) & ~(itself & torch.eye(x.shape[1], dtype=torch.bool))
+        return model(x, mask=hidden.repeat_interleave(2, 0))
+
+    found = jm.compare_padded(lambda x, real: padded(x, real, False), layers, X, LENGTHS, "left")
+    assert "let each row see itself" in str(found) and len(found.reasons()) == 1
+    found = jm.compare_padded(lambda x, real: padded(x, real, True), layers, X, LENGTHS, "left")
+    assert found.error < 1e-12 * found.size and found.reasons() == []
+
+
 def test_results_of_other_shapes():
     with pytest.raises(ValueError, match="results of one shape"):
         jm.compare_padded(lambda x, real: x, lambda x: x.values[:2], X, LENGTHS)
